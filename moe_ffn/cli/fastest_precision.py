@@ -23,13 +23,13 @@ from moe_ffn.training.module import LanguageModel, LoadedBatch
 PLAIN, MIXED = "32-true", "bf16-mixed"
 
 MIN_SPEEDUP = 1.1
-"""How many times as fast bf16-mixed has to be; neighbouring medians differ by some percent."""
+"""The speedup that bf16-mixed must reach; medians of the same step differ by some percent."""
 
 ROUNDS, PATIENCE = 7, 1.0
 """Steps of each format that are timed, and the seconds after which `MIN_ROUNDS` of them are enough."""
 
 MAX_SHARE = 0.1
-"""Of a run's batches, that the shortest measurement may cost."""
+"""The share of a run's batches that the shortest measurement may cost."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def fastest_precision(config: TrainConfig, data: PreparedData) -> tuple[str, str
 
 
 def _medians(config: TrainConfig, data: PreparedData) -> list[float]:
-    """Of the seconds of a step in each format."""
+    """The median seconds of a step in each format."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         module = build_module(config, data)

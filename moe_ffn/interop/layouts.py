@@ -22,9 +22,9 @@ class Piece:
     part: Callable[[Tensor], Tensor] = lambda ours: ours
     """The view of ours that it fills; of its shape."""
     order: tuple[int, Tensor] | None = None
-    """(dimension, places): which of its rows or columns stands at each place of ours."""
+    """(dimension, indices): which row or column of theirs stands at each place of ours."""
     rows: slice | None = None
-    """Those of its rows that it is, where others are a part of another tensor of ours; not written."""
+    """The rows of theirs that it is, where other rows belong to another tensor of ours; not written."""
     added: float = 0.0
     """The difference of ours from it; not written."""
 

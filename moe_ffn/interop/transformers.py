@@ -30,10 +30,10 @@ from moe_ffn.kernels.select import run_experts
 NOT_INSTALLED = "transformers 5 or newer is not installed: pip install transformers"
 
 NAME = "moe_ffn"
-"""By which transformers knows our kernels."""
+"""The name of our kernels among transformers' implementations of experts."""
 
 _GATE = "_moe_ffn_gate"
-"""Where a module of experts keeps what was found of its activation and its gate."""
+"""The attribute in which a module of experts keeps its activation and gate, once they are found."""
 
 
 def register() -> None:

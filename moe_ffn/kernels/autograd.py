@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     x_TD: Tensor
     weights_N: Tensor
     parameters: Sequence[Any]
-    """Those of `ExpertWeights.parameters`; in backward, as torch kept them."""
+    """`ExpertWeights.parameters`; in backward, as torch kept them."""
     token_ids_N: Tensor
     offsets_E: Tensor
     pair_ids_N: Tensor
@@ -39,11 +39,11 @@ class Inputs(NamedTuple):
     options: ExpertWeights
     """What the experts are; its tensors are not read."""
     dtype: torch.dtype
-    """Of products, where this CPU multiplies in it, and of what is kept."""
+    """The dtype of products, where this CPU multiplies in it, and of what is kept."""
 
 
 Gradients = tuple[Tensor | None, ...]
-"""Of x, of the pairs' weights, and of the four parameters."""
+"""The gradients of x, of the pairs' weights and of the four parameters."""
 
 
 class Implementation(NamedTuple):

@@ -96,7 +96,7 @@ class RouterMLPConfig(Config, frozen=True):
     depth: int = Field(default=2, ge=0, le=100)
     """Layers with an activation."""
     eps: float = Field(default=1e-6, gt=0, lt=1)
-    """Of its norm."""
+    """Added to the mean of squares, in its norm."""
 
     def num_params(self, d_model: int) -> int:
         layers = self.depth * linear_params(self.width, self.width, bias=True)

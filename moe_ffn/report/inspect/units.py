@@ -130,11 +130,11 @@ class LayerUnits:
         return int(self.judged_U.sum())
 
     def share(self, kind: str) -> float:
-        """Of the judged units, those that `kind` explains; nan where none is judged."""
+        """The share of the judged units that `kind` explains; nan where none is judged."""
         return _mean(self.explained[kind][self.judged_U])
 
     def suffix_shares(self) -> list[float]:
-        """Of the judged units, those whose top inputs share their last n tokens, for n = 1 on."""
+        """The shares of the judged units whose top inputs have the last n tokens in common, for n = 1 on."""
         found = self.suffix_U[self.judged_U]
         return [_mean(found >= n) for n in range(1, MAX_SUFFIX_LENGTH + 1)]
 
