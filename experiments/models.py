@@ -26,8 +26,9 @@ from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import build_ffn
 from moe_ffn.files import write_whole
+from moe_ffn.interop.block_parts import Block, merged, resolve
 from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
-from moe_ffn.interop.blocks import Block, config_width, merged, ours_of, resolve
+from moe_ffn.interop.blocks import config_width, convert_tensors
 from moe_ffn.outputs import TokenContext
 from moe_ffn.routing.sparse_mixer import TINY
 
@@ -143,15 +144,11 @@ def _of_layer(layer: Any, x_BSD: Tensor) -> Tensor:
     if hasattr(layer, "shared_mlp"):  # Granite
         return layer.block_sparse_moe(x_BSD) + layer.shared_mlp(x_BSD)
 
-    class Nothing(nn.Module):
+    class Zero(nn.Module):
         def forward(self, *_: Any, hidden_states: Tensor, **__: Any) -> tuple[Tensor, None]:
             return torch.zeros_like(hidden_states), None
 
-    class Same(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    layer.self_attn, layer.post_attention_layernorm = Nothing(), Same()
+    layer.self_attn, layer.post_attention_layernorm = Zero(), nn.Identity()
     layer.layer_scalar.fill_(1.0)
     output = layer(x_BSD)
     return (output[0] if isinstance(output, tuple) else output) - x_BSD
@@ -193,7 +190,7 @@ def compare(model: str, *, training: bool = False) -> Errors:
         template = merged(template, resolve(entry.in_training or {}, config))
     ours = build_ffn(template, config_width(config)).train(training)
     state = dict(theirs.state_dict())
-    ours.load_state_dict(ours_of(entry, state, ours.state_dict(), config))
+    ours.load_state_dict(convert_tensors(entry, state, ours.state_dict(), config))
 
     generator = torch.Generator().manual_seed(1)
     x_BSD = torch.randn(BATCH, LENGTH, config_width(config), generator=generator)
@@ -211,7 +208,9 @@ def compare(model: str, *, training: bool = False) -> Errors:
         name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         for name, tensor in theirs.named_parameters()
     }
-    expected = ours_of(entry, gradients, dict(ours.named_parameters()), config, gradients=True)
+    expected = convert_tensors(
+        entry, gradients, dict(ours.named_parameters()), config, gradients=True
+    )
     found = {name: parameter.grad for name, parameter in ours.named_parameters()}
     errors = {name: _error(found[name], expected[name]) for name in found}
     return Errors(_error(y_ours, y_theirs), {"x": _error(x_ours.grad, x_theirs.grad), **errors})
@@ -257,9 +256,8 @@ def flow(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {flow(given[key])}" for key in order) + "}"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(
-        value, float
-    ):  # which YAML takes for a word where it has an exponent and no point
+    if isinstance(value, float):
+        # YAML takes a number with an exponent and no point for a word.
         return re.sub(r"^(\d+)e", r"\1.0e", f"{value:.4g}")
     return str(value)
 

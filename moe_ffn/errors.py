@@ -82,7 +82,7 @@ def explain(
             if item["type"] != "missing":
                 message += f", got {show(item['input'])}"
         line = f"{path}: {message}" if path else message
-        lines.append(shorten(printable(line), _LONGEST_LINE))
+        lines.append(shorten(printable(line), _MAX_LINE_LENGTH))
     return lines
 
 
@@ -178,7 +178,7 @@ _RULES = {
 }
 
 
-_LONGEST_LINE = 480
+_MAX_LINE_LENGTH = 480
 """More than any mistake needs, but what a stranger's code says may be of any length."""
 
 _repr = reprlib.Repr()

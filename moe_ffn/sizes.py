@@ -64,24 +64,24 @@ def given_width(d_ff: int | MatchConfig | None) -> int | None:
     return d_ff
 
 
-LARGEST_SHARE = 10**9
+MAX_SHARE = 10**9
 """Upper bound of `share_of` and of its denominator; times a number of pairs, both fit into int64."""
 
 
-_WIDEST = 10 * MAX_COUNT
+_MAX_DEFAULT_WIDTH = 10 * MAX_COUNT
 
 
 def share_of(*factors: float, parts: int) -> tuple[int, int]:
     """The product of `factors`, divided among `parts`, as the numerator and denominator that its floats mean.
 
-    In floating point 0.3 * 50 is a little over 15, and its ceiling 16. Between 1 / `LARGEST_SHARE` and
-    `LARGEST_SHARE`: a positive factor is never rounded to nothing.
+    In floating point 0.3 * 50 is a little over 15, and its ceiling 16. Between 1 / `MAX_SHARE` and
+    `MAX_SHARE`: a positive factor is never rounded to nothing.
     """
     share = Fraction(1, parts)
     for factor in factors:
         share *= Fraction(factor)
-    nearest = share.limit_denominator(LARGEST_SHARE)
-    share = min(max(nearest, Fraction(1, LARGEST_SHARE)), Fraction(LARGEST_SHARE))
+    nearest = share.limit_denominator(MAX_SHARE)
+    share = min(max(nearest, Fraction(1, MAX_SHARE)), Fraction(MAX_SHARE))
     return share.numerator, share.denominator
 
 
@@ -112,7 +112,7 @@ def round_width(width: float, multiple_of: int = 8) -> int:
     Raises:
         ConfigError: the width is far beyond any memory, as that of experts of a tiny `router.k` is.
     """
-    if width > _WIDEST:
+    if width > _MAX_DEFAULT_WIDTH:
         raise ConfigError(
             f"d_ff: the hidden width would be {width:.3g} by default, for which there is no memory; set "
             "d_ff, or raise router.k"

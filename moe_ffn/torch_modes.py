@@ -1,4 +1,4 @@
-"""What torch is doing around a call: autocast, a graph, a transform, tensors without numbers."""
+"""What torch is doing around a call: autocast, a graph, a transform, tensors without data."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if is_autocast_on(x) else nullcontext()
 
 
-def has_no_numbers(x: Tensor) -> bool:
-    """Whether a tensor is on `meta` or a FakeTensor, of which there is none before its module is imported."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")
+def has_no_data(x: Tensor) -> bool:
+    """Whether a tensor has a shape alone: on `meta`, or a FakeTensor."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # not loaded: there is none
     return x.is_meta or (module is not None and isinstance(x, module.FakeTensor))
 
 
-def cannot_be_read(x: Tensor) -> bool:
-    """Whether no size may depend on what a tensor holds: in a graph, or where it holds nothing."""
-    return torch.compiler.is_compiling() or has_no_numbers(x)
+def needs_static_shapes(x: Tensor) -> bool:
+    """Whether shapes must not depend on values: in a graph, or where a tensor has none."""
+    return torch.compiler.is_compiling() or has_no_data(x)
 
 
-def is_watched() -> bool:
-    """Whether operators are shown to a mode, such as torch's FlopCounterMode, which sees none inside ours."""
+def is_dispatch_mode_on() -> bool:
+    """Whether a mode such as FlopCounterMode watches torch's operators; it sees none inside ours."""
     return _get_current_dispatch_mode() is not None
 
 
-def transforms_at_work() -> bool:
+def is_transform_on() -> bool:
     """Whether `grad`, `jvp` or `vmap` of `torch.func`, or forward-mode differentiation, is under way."""
     # Private, and what `torch.autograd.Function.apply` itself asks; there is no public way.
     return torch._C._are_functorch_transforms_active() or is_forward_mode()

@@ -24,7 +24,7 @@ from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn import CombineConfig
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.kernels.base import GATE_ACTIVATIONS
+from moe_ffn.kernels.activations import GATE_ACTIVATIONS
 from moe_ffn.kernels.select import BACKENDS
 from tests.helpers.every_router import ROUTERS
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -16,6 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 
 import moe_ffn
 from experiments.benchmark.layers import (
@@ -329,6 +331,16 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def ratio(results: Results, of: Key, to: Key) -> float | None:
     """The ratio of two medians; None where one of them was not timed."""
     return results[of].median / results[to].median if of in results and to in results else None
+
+
+def profiled(step: Callable[[], object], times: int) -> Sequence[Any]:
+    """What torch's profiler counts of each operator on the CPU, over some steps."""
+    # Otherwise the profiler announces itself, line by line.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        for _ in range(times):
+            step()
+    return watched.key_averages()
 
 
 def why_not(results: Results, key: Key) -> str:

@@ -8,14 +8,11 @@ T tokens, D model width, E experts, F expert width
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as profiler
 
 from experiments.benchmark.layers import (
     AUTO,
@@ -38,7 +35,16 @@ from experiments.benchmark.peers import (
     SCATTERMOE,
     TRAINING_PEERS,
 )
-from experiments.benchmark.session import Candidate, Results, Session, amount, chart, ratio, times
+from experiments.benchmark.session import (
+    Candidate,
+    Results,
+    Session,
+    amount,
+    chart,
+    profiled,
+    ratio,
+    times,
+)
 from experiments.benchmark.shapes import Shape
 from moe_ffn import build_ffn
 
@@ -323,8 +329,6 @@ def profile(session: Session) -> None:
     if session.device.type != "cpu":
         session.say(f"not watched: operators return before {session.device.type} is done with them")
         return
-    # Otherwise the profiler announces itself, line by line.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     for shape in (WIDE, NARROW):
         session.say(f"\n{shape}, forward and backward, time inside each operator of one step")
         torch.manual_seed(0)
@@ -359,15 +363,13 @@ def seconds_by_operator(candidate: Candidate) -> dict[str, tuple[float, float]]:
     Profiling takes time too, most of it where operators are many and short.
     """
 
-    def run(times: int) -> None:
-        for _ in range(times):
-            candidate.run()
-            candidate.reset()
+    def step() -> None:
+        candidate.run()
+        candidate.reset()
 
-    run(WARMUP)
-    with profiler(activities=[ProfilerActivity.CPU]) as watched:
-        run(STEPS)
+    for _ in range(WARMUP):
+        step()
     return {
         event.key: (event.self_cpu_time_total / STEPS / 1e6, event.count / STEPS)
-        for event in watched.key_averages()
+        for event in profiled(step, STEPS)
     }

@@ -6,16 +6,12 @@ the text that it trains on by default: the source of Python's standard library, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as profiler
-
 from experiments.benchmark.layers import AUTO
 from experiments.benchmark.peers import REFERENCE, SAME
-from experiments.benchmark.session import Candidate, Session
+from experiments.benchmark.session import Candidate, Session, profiled
 from experiments.benchmark.shapes import Shape
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import DataConfig, prepare
@@ -75,8 +71,6 @@ def training(session: Session) -> None:
     results = session.time(candidates, DENSE_MODEL, more=MORE_ROUNDS, tokens=tokens)
     session.show(results, (DENSE_MODEL,))
     if session.device.type == "cpu":
-        # Otherwise the profiler announces itself, line by line.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         watched = (one for one in candidates if one.name in (AUTO, DENSE_MODEL))
         shares = {one.name: shares_of_step(one.run) for one in watched}
         rows = [[part, *(f"{of[part]:.1%}" for of in shares.values())] for part in PARTS]
@@ -87,10 +81,7 @@ def training(session: Session) -> None:
 
 def shares_of_step(step: Callable[[], object]) -> dict[str, float]:
     """The parts of a step -> their share of the time of all, over some steps."""
-    with profiler(activities=[ProfilerActivity.CPU]) as watched:
-        for _ in range(PROFILED_STEPS):
-            step()
-    found = {event.key: event.cpu_time_total for event in watched.key_averages()}
+    found = {event.key: event.cpu_time_total for event in profiled(step, PROFILED_STEPS)}
     whole = sum(found[f"step: {part}"] for part in PARTS)
     return {part: found[f"step: {part}"] / whole for part in PARTS}
 

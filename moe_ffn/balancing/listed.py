@@ -1,6 +1,7 @@
-"""Balancing and usage by the listed pairs alone, of routers of too many experts for a number of each.
+"""Balancing losses and usage of routings without (T, E) tables (product keys), computed from their pairs.
 
-Nothing here has E numbers: the pairs of one expert are a group, and groups are at most as many as pairs.
+No tensor here has an element for each expert: the pairs of one expert are a group, and groups are at most as
+many as pairs.
 
 T tokens, E experts, N (token, expert) pairs, B sequences
 """
@@ -57,15 +58,15 @@ def _shares(routing: Routing) -> Tensor:
 
 
 def load_balance_of_list(routing: Routing, *, by_sequence: bool = False) -> Tensor:
-    """E * sum_i f_i P_i of the batch, or the mean of that of each sequence, of listed pairs.
+    """Switch's E * sum_i f_i P_i of the batch, or its mean over sequences, from the pairs alone.
 
     f_i is as in `load_balancing_loss`; P_i is the mean over tokens of the share that expert i has of a
-    token's weights: of the chosen experts, where tables have a score of every one. 1 at balance as well.
+    token's weights, among the experts that it chose. 1 at balance as well.
     """
     groups = groups_of(routing, by_sequence=by_sequence)
     length = max(routing.sequence_length, 1) if by_sequence else max(routing.num_tokens, 1)
     counts_N = groups.sums(torch.ones_like(groups.shares_N))[groups.ids_N]
-    # E / (pairs * tokens) * sum over pairs of the pairs beside it, times its share.
+    # E / (pairs * tokens) * sum over pairs of the pairs in its group, times its share.
     part_N = routing.token_ids_N // length
     zeros_B = counts_N.new_zeros(routing.num_tokens // length)
     products_B = zeros_B.index_add(0, part_N, counts_N * groups.shares_N)
@@ -82,7 +83,7 @@ def importance_of_list(routing: Routing) -> tuple[Tensor, Tensor]:
     num_experts, groups = routing.num_experts, groups_of(routing)
     importance_N = groups.sums(routing.weights_N)
     mean = importance_N.sum() / num_experts
-    # The others are 0, and each as far from the mean as that is from 0.
+    # The experts that nobody chose have importance 0.
     squares = torch.where(groups.is_first_N, (importance_N[groups.ids_N] - mean).square(), 0).sum()
     squares = squares + (num_experts - groups.is_first_N.sum()) * mean.square()
     return mean, squares / max(num_experts - 1, 1)
@@ -91,10 +92,10 @@ def importance_of_list(routing: Routing) -> tuple[Tensor, Tensor]:
 def logsumexp_of_list(routing: Routing, logits_N: Tensor) -> Tensor:
     """(T,), logsumexp of the logits of each token's pairs."""
     lowest_T = logits_N.new_full((routing.num_tokens,), -torch.inf)
-    most_T = lowest_T.scatter_reduce(0, routing.token_ids_N, logits_N.detach(), "amax")
-    most_T = most_T.masked_fill(~most_T.isfinite(), 0)
-    parts_N = (logits_N - most_T[routing.token_ids_N]).exp()
-    return most_T + torch.zeros_like(most_T).index_add(0, routing.token_ids_N, parts_N).log()
+    max_T = lowest_T.scatter_reduce(0, routing.token_ids_N, logits_N.detach(), "amax")
+    max_T = max_T.masked_fill(~max_T.isfinite(), 0)
+    parts_N = (logits_N - max_T[routing.token_ids_N]).exp()
+    return max_T + torch.zeros_like(max_T).index_add(0, routing.token_ids_N, parts_N).log()
 
 
 def entropy_of_list(routing: Routing) -> Tensor:

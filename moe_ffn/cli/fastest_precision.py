@@ -16,20 +16,20 @@ from moe_ffn.errors import first_line
 from moe_ffn.kernels.base import product_dtype_on_cpu
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.studies.timing import FEWEST_ROUNDS, interleave
+from moe_ffn.studies.timing import MIN_ROUNDS, interleave
 from moe_ffn.training.evaluation import autocast_of
 from moe_ffn.training.module import LanguageModel, LoadedBatch
 
 PLAIN, MIXED = "32-true", "bf16-mixed"
 
 MIN_SPEEDUP = 1.1
-"""How many times as fast bf16-mixed has to be; neighbouring medians differ by some percent."""
+"""The speedup that bf16-mixed must reach; medians of the same step differ by some percent."""
 
 ROUNDS, PATIENCE = 7, 1.0
-"""Steps of each format that are timed, and the seconds after which `FEWEST_ROUNDS` of them are enough."""
+"""Steps of each format that are timed, and the seconds after which `MIN_ROUNDS` of them are enough."""
 
 MAX_SHARE = 0.1
-"""Of a run's batches, that the shortest measurement may cost."""
+"""The share of a run's batches that the shortest measurement may cost."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def fastest_precision(config: TrainConfig, data: PreparedData) -> tuple[str, str
     """
     if product_dtype_on_cpu(torch.bfloat16) is not torch.bfloat16:
         return PLAIN, "not measured: this CPU has no arithmetic in bfloat16"
-    num_steps = 2 * (FEWEST_ROUNDS + 1)
+    num_steps = 2 * (MIN_ROUNDS + 1)
     num_batches = config.trainer.max_steps * config.trainer.accumulate_grad_batches
     if num_steps > MAX_SHARE * num_batches:
         return PLAIN, f"not measured: {num_steps} steps are too many beside a run of {num_batches}"
@@ -84,7 +84,7 @@ def fastest_precision(config: TrainConfig, data: PreparedData) -> tuple[str, str
 
 
 def _medians(config: TrainConfig, data: PreparedData) -> list[float]:
-    """Of the seconds of a step in each format."""
+    """The median seconds of a step in each format."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         module = build_module(config, data)

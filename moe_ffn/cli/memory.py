@@ -1,4 +1,4 @@
-"""Whether the model of a run fits into memory, and an error that says there was not enough."""
+"""Whether a training run fits into memory, and the sentence of an error that there was not enough."""
 
 from __future__ import annotations
 
@@ -51,11 +51,13 @@ def check_fits(config: TrainConfig) -> None:
     a GPU, which has a memory of its own, the weights alone.
     """
     memory = memory_limit()
-    if memory is not None and _is_on_cpu(config):
+    if memory is None:
+        return
+    if _is_on_cpu(config):
         _check_training_fits(config, memory)
     parts = {"model": _bytes_of_weights(config), "data": _bytes_of_batch(config)}
     for section, num_bytes in parts.items():
-        if memory is not None and num_bytes > memory:
+        if num_bytes > memory:
             raise ConfigError(
                 f"{section}: {training_needs(config)}; this process may have {gigabytes(memory)} of memory"
             )
@@ -69,9 +71,9 @@ def _is_on_cpu(config: TrainConfig) -> bool:
 
 def _check_training_fits(config: TrainConfig, memory: int) -> None:
     weights = _bytes_of_weights(config)
-    if weights > memory:  # refused by `check_fits`, whatever is trained
-        return
     if weights * _MAX_COPIES <= memory:  # small enough for any optimizer
+        return
+    if weights > memory:  # `check_fits` refuses it, whatever is trained
         return
     from moe_ffn.runs.planner import Sizes  # half a second, which every other run does without
 

@@ -1,4 +1,4 @@
-"""Experts that are rows of embedding tables: single neurons, and values that read nothing.
+"""Experts that are rows of embedding tables: single neurons (PEER), and values (product-key memories).
 
 T tokens, D model width, E experts, N (token, expert) pairs
 """
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
 from moe_ffn.experts.base import Experts, ExpertsConfig
-from moe_ffn.kernels.base import ACTIVATIONS, Activation, check_dtype
+from moe_ffn.kernels.activations import ACTIVATIONS, Activation
+from moe_ffn.kernels.base import check_dtype
 from moe_ffn.memory import require_table_memory
 from moe_ffn.sizes import linear_flops
 from moe_ffn.torch_modes import without_autocast
@@ -58,7 +59,7 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
 
 
 class EmbeddingExperts(Experts):
-    """Experts that are looked up by the number of each pair."""
+    """Experts whose rows are looked up for each pair."""
 
     by_row: ClassVar[bool] = True
     config: Any
@@ -107,9 +108,9 @@ class SingleNeuronExperts(EmbeddingExperts):
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         check_dtype(x_TD, self.up.weight)
         ids_N = expert_of_each_pair(plan, self.up.num_embeddings)
-        hidden_N = times_own_token(self.up(ids_N), plan, x_TD)
+        hidden_N = dot_with_token(self.up(ids_N), plan, x_TD)
         weights_N = plan.weights_N * ACTIVATIONS[self.config.activation](hidden_N)
-        return sum_of_rows(self.down(ids_N), weights_N, plan, x_TD)
+        return weighted_sum(self.down(ids_N), weights_N, plan, x_TD)
 
 
 class ValueExpertsConfig(EmbeddingExpertsConfig, frozen=True):
@@ -137,11 +138,11 @@ class ValueExperts(EmbeddingExperts):
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         check_dtype(x_TD, self.values.weight)
         ids_N = expert_of_each_pair(plan, self.values.num_embeddings)
-        return sum_of_rows(self.values(ids_N), plan.weights_N, plan, x_TD)
+        return weighted_sum(self.values(ids_N), plan.weights_N, plan, x_TD)
 
 
 def expert_of_each_pair(plan: Plan, num_experts: int) -> Tensor:
-    """int64 (N,): of a list of pairs as they are, of sorted ones by where those of each expert end."""
+    """int64 (N,): the expert of each pair of a plan, which is a list or sorted by expert."""
     if plan.expert_ids_N is not None:
         return plan.expert_ids_N
     places_N = torch.arange(len(plan.token_ids_N), device=plan.token_ids_N.device)
@@ -149,15 +150,15 @@ def expert_of_each_pair(plan: Plan, num_experts: int) -> Tensor:
     return ids_N.clamp(max=num_experts - 1)  # pairs that are not computed, of weight 0, stand last
 
 
-def times_own_token(rows_ND: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
+def dot_with_token(rows_ND: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
     """(N,), the scalar product of each pair's row and its token."""
-    if plan.listed_k is not None:  # products of a token's rows, and no copy of it for each of them
+    if plan.listed_k is not None:  # without a copy of the token for each of its rows
         rows_TKD = rows_ND.unflatten(0, (-1, plan.listed_k))
         return torch.einsum("tkd,td->tk", rows_TKD, x_TD).flatten()
     return torch.einsum("nd,nd->n", rows_ND, x_TD.index_select(0, plan.token_ids_N))
 
 
-def sum_of_rows(rows_ND: Tensor, weights_N: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
+def weighted_sum(rows_ND: Tensor, weights_N: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
     """(T, D), each token's rows times their weights, in at least float32; the dtype of `x_TD`."""
     rows_ND = rows_ND.to(weights_N.dtype)
     with without_autocast(x_TD):

@@ -17,15 +17,15 @@ from moe_ffn.config import describe_options
 from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
 from moe_ffn.experts.base import Experts, ExpertsConfig
-from moe_ffn.kernels.base import (
+from moe_ffn.kernels.activations import (
     GATE_ACTIVATIONS,
     Activation,
     ClampOptions,
-    ExpertWeights,
-    Gate,
     GatedType,
+    GateFunction,
     SoftCapOptions,
 )
+from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
 from moe_ffn.outputs import Memory
 from moe_ffn.sizes import (
@@ -171,7 +171,7 @@ class ThreeMatrixExpertsConfig(MatrixExpertsConfig, frozen=True):
     num_matrices: ClassVar[int] = 3
 
     @property
-    def clamped(self) -> Gate | None:
+    def gate_function(self) -> GateFunction | None:
         """Replaces activation(gate) * up where it is given."""
         return None
 
@@ -242,7 +242,7 @@ class GatedExperts(MatrixExperts):
             up_bias_EH=self.gate_up_bias,
             down_bias_ED=self.down_bias,
             dropout=self.dropout,
-            clamped=self.config.clamped,
+            gate_function=self.config.gate_function,
         )
 
     @property

@@ -24,17 +24,16 @@ from moe_ffn.experts.matrices import (
     SoftCappedSwiGLUExpertsConfig,
 )
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.kernels.base import (
+from moe_ffn.kernels.activations import (
     ACTIVATIONS,
     GATE_ACTIVATIONS,
     Activation,
     ClampOptions,
-    ExpertWeights,
-    Gate,
     GatedType,
+    GateFunction,
     SoftCapOptions,
-    check_dtype,
 )
+from moe_ffn.kernels.base import ExpertWeights, check_dtype
 from moe_ffn.outputs import (
     FFNOutput,
     Memory,
@@ -121,7 +120,7 @@ class ThreeMatrixConfig(HiddenWidthConfig, frozen=True):
         return "silu"
 
     @property
-    def clamped(self) -> Gate | None:
+    def gate_function(self) -> GateFunction | None:
         """Replaces activation(gate) * up where it is given."""
         return None
 
@@ -317,8 +316,8 @@ class GatedFFN(HiddenWidthFFN):
     def hidden(self, x: Tensor, context: TokenContext | None) -> Tensor:
         x = without_padding(x, context)
         gate, up = self.gate(x), self.up(x)
-        clamped = self.config.clamped
-        return self.activation(gate) * up if clamped is None else clamped(gate, up)
+        gate_function = self.config.gate_function
+        return self.activation(gate) * up if gate_function is None else gate_function(gate, up)
 
     def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
         return self.down(self.dropout(self.hidden(x, context)))
@@ -330,7 +329,7 @@ class GatedFFN(HiddenWidthFFN):
             torch.cat([linear.weight for linear in into])[None],
             self.down.weight[None],
             gated=True,
-            clamped=self.config.clamped,
+            gate_function=self.config.gate_function,
             up_bias_EH=None if bias is None else torch.cat([linear.bias for linear in into])[None],
             down_bias_ED=None if bias is None else self.down.bias[None],
         )

@@ -28,7 +28,7 @@ from moe_ffn.outputs import (
 )
 from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig
 from moe_ffn.routing.base import Router
-from moe_ffn.torch_modes import cannot_be_read, transforms_at_work
+from moe_ffn.torch_modes import is_transform_on, needs_static_shapes
 
 
 class MixtureOfDepthsConfig(FFNConfig, frozen=True):
@@ -137,13 +137,13 @@ class MixtureOfDepthsFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
-        if transforms_at_work():
+        if is_transform_on():
             refuse_vmap(x, self.parameters(), "a mixture of depths, whose sequences are")
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         weights_BS, chosen_BS = by_sequence(routing)
         width = None
-        if cannot_be_read(x_TD):
+        if needs_static_shapes(x_TD):
             width = self.router.max_tokens(chosen_BS.shape[1])
         x_BMD, picked_BM, inner_context = pick(x_TD, flat, chosen_BS, width)
         inner = self.ffn(x_BMD, inner_context)

@@ -1,6 +1,6 @@
 """The routed Mixture of Experts: where routing, capacity, dispatch and experts meet.
 
-T tokens, D model width
+T tokens, D model width, N (token, expert) pairs, R rows
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from moe_ffn.dispatch import Dispatched, Dispatcher, LocalDispatcher, make_plan,
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
-from moe_ffn.ffn.around import Latent, LatentConfig, Norms, NormsConfig, run_by_pair
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo
+from moe_ffn.ffn.latent import Latent, LatentConfig
+from moe_ffn.ffn.norms import Norms, NormsConfig
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
 from moe_ffn.kernels.base import ExpertWeights, refuse_vmap
 from moe_ffn.outputs import FFNOutput, Memory, TokenContext, check_input, flatten_tokens
 from moe_ffn.routing import LinearRouterConfig, RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router, jittered
-from moe_ffn.torch_modes import transforms_at_work
+from moe_ffn.torch_modes import is_transform_on
 
 
 class MoEConfig(FFNConfig, frozen=True):
@@ -236,7 +237,7 @@ class MoEFFN(FFNBlock):
 
     def route_by(self, router: Router, x: Tensor, context: TokenContext | None) -> FFNOutput:
         """`forward` with another router for as many experts; `x` and `context` are checked."""
-        if self.make_plan is make_plan and transforms_at_work():
+        if self.make_plan is make_plan and is_transform_on():
             refuse_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
         if self.training and self.config.jitter:
@@ -263,10 +264,22 @@ class MoEFFN(FFNBlock):
         return x if self.norms is None else self.norms(place, x)
 
     def _run_experts(self, sent: Dispatched) -> Tensor:
+        """(R, D), the weighted sums of the experts' outputs, for each row of what was sent."""
         if not self.by_pair:
             return self.experts(sent.rows(), sent.plan)
-        weigh_input = self.config.weights_at == "input"
-        return run_by_pair(self.experts, sent, weigh_input=weigh_input, normed=self._normed)
+        # Each pair as a row of its own, of weight 1: its input is weighted, or its output normalised.
+        x_RD, plan, weigh_input = sent.rows(), sent.plan, self.config.weights_at == "input"
+        rows_ND, weights_N1 = x_RD.index_select(0, plan.token_ids_N), plan.weights_N.unsqueeze(-1)
+        if weigh_input:
+            rows_ND = (rows_ND * weights_N1).to(x_RD.dtype)
+        places_N = torch.arange(rows_ND.shape[0], device=x_RD.device)
+        ones_N = torch.ones_like(plan.weights_N)
+        pairs = replace(plan, token_ids_N=places_N, weights_N=ones_N, pair_ids_N=places_N)
+        y_ND = self._normed("each_expert", self.experts(rows_ND, pairs))
+        if not weigh_input:
+            y_ND = y_ND * weights_N1
+        sums_RD = torch.zeros(x_RD.shape, dtype=y_ND.dtype, device=x_RD.device)
+        return sums_RD.index_add_(0, plan.token_ids_N, y_ND).to(x_RD.dtype)
 
     def _with_shared(
         self, output: FFNOutput, shared: Tensor | None, x: Tensor, context: TokenContext | None

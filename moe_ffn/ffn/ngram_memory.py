@@ -57,15 +57,15 @@ class NgramMemoryConfig(FFNConfig, frozen=True):
     num_heads: int = Field(default=8, ge=1, le=1024)
     """Tables for each order, so that n-grams that share a row of one do not share those of another."""
     num_rows: int = Field(default=4096, ge=1, le=MAX_COUNT)
-    """The fewest rows of a table. Tables have the primes from there on, each another one."""
+    """Least number of rows of a table; each table has another prime, from there on."""
     row_width: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Width of a row; d_model / (2 * num_heads) by default, as in the paper."""
     kernel_size: int = Field(default=4, ge=1, le=1024)
     """What the convolution sees: a token, and before it every N-th one."""
     rate_scale: float = Field(default=5.0, gt=0, le=1e6)
-    """Adam moves the tables this much faster than all else: what is read is this times what is stored."""
+    """Multiplies what is read from the tables, so that Adam moves them this much faster than all else."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Chooses the hash function; layers of one seed have the same."""
+    """Chooses the hash function, one for all layers with the same seed."""
 
     @property
     def reads_history(self) -> bool:
@@ -142,10 +142,8 @@ class NgramMemoryFFN(FFNBlock):
         width = config.memory_width(d_model)
         self.key = nn.Linear(width, d_model, bias=False)
         self.value = nn.Linear(width, d_model, bias=False)
-        self.query_norm, self.key_norm = (
-            WideRMSNorm(d_model, eps=_EPS),
-            WideRMSNorm(d_model, eps=_EPS),
-        )
+        self.query_norm = WideRMSNorm(d_model, eps=_EPS)
+        self.key_norm = WideRMSNorm(d_model, eps=_EPS)
         self.conv = ShortConv(d_model, config.kernel_size, dilation=config.max_order)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:

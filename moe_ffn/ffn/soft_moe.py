@@ -22,7 +22,7 @@ from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig
 from moe_ffn.kernels.base import refuse_vmap
 from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
 from moe_ffn.sizes import linear_flops
-from moe_ffn.torch_modes import transforms_at_work, without_autocast
+from moe_ffn.torch_modes import is_transform_on, without_autocast
 
 
 class SoftMoEConfig(FFNConfig, frozen=True):
@@ -97,7 +97,7 @@ class SoftMoEFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
-        if transforms_at_work():
+        if is_transform_on():
             refuse_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
         length = max(flat.sequence_length or 1, 1)

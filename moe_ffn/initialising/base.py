@@ -1,4 +1,4 @@
-"""What every method shares: its interface, blocks put into a copy of a decoder, and what it is given to read.
+"""The interface of every method, and what methods share: copies of a decoder with other blocks, input hooks.
 
 B sequences, S tokens of each, D model width
 """
@@ -22,14 +22,14 @@ from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
 from moe_ffn.outputs import TokenContext
 
-_SEQUENCES_AT_ONCE = 8
+_BATCH_SIZE = 8
 
 
 class InitialiserConfig(TaggedConfig, frozen=True):
     """How a model is made of trained ones."""
 
     needs_text: ClassVar[bool] = False
-    """Whether it looks at what the model does with text."""
+    """Whether it reads what the model does with a text."""
     takes_several: ClassVar[bool] = False
     """Whether it is made of several models."""
 
@@ -41,7 +41,7 @@ class InitialiserConfig(TaggedConfig, frozen=True):
 
         Args:
             sources: one, or several where `takes_several`; in evaluation.
-            ids_BS: tokens of the text that it looks at, where `needs_text`.
+            ids_BS: the tokens of that text, where `needs_text`.
             generator: of all that is drawn.
 
         Raises:
@@ -49,8 +49,8 @@ class InitialiserConfig(TaggedConfig, frozen=True):
         """
 
 
-Look = Callable[[Tensor, TokenContext], None]
-"""Called with the tokens that come to a block, and their context."""
+InputHook = Callable[[Tensor, TokenContext], None]
+"""Called with the input of a feed-forward block: the tokens and their context."""
 
 
 def layer_blocks(decoder: Decoder) -> list[tuple[FFNConfig, FFNBlock]]:
@@ -70,8 +70,8 @@ def build_block(config: FFNConfig, like: FFNBlock, d_model: int, generator: Gene
 
 
 @contextmanager
-def of_option(option: str) -> Iterator[None]:
-    """Within this a ConfigError names its option as one of `option`, where it stands on a command line."""
+def prefix_errors(option: str) -> Iterator[None]:
+    """Prefix the option that a ConfigError names with `option.`, as it stands on a command line."""
     try:
         yield
     except ConfigError as error:
@@ -84,7 +84,7 @@ def with_blocks(
     """A copy of a decoder that has other blocks in some layers.
 
     Args:
-        option: what a mistake is told of, such as `method`.
+        option: names the mistake, such as `method`.
 
     Raises:
         ConfigError: the model refuses such a block.
@@ -109,19 +109,15 @@ def with_blocks(
 
 
 @torch.no_grad()
-def look_at(decoder: Decoder, layer: int, ids_BS: Tensor, look: Look) -> None:
-    """Run a text through a decoder, and look at what comes to the feed-forward block of one layer."""
+def run_with_hook(decoder: Decoder, layer: int, ids_BS: Tensor, hook: InputHook) -> None:
+    """Run a text through a decoder, with a hook on what comes to the feed-forward block of one layer."""
     ffn = cast("Block", decoder.layers[layer]).ffn
-
-    def before(_: Any, args: tuple[Tensor, TokenContext]) -> None:
-        look(*args)
-
-    hook = ffn.register_forward_pre_hook(before)
+    handle = ffn.register_forward_pre_hook(lambda _, inputs: hook(*inputs))
     try:
-        for ids in ids_BS.split(_SEQUENCES_AT_ONCE):
+        for ids in ids_BS.split(_BATCH_SIZE):
             decoder(ids)
     finally:
-        hook.remove()
+        handle.remove()
 
 
 def resized_layers(

@@ -23,8 +23,8 @@ from moe_ffn.initialising.base import (
     InitialiserConfig,
     build_block,
     layer_blocks,
-    look_at,
-    of_option,
+    prefix_errors,
+    run_with_hook,
     with_blocks,
 )
 from moe_ffn.kernels.base import ExpertWeights
@@ -66,7 +66,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
             target = self.target(config, d_model, layer)
             active: list[Tensor] = []
 
-            def look(
+            def hook(
                 x: Tensor,
                 context: TokenContext,
                 dense: FFNBlock = dense,
@@ -75,7 +75,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
                 (memory,) = dense.memories(x, context)
                 active.append(most_active(memory.activations_NF, self.active_units))
 
-            look_at(source, layer, ids_BS, look)
+            run_with_hook(source, layer, ids_BS, hook)
             partition = partition_units(torch.cat(active), self.num_experts, self.num_shared)
             made[layer] = target, carve(dense, target, d_model, partition, generator)
         return with_blocks(source, made, "method")
@@ -108,7 +108,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
             "experts": {**options, "d_ff": size},
             "shared_expert": shared and {k: v for k, v in shared.items() if k != "backend"},
         }
-        with of_option("method"):
+        with prefix_errors("method"):
             return validate(MoEConfig, given)
 
 
@@ -164,7 +164,7 @@ def carve(
         dense: without biases.
         config: with a router `neuron_top_k`, and a swiglu block as the shared expert where there is one.
         partition: of the units of the block.
-        generator: of nothing that stays.
+        generator: of weights that the others replace.
     """
     made = cast("MoEFFN", build_block(config, dense, d_model, generator))
     source, into = dense.networks(), made.networks()

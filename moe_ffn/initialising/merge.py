@@ -20,11 +20,11 @@ from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.initialising.base import (
     InitialiserConfig,
     build_block,
-    look_at,
     resized_layers,
+    run_with_hook,
     with_blocks,
 )
-from moe_ffn.initialising.prune import fill
+from moe_ffn.initialising.prune import copy_experts
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import TokenContext, count_pairs, flatten_tokens
@@ -61,7 +61,7 @@ class MergeConfig(InitialiserConfig, frozen=True):
             counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
             products_EE = torch.zeros(block.num_experts, block.num_experts, dtype=torch.float64)
 
-            def look(
+            def hook(
                 x: Tensor,
                 context: TokenContext,
                 block: MoEFFN = block,
@@ -76,7 +76,7 @@ class MergeConfig(InitialiserConfig, frozen=True):
                 ids_N = routing.expert_ids_N[routing.real_N]
                 counts_E.add_(count_pairs(ids_N[ids_N < block.num_experts], block.num_experts))
 
-            look_at(source, layer, ids_BS, look)
+            run_with_hook(source, layer, ids_BS, hook)
             groups = group_experts(counts_E, products_EE, self.num_experts)
             made[layer] = (
                 config,
@@ -123,7 +123,7 @@ def merge_experts(
         config: of the new block, such as `with_num_experts` of the old one's.
         groups: experts; the first of each is the one that hidden units are aligned with.
         counts_E: by which the mean is weighted; equally in a group that was never chosen.
-        generator: of nothing that stays.
+        generator: of weights that the others replace.
 
     Raises:
         ConfigError: the experts are of a kind that cannot be averaged, or scipy is missing.
@@ -141,7 +141,7 @@ def merge_experts(
         share_G = _shares(counts_E[list(group)])
         for name, value in rows.items():
             kept[name][place] = _mean(value[list(group)], share_G)
-    fill(made, block, kept, leaders)
+    copy_experts(made, block, kept, leaders)
     for place, group in enumerate(groups):
         share_G = _shares(counts_E[list(group)])
         aligned = [_aligned(source, expert, group[0]) for expert in group]

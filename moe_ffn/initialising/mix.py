@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import ConfigError, show
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.initialising.base import InitialiserConfig, layer_blocks, of_option, with_blocks
+from moe_ffn.initialising.base import InitialiserConfig, layer_blocks, prefix_errors, with_blocks
 from moe_ffn.initialising.upcycle import experts_like, stack_networks
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.option_tree import flatten
@@ -52,7 +52,7 @@ class MixConfig(InitialiserConfig, frozen=True):
                 config, d_model, num_experts, self.granularity, self.router, layer
             )
             blocks = [of_source[layer][1] for of_source in layers]
-            with of_option("method"):
+            with prefix_errors("method"):
                 made[layer] = target, stack_networks(blocks, target, d_model, generator)
         if not made:
             raise ConfigError(

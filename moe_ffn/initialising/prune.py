@@ -20,11 +20,11 @@ from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.initialising.base import (
     InitialiserConfig,
     build_block,
-    look_at,
     resized_layers,
+    run_with_hook,
     with_blocks,
 )
-from moe_ffn.initialising.upcycle import network
+from moe_ffn.initialising.upcycle import run_expert
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import TokenContext, flatten_tokens
 
@@ -91,19 +91,19 @@ def observe_use(decoder: Decoder, layer: int, block: MoEFFN, ids_BS: Tensor) -> 
     counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
     norms_E = torch.zeros(block.num_experts, dtype=torch.float64)
 
-    def look(x: Tensor, context: TokenContext) -> None:
+    def hook(x: Tensor, context: TokenContext) -> None:
         x_TD, flat = flatten_tokens(x, context)
         routing = block.capacity.limit(block.router(x_TD, flat), training=False)
         for expert in range(block.num_experts):
             (pairs,) = (routing.computed_N & (routing.expert_ids_N == expert)).nonzero(
                 as_tuple=True
             )
-            output_ND = network(weights, expert, x_TD[routing.token_ids_N[pairs]])
+            output_ND = run_expert(weights, expert, x_TD[routing.token_ids_N[pairs]])
             norm_N = torch.linalg.vector_norm(output_ND, dim=-1, dtype=torch.float64)
             counts_E[expert] += len(pairs)
             norms_E[expert] += (routing.weights_N[pairs] * norm_N).sum()
 
-    look_at(decoder, layer, ids_BS, look)
+    run_with_hook(decoder, layer, ids_BS, hook)
     return ExpertUse(counts_E, norms_E / counts_E.clamp(min=1))
 
 
@@ -121,22 +121,22 @@ def prune_experts(
         block: a routed Mixture of Experts.
         config: of the new block, `with_num_experts` of the old one's.
         kept: int64, the experts that stay, ascending; those without a network all stay.
-        generator: of nothing that stays.
+        generator: of weights that the others replace.
     """
     made = cast("MoEFFN", build_block(config, block, d_model, generator))
     rows = block.router.rows()
     num_routable = next(iter(rows.values())).shape[0]
     routed = torch.cat([kept, torch.arange(block.num_experts, num_routable)])
-    fill(made, block, {name: value[routed] for name, value in rows.items()}, kept)
+    copy_experts(made, block, {name: value[routed] for name, value in rows.items()}, kept)
     return made
 
 
-def fill(made: MoEFFN, block: MoEFFN, rows: dict[str, Tensor], kept: Tensor) -> None:
-    """Give a block with fewer experts the weights of some of those of another, and all else that it has.
+def copy_experts(made: MoEFFN, block: MoEFFN, rows: dict[str, Tensor], kept: Tensor) -> None:
+    """Copy some experts of a block, and all else that it has, into one with fewer experts.
 
     Args:
-        rows: of the router of the new one.
-        kept: int64, the experts whose weights it gets.
+        rows: of the new block's router.
+        kept: int64, the experts that are copied.
     """
     state = dict(block.state_dict())
     for name, value in state.items():

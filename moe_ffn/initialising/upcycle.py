@@ -25,7 +25,7 @@ from moe_ffn.initialising.base import (
     InitialiserConfig,
     build_block,
     layer_blocks,
-    of_option,
+    prefix_errors,
     with_blocks,
 )
 from moe_ffn.kernels.base import ExpertWeights
@@ -81,7 +81,7 @@ class UpcycleConfig(InitialiserConfig, frozen=True):
                 self.router,
                 layer,
             )
-            with of_option("method"):
+            with prefix_errors("method"):
                 block = upcycle(dense, target, source.config.d_model, generator, self.redraw)
             made[layer] = target, block
         return with_blocks(source, made, "method")
@@ -114,7 +114,7 @@ def experts_like(
         )
     options["d_ff"] //= granularity
     given = {"num_experts": num_experts, "router": router.to_dict(), "experts": options}
-    with of_option("method"):
+    with prefix_errors("method"):
         return validate(MoEConfig, given)
 
 
@@ -198,7 +198,7 @@ def _kind(weights: ExpertWeights | None) -> tuple[object, ...] | None:
     if weights is None:
         return None
     biases = weights.up_bias_EH is not None, weights.down_bias_ED is not None
-    return weights.activation, weights.gated, weights.clamped, biases
+    return weights.activation, weights.gated, weights.gate_function, biases
 
 
 def _words(weights: ExpertWeights | None) -> str:
@@ -267,7 +267,7 @@ def _drawn_like(weights: Tensor, generator: Generator) -> Tensor:
     return weights.mean() + weights.std() * noise if weights.numel() > 1 else weights
 
 
-def network(weights: ExpertWeights, expert: int, x_TD: Tensor) -> Tensor:
+def run_expert(weights: ExpertWeights, expert: int, x_TD: Tensor) -> Tensor:
     """What one expert makes of tokens, (T, D), before any weight of a router."""
     one = replace(
         weights,

@@ -1,21 +1,107 @@
-"""What the table of sparse blocks of transformers is made of: parts of options, and where weights are.
+"""What the table of sparse blocks of transformers is made of: its entry, and parts that entries share.
 
-Templates are options of ours as YAML has them; see `moe_ffn.interop.blocks`.
+An entry has our options as a template, and where the weights are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from moe_ffn.interop.blocks import Block, Live, Template, its, merged
 from moe_ffn.interop.families import FAMILIES, Family
 from moe_ffn.interop.from_transformers import sparse_options
 from moe_ffn.interop.layouts import Layout, Piece, linear, named, transposed
 from moe_ffn.interop.options import ACTIVATIONS, Theirs
+
+# -- an entry
+
+Template = Mapping[str, Any] | Callable[[Any], Any]
+"""Options of ours as YAML has them; what can be called makes one of the config of transformers."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A sparse feed-forward block of transformers."""
+
+    class_name: str
+    """In the file of its model; a decoder layer where experts have no block of their own."""
+    ffn: Template
+    """Our config of it."""
+    names: Mapping[str, Layout]
+    """Our name of a tensor -> theirs, in the block."""
+    config_name: str = ""
+    """The class of its config; by default that of which it has the name in front."""
+    small: Mapping[str, Any] = field(default_factory=dict)
+    """Options of theirs for a small block, beside `SMALL` of `experiments.models`."""
+    unused: tuple[str, ...] = ()
+    """Patterns of tensors in their class that are no part of the block, or do nothing in it."""
+    in_training: Template | None = None
+    """Options of ours that differ in training, where noise or a capacity act: those that repeat theirs."""
+    note: str = ""
+    """What a reader of the table should know."""
+    wrong: str = ""
+    """How theirs departs from its paper; ours does not."""
+
+    def but(self, options: Template | None = None, **changes: Any) -> Block:
+        """The same block of another model; `options` are changes of ours."""
+        made = replace(self, **changes)
+        if options is None:
+            return made
+        return replace(
+            made, ffn=lambda config: merged(resolve(self.ffn, config), resolve(options, config))
+        )
+
+
+class LiveOptions(Mapping[str, Any]):
+    """The options of a live config of transformers, under their aliases too; else the defaults."""
+
+    def __init__(self, config: Any, defaults: Mapping[str, Any]) -> None:
+        self.config, self.defaults = config, defaults
+
+    def __getitem__(self, key: str) -> Any:
+        if hasattr(self.config, key):
+            return getattr(self.config, key)
+        return self.defaults[key]
+
+    def __contains__(self, key: object) -> bool:
+        return hasattr(self.config, str(key)) or key in self.defaults
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({*vars(self.config), *self.defaults})
+
+    def __len__(self) -> int:
+        return len({*vars(self.config), *self.defaults})
+
+
+def its(name: str) -> Callable[[Any], Any]:
+    """An option of their config."""
+    return attrgetter(name)
+
+
+def resolve(template: Any, config: Any) -> Any:
+    """Plain options, of a config of theirs."""
+    if callable(template):
+        return resolve(template(config), config)
+    if isinstance(template, Mapping):
+        return {key: resolve(value, config) for key, value in template.items()}
+    return template
+
+
+def merged(template: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`template` with the changes, mappings in it merged too; what is changed to None is left out."""
+    found = dict(template)
+    for key, value in changes.items():
+        inner = found.get(key)
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            value = merged(inner, value)
+        found[key] = value
+    return {key: value for key, value in found.items() if value is not None}
+
 
 # -- parts of templates
 
@@ -39,7 +125,7 @@ def groups(config: Any) -> dict[str, int] | None:
     return {"num_groups": config.n_group, "keep": config.topk_group}
 
 
-def if_any(option: str, template: Template, otherwise: Any = None) -> Any:
+def if_set(option: str, template: Template, otherwise: Any = None) -> Any:
     """The template where their option is neither 0 nor null."""
     return lambda config: template if getattr(config, option) else otherwise
 
@@ -91,8 +177,8 @@ def bias_at(name: str) -> Names:
     return {"router.correction_bias_E": named(name)}
 
 
-def flat(into: str, out_of: str) -> Names:
-    """A shared expert one of whose matrices has the rows of gate, then those of up."""
+def fused_shared_expert(into: str, out_of: str) -> Names:
+    """A shared expert whose gate and up are one matrix, gate first."""
 
     def half(second: bool, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
         rows = slice(shape[0], None) if second else slice(shape[0])
@@ -105,8 +191,8 @@ def flat(into: str, out_of: str) -> Names:
     }
 
 
-def each_at(up: str, down: str) -> Names:
-    """Experts that are modules, by number."""
+def experts_by_number(up: str, down: str) -> Names:
+    """Experts that are modules of their own, by number."""
 
     def layout(stem: str, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
         return [[Piece(stem.format(e), lambda ours, e=e: ours[e]) for e in range(shape[0])]]
@@ -123,7 +209,7 @@ def first_experts(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Pi
     return [[Piece("experts.gate_up_proj", rows=slice(shape[0]))]]
 
 
-def dbrx(name: str, place: int, prefix: str, shape: torch.Size, their: Theirs) -> Any:
+def dbrx(name: str, prefix: str, shape: torch.Size, their: Theirs) -> Any:
     if name == "w2":
         return [[Piece("experts.mlp.w2", lambda ours: ours.mT)]]
     return [
@@ -163,7 +249,7 @@ def of_family(model_type: str, class_name: str) -> Block:
     family = _FAMILY[model_type]
 
     def template(config: Any) -> dict[str, Any]:
-        return sparse_options(family, Theirs(class_name, Live(config, family.defaults)))
+        return sparse_options(family, Theirs(class_name, LiveOptions(config, family.defaults)))
 
     return Block(class_name, template, _inside(family))
 
@@ -171,8 +257,8 @@ def of_family(model_type: str, class_name: str) -> Block:
 def _inside(family: Family) -> Names:
     def inside(layout: Layout, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
         return [
-            [Piece(piece.name.split(".", 1)[1], piece.part, piece.order) for piece in way]
-            for way in layout(prefix, shape, their)
+            [Piece(piece.name.split(".", 1)[1], piece.part, piece.order) for piece in form]
+            for form in layout(prefix, shape, their)
         ]
 
     return {
@@ -185,7 +271,7 @@ def _inside(family: Family) -> Names:
 SCORES = {"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
 
 
-def step(config: Any, option: str) -> dict[str, Any]:
+def step_gate(config: Any, option: str) -> dict[str, Any]:
     """Step-3.7's gate in its first layer, where a limit of 0 is none."""
     limit = (getattr(config, option) or [0])[0]
     if not limit:
@@ -245,7 +331,7 @@ GRANITE_LAYER = GRANITE.but(
                 "router.projection.weight": "router.weight",
             }.items()
         },
-        **flat("shared_mlp.input_linear", "shared_mlp.output_linear"),
+        **fused_shared_expert("shared_mlp.input_linear", "shared_mlp.output_linear"),
     },
     small={"shared_intermediate_size": 20},
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
@@ -302,7 +388,7 @@ SWITCH = Block(
         "experts": {"type": "mlp", "activation": its("dense_act_fn"), "d_ff": its("d_ff")},
         "capacity": {"per_sequence": its("expert_capacity")},
     },
-    {**each_at("wi", "wo"), **linear(router__projection="router.classifier")},
+    {**experts_by_number("wi", "wo"), **linear(router__projection="router.classifier")},
     small={"expert_capacity": 2, "dropout_rate": 0.0},
     in_training={"jitter": its("router_jitter_noise"), "router": {"jitter": 0.0}},
     wrong="in float32 its jitter multiplies the block's input in place and reaches the experts, where "

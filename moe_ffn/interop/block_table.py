@@ -36,25 +36,26 @@ from moe_ffn.interop.block_parts import (
     SWITCH,
     TRANSPOSED,
     WIDE,
+    Block,
     K,
     bias_at,
     dbrx,
-    each_at,
+    experts_by_number,
     first_experts,
-    flat,
+    fused_shared_expert,
     gate,
     groups,
-    if_any,
+    if_set,
     inkling,
     inkling_bias,
+    its,
     moe,
     shared,
     shared_at,
-    step,
+    step_gate,
     times,
 )
-from moe_ffn.interop.blocks import Block, its
-from moe_ffn.interop.layouts import linear, named, one_less
+from moe_ffn.interop.layouts import linear, named, zero_centered
 
 BLOCKS: dict[str, Block | str] = {
     "afmoe": Block(
@@ -104,7 +105,7 @@ BLOCKS: dict[str, Block | str] = {
                 else {**SIGMOID, "renormalize": c.norm_topk_prob, "correction_bias": False}
             ),
             WIDE,
-            shared_expert=if_any(
+            shared_expert=if_set(
                 "num_shared_experts", shared("intermediate_size", "num_shared_experts")
             ),
             combine=lambda c: (
@@ -132,8 +133,8 @@ BLOCKS: dict[str, Block | str] = {
         },
         {
             **linear(router__projection="router.layer"),
-            "experts.gate_up": partial(dbrx, "w1", 0),
-            "experts.down": partial(dbrx, "w2", 0),
+            "experts.gate_up": partial(dbrx, "w1"),
+            "experts.down": partial(dbrx, "w2"),
         },
         config_name="DbrxConfig",
         small={
@@ -223,7 +224,7 @@ BLOCKS: dict[str, Block | str] = {
         "Ernie4_5_MoeSparseMoeBlock",
         moe(
             {**RENORMALIZED, "correction_bias": True},
-            shared_expert=if_any(
+            shared_expert=if_set(
                 "moe_num_shared_experts",
                 shared("moe_intermediate_size", "moe_num_shared_experts", bias=its("use_bias")),
             ),
@@ -423,7 +424,7 @@ BLOCKS: dict[str, Block | str] = {
             },
             its("expert_ffn_hidden_size"),
             "n_routed_experts",
-            zero_computation=if_any("zero_expert_num", {"num_copy": its("zero_expert_num")}),
+            zero_computation=if_set("zero_expert_num", {"num_copy": its("zero_expert_num")}),
         ),
         {
             **EXPERTS,
@@ -463,7 +464,11 @@ BLOCKS: dict[str, Block | str] = {
                 "d_ff": its("shared_intermediate_size"),
             },
         ),
-        {**COMMON, **BIAS, **flat("shared_experts.gate_up_proj", "shared_experts.down_proj")},
+        {
+            **COMMON,
+            **BIAS,
+            **fused_shared_expert("shared_experts.gate_up_proj", "shared_experts.down_proj"),
+        },
         config_name="MiniMaxM3VLTextConfig",
         small={"swiglu_limit": 0.5, "shared_intermediate_size": 20},
     ),
@@ -501,8 +506,8 @@ BLOCKS: dict[str, Block | str] = {
             **COMMON,
             **BIAS,
             **linear(latent__into="pre_expert_proj", latent__out_of="post_expert_proj"),
-            "norms.experts_input.weight": one_less("pre_expert_norm.weight"),
-            "norms.each_expert.weight": one_less("experts.post_expert_norm.weight"),
+            "norms.experts_input.weight": zero_centered("pre_expert_norm.weight"),
+            "norms.each_expert.weight": zero_centered("experts.post_expert_norm.weight"),
         },
         config_name="MuseSparkTextConfig",
         small={"moe_hidden_size": 20},
@@ -514,7 +519,7 @@ BLOCKS: dict[str, Block | str] = {
             "num_experts": its("n_routed_experts"),
             "router": {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
             "experts": {"type": "mlp", "activation": "relu_squared", "d_ff": NARROW},
-            "latent": if_any(
+            "latent": if_set(
                 "moe_latent_size", {"width": its("moe_latent_size"), "bias": its("mlp_bias")}
             ),
             "shared_expert": {
@@ -548,7 +553,7 @@ BLOCKS: dict[str, Block | str] = {
                 "dropout": its("activation_dropout"),
             },
         },
-        {**each_at("fc1", "fc2"), **linear(router__projection="router.classifier")},
+        {**experts_by_number("fc1", "fc2"), **linear(router__projection="router.classifier")},
         note="compared with the paper's sum, made of its own experts and router; without its token dropout",
         wrong="it takes the mask of the first choices for the numbers of experts, so that experts 0 and 1 "
         "compute every token and the others none; the paper sends a token to its two best experts "
@@ -602,9 +607,9 @@ BLOCKS: dict[str, Block | str] = {
         moe(
             {**SIGMOID, "scale": its("moe_router_scaling_factor")},
             count="num_local_experts",
-            experts=lambda c: step(c, "swiglu_limits"),
+            experts=lambda c: step_gate(c, "swiglu_limits"),
             shared_expert=lambda c: {
-                **step(c, "swiglu_limits_shared"),
+                **step_gate(c, "swiglu_limits_shared"),
                 "d_ff": c.share_expert_dim,
                 "bias": c.mlp_bias,
             },

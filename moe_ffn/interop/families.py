@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_ffn.interop.layouts import Layout, alternating, linear, named, stacked, transposed, turned
+from moe_ffn.interop.layouts import Layout, interleaved, linear, named, rotary, stacked, transposed
 from moe_ffn.interop.options import (
     Options,
     Part,
@@ -333,12 +333,12 @@ FAMILIES = (
             "attention.query.0.weight": lambda prefix, shape, their: (
                 named("self_attn.q_a_proj.weight")
                 if their["q_lora_rank"]
-                else turned("self_attn.q_proj", "num_attention_heads", "qk_nope_head_dim")
+                else rotary("self_attn.q_proj", "num_attention_heads", "qk_nope_head_dim")
             )(prefix, shape, their),
-            "attention.query.2.weight": turned(
+            "attention.query.2.weight": rotary(
                 "self_attn.q_b_proj", "num_attention_heads", "qk_nope_head_dim"
             ),
-            "attention.kv_down.weight": turned(
+            "attention.kv_down.weight": rotary(
                 "self_attn.kv_a_proj_with_mqa", None, "kv_lora_rank"
             ),
             "ffn.router.correction_bias_E": named("mlp.gate.e_score_correction_bias"),
@@ -407,8 +407,8 @@ FAMILIES = (
         },
         {
             **linear(ffn__router__projection="mlp.router"),
-            "ffn.experts.gate_up": alternating("mlp.experts.gate_up_proj", is_transposed=True),
-            "ffn.experts.gate_up_bias": alternating(
+            "ffn.experts.gate_up": interleaved("mlp.experts.gate_up_proj", is_transposed=True),
+            "ffn.experts.gate_up_bias": interleaved(
                 "mlp.experts.gate_up_proj_bias", is_transposed=False
             ),
             "ffn.experts.down": transposed("mlp.experts.down_proj"),

@@ -42,7 +42,7 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Of safetensors; others are of quantised weights, whose scales are elsewhere."""
+"""Dtypes of safetensors; others are of quantised weights, whose scales are elsewhere."""
 
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
@@ -176,7 +176,7 @@ class _Files:
 
     folder: Path
     slices: Mapping[str, Any]
-    """Of which safetensors reads what is asked for."""
+    """Tensors of which safetensors reads the part that is asked for."""
     whole: Mapping[str, Callable[[], Tensor]]
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -22,9 +22,9 @@ class Piece:
     part: Callable[[Tensor], Tensor] = lambda ours: ours
     """The view of ours that it fills; of its shape."""
     order: tuple[int, Tensor] | None = None
-    """(dimension, places): which of its rows or columns stands at each place of ours."""
+    """(dimension, indices): which row or column of theirs stands at each place of ours."""
     rows: slice | None = None
-    """Those of its rows that it is, where others are a part of another tensor of ours; not written."""
+    """The rows of theirs that it is, where other rows belong to another tensor of ours; not written."""
     added: float = 0.0
     """The difference of ours from it; not written."""
 
@@ -40,8 +40,8 @@ class Piece:
 
 
 Layout = Callable[[str, torch.Size, Theirs], list[list[Piece]]]
-"""(what their names begin with, the shape of ours, their options) -> ways in which theirs may hold it, the
-first of which is written."""
+"""(prefix of their names, shape of ours, their options) -> the forms in which theirs may hold it, in pieces;
+the first is written."""
 
 
 def named(*names: str) -> Layout:
@@ -49,8 +49,8 @@ def named(*names: str) -> Layout:
     return lambda prefix, shape, their: [[Piece(prefix + name)] for name in names]
 
 
-def one_less(name: str) -> Layout:
-    """A scale of which theirs learn the difference from 1."""
+def zero_centered(name: str) -> Layout:
+    """A norm's scale, of which theirs store the difference from 1."""
     return lambda prefix, shape, their: [[Piece(prefix + name, added=1.0)]]
 
 
@@ -75,8 +75,8 @@ def stacked(fused: str, *each: str) -> Layout:
     return layout
 
 
-def alternating(name: str, is_transposed: bool) -> Layout:
-    """GPT-OSS's gate and up, whose columns alternate, of matrices (in, out)."""
+def interleaved(name: str, is_transposed: bool) -> Layout:
+    """Gate and up whose columns take turns, as in GPT-OSS, of matrices (in, out)."""
 
     def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
         columns = torch.arange(shape[1]).view(-1, 2).T.flatten()
@@ -95,19 +95,19 @@ def _transpose(ours: Tensor) -> Tensor:
     return ours.mT
 
 
-def turned(stem: str, num_heads: str | None, plain_width: str) -> Layout:
-    """A matrix whose last rows, of each head or of all together, are turned by positions.
+def rotary(stem: str, num_heads: str | None, plain_width: str) -> Layout:
+    """A projection whose last rows, of each head or of all together, rotary positions rotate.
 
-    DeepSeek-V3 turns neighbours (0, 1), (2, 3), ...; ours, and theirs without `rope_interleave`, unit i with
-    unit i + half.
+    DeepSeek-V3 rotates neighbours (0, 1), (2, 3), ...; ours, and theirs without `rope_interleave`, unit i
+    with unit i + half.
     """
 
     def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
         heads = their.count(num_heads) if num_heads else 1
-        plain, turned = their.count(plain_width), their.count("qk_rope_head_dim")
+        plain, rotary = their.count(plain_width), their.count("qk_rope_head_dim")
         piece = Piece(prefix + stem + ".weight")
         if their["rope_interleave"]:
-            rows_Hd = torch.arange(heads * (plain + turned)).view(heads, -1)
+            rows_Hd = torch.arange(heads * (plain + rotary)).view(heads, -1)
             last_Hd = rows_Hd[:, plain:].unflatten(1, (-1, 2)).mT.flatten(1)
             places = torch.cat([rows_Hd[:, :plain], last_Hd], dim=1).flatten()
             piece = Piece(piece.name, order=(0, places))

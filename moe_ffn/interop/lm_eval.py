@@ -27,7 +27,7 @@ from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.generate import Decoding, Sampling
 
 MAX_NEW_TOKENS = 256
-"""Of a generated answer whose task names no number, as in lm-eval's own models."""
+"""Length of a generated answer whose task names none, as in lm-eval's own models."""
 
 
 class HarnessModel(TemplateLM):

@@ -231,6 +231,6 @@ def write_shared_experts(options: Options) -> dict[str, Any]:
 
 
 def write_dense_width(options: Options) -> dict[str, Any]:
-    """Of the dense layers; a model without any needs a number all the same."""
+    """The hidden width of the dense layers; a model without any needs a number all the same."""
     width = options.get("dense.d_ff") or options.get("sparse.experts.d_ff") or 1
     return {"intermediate_size": width}

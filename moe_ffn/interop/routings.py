@@ -242,7 +242,7 @@ SCORES = (_softmax, torch.sigmoid, _sqrt_softplus)
 def _score_function(
     logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """That of `SCORES` to which the weights are proportional, within each token or over all tokens."""
+    """The one of `SCORES` to which the weights are proportional, within each token or over all tokens."""
 
     def spread(values: Tensor, dim: int | None) -> float:
         """The distance of the factors from their mean, as a part of it, at a typical token."""
@@ -251,8 +251,8 @@ def _score_function(
 
     def misfit(score: Callable[[Tensor], Tensor]) -> float:
         factors_TK = weights_TK / score(logits_TE).gather(1, ids_TK.long())
-        alone = spread(factors_TK, 1) if factors_TK.shape[1] > 1 else 1.0
-        return min(alone, spread(factors_TK, None))
+        within_token = spread(factors_TK, 1) if factors_TK.shape[1] > 1 else 1.0
+        return min(within_token, spread(factors_TK, None))
 
     best = min(SCORES, key=misfit)
     return best if misfit(best) < MAX_MISFIT else _softmax

@@ -15,7 +15,7 @@ from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import DenseConfig, GatedConfig
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.interop.transformers import activation_of
-from moe_ffn.kernels.base import GATE_ACTIVATIONS, GatedType
+from moe_ffn.kernels.activations import GATE_ACTIVATIONS, GatedType
 
 GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("c_fc", "c_proj")
 """The matrices of an FFN, of Llama and Qwen, and of GPT-2; ours are `gate`, `up`, `down` and `up`, `down`."""

@@ -46,9 +46,9 @@ class Export:
 
     family: Family
     config: PretrainedConfig
-    """Of ours, read from what is written."""
+    """Our config, read back from what is written."""
     options: Mapping[str, Any]
-    """Of theirs, as they are written."""
+    """Their options, as they are written."""
     notes: tuple[str, ...]
     """Why this architecture, what is left out or put in, and who reads it otherwise."""
 
@@ -229,7 +229,7 @@ def _differences(ours: Options, theirs: Options) -> list[tuple[str, Any, Any]]:
 
 
 def _path(path: str) -> str:
-    """As it is typed."""
+    """The path of an option, as it is typed."""
     kind, dot, rest = path.partition(".")
     if path == "sparse_layers":
         return "ffn_at (sparse layers)"

@@ -17,23 +17,23 @@ from torch import Tensor, nn
 
 from moe_ffn.dispatch import plan_of_pairs
 from moe_ffn.errors import ConfigError
-from moe_ffn.kernels.base import (
+from moe_ffn.kernels.activations import (
     ACTIVATIONS,
     Activation,
     ClampedGate,
     ClampedSwiGLU,
-    ExpertWeights,
-    Gate,
+    GateFunction,
 )
+from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
 
 NOT_INSTALLED = "transformers 5 or newer is not installed: pip install transformers"
 
 NAME = "moe_ffn"
-"""By which transformers knows our kernels."""
+"""The name of our kernels among transformers' implementations of experts."""
 
 _GATE = "_moe_ffn_gate"
-"""Where a module of experts keeps what was found of its activation and its gate."""
+"""The attribute in which a module of experts keeps its activation and gate, once they are found."""
 
 
 def register() -> None:
@@ -96,7 +96,7 @@ def weights_of(experts: Any) -> ExpertWeights:
         up_EHD = torch.cat([up_EHD[:, ::2], up_EHD[:, 1::2]], dim=1)
         if up_bias_EH is not None:
             up_bias_EH = torch.cat([up_bias_EH[:, ::2], up_bias_EH[:, 1::2]], dim=1)
-    activation, clamped = _gate_of(experts)
+    activation, gate_function = _gate_of(experts)
     return ExpertWeights(
         activation=activation,
         up_EHD=up_EHD,
@@ -104,12 +104,12 @@ def weights_of(experts: Any) -> ExpertWeights:
         gated=gated,
         up_bias_EH=up_bias_EH,
         down_bias_ED=down_bias_ED,
-        clamped=clamped,
+        gate_function=gate_function,
         interleaved=interleaved,
     )
 
 
-def _gate_of(experts: Any) -> tuple[Activation, Gate | None]:
+def _gate_of(experts: Any) -> tuple[Activation, GateFunction | None]:
     """Which of our activations, or of our gates, the module computes: the one that gives the same numbers."""
     if (found := experts.__dict__.get(_GATE)) is None:
         found = experts.__dict__[_GATE] = _find_gate(experts)
@@ -117,7 +117,7 @@ def _gate_of(experts: Any) -> tuple[Activation, Gate | None]:
 
 
 @torch.no_grad()
-def _find_gate(experts: Any) -> tuple[Activation, Gate | None]:
+def _find_gate(experts: Any) -> tuple[Activation, GateFunction | None]:
     if not experts.has_gate:
         if (found := activation_of(experts.act_fn)) is not None:
             return found, None

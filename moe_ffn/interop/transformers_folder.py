@@ -31,7 +31,7 @@ class RoutedText:
     """What a model decided about a text."""
 
     tokens: Sequence[bytes]
-    """Of special tokens their names."""
+    """The bytes of each token, of a special token its name."""
     routings: dict[str, Routing]
     num_layers: int
     predictions: Sequence[tuple[bytes, float]]

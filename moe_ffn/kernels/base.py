@@ -1,4 +1,4 @@
-"""The signature of every backend, the weights it is given, activations, and what backends share.
+"""The signature of every backend, the weights it is given, and what backends share.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
 matrix: F, or 2 F where the rows of a gate stand before those of up
@@ -9,157 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, wraps
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.dispatch import Plan
+from moe_ffn.kernels.activations import ACTIVATIONS, Activation, GateFunction
 from moe_ffn.outputs import on_this_rank, summarize
-from moe_ffn.torch_modes import is_autocast_on, is_batched, transforms_at_work
-
-# -- activations
-
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "relu_squared", "sigmoid", "identity"]
-"""`relu_squared` is relu(x)^2 (So et al. 2021, Primer); `gelu` is the exact one, `gelu_tanh` its
-approximation, as in GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2)."""
-
-GatedType = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu", "bilinear"]
-
-GATE_ACTIVATIONS: dict[GatedType, Activation] = {
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "geglu_tanh": "gelu_tanh",
-    "reglu": "relu",
-    "glu": "sigmoid",
-    "bilinear": "identity",
-}
-"""The variants of Shazeer 2020, "GLU Variants Improve Transformer" (arXiv:2002.05202)."""
-
-assert set(GATE_ACTIVATIONS) == set(get_args(GatedType))
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    return x.relu().square()
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "silu": F.silu,
-    "relu_squared": relu_squared,  # no lambda: a block that holds one could not be pickled
-    "sigmoid": torch.sigmoid,
-    "identity": identity,
-}
-
-
-@dataclass(frozen=True)
-class ClampedSwiGLU:
-    """GPT-OSS's gate: (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)."""
-
-    alpha: float
-    limit: float
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        gate = gate.clamp(max=self.limit)
-        up = up.clamp(min=-self.limit, max=self.limit)
-        return (up + 1) * gate * (self.alpha * gate).sigmoid()
-
-
-@dataclass(frozen=True)
-class ClampedGate:
-    """`ClampedSwiGLU` with another number in place of 1, or with the gate clamped after its activation.
-
-    (min(max(up, -limit), limit) + added) * h; h = g * sigmoid(alpha * g) of g = min(gate, limit), or, where
-    it is `after`, min(gate * sigmoid(alpha * gate), limit). With `added` 0 and alpha 1 the first is the gate
-    of `deepseek_v4` in transformers, the second that of `step3p7`.
-    """
-
-    alpha: float
-    limit: float
-    added: float
-    after: bool
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        if not self.after:
-            gate = gate.clamp(max=self.limit)
-        # As SiLU where it is one: its two factors would be kept for backward each.
-        hidden = F.silu(gate) if self.alpha == 1 else gate * (self.alpha * gate).sigmoid()
-        if self.after:
-            hidden = hidden.clamp(max=self.limit)
-        up = up.clamp(min=-self.limit, max=self.limit)
-        return (up + self.added if self.added else up) * hidden
-
-
-@dataclass(frozen=True)
-class SoftCappedSwiGLU:
-    """cap(gate, gate_cap) * sigmoid(gate) * cap(up, up_cap), cap(x, c) = c * tanh(x / c): bounded and smooth.
-
-    The gate of `inkling2` in transformers.
-    """
-
-    gate_cap: float
-    up_cap: float
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        return soft_cap(gate, self.gate_cap) * gate.sigmoid() * soft_cap(up, self.up_cap)
-
-
-def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """Cap * tanh(x / cap), within (-cap, cap) and nearly x where that is small."""
-    return cap * (x / cap).tanh()
-
-
-Gate = ClampedSwiGLU | ClampedGate | SoftCappedSwiGLU
-"""What may stand in the place of act(gate) * up."""
-
-
-class ClampOptions(Config, frozen=True):
-    """The options of SwiGLU with clamps, in experts and in dense blocks.
-
-    By default those of GPT-OSS (arXiv:2508.10925).
-    """
-
-    alpha: float = Field(default=1.702, gt=0, le=MAX_COUNT)
-    """Slope inside the sigmoid; 1 makes it SiLU."""
-    limit: float = Field(default=7.0, gt=0, le=MAX_COUNT)
-    """Bound of the gate from above, and of the linear part on both sides."""
-    added: float = Field(default=1.0, ge=-MAX_COUNT, le=MAX_COUNT)
-    """Added to the linear part, once it is clamped; 0 in DeepSeek-V4."""
-    clamp: Literal["before", "after"] = "before"
-    """Whether the gate is clamped before its activation, or after it."""
-
-    @property
-    def clamped(self) -> Gate:
-        if (self.added, self.clamp) == (1, "before"):
-            return ClampedSwiGLU(self.alpha, self.limit)
-        return ClampedGate(self.alpha, self.limit, self.added, self.clamp == "after")
-
-
-class SoftCapOptions(Config, frozen=True):
-    """The options of SwiGLU with soft caps, in experts and in dense blocks."""
-
-    gate_cap: float = Field(default=7.0, gt=0, le=MAX_COUNT)
-    """Bound of the gate on both sides, where it is a factor; its sigmoid sees it whole."""
-    up_cap: float = Field(default=7.0, gt=0, le=MAX_COUNT)
-    """Bound of the linear part on both sides."""
-
-    @property
-    def clamped(self) -> Gate:
-        return SoftCappedSwiGLU(self.gate_cap, self.up_cap)
-
+from moe_ffn.torch_modes import is_autocast_on, is_batched, is_transform_on
 
 # -- weights and signature
 
@@ -180,7 +39,7 @@ class ExpertWeights:
     down_bias_ED: Tensor | None = None
     dropout: float = 0.0
     """Probability of zeroing an activated hidden unit; 0 in evaluation."""
-    clamped: Gate | None = None
+    gate_function: GateFunction | None = None
     """Replaces act(gate x) * up x, where experts have a gate of this kind."""
     interleaved: bool = False
     """Rows of gate and up take turns, as in GPT-OSS; otherwise all of gate come first."""
@@ -230,7 +89,7 @@ class ExpertWeights:
         else:
             turns = up_NH[..., ::2], up_NH[..., 1::2]
             gate, up = turns if self.interleaved else up_NH.chunk(2, dim=-1)
-            hidden = act(gate) * up if self.clamped is None else self.clamped(gate, up)
+            hidden = act(gate) * up if self.gate_function is None else self.gate_function(gate, up)
         return F.dropout(hidden, self.dropout) if self.dropout else hidden
 
 
@@ -260,7 +119,7 @@ def outside_graphs(backend: Backend) -> Backend:
     def run(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         if torch.compiler.is_compiling():
             sentence = f"experts.backend '{backend.__name__}' {NOT_IN_GRAPHS}"
-            if transforms_at_work():
+            if is_transform_on():
                 sentence = TRANSFORMS_NOT_IN_GRAPHS
             if torch.compiler.is_exporting():
                 raise ValueError(sentence)
@@ -380,7 +239,7 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
     raise ValueError(f"x is {x.dtype}, but this block's weights are {weight.dtype}; {advice}")
 
 
-NATIVE_ON_CPU = {
+CPU_CAPABILITIES = {
     torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
     torch.float16: ("amx_fp16", "avx512_fp16"),
 }
@@ -398,9 +257,10 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def product_dtype_on_cpu(dtype: torch.dtype) -> torch.dtype:
     """`dtype`, or float32 where this CPU would only emulate it, at a fraction of float32's speed."""
-    if dtype in NATIVE_ON_CPU and not any(_capabilities().get(c) for c in NATIVE_ON_CPU[dtype]):
-        return torch.float32
-    return dtype
+    wanted = CPU_CAPABILITIES.get(dtype)
+    if wanted is None or any(_capabilities().get(name) for name in wanted):
+        return dtype
+    return torch.float32
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Experts on a CPU without a compiler: one function over the MLP, in blocks that stay in the cache.
+"""Experts on a CPU without a compiler: torch's products on blocks of rows that stay in the cache.
 
 Apart from the products, the time goes into page faults on fresh buffers, passes over memory, and calls. So
 gathers, activations and weights go over one block of rows at a time, in buffers that are reused; the
@@ -21,25 +21,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.kernels.base import Activation, ExpertWeights, product_dtype_on_cpu
+from moe_ffn.kernels.activations import Activation
+from moe_ffn.kernels.autograd import Gradients, Implementation, Inputs, run
+from moe_ffn.kernels.base import ExpertWeights, product_dtype_on_cpu
 from moe_ffn.kernels.gradient_memory import empty_gradient
-from moe_ffn.kernels.own_backward import Call, Gradients, Way, run
 from moe_ffn.outputs import count_pairs
 from moe_ffn.torch_modes import autograd_in_operators
 
 
 def blocks(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """As `own_backward.run`."""
+    """The experts by torch's own products; see `autograd.run`."""
     return run(BLOCKS, x_TD, plan, weights)
 
 
-def _forward(call: Call, kept_NH: Tensor | None) -> Tensor:
-    x_TD, weights_N, (up_EHD, down_EDF, up_bias_EH, down_bias_ED), *_ = call
-    dtype, dropout_NF = product_dtype_on_cpu(call.dtype), call.dropout_NF
-    rows, blocks = Rows.of(call), cut_blocks(call.offsets_E.tolist())
+def _forward(inputs: Inputs, kept_NH: Tensor | None) -> Tensor:
+    x_TD, weights_N, (up_EHD, down_EDF, up_bias_EH, down_bias_ED), *_ = inputs
+    dtype, dropout_NF = product_dtype_on_cpu(inputs.dtype), inputs.dropout_NF
+    rows, blocks = Rows.of(inputs), cut_blocks(inputs.offsets_E.tolist())
     workspace = Workspace(blocks, dtype)
     up, down = Products(up_EHD, up_bias_EH, dtype), Products(down_EDF, down_bias_ED, dtype)
-    activation = BlockActivation(call.options, workspace)
+    activation = BlockActivation(inputs.options, workspace)
     num_rows, (d_model, width) = len(weights_N), (x_TD.shape[1], up_EHD.shape[1])
     x_input_TD = x_TD.to(dtype)
     y_ND = x_TD.new_empty(num_rows, d_model, dtype=dtype)
@@ -62,10 +63,12 @@ def _forward(call: Call, kept_NH: Tensor | None) -> Tensor:
     return rows.sum_per_token(y_ND, weights_N).to(x_TD.dtype)
 
 
-def _backward(call: Call, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]) -> Gradients:
-    x_TD, weights_N, (up_EHD, down_EDF, up_bias_EH, down_bias_ED), *_ = call
-    dtype, dropout_NF = product_dtype_on_cpu(call.dtype), call.dropout_NF
-    rows, blocks = Rows.of(call), cut_blocks(call.offsets_E.tolist())
+def _backward(
+    inputs: Inputs, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
+) -> Gradients:
+    x_TD, weights_N, (up_EHD, down_EDF, up_bias_EH, down_bias_ED), *_ = inputs
+    dtype, dropout_NF = product_dtype_on_cpu(inputs.dtype), inputs.dropout_NF
+    rows, blocks = Rows.of(inputs), cut_blocks(inputs.offsets_E.tolist())
     workspace = Workspace(blocks, dtype)
     up, down = Products(up_EHD, None, dtype), Products(down_EDF, down_bias_ED, dtype)
     wants_x, _, wants_up, wants_down, *wants_biases = wanted
@@ -74,7 +77,7 @@ def _backward(call: Call, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[b
         up_gradient = WeightGradient(up_EHD, up_bias_EH, dtype)
     if wants_down or wants_biases[1]:
         down_gradient = WeightGradient(down_EDF, down_bias_ED, dtype)
-    activation = BlockActivation(call.options, workspace)
+    activation = BlockActivation(inputs.options, workspace)
     x_input_TD, grad_y_TD = x_TD.to(dtype), grad_y_TD.to(dtype).contiguous()
     d_model = x_TD.shape[1]
     grad_x_ND = x_TD.new_empty(len(weights_N), d_model if wants_x else 0, dtype=dtype)
@@ -97,11 +100,11 @@ def _backward(call: Call, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[b
         # y = w (down h + b): dw is <dy, down h + b> = <down^T dy, h> + <dy, b>, taken on the
         # side of F, where w is multiplied with too: the narrower one.
         product_NF = torch.mul(grad_NF, hidden_NF, out=workspace("product", *grad_NF.shape))
-        grad_weights_here_N = grad_weights_N[block.rows]
-        torch.sum(product_NF, -1, dtype=weights_N.dtype, out=grad_weights_here_N)
-        factors_here_N1 = factors_N1[block.rows]
-        hidden_NF.mul_(factors_here_N1)
-        grad_NF.mul_(factors_here_N1)
+        grad_weights_block_N = grad_weights_N[block.rows]
+        torch.sum(product_NF, -1, dtype=weights_N.dtype, out=grad_weights_block_N)
+        factors_block_N1 = factors_N1[block.rows]
+        hidden_NF.mul_(factors_block_N1)
+        grad_NF.mul_(factors_block_N1)
         if dropout_NF is not None:
             grad_NF.mul_(dropout_NF[block.rows])
         grad_up_NH = activation.gradient(grad_NF, up_NH)
@@ -110,13 +113,13 @@ def _backward(call: Call, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[b
         values = (grad_y_ND, hidden_NF, grad_up_NH, x_ND, grad_x_ND[block.rows])
         for piece, grad_y, hidden, grad_pre, x, out in block.split(*values):
             if down_gradient is not None:
-                down_gradient.add(piece, grad_y, hidden, factors_here_N1[piece.rows])
+                down_gradient.add(piece, grad_y, hidden, factors_block_N1[piece.rows])
             if up_gradient is not None:
                 up_gradient.add(piece, grad_pre, x)
             if wants_x:
                 up.input_gradient(piece.expert, grad_pre, out)
             if down.bias_E is not None:
-                grad_weights_here_N[piece.rows] += grad_y @ down.bias_E[piece.expert]
+                grad_weights_block_N[piece.rows] += grad_y @ down.bias_E[piece.expert]
 
     grad_up_EHD, grad_up_bias_EH = up_gradient.finish() if up_gradient else (None, None)
     grad_down_EDF, grad_down_bias_ED = down_gradient.finish() if down_gradient else (None, None)
@@ -127,7 +130,7 @@ def _backward(call: Call, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[b
     )
 
 
-BLOCKS = Way(_forward, _backward)
+BLOCKS = Implementation(_forward, _backward)
 
 
 # ---------------------------------------------------------------------------- rows and blocks
@@ -160,7 +163,7 @@ class Block:
 
     def split(self, *values_N: Tensor) -> Iterator[tuple[Any, ...]]:
         """(piece, its rows of each of `values_N`), for every piece."""
-        # As views of one split: a slice at a time would cost as much as the call of a small product.
+        # As views of one split: a slice at a time would cost as much as the inputs of a small product.
         sizes = [piece.rows.stop - piece.rows.start for piece in self.pieces]
         return zip(
             self.pieces, *(values.split_with_sizes(sizes) for values in values_N), strict=True
@@ -202,14 +205,14 @@ class Rows(NamedTuple):
     """Where each token's rows begin in `by_token_N`."""
 
     @classmethod
-    def of(cls, call: Call) -> Rows:
-        num_rows = len(call.weights_N)
-        token_ids_N = call.token_ids_N[:num_rows]
-        by_token_N = torch.empty_like(call.pair_ids_N)
-        by_token_N[call.pair_ids_N] = torch.arange(len(by_token_N), device="cpu")
+    def of(cls, inputs: Inputs) -> Rows:
+        num_rows = len(inputs.weights_N)
+        token_ids_N = inputs.token_ids_N[:num_rows]
+        by_token_N = torch.empty_like(inputs.pair_ids_N)
+        by_token_N[inputs.pair_ids_N] = torch.arange(len(by_token_N), device="cpu")
         if num_rows < len(by_token_N):
             by_token_N = by_token_N[by_token_N < num_rows]
-        counts_T = count_pairs(token_ids_N, len(call.x_TD))
+        counts_T = count_pairs(token_ids_N, len(inputs.x_TD))
         return cls(token_ids_N, by_token_N, counts_T.cumsum(0) - counts_T)
 
     def gather(self, x_TD: Tensor, block: Block, out_ND: Tensor) -> Tensor:
@@ -330,7 +333,7 @@ class BlockActivation:
         # The backend applies dropout, since it needs the mask again in backward.
         self.weights = replace(weights, dropout=0.0)
         self.workspace = workspace
-        self.by_autograd = weights.clamped is not None or weights.interleaved
+        self.by_autograd = weights.gate_function is not None or weights.interleaved
         self.function, self.derivative = IN_PLACE[weights.activation]
 
     def hidden(self, up_NH: Tensor) -> Tensor:

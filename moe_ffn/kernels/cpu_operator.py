@@ -1,7 +1,7 @@
-"""The experts on a CPU as an operator of torch: for its graphs, and for tensors without numbers.
+"""The experts on a CPU as an operator of torch: for its graphs, and for tensors without data.
 
 Graphs of torch.compile and torch.export hold it whole; tensors that have shapes alone, as memory is planned
-with, get the shapes of what it returns and keeps. A step outside graphs calls `own_backward.run` instead,
+with, get the shapes of what it returns and keeps. A step outside graphs calls `autograd.run` instead,
 which takes fewer microseconds.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix
@@ -16,21 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.kernels.base import (
-    ExpertWeights,
-    Gate,
-    compute_dtype,
-    dropout_mask,
-    needs_gradient,
-)
+from moe_ffn.kernels.activations import GateFunction
+from moe_ffn.kernels.autograd import Implementation, Inputs, register
+from moe_ffn.kernels.base import ExpertWeights, compute_dtype, dropout_mask, needs_gradient
 from moe_ffn.kernels.blocks import BLOCKS
-from moe_ffn.kernels.native import NATIVE, takes
-from moe_ffn.kernels.own_backward import Call, Way, register
-from moe_ffn.native.build import why_not
+from moe_ffn.kernels.native import NATIVE, has_kernel
+from moe_ffn.native.build import why_unavailable
 
 
-def in_graph(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """The operator on a plan, (T, D)."""
+def run_operator(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+    """The backend `cpu` as an operator, (T, D)."""
     of_mask = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     ids = plan.token_ids_N, plan.offsets_E, plan.pair_ids_N
     y_TD, _ = experts(
@@ -40,7 +35,7 @@ def in_graph(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         *ids,
         dropout_mask(plan.weights_N.shape[0], weights, of_mask, x_TD.device),
         weights.activation,
-        numbers_of_gate(weights.clamped),
+        encode_gate(weights.gate_function),
         weights.gated,
         weights.interleaved,
         compute_dtype(x_TD),
@@ -49,15 +44,16 @@ def in_graph(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     return y_TD
 
 
-def numbers_of_gate(gate: Gate | None) -> list[float] | None:
-    """A gate as an operator of torch takes it: which of `Gate` it is, then its fields."""
+def encode_gate(gate: GateFunction | None) -> list[float] | None:
+    """A gate as an operator of torch takes it: which of `GateFunction` it is, then its fields."""
     if gate is None:
         return None
-    return [float(get_args(Gate).index(type(gate))), *map(float, vars(gate).values())]
+    return [float(get_args(GateFunction).index(type(gate))), *map(float, vars(gate).values())]
 
 
-def gate_of_numbers(numbers: list[float] | None) -> Gate | None:
-    return None if numbers is None else get_args(Gate)[int(numbers[0])](*numbers[1:])
+def decode_gate(numbers: list[float] | None) -> GateFunction | None:
+    """The gate of `encode_gate`."""
+    return None if numbers is None else get_args(GateFunction)[int(numbers[0])](*numbers[1:])
 
 
 @torch.library.custom_op("moe_ffn::experts_on_cpu", mutates_args=())
@@ -82,15 +78,15 @@ def experts(
     """y_TD, and the first product (N, H) if backward is to come, else none of its rows.
 
     Args:
-        gate: of `numbers_of_gate`.
+        gate: from `encode_gate`.
         dtype: of products, where this CPU multiplies in it, and of the first product.
     """
     parameters = (up_EHD, down_EDF, up_bias_EH, down_bias_ED)
     ids = (token_ids_N, offsets_E, pair_ids_N)
     options = (activation, gate, gated, interleaved, dtype)
-    way, call = _call(x_TD, weights_N, parameters, ids, dropout_NF, options)
+    implementation, inputs = _inputs(x_TD, weights_N, parameters, ids, dropout_NF, options)
     kept_NH = x_TD.new_zeros(len(weights_N) if keep else 0, up_EHD.shape[1], dtype=dtype)
-    y_TD = way.forward(call, kept_NH[: len(call.weights_N)] if keep else None)
+    y_TD = implementation.forward(inputs, kept_NH[: len(inputs.weights_N)] if keep else None)
     return y_TD, kept_NH
 
 
@@ -119,9 +115,9 @@ def experts_backward(
     parameters = (up_EHD, down_EDF, up_bias_EH, down_bias_ED)
     ids = (token_ids_N, offsets_E, pair_ids_N)
     options = (activation, gate, gated, interleaved, dtype)
-    way, call = _call(x_TD, weights_N, parameters, ids, dropout_NF, options)
-    computed = len(call.weights_N)
-    found = way.backward(call, kept_NH[:computed], grad_y_TD, wanted)
+    implementation, inputs = _inputs(x_TD, weights_N, parameters, ids, dropout_NF, options)
+    computed = len(inputs.weights_N)
+    found = implementation.backward(inputs, kept_NH[:computed], grad_y_TD, wanted)
     grads = [
         grad if want and grad is not None else x_TD.new_empty(0)
         for grad, want in zip(found, wanted, strict=True)
@@ -131,26 +127,26 @@ def experts_backward(
     return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]
 
 
-def _call(
+def _inputs(
     x_TD: Tensor,
     weights_N: Tensor,
     parameters: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     ids: tuple[Tensor, Tensor, Tensor],
     dropout_NF: Tensor | None,
     options: tuple[Any, ...],
-) -> tuple[Way, Call]:
+) -> tuple[Implementation, Inputs]:
     activation, gate, gated, interleaved, dtype = options
     weights = ExpertWeights(
         activation,
         *parameters[:2],
         gated,
         *parameters[2:],
-        clamped=gate_of_numbers(gate),
+        gate_function=decode_gate(gate),
         interleaved=interleaved,
     )
     weights_N = weights_N[: int(ids[1][-1])]
-    call = Call(x_TD, weights_N, parameters, *ids, dropout_NF, weights, dtype)
-    return NATIVE if takes(weights) and why_not() is None else BLOCKS, call
+    inputs = Inputs(x_TD, weights_N, parameters, *ids, dropout_NF, weights, dtype)
+    return NATIVE if has_kernel(weights) and why_unavailable() is None else BLOCKS, inputs
 
 
 register(experts, experts_backward, num_tensors=10, backend="cpu")

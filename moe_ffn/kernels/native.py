@@ -13,39 +13,40 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.kernels.base import Activation, ClampedSwiGLU, ExpertWeights, product_dtype_on_cpu
+from moe_ffn.kernels.activations import Activation, ClampedSwiGLU
+from moe_ffn.kernels.autograd import Gradients, Implementation, Inputs, run
+from moe_ffn.kernels.base import ExpertWeights, product_dtype_on_cpu
 from moe_ffn.kernels.gradient_memory import empty_gradient
-from moe_ffn.kernels.own_backward import Call, Gradients, Way, run
 
 _CODES = {name: code for code, name in enumerate((*get_args(Activation), "clamped"))}
 """The numbers of `Activation` in passes.h."""
 
 
-def takes(weights: ExpertWeights) -> bool:
+def has_kernel(weights: ExpertWeights) -> bool:
     """Whether there is a kernel for the gate of these experts."""
-    return weights.clamped is None or isinstance(weights.clamped, ClampedSwiGLU)
+    return weights.gate_function is None or isinstance(weights.gate_function, ClampedSwiGLU)
 
 
 def native(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """As `own_backward.run`; the same numbers with any number of threads."""
+    """The experts by compiled kernels; see `autograd.run`. The same numbers with any number of threads."""
     return run(NATIVE, x_TD, plan, weights)
 
 
-def _layer(call: Call) -> tuple[Any, ...]:
+def _layer(inputs: Inputs) -> tuple[Any, ...]:
     """The arguments that both operators begin with."""
-    dtype = product_dtype_on_cpu(call.dtype)
+    dtype = product_dtype_on_cpu(inputs.dtype)
     if dtype == torch.float16:  # which the operators store and do not multiply
         dtype = torch.float32
     of_sums = torch.float64 if dtype == torch.float64 else torch.float32
-    options, clamped = call.options, call.options.clamped
-    assert clamped is None or isinstance(clamped, ClampedSwiGLU)  # as `takes` has said
+    options, clamped = inputs.options, inputs.options.gate_function
+    assert clamped is None or isinstance(clamped, ClampedSwiGLU)  # as `has_kernel` has said
     return (
-        call.x_TD.contiguous(),
-        call.weights_N.to(of_sums).contiguous(),
-        *(None if parameter is None else parameter.contiguous() for parameter in call.parameters),
-        call.token_ids_N.contiguous(),
-        call.offsets_E.int(),
-        call.dropout_NF,
+        inputs.x_TD.contiguous(),
+        inputs.weights_N.to(of_sums).contiguous(),
+        *(None if parameter is None else parameter.contiguous() for parameter in inputs.parameters),
+        inputs.token_ids_N.contiguous(),
+        inputs.offsets_E.int(),
+        inputs.dropout_NF,
         _CODES["clamped" if clamped is not None else options.activation],
         options.gated,
         options.interleaved,
@@ -55,27 +56,29 @@ def _layer(call: Call) -> tuple[Any, ...]:
     )
 
 
-def _forward(call: Call, kept_NH: Tensor | None) -> Tensor:
-    y_TD = torch.empty_like(call.x_TD, memory_format=torch.contiguous_format)
-    torch.ops.moe_ffn_cpu.experts_forward(*_layer(call), kept_NH, y_TD)
+def _forward(inputs: Inputs, kept_NH: Tensor | None) -> Tensor:
+    y_TD = torch.empty_like(inputs.x_TD, memory_format=torch.contiguous_format)
+    torch.ops.moe_ffn_cpu.experts_forward(*_layer(inputs), kept_NH, y_TD)
     return y_TD
 
 
-def _backward(call: Call, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]) -> Gradients:
-    layer = _layer(call)
+def _backward(
+    inputs: Inputs, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
+) -> Gradients:
+    layer = _layer(inputs)
     wants_x, _, *wants = wanted
     grad_x_TD = None
     if wants_x:
-        grad_x_TD = torch.empty_like(call.x_TD, memory_format=torch.contiguous_format)
+        grad_x_TD = torch.empty_like(inputs.x_TD, memory_format=torch.contiguous_format)
     grad_weights_N = torch.empty_like(layer[1])
     gradients = [
         empty_gradient(parameter) if wanted and parameter is not None else None
-        for parameter, wanted in zip(call.parameters, wants, strict=True)
+        for parameter, wanted in zip(inputs.parameters, wants, strict=True)
     ]
     torch.ops.moe_ffn_cpu.experts_backward(
         *layer, kept_NH, grad_y_TD.contiguous(), grad_x_TD, grad_weights_N, *gradients
     )
-    return grad_x_TD, grad_weights_N.to(call.weights_N.dtype), *gradients
+    return grad_x_TD, grad_weights_N.to(inputs.weights_N.dtype), *gradients
 
 
-NATIVE = Way(_forward, _backward)
+NATIVE = Implementation(_forward, _backward)

@@ -10,10 +10,10 @@ from torch import Tensor
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import cpu
 from moe_ffn.kernels.base import Backend, ExpertWeights, check_dtype, refuse_vmap
-from moe_ffn.kernels.cpu_operator import in_graph
+from moe_ffn.kernels.cpu_operator import run_operator
 from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_refusal, loop
 from moe_ffn.kernels.triton import backend as triton
-from moe_ffn.torch_modes import has_no_numbers, transforms_at_work
+from moe_ffn.torch_modes import has_no_data, is_transform_on
 
 BACKENDS: dict[str, Backend] = {
     "loop": loop,
@@ -42,10 +42,10 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
             the weights differ in dtype, without autocast; or it is called by `torch.func.vmap`.
     """
     check_dtype(x_TD, weights.up_EHD)
-    if transforms_at_work():
+    if is_transform_on():
         refuse_vmap(x_TD, (plan.weights_N, *weights.parameters))
-    if has_no_numbers(x_TD) and not torch.compiler.is_exporting():
-        return in_graph(x_TD, plan, weights)  # of any backend: its shapes
+    if has_no_data(x_TD) and not torch.compiler.is_exporting():
+        return run_operator(x_TD, plan, weights)  # of any backend: its shapes
     if backend == "auto":
         backend = best_backend(x_TD, plan, weights)
     elif (why := refusal(backend, x_TD, weights)) is not None:
@@ -59,7 +59,7 @@ def refusal(backend: str, x_TD: Tensor, weights: ExpertWeights) -> str | None:
 
 def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
     """The name of the backend that `auto` picks."""
-    if transforms_at_work():
+    if is_transform_on():
         return "loop"
     if x_TD.device.type == "cpu":
         return "cpu"

@@ -92,7 +92,7 @@ class AttentionConfig(Config, frozen=True):
         return self.head_dim or d_model // self.num_heads
 
     def rotated_width(self, d_model: int) -> int:
-        """Of what positions rotate in each head."""
+        """The width that positions rotate in each head."""
         return self.latent.rotated_dim if self.latent else self.head_width(d_model)
 
     def projections(self, d_model: int) -> tuple[tuple[int, int], ...]:
@@ -116,12 +116,12 @@ class AttentionConfig(Config, frozen=True):
         return (*[bool(self.bias)] * (len(self.projections(d_model)) - 1), self.bias is True)
 
     def widths(self, d_model: int) -> tuple[int, int]:
-        """Of all queries, and of all keys or values."""
+        """The widths of all queries, and of all keys or values."""
         head_dim = self.head_width(d_model)
         return self.num_heads * head_dim, self.kv_heads * head_dim
 
     def normed_widths(self, d_model: int) -> tuple[int, ...]:
-        """Of the norms in it: of queries, and of keys or of what they are made from."""
+        """The widths of its norms: of queries, and of keys or of what they are made from."""
         if self.latent is not None:
             return (*filter(None, (self.latent.query_rank,)), self.latent.kv_rank)
         widths = {None: (), "head": 2 * (self.head_width(d_model),), "all": self.widths(d_model)}

@@ -5,5 +5,7 @@ from __future__ import annotations
 from moe_ffn.native.build import load
 
 if __name__ == "__main__":
-    why = load()
-    print("the CPU kernels are compiled" if why is None else f"the compiled CPU kernel {why}")
+    failure = load()
+    print(
+        "the CPU kernels are compiled" if failure is None else f"the compiled CPU kernel {failure}"
+    )

@@ -35,12 +35,12 @@ SOURCES = ("experts.cpp", "backward.h", "layer.h", "passes.h", "routing.h")
 VARIABLE = "MOE_FFN_NATIVE"
 """Set to 0, this variable of the environment turns the compiled kernels off."""
 
-VECTORS = {
+INSTRUCTION_SETS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c",
     "AVX2": "-mavx2 -mfma -mf16c",
 }
-"""The flags of each kind of CPU that torch tells apart. Named one by one, so that a file never holds an
-instruction which another CPU of the same kind lacks."""
+"""The flags of each kind of CPU that torch tells apart. Named one by one, so that a library never holds an
+instruction that another CPU of the same kind lacks."""
 
 FLAGS = (
     "-O3 -fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -std=c++20 -shared -fPIC -fopenmp "
@@ -51,10 +51,11 @@ TIMEOUT_SECONDS = 300
 
 
 @cache
-def why_not() -> str | None:
-    """Load the operators, compiled first where they are not yet; or why that cannot be, in a sentence's rest.
+def why_unavailable() -> str | None:
+    """Why the operators are not available, as the rest of a sentence; None once they are loaded, or compiled.
 
-    What the user did not ask for is said on stderr, once in a process; of several on a machine by the first.
+    A failure is said on stderr, once in a process; of several processes on a machine by the first. What the
+    user turned off is not.
     """
     if os.environ.get(VARIABLE) == "0":
         return f"is turned off by {VARIABLE}=0"
@@ -65,7 +66,10 @@ def why_not() -> str | None:
 
 
 def load() -> str | None:
-    """The same, which says nothing but that it compiles, and does not ask for the variable."""
+    """Load the operators, compiled first if need be; the rest of a sentence where that fails.
+
+    Whatever the variable says; nothing is printed but that it compiles.
+    """
     if sys.platform == "win32":
         return "is not compiled on Windows"
     compiler = shlex.split(os.environ.get("CXX", ""))  # it may be `ccache g++`
@@ -103,7 +107,7 @@ def _flags() -> list[str]:
     torch_folder = Path(torch.__file__).parent
     kind = torch.backends.cpu.get_cpu_capability()
     flags = [*FLAGS.split(), f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
-    flags += VECTORS.get(kind, "").split()
+    flags += INSTRUCTION_SETS.get(kind, "").split()
     if kind == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
         flags.append("-mavx512bf16")
     flags += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
@@ -123,14 +127,14 @@ def _name(place: Path, content: bytes) -> str:
 
 
 def _build(compiler: list[str], place: Path, failure: Path) -> Path | None:
-    """Make the library, or the file with what the compiler said. Another process may do so just now."""
+    """Compile the library, or write what the compiler said; wait for another process that does so."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(place.with_suffix(".lock")) as alone:
+    with _locked(place.with_suffix(".lock")) as is_locked:
         library = _library(place)
         if library is not None or failure.exists():
             return library
         prefix = f".{place.name}-"
-        if alone:  # what a killed process has left
+        if is_locked:  # what a killed process has left
             for folder in place.parent.glob(f"{prefix}*"):
                 shutil.rmtree(folder, ignore_errors=True)
         _say("compiling the CPU kernels, once (10 to 20 s)")
@@ -151,7 +155,7 @@ def _build(compiler: list[str], place: Path, failure: Path) -> Path | None:
 
 
 def _run(command: list[str]) -> str | None:
-    """What the compiler says where it fails."""
+    """What the compiler says, if it fails."""
     try:
         done = subprocess.run(
             command,
@@ -173,8 +177,8 @@ def _say(what: str) -> None:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(lock: Path) -> Iterator[bool]:
-    """Wait for others. False where a file system has no locks: two may do the same work, unharmed."""
+def _locked(lock: Path) -> Iterator[bool]:
+    """Hold a lock. False where the file system has none: two processes then do the same work, unharmed."""
     import fcntl  # not on Windows
 
     with lock.open("w") as file:

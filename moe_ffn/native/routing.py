@@ -1,4 +1,4 @@
-"""Logits, choosing experts and sorting pairs by them: compiled loops on a CPU, torch's functions elsewhere.
+"""Logits, top-k and the sort of pairs by expert: compiled loops on a CPU, torch's functions elsewhere.
 
 T tokens, D model width, E experts, K experts per token, N (token, expert) pairs
 """
@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_ffn.native.build import why_not
-from moe_ffn.torch_modes import is_watched, transforms_at_work, without_autocast
+from moe_ffn.native.build import why_unavailable
+from moe_ffn.torch_modes import is_dispatch_mode_on, is_transform_on, without_autocast
 
 NARROW = (torch.bfloat16, torch.float16)
 
-MOST_CHOSEN = 32
+MAX_K = 32
 """Up to this k the compiled top-k, which inserts every score into a list of k, is the quicker one."""
 
 
 def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Narrow tokens times the transpose of a wider matrix, in the matrix's dtype; nothing is differentiated.
+    """`F.linear` in float32, the dtype of the weight, of tokens in bfloat16 or float16; without a gradient.
 
-    The compiled loop converts a few tokens at a time, and no copy of all of them is written.
+    The compiled loop converts a few tokens at a time, so that no float32 copy of all of them is written.
     """
     # Of other shapes and dtypes, from a router of one's own, torch says what it takes.
     is_narrow = x_TD.dtype in NARROW and x_TD.ndim == weight_ED.ndim == 2
@@ -37,7 +37,7 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def wide_linear_backward(
     grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of `wide_linear`: of x in its dtype, and of the matrix; None where it is not wanted."""
+    """The gradients of x, in its dtype, and of the weight in `wide_linear`; None where not wanted."""
     is_narrow = x_TD.dtype in NARROW and grad_TE.ndim == x_TD.ndim == weight_ED.ndim == 2
     is_wide = grad_TE.dtype == weight_ED.dtype == torch.float32
     compiled = is_narrow and is_wide and _is_compiled(grad_TE, x_TD, weight_ED)
@@ -54,19 +54,19 @@ def wide_linear_backward(
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """int64 (T, K), the experts with the largest scores, the largest first; nothing is differentiated.
+    """int64 (T, K), the experts with the largest scores, the largest first; without a gradient.
 
     Of equal scores, the compiled loop takes the expert with the lower number; torch names no order.
     """
-    if k <= MOST_CHOSEN and scores_TE.dtype == torch.float32 and _is_compiled(scores_TE):
+    if k <= MAX_K and scores_TE.dtype == torch.float32 and _is_compiled(scores_TE):
         return _operators().top_k(scores_TE.detach(), k)
     return scores_TE.topk(k, dim=-1).indices
 
 
 def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The order (N,) that sorts ids of 0 to `num_experts`, and int32 (E,), where each expert's pairs end.
+    """The order (N,) that sorts pairs by expert, and int32 (E,), where each expert's pairs end.
 
-    Stable: of equal ids, the first stands before. Pairs with the id `num_experts` stand behind all.
+    The sort is stable. Ids are 0 to `num_experts`; pairs of the last, which is no expert, come last.
     """
     if expert_ids_N.dtype == torch.int64 and _is_compiled(expert_ids_N):
         return _operators().sort_by_expert(expert_ids_N, num_experts)
@@ -76,13 +76,13 @@ def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def _is_compiled(*tensors: Tensor) -> bool:
-    """Whether the loops are there, for tensors with numbers on the CPU, outside of graphs and transforms."""
+    """Whether the compiled loops take these tensors: on the CPU, with data, outside graphs and transforms."""
     return (
         not torch.compiler.is_compiling()
         and all(x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter) for x in tensors)
-        and not is_watched()
-        and not transforms_at_work()
-        and why_not() is None
+        and not is_dispatch_mode_on()
+        and not is_transform_on()
+        and why_unavailable() is None
     )
 
 

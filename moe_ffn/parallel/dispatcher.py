@@ -74,7 +74,7 @@ class _Traveling(Dispatched):
     """The token of each row that was sent."""
     num_tokens: int
     dtype: torch.dtype
-    """Of the tokens before they were sent."""
+    """The dtype of the tokens before they were sent."""
     back: Callable[[Tensor], Tensor]
 
     def rows(self) -> Tensor:

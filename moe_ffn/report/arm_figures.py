@@ -47,8 +47,8 @@ WHOLE = 0.25
 MAX_LABELS = 16
 """More arms than this are named in the legend of the frontier alone."""
 
-_LEAST_SPAN = 0.1
-"""Of an axis of costs, as a share of the largest."""
+_MIN_SPAN = 0.1
+"""The shortest axis of costs, as a share of the largest cost."""
 
 _LOSS_AXIS: Mapping[str, Any] = {"title": axis_title("loss (nats per token)"), "automargin": True}
 _AT = "%{y:.4f} at %{x:,.4~s}"
@@ -64,9 +64,9 @@ class ArmCurves:
     validation: Sequence[Curve]
     train: Sequence[Curve]
     flops_per_token: float | None = None
-    """Of the forward pass; None where it is not known."""
+    """FLOPs of the forward pass; None where they are not known."""
     step_seconds: float | None = None
-    """Of a step, measured apart from the runs; None where the runs' own clocks count."""
+    """Seconds of a step, measured apart from the runs; None where the runs' own clocks count."""
 
     def curves(self, of: Loss, over: Over) -> list[tuple[list[float | None], list[float | None]]]:
         """The places and the losses of each curve that has both."""
@@ -165,7 +165,7 @@ def _means(
 
 
 def _layout(x_axis: Mapping[str, Any], y_axis: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a figure with a legend of the arms."""
+    """The layout of a figure with a legend of the arms."""
     return {
         "height": 380,
         "hovermode": "closest",
@@ -293,7 +293,7 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
         )
     is_wide = min(known) > 0 and max(known) / min(known) > 4
     # Costs that are nearly equal are drawn near one another.
-    span = max(max(known) - min(known), _LEAST_SPAN * max(known))
+    span = max(max(known) - min(known), _MIN_SPAN * max(known))
     x_axis: dict[str, Any] = {
         "title": axis_title(f"{cost} of training" if cost != "parameters" else cost),
         "exponentformat": "SI",

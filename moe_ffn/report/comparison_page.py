@@ -31,7 +31,7 @@ class Compared:
     """What a page shows of several runs."""
 
     comparison: Comparison | None
-    """Of those that are finished and compare; None where they do not."""
+    """The comparison of the runs that are finished and compare; None where they do not."""
     problem: str = ""
     """Why not."""
     arms: Sequence[ArmCurves] = ()
@@ -42,7 +42,7 @@ class Compared:
     runs: Sequence[Run] = ()
     """The runs, where their folders are there."""
     arm_names: Sequence[str] = ()
-    """Of the arm of each of them."""
+    """The name of the arm of each of them."""
 
 
 def write_comparison_page(

@@ -25,7 +25,7 @@ from moe_ffn.report.trace import origin, visible
 from moe_ffn.runs.reader import Run
 
 MAX_FLOPS = 2e10
-"""Of the forward passes: a second or two on two cores."""
+"""FLOPs of the forward passes: a second or two on two cores."""
 
 MAX_TOKENS, BATCH_TOKENS = 32_768, 4096
 
@@ -139,11 +139,11 @@ class TopToken:
     """One token of the vocabulary, at one expert."""
 
     token: str
-    """As `visible` writes it."""
+    """The token as `visible` writes it."""
     count: int
     """How often the expert computed it."""
     share: float
-    """Of all the tokens that the expert computed."""
+    """Its share of all the tokens that the expert computed."""
     lift: float
     """That share over the token's share of the text: above 1 the expert has more of it than chance gives."""
     contexts: tuple[tuple[str, str, str], ...]
@@ -157,7 +157,7 @@ class ExpertTokens:
     expert: str
     """Its name."""
     share: float
-    """Of the layer's pairs that an expert computed."""
+    """Its share of the pairs that the experts of the layer computed."""
     most_frequent: tuple[TopToken, ...]
     """By their counts."""
     most_typical: tuple[TopToken, ...]
@@ -251,7 +251,7 @@ class LayerView:
 
     title: str
     names: Sequence[str]
-    """Of its experts."""
+    """The names of its experts."""
     windows: Sequence[Sequence[tuple[int, str]]]
     """Stretches of text by expert, see `stretches`."""
     experts: Sequence[tuple[int, ExpertTokens]]

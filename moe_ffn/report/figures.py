@@ -52,10 +52,10 @@ MAX_TEXTS = 12
 """More experts than this have no numbers in the cells of their co-activation."""
 
 MAX_CELLS = 4000
-"""Of a heat map of layers."""
+"""Cells of a heat map of layers."""
 
 MAX_LOADS = 240_000
-"""Of the load heat maps of all layers together: a page of a large run has under a megabyte of data."""
+"""Cells of the load heat maps of all layers together: a page of a large run has under a megabyte of data."""
 
 ROW_NAMES = {"train": "training", "validation": "validation"}
 
@@ -303,7 +303,7 @@ def mean_over_layers(runs: Sequence[Run], metric: Metric) -> Series:
 
 
 def _bar(metric: Metric) -> dict[str, Any]:
-    """Of colours that are values of a metric."""
+    """The colour bar of a metric."""
     title, ticks = scale_of(metric)
     return {"title": title, "tickformat": ticks} if ticks else {"title": title}
 

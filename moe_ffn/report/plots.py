@@ -23,7 +23,7 @@ from moe_ffn.runs.reader import Run
 from moe_ffn.studies.comparison import COSTS, Comparison
 
 MAX_PAIRS = 200_000
-"""Of experts in all co-activation heat maps together; some of the layers are left out beyond it."""
+"""Pairs of experts in all co-activation heat maps together; beyond it some layers are left out."""
 
 NOT_DRAWN = {
     "bits_per_byte": "the loss in another unit",

@@ -155,7 +155,7 @@ def tokens_seen(run: Run) -> float | None:
 
 
 def training_flops(run: Run) -> float | None:
-    """Of all tokens seen, forward and backward."""
+    """The FLOPs of all tokens seen, forward and backward."""
     tokens, cost = tokens_seen(run), finite(run.facts.flops_per_token)
     return None if tokens is None or cost is None else TRAINING_FLOPS * tokens * cost
 

@@ -19,7 +19,7 @@ from moe_ffn.routing.base import (
     comparable,
     routing_of_pairs,
 )
-from moe_ffn.torch_modes import cannot_be_read
+from moe_ffn.torch_modes import needs_static_shapes
 
 
 class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
@@ -53,7 +53,7 @@ class BalancedAssignmentRouter(LinearRouter):
         expert_ids_T = logits_TE.detach().nan_to_num(nan=0.0).argmax(dim=-1)
         if self.training:
             counted_T = comparable(logits_TE, context.mask)
-            assigned = assign_operator if cannot_be_read(x_TD) else assign_among
+            assigned = assign_operator if needs_static_shapes(x_TD) else assign_among
             expert_ids_T = assigned(logits_TE.detach(), expert_ids_T, counted_T)
         expert_ids_T1 = expert_ids_T.unsqueeze(-1)
         weights_T1 = scores_TE.gather(-1, expert_ids_T1)
@@ -69,7 +69,7 @@ def assign_among(values_TE: Tensor, expert_ids_T: Tensor, counted_T: Tensor) -> 
 
 @torch.library.custom_op("moe_ffn::assign", mutates_args=())
 def assign_operator(values_TE: Tensor, expert_ids_T: Tensor, counted_T: Tensor) -> Tensor:
-    """`assign_among`, whose rounds depend on what it reads, for graphs and for tensors without numbers."""
+    """`assign_among`, whose rounds depend on what it reads, for graphs and for tensors without data."""
     return assign_among(values_TE, expert_ids_T, counted_T)
 
 

@@ -96,7 +96,7 @@ class RouterMLPConfig(Config, frozen=True):
     depth: int = Field(default=2, ge=0, le=100)
     """Layers with an activation."""
     eps: float = Field(default=1e-6, gt=0, lt=1)
-    """Of its norm."""
+    """Added to the mean of squares, in its norm."""
 
     def num_params(self, d_model: int) -> int:
         layers = self.depth * linear_params(self.width, self.width, bias=True)
@@ -116,8 +116,8 @@ class RouterNormConfig(Config, frozen=True):
 class LinearRouterConfig(RouterConfig, frozen=True):
     """A router whose logits are a projection of the token."""
 
-    quiet: ClassVar[frozenset[str]] = frozenset({"logit_scale"})
-    """Options that the router's repr leaves out where they have their defaults."""
+    omitted_defaults: ClassVar[frozenset[str]] = frozenset({"logit_scale"})
+    """Options that the router's repr omits where they have their defaults."""
 
     bias: bool = False
     """Add a learned bias to the logits, as GPT-OSS does."""
@@ -273,7 +273,9 @@ class LinearRouter(Router):
 
     def extra_repr(self) -> str:
         fields = type(self.config).model_fields
-        unchanged = [n for n in self.config.quiet if getattr(self.config, n) == fields[n].default]
+        unchanged = [
+            n for n in self.config.omitted_defaults if getattr(self.config, n) == fields[n].default
+        ]
         return describe_options(self.config, without=["type", *unchanged])
 
 
@@ -328,7 +330,7 @@ class RouterLinear(nn.Module):
         bias_E = None if self.bias is None else self.bias.to(dtype)
         # With and without gradients alike: a pass that is computed again must choose the same experts.
         if x_TD.dtype != dtype and not torch.compiler.is_compiling():
-            return _WiderLinear.apply(x_TD, weight_ED, bias_E)
+            return _WideLinear.apply(x_TD, weight_ED, bias_E)
         with without_autocast(x_TD):
             return F.linear(x_TD.to(dtype), weight_ED, bias_E)
 
@@ -341,8 +343,8 @@ class RouterLinear(nn.Module):
         return torch.float64 if x_TD.dtype == torch.float64 else torch.float32
 
 
-class _WiderLinear(torch.autograd.Function):
-    """`linear` in the dtype of the weight, keeping the narrower x for backward.
+class _WideLinear(torch.autograd.Function):
+    """`F.linear` in the dtype of the weight, which keeps x in its own dtype for backward.
 
     Autograd would keep the converted copy: in bfloat16 a fifth of all that a layer keeps.
     """
@@ -373,18 +375,18 @@ class _WiderLinear(torch.autograd.Function):
 
     @staticmethod
     def jvp(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, step_x_TD: Tensor | None, step_ED: Tensor | None, step_E: Tensor | None
+        ctx: Any, tangent_x_TD: Tensor | None, tangent_ED: Tensor | None, tangent_E: Tensor | None
     ) -> Tensor:
-        """The derivative in a direction, for forward-mode differentiation."""
+        """The tangent of the logits, for forward-mode differentiation."""
         x_TD, weight_ED = ctx.saved_tensors
         dtype = weight_ED.dtype
-        step_TE = torch.zeros((), dtype=dtype, device=x_TD.device)
+        tangent_TE = torch.zeros((), dtype=dtype, device=x_TD.device)
         with without_autocast(x_TD):
-            if step_x_TD is not None:
-                step_TE = step_TE + F.linear(step_x_TD.to(dtype), weight_ED)
-            if step_ED is not None:
-                step_TE = step_TE + F.linear(x_TD.to(dtype), step_ED)
-        return step_TE if step_E is None else step_TE + step_E
+            if tangent_x_TD is not None:
+                tangent_TE = tangent_TE + F.linear(tangent_x_TD.to(dtype), weight_ED)
+            if tangent_ED is not None:
+                tangent_TE = tangent_TE + F.linear(x_TD.to(dtype), tangent_ED)
+        return tangent_TE if tangent_E is None else tangent_TE + tangent_E
 
 
 def routing_of_pairs(

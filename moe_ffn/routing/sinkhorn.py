@@ -21,7 +21,7 @@ from moe_ffn.routing.base import (
     comparable,
     routing_of_pairs,
 )
-from moe_ffn.torch_modes import cannot_be_read
+from moe_ffn.torch_modes import needs_static_shapes
 
 
 class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
@@ -58,7 +58,7 @@ class SinkhornRouter(LinearRouter):
         ranking_TE = scores_TE.detach()
         if self.training:
             counted_T = comparable(logits_TE, context.mask)
-            balance = sinkhorn_operator if cannot_be_read(x_TD) else sinkhorn
+            balance = sinkhorn_operator if needs_static_shapes(x_TD) else sinkhorn
             ranking_TE = balance(
                 logits_TE.detach(), counted_T, config.tolerance, config.max_iterations
             )
@@ -105,7 +105,7 @@ def sinkhorn(
 def sinkhorn_operator(
     logits_TE: Tensor, counted_T: Tensor, tolerance: float, max_iterations: int
 ) -> Tensor:
-    """`sinkhorn`, which stops by what it reads, for graphs and for tensors without numbers."""
+    """`sinkhorn`, which stops by what it reads, for graphs and for tensors without data."""
     return sinkhorn(logits_TE, counted_T, tolerance, max_iterations).clone()
 
 

@@ -34,34 +34,34 @@ class SparseMixerRouterConfig(LinearTopKConfig, frozen=True):
 
 
 class SparseMixerRouter(LinearRouter):
-    """w = softmax over the competing experts; with k = 1 an expert alone weighs 1."""
+    """w = softmax over the competing experts: 1 for an expert without competitors."""
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(dim=-1)
         # What is not a number can be neither ranked nor drawn; its weights stay what they are.
-        left_TE = logits_TE.nan_to_num(nan=0.0)
+        remaining_TE = logits_TE.nan_to_num(nan=0.0)
         picks: list[tuple[Tensor, Tensor]] = []
         for _ in range(self.config.k):
-            weight_T1, expert_T1 = self.pick(logits_TE, left_TE)
+            weight_T1, expert_T1 = self.pick(logits_TE, remaining_TE)
             picks.append((weight_T1, expert_T1))
-            left_TE = left_TE.scatter(-1, expert_T1, -torch.inf)
+            remaining_TE = remaining_TE.scatter(-1, expert_T1, -torch.inf)
         weights_TK, expert_ids_TK = (
             torch.cat(values, dim=-1) for values in zip(*picks, strict=True)
         )
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 
-    def pick(self, logits_TE: Tensor, left_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def pick(self, logits_TE: Tensor, remaining_TE: Tensor) -> tuple[Tensor, Tensor]:
         """The weight and the number of the next expert, (T, 1) each.
 
         Args:
-            left_TE: the logits, -inf for those that are picked.
+            remaining_TE: the logits, -inf for the experts that are picked already.
         """
         with torch.no_grad():
-            largest_T1, best_T1 = left_TE.max(dim=-1, keepdim=True)
+            largest_T1, best_T1 = remaining_TE.max(dim=-1, keepdim=True)
             distance_TE = (largest_T1 - logits_TE) / logits_TE.abs().maximum(largest_T1)
             far_TE = distance_TE > self.config.threshold
-        near_TE = left_TE.masked_fill(far_TE, -torch.inf)
+        near_TE = remaining_TE.masked_fill(far_TE, -torch.inf)
         shares_TE = near_TE.softmax(dim=-1)
         if not self.training:
             return shares_TE.gather(-1, best_T1), best_T1

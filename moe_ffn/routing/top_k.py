@@ -78,7 +78,9 @@ class TokenTableConfig(Config, frozen=True):
 class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     """The options that softmax and sigmoid top-k share."""
 
-    quiet: ClassVar[frozenset[str]] = frozenset({"logit_scale", "renormalize_p", "select_by"})
+    omitted_defaults: ClassVar[frozenset[str]] = frozenset(
+        {"logit_scale", "renormalize_p", "select_by"}
+    )
 
     renormalize: bool = False
     """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
@@ -186,7 +188,7 @@ class TopKRouterConfig(TopKOptionsConfig, frozen=True):
 class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
     """Sigmoid top-k: every expert is scored by itself, as in DeepSeek-V3 (arXiv:2412.19437)."""
 
-    quiet: ClassVar[frozenset[str]] = TopKOptionsConfig.quiet | {"score"}
+    omitted_defaults: ClassVar[frozenset[str]] = TopKOptionsConfig.omitted_defaults | {"score"}
 
     type: Literal["sigmoid_top_k"] = "sigmoid_top_k"
     score: Literal["sigmoid", "sqrt_softplus"] = "sigmoid"

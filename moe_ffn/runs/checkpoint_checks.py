@@ -42,7 +42,7 @@ from moe_ffn.training.recovery.guard import STEPS_OF_MEDIAN
 from moe_ffn.training.recovery.stopping import EarlyStoppingByOptions, StepTimer
 
 _VERSION = "pytorch-lightning_version"
-_OLDEST = Version("2.6")
+_MIN_VERSION = Version("2.6")
 """Lightning converts older checkpoints as it reads them; no run of this program is so old."""
 
 SCALER = "MixedPrecision"
@@ -155,9 +155,9 @@ def require_training(
 
 def _require_version(found: str) -> None:
     with suppress(ValueError):
-        if Version(found) >= _OLDEST:
+        if Version(found) >= _MIN_VERSION:
             return
-    raise malformed(_VERSION, f"must be a version from {_OLDEST} on, got {show(found)}")
+    raise malformed(_VERSION, f"must be a version from {_MIN_VERSION} on, got {show(found)}")
 
 
 def _require_loops(found: Any, step: int, accumulated: int) -> None:

@@ -24,7 +24,7 @@ from moe_ffn.training.monitoring.hardware import describe_hardware
 from moe_ffn.training.objective import objective
 from moe_ffn.training.optimizer import build_schedule
 
-FEWEST_ROUNDS = 3
+MIN_ROUNDS = 3
 
 
 class Timed(Protocol):
@@ -54,13 +54,13 @@ def interleave(
 
     Args:
         warmup: rounds beforehand that are not kept.
-        patience: seconds of timed rounds after which `FEWEST_ROUNDS` are enough.
+        patience: seconds of timed rounds after which `MIN_ROUNDS` are enough.
         clock: the time in seconds; torch's waits for the GPU before it reads it.
     """
     seconds: list[list[float]] = [[] for _ in candidates]
     spent = 0.0
     for turn in range(-warmup, rounds):
-        if turn >= FEWEST_ROUNDS and spent > patience:
+        if turn >= MIN_ROUNDS and spent > patience:
             break
         # A candidate finds the caches and the heap as the one before it left them: it should not always
         # be the same one. Shuffled in the same way in every run.

@@ -39,7 +39,7 @@ def test_a_text_that_differs_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_models, "MODEL", Shape(1, 32, 16, 4, 2, "fp32"))
     monkeypatch.setattr(live_models, "NEW_TOKENS", 2)
     monkeypatch.setattr(live_models, "NUM_LAYERS", 1)
-    monkeypatch.setattr(live_models, "MIN_FASTER", {1: 1.0})
+    monkeypatch.setattr(live_models, "MIN_SPEEDUP", {1: 1.0})
     write = live_models._generate
 
     def other(model: object, prompt: torch.Tensor, implementation: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ from moe_ffn.ffn import (
     MoEConfig,
     NgramMemoryConfig,
 )
-from moe_ffn.kernels.base import GATE_ACTIVATIONS
+from moe_ffn.kernels.activations import GATE_ACTIVATIONS
 
 D_MODEL = 8
 

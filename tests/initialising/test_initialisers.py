@@ -24,7 +24,7 @@ from moe_ffn.initialising import (
     prune_experts,
     upcycle,
 )
-from moe_ffn.initialising.base import look_at
+from moe_ffn.initialising.base import run_with_hook
 from moe_ffn.initialising.carve import most_active, partition_units
 from moe_ffn.initialising.merge import group_experts
 from moe_ffn.initialising.prune import observe_use
@@ -345,7 +345,7 @@ def test_reap_is_the_mean_of_weight_times_norm_over_the_tokens_of_an_expert() ->
     source = decoder_of(MOE, num_layers=1)
     block = as_moe(source.layers[0].ffn)
     seen: list[Tensor] = []
-    look_at(source, 0, ids(), lambda x, context: seen.append(x))
+    run_with_hook(source, 0, ids(), lambda x, context: seen.append(x))
     x_TD = torch.cat(seen).flatten(0, 1)
     sums, counts = torch.zeros(6, dtype=torch.float64), torch.zeros(6)
     experts: Any = block.experts

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_ffn.interop import register
 from moe_ffn.interop.transformers import weights_of
-from moe_ffn.kernels.base import ClampedGate
+from moe_ffn.kernels.activations import ClampedGate
 from tests.helpers.transformers_models import FAMILIES, LATENT, model_of
 
 
@@ -100,9 +100,13 @@ def test_gates_with_clamps_are_told_from_those_without(
     wanted = ClampedGate(alpha=1.0, limit=limit, added=0.0, after=after)
     weights = weights_of(gate_that(wanted, **{f"{prefix}limit": limit}))
     assert weights.activation == "silu"
-    assert (weights.clamped is None) == math.isinf(limit)
+    assert (weights.gate_function is None) == math.isinf(limit)
     gate, up = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1)) * 20
-    found = nn.functional.silu(gate) * up if weights.clamped is None else weights.clamped(gate, up)
+    found = (
+        nn.functional.silu(gate) * up
+        if weights.gate_function is None
+        else weights.gate_function(gate, up)
+    )
     torch.testing.assert_close(found, wanted(gate, up))
 
 

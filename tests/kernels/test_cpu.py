@@ -13,16 +13,19 @@ from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import base as dtypes
 from moe_ffn.kernels import blocks as in_blocks
 from moe_ffn.kernels import cpu as choice
-from moe_ffn.kernels.base import Activation, ClampedSwiGLU, ExpertWeights, dropout_mask
+from moe_ffn.kernels.activations import Activation, ClampedSwiGLU
+from moe_ffn.kernels.base import ExpertWeights, dropout_mask
 from moe_ffn.kernels.blocks import blocks
 from moe_ffn.kernels.native import native
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.kernels.torch_products import loop
-from moe_ffn.native.build import why_not
+from moe_ffn.native.build import why_unavailable
 
 T, D, E, F = 6, 3, 4, 5
 
-without_compiler = pytest.mark.skipif(why_not() is not None, reason=f"native {why_not()}")
+without_compiler = pytest.mark.skipif(
+    why_unavailable() is not None, reason=f"native {why_unavailable()}"
+)
 each_way = pytest.mark.parametrize(
     "cpu", [pytest.param(native, marks=without_compiler), blocks], ids=["native", "blocks"]
 )
@@ -60,7 +63,7 @@ def compute(backend: Any, leaves: tuple[Tensor, ...], **options: Any) -> Tensor:
 KINDS: dict[str, dict[str, Any]] = {
     **{f"plain_{name}": {"activation": name} for name in get_args(Activation)},
     **{f"gated_{name}": {"activation": name, "gated": True} for name in get_args(Activation)},
-    "clamped": {"activation": "silu", "gated": True, "clamped": ClampedSwiGLU(1.7, 0.5)},
+    "clamped": {"activation": "silu", "gated": True, "gate_function": ClampedSwiGLU(1.7, 0.5)},
 }
 
 
@@ -270,7 +273,7 @@ def test_a_cpu_takes_the_quickest_way_it_has(
     why: str | None, num_pairs: int, trains: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str] = []
-    monkeypatch.setattr(choice, "why_not", lambda: why)
+    monkeypatch.setattr(choice, "why_unavailable", lambda: why)
     for name in ("native", "blocks", "loop"):
         monkeypatch.setattr(choice, name, lambda x, *_, name=name: taken.append(name) or x)
     x_TD, _, up, down, _, _ = inputs(gated=False)

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from moe_ffn.dispatch import Plan, plan_of_pairs
 from moe_ffn.kernels import native as backend
-from moe_ffn.kernels.base import Backend, ClampedSwiGLU, ExpertWeights
+from moe_ffn.kernels.activations import ClampedSwiGLU
+from moe_ffn.kernels.base import Backend, ExpertWeights
 from moe_ffn.kernels.native import native
 from moe_ffn.kernels.torch_products import loop
-from moe_ffn.native.build import why_not
+from moe_ffn.native.build import why_unavailable
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"native {why_not()}")
+pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=f"native {why_unavailable()}")
 
 NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")
 LEFT_OUT = 7
@@ -165,7 +166,7 @@ def test_gradients_too_large_for_a_cache_are_those_of_the_loop(d_model: int) -> 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_clamped_units_are_those_of_the_loop(interleaved: bool) -> None:
-    options = {"gated": True, "clamped": ClampedSwiGLU(1.7, 0.5), "interleaved": interleaved}
+    options = {"gated": True, "gate_function": ClampedSwiGLU(1.7, 0.5), "interleaved": interleaved}
     case = Case(*SHAPES["tails"], torch.float64, options)
     leaves = case.leaves()
     close(case.derive(native, leaves), case.derive(loop, exact(leaves)), 1e-13)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.library import opcheck
 
 from moe_ffn.kernels import cpu_operator
-from moe_ffn.kernels.base import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
+from moe_ffn.kernels.activations import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
 from moe_ffn.kernels.cpu import cpu
 from moe_ffn.kernels.native import native
 from moe_ffn.native import routing
-from moe_ffn.native.build import why_not
+from moe_ffn.native.build import why_unavailable
 from moe_ffn.routing import balanced_assignment, sinkhorn
 
 EXPERTS = [[0, 2], [0, None], [1, 2]]
@@ -25,7 +25,9 @@ GATES = {
     "clamped": ClampedGate(1.0, 2.0, 0.5, after=True),
     "soft_capped": SoftCappedSwiGLU(3.0, 2.0),
 }
-needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"native {why_not()}")
+needs_compiler = pytest.mark.skipif(
+    why_unavailable() is not None, reason=f"native {why_unavailable()}"
+)
 slow = pytest.mark.slow
 TRACED = "test_aot_dispatch_dynamic"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", TRACED)
@@ -55,9 +57,9 @@ def called(module: Any, name: str, call: Callable[[], object]) -> tuple[Any, ...
 def test_the_operators_of_the_cpu_are_what_torch_asks_for(
     gate: str, check: str, make_weights: Any, make_plan_of: Any
 ) -> None:
-    weights, plan = make_weights(clamped=GATES[gate], dropout=0.2), make_plan_of(EXPERTS, 3)
+    weights, plan = make_weights(gate_function=GATES[gate], dropout=0.2), make_plan_of(EXPERTS, 3)
     x_TD = torch.randn(3, 20, requires_grad=True)
-    run = lambda: cpu_operator.in_graph(x_TD, plan, weights)  # noqa: E731
+    run = lambda: cpu_operator.run_operator(x_TD, plan, weights)  # noqa: E731
     opcheck(cpu_operator.experts, called(cpu_operator, "experts", run), test_utils=check)
     arguments = called(cpu_operator, "experts", run)
     tensors, options = arguments[:10], arguments[10:15]
@@ -89,12 +91,12 @@ def test_under_autocast_the_first_product_has_its_dtype(
 def test_the_operator_computes_what_cpu_does(
     gate: str, dtype: torch.dtype, make_weights: Any, make_plan_of: Any
 ) -> None:
-    weights = make_weights(clamped=GATES[gate], dtype=dtype)
+    weights = make_weights(gate_function=GATES[gate], dtype=dtype)
     plan = make_plan_of(EXPERTS, 3)
     x_TD = torch.randn(3, 20).to(dtype).requires_grad_()
     leaves = [x_TD, plan.weights_N, *weights.parameters]
     found: list[list[Tensor]] = []
-    for run in (cpu, cpu_operator.in_graph):
+    for run in (cpu, cpu_operator.run_operator):
         y_TD = run(x_TD, plan, weights)
         found.append([y_TD, *torch.autograd.grad(y_TD.float().square().sum(), leaves)])
     for one, other in zip(*found, strict=True):
@@ -103,7 +105,7 @@ def test_the_operator_computes_what_cpu_does(
 
 def test_the_operator_has_no_second_derivative(make_weights: Any, make_plan_of: Any) -> None:
     x_TD = torch.randn(3, 20, requires_grad=True)
-    y_TD = cpu_operator.in_graph(x_TD, make_plan_of(EXPERTS, 3), make_weights())
+    y_TD = cpu_operator.run_operator(x_TD, make_plan_of(EXPERTS, 3), make_weights())
     (grad_TD,) = torch.autograd.grad(y_TD.square().sum(), x_TD, create_graph=True)
     with pytest.raises(RuntimeError, match=r"'cpu' has no second derivative.*to 'loop', which has"):
         grad_TD.sum().backward()
@@ -121,7 +123,7 @@ def test_the_operators_in_c_are_what_torch_asks_for(make_weights: Any, make_plan
         (compiled.experts_forward.default, forward),
         (compiled.experts_backward.default, backward),
     ):
-        # Gradients are those of `own_backward`.
+        # Gradients are those of `autograd`.
         detached = tuple(v.detach() if isinstance(v, Tensor) else v for v in given)
         opcheck(operator, detached)
 

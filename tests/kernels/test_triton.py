@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.kernels.base import Activation, ClampedSwiGLU, ExpertWeights
+from moe_ffn.kernels.activations import Activation, ClampedSwiGLU
+from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.kernels.triton import backend
@@ -138,7 +139,7 @@ def test_widths_that_are_multiples_of_a_tile_equal_the_loop(
 def test_clamped_swiglu_equals_the_loop(make_weights: Any, make_plan_of: Any) -> None:
     plan = PLANS["lopsided"]
     # A limit at which about half of the values are clamped.
-    weights = make_weights(clamped=ClampedSwiGLU(alpha=1.702, limit=0.5))
+    weights = make_weights(gate_function=ClampedSwiGLU(alpha=1.702, limit=0.5))
     check(tokens(len(plan)), make_plan_of(plan, 3), weights)
 
 

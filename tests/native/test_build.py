@@ -91,9 +91,9 @@ def test_it_is_compiled_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     compiler(WRITES)
-    assert build.why_not.__wrapped__() is None
+    assert build.why_unavailable.__wrapped__() is None
     assert capsys.readouterr().err.splitlines() == SAID
-    assert build.why_not.__wrapped__() is None
+    assert build.why_unavailable.__wrapped__() is None
     assert capsys.readouterr() == ("", "")
     assert calls(tmp_path) == 1
     assert kinds(folder) == [".lock", ".so"]
@@ -111,7 +111,7 @@ def test_it_can_be_turned_off(
 ) -> None:
     compiler(WRITES)
     monkeypatch.setenv("MOE_FFN_NATIVE", "0")
-    assert build.why_not.__wrapped__() == "is turned off by MOE_FFN_NATIVE=0"
+    assert build.why_unavailable.__wrapped__() == "is turned off by MOE_FFN_NATIVE=0"
     assert (capsys.readouterr(), loaded, folder.exists()) == (("", ""), [], False)
 
 
@@ -157,7 +157,7 @@ def test_whatever_goes_wrong_cpu_computes_and_one_line_says_so(
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
 
-    monkeypatch.setattr(choice, "why_not", cache(build.why_not.__wrapped__))
+    monkeypatch.setattr(choice, "why_unavailable", cache(build.why_unavailable.__wrapped__))
     x_TD, up = torch.randn(3, 2), torch.randn(1, 4, 2)
     weights = ExpertWeights("silu", up.requires_grad_(), torch.randn(1, 2, 4))
     ids_N = torch.arange(3)
@@ -186,7 +186,7 @@ def test_of_several_processes_on_a_machine_the_first_one_speaks(
     assert build.load() is not None
     capsys.readouterr()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert build.why_not.__wrapped__() is not None
+    assert build.why_unavailable.__wrapped__() is not None
     assert capsys.readouterr().err == ""
 
 
@@ -354,7 +354,7 @@ def test_a_compiler_may_be_of_several_words(
 def test_two_processes_compile_the_kernels_in_15_s_and_compute(folder: Path) -> None:
     script = (
         "import torch; from moe_ffn.kernels import cpu; from tests.kernels.test_cpu import *;"
-        "from moe_ffn.native.build import why_not; assert why_not() is None;"
+        "from moe_ffn.native.build import why_unavailable; assert why_unavailable() is None;"
         "torch.testing.assert_close(*(compute(b, inputs(True), gated=True, activation='silu')"
         " for b in (cpu.cpu, loop)))"
     )

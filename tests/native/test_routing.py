@@ -9,12 +9,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn.native import routing
-from moe_ffn.native.build import why_not
-from moe_ffn.native.routing import MOST_CHOSEN, sort_by_expert, top_k
+from moe_ffn.native.build import why_unavailable
+from moe_ffn.native.routing import MAX_K, sort_by_expert, top_k
 from moe_ffn.routing.base import RouterLinear
 
 pytestmark = pytest.mark.skipif(
-    why_not() is not None, reason=f"the compiled kernel {why_not()}: there is one way alone"
+    why_unavailable() is not None,
+    reason=f"the compiled kernel {why_unavailable()}: there is one way alone",
 )
 
 INF = math.inf
@@ -89,7 +90,7 @@ def test_logits_are_counted_and_differentiated_twice() -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "k"),
-    [(700, 37, 4), (1, 8, 8), (300, 1, 1), (5, 40, MOST_CHOSEN + 1)],
+    [(700, 37, 4), (1, 8, 8), (300, 1, 1), (5, 40, MAX_K + 1)],
 )
 def test_top_k_is_that_of_torch(num_tokens: int, num_experts: int, k: int) -> None:
     scores_TE = (
@@ -127,7 +128,7 @@ def test_sorting_is_that_of_torch(
         order_N, offsets_E = sort_by_expert(ids_N, 7)
     finally:
         torch.set_num_threads(1)
-    monkeypatch.setattr(routing, "why_not", lambda: "is turned off")
+    monkeypatch.setattr(routing, "why_unavailable", lambda: "is turned off")
     expected_N, expected_E = sort_by_expert(ids_N, 7)
     assert torch.equal(order_N, expected_N)
     assert torch.equal(offsets_E, expected_E)

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
+from moe_ffn.kernels.activations import ClampedSwiGLU
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
-    ClampedSwiGLU,
     ExpertWeights,
     compute_dtype,
     dropout_mask,
     needs_gradient,
 )
-from moe_ffn.torch_modes import transforms_at_work
+from moe_ffn.torch_modes import is_transform_on
 
 INSTALLED = find_spec("triton") is not None
-OLDEST_CAPABILITY = 8
+MIN_CAPABILITY = 8
 """The compute capability of Ampere; the shared memory of older GPUs is too small for the tiles."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,7 +39,7 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     dtype = compute_dtype(x_TD)
     ranks_N, starts = _pairs_of_tokens(plan, x_TD.shape[0])
     differentiable = (x_TD, plan.weights_N, *weights.parameters)
-    clamped = weights.clamped if isinstance(weights.clamped, ClampedSwiGLU) else None
+    clamped = weights.gate_function if isinstance(weights.gate_function, ClampedSwiGLU) else None
     y_TD, _ = experts(
         *differentiable,
         plan.token_ids_N,
@@ -65,9 +65,9 @@ def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
         return why
     if weights.interleaved:
         return "needs all rows of a gate before those of up, but they take turns; use 'auto'"
-    if weights.clamped is not None and not isinstance(weights.clamped, ClampedSwiGLU):
-        return f"has no kernel for the gate {weights.clamped}; use 'auto'"
-    if transforms_at_work():
+    if weights.gate_function is not None and not isinstance(weights.gate_function, ClampedSwiGLU):
+        return f"has no kernel for the gate {weights.gate_function}; use 'auto'"
+    if is_transform_on():
         return NOT_BY_TRANSFORMS
     dtype = compute_dtype(x_TD)
     if dtype not in DTYPES:
@@ -79,10 +79,10 @@ def _too_old(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "is for NVIDIA GPUs, but torch is built for ROCm; use 'auto'"
     major, minor = torch.cuda.get_device_capability(device)
-    if major >= OLDEST_CAPABILITY:
+    if major >= MIN_CAPABILITY:
         return None
     return (
-        f"needs the shared memory of compute capability {OLDEST_CAPABILITY}.0, but {device} has "
+        f"needs the shared memory of compute capability {MIN_CAPABILITY}.0, but {device} has "
         f"{major}.{minor}; use 'auto'"
     )
 

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from moe_ffn.kernels.own_backward import register
+from moe_ffn.kernels.autograd import register
 from moe_ffn.kernels.triton.backward import (
     bias_gradient_kernel,
     hidden_gradient_kernel,

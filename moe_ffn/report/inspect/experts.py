@@ -17,10 +17,10 @@ from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text
 from moe_ffn.report.trace import origin
 
 NUM_PERMUTATIONS = 5
-"""Of a label over the tokens, whose mean mutual information is what chance gives."""
+"""Permutations of a label over the tokens, whose mean mutual information is what chance gives."""
 
 MAX_DOCUMENTS = 16
-"""Of the profile by document, the largest; the rest are one label."""
+"""Documents of the profile by document, the largest; the rest are one label."""
 
 CHUNK = 8192
 """Tokens whose experts are held as a table at once."""
@@ -36,7 +36,7 @@ class Attribute:
     name: str
     labels_T: np.ndarray
     names: tuple[str, ...] = ()
-    """Of the labels; empty where they are too many for a profile, as token ids."""
+    """The names of the labels; empty where they are too many for a profile, as token ids."""
 
 
 def attributes(text: Text) -> list[Attribute]:

@@ -17,7 +17,7 @@ from moe_ffn.report.figures import MAX_LINES, NotMeasuredError
 from moe_ffn.report.inspect import experts
 from moe_ffn.report.inspect.experts import Attribute
 from moe_ffn.report.inspect.inspection import Inspection, Router
-from moe_ffn.report.inspect.units import AGREE, LONGEST_SUFFIX, LayerUnits
+from moe_ffn.report.inspect.units import AGREE, MAX_SUFFIX_LENGTH, LayerUnits
 from moe_ffn.runs.rows import Series
 
 _SUFFIX = Metric(
@@ -36,7 +36,7 @@ def suffixes(units: Sequence[LayerUnits]) -> go.Figure:
         f"At least {AGREE:.0%} of a unit's top inputs end in the same n tokens. Chance: inputs drawn at "
         "random from those that the unit's network saw."
     )
-    lengths = range(1, LONGEST_SUFFIX + 1)
+    lengths = range(1, MAX_SUFFIX_LENGTH + 1)
     if len(units) > MAX_LINES:
         return heat_figure(
             lengths,
@@ -56,7 +56,7 @@ def suffixes(units: Sequence[LayerUnits]) -> go.Figure:
     ]
     chance = np.mean([one.suffix_chance for one in units], axis=0)
     lines.append(Line("chance", Series(steps, array("d", chance)), 7))
-    figure: Any = line_figure(lines, _SUFFIX, LONGEST_SUFFIX, note=note)
+    figure: Any = line_figure(lines, _SUFFIX, MAX_SUFFIX_LENGTH, note=note)
     axis = figure.layout.xaxis
     axis.title.text, axis.unifiedhovertitle.text = "n, tokens", "last %{x}"
     for line in figure.data:  # without the last value, which of suffixes is not what counts

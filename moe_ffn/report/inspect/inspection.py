@@ -31,7 +31,7 @@ BATCH_TOKENS = 4096
 
 
 HISTORY_TOKENS = 8192
-"""Of the text, through the model of each checkpoint."""
+"""Tokens of the text that go through the model of each checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Router:
 
     assignment: Assignment
     is_gate: bool
-    """Of a mixture of depths, which lets a token through a block or past it."""
+    """True for the router of a mixture of depths, which lets a token through a block or past it."""
     agreement: Mapping[str, Agreement]
     """Name of an attribute -> how much of the first choice it knows."""
     by_token: TokenPrediction | None
@@ -56,11 +56,11 @@ class Inspection:
 
     text: Text
     layers: tuple[int, ...]
-    """Those that were looked at."""
+    """The layers that were looked at."""
     types: Mapping[int, str]
     """The type of the block of each."""
     units: tuple[LayerUnits, ...]
-    """Of the layers whose blocks have units that see tokens."""
+    """The units of the layers whose blocks have some that see tokens."""
     routers: Mapping[str, Router]
     attributes: tuple[Attribute, ...]
     history: Mapping[int, Mapping[str, float]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from moe_ffn.report.inspect.text import Text
 AGREE = 0.8
 """A unit is explained by what at least this share of its top inputs has in common."""
 
-LONGEST_SUFFIX = 8
+MAX_SUFFIX_LENGTH = 8
 """Tokens."""
 
 NEAR = 16
@@ -115,7 +115,7 @@ class LayerUnits:
     chance: Mapping[str, float]
     """Kind -> the share of units that it explains where the inputs are drawn at random."""
     suffix_chance: np.ndarray
-    """(LONGEST_SUFFIX,) the share at random, for n = 1 on."""
+    """(MAX_SUFFIX_LENGTH,) the share at random, for n = 1 on."""
     next_agreement: float | None
     """Share of judged units whose first promoted token is the one that follows the top input; None in a model
     that sees both sides."""
@@ -130,13 +130,13 @@ class LayerUnits:
         return int(self.judged_U.sum())
 
     def share(self, kind: str) -> float:
-        """Of the judged units, those that `kind` explains; nan where none is judged."""
+        """The share of the judged units that `kind` explains; nan where none is judged."""
         return _mean(self.explained[kind][self.judged_U])
 
     def suffix_shares(self) -> list[float]:
-        """Of the judged units, those whose top inputs share their last n tokens, for n = 1 on."""
+        """The shares of the judged units whose top inputs have the last n tokens in common, for n = 1 on."""
         found = self.suffix_U[self.judged_U]
-        return [_mean(found >= n) for n in range(1, LONGEST_SUFFIX + 1)]
+        return [_mean(found >= n) for n in range(1, MAX_SUFFIX_LENGTH + 1)]
 
     @property
     def kind_U(self) -> np.ndarray:
@@ -203,7 +203,9 @@ def layer_units(
         suffix_U=np.where(judged, suffix, 0),
         explained=explained,
         chance={kind: _mean(values) for kind, values in at_random.items()},
-        suffix_chance=np.array([_mean(random_suffix >= n) for n in range(1, LONGEST_SUFFIX + 1)]),
+        suffix_chance=np.array(
+            [_mean(random_suffix >= n) for n in range(1, MAX_SUFFIX_LENGTH + 1)]
+        ),
         next_agreement=agreement,
         next_chance=chance,
     )
@@ -213,7 +215,7 @@ def _explained(tokens_Uk: np.ndarray, text: Text) -> tuple[dict[str, np.ndarray]
     """Kind -> whether it explains each unit, and the longest common suffix of each."""
     need = max(math.ceil(AGREE * tokens_Uk.shape[1] - 1e-9), 1)
     suffix = np.zeros(len(tokens_Uk), dtype=np.int64)
-    for n, labels_T in enumerate(text.suffixes(LONGEST_SUFFIX), start=1):
+    for n, labels_T in enumerate(text.suffixes(MAX_SUFFIX_LENGTH), start=1):
         suffix[agree(labels_T[tokens_Uk], need)] = n
     near = max(text.seq_len // NEAR, 1) - 1
     return {

@@ -103,9 +103,9 @@ class StepLogger(Checkpointed, Callback):
         """Optimizer steps of the whole run that were not taken."""
         self.total_tokens = 0
         self.total_seconds = 0.0
-        """Of training steps alone."""
+        """Seconds of training steps alone."""
         self.validation_seconds = 0.0
-        """Of validations, their texts, and the checkpoints written between them and the step before."""
+        """Seconds of validations, their texts, and checkpoints written between them and the step before."""
         self.peak_memory_bytes = 0
         """See `peak_memory`; of a resumed run the most of all its processes."""
         self._routing = RoutingWindow(config)
@@ -239,7 +239,7 @@ class _LossWindow(Checkpointed):
     tokens: int = 0
     seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
-    """Of each step, taken or not."""
+    """Seconds of each step, taken or not."""
     of_step: list[dict[str, Tensor]] = field(default_factory=list)
     """The batches of the step that has not ended."""
 

@@ -28,7 +28,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """The CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -49,7 +49,7 @@ _COMMENT = re.compile(
     rb"(?:shards:(?P<shards>%s) )?(?:step:(?=.{10} )(?P<step> *[0-9]+) )?sha256:[0-9a-f]{64}\Z"
     % FOLDER.pattern.encode()
 )
-_MOST_COMMENT_BYTES = 200
+_MAX_COMMENT_BYTES = 200
 _LABEL = b"sha256:"
 _SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
 _NO_COMMENT = struct.pack("<H", 0)
@@ -169,7 +169,7 @@ def _in_file(path: Path) -> dict[str, Any]:
 def _labels(file: BinaryIO) -> tuple[str | None, int | None]:
     """The folder with the shards of a checkpoint, and its optimizer step, as its comment says."""
     size = file.seek(0, 2)
-    file.seek(max(size - _MOST_COMMENT_BYTES, 0))
+    file.seek(max(size - _MAX_COMMENT_BYTES, 0))
     found = _COMMENT.search(file.read())
     if found is None:
         return None, None

@@ -165,7 +165,7 @@ class SavedTensors(Mapping[Any, Any]):
         return whole
 
     def under(self, prefix: str) -> SavedTensors:
-        """Those whose names begin so, without that."""
+        """The tensors whose names begin with `prefix`, without it."""
         described = {
             name.removeprefix(prefix): shape
             for name, shape in self.described.items()

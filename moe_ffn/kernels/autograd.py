@@ -1,4 +1,4 @@
-"""Experts with a backward pass of their own, as torch differentiates them: a function, and operators.
+"""How torch differentiates experts with a backward pass of their own: an autograd function, and operators.
 
 T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, H rows of the first
 matrix
@@ -25,13 +25,13 @@ from moe_ffn.kernels.base import (
 )
 
 
-class Call(NamedTuple):
-    """All that both passes read."""
+class Inputs(NamedTuple):
+    """What both passes read."""
 
     x_TD: Tensor
     weights_N: Tensor
     parameters: Sequence[Any]
-    """Those of `ExpertWeights.parameters`; in backward, as torch kept them."""
+    """`ExpertWeights.parameters`; in backward, as torch kept them."""
     token_ids_N: Tensor
     offsets_E: Tensor
     pair_ids_N: Tensor
@@ -39,72 +39,72 @@ class Call(NamedTuple):
     options: ExpertWeights
     """What the experts are; its tensors are not read."""
     dtype: torch.dtype
-    """Of products, where this CPU multiplies in it, and of what is kept."""
+    """The dtype of products, where this CPU multiplies in it, and of what is kept."""
 
 
 Gradients = tuple[Tensor | None, ...]
-"""Of x, of the pairs' weights, and of the four parameters."""
+"""The gradients of x, of the pairs' weights and of the four parameters."""
 
 
-class Way(NamedTuple):
-    """One way to compute experts on a CPU."""
+class Implementation(NamedTuple):
+    """The forward and the backward pass of experts on a CPU."""
 
-    forward: Callable[[Call, Tensor | None], Tensor]
-    """(call, kept_NH) -> y_TD; writes the first product to `kept_NH`, where it is given."""
-    backward: Callable[[Call, Tensor, Tensor, Sequence[bool]], Gradients]
-    """(call, kept_NH, grad_y_TD, which are wanted) -> those that are; that of the weights always."""
+    forward: Callable[[Inputs, Tensor | None], Tensor]
+    """(inputs, kept_NH) -> y_TD; writes the first product to `kept_NH`, where it is given."""
+    backward: Callable[[Inputs, Tensor, Tensor, Sequence[bool]], Gradients]
+    """(inputs, kept_NH, grad_y_TD, which are wanted) -> those that are; that of the weights always."""
 
 
-def run(way: Way, x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+def run(implementation: Implementation, x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Any dtype; reads the offsets on the host. An expert without tokens gets a zero gradient.
 
     Keeps the first product (N, H) for backward and, with dropout, the mask.
     """
     weights_N, parameters = plan.weights_N[: int(plan.offsets_E[-1])], weights.parameters
     if needs_gradient(x_TD, weights_N, *parameters):
-        return _Experts.apply(way, plan, weights, x_TD, weights_N, *parameters)
-    return way.forward(_call(plan, weights, x_TD, weights_N, parameters), None)
+        return _Experts.apply(implementation, plan, weights, x_TD, weights_N, *parameters)
+    return implementation.forward(_inputs(plan, weights, x_TD, weights_N, parameters), None)
 
 
-def _call(
+def _inputs(
     plan: Plan, weights: ExpertWeights, x_TD: Tensor, weights_N: Tensor, parameters: Any
-) -> Call:
+) -> Inputs:
     dtype = compute_dtype(x_TD)
     dropout_NF = dropout_mask(len(weights_N), weights, product_dtype_on_cpu(dtype), x_TD.device)
     ids = plan.token_ids_N, plan.offsets_E, plan.pair_ids_N
-    return Call(x_TD, weights_N, parameters, *ids, dropout_NF, weights, dtype)
+    return Inputs(x_TD, weights_N, parameters, *ids, dropout_NF, weights, dtype)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        way: Way,
+        implementation: Implementation,
         plan: Plan,
         weights: ExpertWeights,
         x_TD: Tensor,
         weights_N: Tensor,
         *parameters: Any,
     ) -> Tensor:
-        call = _call(plan, weights, x_TD, weights_N, parameters)
-        kept_NH = x_TD.new_empty(len(weights_N), parameters[0].shape[1], dtype=call.dtype)
-        y_TD = way.forward(call, kept_NH)
-        tensors = (*parameters, *call[3:7], kept_NH)
+        inputs = _inputs(plan, weights, x_TD, weights_N, parameters)
+        kept_NH = x_TD.new_empty(len(weights_N), parameters[0].shape[1], dtype=inputs.dtype)
+        y_TD = implementation.forward(inputs, kept_NH)
+        tensors = (*parameters, *inputs[3:7], kept_NH)
         ctx.save_for_backward(x_TD, weights_N, *tensors)
-        ctx.way, ctx.options = way, call[7:]
+        ctx.implementation, ctx.options = implementation, inputs[7:]
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_more_derivatives("cpu", grads[0])
         saved = ctx.saved_tensors  # once: activation checkpointing computes them again for it
-        call = Call._make((*saved[:2], saved[2:6], *saved[6:10], *ctx.options))
+        inputs = Inputs._make((*saved[:2], saved[2:6], *saved[6:10], *ctx.options))
         wanted = ctx.needs_input_grad[3:]
-        return (None,) * 3 + ctx.way.backward(call, saved[10], grads[0], wanted)
+        return (None,) * 3 + ctx.implementation.backward(inputs, saved[10], grads[0], wanted)
 
 
 def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, backend: str) -> None:
-    """Say what an operator returns of tensors without numbers, and by which other torch differentiates it.
+    """Give an operator its shapes, for tensors without data, and its backward pass, another operator.
 
     Args:
         forward: (x, weights_N, the four parameters, other tensors, options, dtype, keep) -> y, and the first
