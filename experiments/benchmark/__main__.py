@@ -30,6 +30,7 @@ from moe_ffn.cli.parser import Parser, whole_number
 from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import ConfigError, expand_path, reason
 from moe_ffn.kernels.select import BACKENDS
+from moe_ffn.native.build import why_not
 
 SUITES: dict[str, Callable[[Session], None]] = {
     "rows": suites.rows,
@@ -92,6 +93,7 @@ def main(argv: Sequence[str]) -> int:
 def describe_machine(device: torch.device) -> dict[str, str]:
     """The columns that every line of the results shares."""
     is_gpu = device.type == "cuda"
+    compiled = not is_gpu and why_not() is None
     return {
         "device": device.type,
         "machine": torch.cuda.get_device_name(device) if is_gpu else processor_name(),
@@ -100,6 +102,7 @@ def describe_machine(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "moe_ffn": moe_ffn.__version__,
+        "cpu_kernels": "compiled" if compiled else "not compiled",
     }
 
 

@@ -90,6 +90,11 @@ class Result:
     shape: Shape
     """A column for each of its fields."""
 
+    @property
+    def noise(self) -> float:
+        """Distance of the quartiles, as a fraction of the median."""
+        return (self.upper_quartile - self.lower_quartile) / self.median
+
 
 Results = dict[Key, Result]
 
@@ -108,13 +113,16 @@ class Promise:
     goal: float | None = None
     """The value to reach in the end, beyond the promise."""
     why_unmeasured: str = ""
+    noise: float = 0.0
+    """`Result.noise` of the noisier of the two results."""
 
     @property
     def verdict(self) -> str:
         if self.figure is None:
             return "not measured"
         kept = self.figure <= self.limit if self.at_most else self.figure >= self.limit
-        return "kept" if kept else "MISSED"
+        noisy = ", noisy" if self.noise > NOISY else ""
+        return f"{'kept' if kept else 'MISSED'}{noisy}"
 
     @property
     def cells(self) -> list[str]:
@@ -128,7 +136,7 @@ class Promise:
 # ----------------------------------------------------------------------------------- measuring
 
 NOISY = 0.1
-"""Distance of the quartiles, as a fraction of the median, from which on a remark is printed."""
+"""`Result.noise` from which on a remark is printed, and a promise about it is marked."""
 
 
 @dataclass
@@ -209,8 +217,7 @@ class Session:
         results = self.keep(zip(candidates, measured, strict=True), to, unit)
         if done < rounds:
             self.say(f"  {done} rounds instead of {rounds}, which would take long")
-        found = results.values()
-        noise = statistics.median((r.upper_quartile - r.lower_quartile) / r.median for r in found)
+        noise = statistics.median(result.noise for result in results.values())
         if noise > NOISY:
             self.say(
                 f"  noisy: the quartiles lie {noise:.0%} of the median apart; is this machine busy?"
@@ -269,8 +276,9 @@ class Session:
             return
         why = next(filter(None, (why_not(results, key) for key in (of, to))), "")
         figure = None if why else ratio(results, of, to)
+        noise = 0.0 if why else max(results[of].noise, results[to].noise)
         self.promises.append(
-            Promise(self.suite, of[0], claim, limit, figure, at_most, goal, why_unmeasured=why)
+            Promise(self.suite, of[0], claim, limit, figure, at_most, goal, why, noise)
         )
         *_, shown, promised, aim, verdict = self.promises[-1].cells
         beyond = f", goal {aim}" if aim else ""

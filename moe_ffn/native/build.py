@@ -17,6 +17,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,15 +40,15 @@ INSTRUCTION_SETS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c",
     "AVX2": "-mavx2 -mfma -mf16c",
 }
-"""The flags of each kind of CPU that torch tells apart. Named one by one, so that a library never holds an
-instruction that another CPU of the same kind lacks."""
+"""The flags of each kind of CPU that torch tells apart and that needs any. Named one by one, so that a library
+never holds an instruction that another CPU of the same kind lacks. Other kinds are torch's DEFAULT: SVE, for
+one, would need flags of its own, and has NEON."""
 
-FLAGS = (
-    "-O3 -fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -std=c++20 -shared -fPIC -fopenmp "
-    "-fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
-)
-"""Without the passes that take long and gain nothing."""
+FLAGS = "-O3 -std=c++20 -shared -fPIC -fopenmp -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
+FLAGS_OF_GCC = "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops"
+"""Without the passes that take long and gain nothing; Clang does not know these flags."""
 TIMEOUT_SECONDS = 300
+VERSION_TIMEOUT_SECONDS = 30
 
 
 @cache
@@ -72,16 +73,20 @@ def load() -> str | None:
     """
     if sys.platform == "win32":
         return "is not compiled on Windows"
-    compiler = shlex.split(os.environ.get("CXX", ""))  # it may be `ccache g++`
+    given = os.environ.get("CXX", "")  # it may be `ccache g++`
+    try:
+        compiler = shlex.split(given)
+    except ValueError as error:
+        return f"needs a C++ compiler: CXX is '{given}', which a shell does not read ({error})"
     compiler = compiler or [name for name in ("g++", "clang++") if shutil.which(name)][:1]
     if not compiler:
         return "needs a C++ compiler: neither g++ nor clang++ was found"
     try:
-        place = _place(compiler)
+        command, place = _command(compiler)
         failure = place.with_suffix(".failed")
         library = _library(place)
         if library is None and not failure.exists():
-            library = _build(compiler, place, failure)
+            library = _build(command, place, failure)
         if library is None:
             return f"could not be compiled, as '{failure}' says; remove that file to try again"
         torch.ops.load_library(library)
@@ -90,23 +95,24 @@ def load() -> str | None:
     return None
 
 
-def _place(compiler: list[str]) -> Path:
-    """Folder and beginning of the name of what is kept for this machine."""
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, text=True, errors="replace", check=True
-    )
-    parts = [torch.__version__, platform.machine(), *compiler, version.stdout, *_flags()]
+def _command(compiler: list[str]) -> tuple[list[str], Path]:
+    """What compiles, but for the names of files; folder and beginning of the name of what is kept of it."""
+    version = _run([*compiler, "--version"], VERSION_TIMEOUT_SECONDS)
+    command = [*compiler, *_flags(is_clang="clang" in version)]
+    parts = [torch.__version__, platform.machine(), version, *command]
     parts += [(HERE / name).read_text() for name in SOURCES]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     cache_home = given if given.is_absolute() else Path.home() / ".cache"
-    return cache_home / "moe_ffn" / f"native-{key}"
+    return command, cache_home / "moe_ffn" / f"native-{key}"
 
 
-def _flags() -> list[str]:
+def _flags(is_clang: bool) -> list[str]:
     torch_folder = Path(torch.__file__).parent
     kind = torch.backends.cpu.get_cpu_capability()
-    flags = [*FLAGS.split(), f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
+    kind = kind if kind in INSTRUCTION_SETS else "DEFAULT"
+    flags = [*FLAGS.split(), *([] if is_clang else FLAGS_OF_GCC.split())]
+    flags += [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
     flags += INSTRUCTION_SETS.get(kind, "").split()
     if kind == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
         flags.append("-mavx512bf16")
@@ -126,7 +132,7 @@ def _name(place: Path, content: bytes) -> str:
     return f"{place.name}-{hashlib.sha256(content).hexdigest()[:16]}.so"
 
 
-def _build(compiler: list[str], place: Path, failure: Path) -> Path | None:
+def _build(command: list[str], place: Path, failure: Path) -> Path | None:
     """Compile the library, or write what the compiler said; wait for another process that does so."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with _locked(place.with_suffix(".lock")) as is_locked:
@@ -139,36 +145,48 @@ def _build(compiler: list[str], place: Path, failure: Path) -> Path | None:
                 shutil.rmtree(folder, ignore_errors=True)
         _say("compiling the CPU kernels, once (10 to 20 s)")
         start = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=place.parent, prefix=prefix) as folder:
+        with tempfile.TemporaryDirectory(
+            dir=place.parent, prefix=prefix, ignore_cleanup_errors=True
+        ) as folder:
             target = Path(folder) / "native.so"
             source = str(HERE / SOURCES[0])
-            command = [*compiler, *_flags(), source, "-o", str(target), "-ltorch_cpu", "-lc10"]
-            words = _run(command)
-            if words is None and target.exists():
-                library = place.with_name(_name(place, target.read_bytes()))
-                target.replace(library)  # whole or not there, whoever else looks
-                _say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")
-                return library
-            target.write_text(f"{shlex.join(command)}\n\n{words}\n", encoding="utf-8")
+            whole = [*command, source, "-o", str(target), "-ltorch_cpu", "-lc10"]
+            try:
+                words = _run(whole, TIMEOUT_SECONDS) or "it made no file"
+                if target.exists():
+                    library = place.with_name(_name(place, target.read_bytes()))
+                    target.replace(library)  # whole or not there, whoever else looks
+                    _say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")
+                    return library
+            except subprocess.CalledProcessError as error:
+                words = error.output
+            except subprocess.TimeoutExpired as error:
+                words = f"it was not done after {error.timeout} s"
+            target.write_text(f"{shlex.join(whole)}\n\n{words}\n", encoding="utf-8")
             target.replace(failure)
             return None
 
 
-def _run(command: list[str]) -> str | None:
-    """What the compiler says, if it fails."""
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it was not done after {TIMEOUT_SECONDS} s"
-    return done.stdout + done.stderr if done.returncode else None
+def _run(command: list[str], timeout: float) -> str:
+    """What a program writes to stdout; CalledProcessError, with stderr, where it fails."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # g++ starts other programs, which end with it
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:  # it takes too long, or the user interrupts it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out + err)
+    return out
 
 
 def _say(what: str) -> None:

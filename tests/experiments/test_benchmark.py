@@ -384,6 +384,23 @@ def test_verdicts(figure: float, at_most: bool, verdict: str, tmp_path: Path) ->
     assert (line["limit"], line["goal"], line["verdict"]) == ("1.2", "1.1", verdict)
 
 
+@pytest.mark.parametrize("noisy", ["ours", DENSE])
+def test_a_promise_beside_a_disturbed_result_is_marked(
+    noisy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = Session((), CPU)
+    calm = measured("ours", 1.0) | measured(DENSE, 1.0)
+    disturbed = calm | measured(noisy, 0.9, 1.0, 3.0)
+    ours, dense = ("a, b", "ours"), ("a, b", DENSE)
+
+    session.promise("tax", 1.2, calm, ours, dense)
+    session.promise("tax", 1.2, disturbed, ours, dense)
+    session.promise("tax", 0.9, disturbed, ours, dense)
+
+    assert [p.verdict for p in session.promises] == ["kept", "kept, noisy", "MISSED, noisy"]
+    assert "  kept, noisy tax: 1.000, promised at most 1.2" in capsys.readouterr().out
+
+
 def test_what_was_not_measured_is_neither_kept_nor_missed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

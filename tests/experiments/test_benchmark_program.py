@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.benchmark import __main__ as program
 from experiments.benchmark.__main__ import SUITES, main
 from moe_ffn.cli.exit import exit_on_bad_input
 
@@ -83,6 +84,7 @@ def test_a_tiny_run_from_end_to_end(
 ) -> None:
     folder = tmp_path / "bench"
     argv = ["--shape", TINY, "--rounds", "1", "--warmup", "0", "--output", str(folder)]
+    monkeypatch.setattr(program, "why_not", lambda: "needs a compiler")
     monkeypatch.setattr(sys, "argv", ["benchmark", *argv, "--backends", "loop", "--device", "cpu"])
 
     assert exit_on_bad_input(main) == 0
@@ -95,6 +97,8 @@ def test_a_tiny_run_from_end_to_end(
         lines = {line["candidate"]: line for line in csv.DictReader(file)}
     assert list(lines)[:3] == ["dense FFN", "moe_ffn auto", "moe_ffn loop"]
     assert lines["moe_ffn loop"]["computes"] == "same"
+    assert lines["moe_ffn loop"]["cpu_kernels"] == "not compiled"
+    assert "cpu_kernels not compiled" in printed.out
     assert lines["moe_ffn loop"]["dtype"] == "fp32"
     tax = float(lines["moe_ffn loop"]["median"]) / float(lines["dense FFN"]["median"])
     assert float(lines["moe_ffn loop"]["ratio"]) == pytest.approx(tax)

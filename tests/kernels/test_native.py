@@ -6,6 +6,7 @@ Tiles are 64 rows, chunks 512, panels 64 columns, sums 512 numbers, blocks 128 r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -204,6 +205,67 @@ def test_what_a_call_leaves_in_memory_reaches_no_other(shape: str, dtype: torch.
         assert value.isnan().any(), name
     for name, value in case.derive(native, leaves).items():
         assert torch.equal(value, wanted[name]), name
+
+
+@pytest.mark.usefixtures("_who")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", ["tails", "few rows"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf], ids=str)
+def test_a_token_that_is_no_number_reaches_no_other(
+    number: float, shape: str, dtype: torch.dtype
+) -> None:
+    case = Case(*SHAPES[shape], dtype, {"gated": True})
+    leaves = case.leaves()
+    plan = case.plan(leaves[1])
+    token = int(plan.token_ids_N[0])
+    others_T = torch.arange(case.num_tokens) != token
+    wanted = case.derive(native, leaves)
+    with torch.no_grad():
+        wanted["y of no gradients"] = case.compute(native, leaves)
+        leaves[0][token] = number
+    got = case.derive(native, leaves)
+    with torch.no_grad():
+        got["y of no gradients"] = case.compute(native, leaves)
+    for name in ("y", "y of no gradients", "x"):
+        assert torch.equal(got[name][others_T], wanted[name][others_T]), name
+        assert not got[name][token].isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_of_python_compute_at_once(dtype: torch.dtype, threads: Any) -> None:
+    cases = [Case(*SHAPES[shape], dtype, {"gated": True}) for shape in ("tails", "long sums") * 2]
+    all_leaves = [case.leaves() for case in cases]
+    wanted = [case.derive(native, leaves) for case, leaves in zip(cases, all_leaves, strict=True)]
+
+    def compute(number: int) -> dict[str, Tensor]:
+        threads(2)  # of this thread's own
+        return cases[number % 4].derive(native, all_leaves[number % 4])
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, got in enumerate(pool.map(compute, range(16))):
+            for name, value in got.items():
+                assert torch.equal(value, wanted[number % 4][name]), name
+
+
+def test_the_number_of_threads_may_change_before_backward(threads: Any) -> None:
+    case = Case(*SHAPES["tails"], torch.float32, {"gated": True})
+    leaves = case.leaves()
+    wanted = torch.autograd.grad(case.compute(native, leaves).sum(), leaves)
+    threads(7)
+    y_TD = case.compute(native, leaves)
+    threads(2)
+    for got, one in zip(torch.autograd.grad(y_TD.sum(), leaves), wanted, strict=True):
+        assert torch.equal(got, one)
+
+
+def test_inference_mode_changes_no_bit() -> None:
+    case = Case(*SHAPES["tails"], torch.float32, {"gated": True})
+    leaves = case.leaves()
+    with torch.no_grad():
+        wanted = case.compute(native, leaves)
+    with torch.inference_mode():
+        for given in (leaves, [leaf.clone() for leaf in leaves]):
+            assert torch.equal(case.compute(native, given), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -80,7 +80,7 @@ def test_under_autocast_the_first_product_has_its_dtype(
     )
     with torch.autocast("cpu", torch.bfloat16):
         arguments = called(
-            cpu_operator, "experts", lambda: cpu_operator.in_graph(x_TD, plan, weights)
+            cpu_operator, "experts", lambda: cpu_operator.run_operator(x_TD, plan, weights)
         )
     assert torch.bfloat16 in arguments
     opcheck(cpu_operator.experts, arguments, test_utils="test_faketensor")

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import resource
+import runpy
+import select
 import shutil
 import signal
 import subprocess
@@ -83,6 +86,10 @@ def kinds(folder: Path) -> list[str]:
     return sorted(path.suffix or path.name for path in folder.iterdir())
 
 
+def place_of(compiler: str | Path) -> Path:
+    return build._command([str(compiler)])[1]
+
+
 def test_it_is_compiled_once(
     folder: Path,
     compiler: Compiler,
@@ -124,14 +131,22 @@ LOST = "could not be compiled and loaded: "
     [
         ("needs a C++ compiler: neither g++ nor clang++ was found", "no compiler"),
         (LOST + "[Errno 2] No such file or directory: '/nowhere/c++'", "another"),
+        (
+            "needs a C++ compiler: CXX is 'g++ \"', which a shell does not read (No closing quotation)",
+            "unreadable",
+        ),
+        (LOST + "Command '['{cxx}', '--version']' timed out after 0.1 seconds", "no version"),
         (REMEMBERED, FAILS),
         (REMEMBERED, "exit 0"),
-        (REMEMBERED, "exec sleep 60"),
+        (REMEMBERED, "sleep 60"),
         (LOST + "{}: file too short", WRITES),
         (LOST + "[Errno 17] File exists: '{}'", "no folder"),
         (LOST + "Could not determine home directory.", "no home"),
     ],
-    ids=["absent", "misnamed", "fails", "silent", "slow", "no library", "no folder", "no home"],
+    ids=[
+        *("absent", "misnamed", "misquoted", "no version", "fails", "silent", "slow"),
+        *("no library", "no folder", "no home"),
+    ],
 )
 def test_whatever_goes_wrong_cpu_computes_and_one_line_says_so(
     why: str,
@@ -141,14 +156,20 @@ def test_whatever_goes_wrong_cpu_computes_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    compiler(body)
+    compiler(body, "$(sleep 60)" if body == "no version" else "1")
+    cxx = os.environ["CXX"]
     monkeypatch.setattr(torch.ops, "load_library", LOAD_LIBRARY)
-    monkeypatch.setattr(build, "TIMEOUT_SECONDS", 0.1 if "sleep" in body else 60)
-    if body == "no compiler":
+    if body == "sleep 60":
+        monkeypatch.setattr(build, "TIMEOUT_SECONDS", 0.1)
+    elif body == "no version":
+        monkeypatch.setattr(build, "VERSION_TIMEOUT_SECONDS", 0.1)
+    elif body == "no compiler":
         monkeypatch.setenv("PATH", "/nowhere")
         monkeypatch.delenv("CXX")
     elif body == "another":
         monkeypatch.setenv("CXX", "/nowhere/c++")
+    elif body == "unreadable":
+        monkeypatch.setenv("CXX", 'g++ "')
     elif body == "no folder":
         folder.parent.mkdir()
         folder.write_text("")
@@ -169,7 +190,7 @@ def test_whatever_goes_wrong_cpu_computes_and_one_line_says_so(
 
     suffix = "failed" if why == REMEMBERED else "so"
     path = next(folder.glob(f"*.{suffix}"), folder)
-    said = f"the compiled CPU kernel {why.format(path)}; the slower ones of torch are used"
+    said = f"the compiled CPU kernel {why.format(path, cxx=cxx)}; the slower ones of torch are used"
     out, err = capsys.readouterr()
     assert [line for line in err.splitlines() if line not in SAID] == [said]
     assert out == ""
@@ -219,6 +240,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], Any]] = {
     "bfloat16": lambda patch, _: patch.setattr(torch.cpu, "get_capabilities", dict),
     "source": lambda _, sources: (sources / "passes.h").write_text("changed"),
     "compiler": lambda _, sources: (sources.parent / "c++").write_text("#!/bin/sh\necho 2"),
+    "machine": lambda patch, _: patch.setattr(platform, "machine", lambda: "another"),
 }
 
 
@@ -236,11 +258,42 @@ def test_what_a_library_depends_on_has_one_of_its_own(
     monkeypatch.setattr(build, "HERE", sources)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    before = build._place([str(tmp_path / "c++")])
+    before = place_of(tmp_path / "c++")
     assert before.parent == folder
-    assert build._place([str(tmp_path / "c++")]) == before
+    assert place_of(tmp_path / "c++") == before
     change(monkeypatch, sources)
-    assert build._place([str(tmp_path / "c++")]) != before
+    assert place_of(tmp_path / "c++") != before
+
+
+def test_kinds_of_cpu_without_flags_of_their_own_are_compiled_as_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for kind in ("SVE256", "Z VECTOR", "NO AVX", "DEFAULT"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda kind=kind: kind)
+        flags = [flag for flag in build._flags(is_clang=False) if flag.startswith(("-m", "-DCPU"))]
+        assert flags == ["-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"]
+
+
+@pytest.mark.parametrize("kind", ["AVX512", "AVX2"])
+def test_a_library_is_for_every_cpu_of_its_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: kind)
+    assert not [
+        flag
+        for flag in build._flags(is_clang=False)
+        if flag.startswith(("-march", "-mtune", "-mcpu"))
+    ]
+    assert f"-DCPU_CAPABILITY_{kind}" in build._flags(is_clang=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "given"), [("g++ (GCC) 12.2.0", True), ("Debian clang version 14.0.6", False)]
+)
+def test_clang_gets_no_flags_that_it_refuses(
+    version: str, given: bool, compiler: Compiler, tmp_path: Path
+) -> None:
+    compiler(WRITES, version)
+    command, _ = build._command([str(tmp_path / "c++")])
+    assert [flag in command for flag in build.FLAGS_OF_GCC.split()] == [given] * 3
 
 
 def test_two_kinds_of_cpu_share_a_folder(
@@ -310,7 +363,7 @@ def test_where_a_file_system_has_no_locks_nobody_is_disturbed(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     compiler(WRITES)
-    at_work = build._place([os.environ["CXX"]])
+    at_work = place_of(os.environ["CXX"])
     at_work = at_work.with_name(f".{at_work.name}-x")
     at_work.mkdir(parents=True)
     assert build.load() is None
@@ -321,7 +374,7 @@ def test_a_cache_is_not_in_the_current_folder(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", "/a/home")
     for given in ("", "relative"):  # which is to be ignored, says the XDG standard
         monkeypatch.setenv("XDG_CACHE_HOME", given)
-        assert build._place(["true"]).parent == Path("/a/home/.cache/moe_ffn")
+        assert place_of("true").parent == Path("/a/home/.cache/moe_ffn")
 
 
 def test_a_full_or_closed_stderr_stops_nobody(
@@ -336,6 +389,54 @@ def test_a_full_or_closed_stderr_stops_nobody(
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
     shutil.rmtree(folder)
     assert build.load() is None  # it is closed now
+
+
+@pytest.mark.parametrize("error", [subprocess.TimeoutExpired("c++", 1), KeyboardInterrupt()])
+def test_what_a_compiler_has_started_ends_with_it(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    opened: list[int] = []
+
+    def communicate(*_: object, **__: object) -> None:
+        opened.append(os.open(tmp_path / "fifo", os.O_RDONLY))  # once the child has opened it, too
+        raise error
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    with pytest.raises(type(error)):
+        build._run(["sh", "-c", f"sleep 60 > '{tmp_path}/fifo' & wait"], timeout=60)
+    assert select.select(opened, [], [], 10)[0] == opened
+    assert os.read(opened[0], 1) == b""  # nobody has it open any more
+    os.close(opened[0])
+
+
+@pytest.mark.parametrize("body", [WRITES, FAILS])
+def test_it_is_compiled_ahead(
+    body: str, compiler: Compiler, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler(body)
+    runpy.run_module("moe_ffn.native", run_name="__main__")
+    said = "the CPU kernels are compiled"
+    if body == FAILS:
+        (failure,) = folder.glob("*.failed")
+        said = f"the compiled CPU kernel {REMEMBERED.format(failure)}"
+    assert capsys.readouterr().out == f"{said}\n"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_setting_up_compiles_ahead() -> None:
+    root = Path(__file__).parents[2]
+    would_run = ["make", "--dry-run", "--always-make", "setup"]
+    done = subprocess.run(would_run, cwd=root, capture_output=True, text=True, check=True)
+    assert ".venv/bin/python -m moe_ffn.native" in done.stdout.splitlines()
+
+
+def test_a_compiler_may_write_any_bytes(folder: Path, compiler: Compiler) -> None:
+    compiler(r"printf 'ung\374ltig' >&2; exit 1", version=r"$(printf '\377')")
+    why = build.load()
+    (failure,) = folder.glob("*.failed")
+    assert why == REMEMBERED.format(failure)
+    assert failure.read_text(encoding="utf-8").endswith("\n\nung\ufffdltig\n")
 
 
 def test_a_compiler_may_be_of_several_words(
