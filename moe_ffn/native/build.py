@@ -38,15 +38,15 @@ VARIABLE = "MOE_FFN_NATIVE"
 VECTORS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c",
     "AVX2": "-mavx2 -mfma -mf16c",
+    "DEFAULT": "-DAT_BUILD_ARM_VEC256_WITH_SLEEF",
 }
-"""The flags of each kind of CPU that torch tells apart. Named one by one, so that a file never holds an
-instruction which another CPU of the same kind lacks."""
+"""The flags of each kind of CPU that at::vec has vectors for. Named one by one, so that a file never holds an
+instruction which another CPU of the same kind lacks. Every ARM has NEON, which is in the last, with torch's
+exponential function of vectors."""
 
-FLAGS = (
-    "-O3 -fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -std=c++20 -shared -fPIC -fopenmp "
-    "-fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
-)
-"""Without the passes that take long and gain nothing."""
+FLAGS = "-O3 -std=c++20 -shared -fPIC -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
+GCC_FLAGS = "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops"
+"""Without the passes that take long and gain nothing. clang refuses flags that it does not know."""
 TIMEOUT_SECONDS = 300
 
 
@@ -88,10 +88,8 @@ def load() -> str | None:
 
 def _place(compiler: list[str]) -> Path:
     """Folder and beginning of the name of what is kept for this machine."""
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, text=True, errors="replace", check=True
-    )
-    parts = [torch.__version__, platform.machine(), *compiler, version.stdout, *_flags()]
+    parts = [torch.__version__, platform.machine(), *compiler, _version(compiler)]
+    parts += _flags(compiler)
     parts += [(HERE / name).read_text() for name in SOURCES]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -99,11 +97,19 @@ def _place(compiler: list[str]) -> Path:
     return cache_home / "moe_ffn" / f"native-{key}"
 
 
-def _flags() -> list[str]:
+def _version(compiler: list[str]) -> str:
+    command = [*compiler, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True)
+    return done.stdout
+
+
+def _flags(compiler: list[str]) -> list[str]:
     torch_folder = Path(torch.__file__).parent
     kind = torch.backends.cpu.get_cpu_capability()
+    kind = kind if kind in VECTORS else "DEFAULT"  # torch says "NO AVX", or "SVE256"
     flags = [*FLAGS.split(), f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
-    flags += VECTORS.get(kind, "").split()
+    flags += [] if "clang" in _version(compiler) else GCC_FLAGS.split()
+    flags += VECTORS[kind].split()
     if kind == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
         flags.append("-mavx512bf16")
     flags += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
@@ -138,7 +144,8 @@ def _build(compiler: list[str], place: Path, failure: Path) -> Path | None:
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=prefix) as folder:
             target = Path(folder) / "native.so"
             source = str(HERE / SOURCES[0])
-            command = [*compiler, *_flags(), source, "-o", str(target), "-ltorch_cpu", "-lc10"]
+            command = [*compiler, *_flags(compiler), source, "-o", str(target)]
+            command += ["-ltorch_cpu", "-lc10"]
             words = _run(command)
             if words is None and target.exists():
                 library = place.with_name(_name(place, target.read_bytes()))

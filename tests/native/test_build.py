@@ -254,6 +254,24 @@ def test_two_kinds_of_cpu_share_a_folder(
     assert kinds(folder) == [".lock", ".lock", ".so", ".so"]
 
 
+@pytest.mark.parametrize("kind", ["NO AVX", "SVE256", "DEFAULT"])
+def test_a_cpu_that_has_no_vectors_here_has_the_common_ones(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: kind)
+    flags = build._flags(["true"])
+    assert {"-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"} <= set(flags)
+    assert not any(flag.startswith("-m") for flag in flags)
+
+
+def test_clang_is_given_no_flag_that_it_refuses(compiler: Compiler) -> None:
+    script = [os.environ["CXX"]]
+    compiler(WRITES)
+    of_gcc = set(build._flags(script))
+    compiler(WRITES, version="clang version 14.0.6")
+    assert of_gcc - set(build._flags(script)) == set(build.GCC_FLAGS.split())
+
+
 def test_of_two_at_once_one_compiles_and_the_other_waits(
     folder: Path, compiler: Compiler, loaded: list[Path], tmp_path: Path
 ) -> None:
@@ -349,18 +367,36 @@ def test_a_compiler_may_be_of_several_words(
     assert calls(tmp_path) == 1
 
 
+COMPUTES = """
+import torch
+from pathlib import Path
+from moe_ffn.kernels.cpu import cpu
+from moe_ffn.native.build import why_not
+from tests.kernels.test_cpu import *
+
+torch.set_num_threads(2)
+assert why_not() is None
+results = (compute(b, inputs(True), gated=True, activation="silu") for b in (cpu, loop))
+torch.testing.assert_close(*results)
+maps = Path("/proc/self/maps").read_text().splitlines()
+assert len({line.split()[-1] for line in maps if "omp.so" in line}) == 1  # a runtime for all
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang")
+@pytest.mark.usefixtures("folder")
+def test_clang_compiles_the_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "clang++")
+    subprocess.run([sys.executable, "-c", COMPUTES], check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_two_processes_compile_the_kernels_in_15_s_and_compute(folder: Path) -> None:
-    script = (
-        "import torch; from moe_ffn.kernels import cpu; from tests.kernels.test_cpu import *;"
-        "from moe_ffn.native.build import why_not; assert why_not() is None;"
-        "torch.testing.assert_close(*(compute(b, inputs(True), gated=True, activation='silu')"
-        " for b in (cpu.cpu, loop)))"
-    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     both = [
-        subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", COMPUTES], stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     said = [process.communicate()[1] for process in both]
@@ -369,7 +405,7 @@ def test_two_processes_compile_the_kernels_in_15_s_and_compute(folder: Path) -> 
     assert sorted(len(lines.splitlines()) for lines in said) == [0, 2]
     assert kinds(folder) == [".lock", ".so"]
 
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-c", COMPUTES], check=True)
     done = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = [usage.ru_utime + usage.ru_stime for usage in (before, after, done)]
     # Without what two processes need that find a library.

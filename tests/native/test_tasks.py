@@ -39,7 +39,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
     library = tmp_path_factory.mktemp("tasks") / "tasks.so"
     source = Path(__file__).with_name("tasks.cpp")
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or "clang++"]
-    flags = [flag for flag in build._flags() if flag != "-O3"]
+    flags = [flag for flag in build._flags(compiler) if flag != "-O3"]
     command = [*compiler, *flags, f"-I{build.HERE}", source, "-o", library, "-ltorch_cpu", "-lc10"]
     subprocess.run(command, check=True)
     torch.ops.load_library(library)
