@@ -30,7 +30,7 @@ from moe_ffn.cli.parser import Parser, whole_number
 from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import ConfigError, expand_path, reason
 from moe_ffn.kernels.select import BACKENDS
-from moe_ffn.native.build import why_not
+from moe_ffn.native.build import why_unavailable
 
 SUITES: dict[str, Callable[[Session], None]] = {
     "rows": suites.rows,
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 def describe_machine(device: torch.device) -> dict[str, str]:
     """The columns that every line of the results shares."""
     is_gpu = device.type == "cuda"
-    compiled = not is_gpu and why_not() is None
+    compiled = not is_gpu and why_unavailable() is None
     return {
         "device": device.type,
         "machine": torch.cuda.get_device_name(device) if is_gpu else processor_name(),

@@ -39,12 +39,13 @@ VARIABLE = "MOE_FFN_NATIVE"
 INSTRUCTION_SETS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c",
     "AVX2": "-mavx2 -mfma -mf16c",
+    "DEFAULT": "-DAT_BUILD_ARM_VEC256_WITH_SLEEF",
 }
-"""The flags of each kind of CPU that torch tells apart and that needs any. Named one by one, so that a library
-never holds an instruction that another CPU of the same kind lacks. Other kinds are torch's DEFAULT: SVE, for
-one, would need flags of its own, and has NEON."""
+"""The flags of each kind of CPU that at::vec has vectors for. Named one by one, so that a library never holds
+an instruction that another CPU of the same kind lacks. Every ARM has NEON, which is in the last, with torch's
+exponential function of vectors; SVE would need flags of its own."""
 
-FLAGS = "-O3 -std=c++20 -shared -fPIC -fopenmp -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
+FLAGS = "-O3 -std=c++20 -shared -fPIC -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
 FLAGS_OF_GCC = "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops"
 """Without the passes that take long and gain nothing; Clang does not know these flags."""
 TIMEOUT_SECONDS = 300
@@ -110,10 +111,10 @@ def _command(compiler: list[str]) -> tuple[list[str], Path]:
 def _flags(is_clang: bool) -> list[str]:
     torch_folder = Path(torch.__file__).parent
     kind = torch.backends.cpu.get_cpu_capability()
-    kind = kind if kind in INSTRUCTION_SETS else "DEFAULT"
+    kind = kind if kind in INSTRUCTION_SETS else "DEFAULT"  # torch says "NO AVX", or "SVE256"
     flags = [*FLAGS.split(), *([] if is_clang else FLAGS_OF_GCC.split())]
     flags += [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
-    flags += INSTRUCTION_SETS.get(kind, "").split()
+    flags += INSTRUCTION_SETS[kind].split()
     if kind == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
         flags.append("-mavx512bf16")
     flags += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]

@@ -11,10 +11,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
+#include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <optional>
 #include <thread>
@@ -386,16 +388,26 @@ class Tasks {
   std::atomic<int64_t> done{0};
 };
 
-// work(i) for every thread i of `threads`.
+// work(i) for every thread i of `threads`. By a function of torch's library: a loop of OpenMP that clang compiles
+// here has a runtime, and threads, of its own beside torch's.
 template <class F>
 inline void in_parallel(int64_t threads, const F& work) {
   struct Release {  // the state of a CPU's tiles, also where a task fails
     ~Release() { at::native::cpublas::brgemm_release(); }
   };
-  at::parallel_for(0, threads, 1, [&](int64_t from, int64_t to) {
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;
+  auto range = [&](int64_t from, int64_t to) {
     const Release release;
-    for (int64_t i = from; i < to; ++i) work(i);
-  });
+    try {
+      for (int64_t i = from; i < to; ++i) work(i);
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
+    }
+  };
+  auto call = [](int64_t from, int64_t to, void* range_) { (*static_cast<decltype(range)*>(range_))(from, to); };
+  TORCH_CHECK(!torch_parallel_for(0, threads, 1, call, &range), "torch gives moe_ffn's kernels no threads");
+  if (error) std::rethrow_exception(error);
 }
 
 // task(i) for every i below `n`, by as many threads as torch has.

@@ -450,18 +450,36 @@ def test_a_compiler_may_be_of_several_words(
     assert calls(tmp_path) == 1
 
 
+COMPUTES = """
+import torch
+from pathlib import Path
+from moe_ffn.kernels.cpu import cpu
+from moe_ffn.native.build import why_unavailable
+from tests.kernels.test_cpu import *
+
+torch.set_num_threads(2)
+assert why_unavailable() is None
+results = (compute(b, inputs(True), gated=True, activation="silu") for b in (cpu, loop))
+torch.testing.assert_close(*results)
+maps = Path("/proc/self/maps").read_text().splitlines()
+assert len({line.split()[-1] for line in maps if "omp.so" in line}) == 1  # a runtime for all
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang")
+@pytest.mark.usefixtures("folder")
+def test_clang_compiles_the_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "clang++")
+    subprocess.run([sys.executable, "-c", COMPUTES], check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_two_processes_compile_the_kernels_in_15_s_and_compute(folder: Path) -> None:
-    script = (
-        "import torch; from moe_ffn.kernels import cpu; from tests.kernels.test_cpu import *;"
-        "from moe_ffn.native.build import why_unavailable; assert why_unavailable() is None;"
-        "torch.testing.assert_close(*(compute(b, inputs(True), gated=True, activation='silu')"
-        " for b in (cpu.cpu, loop)))"
-    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     both = [
-        subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", COMPUTES], stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     said = [process.communicate()[1] for process in both]
@@ -470,7 +488,7 @@ def test_two_processes_compile_the_kernels_in_15_s_and_compute(folder: Path) -> 
     assert sorted(len(lines.splitlines()) for lines in said) == [0, 2]
     assert kinds(folder) == [".lock", ".so"]
 
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-c", COMPUTES], check=True)
     done = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = [usage.ru_utime + usage.ru_stime for usage in (before, after, done)]
     # Without what two processes need that find a library.
