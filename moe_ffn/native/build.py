@@ -45,8 +45,11 @@ instruction which another CPU of the same kind lacks. Every ARM has NEON, which 
 exponential function of vectors."""
 
 FLAGS = "-O3 -std=c++20 -shared -fPIC -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
-GCC_FLAGS = "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops"
-"""Without the passes that take long and gain nothing. clang refuses flags that it does not know."""
+GCC_FLAGS = (
+    "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -pipe --param=ggc-min-heapsize=1000000"
+)
+"""Without the passes that take long and gain nothing, and without looking for memory to use again below 1 GB.
+clang refuses flags that it does not know."""
 TIMEOUT_SECONDS = 300
 
 
