@@ -46,8 +46,11 @@ an instruction that another CPU of the same kind lacks. Every ARM has NEON, whic
 exponential function of vectors; SVE would need flags of its own."""
 
 FLAGS = "-O3 -std=c++20 -shared -fPIC -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
-FLAGS_OF_GCC = "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops"
-"""Without the passes that take long and gain nothing; Clang does not know these flags."""
+FLAGS_OF_GCC = (
+    "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -pipe --param=ggc-min-heapsize=1000000"
+)
+"""Without the passes that take long and gain nothing, and without looking for memory to use again below 1 GB;
+Clang does not know these flags."""
 TIMEOUT_SECONDS = 300
 VERSION_TIMEOUT_SECONDS = 30
 

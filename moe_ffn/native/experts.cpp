@@ -68,17 +68,19 @@ inline void dots(const From* matrix_row, const S* rows, int64_t ld, int64_t n, S
   }
 }
 
-// (m, 1): rows (m, n) times row `first + i` of a matrix.
+// (m, 1): rows (m, n) times row `first + i` of a matrix, which is converted before, but for bfloat16 in float32.
 template <class S>
 inline void times_row(const Rows& matrix, int64_t row, const S* rows, int64_t m, S* out, int64_t ld_out) {
   const int64_t n = matrix.width;
-  matrix.with_type([&](auto type) {
-    const auto* numbers = matrix.row<decltype(type)>(row);
+  auto times = [&](const auto* numbers) {
     int64_t r = 0;
     for (; r + 4 <= m; r += 4) dots<4>(numbers, rows + r * n, n, n, out + r * ld_out, ld_out);
     for (; r + 2 <= m; r += 2) dots<2>(numbers, rows + r * n, n, n, out + r * ld_out, ld_out);
     if (r < m) dots<1>(numbers, rows + r * n, n, n, out + r * ld_out, ld_out);
-  });
+  };
+  if constexpr (std::is_same_v<S, float>)
+    if (matrix.dtype == at::kBFloat16) return times(matrix.row<BFloat16>(row));
+  times(matrix.read(row, scratch<S>(1, n)));
 }
 
 template <class S>
@@ -175,7 +177,7 @@ struct Forward {
       multiply<P>(m, rows, from.width, A, copy, C);
   }
 
-  void copy(int64_t e, int64_t panel, U* to) const {
+  [[gnu::noinline]] void copy(int64_t e, int64_t panel, U* to) const {
     if (turns(e)) return;
     const int64_t of_up = panels(H);
     if (panel < of_up)
@@ -185,7 +187,7 @@ struct Forward {
                          to + up_units + (panel - of_up) * PANEL * units<P>(F));
   }
 
-  void tile(int64_t e, int64_t start, int64_t stop, const U* matrix) const {
+  [[gnu::noinline]] void tile(int64_t e, int64_t start, int64_t stop, const U* matrix) const {
     const int64_t m = stop - start;
     P *x = scratch<P>(0, (TILE + 1) * apart<P>(D)), *hidden = scratch<P>(1, TILE * apart<P>(F));
     S *sums = scratch<S>(2, TILE * apart<S>(std::max(H, D))), *value = scratch<S>(4, F);

@@ -137,16 +137,9 @@ struct Rows {
   // `n` numbers of row i from a column on, as T: where they lie, or in the buffer where T is not their type.
   template <class T>
   const T* read(int64_t i, T* buffer, int64_t from = 0, int64_t n = -1) const {
-    const T* found = buffer;
-    with_type([&](auto type) {
-      using From = decltype(type);
-      const From* source = row<From>(i) + from;
-      if constexpr (std::is_same_v<From, T>)
-        found = source;
-      else
-        convert(source, buffer, n < 0 ? width : n);
-    });
-    return found;
+    if (dtype == c10::CppTypeToScalarType<T>::value) return row<T>(i) + from;
+    read_other(i, buffer, from, n < 0 ? width : n);
+    return buffer;
   }
   // The same, into the buffer in any case.
   template <class T>
@@ -155,8 +148,15 @@ struct Rows {
     if (found != to) std::memcpy(to, found, (n < 0 ? width : n) * sizeof(T));
   }
   template <class T>
-  void write(int64_t i, const T* values, int64_t from = 0, int64_t n = -1) const {
+  [[gnu::noinline]] void write(int64_t i, const T* values, int64_t from = 0, int64_t n = -1) const {
     with_type([&](auto type) { convert(values, row<decltype(type)>(i) + from, n < 0 ? width : n); });
+  }
+
+ private:
+  // Not compiled again in all that reads rows, nor what writes them.
+  template <class T>
+  [[gnu::noinline]] void read_other(int64_t i, T* to, int64_t from, int64_t n) const {
+    with_type([&](auto type) { convert(row<decltype(type)>(i) + from, to, n); });
   }
 };
 
@@ -222,7 +222,7 @@ constexpr int64_t MAX_SUM = 512;
 
 // Whether oneDNN multiplies tiles of this type: on x86 alone, and not where a user has turned it off.
 template <class P>
-inline bool has_tiles() {
+[[gnu::noinline]] inline bool has_tiles() {
   if (!at::globalContext().userEnabledMkldnn()) return false;
   static const bool has = [] {
     const P A[2] = {}, B[2 * PANEL] = {};
@@ -248,12 +248,12 @@ inline bool is_bitwise() {
     return has_tiles<P>();
 }
 
-// C (M, N) = A (M, K) B (K, N), and C if `adds`, of one panel, by torch's own product.
-template <class T>
-inline void torch_product(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb,
-                          T* C, int64_t ldc, bool adds) {
-  auto matrix = [](const T* data, int64_t rows, int64_t columns, int64_t ld) {
-    return at::from_blob(const_cast<T*>(data), {rows, columns}, {ld, 1}, c10::CppTypeToScalarType<T>::value);
+// C (M, N) = A (M, K) B (K, N), and C if `adds`, of one panel, by torch's own product. Compiled once.
+[[gnu::noinline]] inline void torch_product(ScalarType dtype, int64_t M, int64_t N, int64_t K, const void* A,
+                                            int64_t lda, const void* B, int64_t ldb, void* C, int64_t ldc,
+                                            bool adds) {
+  auto matrix = [&](const void* data, int64_t rows, int64_t columns, int64_t ld) {
+    return at::from_blob(const_cast<void*>(data), {rows, columns}, {ld, 1}, dtype);
   };
   auto a = matrix(A, M, K, lda), b = matrix(B, K, N, ldb), c = matrix(C, M, N, ldc);
   if (adds)
@@ -264,7 +264,7 @@ inline void torch_product(int64_t M, int64_t N, int64_t K, const T* A, int64_t l
 
 inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda, const float* B, int64_t ldb,
                     float* C, int64_t ldc, bool adds) {
-  if (!has_tiles<float>()) return torch_product(M, N, K, A, lda, B, ldb, C, ldc, adds);
+  if (!has_tiles<float>()) return torch_product(at::kFloat, M, N, K, A, lda, B, ldb, C, ldc, adds);
   at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, adds, A, B, C, false);
 }
 inline void product(int64_t M, int64_t N, int64_t K, const BFloat16* A, int64_t lda, const float* B,
@@ -273,7 +273,7 @@ inline void product(int64_t M, int64_t N, int64_t K, const BFloat16* A, int64_t 
 }
 inline void product(int64_t M, int64_t N, int64_t K, const double* A, int64_t lda, const double* B, int64_t ldb,
                     double* C, int64_t ldc, bool adds) {
-  torch_product(M, N, K, A, lda, B, ldb, C, ldc, adds);
+  torch_product(at::kDouble, M, N, K, A, lda, B, ldb, C, ldc, adds);
 }
 
 // How far rows of a tile lie apart. Not at a power of two, at which rows take each other's place in the
