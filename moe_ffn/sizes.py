@@ -77,6 +77,14 @@ def share_of(*factors: float, parts: int) -> tuple[int, int]:
     In floating point 0.3 * 50 is a little over 15, and its ceiling 16. Between 1 / `MAX_SHARE` and
     `MAX_SHARE`: a positive factor is never rounded to nothing.
     """
+    if torch.compiler.is_dynamo_compiling():  # which leaves floats open with `dynamic=True`
+        from torch.fx.experimental.symbolic_shapes import guard_scalar  # loads SymPy
+
+        factors = tuple([guard_scalar(factor) for factor in factors])
+    return _exact_share(factors, parts)
+
+
+def _exact_share(factors: tuple[float, ...], parts: int) -> tuple[int, int]:
     share = Fraction(1, parts)
     for factor in factors:
         share *= Fraction(factor)
@@ -86,7 +94,7 @@ def share_of(*factors: float, parts: int) -> tuple[int, int]:
 
 
 # What `torch.compiler.assume_constant_result` does, without loading the compiler, which knows no fractions.
-vars(share_of)["_dynamo_marked_constant"] = True
+vars(_exact_share)["_dynamo_marked_constant"] = True
 
 Counts = TypeVar("Counts", int, Tensor)
 

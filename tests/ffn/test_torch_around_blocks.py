@@ -375,6 +375,22 @@ def test_all_that_a_block_returns_is_exported_saved_and_loaded(name: str) -> Non
     torch.testing.assert_close(output.shared_shares, wanted.shared_shares)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("router", ["top_k", "relu"])
+def test_a_capacity_is_fixed_in_a_graph_that_leaves_sizes_open(router: str) -> None:
+    """`dynamic=True` leaves floats open too, of which there is no exact share."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    block = build_ffn(moe(router={"type": router, "k": 2}, capacity={"factor": 0.3}), D_MODEL)
+    whole: Any = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
+    for batch in (2, 3):
+        x = tokens(batch, 5)
+        wanted, got = block(x), whole(x)
+        assert wanted.routing.dropped_N.any()
+        assert torch.equal(got.routing.dropped_N, wanted.routing.dropped_N)
+        assert_close([got.hidden], [wanted.hidden])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_another_process_runs_an_exported_block(tmp_path: Path) -> None:
