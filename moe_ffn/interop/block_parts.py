@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_ffn.interop.blocks import Block, Live, Template, its, merged
+from moe_ffn.interop.blocks import Block, Live, Template, its, its_word, merged
 from moe_ffn.interop.families import FAMILIES, Family
 from moe_ffn.interop.from_transformers import sparse_options
 from moe_ffn.interop.layouts import Layout, Piece, linear, named, transposed
@@ -22,7 +22,7 @@ from moe_ffn.interop.options import ACTIVATIONS, Theirs
 
 def gate(option: str = "hidden_act") -> Any:
     """The type of a gated block whose activation is that option."""
-    return lambda config: ACTIVATIONS[getattr(config, option)]
+    return its_word(ACTIVATIONS, option)
 
 
 def times(*names: str) -> Any:
@@ -182,7 +182,8 @@ def _inside(family: Family) -> Names:
     }
 
 
-SCORES = {"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
+SCORE = its_word({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "scoring_func")
+SILU = {"hidden_act": ("silu", "swish")}
 
 
 def step(config: Any, option: str) -> dict[str, Any]:
@@ -222,10 +223,12 @@ DEEPSEEK_V2 = Block(
             ),
         },
         count="n_routed_experts",
-        shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
+        shared_expert=shared("moe_intermediate_size", "n_shared_experts", bias=its("mlp_bias")),
     ),
     SHARED,
-    small={"topk_method": "group_limited_greedy", "norm_topk_prob": True},
+    served={"topk_method": ("greedy", "group_limited_greedy")},
+    # Of two groups, each the place of its best expert, the best two experts are always chosen.
+    small={"topk_method": "group_limited_greedy", "topk_group": 1, "mlp_bias": True},
 )
 CLAMPED = {"type": "clamped_swiglu", "alpha": 1.0, "limit": its("swiglu_limit"), "added": 0.0}
 GRANITE = Block(
@@ -284,6 +287,7 @@ GEMMA = Block(
             norms__output="post_feedforward_layernorm",
         ),
     },
+    served={"enable_moe_block": (True,)},
     small={"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
     unused=("self_attn.*", "input_layernorm.*", "post_attention_layernorm.*", "layer_scalar"),
     note="the block is given the residual stream; its norm before it is that of the shared expert",
@@ -299,7 +303,12 @@ SWITCH = Block(
             "bias": its("router_bias"),
             "jitter": its("router_jitter_noise"),
         },
-        "experts": {"type": "mlp", "activation": its("dense_act_fn"), "d_ff": its("d_ff")},
+        "experts": {
+            "type": "mlp",
+            "activation": its("dense_act_fn"),
+            "d_ff": its("d_ff"),
+            "dropout": its("dropout_rate"),
+        },
         "capacity": {"per_sequence": its("expert_capacity")},
     },
     {**each_at("wi", "wo"), **linear(router__projection="router.classifier")},

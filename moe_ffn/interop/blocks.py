@@ -42,6 +42,8 @@ class Block:
     """The class of its config; by default that of which it has the name in front."""
     small: Mapping[str, Any] = field(default_factory=dict)
     """Options of theirs for a small block, beside `SMALL` of `experiments.models`."""
+    served: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Option of theirs that `ffn` does not read -> its values of which this is the block."""
     unused: tuple[str, ...] = ()
     """Patterns of tensors in their class that are no part of the block, or do nothing in it."""
     in_training: Template | None = None
@@ -87,6 +89,20 @@ def its(name: str) -> Callable[[Any], Any]:
     return attrgetter(name)
 
 
+def its_word(words: Mapping[str, str], name: str) -> Callable[[Any], str]:
+    """Ours of the word in an option of their config, which others are refused."""
+
+    def word(config: Any) -> str:
+        found = config
+        for part in name.split("."):
+            found = found[part] if isinstance(found, Mapping) else getattr(found, part)
+        their = Theirs(type(config).__name__, {name: found})
+        their.require(name, *words)
+        return words[found]
+
+    return word
+
+
 def resolve(template: Any, config: Any) -> Any:
     """Plain options, of a config of theirs."""
     if callable(template):
@@ -110,10 +126,15 @@ def merged(template: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 # A file that defines one of these has a sparse block, as far as names tell.
 _CLASSES = re.compile(r"^class \w*(?:Expert|Router|TopK|MoE|Moe|SparseMLP)\w*\(nn\.", re.MULTILINE)
 _OPTIONS = re.compile(r"\b(?:num_experts|num_local_experts|n_routed_experts|moe_num_experts)\b")
+_CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
+_HOLDS_EXPERTS = re.compile(r"\bself\.experts\s*=\s*\w+\(")
 
 
-def sparse_models() -> list[str]:
+def sparse_models() -> dict[str, list[str]]:
     """The models of the installed transformers whose files speak of experts, without importing them.
+
+    Returns:
+        By model, the classes that hold experts: none where they are called something else.
 
     Raises:
         ConfigError: transformers is not installed.
@@ -121,11 +142,14 @@ def sparse_models() -> list[str]:
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         raise ConfigError("transformers 5 or newer is not installed: pip install transformers")
-    found: list[str] = []
+    found: dict[str, list[str]] = {}
     for path in sorted(Path(spec.origin).parent.glob("models/*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
         if _CLASSES.search(text) or _OPTIONS.search(text):
-            found.append(path.parent.name)
+            _, *parts = _CLASS.split(text)
+            bodies = dict(zip(parts[::2], parts[1::2], strict=True))
+            holders = [name for name, body in bodies.items() if _HOLDS_EXPERTS.search(body)]
+            found.setdefault(path.parent.name, []).extend(holders)
     return found
 
 
@@ -139,7 +163,11 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: there is no block of that name, or none of ours computes it.
     """
-    return resolve(_entry(model).ffn, config)
+    entry = _entry(model)
+    their = Theirs(entry.class_name, Live(config, {}))
+    for option, values in entry.served.items():
+        their.require(option, *values)
+    return resolve(entry.ffn, config)
 
 
 @torch.no_grad()
