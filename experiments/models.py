@@ -155,16 +155,14 @@ def _of_layer(layer: Any, x_BSD: Tensor) -> Tensor:
 
 
 def _paper_of_nllb(block: Any, x_BSD: Tensor) -> Tensor:
-    """The two most probable experts of each token, by their probabilities, which are made to add up to 1."""
-    outputs = []
-    for x_D in x_BSD.flatten(0, 1):
-        weights_K, ids_K = block.router.classifier(x_D).softmax(dim=-1).topk(2)
-        experts = (block.experts[f"expert_{expert}"] for expert in ids_K.tolist())
-        parts = [
-            w * expert(x_D) for w, expert in zip(weights_K / weights_K.sum(), experts, strict=True)
-        ]
-        outputs.append(parts[0] + parts[1])
-    return torch.stack(outputs).view_as(x_BSD)
+    """The sum of all experts by the weights of its own router, which are 0 where a token does not go."""
+    x_TD = x_BSD.flatten(0, 1)
+    _, weights_TE, _ = block.router(x_TD)
+    experts = [block.experts[f"expert_{e}"] for e in range(block.num_experts)]
+    parts = [
+        w_T1 * expert(x_TD) for w_T1, expert in zip(weights_TE.split(1, 1), experts, strict=True)
+    ]
+    return torch.stack(parts).sum(dim=0).view_as(x_BSD)
 
 
 def _paper_of_doge(block: Any, x_BSD: Tensor) -> Tensor:
@@ -267,7 +265,8 @@ def shown_config(model: str, entry: Block) -> dict[str, Any]:
     try:
         shown = resolve(entry.ffn, config_of(model, entry, {}))
         build_empty(shown)
-    except (ConfigError, TypeError, AttributeError):
+    # RuntimeError: one whose layers differ, which has no number of experts.
+    except (ConfigError, TypeError, AttributeError, RuntimeError):
         shown = resolve(entry.ffn, config_of(model, entry, {**SMALL, **entry.small}))
     return shown
 

@@ -27,9 +27,10 @@ class CapacityConfig(Config, frozen=True):
     imbalance; null drops nothing."""
     eval_factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Capacity factor in evaluation, where dropping makes an output depend on its batch."""
-    drop: Literal["position", "probability", "random"] = "position"
-    """The pairs that a full expert drops: those of the latest positions, those of the smallest weights, or,
-    in training, random ones. Only the first is causal."""
+    drop: Literal["position", "probability", "choice", "random"] = "position"
+    """The pairs that a full expert drops: those of the latest positions, those of the smallest weights,
+    second choices before any first one (GShard, NLLB), or, in training, random ones. Only the first is
+    causal."""
     renormalize: bool = False
     """Scale the weights a token keeps up to the sum they had before dropping."""
     per_sequence: int | None = Field(default=None, ge=1, le=MAX_COUNT)
@@ -97,7 +98,7 @@ def limit(
     Args:
         routing: nothing dropped yet.
         factor: the capacity factor.
-        priority: the order in which pairs are served: `by_position`, `by_probability` or `at_random`.
+        priority: the order in which pairs are served, such as `by_position`: see `DROP_POLICIES`.
         renormalize: scale a token's surviving weights up to the sum they had; without it, what is
             dropped loses its weight.
     """
@@ -150,6 +151,16 @@ def by_probability(routing: Routing) -> Tensor:
     return -routing.weights_N.detach().nan_to_num(nan=-torch.inf)
 
 
+def by_choice(routing: Routing) -> Tensor:
+    """Every token's first choice, then every second one, each in pair order (GShard, arXiv:2006.16668,
+    algorithm 1).
+
+    Not causal: a later token's first choice displaces an earlier one's second.
+    """
+    ids_N = routing.token_ids_N  # sorted
+    return torch.arange(len(ids_N), device=ids_N.device) - torch.searchsorted(ids_N, ids_N)
+
+
 def at_random(routing: Routing) -> Tensor:
     """In random order, from torch's generator (DeepSpeed's random token selection). Not causal."""
     return torch.rand(routing.token_ids_N.shape, device=routing.token_ids_N.device)
@@ -158,6 +169,7 @@ def at_random(routing: Routing) -> Tensor:
 DROP_POLICIES: dict[str, Priority] = {
     "position": by_position,
     "probability": by_probability,
+    "choice": by_choice,
     "random": at_random,
 }
 """Every policy under its name in `capacity.drop`."""

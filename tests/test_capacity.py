@@ -14,6 +14,7 @@ from moe_ffn.capacity import (
     DROP_POLICIES,
     CapacityConfig,
     at_random,
+    by_choice,
     by_position,
     by_probability,
     limit,
@@ -342,6 +343,13 @@ def test_by_probability_a_broken_weight_goes_last(make_routing: Any) -> None:
     weights = torch.tensor([torch.nan, 0.1, 0.2, 0.3])
     routing = make_routing([[0]] * 4, 2, weights_N=weights)
     assert dropped(limit(routing, 1.0, by_probability)) == [0, 1]
+
+
+def test_by_choice_first_choices_stay_before_any_second_one(make_routing: Any) -> None:
+    # C = ceil(1 * 6 / 3) = 2 at expert 0: the first choices of tokens 1 and 2, not token 0's second one.
+    routing = make_routing([[1, 0], [0, 1], [0, 2]], 3)
+    assert dropped(limit(routing, 1.0, by_choice)) == [1]
+    assert dropped(limit(routing, 1.0, by_position)) == [4]
 
 
 def test_at_random_everybody_is_dropped_equally_often(make_routing: Any) -> None:

@@ -84,6 +84,7 @@ LIMITS = {
     "padding": Limit(padded=True),
     "padding_and_capacity_0.5": Limit(0.5, padded=True),
     "by_probability": Limit(0.5, padded=True, drop="probability"),
+    "by_choice_renormalized": Limit(0.5, padded=True, drop="choice", renormalize=True),
     "at_random_renormalized": Limit(0.5, padded=True, drop="random", renormalize=True),
 }
 
@@ -178,6 +179,7 @@ def oracle(moe: MoEFFN, x_BSD: Tensor, mask_BS: Tensor, limit: Limit) -> tuple[T
     first_served: dict[str, Callable[[int], Any]] = {
         "position": lambda n: (token_ids[n] % length, n),
         "probability": lambda n: (-routing.weights_N[n].item(), n),
+        "choice": lambda n: (n - token_ids.index(token_ids[n]), n),
         "random": lambda n: lots[n],
     }
 

@@ -22,6 +22,7 @@ from moe_ffn.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.html import compact
 from moe_ffn.report.study_figures import SVG_OPENING, memory_and_balance
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.parameter_counts import check_counts
 from moe_ffn.runs.planner import (
     DEVICES,
     EFFICIENCY,
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     _add_flags(parser)
     flags, options = parser.parse_known_args(argv)
     config = parse_config(options, TrainConfig, command("plan"), _add_flags)
+    check_counts(config)
     num_ranks = whole_number(flags.gpus, least=1, most=MAX_RANKS)
     if num_ranks is None:
         raise ConfigError(

@@ -22,6 +22,7 @@ from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig, differences, own_config
 from moe_ffn.runs.outside_code import comparable_options
+from moe_ffn.runs.parameter_counts import check_counts
 from moe_ffn.runs.record import fixed_options
 
 NEWEST = ""
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if resume is None and is_first_rank():  # which makes the folder
         run_folder.check_run_folder(config)
     with explaining_outside_errors():
+        check_counts(config)
         check_fits(config)
     # Only now: a mistake in the options should not wait for lightning.
     announce_import("lightning")

@@ -38,6 +38,8 @@ class Block:
     """The class of its config; by default that of which it has the name in front."""
     small: Mapping[str, Any] = field(default_factory=dict)
     """Options of theirs for a small block, beside `SMALL` of `experiments.models`."""
+    served: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Option of theirs that `ffn` does not read -> its values of which this is the block."""
     unused: tuple[str, ...] = ()
     """Patterns of tensors in their class that are no part of the block, or do nothing in it."""
     in_training: Template | None = None
@@ -83,6 +85,20 @@ def its(name: str) -> Callable[[Any], Any]:
     return attrgetter(name)
 
 
+def its_word(words: Mapping[str, str], name: str) -> Callable[[Any], str]:
+    """Ours of the word in an option of their config, which others are refused."""
+
+    def word(config: Any) -> str:
+        found = config
+        for part in name.split("."):
+            found = found[part] if isinstance(found, Mapping) else getattr(found, part)
+        their = Theirs(type(config).__name__, {name: found})
+        their.require(name, *words)
+        return words[found]
+
+    return word
+
+
 def resolve(template: Any, config: Any) -> Any:
     """Plain options, of a config of theirs."""
     if callable(template):
@@ -108,7 +124,7 @@ def merged(template: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 def gate(option: str = "hidden_act") -> Any:
     """The type of a gated block whose activation is that option."""
-    return lambda config: ACTIVATIONS[getattr(config, option)]
+    return its_word(ACTIVATIONS, option)
 
 
 def times(*names: str) -> Any:
@@ -268,7 +284,8 @@ def _inside(family: Family) -> Names:
     }
 
 
-SCORES = {"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
+SCORE = its_word({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "scoring_func")
+SILU = {"hidden_act": ("silu", "swish")}
 
 
 def step_gate(config: Any, option: str) -> dict[str, Any]:
@@ -308,10 +325,12 @@ DEEPSEEK_V2 = Block(
             ),
         },
         count="n_routed_experts",
-        shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
+        shared_expert=shared("moe_intermediate_size", "n_shared_experts", bias=its("mlp_bias")),
     ),
     SHARED,
-    small={"topk_method": "group_limited_greedy", "norm_topk_prob": True},
+    served={"topk_method": ("greedy", "group_limited_greedy")},
+    # Of two groups, each the place of its best expert, the best two experts are always chosen.
+    small={"topk_method": "group_limited_greedy", "topk_group": 1, "mlp_bias": True},
 )
 CLAMPED = {"type": "clamped_swiglu", "alpha": 1.0, "limit": its("swiglu_limit"), "added": 0.0}
 GRANITE = Block(
@@ -370,6 +389,7 @@ GEMMA = Block(
             norms__output="post_feedforward_layernorm",
         ),
     },
+    served={"enable_moe_block": (True,)},
     small={"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
     unused=("self_attn.*", "input_layernorm.*", "post_attention_layernorm.*", "layer_scalar"),
     note="the block is given the residual stream; its norm before it is that of the shared expert",
@@ -385,7 +405,12 @@ SWITCH = Block(
             "bias": its("router_bias"),
             "jitter": its("router_jitter_noise"),
         },
-        "experts": {"type": "mlp", "activation": its("dense_act_fn"), "d_ff": its("d_ff")},
+        "experts": {
+            "type": "mlp",
+            "activation": its("dense_act_fn"),
+            "d_ff": its("d_ff"),
+            "dropout": its("dropout_rate"),
+        },
         "capacity": {"per_sequence": its("expert_capacity")},
     },
     {**experts_by_number("wi", "wo"), **linear(router__projection="router.classifier")},

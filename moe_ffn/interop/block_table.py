@@ -29,9 +29,10 @@ from moe_ffn.interop.block_parts import (
     QWEN_NAMES,
     RENORMALIZED,
     ROUTER,
-    SCORES,
+    SCORE,
     SHARED,
     SIGMOID,
+    SILU,
     SOFTMAX,
     SWITCH,
     TRANSPOSED,
@@ -115,6 +116,10 @@ BLOCKS: dict[str, Block | str] = {
             ),
         ),
         SHARED,
+        served={
+            "expert_selection_fn": ("softmax", "sigmoid"),
+            "shared_expert_combination_strategy": ("average", "sum"),
+        },
         small={"num_shared_experts": 2, "expert_selection_fn": "sigmoid"},
     ),
     "dbrx": Block(
@@ -129,7 +134,10 @@ BLOCKS: dict[str, Block | str] = {
                 "renormalize_p": lambda c: float(c.ffn_config.moe_normalize_expert_weights or 1),
             },
             "jitter": lambda c: c.ffn_config.moe_jitter_eps or 0.0,
-            "experts": {"type": "swiglu", "d_ff": its("ffn_config.ffn_hidden_size")},
+            "experts": {
+                "type": gate("ffn_config.ffn_act_fn.name"),
+                "d_ff": its("ffn_config.ffn_hidden_size"),
+            },
         },
         {
             **linear(router__projection="router.layer"),
@@ -158,13 +166,14 @@ BLOCKS: dict[str, Block | str] = {
     "deepseek_v4": Block(
         "DeepseekV4SparseMoeBlock",
         moe(
-            {**BIASED, "score": "sqrt_softplus"},
+            {**BIASED, "score": SCORE},
             WIDE,
             "num_local_experts",
             experts=CLAMPED,
             shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
         ),
         {**SHARED, **BIAS},
+        served=SILU,
         small={"swiglu_limit": 0.5, "mlp_layer_types": ["moe", "moe"], "mlp_bias": True},
     ),
     "deepseek_v4 hash": Block(
@@ -172,7 +181,7 @@ BLOCKS: dict[str, Block | str] = {
         moe(
             {
                 **BIASED,
-                "score": "sqrt_softplus",
+                "score": SCORE,
                 "correction_bias": False,
                 "token_table": {"vocab_size": its("vocab_size")},
             },
@@ -182,11 +191,15 @@ BLOCKS: dict[str, Block | str] = {
             shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
         ),
         {**SHARED, "router.table_VK": named("gate.tid2eid")},
+        served=SILU,
         small={"swiglu_limit": 0.5, "mlp_layer_types": ["hash_moe", "moe"]},
         note="its first layers",
     ),
     "diffusion_gemma": GEMMA.but(
         class_name="DiffusionGemmaDecoderTextLayer", config_name="DiffusionGemmaTextConfig"
+    ),
+    "diffusion_gemma encoder": GEMMA.but(
+        class_name="DiffusionGemmaEncoderTextLayer", config_name="DiffusionGemmaTextConfig"
     ),
     "doge": Block(
         "DogeCDMoE",
@@ -207,6 +220,7 @@ BLOCKS: dict[str, Block | str] = {
                 shared_expert__down="down_proj",
             ),
         },
+        served={"norm_topk_prob": (False,)},
         small={"num_experts": 9, "mlp_bias": True},
         wrong="of several tokens it takes the scores of the first half for those of the first table, and "
         "of the second half for the second's, so that tokens choose each other's experts; ours chooses as "
@@ -219,6 +233,14 @@ BLOCKS: dict[str, Block | str] = {
             "shared_expert": {"d_ff": times("shared_experts_intermediate_size", "n_shared_experts")}
         },
         small={"shared_experts_intermediate_size": 20},
+    ),
+    "dots3_note vision": Block(
+        "Dots3NoteVisionMoE",
+        moe({**SIGMOID, "scale": its("router_scaling_factor")}, count="num_local_experts"),
+        {**COMMON, **bias_at("e_score_correction_bias")},
+        config_name="Dots3NoteVisionConfig",
+        small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse", "sparse"]},
+        note="of images; `per_layer_config` of theirs has the number of experts of each layer",
     ),
     "ernie4_5_moe": Block(
         "Ernie4_5_MoeSparseMoeBlock",
@@ -280,6 +302,7 @@ BLOCKS: dict[str, Block | str] = {
         class_name="Glm5NextTextMoE",
         options={"experts": CLAMPED, "shared_expert": CLAMPED},
         config_name="Glm5NextTextConfig",
+        served=SILU,
         small={"swiglu_limit": 0.5},
     ),
     "glm_moe_dsa": DEEPSEEK.but(class_name="GlmMoeDsaMoE"),
@@ -302,12 +325,18 @@ BLOCKS: dict[str, Block | str] = {
         "HYV3MoE",
         moe(
             {**SIGMOID, "scale": its("router_scaling_factor")},
-            shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
+            shared_expert=shared(
+                "moe_intermediate_size", "num_shared_experts", bias=its("mlp_bias")
+            ),
         ),
         {**SHARED, **bias_at("e_score_correction_bias")},
+        small={"mlp_bias": True},
     ),
     "hy_v4": DEEPSEEK.but(
-        class_name="HYV4MoE", options={"experts": CLAMPED}, small={"swiglu_limit": 0.5}
+        class_name="HYV4MoE",
+        options={"experts": CLAMPED},
+        served=SILU,
+        small={"swiglu_limit": 0.5},
     ),
     "inkling": Block(
         "InklingMoE",
@@ -336,7 +365,7 @@ BLOCKS: dict[str, Block | str] = {
     "inkling2": Block(
         "Inkling2SparseMoeBlock",
         moe(
-            {**BIASED, "score": lambda c: SCORES[c.scoring_func]},
+            {**BIASED, "score": SCORE},
             count="num_local_experts",
             experts={
                 "type": "soft_capped_swiglu",
@@ -424,7 +453,7 @@ BLOCKS: dict[str, Block | str] = {
             },
             its("expert_ffn_hidden_size"),
             "n_routed_experts",
-            zero_computation=if_set("zero_expert_num", {"num_copy": its("zero_expert_num")}),
+            zero_computation=if_set("zero_expert_num", {"num_copy": its("zero_expert_num")}, {}),
         ),
         {
             **EXPERTS,
@@ -537,6 +566,7 @@ BLOCKS: dict[str, Block | str] = {
             **shared_at("shared_experts"),
             **linear(latent__into="fc1_latent_proj", latent__out_of="fc2_latent_proj"),
         },
+        served={"mlp_hidden_act": ("relu2",)},
         small={"moe_latent_size": 20, "mlp_bias": True, "moe_shared_expert_intermediate_size": 20},
     ),
     "nllb_moe": Block(
@@ -552,9 +582,22 @@ BLOCKS: dict[str, Block | str] = {
                 "bias": True,
                 "dropout": its("activation_dropout"),
             },
+            "capacity": {
+                "factor": 1.0,
+                "drop": "choice",
+                "renormalize": lambda c: not c.normalize_router_prob_before_dropping,
+            },
         },
         {**experts_by_number("fc1", "fc2"), **linear(router__projection="router.classifier")},
-        note="compared with the paper's sum, made of its own experts and router; without its token dropout",
+        served={
+            "second_expert_policy": ("all",),
+            "batch_prioritized_routing": (False,),
+            "moe_eval_capacity_token_fraction": (1.0,),
+        },
+        small={"expert_capacity": 4},
+        in_training={},
+        note="compared with the paper's sum, made of its own experts and router; without its token dropout "
+        "and with a capacity of 2 T / E, the paper's, where theirs is `expert_capacity` for any T",
         wrong="it takes the mask of the first choices for the numbers of experts, so that experts 0 and 1 "
         "compute every token and the others none; the paper sends a token to its two best experts "
         "(arXiv:2207.04672, section 6.2)",
@@ -616,6 +659,7 @@ BLOCKS: dict[str, Block | str] = {
         ),
         {**SHARED, **BIAS},
         config_name="Step3p7TextConfig",
+        served=SILU,
         small={
             "swiglu_limits": [0.5, 0.5],
             "swiglu_limits_shared": [0.3, 0.3],
@@ -660,3 +704,12 @@ NO_BLOCK = {
     "granite_docling": "its router weighs tiles of an image",
 }
 """Models whose files speak of experts or routers, and have no sparse feed-forward block."""
+
+NO_ROW = {
+    "Ernie4_5_VLMoeSparseMoeBlock": "one of the two pools of Ernie4_5_VLMoeMoeBlock",
+    "GraniteMoeHybridMoE": "GraniteMoeHybridDecoderLayer without its shared expert",
+    "GraniteMoeSWAMoE": "GraniteMoeSWADecoderLayer without its shared expert",
+    "GraniteMoeSharedMoE": "GraniteMoeSharedDecoderLayer without its shared expert",
+    "JetMoeAttention": "a mixture of attention heads",
+}
+"""Classes that hold experts, of models that are in the table, and why they have no row of their own."""

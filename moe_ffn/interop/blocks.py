@@ -32,7 +32,11 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: there is no block of that name, or none of ours computes it.
     """
-    return resolve(_entry(model).ffn, config)
+    entry = _entry(model)
+    their = Theirs(entry.class_name, LiveOptions(config, {}))
+    for option, values in entry.served.items():
+        their.require(option, *values)
+    return resolve(entry.ffn, config)
 
 
 @torch.no_grad()

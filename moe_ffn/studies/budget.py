@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.parameter_counts import check_counts
 
 TRAINING_FLOPS = 3
 """FLOPs of a training step over those of its forward pass: the backward pass costs two more."""
@@ -40,7 +41,11 @@ class Budget:
 
         Args:
             vocab_size: None takes the most that the tokenizer may have.
+
+        Raises:
+            ConfigError: a part from outside the package counts wrongly; see `check_counts`.
         """
+        check_counts(config)
         model, data, trainer = config.model, config.data, config.trainer
         vocab_size = vocab_size or data.tokenizer.max_vocab_size
         ffns = model.layer_ffns()

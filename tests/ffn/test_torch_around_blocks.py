@@ -386,8 +386,9 @@ def test_a_capacity_is_fixed_in_a_graph_that_leaves_sizes_open(router: str) -> N
     for batch in (2, 3):
         x = tokens(batch, 5)
         wanted, got = block(x), whole(x)
-        assert wanted.routing.dropped_N.any()
-        assert torch.equal(got.routing.dropped_N, wanted.routing.dropped_N)
+        dropped_N = wanted.routings["routing"].dropped_N
+        assert dropped_N.any()
+        assert torch.equal(got.routings["routing"].dropped_N, dropped_N)
         assert_close([got.hidden], [wanted.hidden])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 from experiments import models
 from experiments.models import SMALL, build_empty, build_theirs, compare, config_of, shown_config
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, show
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.interop import block_config, convert_block
 from moe_ffn.interop.block_parts import Block
-from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
+from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK, NO_ROW
+from moe_ffn.interop.blocks import config_width
 from moe_ffn.runs.config import TrainConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -41,24 +43,57 @@ def _quiet() -> None:
 
 # A file that defines one of these has a sparse block, as far as names tell.
 CLASSES = re.compile(r"^class \w*(?:Expert|Router|TopK|MoE|Moe|SparseMLP)\w*\(nn\.", re.MULTILINE)
+CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
+HOLDS_EXPERTS = re.compile(r"\bself\.experts\s*=\s*\w+\(")
 OPTIONS = re.compile(r"\b(?:num_experts|num_local_experts|n_routed_experts|moe_num_experts)\b")
 
 
-def sparse_models() -> list[str]:
-    """The models of the installed transformers whose files speak of experts, without importing them."""
+def sparse_models() -> dict[str, list[str]]:
+    """The models of the installed transformers whose files speak of experts, without importing them.
+
+    Returns:
+        By model, the classes that hold experts: none where they are called something else.
+    """
     spec = find_spec("transformers")
     assert spec is not None
     assert spec.origin is not None
-    found: list[str] = []
+    found: dict[str, list[str]] = {}
     for path in sorted(Path(spec.origin).parent.glob("models/*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
         if CLASSES.search(text) or OPTIONS.search(text):
-            found.append(path.parent.name)
+            _, *parts = CLASS.split(text)
+            bodies = dict(zip(parts[::2], parts[1::2], strict=True))
+            holders = [name for name, body in bodies.items() if HOLDS_EXPERTS.search(body)]
+            found.setdefault(path.parent.name, []).extend(holders)
     return found
 
 
 def test_every_model_whose_file_speaks_of_experts_is_in_the_table() -> None:
     assert {model.split()[0] for model in BLOCKS} | {*NO_BLOCK} == {*sparse_models()}
+
+
+def test_every_class_that_holds_experts_has_a_row() -> None:
+    no_block = {model for model, entry in BLOCKS.items() if isinstance(entry, str)}
+    holders = {
+        name for model, names in sparse_models().items() for name in names if model not in no_block
+    }
+    rows = {entry.class_name for entry in COMPARED.values()}
+    assert holders - rows == {*NO_ROW}
+
+
+def test_a_model_with_a_second_sparse_block_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "models" / "new"
+    folder.mkdir(parents=True)
+    (folder / "modeling_new.py").write_text(
+        "class NewExperts(nn.Module):\n    pass\n\n\n"
+        "class NewText(nn.Module):\n    def __init__(self):\n        self.experts = NewExperts()\n\n\n"
+        "class NewVision(nn.Module):\n    def __init__(self):\n        self.experts = NewExperts()\n"
+    )
+    spec = ModuleSpec("transformers", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setitem(globals(), "find_spec", lambda _: spec)
+    assert sparse_models() == {"new": ["NewText", "NewVision"]}
 
 
 def test_at_least_95_percent_of_the_models_are_exact() -> None:
@@ -77,6 +112,103 @@ def test_output_and_every_gradient_are_theirs(model: str, training: bool) -> Non
     errors = compare(model, training=training)
 
     assert errors.largest < 3e-6, errors
+
+
+OTHER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("axk1", {"norm_topk_prob": False}),
+    ("beam", {"hidden_act": "gelu"}),
+    ("cohere2_moe", {"expert_selection_fn": "softmax", "num_shared_experts": 0}),
+    ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+    ("deepseek_v2", {"topk_method": "greedy"}),
+    ("deepseek_v3", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    ("deepseek_v4", {"scoring_func": "sigmoid"}),
+    ("doge", {"hidden_act": "gelu"}),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
+    ("inkling2", {"scoring_func": "sqrtsoftplus"}),
+    ("kolibri1", {"norm_topk_prob": True}),
+    ("laguna", {"moe_router_logit_softcapping": 0.0}),
+    ("lfm2_moe", {"norm_topk_prob": False, "use_expert_bias": False}),
+    ("longcat_flash", {"zero_expert_num": 0}),
+    ("mistral4", {"norm_topk_prob": False}),
+    ("nemotron_h", {"moe_latent_size": None}),
+    ("nllb_moe", {"normalize_router_prob_before_dropping": True}),
+    ("qwen2_moe", {"norm_topk_prob": True}),
+    ("step3p7", {"swiglu_limits": [0, 0]}),
+]
+"""Other values of the options that a row reads, beside those of its small block."""
+
+
+@pytest.mark.parametrize(
+    ("model", "options"), OTHER_OPTIONS, ids=[f"{m}-{'-'.join(o)}" for m, o in OTHER_OPTIONS]
+)
+def test_other_options_of_theirs_are_read_too(
+    model: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = COMPARED[model]
+    changed = entry.but(small={**entry.small, **options})
+    monkeypatch.setattr(models, "BLOCKS", {model: changed})
+    for training in (False, True) if model in TRAINED else (False,):
+        errors = compare(model, training=training)
+        assert errors.largest < 3e-6, errors
+
+
+class Changed:
+    """A config with other values of some options, of which its own class might allow none."""
+
+    def __init__(self, config: Any, values: dict[str, Any]) -> None:
+        self._config = config
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+SERVED = [
+    (model, option, values)
+    for model, entry in COMPARED.items()
+    for option, values in entry.served.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "values"), SERVED, ids=[f"{m}-{option}" for m, option, _ in SERVED]
+)
+def test_what_no_row_computes_is_refused(model: str, option: str, values: tuple[Any, ...]) -> None:
+    entry = COMPARED[model]
+    config = config_of(model, entry, SMALL | dict(entry.small))
+    block_config(model, config)
+    with pytest.raises(ConfigError) as refused:
+        block_config(model, Changed(config, {option: "another"}))
+    assert str(refused.value) == (
+        f"{entry.class_name}: {option} is 'another', which our model does not compute; served is "
+        + " or ".join(map(show, values))
+    )
+
+
+WORDS = [
+    ("beam", "hidden_act", "hidden_act is 'quick_gelu', which our model does not compute; served "),
+    ("inkling2", "scoring_func", "scoring_func is 'quick_gelu', which our model does not compute"),
+]
+
+
+@pytest.mark.parametrize(("model", "option", "message"), WORDS, ids=[m for m, _, _ in WORDS])
+def test_a_word_of_theirs_that_ours_lacks_is_refused(model: str, option: str, message: str) -> None:
+    _, config = their_block(model)
+    with pytest.raises(ConfigError, match=message):
+        block_config(model, Changed(config, {option: "quick_gelu"}))
+
+
+@pytest.mark.parametrize("model", [model for model in COMPARED if model not in TRAINED])
+def test_a_block_that_is_compared_in_evaluation_alone_is_the_same_in_training(model: str) -> None:
+    theirs, config = their_block(model)
+    x_BSD = torch.randn(2, 6, config_width(config), generator=torch.Generator().manual_seed(0))
+    ids_BS = torch.arange(12).view(2, 6)
+
+    def output(training: bool) -> torch.Tensor:
+        with models.same_noise(), torch.no_grad():
+            return models.call_theirs(theirs.train(training), x_BSD * 1, ids_BS)
+
+    assert torch.equal(output(training=True), output(training=False))
 
 
 @pytest.mark.parametrize("model", COMPARED)
@@ -128,11 +260,27 @@ def test_switch_in_transformers_lets_its_jitter_reach_the_experts(
     monkeypatch.setattr(models, "BLOCKS", published)
     assert compare("switch_transformers", training=True).output > 1e-3
 
+    def paper(block: Any, x_BSD: torch.Tensor) -> torch.Tensor:
+        chosen_BSE, weights_BS1, _ = block.router(x_BSD * 1)  # which it changes
+        chosen_T1E = chosen_BSE.flatten(0, 1)[:, None]
+        y_TD = block.experts(x_BSD.flatten(0, 1), chosen_T1E, weights_BS1.flatten(0, 1))
+        return y_TD.view_as(x_BSD)
+
+    monkeypatch.setitem(models.PAPERS, "switch_transformers", paper)
+    assert compare("switch_transformers", training=True).largest < 3e-6
+
 
 def test_phimoe_in_transformers_adds_its_noise_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     noisy = COMPARED["phimoe"].but(small={"input_jitter_noise": 0.1, "router_jitter_noise": 0.3})
     monkeypatch.setattr(models, "BLOCKS", {"phimoe": noisy})
     assert compare("phimoe", training=True).output > 1e-3
+
+    def published(block: Any, x_BSD: torch.Tensor) -> torch.Tensor:
+        block.router.input_jitter_noise = 0.0
+        return block(x_BSD)
+
+    monkeypatch.setitem(models.PAPERS, "phimoe", published)
+    assert compare("phimoe", training=True).largest < 3e-6
 
 
 def test_axk2_in_transformers_leaves_its_groups_where_scores_are_negative() -> None:

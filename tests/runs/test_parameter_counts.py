@@ -120,6 +120,58 @@ def test_a_layer_that_uses_the_weights_of_another_counts_none() -> None:
     assert model.num_params(9, 3) == sum(parameter.numel() for parameter in decoder.parameters())
 
 
+NO_NUMBERS: dict[str, tuple[str, str, str]] = {
+    "experts": (
+        "return self.rank * (d_model + self.d_ff)",
+        "pass",
+        "model.ffn.experts ('odd.py:AdaptedConfig'): params_per_expert returned None, but has to return a "
+        "number of 0 or more",
+    ),
+    "what they share": (
+        "return 2 * d_model * self.d_ff  # once, however many experts there are",
+        "return 'many'",
+        "model.ffn.experts ('odd.py:AdaptedConfig'): shared_params returned 'many', but has to return a "
+        "number of 0 or more",
+    ),
+    "FLOPs below 0": (
+        "return 2 * self.rank * (d_model + self.d_ff) + 2 * d_model * self.d_ff",
+        "return -5",
+        "model.ffn.experts ('odd.py:AdaptedConfig'): flops_per_pair returned -5, but has to return a number "
+        "of 0 or more",
+    ),
+    "an error": (
+        "return 2 * d_model * self.d_ff  # up x, once for a token",
+        "return d_model * self.dff",
+        "model.ffn.experts ('odd.py:AdaptedConfig') failed: AttributeError: 'AdaptedConfig' object has no "
+        "attribute 'dff' (odd.py, line 29, in shared_flops_per_token)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "broken", "message"), NO_NUMBERS.values(), ids=NO_NUMBERS)
+def test_counts_that_are_no_numbers_are_refused_before_they_are_added_up(
+    line: str, broken: str, message: str, refuse: Callable[..., str]
+) -> None:
+    code = python_with("AdaptedConfig")
+    assert line in code
+    Path("odd.py").write_text(code.replace(line, broken))
+    assert refuse("--model.ffn.experts.type", "odd.py:AdaptedConfig") == message
+
+
+def test_a_block_and_a_norm_of_ones_own_have_to_return_numbers_too(
+    refuse: Callable[..., str],
+) -> None:
+    code = OWN.replace("return self.told", "return None").replace("return 1", "return [1]")
+    Path("none.py").write_text(code)
+    expected = "num_params returned {}, but has to return a number of 0 or more"
+    for flag, name, returned in (
+        ("ffn", "Miscounts", "None"),
+        ("norm", "Norm", "[1]"),
+    ):
+        said = refuse(f"--model.{flag}.type", f"none.py:{name}")
+        assert said == f"model.{flag} ('none.py:{name}'): {expected.format(returned)}"
+
+
 def test_a_run_is_refused_before_anything_is_written(refuse: Callable[..., str]) -> None:
     at_1 = "{1: {type: 'own.py:Miscounts'}}"
     assert refuse("--model.ffn_at", at_1, "--model.num_layers", "2") == (
