@@ -39,8 +39,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
     library = tmp_path_factory.mktemp("tasks") / "tasks.so"
     source = Path(__file__).with_name("tasks.cpp")
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or "clang++"]
-    flags = [flag for flag in build._flags() if flag != "-O3"]
-    command = [*compiler, *flags, f"-I{build.HERE}", source, "-o", library, "-ltorch_cpu", "-lc10"]
+    words = [word for word in build._command(compiler)[0] if word != "-O3"]
+    command = [*words, f"-I{build.HERE}", source, "-o", library, "-ltorch_cpu", "-lc10"]
     subprocess.run(command, check=True)
     torch.ops.load_library(library)
     return torch.ops.moe_ffn_tests.tasks
