@@ -19,11 +19,15 @@ from moe_ffn.data.prepare import prepare
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.config import StudyConfig
+from moe_ffn.torch_modes import is_autocast_on
+from moe_ffn.training.module import LanguageModel
 from tests.helpers.same_run import differences
 from tests.helpers.tiny_runs import Finished, options, run_here
 
 FASTER, SLOWER = [(2.0,), (1.0,)], [(1.0,), (1.0,)]
 """Seconds of steps in 32-true and in bf16-mixed, of which the second is worth a change or not."""
+
+PROBE = torch.empty(0)
 
 timed = room.timed
 
@@ -93,6 +97,41 @@ def test_bfloat16_is_taken_where_the_median_step_is_clearly_faster(
     assert (precision, seen) == (chosen, ["32-true", "bf16-mixed"])
     times = [f"{sorted(seconds)[1] * 1e3:,.1f} ms in" for seconds in (mixed, plain)]
     assert why == f"a step takes {times[0]} bf16-mixed, {times[1]} 32-true"
+
+
+def test_what_is_timed_is_forward_and_backward_pass_in_each_format(
+    tmp_path: Path, say: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    say(SLOWER)
+    steps: list[Step] = []
+    monkeypatch.setattr(room, "timed", lambda given: steps.extend(given) or SLOWER)
+    fastest_precision(config, prepare(config.data))
+    formats: list[str | None] = []
+    forward = LanguageModel.training_step
+
+    def training_step(module: LanguageModel, *batch: Any) -> Any:
+        formats.append(str(torch.get_autocast_dtype("cpu")) if is_autocast_on(PROBE) else None)
+        return forward(module, *batch)
+
+    monkeypatch.setattr(LanguageModel, "training_step", training_step)
+    for step in steps:
+        weights = [weight for weight in step.module.parameters() if weight.requires_grad]
+        step.run()
+        assert all(weight.grad is not None for weight in weights)
+        step.reset()
+        assert all(weight.grad is None for weight in weights)
+    assert formats == [None, "torch.bfloat16"]
+
+
+def test_batches_that_are_accumulated_are_batches_of_the_run(
+    tmp_path: Path, say: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"trainer__max_steps": "20", "trainer__accumulate_grad_batches": "4"}
+    config = config_of(tmp_path, **changes)
+    say(FASTER)
+    monkeypatch.setattr(room, "MAX_SHARE", 0.1)
+    assert fastest_precision(config, prepare(config.data))[0] == "bf16-mixed"
 
 
 def test_a_run_that_was_measured_is_the_one_that_was_not_to_the_bit(
