@@ -44,7 +44,7 @@ def _layer(call: Call) -> tuple[Any, ...]:
         call.weights_N.to(of_sums).contiguous(),
         *(None if parameter is None else parameter.contiguous() for parameter in call.parameters),
         call.token_ids_N.contiguous(),
-        call.offsets_E.int(),
+        call.offsets_E.int().contiguous(),
         call.dropout_NF,
         _CODES["clamped" if clamped is not None else options.activation],
         options.gated,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from torch import Tensor
 from moe_ffn.dispatch import Plan, plan_of_pairs
 from moe_ffn.kernels import native as backend
 from moe_ffn.kernels.base import Backend, ClampedSwiGLU, ExpertWeights
-from moe_ffn.kernels.native import native
+from moe_ffn.kernels.native import NATIVE, native
+from moe_ffn.kernels.own_backward import Gradients, Way, run
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.native.build import why_not
 
@@ -293,6 +295,34 @@ def test_tensors_need_not_be_contiguous(dtype: torch.dtype) -> None:
         torch.autograd.grad(expanded, leaves), torch.autograd.grad(given, leaves), strict=True
     ):
         assert torch.equal(one, other)
+
+
+def test_the_tensors_of_a_plan_need_not_be_contiguous() -> None:
+    case = Case(*SHAPES["tails"], torch.float32, {"gated": True})
+    x_TD, weights_N, up, down, *_ = (leaf.detach() for leaf in case.leaves())
+    plan, weights = case.plan(weights_N), ExpertWeights("silu", up, down, gated=True)
+    names = ("token_ids_N", "weights_N", "offsets_E", "pair_ids_N")
+    spread = {name: getattr(plan, name).repeat_interleave(2)[::2] for name in names}
+    assert not any(tensor.is_contiguous() for tensor in spread.values())
+    assert torch.equal(native(x_TD, replace(plan, **spread), weights), native(x_TD, plan, weights))
+
+
+@pytest.mark.parametrize("frozen", [(), ("x",), ("up",), NAMES[2:]], ids=str)
+def test_what_is_frozen_costs_no_gradient(frozen: tuple[str, ...]) -> None:
+    case = Case(*SHAPES["one token"], torch.float32)
+    leaves = case.leaves()
+    for name, leaf in zip(NAMES, leaves, strict=True):
+        leaf.requires_grad_(name not in frozen)
+    computed: list[set[str]] = []
+
+    def backward(*args: Any) -> Gradients:
+        found = NATIVE.backward(*args)
+        computed.append({name for name, g in zip(NAMES, found, strict=True) if g is not None})
+        return found
+
+    way = Way(NATIVE.forward, backward)
+    case.compute(partial(run, way), leaves).sum().backward()
+    assert computed == [{*NAMES} - {*frozen}]
 
 
 @pytest.mark.usefixtures("_who")
