@@ -45,7 +45,7 @@ def _layer(inputs: Inputs) -> tuple[Any, ...]:
         inputs.weights_N.to(of_sums).contiguous(),
         *(None if parameter is None else parameter.contiguous() for parameter in inputs.parameters),
         inputs.token_ids_N.contiguous(),
-        inputs.offsets_E.int(),
+        inputs.offsets_E.int().contiguous(),
         inputs.dropout_NF,
         _CODES["clamped" if clamped is not None else options.activation],
         options.gated,

@@ -120,6 +120,13 @@ struct Layer {
                 "the plan has a token that is none of the ", T, " of x");
     TORCH_CHECK(up.size(2) == D && down.size(0) == E && down.size(1) == D && H == (gated ? 2 * F : F), "x is ",
                 x.sizes(), ", but the experts' matrices are ", up.sizes(), " and ", down.sizes());
+    const auto check = [](const char* what, const std::optional<Tensor>& given, int64_t rows, int64_t width) {
+      TORCH_CHECK(!given || (given->dim() == 2 && given->size(0) == rows && given->size(1) == width), what,
+                  " is ", given->sizes(), ", where [", rows, ", ", width, "] is needed");
+    };
+    check("the bias of the experts' first matrices", up_bias, E, H);
+    check("the bias of the experts' second matrices", down_bias, E, D);
+    check("the mask of dropped units", dropout, N, F);
     for (int64_t e = 0; e < E; ++e)
       if (load(e)) busy.push_back(e);
   }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from torch import Tensor
 from moe_ffn.dispatch import Plan, plan_of_pairs
 from moe_ffn.kernels import native as backend
 from moe_ffn.kernels.activations import ClampedSwiGLU
+from moe_ffn.kernels.autograd import Gradients, Implementation, run
 from moe_ffn.kernels.base import Backend, ExpertWeights
-from moe_ffn.kernels.native import native
+from moe_ffn.kernels.native import NATIVE, native
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.native.build import why_unavailable
 
@@ -296,6 +298,34 @@ def test_tensors_need_not_be_contiguous(dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
+def test_the_tensors_of_a_plan_need_not_be_contiguous() -> None:
+    case = Case(*SHAPES["tails"], torch.float32, {"gated": True})
+    x_TD, weights_N, up, down, *_ = (leaf.detach() for leaf in case.leaves())
+    plan, weights = case.plan(weights_N), ExpertWeights("silu", up, down, gated=True)
+    names = ("token_ids_N", "weights_N", "offsets_E", "pair_ids_N")
+    spread = {name: getattr(plan, name).repeat_interleave(2)[::2] for name in names}
+    assert not any(tensor.is_contiguous() for tensor in spread.values())
+    assert torch.equal(native(x_TD, replace(plan, **spread), weights), native(x_TD, plan, weights))
+
+
+@pytest.mark.parametrize("frozen", [(), ("x",), ("up",), NAMES[2:]], ids=str)
+def test_what_is_frozen_costs_no_gradient(frozen: tuple[str, ...]) -> None:
+    case = Case(*SHAPES["one token"], torch.float32)
+    leaves = case.leaves()
+    for name, leaf in zip(NAMES, leaves, strict=True):
+        leaf.requires_grad_(name not in frozen)
+    computed: list[set[str]] = []
+
+    def backward(*args: Any) -> Gradients:
+        found = NATIVE.backward(*args)
+        computed.append({name for name, g in zip(NAMES, found, strict=True) if g is not None})
+        return found
+
+    implementation = Implementation(NATIVE.forward, backward)
+    case.compute(partial(run, implementation), leaves).sum().backward()
+    assert computed == [{*NAMES} - {*frozen}]
+
+
 @pytest.mark.usefixtures("_who")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_frozen_changes_no_other_gradient(dtype: torch.dtype) -> None:
@@ -363,5 +393,11 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     refused(grow, offsets_E=torch.tensor([-1, 0, 3]).int())
     refused(grow, offsets_E=torch.tensor([2, 1, 3]).int())
     refused(grow, offsets_E=torch.tensor([1, 1, 3]).int(), token_ids_N=plan.token_ids_N[:2])
+    for bias in ("up_bias_EH", "down_bias_ED"):
+        height = 65 if bias == "up_bias_EH" else 64
+        for shape in ((1, height), (3, height - 1), (height,)):
+            wrong = replace(weights, **{bias: torch.zeros(shape)})
+            with pytest.raises(RuntimeError, match=rf"where \[3, {height}\] is needed"):
+                native(x_TD, plan, wrong)
     sizes = r"x is \[1, 63\], but the experts' matrices are \[3, 65, 64\] and \[3, 64, 65\]"
     refused(sizes, x_TD[:, 1:])
