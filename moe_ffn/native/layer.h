@@ -126,7 +126,8 @@ struct Layer {
     };
     check("the bias of the experts' first matrices", up_bias, E, H);
     check("the bias of the experts' second matrices", down_bias, E, D);
-    check("the mask of dropped units", dropout, N, F);
+    // It may go on for the pairs that are not computed.
+    if (dropout) check("the mask of dropped units", dropout, std::max(N, dropout->size(0)), F);
     for (int64_t e = 0; e < E; ++e)
       if (load(e)) busy.push_back(e);
   }
