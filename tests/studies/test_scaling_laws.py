@@ -80,6 +80,7 @@ def test_published_parameters_are_found_again_without_noise(name: str) -> None:
             assert found.parameters[parameter].value == pytest.approx(true[parameter], rel=0.03)
 
 
+@pytest.mark.slow
 def test_95_percent_intervals_hold_the_truth_about_as_often() -> None:
     """Of an exponent and of a prediction, over twenty noisy studies."""
     sizes = grid(C=np.geomspace(1e12, 1e15, 12).tolist())
