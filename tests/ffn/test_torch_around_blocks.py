@@ -377,7 +377,7 @@ def test_all_that_a_block_returns_is_exported_saved_and_loaded(name: str) -> Non
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_capacity_is_fixed_in_a_graph_that_leaves_sizes_open() -> None:
-    """`dynamic=True` leaves floats open too, of which there is no exact share: the factor, and a router's k."""
+    """`dynamic=True` leaves floats open too, which have no exact share: the factor, and the k of a router."""
     torch.compiler.reset()
     torch.manual_seed(0)
     block = build_ffn(moe(router={"type": "relu", "k": 2}, capacity={"factor": 0.3}), D_MODEL)
