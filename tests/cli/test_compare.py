@@ -109,7 +109,9 @@ def test_the_tables_are_written_too(program: Program, study: Path, tmp_path: Pat
     again = program(str(study), *outputs)
     assert again[0] == 0
     written = "".join(f"written: {path}\n" for path in (markdown, data, results))
-    assert program(str(results))[1] + written == again[1]
+    from_results = program(str(results))
+    assert from_results[1] + written == again[1]
+    assert program(str(results / "results.jsonl")) == from_results
 
 
 def test_committed_results_and_runs_are_one_comparison(
