@@ -2,7 +2,7 @@
 
     moe-ffn compare runs/gating                  the runs of a study, or of any folder
     moe-ffn compare runs/a runs/b                runs, grouped into arms by their options
-    moe-ffn compare docs/studies/gating          committed results
+    moe-ffn compare docs/studies/gating          a committed table of results
     moe-ffn compare runs/gating docs/studies/gating --html gating.html
 
 Nothing is trained; that is moe-ffn sweep. Runs that are not finished, or damaged, are listed and left out,
@@ -71,7 +71,7 @@ def _parser() -> Parser:
         type=Path,
         nargs="+",
         metavar="FOLDER",
-        help="folder of a run, folder that holds runs or results of runs, or file of a result",
+        help="folder of a run, folder that holds runs or results.jsonl, or such a file",
     )
     parser.add_argument(
         "--baseline",
@@ -88,7 +88,7 @@ def _parser() -> Parser:
         "--json-dir",
         type=Path,
         metavar="DIR",
-        help="write the result of each run there, to be committed: less than 30 kB each",
+        help="put the results into results.jsonl there, to be committed: a line for each run",
     )
     return parser
 

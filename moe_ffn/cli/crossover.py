@@ -32,14 +32,10 @@ def main(argv: Sequence[str]) -> int:
         type=Path,
         metavar="RUN",
         required=True,
-        help="the run that trained the model which others begin with: its folder, or its result (JSON)",
+        help="folder of the run that trained the model which others begin with",
     )
     given = parser.parse_args(argv)
-    base = (
-        RunResult.read(given.base)
-        if given.base.is_file()
-        else RunResult.of_run(read_run(given.base))
-    )
+    base = RunResult.of_run(read_run(given.base))
     found = gather(given.paths)
     if not any(result.option("init_from") for result in found.results):
         raise ConfigError(

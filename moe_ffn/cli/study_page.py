@@ -3,8 +3,9 @@
     moe-ffn study_page configs/studies/gating.yaml --runs runs/gating
     moe-ffn study_page configs/studies/*.yaml
 
-The results of the runs, one small JSON each, are put into docs/studies/NAME/. The page, docs/studies/NAME.md,
-is made of all that lie there and of the words in the study's file; it can be made again without the runs.
+The result of each run becomes a line of docs/studies/NAME/results.jsonl. The page, docs/studies/NAME.md, is
+made of this table and of the words in the study's file; it can be made again without the runs. All figures
+are drawn into docs/studies/NAME/; the page shows those that the study's file lists as `figures`.
 docs/studies/README.md, the table of all studies, gets its row. With --output all of this is elsewhere.
 """
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         "--runs",
         type=Path,
         metavar="FOLDER",
-        help="put the results of the finished runs in this folder beside the page first",
+        help="put the results of the finished runs in this folder into the table first",
     )
     parser.add_argument(
         "--output",
@@ -84,7 +85,7 @@ def require_planned(study: StudyConfig, file: Path, found: Gathered) -> None:
 
 
 def keep(runs: Path, study: StudyConfig, file: Path, folder: Path) -> None:
-    """Put the results of the finished runs of a study into `folder`, in the place of older ones.
+    """Put the results of the finished runs of a study into the table in `folder`, in the place of older ones.
 
     Raises:
         ConfigError: none is of the study, or one has other options than it plans; nothing is written then.

@@ -46,19 +46,18 @@ def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> 
         if gaps(lines[one], lines[other])
     ]
     head = "arm|beside|at or below it from|by seeds alone|difference at the fewest|and at the most FLOPs"
-    return "\n\n".join(
-        [
-            f"The model that runs began with (`init_from`) had taken {compact(study.initial_flops)} FLOPs; "
-            "here they are counted. Above, each run's own training is compared alone.",
-            image("all-flops", figures.against(drawn, "FLOPs of all training"), title),
-            markdown_table(["arm", "FLOPs of all training", "loss"], losses),
-            markdown_table(head.split("|"), crossings, num_texts=2),
-            "Between points the loss is a line in log FLOPs. Differences: of the loss, at the fewest and at "
-            "the most FLOPs that both arms have, paired by seed, with the 95 % interval (Student's t); "
-            "beyond those nothing was measured. All seeds began with one model, so that the scatter is that "
-            "of the second training alone.",
-        ]
-    )
+    parts = [
+        f"The model that runs began with (`init_from`) had taken {compact(study.initial_flops)} FLOPs; "
+        "here they are counted. Above, each run's own training is compared alone.",
+        image("all-flops", figures.against(drawn, "FLOPs of all training"), title),
+        markdown_table(["arm", "FLOPs of all training", "loss"], losses),
+        markdown_table(head.split("|"), crossings, num_texts=2),
+        "Between points the loss is a line in log FLOPs. Differences: of the loss, at the fewest and at the "
+        "most FLOPs that both arms have, paired by seed, with the 95 % interval (Student's t); beyond those "
+        "nothing was measured. All seeds began with one model, so that the scatter is that of the second "
+        "training alone.",
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
 def _crossing(lines: Lines, seeds: Sequence[Lines], one: str, other: str) -> list[str]:

@@ -30,7 +30,7 @@ from moe_ffn.studies.leverage import LEVERAGE_LIMITS, leverage
 from moe_ffn.studies.scaling_laws import CLARK, GRANULARITY, Fit, Law, fit, power_law
 
 Image = Callable[[str, str, str], str]
-"""Name, SVG and alternative text of a figure -> the figure in Markdown."""
+"""Name, SVG and alternative text of a figure -> the figure in Markdown; empty where it is not shown."""
 
 
 def _isoflop(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
@@ -65,13 +65,12 @@ def _isoflop(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
             notes.append(f"{line}: the best size grows as FLOPs to the power {k}. {found.limits}")
         else:
             notes.append(f"{line}: {found.limits}")
+    picture = ""
     if groups:
         svg = figures.panels(groups, axis_name(axis))
         picture = image("isoflop", svg, f"Final loss over {axis_name(axis)} at each budget")
-    else:
-        picture = ""
     head = ["line", "training FLOPs", f"best {axis_name(axis)}", "why none"]
-    return "\n\n".join(part for part in (picture, markdown_table(head, rows), *notes) if part)
+    return "\n\n".join(filter(None, [picture, markdown_table(head, rows), *notes]))
 
 
 def _clark(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
@@ -124,7 +123,7 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
         note = "At one size and one number of tokens Krajewski's form is this one in G alone."
         variables = {"G": variables["G"]}
     parts.append(_fitted(variables, [loss_of(run) for run in runs], law, note))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
@@ -165,11 +164,11 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
         rows.append([arm.name, dense.name, *cells])
     if not rows:
         return f"No arm beside those of {line}."
-    parts: list[str] = []
+    picture = ""
     lines = [Line(n, points, k) for k, (n, points) in enumerate(drawn.items()) if len(points) > 1]
     if lines:
         svg = figures.against(lines, AXIS_NAMES["expansion"], y_label="leverage")
-        parts.append(image("leverage", svg, "Efficiency leverage over the number of experts"))
+        picture = image("leverage", svg, "Efficiency leverage over the number of experts")
     head = ["arm", "beside", "within the runs", *(["by final losses"] if whole else [])]
     note = (
         "C_dense / C_arm: training FLOPs that the dense model takes over those of the arm, at the same loss "
@@ -181,7 +180,8 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
             f" By final losses: beside those of all arms of {line}, between which the FLOPs are read; a "
             "dash where the arm's loss lies beyond them."
         )
-    return "\n\n".join([*parts, markdown_table(head, rows, num_texts=2), note, LEVERAGE_LIMITS])
+    table = markdown_table(head, rows, num_texts=2)
+    return "\n\n".join(filter(None, [picture, table, note, LEVERAGE_LIMITS]))
 
 
 def _fitted(

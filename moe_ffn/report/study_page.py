@@ -34,7 +34,7 @@ from moe_ffn.runs.folder import explaining
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import block_of
-from moe_ffn.studies.result import RunResult
+from moe_ffn.studies.result import RESULTS_FILE, RunResult
 from moe_ffn.studies.statistics import detectable_difference
 
 SUMMARY_FILE = "README.md"
@@ -52,6 +52,8 @@ class StudyPage:
     """The files of a study's page."""
 
     name: str
+    shown: Sequence[str]
+    """Files of the figures that the page shows."""
     markdown: str = ""
     figures: dict[str, str] = field(default_factory=dict)
     """Name of a file in the study's folder -> SVG."""
@@ -59,9 +61,10 @@ class StudyPage:
     """Its row in the table of all studies."""
 
     def image(self, name: str, svg: str, alt: str) -> str:
-        """Its figure in Markdown; it is written beside the page."""
-        self.figures[f"{name}.svg"] = svg
-        return f"![{alt}]({self.name}/{name}.svg)"
+        """A figure in Markdown; empty where the page does not show it. It is written either way."""
+        file = f"{name}.svg"
+        self.figures[file] = svg
+        return f"![{alt}]({self.name}/{file})" if file in self.shown else ""
 
     def write(self, folder: Path) -> list[Path]:
         """Write `NAME.md` and `NAME/*.svg`, and its row of the table of all studies; returns page and table.
@@ -75,9 +78,6 @@ class StudyPage:
             (folder / self.name).mkdir(parents=True, exist_ok=True)
             for name, svg in self.figures.items():
                 write_whole(folder / self.name / name, svg)
-            for old in (folder / self.name).glob("*.svg"):
-                if old.name not in self.figures:
-                    old.unlink()
             write_whole(page, self.markdown)
             before = read_text(table) if table.is_file() else ""
             write_whole(table, with_row(before, self.summary))
@@ -97,7 +97,8 @@ def study_page(
         file: path of the study's file, for the commands on the page.
 
     Raises:
-        ConfigError: none of them is of an arm of the study, or they do not compare.
+        ConfigError: none of them is of an arm of the study, they do not compare, or the study shows a figure
+            that is not drawn.
     """
     names = study.arm_names
     ours = [result for result in results if result.main_arm in names]
@@ -110,7 +111,7 @@ def study_page(
     comparison = Comparison.of(ours, baseline=baseline, arms=names, step_seconds=step_seconds)
     arms = comparison.arms
     fitted = without_seeds(arms)
-    page = StudyPage(study.name)
+    page = StudyPage(study.name, study.figures)
     sections = {
         "": _head(study),
         "Design": _design(comparison),
@@ -123,8 +124,12 @@ def study_page(
         },
         "What would change our mind": study.would_change_our_mind.strip(),
         "What this does not show": _limits(arms),
-        "How it was made": _machine(study, ours, file or f"configs/studies/{study.name}.yaml"),
+        "How it was made": _machine(page, ours, file or f"configs/studies/{study.name}.yaml"),
     }
+    if absent := set(study.figures) - page.figures.keys():
+        raise ConfigError(
+            f"figures: {min(absent)} is not drawn; there are {', '.join(page.figures)}"
+        )
     page.markdown = "\n\n".join(
         f"## {title}\n\n{text}" if title else text for title, text in sections.items() if text
     )
@@ -253,7 +258,7 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> str:
     if lines := curves_of(arms, by):
         svg = figures.curves(lines, label)
         parts.append(page.image("curves", svg, f"Validation loss over {label}"))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def _detectable(losses: Sequence[float]) -> str:
@@ -290,7 +295,7 @@ def _tuning(page: StudyPage, comparison: Comparison) -> str:
                 svg = figures.against(lines, tuning.option)
                 parts.append(page.image(name, svg, f"Final loss by {tuning.option}"))
         parts.append(markdown(table))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def _limits(arms: Sequence[Arm]) -> str:
@@ -304,7 +309,7 @@ def _limits(arms: Sequence[Arm]) -> str:
     )
 
 
-def _machine(study: StudyConfig, runs: Sequence[RunResult], file: str) -> str:
+def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> str:
     facts = {
         "processor": "processor",
         "num_cpus": "cores",
@@ -329,7 +334,7 @@ def _machine(study: StudyConfig, runs: Sequence[RunResult], file: str) -> str:
         rows.append(["training", f"{_hours(sum(filter(None, seconds)))} of all runs"])
     commands = (
         f"```bash\npython -m experiments.sweep --config {file}\n"
-        f"python -m experiments.study_page {file} --runs runs/{study.name}\n```"
+        f"python -m experiments.study_page {file} --runs runs/{page.name}\n```"
     )
     before = (
         "The commands that make what runs begin with (`init_from`) come first; they are in the study's "
@@ -337,8 +342,10 @@ def _machine(study: StudyConfig, runs: Sequence[RunResult], file: str) -> str:
         if any(run.option("init_from") for run in runs)
         else ""
     )
+    table = f"{page.name}/{RESULTS_FILE}"
     results = (
-        f"The result of each run is in [{study.name}/]({study.name}/): config, budget, curves."
+        f"Each run is a line of [{table}]({table}): config, budget, curves. Without `--runs` the second "
+        f"command makes this page from it, and draws into `{page.name}/`: {', '.join(page.figures)}."
     )
     return f"{commands}\n\n{before}{markdown_table(['', ''], rows)}\n\n{results}"
 
@@ -357,8 +364,8 @@ def _range(values: Iterable[int]) -> str:
 
 HEAD = "| study | question | published | found here |\n|---|---|---|---|\n"
 TITLE = (
-    "# Studies\n\nEach is a file in `configs/studies/`, run as its page says; what every run measured stands "
-    "beside its page.\n\n"
+    "# Studies\n\nEach is a file in `configs/studies/`, run as its page says; what every run measured is a "
+    "line of `NAME/results.jsonl`.\n\n"
 )
 
 

@@ -90,6 +90,8 @@ class StudyConfig(Config, frozen=True):
     numeric option of the grid."""
     fit: Annotated[list[FitName], BeforeValidator(_one_is_a_list)] = Field(default=[])
     """Fits that the page shows: see docs/studies.md."""
+    figures: list[str] = Field(default=[])
+    """Figures that the page shows, such as losses.svg; all are drawn into the folder of the results."""
     base: str | None = None
     """Config file with options of all runs, relative to the study's file; it becomes a part of `config`."""
     config: Annotated[Options, BeforeValidator(_null_is_empty)] = Field(default={})

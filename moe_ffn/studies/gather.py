@@ -1,8 +1,7 @@
-"""The results that a comparison is made of: from folders of runs, of studies, and of committed results."""
+"""The results that a comparison is made of: from folders of runs, of studies, and tables of results."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from moe_ffn.runs.reader import read_run
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.config import STUDY_FILE, StudyConfig
 from moe_ffn.studies.differences import few_words, identity
-from moe_ffn.studies.result import ROW_KEYS, RunResult, arm_of
+from moe_ffn.studies.result import RESULTS_FILE, ROW_KEYS, RunResult, add_results, lines_of, natural
 
 TIMING_FILE = "timing.json"
 """In the folder of a study: arm -> seconds of a step, measured while the machine did nothing else."""
@@ -37,9 +36,9 @@ class Gathered:
     left_out: Mapping[Path, str] = field(default_factory=dict)
     """Run that is not compared -> why, a sentence."""
     arms: Mapping[Path, str] = field(default_factory=dict)
-    """Run, or file of a result, that is compared -> the arm that it is of."""
+    """Run, or line of a table, that is compared -> the arm that it is of."""
     folders: Mapping[str, Path] = field(default_factory=dict)
-    """Name of a result -> its run, or its file."""
+    """Name of a result -> its run, or its line of a table."""
     study: StudyConfig | None = None
     """The study, where all are of one."""
     baselines: Sequence[str] = ()
@@ -89,19 +88,18 @@ class Gathered:
             )
 
     def write(self, folder: Path, where: str = "") -> None:
-        """Write what is committed to `folder`: the result of each run, the study, the timing.
+        """Put what is committed into `folder`: the results in its table, the study, the timing.
 
         Args:
             where: the option that names the folder.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: it cannot be written, or has a table that is damaged.
         """
         problem = f"{where}: '{folder}' cannot be written".removeprefix(": ")
         with explaining(problem, "choose another folder"):
             make_folder(folder)
-            for result in self.results:
-                result.write(folder)
+            add_results(folder, self.results)
             if self.study is not None:
                 write_whole(folder / STUDY_FILE, to_yaml(_without_places(self.study)))
             for path in self.timing_files:
@@ -132,7 +130,7 @@ def gather(
     """Read every run, and every committed result, each once.
 
     Args:
-        paths: folders of runs, folders that hold runs or results, files of results.
+        paths: folders of runs, folders that hold runs or a table of results, tables.
         on_progress: called with how many are read, and how many there are.
 
     Raises:
@@ -271,11 +269,12 @@ def _unfit(result: RunResult, path: Path) -> str:
 
 @dataclass(frozen=True)
 class _Source:
-    """A run, or a result, that is to be read."""
+    """A run, or a line of a table, that is to be read."""
 
     path: Path
     study: StudyConfig | None = None
     """The study it is of."""
+    line: bytes | None = None
 
     @property
     def folder(self) -> Path:
@@ -283,45 +282,40 @@ class _Source:
         return self.path.resolve().parent
 
     def read(self) -> RunResult:
-        if self.path.is_file():
-            return RunResult.read(self.path)
-        run = read_run(self.path, keys=ROW_KEYS)
-        arm = arm_of(run)
-        return RunResult.of_run(run, arm, *(self._tuned.get(arm) or (arm, {})))
-
-    @property
-    def _tuned(self) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
-        return self.study.tuned_arms if self.study else {}
+        if self.line is not None:
+            return RunResult.of_line(self.line, self.path)
+        return RunResult.of_run(read_run(self.path, keys=ROW_KEYS), self.study)
 
 
 def _sources(path: Path) -> Iterator[_Source]:
-    """The run or result at `path`, or all that it holds.
+    """The run at `path`, or all runs and lines of a table that it holds.
 
     Raises:
         ConfigError: there are none.
     """
-    if path.is_file():
-        yield _Source(path, None)
-        return
-    if not path.is_dir():
-        raise ConfigError(
-            f"'{path}' does not exist; give the folder of a run, or one that holds runs"
-        )
     if is_run(path):
         yield _Source(path, _study_of(path.resolve().parent))
         return
-    with reading(path):
-        entries = sorted(path.iterdir(), key=lambda entry: _in_order(entry.name))
-    study = _study_of(path)
-    found = [entry for entry in entries if is_run(entry)]
-    # Of a study's folder `timing.json` is no result.
-    found += [e for e in entries if e.suffix == ".json" and e.is_file() and e.name != TIMING_FILE]
+    if path.is_file():
+        table, runs = path, []
+    elif path.is_dir():
+        table = path / RESULTS_FILE
+        with reading(path):
+            runs = sorted(filter(is_run, path.iterdir()), key=lambda run: natural(run.name))
+    else:
+        raise ConfigError(
+            f"'{path}' does not exist; give the folder of a run, or one that holds runs"
+        )
+    study = _study_of(table.parent)
+    found = [_Source(run, study) for run in runs]
+    if table.is_file():
+        found += [_Source(place, study, line) for place, line in lines_of(table)]
     if not found:
         raise ConfigError(
-            f"'{path}' holds no runs and no results of runs; give the folder of a run, such as "
+            f"'{path}' holds no runs and no {RESULTS_FILE}; give the folder of a run, such as "
             "runs/my-run, or one that holds runs"
         )
-    yield from (_Source(entry, study) for entry in found)
+    yield from found
 
 
 def _study_of(folder: Path) -> StudyConfig | None:
@@ -332,8 +326,3 @@ def _study_of(folder: Path) -> StudyConfig | None:
     """
     path = folder / STUDY_FILE
     return StudyConfig.read(path) if path.is_file() else None
-
-
-def _in_order(name: str) -> list[tuple[int, str]]:
-    """`seed2` before `seed10`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

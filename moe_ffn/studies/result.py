@@ -1,4 +1,4 @@
-"""What one run measured, as a small value: what is compared, fitted and committed beside a study."""
+"""The result of one run as a small value, and tables of results, which a study commits: one line each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ffn.errors import ConfigError, explain
-from moe_ffn.files import read_text, write_whole
+from moe_ffn.files import read_bytes, read_text, write_whole
 from moe_ffn.model.decoder import is_inner
 from moe_ffn.option_tree import flatten
 from moe_ffn.runs.folder import CONFIG_FILE, SUMMARY_FILE, TOKENIZER_FILE, reading
@@ -24,11 +24,15 @@ from moe_ffn.runs.reader import Run
 from moe_ffn.runs.record import tokenizer_sha256
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies.budget import Budget, Cost
+from moe_ffn.studies.config import StudyConfig
 from moe_ffn.training.monitoring.json_lines import (
     STEP_SECONDS,
     TRAIN_SECONDS,
     VALIDATION_LOSS,
 )
+
+RESULTS_FILE = "results.jsonl"
+"""Results of the runs of a study, one line each, in the order of their names."""
 
 MAX_POINTS = 200
 """Of a curve; neighbouring rows are one where there are more."""
@@ -93,7 +97,7 @@ class RunResult(_Value):
     """One run: what it was, what it cost, and what came of it."""
 
     arm: str
-    """Which block, or which options: runs of one arm differ in their seeds."""
+    """The name of its folder without `-seedN`: runs of one arm differ in their seeds alone."""
     seed: int
     main_arm: str
     """The arm without the values of its tuning."""
@@ -126,23 +130,14 @@ class RunResult(_Value):
         return value
 
     @classmethod
-    def of_run(
-        cls,
-        run: Run,
-        arm: str | None = None,
-        main_arm: str | None = None,
-        tuning: Mapping[str, Any] | None = None,
-    ) -> Self:
+    def of_run(cls, run: Run, study: StudyConfig | None = None) -> Self:
         """What the files of a run say, finished or not; what they lack is null.
-
-        Args:
-            arm: by default the name of its folder without `-seedN`.
-            main_arm, tuning: of a run of tuning, see their fields.
 
         Raises:
             ConfigError: they do not say its budget.
         """
-        arm = arm or arm_of(run)
+        arm = _SEED.sub("", run.folder.resolve().name)
+        main_arm, tuning = (study and study.tuned_arms.get(arm)) or (arm, {})
         summary, facts = run.summary, run.facts
         step, tokens_per_step = run.step or 0, _tokens_per_step(run)
         seconds = run.series(TRAIN_SECONDS)
@@ -158,9 +153,9 @@ class RunResult(_Value):
         loads = [values.get("load") or [] for values in run.validated.values()]
         return cls(
             arm=arm,
-            main_arm=main_arm or arm,
+            main_arm=main_arm,
             seed=run.options["seed"],
-            tuning=dict(tuning or {}),
+            tuning=dict(tuning),
             config=_kept_options(run.options),
             budget=_budget(run, step * tokens_per_step),
             train=_curve(run.series(TRAIN_LOSS), seconds, tokens_per_step, is_mean=True),
@@ -198,33 +193,42 @@ class RunResult(_Value):
         )
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """A result that was written before.
-
-        Raises:
-            ConfigError: the file cannot be read, or is no such result.
-        """
-        with reading(path):
-            text = read_text(path, errors="replace")
+    def of_line(cls, line: bytes, place: Path) -> Self:
+        """The result in a line of a table; ConfigError, which names its place, where it is none."""
         try:
-            return cls.model_validate_json(text)
+            return cls.model_validate_json(line)
         except ValidationError as error:
-            raise ConfigError(f"'{path}' is no result of a run: {explain(error)[0]}") from error
+            raise ConfigError(f"'{place}' is no result of a run: {explain(error)[0]}") from error
 
-    def to_json(self) -> str:
-        """Under 30 kB, one key a line but for lists; the same run gives the same text."""
-        return _json(self.model_dump(mode="json")) + "\n"
-
-    def write(self, folder: Path) -> Path:
-        """Write it to `folder` under its name; OSError where that cannot be done."""
-        path = folder / f"{self.name.replace('/', '_')}.json"
-        write_whole(path, self.to_json())
-        return path
+    def to_line(self) -> str:
+        """One line of JSON under 30 kB; the same run gives the same text."""
+        return json.dumps(self.model_dump(mode="json"), separators=(",", ":")) + "\n"
 
 
-def arm_of(run: Run) -> str:
-    """The name of its folder without `-seedN`."""
-    return _SEED.sub("", run.folder.resolve().name)
+def lines_of(table: Path) -> Iterator[tuple[Path, bytes]]:
+    """Place of each line of a table, `results.jsonl:3`, and the line; ConfigError where it cannot be read."""
+    with reading(table):
+        lines = read_bytes(table).splitlines()
+    return ((Path(f"{table}:{number}"), line) for number, line in enumerate(lines, 1))
+
+
+def add_results(folder: Path, results: Iterable[RunResult]) -> None:
+    """Put results into the table of a folder, each in the place of an older one of its arm and seed.
+
+    Raises:
+        ConfigError: the table that is there is damaged; it stays as it is.
+        OSError: it cannot be written.
+    """
+    table = folder / RESULTS_FILE
+    older = lines_of(table) if table.exists() else ()
+    by_name = {r.name: r for r in (RunResult.of_line(line, place) for place, line in older)}
+    by_name |= {result.name: result for result in results}
+    write_whole(table, "".join(by_name[name].to_line() for name in sorted(by_name, key=natural)))
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """The key of the order in which `seed2` comes before `seed10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _kept_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,15 +257,6 @@ def _budget(run: Run, tokens: int) -> Budget:
     if None not in (*model, *ffn):
         return Budget(Cost(*model), Cost(*ffn), tokens)  # pyright: ignore[reportArgumentType]
     return replace(Budget.of(run.config), tokens=tokens)
-
-
-def _json(value: Any, indent: str = "") -> str:
-    """Indented JSON with each list on one line, so that a diff shows what changed and a file stays small."""
-    if not isinstance(value, dict) or not value:
-        return json.dumps(value)
-    inner = indent + " "
-    lines = [f"{inner}{json.dumps(key)}: {_json(item, inner)}" for key, item in value.items()]
-    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
 def _curve(

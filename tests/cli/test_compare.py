@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.studies.result import RunResult
 from tests.helpers.arms import change, write_arm
 from tests.helpers.tiny_runs import Finished, run_here
 
@@ -99,17 +99,19 @@ def test_the_tables_are_written_too(program: Program, study: Path, tmp_path: Pat
     assert float(rows[1]["difference"]) == pytest.approx(-0.1)
     assert float(rows[1]["difference_high"]) < 0
     assert rows[0]["difference"] == ""
-    names = sorted(path.name for path in results.iterdir())
-    assert names == [
-        *(f"{arm}-seed{n}.json" for arm in ("dense", "moe") for n in range(3)),
-        "study.yaml",
+    assert sorted(path.name for path in results.iterdir()) == ["results.jsonl", "study.yaml"]
+    table = [json.loads(line) for line in (results / "results.jsonl").read_text().splitlines()]
+    assert [(run["arm"], run["seed"], run["outcome"]["validation_loss"]) for run in table] == [
+        *(("dense", seed, loss) for seed, loss in enumerate((2.0, 2.1, 2.2))),
+        *(("moe", seed, loss) for seed, loss in enumerate((1.9, 2.01, 2.09))),
     ]
-    assert all(path.stat().st_size < 30_000 for path in results.iterdir())
     # Again over what it wrote itself; and from the results alone the same.
     again = program(str(study), *outputs)
     assert again[0] == 0
     written = "".join(f"written: {path}\n" for path in (markdown, data, results))
-    assert program(str(results))[1] + written == again[1]
+    from_results = program(str(results))
+    assert from_results[1] + written == again[1]
+    assert program(str(results / "results.jsonl")) == from_results
 
 
 def test_committed_results_and_runs_are_one_comparison(
@@ -159,7 +161,7 @@ def test_runs_that_are_not_finished_are_left_out_by_name(program: Program, study
         (lambda folder: ["nowhere"], "'nowhere' does not exist; give the folder of a run, or one that"),
         (
             lambda folder: [(folder / "empty").mkdir() or str(folder / "empty")],
-            "'{}/empty' holds no runs and no results of runs; give the folder of a run, such as runs/my-run",
+            "'{}/empty' holds no runs and no results.jsonl; give the folder of a run, such as runs/my-run",
         ),
         (
             lambda folder: [str(folder), "--baseline", "dens"],
@@ -221,16 +223,6 @@ def test_equal_names_of_different_arms_get_their_folder(program: Program, study:
 
     assert code == 0
     assert {"gating/moe", "wide/moe"} <= set(out.split())
-
-
-def test_a_result_is_small_and_reads_back_as_it_was(study: Path, program: Program) -> None:
-    folder = study.parent / "results"
-    program(str(study), "--json-dir", str(folder))
-
-    path = folder / "moe-seed1.json"
-    result = RunResult.read(path)
-    assert result.to_json() == path.read_text()
-    assert (result.arm, result.seed, result.outcome.validation_loss) == ("moe", 1, 2.01)
 
 
 def test_names_do_nothing_in_markdown_and_on_the_screen(program: Program, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_ffn.studies.result import add_results
 from tests.helpers.results import make_result
 from tests.helpers.tiny_runs import Finished, ForkedTraining, run_here
 
@@ -29,6 +31,15 @@ def page(tmp_path: Path) -> Callable[..., Finished]:
     """The program; which.yaml in the current folder is a study."""
     (tmp_path / "which.yaml").write_text(STUDY, encoding="utf-8")
     return lambda *argv: run_here(*argv, program="experiments.study_page")
+
+
+DENSE = {"model.ffn": {"type": "dense", "d_ff": 32}}
+
+
+def names(folder: Path) -> list[str]:
+    """The runs in the table of a folder."""
+    lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    return [f"{run['arm']}-seed{run['seed']}" for run in map(json.loads, lines)]
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -59,12 +70,12 @@ def test_a_trained_sweep_has_a_page_that_can_be_made_again_without_its_runs(
     assert text.startswith("# Which?\n")
     assert "moe: no difference from dense seen" in text or "moe is" in text
     assert "| dense | 2 |" in text
-    assert {path.name for path in (studies / "which").glob("*-seed*.json")} == {
-        f"{arm}-seed{seed}.json" for arm in ("dense", "moe") for seed in (0, 1)
+    assert {path.name for path in (studies / "which").iterdir()} == {
+        *("results.jsonl", "study.yaml", "losses.svg", "curves.svg")
     }
-    for path in (studies / "which").glob("*.json"):
-        assert path.stat().st_size < 30_000
-        assert str(tmp_path) not in path.read_text(encoding="utf-8").replace("corpus", "")
+    assert names(studies / "which") == ["dense-seed0", "dense-seed1", "moe-seed0", "moe-seed1"]
+    table = (studies / "which" / "results.jsonl").read_text(encoding="utf-8")
+    assert str(tmp_path) not in table.replace("corpus", "")
     copied = (studies / "which" / "study.yaml").read_text(encoding="utf-8")
     assert "output_dir" not in copied.partition("overrides")[2], "of this machine"
     assert re.search(r"^\| date \| 20\d\d-\d\d-\d\d \|$", text, flags=re.MULTILINE)
@@ -86,17 +97,18 @@ def test_a_seed_that_somebody_adds_is_on_the_page(
     blocks["moe"] |= {"router": {"type": "top_k", "k": 1}}
     for seed in (0, 1):
         for arm, block in blocks.items():
-            make_result(arm, seed, 2 + seed / 10, options={"model.ffn": block}).write(folder)
+            loss = 2 + seed / 10
+            add_results(folder, [make_result(arm, seed, loss, options={"model.ffn": block})])
     assert page("which.yaml", "--output", "pages").code == 0
     assert "| moe | 2 |" in (tmp_path / "pages" / "which.md").read_text(encoding="utf-8")
 
     for arm, block in blocks.items():
-        make_result(arm, 2, 2.5, options={"model.ffn": block}).write(folder)
+        add_results(folder, [make_result(arm, 2, 2.5, options={"model.ffn": block})])
     assert page("which.yaml", "--output", "pages").code == 0
     assert "| moe | 3 |" in (tmp_path / "pages" / "which.md").read_text(encoding="utf-8")
 
     changed = blocks["dense"] | {"d_ff": 33}
-    make_result("dense", 1, 2.5, options={"model.ffn": changed}).write(folder)
+    add_results(folder, [make_result("dense", 1, 2.5, options={"model.ffn": changed})])
     assert refusal(page("which.yaml", "--output", "pages")) == (
         "'which.yaml' plans model.ffn.d_ff: 32, and the result of dense-seed1 is of 33; train it again, or "
         "put back what the file or its base was"
@@ -108,25 +120,24 @@ def test_runs_of_another_study_are_not_put_beside_the_page(
 ) -> None:
     folder, runs = tmp_path / "docs/studies/which", tmp_path / "runs"
     runs.mkdir()
-    foreign = make_result("swiglu", 0)
-    foreign.write(runs)
+    add_results(runs, [make_result("swiglu", 0)])
     assert refusal(page("which.yaml", "--runs", "runs")) == (
         "--runs: 'runs' holds no run of 'which.yaml': swiglu-seed0 is of none of its arms, dense, moe"
     )
     assert not folder.exists()
 
-    changed = make_result("dense", 0, options={"model.ffn": {"type": "dense", "d_ff": 33}})
-    changed.write(runs)
+    changed = {"model.ffn": {"type": "dense", "d_ff": 33}}
+    add_results(runs, [make_result("dense", 0, options=changed)])
     assert "'which.yaml' plans model.ffn.d_ff: 32, and" in refusal(
         page("which.yaml", "--runs", "runs")
     )
     assert not folder.exists()
 
-    make_result("dense", 0, options={"model.ffn": {"type": "dense", "d_ff": 32}}).write(runs)
+    add_results(runs, [make_result("dense", 0, options=DENSE)])
     done = page("which.yaml", "--runs", "runs")
     assert done.code == 0
     assert done.stderr == "left out: swiglu-seed0 is of no arm of 'which.yaml'\n"
-    assert [path.name for path in folder.glob("*.json")] == ["dense-seed0.json"]
+    assert names(folder) == ["dense-seed0"]
 
 
 def refusal(done: Finished) -> str:
@@ -147,13 +158,15 @@ def test_bad_input_is_one_sentence(page: Callable[..., Finished], tmp_path: Path
     )
     assert "'no.yaml': No such file" in refusal(page("no.yaml"))
     (tmp_path / "docs" / "studies" / "which").mkdir(parents=True)
-    assert "holds no runs and no results" in refusal(page("which.yaml"))
-    make_result("other", 0).write(tmp_path / "docs" / "studies" / "which")
+    folder = tmp_path / "docs" / "studies" / "which"
+    (folder / "dense-seed0.json").write_text("{}")
+    assert "which' holds no runs and no results.jsonl; give" in refusal(page("which.yaml"))
+    add_results(folder, [make_result("other", 0)])
     assert refusal(page("which.yaml")) == (
         "which: none of the results is of one of its arms, dense, moe"
     )
-    (tmp_path / "docs" / "studies" / "which" / "other-seed0.json").write_text("{")
-    assert "is no result of a run" in refusal(page("which.yaml"))
+    (folder / "results.jsonl").write_text("{")
+    assert "which/results.jsonl:1' is no result of a run" in refusal(page("which.yaml"))
 
 
 def test_without_matplotlib_it_says_what_to_install(
@@ -161,7 +174,7 @@ def test_without_matplotlib_it_says_what_to_install(
 ) -> None:
     folder = tmp_path / "docs" / "studies" / "which"
     folder.mkdir(parents=True)
-    make_result("dense", 0, options={"model.ffn": {"type": "dense", "d_ff": 32}}).write(folder)
+    add_results(folder, [make_result("dense", 0, options=DENSE)])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert refusal(page("which.yaml")) == (
         "figures need matplotlib; install with: pip install '.[studies]'"

@@ -115,13 +115,17 @@ def test_a_damaged_result_is_left_out_and_named(
     results = tmp_path / "results"
     whole = run_here(str(study), "--json-dir", str(results), program="experiments.compare")
     assert whole.code == 0
-    _damage(results / "hurt-seed1.json", content)
+    table = results / "results.jsonl"
+    lines = table.read_bytes().splitlines()
+    assert lines[3].startswith(b'{"arm":"hurt","seed":1')
+    hurt = content if isinstance(content, bytes) else content.encode()
+    table.write_bytes(b"\n".join([*lines[:3], hurt.translate(None, b"\r\n"), b""]))
 
     done = _compared(results)
 
     assert done.code == 1
     assert done.stderr.startswith(
-        f"left out: '{results}/hurt-seed1.json' is no result of a run: {said}"
+        f"left out: '{results}/results.jsonl:4' is no result of a run: {said}"
     )
     assert len(done.stderr.splitlines()) == 1
     assert _row(done, "good")[:2] == ["2", "2.0500"]

@@ -108,8 +108,6 @@ def test_the_page_has_what_was_asked_how_and_what_came_of_it() -> None:
     assert "| processor | a fast one |" in made
     assert "| revision | abc |" in made
     assert "| training | 3.0 hours of all runs |" in made
-    for image in re.findall(r"!\[.+\]\(gating/(.+)\)", page.markdown):
-        assert image in page.figures
     assert set(page.figures) == {"losses.svg", "curves.svg"}
     assert page.summary == (
         "| [gating](gating.md) | Do gates beat activations? | ReLU 1.997, SwiGLU 1.944 | "
@@ -390,17 +388,21 @@ def test_a_row_replaces_that_of_the_same_study_and_no_other() -> None:
     ]
 
 
-def test_figures_that_are_no_longer_drawn_are_removed(tmp_path: Path) -> None:
-    page = study_page(study(GATING), gating(gelu=2.0, swiglu=1.9))
-    page.write(tmp_path)
-    (tmp_path / "gating" / "old.svg").write_text("<svg/>")
-    (tmp_path / "gating" / "gelu-seed0.json").write_text("{}")
+def test_all_figures_are_drawn_and_the_page_shows_those_that_the_study_lists(
+    tmp_path: Path,
+) -> None:
+    results = gating(gelu=2.0, swiglu=1.9)
+    page = study_page(study(GATING + "figures: [curves.svg]"), results)
     assert page.write(tmp_path) == [tmp_path / "gating.md", tmp_path / "README.md"]
-    assert {path.name for path in (tmp_path / "gating").iterdir()} == {
-        "losses.svg",
-        "curves.svg",
-        "gelu-seed0.json",
-    }
+    drawn = {path.name for path in (tmp_path / "gating").iterdir()}
+    assert drawn == {"losses.svg", "curves.svg"}
+    assert re.findall(r"!\[.+\]\((.+)\)", page.markdown) == ["gating/curves.svg"]
+    assert "draws into `gating/`: losses.svg, curves.svg.\n" in page.markdown
+    assert "\n\n\n" not in study_page(study(GATING), results).markdown
+    with pytest.raises(
+        ConfigError, match=r"^figures: axis.svg is not drawn; there are losses.svg, "
+    ):
+        study_page(study(GATING + "figures: [axis.svg]"), results)
 
 
 def test_what_a_seed_does_to_all_arms_widens_no_interval_of_a_fit() -> None:

@@ -15,7 +15,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.comparison import Comparison, first_step_at
 from moe_ffn.studies.differences import block_of, identity, require_same_options, what_differs
 from moe_ffn.studies.gather import gather
-from moe_ffn.studies.result import RunResult
+from moe_ffn.studies.result import RunResult, add_results
 from tests.helpers.results import SHA, make_result
 
 MOE = {"model.ffn.type": "moe"}
@@ -569,7 +569,7 @@ def test_arms_of_one_name_in_two_studies_keep_their_own_times(tmp_path: Path) ->
     for number, name in enumerate(("few", "many"), 1):
         folder = tmp_path / name
         folder.mkdir()
-        make_result("moe", 0, options={"model.ffn.num_experts": 4 * number}).write(folder)
+        add_results(folder, [make_result("moe", 0, options={"model.ffn.num_experts": 4 * number})])
         timing = {"arms": {"moe": {"seconds_per_step": 0.1 * number}}}
         (folder / "timing.json").write_text(json.dumps(timing))
         (folder / "study.yaml").write_text("arms: {moe: {}}\nseeds: [0]\n")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from moe_ffn.studies.crossover import Point, crossover, loss_by_flops
+from moe_ffn.studies.result import add_results
+from tests.helpers.arms import change, write_arm
 from tests.helpers.results import make_result
 from tests.helpers.tiny_runs import run_here
 
@@ -57,20 +59,27 @@ def test_an_arm_is_below_from_the_last_crossing_on(
 
 
 def test_the_program_shows_it(tmp_path: Path) -> None:
+    results = [
+        make_result(f"{arm},max_steps={steps}", 0, loss, options=options, steps=steps)
+        for arm, options, lengths in (
+            ("up", FOLDER, {50: 3.0, 450: 2.9}),
+            ("new", {}, {150: 3.5, 550: 2.5}),
+        )
+        for steps, loss in lengths.items()
+    ]
     (tmp_path / "study").mkdir()
-    for arm, lengths in {"up": {50: 3.0, 450: 2.9}, "new": {150: 3.5, 550: 2.5}}.items():
-        for steps, loss in lengths.items():
-            options = FOLDER if arm == "up" else {}
-            make_result(f"{arm},max_steps={steps}", 0, loss, options=options, steps=steps).write(
-                tmp_path / "study"
-            )
-    base = make_result("dense", steps=100).write(tmp_path)
+    add_results(tmp_path / "study", results)
+    write_arm(tmp_path, "dense", [2.0])
+    base = tmp_path / "dense-seed0"  # 200 steps of 5 tokens at 3 * 1000 FLOPs: 3 M
+    change(base / "config.yaml", data__batch_size=1, data__seq_len=5)
+    change(base / "facts.json", flops_per_token=1000)
     done = run_here(
         str(tmp_path / "study"), "--base", str(base), program="experiments.crossover"
     )  # fmt: skip
 
     assert done.code == 0, done.stderr
-    assert "new is at or below up from " in done.stdout
+    # Both are measured at 4.5 M and 16.5 M, where new is 0.5 above and 0.4 below.
+    assert "new is at or below up from 9.26e+06 FLOPs" in done.stdout
     assert "up is at or below" not in done.stdout
     none = run_here(
         str(base), "--base", str(base), program="experiments.crossover"

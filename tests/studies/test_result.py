@@ -15,9 +15,17 @@ from moe_ffn.runs.rows import Series
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import gather
-from moe_ffn.studies.result import ROW_KEYS, RunResult, interpolate, thinned
+from moe_ffn.studies.result import (
+    ROW_KEYS,
+    RunResult,
+    add_results,
+    interpolate,
+    lines_of,
+    thinned,
+)
 from moe_ffn.training.monitoring.json_lines import STEP_SECONDS
 from tests.helpers.arms import change, write_arm
+from tests.helpers.results import make_result
 from tests.helpers.synthetic_run import raise_alarms, write_metrics, write_run
 from tests.helpers.tiny_runs import finished_copy
 
@@ -106,12 +114,47 @@ def test_only_the_rows_that_it_needs_are_read(folder: Path, result: RunResult) -
     assert RunResult.of_run(run) == result
 
 
-def test_it_is_small_and_reads_back_as_it_was(result: RunResult, tmp_path: Path) -> None:
-    path = result.write(tmp_path)
+def test_a_table_reads_back_as_it_was_and_its_order_is_that_of_the_names(
+    result: RunResult, tmp_path: Path
+) -> None:
+    add_results(tmp_path, [make_result("moe", 10), result, make_result("moe", 2)])
 
-    assert path.name == "run-seed0.json"
-    assert RunResult.read(path) == result
-    assert RunResult.read(path).to_json() == path.read_text()
+    table = tmp_path / "results.jsonl"
+    read = [RunResult.of_line(line, place) for place, line in lines_of(table)]
+    assert [r.name for r in read] == ["moe-seed2", "moe-seed10", "run-seed0"]
+    assert read[2] == result
+    assert [json.loads(line) for line in table.read_text().splitlines()] == [
+        r.model_dump(mode="json") for r in read
+    ]
+
+
+def test_a_newer_result_takes_the_place_of_that_of_its_arm_and_seed_and_the_others_stay(
+    tmp_path: Path,
+) -> None:
+    add_results(tmp_path, [make_result("dense", seed, 2.0 + seed) for seed in (0, 1)])
+    table = tmp_path / "results.jsonl"
+    before = table.read_text().splitlines()
+
+    add_results(tmp_path, [make_result("dense", 1, 1.5), make_result("dense", 2, 1.6)])
+
+    losses = {
+        (run["arm"], run["seed"]): run["outcome"]["validation_loss"]
+        for run in map(json.loads, table.read_text().splitlines())
+    }
+    assert losses == {("dense", 0): 2.0, ("dense", 1): 1.5, ("dense", 2): 1.6}
+    assert table.read_text().splitlines()[0] == before[0]
+
+
+def test_a_damaged_table_is_not_written_over(tmp_path: Path) -> None:
+    add_results(tmp_path, [make_result("dense", seed) for seed in (0, 1)])
+    table = tmp_path / "results.jsonl"
+    damaged = table.read_text()[:-100]
+    table.write_text(damaged)
+
+    with pytest.raises(ConfigError, match=r"results\.jsonl:2' is no result of a run: Invalid JSON"):
+        add_results(tmp_path, [make_result("dense", 2)])
+
+    assert table.read_text() == damaged
 
 
 def test_that_of_a_long_run_is_small_too(tmp_path: Path) -> None:
@@ -124,7 +167,7 @@ def test_that_of_a_long_run_is_small_too(tmp_path: Path) -> None:
 
     result = RunResult.of_run(read_run(folder))
 
-    assert len(result.to_json()) < 30_000
+    assert len(result.to_line()) < 30_000
     assert len(result.train.steps) == 200
     assert result.train.steps[-1] == 20_000
     assert result.outcome.alarms == {"collapse": 1, "loss_spike": 1}
@@ -160,11 +203,9 @@ def test_a_run_that_is_not_finished_says_so(folder: Path, tmp_path: Path) -> Non
     assert outcome.train_seconds is None
 
 
-def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text('{"arm": "a", "seed": 0, "budget": 3}')
-
-    with pytest.raises(ConfigError, match=r"x\.json' is no result of a run: main_arm: missing"):
-        RunResult.read(tmp_path / "x.json")
+def test_a_line_that_is_no_result_is_refused_by_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"'x:3' is no result of a run: main_arm: missing"):
+        RunResult.of_line(b'{"arm": "a", "seed": 0, "budget": 3}', Path("x:3"))
 
 
 @pytest.mark.slow
