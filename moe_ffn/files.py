@@ -1,4 +1,4 @@
-"""Reading and writing files: a written one is whole or absent, and a link, pipe or device is no file."""
+"""Reading and writing files: writes are atomic, reading follows links, pipes and devices are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -28,10 +28,12 @@ DAMAGED = ".damaged"
 _KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a folder",
-    stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
+
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
+"""Errors of `stat` where there is nothing, or a link that leads nowhere."""
 
 # Windows lacks both.
 _O_NOFOLLOW, _O_NONBLOCK = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
@@ -44,29 +46,34 @@ _FSYNC_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP}
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of thing at `path`, None where there is nothing.
+    """Return the kind of thing at `path`, or at the end of a link there; None where there is nothing.
 
-    `a file`, `a folder`, `a symbolic link`, `a pipe`, `a socket` or `a device`.
+    `a file`, `a folder`, `a pipe`, `a socket` or `a device`.
 
     Raises:
         OSError: it cannot be determined.
     """
     try:
-        return _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "a device")
-    except (FileNotFoundError, NotADirectoryError):
+        return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
         return None
 
 
 def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
-    """Open a regular file: follows no link, and waits for no other end of a pipe.
+    """Open a regular file, without waiting for the other end of a pipe.
+
+    Reading follows links. Writing does not, so that a folder of linked files never changes their targets.
 
     Raises:
         OSError: something else stands there, or it cannot be opened.
     """
+    no_follow = 0 if mode == "rb" else _O_NOFOLLOW
 
     def opener(name: str, flags: int) -> int:
         _require_file(path)  # before it is opened, which some devices answer by doing something
-        descriptor = os.open(name, flags | _O_NOFOLLOW | _O_NONBLOCK, 0o666)
+        descriptor = os.open(name, flags | no_follow | _O_NONBLOCK, 0o666)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # put there in between
             os.close(descriptor)
             raise OSError(errno.EINVAL, "no file", name)
@@ -131,17 +138,13 @@ def make_folder(path: Path) -> None:
     """Make a folder, and its parents, where there is none.
 
     Raises:
-        OSError: it cannot be made, or something else stands there, such as a link to a folder.
+        OSError: it cannot be made, or something else stands there.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    require_folder(path)
-
-
-def require_folder(path: Path) -> None:
-    """OSError unless this is a folder itself: a link to one leads out of the folder of the run."""
-    path.lstat()  # where there is nothing, that is the error
-    if (kind := kind_of(path)) != "a folder":
+    if (kind := kind_of(path)) not in (None, "a folder"):
         raise OSError(errno.ENOTDIR, f"no folder, but {kind}", str(path))
+    if kind is None and path.is_symlink():
+        raise OSError(errno.ENOENT, "a link to nothing", str(path))
+    path.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
@@ -151,7 +154,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Until then, and after an error or the death of the process, `path` is what it was before. When this
     returns the content is on the disk. A link there is replaced itself; a pipe or a device is an OSError.
     """
-    _require_file(path, but={"a symbolic link"})
+    _require_file(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with temporary.open("x+b") as file:
@@ -256,10 +259,10 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _require_file(path: Path, but: Collection[str] = ()) -> None:
-    """OSError where there is something that is neither a file nor a kind in `but`."""
+def _require_file(path: Path) -> None:
+    """Raise OSError where there is something that is no file."""
     kind = kind_of(path)
-    if kind not in (None, "a file", *but):
+    if kind not in (None, "a file"):
         number = errno.EISDIR if kind == "a folder" else errno.EINVAL
         raise OSError(number, f"no file, but {kind}", str(path))
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,6 +17,10 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+
+_TORCH_SAYS = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory")
+_TRIED = re.compile(r"tried to allocate (\d+) bytes")
+_GPU_HAS = re.compile(r"total capacity of ([\d.]+ \w+)")
 
 
 def memory_limit() -> int | None:
@@ -35,6 +43,38 @@ def gigabytes(num_bytes: int) -> str:
     """`1.2 GB`, or `0.63 MB` of what is small."""
     size, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e8 else (num_bytes / 1e6, "MB")
     return f"{size:,.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
+
+
+def out_of_memory(error: BaseException) -> str:
+    """Return how much memory was lacking, as a sentence without its full stop; empty for any other error."""
+    text = str(error)
+    is_memory = (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and _TORCH_SAYS.search(text))
+    )
+    if not is_memory:
+        return ""
+    limit = memory_limit()
+    has = f", and this process may have {gigabytes(limit)}" if limit is not None else ""
+    if found := _GPU_HAS.search(text):
+        has = f", and the GPU has {found[1]}"
+    tried = _TRIED.search(text)
+    more = f"{gigabytes(int(tried[1]))} more" if tried else "what it asked for"
+    return f"out of memory: the program did not get {more}{has}"
+
+
+@contextmanager
+def refusing_absurd_sizes(what: str) -> Iterator[None]:
+    """Turn a lack of memory, and blocks nested too deep, into a ConfigError that begins with `what`."""
+    try:
+        yield
+    except RecursionError as error:
+        raise ConfigError(f"{what}: is nested too deep; nest fewer blocks in each other") from error
+    except (MemoryError, RuntimeError) as error:
+        if not (sentence := out_of_memory(error)):
+            raise
+        raise ConfigError(f"{what}: {sentence}; make it smaller") from error
 
 
 def require_memory(num_bytes: int, what: str, advice: str) -> None:

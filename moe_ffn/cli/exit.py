@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from moe_ffn.cli.memory import out_of_memory
 from moe_ffn.environment import LaunchError, is_first_here, is_first_rank, is_under_torchrun
 from moe_ffn.errors import ConfigError, printable, reason, shorten
+from moe_ffn.memory import out_of_memory
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

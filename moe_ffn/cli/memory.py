@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -19,29 +17,6 @@ _FLOAT32 = 4
 _INT64 = 8
 _MAX_COPIES = 6
 """Tensors of the size of a weight, at most: itself, its gradient, and what an optimizer keeps of it."""
-
-_TORCH_SAYS = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory")
-_TRIED = re.compile(r"tried to allocate (\d+) bytes")
-_GPU_HAS = re.compile(r"total capacity of ([\d.]+ \w+)")
-
-
-def out_of_memory(error: BaseException) -> str:
-    """How much memory was lacking, as a sentence without its full stop; empty for any other error."""
-    text = str(error)
-    is_memory = (
-        isinstance(error, MemoryError)
-        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (isinstance(error, RuntimeError) and _TORCH_SAYS.search(text))
-    )
-    if not is_memory:
-        return ""
-    limit = memory_limit()
-    has = f", and this process may have {gigabytes(limit)}" if limit is not None else ""
-    if found := _GPU_HAS.search(text):
-        has = f", and the GPU has {found[1]}"
-    tried = _TRIED.search(text)
-    more = f"{gigabytes(int(tried[1]))} more" if tried else "what it asked for"
-    return f"out of memory: the program did not get {more}{has}"
 
 
 def check_fits(config: TrainConfig) -> None:

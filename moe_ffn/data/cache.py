@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, require_folder, sha256_of
+from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, sha256_of
 
 _META = "meta.json"
 _DIGEST = "sha256"
@@ -119,9 +119,8 @@ def _publish(built: Path, folder: Path) -> None:
     try:
         built.replace(folder)
     except OSError:
-        if kind_of(folder) is None:
+        if kind_of(folder) != "a folder":
             raise
-        require_folder(folder)
         # Another process was faster, or what stands there is damaged. Replacing file by file leaves
         # no moment without the folder, and two processes may do it at once: both built the same.
         if read_meta(folder) is None:

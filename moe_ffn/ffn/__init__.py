@@ -30,6 +30,7 @@ from moe_ffn.ffn.ngram_memory import NgramMemoryConfig as NgramMemoryConfig
 from moe_ffn.ffn.shared_expert import CombineConfig as CombineConfig
 from moe_ffn.ffn.soft_moe import SoftMoEConfig as SoftMoEConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig as ZeroComputationConfig
+from moe_ffn.memory import refusing_absurd_sizes
 
 
 def build_ffn(config: Mapping[str, Any] | str | FFNConfig, d_model: int) -> FFNBlock:
@@ -39,11 +40,12 @@ def build_ffn(config: Mapping[str, Any] | str | FFNConfig, d_model: int) -> FFNB
         build_ffn("swiglu", d_model=512)
 
     Raises:
-        ConfigError: one line per mistake, naming the key.
+        ConfigError: one line per mistake, naming the key; or the block does not fit into memory.
 
     """
     require_count(d_model, "d_model")
-    try:
-        return FFNConfig.model_validate(config).build(d_model)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain(error))) from error
+    with refusing_absurd_sizes("the block"):
+        try:
+            return FFNConfig.model_validate(config).build(d_model)
+        except ValidationError as error:
+            raise ConfigError("\n".join(explain(error))) from error

@@ -615,12 +615,13 @@ BLOCKS: dict[str, Block | str] = {
     "phimoe": Block(
         "PhimoeSparseMoeBlock",
         moe(
-            {"type": "sparse_mixer", "k": K, "threshold": lambda c: 2 * c.router_jitter_noise},
+            {"type": "sparse_mixer", "k": 2, "threshold": lambda c: 2 * c.router_jitter_noise},
             WIDE,
             "num_local_experts",
             jitter=its("input_jitter_noise"),
         ),
         {**EXPERTS, **ROUTER},
+        served={"num_experts_per_tok": (2,)},  # `sparsemixer` takes two whatever it says
         small={"router_jitter_noise": 0.3, "input_jitter_noise": 0.0},
         note="in training compared without `jitter`",
         in_training={},

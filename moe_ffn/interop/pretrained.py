@@ -33,6 +33,7 @@ from moe_ffn.files import (
     split_into_files,
     write_file,
 )
+from moe_ffn.memory import refusing_absurd_sizes
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER, MODEL_FOLDER
 from moe_ffn.runs.outside_code import code_files, portable_options
@@ -212,7 +213,7 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     folder = Path(folder)
     config = _read_config(folder, trust_code=trust_code)
     weights = _read_weights(folder)
-    with _no_init_weights():
+    with _no_init_weights(), refusing_absurd_sizes(f"'{folder / CONFIG_FILE}'"):
         decoder = config.build()
     _require_fitting(folder, weights, decoder, tied_names(decoder))
     assign_weights(decoder, weights)

@@ -4,7 +4,7 @@ Nothing is compiled at installation. What is compiled is kept by all that it dep
 the compiler and its flags, so that a folder which several machines share holds one file for each kind:
 
     native-KEY-DIGEST.so   the library; the digest is that of its bytes
-    native-KEY.failed      what the compiler said instead, which is not asked again while this is there
+    native-KEY.failed      what the compiler said against the code; while this is there it is not asked again
     native-KEY.lock        held by the process that compiles
     .native-KEY-*          the folder in which it does
 """
@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -52,6 +53,9 @@ FLAGS_OF_GCC = (
 """Without the passes that take long and gain nothing, and without looking for memory to use again below 1 GB;
 Clang does not know these flags."""
 TIMEOUT_SECONDS = 300
+_ERROR_IN_CODE = re.compile(r"^.+:\d+:\d+: error: ", re.MULTILINE)
+"""A compiler's word against a line of code. A full disk, a killed compiler or lacking memory reads otherwise
+(`fatal error:`), may be gone the next time, and is not remembered."""
 VERSION_TIMEOUT_SECONDS = 30
 
 
@@ -156,19 +160,24 @@ def _build(command: list[str], place: Path, failure: Path) -> Path | None:
             source = str(HERE / SOURCES[0])
             whole = [*command, source, "-o", str(target), "-ltorch_cpu", "-lc10"]
             try:
-                words = _run(whole, TIMEOUT_SECONDS) or "it made no file"
+                _run(whole, TIMEOUT_SECONDS)
                 if target.exists():
                     library = place.with_name(_name(place, target.read_bytes()))
                     target.replace(library)  # whole or not there, whoever else looks
                     _say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")
                     return library
             except subprocess.CalledProcessError as error:
-                words = error.output
+                if not _ERROR_IN_CODE.search(error.output):
+                    last = (
+                        error.output.strip().rpartition("\n")[2] or f"exit code {error.returncode}"
+                    )
+                    raise RuntimeError(f"the compiler ended with '{last}'") from None
+                target.write_text(f"{shlex.join(whole)}\n\n{error.output}\n", encoding="utf-8")
+                target.replace(failure)
+                return None
             except subprocess.TimeoutExpired as error:
-                words = f"it was not done after {error.timeout} s"
-            target.write_text(f"{shlex.join(whole)}\n\n{words}\n", encoding="utf-8")
-            target.replace(failure)
-            return None
+                raise RuntimeError(f"the compiler was not done after {error.timeout:g} s") from None
+        raise RuntimeError("the compiler made no file")
 
 
 def _run(command: list[str], timeout: float) -> str:
@@ -178,6 +187,7 @@ def _run(command: list[str], timeout: float) -> str:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=os.environ | {"LC_ALL": "C"},
         text=True,
         errors="replace",
         start_new_session=True,  # g++ starts other programs, which end with it

@@ -161,7 +161,7 @@ def reading(path: Path) -> AbstractContextManager[None]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether this is the folder of a run, and no link to one; False where that cannot be told."""
+    """Return whether this is the folder of a run; False where that cannot be determined."""
     with suppress(OSError):
         return kind_of(path) == "a folder" and _is_run(path)
     return False
@@ -194,7 +194,10 @@ def check_is_run(folder: Path) -> None:
 
 def of_library(folder: Path) -> str:
     """What reads a model folder, for the end of a sentence; empty where it is of no library."""
-    kind = (read_object(folder / "config.json") or {}).get("model_type")
+    config = folder / "config.json"
+    if config.is_file() and read_object(config) is None:
+        return f"its {config.name} is damaged; copy it again"
+    kind = (read_object(config) or {}).get("model_type")
     if kind == "moe_ffn":
         return "it is the folder of a model, which moe_ffn.load_pretrained reads"
     makes = f"{command('convert')} {folder} NEW makes a model folder of it"
@@ -204,8 +207,7 @@ def of_library(folder: Path) -> str:
 def check_entries(folder: Path) -> None:
     """ConfigError where something else stands in the place of a file of a run, or of a folder.
 
-    A link leads to what is not the run's, and at a pipe one waits. What is in `checkpoints` is judged when it
-    is read.
+    A program would wait at a pipe. What is in `checkpoints` is judged when it is read.
     """
     with reading(folder):
         code: list[Path] = []
@@ -216,8 +218,7 @@ def check_entries(folder: Path) -> None:
         for path, kind in wanted.items():
             if (found := kind_of(path)) not in (None, kind):
                 raise ConfigError(
-                    f"'{path}' is {found}, and has to be {kind} of the run's own; put back what it was, or "
-                    "remove it"
+                    f"'{path}' is {found}, and has to be {kind}; put back what it was, or remove it"
                 )
 
 

@@ -45,6 +45,7 @@ from moe_ffn.runs.record import RunRecord, identity_of_weights
 from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
 from moe_ffn.training.recovery.checkpoint_file import (
+    BEST_NAME,
     IDENTITY,
     CheckpointError,
     likely_step,
@@ -379,11 +380,14 @@ def read_weights(
         why = refusal_of_weights(weights, expected, decoder)
         return why or record.refusal(values[IDENTITY])
 
-    candidates = [*best_checkpoint(checkpoints), *newest_first(checkpoints)]
+    best, steps = best_checkpoint(checkpoints), newest_first(checkpoints)
+    candidates = [*best, *steps]
     if step is not None:
-        candidates = [path for path in newest_first(checkpoints) if likely_step(path) == step]
-    found, passed_over = newest_good(candidates, refusal)
-    why = "; ".join(passed_over)
+        candidates = [path for path in steps if likely_step(path) == step]
+    found, skipped = newest_good(candidates, refusal)
+    if step is None and steps and not best:
+        skipped = [f"{BEST_NAME} is missing", *skipped]
+    why = "; ".join(skipped)
     if found is None:
         raise ConfigError(
             f"'{checkpoints}' has no good checkpoint: {why}; put back what was there, or give another run"

@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ffn import build_ffn, load_pretrained
 from moe_ffn import memory as machine_memory
 from moe_ffn.cli import memory
 from moe_ffn.cli.exit import EXIT_FAILED, exit_on_bad_input
-from moe_ffn.cli.memory import check_fits, out_of_memory
+from moe_ffn.cli.memory import check_fits
 from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError
-from moe_ffn.memory import gigabytes, memory_limit
+from moe_ffn.memory import gigabytes, memory_limit, out_of_memory
 from moe_ffn.runs.config import TrainConfig
 from tests.helpers.own_block import OWN_BLOCK
+from tests.helpers.tiny_runs import finished_copy
 
 RunTrain = Callable[..., Any]
 
@@ -178,3 +180,35 @@ def test_the_block_that_has_most_parameters_is_named(monkeypatch: pytest.MonkeyP
         match=rf"lower model\.ffn_at\.1, which has {largest:,} of them, data\.batch_size ",
     ):
         check_fits(config)
+
+
+def _nested(depth: int) -> Any:
+    config: Any = "dense"
+    for _ in range(depth):
+        config = {"type": "ngram_memory", "ffn": config}
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"type": "moe", "num_experts": 10**9},
+            "the block: out of memory: the program did not get ",
+        ),
+        (_nested(2000), "the block: is nested too deep; nest fewer blocks in each other"),
+    ],
+    ids=["experts", "nested"],
+)
+def test_a_block_of_absurd_size_is_one_sentence(config: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}") as refused:
+        build_ffn(config, d_model=4096)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_folder_of_absurd_size_is_one_sentence(tmp_path: Path) -> None:
+    path = finished_copy(tmp_path) / "model" / "config.json"
+    path.write_text(path.read_text().replace('"vocab_size": 257', '"vocab_size": 1000000000'))
+
+    with pytest.raises(ConfigError, match=f"^'{re.escape(str(path))}': out of memory: "):
+        load_pretrained(path.parent)

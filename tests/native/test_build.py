@@ -32,7 +32,11 @@ from moe_ffn.native import build
 
 SAID = ["compiling the CPU kernels, once (10 to 20 s)", "compiled the CPU kernels in 0 s"]
 WRITES = 'echo "a library" > "$target"'
-FAILS = 'echo "no such vector" >&2; exit 1'
+FAILS = 'echo "experts.cpp:3:7: error: no such vector" >&2; exit 1'
+FULL_DISK = (
+    'echo "/tmp/c.s: fatal error: error writing to /tmp/c.s: No space left on device" >&2; exit 1'
+)
+KILLED = 'echo "g++: fatal error: Killed signal terminated program cc1plus" >&2; exit 1'
 
 LOAD_LIBRARY = torch.ops.load_library
 
@@ -137,8 +141,8 @@ LOST = "could not be compiled and loaded: "
         ),
         (LOST + "Command '['{cxx}', '--version']' timed out after 0.1 seconds", "no version"),
         (REMEMBERED, FAILS),
-        (REMEMBERED, "exit 0"),
-        (REMEMBERED, "sleep 60"),
+        (LOST + "the compiler made no file", "exit 0"),
+        (LOST + "the compiler was not done after 0.1 s", "sleep 60"),
         (LOST + "{}: file too short", WRITES),
         (LOST + "[Errno 17] File exists: '{}'", "no folder"),
         (LOST + "Could not determine home directory.", "no home"),
@@ -224,9 +228,29 @@ def test_a_failure_is_kept_with_its_words_until_its_file_is_removed(
     assert first == again == REMEMBERED.format(failure)
     assert capsys.readouterr().err.splitlines() == SAID[:1]
     assert "experts.cpp" in failure.read_text()
-    assert failure.read_text().endswith("\n\nno such vector\n\n")
+    assert failure.read_text().endswith("\n\nexperts.cpp:3:7: error: no such vector\n\n")
 
     failure.unlink()
+    assert build.load() is None
+    assert (calls(tmp_path), kinds(folder)) == (2, [".lock", ".so"])
+
+
+@pytest.mark.parametrize("failure", [FULL_DISK, KILLED, "exit 4", "sleep 60"])
+def test_a_failure_that_may_pass_is_not_remembered(
+    failure: str,
+    folder: Path,
+    compiler: Compiler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler(f'[ $call -gt 1 ] && echo > "$target" && exit; {failure}')
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "TIMEOUT_SECONDS", 0.1 if "sleep" in failure else 60)
+        first = build.load()
+    assert first is not None
+    assert first.startswith(LOST)
+    assert not list(folder.glob("*.failed"))
+
     assert build.load() is None
     assert (calls(tmp_path), kinds(folder)) == (2, [".lock", ".so"])
 
@@ -432,11 +456,11 @@ def test_setting_up_compiles_ahead() -> None:
 
 
 def test_a_compiler_may_write_any_bytes(folder: Path, compiler: Compiler) -> None:
-    compiler(r"printf 'ung\374ltig' >&2; exit 1", version=r"$(printf '\377')")
+    compiler(r"printf 'c.h:1:2: error: ung\374ltig' >&2; exit 1", version=r"$(printf '\377')")
     why = build.load()
     (failure,) = folder.glob("*.failed")
     assert why == REMEMBERED.format(failure)
-    assert failure.read_text(encoding="utf-8").endswith("\n\nung\ufffdltig\n")
+    assert failure.read_text(encoding="utf-8").endswith("\n\nc.h:1:2: error: ung\ufffdltig\n")
 
 
 def test_a_compiler_may_be_of_several_words(

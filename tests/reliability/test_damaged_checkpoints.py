@@ -134,8 +134,8 @@ DAMAGES: dict[str, tuple[Do, str, bool]] = {
     "a folder": (instead(Path.mkdir), "is no file", False),
     "a pipe": (instead(os.mkfifo), "is no file", False),
     "a link to a device without end": (instead(lambda p: p.symlink_to("/dev/zero")), "is no file", False),
-    "a link to nothing": (instead(lambda p: p.symlink_to("nowhere")), "a symbolic link", False),
-    "a link to itself": (instead(lambda p: p.symlink_to(p.name)), "a symbolic link", False),
+    "a link to nothing": (instead(lambda p: p.symlink_to("nowhere")), "No such file", False),
+    "a link to itself": (instead(lambda p: p.symlink_to(p.name)), "symbolic links", False),
 }  # fmt: skip
 """What is done, a part of what is said of it, and whether the model can be used still."""
 QUICK = (

@@ -103,7 +103,8 @@ class JsonLines:
         if not self._pending:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and self.path.lstat().st_nlink > 1:  # `cp -l` has kept what it was
+        # A copy of links (`cp -l`, `cp -s`) keeps the file as it was.
+        if self.path.exists() and (self.path.is_symlink() or self.path.stat().st_nlink > 1):
             write_whole(self.path, read_bytes(self.path))
         with open_file(self.path, "ab") as file:
             descriptor, size = file.fileno(), file.tell()

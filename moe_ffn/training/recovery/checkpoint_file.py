@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import reason
-from moe_ffn.files import kind_of, make_folder, open_file, replacing, require_folder
+from moe_ffn.files import kind_of, make_folder, open_file, replacing
 from moe_ffn.training.recovery.checkpoint_shards import (
     FOLDER,
     SHARDS,
@@ -269,7 +269,7 @@ def newest_first(folder: Path) -> list[Path]:
     Of two of one step the one that is named by it is first.
 
     Raises:
-        OSError: the folder cannot be read, or is a link.
+        OSError: the folder cannot be read.
     """
 
     def rank(path: Path) -> tuple[int, bool, str]:
@@ -278,7 +278,6 @@ def newest_first(folder: Path) -> list[Path]:
 
     if kind_of(folder) is None:
         return []
-    require_folder(folder)
     found = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
     return sorted(found, key=rank, reverse=True)
 

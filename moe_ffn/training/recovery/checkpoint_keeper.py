@@ -17,7 +17,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 
 from moe_ffn.errors import reason
-from moe_ffn.files import WriteFailures, remove_unfinished, require_folder, write_file
+from moe_ffn.files import WriteFailures, remove_unfinished, write_file
 from moe_ffn.outputs import on_this_rank
 from moe_ffn.training.config import CheckpointsConfig
 from moe_ffn.training.module import LoadedBatch
@@ -128,7 +128,6 @@ class CheckpointKeeper(Callback):
         trainer.should_stop = trainer.should_stop or (self._had_stopped and still)
         if trainer.is_global_zero:
             with suppress(OSError):
-                require_folder(self.folder)
                 remove_unfinished(self.folder)
                 remove_unused_shards(self.folder)
 

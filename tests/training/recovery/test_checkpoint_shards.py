@@ -203,12 +203,6 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def to_link(path: Path) -> None:
-    folder, there = path.parent, path.parent.with_name("elsewhere")
-    folder.rename(there)
-    folder.symlink_to(there)
-
-
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a flipped bit": (flip, "does not match the checksum of "),
     "an empty file": (lambda p: p.write_bytes(b""), "does not match the checksum of "),
@@ -218,11 +212,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "has other files in ",
     ),
     "a missing folder": (lambda p: p.parent.rename(p.parent.with_suffix(".gone")), "is missing"),
-    "a link to a folder": (to_link, "is a symbolic link"),
-    "a link to a file": (
-        lambda p: (p.rename(p.parents[2] / "kept"), p.symlink_to(p.parents[2] / "kept")),
-        "but a symbolic link",
-    ),
 }
 
 

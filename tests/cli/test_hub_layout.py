@@ -1,0 +1,90 @@
+"""A model in the hub's layout is read like any folder, ours and that of transformers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ffn import load_pretrained
+from moe_ffn.interop.pretrained import TOKENIZER_FILE
+from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, MODEL_FOLDER
+from tests.helpers import theirs
+from tests.helpers.hub import to_snapshot
+from tests.helpers.tiny_runs import finished_copy, options, run_here
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return finished_copy(tmp_path)
+
+
+def test_a_model_of_ours(run: Path, tmp_path: Path) -> None:
+    before = load_pretrained(run / MODEL_FOLDER).state_dict()
+    snapshot = to_snapshot(Path(shutil.copytree(run / MODEL_FOLDER, tmp_path / "mine")))
+
+    after = load_pretrained(snapshot).state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    (tmp_path / "text.txt").write_text("the cat sat on a mat.\n" * 9)
+    for program, *argv in (
+        ("evaluate", str(snapshot), "--data", str(tmp_path / "text.txt")),
+        ("convert", str(snapshot), str(tmp_path / "converted")),
+        ("train", *options(tmp_path / "new", init_from=str(snapshot), trainer__max_steps="1")),
+    ):
+        done = run_here(*argv, program=f"experiments.{program}")
+        assert done.code == 0, (program, done.stderr)
+
+
+def test_a_model_of_transformers(run: Path, tmp_path: Path) -> None:
+    family, sizes = theirs.MODELS["mixtral"]
+    theirs.make(family, {**sizes, "vocab_size": 257}).save_pretrained(tmp_path / "theirs")
+    shutil.copy(run / MODEL_FOLDER / TOKENIZER_FILE, tmp_path / "theirs")
+    snapshot = to_snapshot(tmp_path / "theirs")
+
+    for program, *argv in (
+        ("convert", str(snapshot), str(tmp_path / "converted")),
+        ("trace", str(snapshot), "--text", "a mat"),
+    ):
+        done = run_here(*argv, program=f"experiments.{program}")
+        assert done.code == 0, (program, done.stderr)
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_a_link_to_a_run(run: Path, tmp_path: Path, has_model: bool) -> None:
+    if not has_model:
+        shutil.rmtree(run / MODEL_FOLDER)
+    link = tmp_path / "link"
+    link.symlink_to(run)
+
+    for program, *argv in (
+        ("convert", str(link), str(tmp_path / "converted")),
+        ("train", *options(tmp_path / "new", init_from=str(link), trainer__max_steps="1")),
+    ):
+        done = run_here(*argv, program=f"experiments.{program}")
+        assert done.code == 0, (program, done.stderr)
+
+
+def test_a_run_without_its_best_checkpoint_says_which_one_is_used(run: Path) -> None:
+    (run / CHECKPOINTS_FOLDER / "best.ckpt").unlink()
+
+    for program, *argv in (("evaluate", str(run)), ("generate", str(run), "--prompt", "a")):
+        done = run_here(*argv, program=f"experiments.{program}")
+        assert done.code == 0, done.stderr
+        said = f"{run / CHECKPOINTS_FOLDER}: best.ckpt is missing; taking step_00000012.ckpt"
+        assert said in done.own_lines, done.stderr
+
+
+def test_a_damaged_model_inside_a_run_is_named(run: Path) -> None:
+    model = run / MODEL_FOLDER
+    (model / "config.json").write_text("{ cut")
+
+    done = run_here(str(model), program="experiments.evaluate")
+
+    assert (done.code, done.own_lines) == (
+        2,
+        [
+            f"error: '{model}' is no run: it has no config.yaml; its config.json is damaged; copy it again"
+        ],
+    )
