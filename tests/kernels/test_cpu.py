@@ -108,19 +108,23 @@ def test_dropout_multiplies_the_hidden_units_by_its_mask(cpu: Any, kind: str) ->
     options = KINDS[kind]
     leaves = inputs(options.get("gated", False))
     x_TD, weights_N, up, down, up_bias, down_bias = leaves
-    torch.manual_seed(3)
-    got = compute(cpu, leaves, **options, dropout=0.5)
+    results = []
+    for trains in (True, False):
+        torch.manual_seed(3)
+        with torch.set_grad_enabled(trains):
+            results.append(compute(cpu, leaves, **options, dropout=0.5))
 
     weights = ExpertWeights(up_EHD=up, down_EDF=down, **options)
     torch.manual_seed(3)
     mask_NF = dropout_mask(11, replace(weights, dropout=0.5), x_TD.dtype, x_TD.device)
     assert mask_NF is not None
-    plan, wanted = plan_of(weights_N), torch.zeros_like(got)
+    plan, wanted = plan_of(weights_N), torch.zeros_like(x_TD)
     experts = [0] * 7 + [1] * 2 + [3] * 2
     for n, (token, expert) in enumerate(zip(plan.token_ids_N[:11].tolist(), experts, strict=True)):
         hidden_F = weights.activate(up[expert] @ x_TD[token] + up_bias[expert]) * mask_NF[n]
         wanted[token] += weights_N[n] * (down[expert] @ hidden_F + down_bias[expert])
-    torch.testing.assert_close(got, wanted)
+    for got in results:
+        torch.testing.assert_close(got, wanted)
 
 
 FROZEN = {"experts": NAMES[2:], "up": ("up", "up_bias"), "down": ("down", "down_bias"), "x": ("x",)}

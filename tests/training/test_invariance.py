@@ -163,25 +163,30 @@ class Counts(Callback):
         self.of_batches[batch["index"]] = loss, counts
 
 
-def counts_on_a_rank(rank: int, config: TrainConfig, folder: Path) -> Any:
-    counts = Counts()
-    fit(config, folder, WHOLE, counts)
-    return counts.of_batches
+def counts_on_a_rank(rank: int, configs: list[TrainConfig], folder: Path) -> Any:
+    watchers = [Counts() for _ in configs]
+    for config, counts in zip(configs, watchers, strict=True):
+        fit(config, folder, WHOLE, counts)
+    return [counts.of_batches for counts in watchers]
 
 
 def test_the_global_rule_counts_what_is_routed_with_the_noise_of_a_step(
     config_for: Any, tmp_path: Path
 ) -> None:
-    """4 * sum_i f_i P_i, f and P of all pairs and tokens of two batches on two ranks."""
+    """4 * sum_i f_i P_i, f and P of all pairs and tokens of one batch or two on two ranks."""
     router = {"type": "top_k", "k": 2, "jitter": 0.9}
     model = {"ffn": {"type": "moe", "num_experts": 4, "router": router}, "dropout": 0.5}
     trainer = {"max_steps": 2, "devices": 2, "strategy": "ddp"}
-    config = config_for("load_balance_global", batches=2, model=model, trainer=trainer)
+    configs = [
+        config_for("load_balance_global", batches=batches, model=model, trainer=trainer)
+        for batches in (1, 2)
+    ]
 
-    of_ranks = on_ranks(2, tmp_path, counts_on_a_rank, config, tmp_path)
+    of_ranks = on_ranks(2, tmp_path, counts_on_a_rank, configs, tmp_path)
 
-    for step in (0, 1):
-        parts = [found[2 * step + batch] for found in of_ranks for batch in (0, 1)]
+    for batches, step in ((1, 0), (1, 1), (2, 0), (2, 1)):
+        numbers = range(step * batches, (step + 1) * batches)
+        parts = [found[batches - 1][number] for found in of_ranks for number in numbers]
         layers: list[float] = []
         for of_parts in zip(*(counts for _, counts in parts), strict=True):
             pairs_E, scores_E = (sum(of_part) for of_part in zip(*of_parts, strict=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.parallel.layout import WHOLE
+from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training import module as module_file
 from moe_ffn.training.module import LanguageModel
@@ -91,12 +93,48 @@ def test_a_skipped_step_moves_nothing_and_the_next_one_goes_on(
     biases = {f"decoder.layers.{layer}.ffn.router.correction_bias_E" for layer in (0, 1)}
     for step in (2, 3, 5, 6):
         assert biases < watcher.moved(step)
+    for (
+        name
+    ) in biases:  # by the counts of the step itself, 1e-3 towards experts with less than the mean
+        layer = name.split(".")[2]
+        outputs = fitted.spy.outputs[4 * accumulate : 5 * accumulate]
+        ids = [output["routings"][f"layer_0{layer}"].expert_ids_N for output in outputs]
+        load_E = torch.cat(ids).bincount(minlength=4).double()
+        moved_E = watcher.weights[4][name] - watcher.weights[3][name]
+        assert moved_E.tolist() == pytest.approx((1e-3 * (load_E.mean() - load_E).sign()).tolist())
     assert len(watcher.num_hooks) == 1, "hooks were left behind"
     # The schedule moves on, and the data with it.
     assert fitted.spy.rates == sorted(fitted.spy.rates[:1]) + fitted.spy.rates[1:]
     assert len(set(fitted.spy.rates)) == 6
     assert fitted.module.guard.num_skipped == 1
     assert fitted.watchers.steps.num_skipped == 1
+
+
+def test_a_step_that_was_interrupted_counts_for_nothing(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
+) -> None:
+    class Interrupt(Callback):
+        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+            raise Killed
+
+    config = make_config(
+        model={"ffn": BIASED}, trainer={"max_steps": 1, "accumulate_grad_batches": 2}
+    )
+    found: list[tuple[Any, dict[str, Tensor]]] = []
+    for fits in ([[Interrupt()], []], [[]]):
+        torch.manual_seed(0)
+        module = build_module(config, prepared)
+        for more in fits:
+            watchers = make_callbacks(config, prepared, tmp_path)
+            trainer: Any = build_trainer(config, tmp_path, "32-true", [], watchers)
+            trainer.callbacks += more
+            with pytest.raises(Killed) if more else nullcontext():
+                trainer.fit(module, datamodule=make_token_data(config, prepared))
+        found.append((module.guard.state_dict(), module.state_dict()))
+
+    (guard, weights), (unbroken, expected) = found
+    assert guard == unbroken
+    assert_same(weights, expected, "weights")
 
 
 def test_a_step_is_repeated_with_the_randomness_it_had(fit: Callable[..., Fitted]) -> None:
@@ -219,6 +257,21 @@ def test_a_nan_in_float16_is_trouble(fit: Callable[..., Fitted]) -> None:
     assert fitted.module.guard.num_skipped == 1
     assert [bool(watcher.moved(step)) for step in (2, 3, 4)] == [True, False, True]
     assert f"began in decoder.{ROUTER}" in fitted.watchers.steps.alarm_log.file.path.read_text()
+
+
+def test_what_overflows_in_float16_alone_is_found(fit: Callable[..., Fitted]) -> None:
+    """A step is repeated in the precision that it had: no float16 is above 65504."""
+
+    class Large(Callback):
+        def on_train_batch_start(
+            self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+        ) -> None:
+            if trainer.global_step == 2:
+                pl_module.get_parameter("decoder.layers.1.ffn.down.weight").data.fill_(1e5)
+
+    fitted = fit(*(HalfPrecision(1.0), Large()), model={"ffn": "dense"}, trainer={"max_steps": 4})
+
+    assert fitted.module.guard.began_in == "decoder.layers.1.ffn.down"
 
 
 def test_too_many_in_a_row_raise_after_the_last_row(fit: Callable[..., Fitted]) -> None:
