@@ -189,7 +189,7 @@ def test_the_global_rule_counts_what_is_routed_with_the_noise_of_a_step(
         parts = [found[batches - 1][number] for found in of_ranks for number in numbers]
         layers: list[float] = []
         for of_parts in zip(*(counts for _, counts in parts), strict=True):
-            pairs_E, scores_E = (sum(of_part) for of_part in zip(*of_parts, strict=True))
+            pairs_E, scores_E = (torch.stack(one).sum(0) for one in zip(*of_parts, strict=True))
             share_E = pairs_E / pairs_E.sum()
             layers.append(4 * (share_E * scores_E / scores_E.sum()).sum().item())
         assert fmean(loss for loss, _ in parts) == pytest.approx(fmean(layers), rel=1e-5)
