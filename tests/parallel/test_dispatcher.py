@@ -179,6 +179,9 @@ def linear_experts() -> MoEFFN:
 def mixed_on_a_rank(rank: int) -> tuple[list[Tensor], list[Tensor]]:
     """The layer's outputs and gradients of ones, in bf16-mixed and in bf16-true."""
     found: tuple[list[Tensor], list[Tensor]] = [], []
+    latent = layer({"router": {"type": "top_k", "k": 2}, "latent": {"width": 4}}).bfloat16()
+    split_(latent, rank, 2)
+    latent(torch.ones(BATCH, D_MODEL, dtype=torch.bfloat16))  # whose product follows in bfloat16
     for dtype in (torch.float32, torch.bfloat16):
         block = linear_experts().to(dtype)
         split_(block, rank, 2)
