@@ -227,6 +227,23 @@ def test_products_are_in_the_dtype_that_the_cpu_multiplies(
     assert dtypes.product_dtype_on_cpu(dtype) == expected
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("backend", ["loop", "cpu", "grouped_mm"])
+def test_under_autocast_results_are_weighted_and_summed_in_float32(
+    backend: str, num_tokens: int
+) -> None:
+    """y = w 254 x + (1 - w) 2 x, w = 257 / 512: bfloat16 has neither w nor the sum, 128.4921875."""
+    eyes = torch.eye(8) * torch.tensor([1.0, 1.0, 254.0, 2.0])[:, None, None]
+    weights = ExpertWeights("identity", up_EHD=eyes[:2], down_EDF=eyes[2:])
+    ids_N = torch.arange(num_tokens).repeat(2)
+    weights_N = torch.tensor([257.0, 255.0]).repeat_interleave(num_tokens) / 512
+    loads = torch.tensor([num_tokens, 2 * num_tokens], dtype=torch.int32)
+    plan = Plan(ids_N, weights_N, loads, torch.arange(2 * num_tokens))
+    with torch.autocast("cpu", torch.bfloat16):
+        y_TD = run_experts(torch.ones(num_tokens, 8), plan, weights, backend)
+    assert y_TD.unique().tolist() == [128.4921875]
+
+
 # ------------------------------------------------------------------------------------ autograd
 
 
