@@ -108,19 +108,23 @@ def test_dropout_multiplies_the_hidden_units_by_its_mask(cpu: Any, kind: str) ->
     options = KINDS[kind]
     leaves = inputs(options.get("gated", False))
     x_TD, weights_N, up, down, up_bias, down_bias = leaves
-    torch.manual_seed(3)
-    got = compute(cpu, leaves, **options, dropout=0.5)
+    results = []
+    for trains in (True, False):
+        torch.manual_seed(3)
+        with torch.set_grad_enabled(trains):
+            results.append(compute(cpu, leaves, **options, dropout=0.5))
 
     weights = ExpertWeights(up_EHD=up, down_EDF=down, **options)
     torch.manual_seed(3)
     mask_NF = dropout_mask(11, replace(weights, dropout=0.5), x_TD.dtype, x_TD.device)
     assert mask_NF is not None
-    plan, wanted = plan_of(weights_N), torch.zeros_like(got)
+    plan, wanted = plan_of(weights_N), torch.zeros_like(x_TD)
     experts = [0] * 7 + [1] * 2 + [3] * 2
     for n, (token, expert) in enumerate(zip(plan.token_ids_N[:11].tolist(), experts, strict=True)):
         hidden_F = weights.activate(up[expert] @ x_TD[token] + up_bias[expert]) * mask_NF[n]
         wanted[token] += weights_N[n] * (down[expert] @ hidden_F + down_bias[expert])
-    torch.testing.assert_close(got, wanted)
+    for got in results:
+        torch.testing.assert_close(got, wanted)
 
 
 FROZEN = {"experts": NAMES[2:], "up": ("up", "up_bias"), "down": ("down", "down_bias"), "x": ("x",)}
@@ -221,6 +225,23 @@ def test_products_are_in_the_dtype_that_the_cpu_multiplies(
 ) -> None:
     monkeypatch.setattr(dtypes, "_capabilities", lambda: capabilities)
     assert dtypes.product_dtype_on_cpu(dtype) == expected
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("backend", ["loop", "cpu", "grouped_mm"])
+def test_under_autocast_results_are_weighted_and_summed_in_float32(
+    backend: str, num_tokens: int
+) -> None:
+    """y = w 254 x + (1 - w) 2 x, w = 257 / 512: bfloat16 has neither w nor the sum, 128.4921875."""
+    eyes = torch.eye(8) * torch.tensor([1.0, 1.0, 254.0, 2.0])[:, None, None]
+    weights = ExpertWeights("identity", up_EHD=eyes[:2], down_EDF=eyes[2:])
+    ids_N = torch.arange(num_tokens).repeat(2)
+    weights_N = torch.tensor([257.0, 255.0]).repeat_interleave(num_tokens) / 512
+    loads = torch.tensor([num_tokens, 2 * num_tokens], dtype=torch.int32)
+    plan = Plan(ids_N, weights_N, loads, torch.arange(2 * num_tokens))
+    with torch.autocast("cpu", torch.bfloat16):
+        y_TD = run_experts(torch.ones(num_tokens, 8), plan, weights, backend)
+    assert y_TD.unique().tolist() == [128.4921875]
 
 
 # ------------------------------------------------------------------------------------ autograd

@@ -159,6 +159,22 @@ def test_every_shape_is_that_of_the_loop(shape: Shape, dtype: torch.dtype) -> No
         close({"y": y_TD}, {"y": wanted["y"]}, TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_results_are_rounded_to_the_nearest(dtype: torch.dtype) -> None:
+    """Of y = w x, and so dx = w dy, whose products have no more digits than float32."""
+    x_TD, weights_T, probe_TD = (torch.randn(shape).to(dtype) for shape in ((40, 37), 40, (40, 37)))
+    x_TD.requires_grad_()
+    eye = torch.eye(37, dtype=dtype)[None]
+    weights = ExpertWeights("identity", up_EHD=eye, down_EDF=eye)
+    plan = plan_of_pairs(torch.arange(40), torch.zeros(40, dtype=torch.int64), weights_T, 1)
+    y_TD = native(x_TD, plan, weights)
+    (grad_TD,) = torch.autograd.grad(y_TD, x_TD, probe_TD)
+
+    weights_T1 = weights_T[:, None].float()
+    assert torch.equal(y_TD, (weights_T1 * x_TD.float()).to(dtype))
+    assert torch.equal(grad_TD, (weights_T1 * probe_TD.float()).to(dtype))
+
+
 @pytest.mark.parametrize("d_model", [256, 260])
 def test_gradients_too_large_for_a_cache_are_those_of_the_loop(d_model: int) -> None:
     """Of 32 MiB or more, in whole cache lines and not."""

@@ -87,11 +87,15 @@ def test_under_autocast_the_first_product_has_its_dtype(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(
+    "options",
+    [*({"gate_function": gate} for gate in GATES.values()), {"interleaved": True}],
+    ids=[*GATES, "interleaved"],
+)
 def test_the_operator_computes_what_cpu_does(
-    gate: str, dtype: torch.dtype, make_weights: Any, make_plan_of: Any
+    options: dict[str, Any], dtype: torch.dtype, make_weights: Any, make_plan_of: Any
 ) -> None:
-    weights = make_weights(gate_function=GATES[gate], dtype=dtype)
+    weights = make_weights(**options, dtype=dtype)
     plan = make_plan_of(EXPERTS, 3)
     x_TD = torch.randn(3, 20).to(dtype).requires_grad_()
     leaves = [x_TD, plan.weights_N, *weights.parameters]

@@ -106,6 +106,7 @@ def test_of_equal_scores_the_first_is_taken_and_nan_is_the_largest() -> None:
     nan = math.nan
     scores_TE = torch.tensor([[1.0, 2, 2, 1], [0, nan, INF, nan], [-INF, -INF, -INF, -INF]])
     assert top_k(scores_TE, 3).tolist() == [[1, 2, 0], [1, 3, 2], [0, 1, 2]]
+    assert top_k(torch.tensor([[-1.0, -0.0, 0.0, -0.0]]), 3).tolist() == [[1, 2, 3]]
 
 
 def test_scores_in_training_and_in_float64_are_taken_too() -> None:

@@ -158,3 +158,47 @@ def test_the_shared_expert_computes_while_tokens_travel(tmp_path: Path) -> None:
         before = events[:sent]
         assert ("all_to_all_single", 1) in before
         assert ("all_to_all_single", 2) in before
+
+
+def linear_experts() -> MoEFFN:
+    """y = w 254 x + (1 - w) 2 x: expert 0 has weight w = 257 / 512, which bfloat16 rounds to 1 / 2."""
+    experts = {"type": "mlp", "activation": "identity", "d_ff": D_MODEL}
+    router = {"type": "top_k", "k": 2, "bias": True}
+    block = layer({"num_experts": 2, "router": router, "experts": experts}).float()
+    weights = dict(block.named_parameters())
+    with torch.no_grad():
+        weights["experts.up"].copy_(torch.eye(D_MODEL))
+        weights["experts.down"].copy_(
+            torch.eye(D_MODEL) * torch.tensor([254.0, 2.0])[:, None, None]
+        )
+        weights["router.projection.weight"].zero_()
+        weights["router.projection.bias"].copy_(torch.tensor([257 / 255, 1.0]).log())
+    return block
+
+
+def mixed_on_a_rank(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The layer's outputs and gradients of ones, in bf16-mixed and in bf16-true."""
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    latent = layer({"router": {"type": "top_k", "k": 2}, "latent": {"width": 4}}).bfloat16()
+    split_(latent, rank, 2)
+    latent(torch.ones(BATCH, D_MODEL, dtype=torch.bfloat16))  # whose product follows in bfloat16
+    for dtype in (torch.float32, torch.bfloat16):
+        block = linear_experts().to(dtype)
+        split_(block, rank, 2)
+        x = torch.ones(BATCH, D_MODEL, dtype=dtype, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            hidden = block(x).hidden
+        hidden.sum().backward()
+        assert x.grad is not None
+        found[0].append(hidden.detach())
+        found[1].append(x.grad)
+    return found
+
+
+def test_what_ranks_return_is_summed_in_float32(tmp_path: Path) -> None:
+    """Their parts are 127.5 and 255 / 256, each rounded to bfloat16, in which their sum is 128 or 129."""
+    for found in on_ranks(2, tmp_path, mixed_on_a_rank):
+        for mixed, true in found:
+            assert (mixed.dtype, true.dtype) == (torch.float32, torch.bfloat16)
+            assert mixed.unique().tolist() == [127.5 + 255 / 256]
+            assert true.unique().tolist() == [128.0]

@@ -95,6 +95,13 @@ def test_what_ranks_cannot_share_is_refused(options: dict[str, object], sentence
     assert str(raised.value) == sentence
 
 
+def test_an_expert_is_cut_only_where_a_rank_has_none_of_its_own() -> None:
+    ffn = {**MOE, "num_experts": 4, "experts": {"type": "mlp", "d_ff": 27}}  # two for each of two
+    options = {"parallel": {"expert": 2, "shard": 2}, "model": {"ffn": ffn}}
+    layout = check_layout(TrainConfig.model_validate(options), 4, "32-true")
+    assert layout == Layout(shard=2, expert=2)
+
+
 def test_float64_is_not_trained_sharded() -> None:
     config = TrainConfig.model_validate({"parallel": {"shard": 2}})
     with pytest.raises(ConfigError) as raised:

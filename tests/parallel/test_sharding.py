@@ -7,24 +7,31 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.outputs import on_this_rank
 from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import Sharder, full_tensor
+from moe_ffn.parallel.sharding import Sharder, full_tensor, shard_like
 from tests.helpers.memory import peak_above
 from tests.helpers.ranks import on_ranks
 
 LAYOUTS = [Layout(shard=4), Layout(shard=2, expert=2), Layout(data=2, expert=2)]
 
 
-def model(d_model: int, num_layers: int) -> DecoderConfig:
+def model(d_model: int, num_layers: int, num_experts: int = 8) -> DecoderConfig:
     router = {"type": "top_k", "k": 2}
     return DecoderConfig.model_validate(
         {
             "d_model": d_model,
             "num_layers": num_layers,
             "attention": {"num_heads": 4},
-            "ffn": {"type": "moe", "num_experts": 8, "router": router, "shared_expert": "swiglu"},
+            "ffn": {
+                "type": "moe",
+                "num_experts": num_experts,
+                "router": router,
+                "shared_expert": "swiglu",
+            },
         }
     )
 
@@ -32,7 +39,12 @@ def model(d_model: int, num_layers: int) -> DecoderConfig:
 def build_sharded(config: DecoderConfig, layout: Layout) -> torch.nn.Module:
     torch.manual_seed(3)
     sharder = Sharder(layout, "cpu")
-    decoder = config.build(vocab_size=257, max_seq_len=64, on_layer=sharder.shard_layer)
+
+    def shard(layer: torch.nn.Module) -> None:
+        layer.get_parameter("ffn.experts.down").requires_grad_(False)
+        sharder.shard_layer(layer)
+
+    decoder = config.build(vocab_size=257, max_seq_len=64, on_layer=shard)
     sharder.shard_rest(decoder)
     return decoder
 
@@ -40,7 +52,19 @@ def build_sharded(config: DecoderConfig, layout: Layout) -> torch.nn.Module:
 def built_on_a_rank(rank: int, layout: Layout) -> tuple[dict[str, Tensor], float]:
     """The weights, whole; and the peak of building a large model, in bytes."""
     decoder = build_sharded(model(16, 2), layout)
+    frozen = [name for name, p in decoder.named_parameters() if not p.requires_grad]
+    assert frozen == [f"layers.{layer}.ffn.experts.down" for layer in (0, 1)]
     weights = {name: full_tensor(p.detach()) for name, p in decoder.named_parameters()}
+    # A moment is cut as its weight is, a count of steps is not.
+    for name, parameter in decoder.named_parameters():
+        part = shard_like(weights[name], parameter)
+        assert torch.equal(on_this_rank(part), on_this_rank(parameter)), name
+        assert not isinstance(shard_like(torch.tensor(3.0), parameter), DTensor)
+    # Fewer experts than ranks are cut themselves.
+    num_parts = layout.shard * layout.expert
+    for name, parameter in build_sharded(model(16, 1, num_experts=2), layout).named_parameters():
+        if "experts" in name and layout.expert > 1:
+            assert on_this_rank(parameter).numel() * num_parts == parameter.numel(), name
     return weights, peak_above(lambda: build_sharded(model(256, 8), layout))
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from moe_ffn import DecoderConfig
 from moe_ffn.config_files import to_yaml
+from moe_ffn.parallel.layout import WHOLE
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
 from tests.helpers.first_gradient import first_gradient, fit
@@ -141,6 +144,55 @@ def test_two_ranks_that_accumulate_are_one_batch_for_the_global_rule_and_the_bia
     divided, _ = on_ranks(2, tmp_path, gradient_on_a_rank, config, tmp_path)
     assert torch.equal(biases(divided), biases(whole))
     assert difference(whole, divided) < FLOAT32
+
+
+class Counts(Callback):
+    """Keeps of each batch its global balance loss, and of each layer pairs and summed scores per expert."""
+
+    def __init__(self) -> None:
+        self.of_batches: dict[int, tuple[float, list[tuple[Tensor, Tensor]]]] = {}
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        counts = [
+            (r.expert_ids_N.bincount(minlength=4), r.logits_TE.softmax(-1).sum(0))
+            for r in outputs["routings"].values()
+        ]
+        loss = outputs["objective"].balancing["load_balance_global"].item()
+        self.of_batches[batch["index"]] = loss, counts
+
+
+def counts_on_a_rank(rank: int, configs: list[TrainConfig], folder: Path) -> Any:
+    watchers = [Counts() for _ in configs]
+    for config, counts in zip(configs, watchers, strict=True):
+        fit(config, folder, WHOLE, counts)
+    return [counts.of_batches for counts in watchers]
+
+
+def test_the_global_rule_counts_what_is_routed_with_the_noise_of_a_step(
+    config_for: Any, tmp_path: Path
+) -> None:
+    """4 * sum_i f_i P_i, f and P of all pairs and tokens of one batch or two on two ranks."""
+    router = {"type": "top_k", "k": 2, "jitter": 0.9}
+    model = {"ffn": {"type": "moe", "num_experts": 4, "router": router}, "dropout": 0.5}
+    trainer = {"max_steps": 2, "devices": 2, "strategy": "ddp"}
+    configs = [
+        config_for("load_balance_global", batches=batches, model=model, trainer=trainer)
+        for batches in (1, 2)
+    ]
+
+    of_ranks = on_ranks(2, tmp_path, counts_on_a_rank, configs, tmp_path)
+
+    for batches, step in ((1, 0), (1, 1), (2, 0), (2, 1)):
+        numbers = range(step * batches, (step + 1) * batches)
+        parts = [found[batches - 1][number] for found in of_ranks for number in numbers]
+        layers: list[float] = []
+        for of_parts in zip(*(counts for _, counts in parts), strict=True):
+            pairs_E, scores_E = (torch.stack(one).sum(0) for one in zip(*of_parts, strict=True))
+            share_E = pairs_E / pairs_E.sum()
+            layers.append(4 * (share_E * scores_E / scores_E.sum()).sum().item())
+        assert fmean(loss for loss, _ in parts) == pytest.approx(fmean(layers), rel=1e-5)
 
 
 def test_thresholds_of_experts_move_once_per_step_in_training_alone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -120,8 +121,8 @@ def test_validation_masks_the_same_tokens_every_time(masked_module: Any) -> None
     ids = torch.randint(11, (4, 16))
     batch = LoadedBatch(index=3, input_ids=ids, target_ids=ids)
     values = []
-    for _ in range(2):
-        masked_module.validation_step(batch, 0)
+    for place in (0, 1):  # among the batches of this rank, which other ranks change
+        masked_module.validation_step(batch, place)
         values.append(masked_module.validation_metrics.compute()["loss"])
         masked_module.validation_metrics.reset()
     assert values[0] == values[1]
@@ -132,3 +133,16 @@ def test_a_filler_batch_counts_for_nothing(masked_module: Any) -> None:
     filler = torch.full_like(ids, IGNORED_TARGET)
     masked_module.validation_step(LoadedBatch(index=-1, input_ids=ids, target_ids=filler), 0)
     assert masked_module.validation_metrics.num_tokens == 0
+
+
+def test_a_window_has_the_mean_loss_of_its_guesses(masked_module: Any) -> None:
+    """A model that prefers no token misses each by ln V, in windows of any number of guesses."""
+    with torch.no_grad():
+        masked_module.decoder.unembedding.weight.zero_()
+    ids = torch.randint(11, (5, 16))
+    targets = ids.clone()
+    targets[4] = IGNORED_TARGET  # a filler
+    found = masked_module.validation_step(
+        LoadedBatch(index=0, input_ids=ids, target_ids=targets), 0
+    )
+    assert found["window_losses"].tolist() == pytest.approx([math.log(11)] * 4 + [0])

@@ -49,7 +49,10 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "capacity": {"factor": 1.0},
     },
     "dropless": {"router": {"type": "top_k", "k": 2}},
-    "sigmoid": {"router": {"type": "sigmoid_top_k", "k": 2}},
+    "sigmoid": {
+        "router": {"type": "sigmoid_top_k", "k": 2},
+        "experts": {"type": "swiglu", "bias": True},
+    },
     "shared": {"router": {"type": "top_k", "k": 1}, "shared_expert": "swiglu"},
     "relu": {"router": {"type": "relu", "k": 2}},
     "threshold": {"router": {"type": "expert_threshold", "k": 2}},
@@ -82,7 +85,8 @@ def step_of(
         ffn = {"type": "chain_of_experts", "ffn": ffn}
     return make_config(
         model={"ffn": ffn},
-        objective={"load_balance_global": 0.1},
+        # Unlike signs, quantiles show how many batches and ranks their sum is divided by.
+        objective={"load_balance_global": 0.1, "bias_rule": {"type": "quantile"}},
         data={"batch_size": BATCH * num_ranks},
         optimizer=optimizer,
         trainer={

@@ -148,6 +148,14 @@ def test_a_gradient_that_only_its_scale_makes_overflow(model: nn.Module) -> None
     assert find_nan_source(model, [steep], gradient_scale=1e38) is not None
 
 
+@pytest.mark.parametrize("place", range(3), ids=["parameters", "forward", "backward"])
+def test_what_another_rank_found_ends_the_search_here(model: nn.Module, place: int) -> None:
+    answers = iter([None] * place + ["elsewhere"])
+    source = find_nan_source(model, [batch(model)], agree=lambda found: found or next(answers))
+    assert source == "elsewhere"
+    assert next(answers, None) is None
+
+
 @pytest.mark.parametrize("fails", [False, True], ids=["found", "fails"])
 def test_nothing_is_left_behind(model: nn.Module, fails: bool) -> None:
     def forward() -> Objective:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from lightning.pytorch.plugins.precision.amp import MixedPrecision
 from torch import Tensor
 
 from moe_ffn.data.prepare import PreparedData
+from moe_ffn.parallel.layout import WHOLE
+from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training import module as module_file
 from moe_ffn.training.module import LanguageModel
@@ -26,7 +30,9 @@ from moe_ffn.training.monitoring.progress import status
 from moe_ffn.training.objective import Objective
 from moe_ffn.training.recovery.guard import Diverged
 from tests.helpers.faults import Fault
+from tests.helpers.first_gradient import fit as fit_on
 from tests.helpers.fitted import Fitted
+from tests.helpers.ranks import on_ranks
 from tests.helpers.resumed import Killed, Recorder, run
 from tests.helpers.same_run import assert_same
 
@@ -87,12 +93,48 @@ def test_a_skipped_step_moves_nothing_and_the_next_one_goes_on(
     biases = {f"decoder.layers.{layer}.ffn.router.correction_bias_E" for layer in (0, 1)}
     for step in (2, 3, 5, 6):
         assert biases < watcher.moved(step)
+    for (
+        name
+    ) in biases:  # by the counts of the step itself, 1e-3 towards experts with less than the mean
+        layer = name.split(".")[2]
+        outputs = fitted.spy.outputs[4 * accumulate : 5 * accumulate]
+        ids = [output["routings"][f"layer_0{layer}"].expert_ids_N for output in outputs]
+        load_E = torch.cat(ids).bincount(minlength=4).double()
+        moved_E = watcher.weights[4][name] - watcher.weights[3][name]
+        assert moved_E.tolist() == pytest.approx((1e-3 * (load_E.mean() - load_E).sign()).tolist())
     assert len(watcher.num_hooks) == 1, "hooks were left behind"
     # The schedule moves on, and the data with it.
     assert fitted.spy.rates == sorted(fitted.spy.rates[:1]) + fitted.spy.rates[1:]
     assert len(set(fitted.spy.rates)) == 6
     assert fitted.module.guard.num_skipped == 1
     assert fitted.watchers.steps.num_skipped == 1
+
+
+def test_a_step_that_was_interrupted_counts_for_nothing(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
+) -> None:
+    class Interrupt(Callback):
+        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+            raise Killed
+
+    config = make_config(
+        model={"ffn": BIASED}, trainer={"max_steps": 1, "accumulate_grad_batches": 2}
+    )
+    found: list[tuple[Any, dict[str, Tensor]]] = []
+    for fits in ([[Interrupt()], []], [[]]):
+        torch.manual_seed(0)
+        module = build_module(config, prepared)
+        for more in fits:
+            watchers = make_callbacks(config, prepared, tmp_path)
+            trainer: Any = build_trainer(config, tmp_path, "32-true", [], watchers)
+            trainer.callbacks += more
+            with pytest.raises(Killed) if more else nullcontext():
+                trainer.fit(module, datamodule=make_token_data(config, prepared))
+        found.append((module.guard.state_dict(), module.state_dict()))
+
+    (guard, weights), (unbroken, expected) = found
+    assert guard == unbroken
+    assert_same(weights, expected, "weights")
 
 
 def test_a_step_is_repeated_with_the_randomness_it_had(fit: Callable[..., Fitted]) -> None:
@@ -217,6 +259,21 @@ def test_a_nan_in_float16_is_trouble(fit: Callable[..., Fitted]) -> None:
     assert f"began in decoder.{ROUTER}" in fitted.watchers.steps.alarm_log.file.path.read_text()
 
 
+def test_what_overflows_in_float16_alone_is_found(fit: Callable[..., Fitted]) -> None:
+    """A step is repeated in the precision that it had: no float16 is above 65504."""
+
+    class Large(Callback):
+        def on_train_batch_start(
+            self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+        ) -> None:
+            if trainer.global_step == 2:
+                pl_module.get_parameter("decoder.layers.1.ffn.down.weight").data.fill_(1e5)
+
+    fitted = fit(*(HalfPrecision(1.0), Large()), model={"ffn": "dense"}, trainer={"max_steps": 4})
+
+    assert fitted.module.guard.began_in == "decoder.layers.1.ffn.down"
+
+
 def test_too_many_in_a_row_raise_after_the_last_row(fit: Callable[..., Fitted]) -> None:
     rows: list[dict[str, Any]] = []
 
@@ -333,3 +390,79 @@ def test_a_norm_that_overflows_is_told_from_a_gradient_that_is_not_finite(
     said = capsys.readouterr().err
     assert "its gradient norm is inf, though every gradient is finite: the sum of their " in said
     assert "when the step was repeated" not in said
+
+
+def faulty_on_a_rank(
+    rank: int, config: TrainConfig, folder: Path, last: int
+) -> tuple[dict[str, Tensor], dict[str, Any], list[str], dict[int, float]]:
+    """Weights, guard, reasons and losses of a run in which step 3 has NaN on rank `last` and step 7 a loss
+    1,000 times too high there.
+    """
+    reasons: list[str] = []
+    losses: dict[int, float] = {}
+
+    class Watch(Callback):
+        factor = 1.0
+
+        def on_train_batch_start(
+            self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        ) -> None:
+            self.factor = 1000.0 if rank == last and trainer.global_step == 6 else 1.0
+
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            losses[batch["index"]] = outputs["objective"].total.item()
+            if pl_module.skipped_step is not None and batch["index"] % 2:
+                reasons.append(str(pl_module.skipped_step))
+
+    watch, real = Watch(), module_file.objective
+
+    def broken(*args: Any, **kwargs: Any) -> Objective:
+        losses = real(*args, **kwargs)
+        return replace(losses, total=losses.total * watch.factor)
+
+    module_file.objective = broken
+    try:
+        fault = [Fault(ROUTER, math.nan, range(5, 6))] if rank == last else []
+        module = fit_on(config, folder, WHOLE, watch, *fault)
+    finally:
+        module_file.objective = real
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return weights, module.guard.state_dict(), reasons, losses
+
+
+def test_ranks_skip_the_steps_that_one_process_skips(
+    make_config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    """Of three, whose first step is preceded by a backward pass that fixes the buckets of DDP."""
+
+    def config(num_ranks: int) -> TrainConfig:
+        return make_config(
+            model={"ffn": BIASED},
+            objective={"load_balance": 0.0, "load_balance_global": 0.1},
+            optimizer={"type": "sgd", "learning_rate": 0.1},
+            data={"batch_size": 6},
+            trainer={
+                "max_steps": 8,
+                "accumulate_grad_batches": 2,
+                "devices": num_ranks,
+                "accelerator": "cpu",
+            },
+        )
+
+    of_ranks = on_ranks(3, tmp_path / "ranks", faulty_on_a_rank, config(3), tmp_path, 2)
+    expected, alone, *_ = faulty_on_a_rank(0, config(1), tmp_path, 0)
+
+    assert alone["num_skipped"] == 2
+    batches = [fmean(losses[n] for *_, losses in of_ranks) for n in range(16)]
+    steps = [fmean(batches[n : n + 2]) for n in range(0, 16, 2)]
+    for weights, guard, (first, second), _ in of_ranks:
+        assert guard["num_skipped"] == 2
+        assert guard["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert guard["losses"] == pytest.approx([*steps[:2], *steps[3:6], steps[7]], rel=1e-5)
+        assert first == f"its loss is nan, which began in decoder.{ROUTER}"
+        assert second.startswith(f"its loss {steps[6]:.4g} is ")
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, msg=name, rtol=1e-4, atol=1e-5)
+            assert torch.equal(weights[name], of_ranks[0][0][name]), name
