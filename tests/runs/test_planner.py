@@ -33,6 +33,7 @@ MOE = {
     "router": {"type": "top_k", "k": 2},
     "shared_expert": "swiglu",
 }
+GATE = {"type": "expert_choice", "score": "sigmoid"}
 
 
 def config_of(**changes: Any) -> TrainConfig:
@@ -214,13 +215,18 @@ def test_the_busiest_rank_of_each_layer_is_waited_for() -> None:
         found.rank_violations(3)
 
 
-def test_only_routed_experts_and_their_tokens_wait_for_balance() -> None:
+@pytest.mark.parametrize(("recomputes", "passes"), [(False, 3), ("ffn", 4), ("block", 4)])
+def test_only_routed_experts_and_their_tokens_wait_for_balance(
+    recomputes: Any, passes: int
+) -> None:
     moe = {**MOE, "experts": {"type": "swiglu", "d_ff": 24}}
-    config = config_of(model={"ffn": moe}, data={"batch_size": 8})
+    model = {"ffn": moe, "activation_checkpointing": recomputes}
+    config = config_of(model=model, data={"batch_size": 8})
     plans = {p.layout: p for p in plan_layouts(config, 2, DEVICES["h100"])}
     plan = plans[Layout(expert=2)]
-    # By hand: two experts for a token, three matrices each; backward is twice forward.
-    flops = 3 * (4 * 64) * 3 * 2 * (2 * 3 * 32 * 24)
+    # By hand: two experts for a token, three matrices each, in three layers; backward is twice forward, and
+    # what is computed again is forward once more.
+    flops = passes * (4 * 64) * 3 * 2 * (2 * 3 * 32 * 24)
     assert plan.expert_seconds == pytest.approx(flops / DEVICES["h100"].flops / 0.4)
     assert plan.expert_seconds < plan.compute_seconds
     quick = replace(plan, beside_seconds=0.0)
@@ -292,6 +298,26 @@ def test_the_planned_traffic_is_what_a_hook_counts(
     assert tokens == sum(rows for _, rows in of_ranks) * 32 * sent_bytes
     # Balance is not perfect in fact.
     assert tokens == pytest.approx(planned.tokens * layout.num_ranks, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "ffn",
+    [
+        {"type": "mixture_of_depths", "ffn": MOE, "router": {**GATE, "k": 0.25}},
+        {**MOE, "zero_computation": {"num_zero": 4}},
+        {**MOE, "latent": {"width": 8}},
+    ],
+    ids=["a quarter of the tokens", "half of the pairs", "a quarter of the width"],
+)
+def test_what_does_not_travel_is_not_planned(ffn: dict[str, Any], tmp_path: Path) -> None:
+    layout = Layout(expert=2)
+    config = config_of(model={"ffn": ffn, "causal": False}, trainer={"precision": "32-true"})
+    (planned,) = (
+        p.traffic.tokens for p in plan_layouts(config, 2, DEVICES["h100"]) if p.layout == layout
+    )
+    of_ranks = on_ranks(2, tmp_path, sent_in_a_step, config, layout)
+    counted = sum(counted["tokens"] for counted, _ in of_ranks)
+    assert counted == pytest.approx(2 * planned, rel=0.25)  # balance is not perfect
 
 
 def test_routing_that_is_limited_to_groups_sends_less(tmp_path: Path) -> None:
