@@ -211,6 +211,8 @@ def test_spread_windows_do_not_overlap(num_tokens: int, seq_len: int, count: int
 def test_spread_windows_are_even() -> None:
     assert spread_starts(100, 9, 4).tolist() == [0, 25, 50, 75]
     assert spread_starts(100, 24, 99).tolist() == [0, 25, 50, 75]
+    # 107 / 4 is 26.75: the tokens that no whole window holds are spread between the windows too.
+    assert spread_starts(107, 9, 4).tolist() == [0, 26, 53, 80]
 
 
 def test_a_split_too_short_for_one_window_is_refused() -> None:

@@ -57,6 +57,17 @@ def test_a_slice_of_the_row_is_that_of_the_files_joined(
     assert row.part(100, 900)[start:stop].tolist() == IDS[100:900][start:stop].tolist()
 
 
+def test_a_slice_opens_the_files_that_it_lies_in_alone(folder: Path) -> None:
+    row = row_of(folder)
+    (folder / "a.bin").unlink()
+    (folder / "c.bin").unlink()
+    assert row[300:301].tolist() == IDS[300:301].tolist(), "all of the file in the middle"
+    assert row[301:301].tolist() == []
+    for start, stop in ((299, 301), (300, 302)):
+        with pytest.raises(ConfigError, match=r"' cannot be read \(No such file or directory\)$"):
+            row[start:stop]
+
+
 def test_the_end_of_the_row_is_validated_on(folder: Path) -> None:
     data = prepare(config_of(folder, validation_percent=10), progress=False)
     assert (len(data.train), len(data.validation)) == (900, 100)
