@@ -126,6 +126,18 @@ class TestValidation:
         )
         assert batches.targets.tolist() == expected.tolist()
 
+    def test_the_digest_is_of_every_token_and_of_where_windows_end(self) -> None:
+        def digest(changed: int = 0, seq_len: int = 3, num_tokens: int = 12) -> str:
+            ids = np.arange(1, 17, dtype=np.uint32)
+            ids[-1] += changed
+            batches = ValidationBatches(ids, seq_len, batch_size=1, num_tokens=num_tokens)
+            assert batches.targets[-1] == 16 + changed
+            return batches.sha256
+
+        # 16 tokens in 4 windows or in 2; the last one as it is, and as others of its low bytes.
+        others = [digest(1), digest(1 << 16), digest(1 << 24), digest(seq_len=7, num_tokens=14)]
+        assert len({digest(), *others}) == 5
+
     def test_too_few_tokens_are_refused(self) -> None:
         message = r"data\.seq_len \(10\) must be shorter than the validation split \(5 tokens\)"
         with pytest.raises(ConfigError, match=message):
@@ -156,13 +168,19 @@ def test_the_windows_of_an_epoch_lie_side_by_side(
     assert starts[0] >= 0
     assert starts[-1] + seq_len + 1 <= num_tokens
     assert (np.diff(starts) == seq_len + 1).all()
+    # As many as leave room for a window to begin at any token.
+    room = num_tokens - len(starts) * (seq_len + 1)
+    assert room >= seq_len or len(starts) == 1
+    assert room < 2 * (seq_len + 1)
 
 
 @pytest.mark.usefixtures("_order")
 def test_order_and_offset_differ_between_epochs_and_seeds() -> None:
     first = epoch_starts(10_000, 9, 0, 0)[:]
-    for other in (epoch_starts(10_000, 9, 0, 1), epoch_starts(10_000, 9, 1, 0)):
-        assert not np.array_equal(first, other[:])
+    second, of_another_seed = epoch_starts(10_000, 9, 0, 1)[:], epoch_starts(10_000, 9, 1, 0)[:]
+    for one, other in ((first, second), (first, of_another_seed), (second, of_another_seed)):
+        assert not np.array_equal(one, other)
+        assert not np.array_equal(one - one.min(), other - other.min()), "the same order"
     assert len({epoch_starts(10_000, 9, 0, epoch)[:].min() for epoch in range(30)}) > 5
 
 
