@@ -463,8 +463,6 @@ def _numbers_received(config: TrainConfig, layout: Layout, tokens: int) -> float
     """
     numbers, ranks = 0.0, layout.expert
     for info in config.model.routers().values():
-        if info.is_gate or ranks == 1:
-            continue
         num = info.num_experts
         chosen = round(info.router.experts_per_token(num))
         none = math.comb(num - info.num_networks // ranks, chosen) / math.comb(num, chosen)

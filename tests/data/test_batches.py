@@ -168,10 +168,10 @@ def test_the_windows_of_an_epoch_lie_side_by_side(
     assert starts[0] >= 0
     assert starts[-1] + seq_len + 1 <= num_tokens
     assert (np.diff(starts) == seq_len + 1).all()
-    # As many as leave room for a window to begin at any token.
+    # As many as can begin at each of the window's places: seq_len + 1 offsets, and no room for one more.
     room = num_tokens - len(starts) * (seq_len + 1)
     assert room >= seq_len or len(starts) == 1
-    assert room < 2 * (seq_len + 1)
+    assert room < seq_len + (seq_len + 1)
 
 
 @pytest.mark.usefixtures("_order")

@@ -399,7 +399,7 @@ def test_cached_validation_tokens_are_those_of_the_split_in_their_type(
         found = cached_validation(config, data.corpus_sha256)
         assert found is not None
         assert found.dtype == data.validation.dtype == dtype
-        assert np.array_equal(found, data.validation)
+        assert np.array_equal(found, data.validation[:])
 
 
 class TestConcurrency:

@@ -59,6 +59,7 @@ def test_a_slice_of_the_row_is_that_of_the_files_joined(
 
 def test_a_slice_opens_the_files_that_it_lies_in_alone(folder: Path) -> None:
     row = row_of(folder)
+    assert row.dtype == row[299:302].dtype == np.int32, "which holds those of both types"
     (folder / "a.bin").unlink()
     (folder / "c.bin").unlink()
     assert row[300:301].tolist() == IDS[300:301].tolist(), "all of the file in the middle"

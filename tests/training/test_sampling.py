@@ -115,6 +115,14 @@ def test_every_option_and_the_seed_reach_the_texts() -> None:
     free = SampleConfig(num_tokens=12, temperature=1)
     texts = [sample_text(model, TOKENIZER, "one", free, seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+    # An observer is shown every token, the last one too.
+    num_new: list[int] = []
+    prompts = [list(b"one")]
+    list(stream_texts(model, TOKENIZER, prompts, free, 1, lambda output, num: num_new.append(num)))
+    assert num_new == [3] + 12 * [1]
+    # What may have been the beginning of a stop string comes at the end.
+    waiting = free.model_copy(update={"stop": (texts[0][-1] + "\0",)})
+    assert sample_text(model, TOKENIZER, "one", waiting, 1) == texts[0]
 
 
 def test_the_prompt_of_a_run_is_cut_to_a_sequence(tmp_path: Path) -> None:
