@@ -62,9 +62,10 @@ class TestTrain:
         assert count == 99
         assert count % 7 != 0
         visited = [start for batch in map(batches.__getitem__, range(50)) for start in rows(batch)]
-        for epoch in range(3):
-            starts = sorted(visited[epoch * count : (epoch + 1) * count])
+        epochs = [visited[epoch * count : (epoch + 1) * count] for epoch in range(3)]
+        for starts in map(sorted, epochs):
             assert starts == list(range(starts[0], starts[0] + 10 * count, 10))
+        assert len({tuple(start // 10 for start in starts) for starts in epochs}) == 3, "one order"
 
     def test_a_batch_may_be_larger_than_an_epoch(self) -> None:
         batch = TrainBatches(TOKENS[:30], seq_len=9, batch_size=8, seed=0)[3]
