@@ -43,6 +43,12 @@ class RouterInfo:
     """True for the router of a mixture of depths: tokens it does not choose skip the whole inner block, whose
     routings hold the chosen tokens alone."""
 
+    share: float = 1.0
+    """Fraction of the tokens that reach it: below 1 inside a mixture of depths."""
+
+    width: int | None = None
+    """Width of the tokens that its experts read; None: d_model."""
+
     path: str = ""
     """Dotted path from the queried config to the block of this router, such as `ffn`; empty for itself."""
 

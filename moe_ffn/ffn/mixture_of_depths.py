@@ -87,7 +87,10 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
         return first_refusal({option: part.not_cached_because for option, part in parts.items()})
 
     def routers(self) -> dict[str, RouterInfo]:
-        inner = {name: info.inside("ffn") for name, info in self.ffn.routers().items()}
+        inner = {
+            name: replace(info.inside("ffn"), share=self.share)
+            for name, info in self.ffn.routers().items()
+        }
         return {"routing": RouterInfo(self.router, 1, is_gate=True)} | within("inner", inner)
 
     def inner_blocks(self) -> dict[str, FFNConfig]:

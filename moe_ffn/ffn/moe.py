@@ -135,6 +135,7 @@ class MoEConfig(FFNConfig, frozen=True):
             self.zero_computation,
             self.capacity,
             self.shared_expert,
+            width=None if self.latent is None else self.latent.width,
         )
         return {"routing": info}
 

@@ -372,9 +372,9 @@ def _plan(
     traffic = _traffic(config, sizes, layout, item, sent, tokens)
     if layout.expert > 1:
         # A rank keeps the tokens that its experts received, its own among them.
-        rows = _rows_received(config, layout, tokens // num_batches) / model.num_layers
+        numbers = _numbers_received(config, layout, tokens // num_batches) / model.num_layers
         is_kept = not model.activation_checkpointing
-        activations = activations.with_more(sent * rows * model.d_model, is_kept=is_kept)
+        activations = activations.with_more(sent * numbers, is_kept=is_kept)
 
     def pace(num_neighbours: int) -> float:
         """Of a group whose ranks lie within so many neighbours: within a machine, or across."""
@@ -428,14 +428,14 @@ def _traffic(
     """Of numbers of `item` bytes, of tokens of `sent`, in a step of so many tokens of a rank."""
     sharded = item * sum(_moved_once(w, layout) for w in sizes.all)
     of_layers = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
-    rows_sent = _rows_received(config, layout, tokens) * (1 - 1 / layout.expert)
+    numbers_sent = _numbers_received(config, layout, tokens) * (1 - 1 / layout.expert)
     # There and back, their gradients, and what is not kept travels once more.
     times = 6 if config.model.activation_checkpointing else 4
     return Traffic(
         weights=config.trainer.accumulate_grad_batches * (sharded + of_layers),
         gradients=sharded,
         copies=2 * item * _local(sizes.all, layout) * (1 - 1 / layout.data),
-        tokens=times * sent * rows_sent * config.model.d_model,
+        tokens=times * sent * numbers_sent,
     )
 
 
@@ -455,20 +455,19 @@ def _moved_once(weight: Weight, layout: Layout) -> float:
     return weight.numel * weight.share(layout) * (num_shards - 1)
 
 
-def _rows_received(config: TrainConfig, layout: Layout, tokens: int) -> float:
-    """Rows of all layers that the experts of a rank receive: a token once, to however many of them it goes.
+def _numbers_received(config: TrainConfig, layout: Layout, tokens: int) -> float:
+    """Numbers of all layers that the experts of a rank receive: a token once, however many of them it visits.
 
     In perfect balance, k experts drawn from E: a rank has none of them with the probability of drawing all of
-    them from the others.
+    them from those elsewhere, or from those without a network.
     """
-    rows, ranks = 0.0, layout.expert
+    numbers, ranks = 0.0, layout.expert
     for info in config.model.routers().values():
-        if info.is_gate or ranks == 1:
-            continue
-        num, chosen = info.num_networks, info.router.experts_per_token(info.num_experts)
-        none = math.comb(num - num // ranks, round(chosen)) / math.comb(num, round(chosen))
-        rows += tokens * ranks * (1 - none)
-    return rows
+        num = info.num_experts
+        chosen = round(info.router.experts_per_token(num))
+        none = math.comb(num - info.num_networks // ranks, chosen) / math.comb(num, chosen)
+        numbers += tokens * info.share * ranks * (1 - none) * (info.width or config.model.d_model)
+    return numbers
 
 
 # -- balance

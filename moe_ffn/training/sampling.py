@@ -80,11 +80,8 @@ def run_prompt(options: SampleConfig, data: PreparedData, seq_len: int) -> str:
     if options.prompt is not None:
         encode_text(data.tokenizer, options.prompt.encode(), seq_len, "sample.prompt")
         return options.prompt
-    words = first_words(data)
-    ids = data.tokenizer.encode(words.encode())
-    if len(ids) <= seq_len:
-        return words
-    return data.tokenizer.decode(ids[:seq_len]).rstrip("\N{REPLACEMENT CHARACTER}") or "\n"
+    ids = data.tokenizer.encode(first_words(data).encode())[:seq_len]
+    return data.tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}") or "\n"
 
 
 class TextStream:

@@ -21,7 +21,7 @@ from moe_ffn.cli.exit import EXIT_FAILED, exit_on_bad_input
 from moe_ffn.cli.memory import check_fits
 from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError
-from moe_ffn.memory import gigabytes, memory_limit, out_of_memory
+from moe_ffn.memory import gigabytes, memory_limit, out_of_memory, require_table_memory
 from moe_ffn.runs.config import TrainConfig
 from tests.helpers.own_block import OWN_BLOCK
 from tests.helpers.tiny_runs import finished_copy
@@ -124,6 +124,33 @@ def test_a_machine_without_containers_has_what_it_has(
     assert memory_limit() == machine
     (tmp_path / "memory.max").write_text("1000\n")
     assert memory_limit() == 1000
+
+
+def test_tables_are_refused_by_the_bytes_that_they_take_where_they_are_to_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine_memory, "memory_limit", lambda: 100 * 3 * 4)
+    require_table_memory(100, 3, "a table", "advice")
+    with torch.device("meta"):
+        require_table_memory(10**9, 3, "a table", "advice")
+    for dtype, num_rows in ((torch.float32, 101), (torch.float64, 100)):
+        monkeypatch.setattr(torch, "get_default_dtype", lambda dtype=dtype: dtype)
+        with pytest.raises(ConfigError, match=r"^a table take .*; advice$"):
+            require_table_memory(num_rows, 3, "a table", "advice")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "said"),
+    [
+        (630_000, "0.63 MB"),
+        (99_900_000, "100 MB"),
+        (630_000_000, "0.63 GB"),
+        (1_200_000_000, "1.2 GB"),
+        (1_152_921_505 * 10**9, "1,152,921,505 GB"),
+    ],
+)
+def test_bytes_are_said_in_two_digits(num_bytes: int, said: str) -> None:
+    assert gigabytes(num_bytes) == said
 
 
 ON_GPU = {"trainer": {"accelerator": "gpu"}}

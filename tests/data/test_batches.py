@@ -62,9 +62,10 @@ class TestTrain:
         assert count == 99
         assert count % 7 != 0
         visited = [start for batch in map(batches.__getitem__, range(50)) for start in rows(batch)]
-        for epoch in range(3):
-            starts = sorted(visited[epoch * count : (epoch + 1) * count])
+        epochs = [visited[epoch * count : (epoch + 1) * count] for epoch in range(3)]
+        for starts in map(sorted, epochs):
             assert starts == list(range(starts[0], starts[0] + 10 * count, 10))
+        assert len({tuple(start // 10 for start in starts) for starts in epochs}) == 3, "one order"
 
     def test_a_batch_may_be_larger_than_an_epoch(self) -> None:
         batch = TrainBatches(TOKENS[:30], seq_len=9, batch_size=8, seed=0)[3]
@@ -126,6 +127,18 @@ class TestValidation:
         )
         assert batches.targets.tolist() == expected.tolist()
 
+    def test_the_digest_is_of_every_token_and_of_where_windows_end(self) -> None:
+        def digest(changed: int = 0, seq_len: int = 3, num_tokens: int = 12) -> str:
+            ids = np.arange(1, 17, dtype=np.uint32)
+            ids[-1] += changed
+            batches = ValidationBatches(ids, seq_len, batch_size=1, num_tokens=num_tokens)
+            assert batches.targets[-1] == 16 + changed
+            return batches.sha256
+
+        # 16 tokens in 4 windows or in 2; the last one as it is, and as others of its low bytes.
+        others = [digest(1), digest(1 << 16), digest(1 << 24), digest(seq_len=7, num_tokens=14)]
+        assert len({digest(), *others}) == 5
+
     def test_too_few_tokens_are_refused(self) -> None:
         message = r"data\.seq_len \(10\) must be shorter than the validation split \(5 tokens\)"
         with pytest.raises(ConfigError, match=message):
@@ -156,13 +169,19 @@ def test_the_windows_of_an_epoch_lie_side_by_side(
     assert starts[0] >= 0
     assert starts[-1] + seq_len + 1 <= num_tokens
     assert (np.diff(starts) == seq_len + 1).all()
+    # As many as can begin at each of the window's places: seq_len + 1 offsets, and no room for one more.
+    room = num_tokens - len(starts) * (seq_len + 1)
+    assert room >= seq_len or len(starts) == 1
+    assert room < seq_len + (seq_len + 1)
 
 
 @pytest.mark.usefixtures("_order")
 def test_order_and_offset_differ_between_epochs_and_seeds() -> None:
     first = epoch_starts(10_000, 9, 0, 0)[:]
-    for other in (epoch_starts(10_000, 9, 0, 1), epoch_starts(10_000, 9, 1, 0)):
-        assert not np.array_equal(first, other[:])
+    second, of_another_seed = epoch_starts(10_000, 9, 0, 1)[:], epoch_starts(10_000, 9, 1, 0)[:]
+    for one, other in ((first, second), (first, of_another_seed), (second, of_another_seed)):
+        assert not np.array_equal(one, other)
+        assert not np.array_equal(one - one.min(), other - other.min()), "the same order"
     assert len({epoch_starts(10_000, 9, 0, epoch)[:].min() for epoch in range(30)}) > 5
 
 
@@ -211,6 +230,8 @@ def test_spread_windows_do_not_overlap(num_tokens: int, seq_len: int, count: int
 def test_spread_windows_are_even() -> None:
     assert spread_starts(100, 9, 4).tolist() == [0, 25, 50, 75]
     assert spread_starts(100, 24, 99).tolist() == [0, 25, 50, 75]
+    # 107 / 4 is 26.75: the tokens that no whole window holds are spread between the windows too.
+    assert spread_starts(107, 9, 4).tolist() == [0, 26, 53, 80]
 
 
 def test_a_split_too_short_for_one_window_is_refused() -> None:

@@ -20,9 +20,9 @@ import pytest
 from moe_ffn.data import prepare as prepare_module
 from moe_ffn.data.cache import read_meta
 from moe_ffn.data.corpus import TextConfig
-from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
+from moe_ffn.data.prepare import DataConfig, PreparedData, cached_validation, prepare
 from moe_ffn.data.split import changed
-from moe_ffn.data.tokenizer import BPEConfig, BytesConfig, TokenizerConfig
+from moe_ffn.data.tokenizer import BPEConfig, BytesConfig, BytesTokenizer, TokenizerConfig
 from moe_ffn.errors import ConfigError
 
 Prepare = Callable[..., PreparedData]
@@ -204,6 +204,15 @@ class TestCache:
         assert prepared().folder == sound.folder
         assert {path.name: path.read_bytes() for path in sound.folder.iterdir()} == content
 
+    def test_is_rebuilt_where_a_number_in_it_was_flipped(self, prepared: Prepare) -> None:
+        sound = prepared()
+        meta = sound.folder / "meta.json"
+        text = meta.read_text()
+        meta.write_text(text.replace(f": {sound.train_size.num_tokens}", ": 1"))
+        assert meta.read_text() != text
+        assert prepared().train_size == sound.train_size
+        assert meta.read_text() == text
+
     def test_leaves_nothing_behind(self, prepared: Prepare, tmp_path: Path) -> None:
         folders = {prepared().folder, prepared(tokenizer="bpe").folder}
         assert set((tmp_path / "cache").iterdir()) == folders
@@ -310,7 +319,7 @@ class TestKnownCorpus:
         prepared(tokenizer="bpe")  # whose tokens are not there
         assert read
 
-    @pytest.mark.parametrize("change", ["time", "content", "new", "removed", "renamed"])
+    @pytest.mark.parametrize("change", ["time", "content", "size", "new", "removed", "renamed"])
     def test_is_read_again_where_a_file_is_another(
         self, prepared: Prepare, texts: Path, read: list[str], change: str
     ) -> None:
@@ -322,6 +331,10 @@ class TestKnownCorpus:
         elif change == "content":
             file.write_text(file.read_text().replace("line", "LINE"))
             set_age(file, 3600)
+        elif change == "size":
+            time_ns = file.stat().st_mtime_ns
+            file.write_text(file.read_text() + "more")
+            os.utime(file, ns=(time_ns, time_ns))
         elif change == "new":
             shutil.copyfile(file, texts / "new.txt")
         elif change == "removed":
@@ -331,6 +344,29 @@ class TestKnownCorpus:
         after = prepared()
         assert read
         assert (after.documents == before.documents) == (change == "time")
+
+    def test_of_other_files_is_read_where_sizes_and_times_are_the_same(
+        self, prepared: Prepare, texts: Path, tmp_path: Path
+    ) -> None:
+        before = prepared()
+        copied = shutil.copytree(texts, tmp_path / "copied")  # with the times
+        file = copied / "3.txt"
+        time_ns = file.stat().st_mtime_ns
+        file.write_text(file.read_text().replace("line", "LINE"))
+        os.utime(file, ns=(time_ns, time_ns))
+        other = prepare(config_of(copied, tmp_path / "cache"), progress=False)
+        assert other.corpus_sha256 != before.corpus_sha256
+        # The same files under other names, `texts/3.txt`, by which they are drawn.
+        named = prepare(config_of(tmp_path / "tex*/*.txt", tmp_path / "cache"), progress=False)
+        assert named.corpus_sha256 != before.corpus_sha256
+
+    def test_that_changes_while_it_is_read_is_not_kept_in_mind(
+        self, prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stamps = iter(["before", "after"])
+        monkeypatch.setattr(TextConfig, "stamp", lambda self: next(stamps))
+        prepared()
+        assert not (tmp_path / "cache" / "known_corpora").exists()
 
     def test_of_this_moment_is_read_again(
         self, prepared: Prepare, texts: Path, read: list[str]
@@ -351,6 +387,19 @@ class TestKnownCorpus:
         read.clear()
         assert prepared().documents == before.documents
         assert len(read) == 40
+
+
+def test_cached_validation_tokens_are_those_of_the_split_in_their_type(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype in (np.uint16, np.uint32):  # for a vocabulary above 65,536
+        monkeypatch.setattr(BytesTokenizer, "dtype", np.dtype(dtype))
+        config = config_of(texts, tmp_path / dtype.__name__)
+        data = prepare(config, progress=False)
+        found = cached_validation(config, data.corpus_sha256)
+        assert found is not None
+        assert found.dtype == data.validation.dtype == dtype
+        assert np.array_equal(found, data.validation[:])
 
 
 class TestConcurrency:

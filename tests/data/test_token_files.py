@@ -45,16 +45,28 @@ def row_of(folder: Path) -> TokenRow:
     return TokenRow.of(paths, np.dtype(np.uint16))
 
 
-@given(start=st.integers(-5, 1005), stop=st.integers(-5, 1005))
+@given(start=st.integers(-5, 1005), stop=st.integers(-5, 1005), step=st.integers(1, 3))
 def test_a_slice_of_the_row_is_that_of_the_files_joined(
-    tmp_path_factory: pytest.TempPathFactory, start: int, stop: int
+    tmp_path_factory: pytest.TempPathFactory, start: int, stop: int, step: int
 ) -> None:
     folder = tmp_path_factory.mktemp("tokens", numbered=True)
     for name, ids in (("a", IDS[:300]), ("b", IDS[300:301]), ("c", IDS[301:])):
         ids.tofile(folder / f"{name}.bin")
     row = row_of(folder)
-    assert row[start:stop].tolist() == IDS[start:stop].tolist()
+    assert row[start:stop:step].tolist() == IDS[start:stop:step].tolist()
     assert row.part(100, 900)[start:stop].tolist() == IDS[100:900][start:stop].tolist()
+
+
+def test_a_slice_opens_the_files_that_it_lies_in_alone(folder: Path) -> None:
+    row = row_of(folder)
+    assert row.dtype == row[299:302].dtype == np.int32, "which holds those of both types"
+    (folder / "a.bin").unlink()
+    (folder / "c.bin").unlink()
+    assert row[300:301].tolist() == IDS[300:301].tolist(), "all of the file in the middle"
+    assert row[301:301].tolist() == []
+    for start, stop in ((299, 301), (300, 302)):
+        with pytest.raises(ConfigError, match=r"' cannot be read \(No such file or directory\)$"):
+            row[start:stop]
 
 
 def test_the_end_of_the_row_is_validated_on(folder: Path) -> None:
@@ -82,6 +94,42 @@ def test_files_are_known_by_blocks_of_them(folder: Path) -> None:
     assert changed(before.documents, after.documents) == "'a.bin' has changed"
 
 
+def digest_of(folder: Path, **changes: Any) -> str:
+    return prepare(config_of(folder, **changes), progress=False).corpus_sha256
+
+
+def test_a_large_file_is_known_by_its_size_type_and_ends(tmp_path: Path) -> None:
+    """A hundred thousand tokens are more than 16 blocks of 4096."""
+
+    def digest(*, size: int = 100_000, dtype: str = "uint16", one_at: int = 0) -> str:
+        ids = np.zeros(size, dtype)
+        ids[one_at] = 1
+        np.save(tmp_path / "a.npy", ids)
+        return digest_of(tmp_path / "a.npy", validation_percent=50)
+
+    changes = [{"size": 100_002}, {"dtype": "int16"}, {"one_at": 50_000}, {"one_at": -1}]
+    assert len({digest(), *(digest(**change) for change in changes)}) == 5
+
+
+def test_validation_files_and_the_cut_are_part_of_what_a_corpus_is(folder: Path) -> None:
+    corpus = {"train": f"{folder}/a.bin", "validation": f"{folder}/c.bin"}
+    found = {
+        digest_of(folder),
+        digest_of(folder, validation_percent=50),
+        digest_of(folder, corpus=corpus),
+    }
+    IDS[300:].tofile(folder / "c.bin")
+    found.add(digest_of(folder, corpus=corpus))
+    assert len(found) == 4
+
+
+def test_ids_of_a_given_type_are_read_from_a_file_of_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.dat"
+    IDS.astype(np.uint32).tofile(path)
+    data = prepare(config_of(path, corpus={"dtype": "uint32"}), progress=False)
+    assert np.array_equal(data.train[:], IDS[:950])
+
+
 def test_a_tokenizer_of_another_program_or_run_is_read(tmp_path: Path) -> None:
     bpe = train_bpe([b"the theme of the thesis " * 20], vocab_size=512)
     stored = bpe.to_dict()
@@ -101,9 +149,14 @@ def refusal(config: DataConfig) -> str:
     return str(raised.value)
 
 
-def test_ids_beyond_the_vocabulary_are_refused(folder: Path) -> None:
-    np.array([300], np.uint16).tofile(folder / "b.bin")
-    assert refusal(config_of(folder)) == (
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_ids_beyond_the_vocabulary_are_refused(folder: Path, split: str, place: int) -> None:
+    ids = np.zeros(9_000, np.uint16)
+    ids[place] = 300
+    ids.tofile(folder / "b.bin")
+    corpus = {"train": f"{folder}/a.bin", split: f"{folder}/b.bin"}
+    assert refusal(config_of(folder, corpus=corpus)) == (
         f"data.corpus: '{folder / 'b.bin'}' holds the token 300, but data.tokenizer has a vocabulary of 257; "
         "give the one that made the file: data.tokenizer {type: file, path: tokenizer.json}"
     )

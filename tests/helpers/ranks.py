@@ -136,7 +136,9 @@ class Sent(TorchDispatchMode):
         elif name == "allreduce_":
             (buffer,) = args[0]
             self.bytes["copies"] += round(2 * (1 - 1 / self.num_copies) * buffer.nbytes)
-        elif name == "all_to_all_single" and args[0].shape[-1] == 32:  # d_model: tokens, no labels
+        elif (
+            name == "all_to_all_single" and args[0].shape[-1] > 2
+        ):  # tokens; weights have 1, labels 2
             rows, to_ranks = args[0], args[2]
             self.bytes["tokens"] += (len(rows) - to_ranks[self.place]) * rows[:1].nbytes
         return func(*args, **(kwargs or {}))

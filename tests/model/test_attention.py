@@ -112,14 +112,19 @@ def test_padding_only_is_finite() -> None:
     assert x.grad.isfinite().all()
 
 
-def test_dropout_is_for_training_only() -> None:
-    module = attention(num_heads=2, dropout=0.5)
-    x = tokens(1, 6)
+@pytest.mark.parametrize("latent", [None, {"kv_rank": 7, "rotated_dim": 2}])
+def test_dropout_is_for_training_only(latent: dict[str, int] | None) -> None:
+    def build(dropout: float) -> torch.nn.Module:
+        torch.manual_seed(0)
+        options = {"num_heads": 2, "dropout": dropout, "latent": latent}
+        config = AttentionConfig.model_validate(options)
+        return config.build(D_MODEL, causal=True, norm=RMSNormConfig()).double()
+
+    module, x = build(0.5), tokens(1, 6)
     torch.manual_seed(2)
     assert not torch.equal(module(x, Positions(), None), module(x, Positions(), None))
     module.eval()
-    without = attention(num_heads=2)
-    assert torch.equal(module(x, Positions(), None), without(x, Positions(), None))
+    assert torch.equal(module(x, Positions(), None), build(0.0)(x, Positions(), None))
 
 
 @pytest.mark.parametrize("norm", [RMSNormConfig(), LayerNormConfig()], ids=lambda norm: norm.type)

@@ -281,6 +281,11 @@ def test_norm_formulas_by_hand() -> None:
     layer = NormConfig.model_validate("layer_norm").build(2)(x)
     assert rms.tolist() == pytest.approx([0.848528, 1.131371], abs=1e-4)
     assert layer.tolist() == pytest.approx([-1, 1], abs=1e-4)
+    # Epsilons are added to the mean square, 12.5 + 3.5 = 4 ** 2, and to the variance, 0.25 + 3.75 = 2 ** 2.
+    rms = NormConfig.model_validate({"type": "rms_norm", "eps": 3.5}).build(2)(x)
+    layer = NormConfig.model_validate({"type": "layer_norm", "eps": 3.75}).build(2)(x)
+    assert rms.tolist() == pytest.approx([3 / 4, 1])
+    assert layer.tolist() == pytest.approx([-1 / 4, 1 / 4])
 
 
 def test_an_identity_block_leaves_the_stream_of_attention() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_ffn import Decoder, DecoderConfig
 from moe_ffn.model.decoder import DecoderOutput
-from moe_ffn.model.generate import Sampling, generate, generate_batch
+from moe_ffn.model.generate import Decoding, Sampling, generate, generate_batch
 
 VOCAB, MAX_LEN = 7, 6
 
@@ -66,6 +66,22 @@ def test_the_model_sees_the_last_max_seq_len_tokens() -> None:
     model: Any = Fixed([0, 0, 5, 0])
     assert generate(model, torch.tensor([0, 1]), 4, temperature=0).tolist() == [2, 2, 2, 2]
     assert model.shown == [[0, 1], [0, 1, 2], [0, 1, 2, 2], [1, 2, 2, 2]]
+
+
+def test_an_observer_is_told_how_many_tokens_are_new() -> None:
+    model: Any = Fixed([0, 0, 5, 0])
+    seen: list[tuple[int, int]] = []
+    decoding = Decoding(
+        model,
+        [torch.tensor([0, 1])],
+        4,
+        Sampling(temperature=0),
+        observe=lambda output, num_new: seen.append((output.logits.shape[1], num_new)),
+    )
+    assert len(list(decoding)) == 4
+    decoding.read()
+    # The prompt of two, then one more each time, also where the last four are computed again.
+    assert seen == [(2, 2), (3, 1), (4, 1), (4, 1), (4, 1)]
 
 
 def test_a_seed_makes_samples_repeatable() -> None:

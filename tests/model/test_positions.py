@@ -85,6 +85,9 @@ def test_learned_positions_are_added_and_learn() -> None:
     embedded.sum().backward()
     # Two sequences of three: gradient 2 for the positions used and 0 beyond.
     assert positions.table.weight.grad[:, 0].tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
+    # They begin as small as embeddings; the deviation of 8192 numbers is known to 1 in sqrt(2 * 8192).
+    many: Any = LearnedConfig().build(d_model=64, head_dim=4, max_seq_len=128)
+    assert many.table.weight.std().item() == pytest.approx(0.02, rel=0.04)
 
 
 @pytest.mark.parametrize("member", PositionsConfig.members)

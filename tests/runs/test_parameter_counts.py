@@ -18,7 +18,9 @@ OWN = """
 import torch
 from torch import nn
 from moe_ffn import FFNBlock, FFNConfig, FFNOutput
+from moe_ffn.ffn import CombineConfig
 from moe_ffn.model.norm import NormConfig
+from moe_ffn.routing.top_k import LinearTopKConfig
 from moe_ffn.model.positions import Positions, PositionsConfig
 
 class Miscounts(FFNConfig, frozen=True):
@@ -40,9 +42,27 @@ class Shares(Miscounts, frozen=True):
         return block
 scales = {}
 
+class Holds(FFNConfig, frozen=True):
+    ffn: FFNConfig
+    def build(self, d_model): return self.ffn.build(d_model)
+    def num_params(self, d_model): return 1 + self.ffn.num_params(d_model)
+    def flops_per_token(self, d_model, seq_len): return 0
+
 class Norm(NormConfig, frozen=True):
     def build(self, d_model): return nn.LayerNorm(d_model)
     def num_params(self, d_model): return 1
+
+class OfHeads(NormConfig, frozen=True):
+    def build(self, d_model): return nn.LayerNorm(d_model)
+    def num_params(self, d_model): return 16
+
+class Route(LinearTopKConfig, frozen=True):
+    def build(self, d_model, num_experts): return None
+    def num_params(self, d_model, num_experts): return "many"
+
+class Join(CombineConfig, frozen=True):
+    def build(self, d_model, experts_per_token): return None
+    def flops_per_token(self, d_model): return -1
 
 class Where(PositionsConfig, frozen=True):
     def build(self, d_model, head_dim, max_seq_len): return Table(d_model, max_seq_len)
@@ -51,6 +71,9 @@ class Table(Positions):
     def __init__(self, d_model, max_seq_len):
         super().__init__()
         self.table = nn.Parameter(torch.zeros(max_seq_len, d_model))
+
+class Uncounted(Where, frozen=True):
+    def num_params(self, d_model, max_seq_len): return {}
 """
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -81,6 +104,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "norm": (
         {"norm": "own.py:Norm"},
         "model.norm ('own.py:Norm') of layer 0: num_params says 1, but 16 parameters are built",
+    ),
+    "norm of heads": (  # 4 * 8 * 8, and two norms of width 4, which have 8 parameters each
+        {"norm": "own.py:OfHeads", "attention": {"num_heads": 2, "norm_qk": "head"}},
+        "model.attention of layer 0: num_params says 288, but 272 parameters are built",
     ),
     "positions": (
         {"positions": "own.py:Where"},
@@ -158,18 +185,46 @@ def test_counts_that_are_no_numbers_are_refused_before_they_are_added_up(
     assert refuse("--model.ffn.experts.type", "odd.py:AdaptedConfig") == message
 
 
-def test_a_block_and_a_norm_of_ones_own_have_to_return_numbers_too(
-    refuse: Callable[..., str],
-) -> None:
-    code = OWN.replace("return self.told", "return None").replace("return 1", "return [1]")
+def test_parts_of_ones_own_have_to_return_numbers_too(refuse: Callable[..., str]) -> None:
+    code = OWN.replace("return self.told", "return None").replace("return 1\n", "return [1]\n")
     Path("none.py").write_text(code)
-    expected = "num_params returned {}, but has to return a number of 0 or more"
-    for flag, name, returned in (
-        ("ffn", "Miscounts", "None"),
-        ("norm", "Norm", "[1]"),
+    moe = "{{type: moe, shared_expert: swiglu, {}}}"
+    for flag, value, where, method, returned in (
+        ("ffn", "none.py:Miscounts", "ffn ('none.py:Miscounts')", "num_params", "None"),
+        # What is inside, before what adds to it.
+        (
+            "ffn",
+            "{type: 'none.py:Holds', ffn: 'none.py:Miscounts'}",
+            "ffn.ffn ('none.py:Miscounts')",
+            "num_params",
+            "None",
+        ),
+        ("norm", "none.py:Norm", "norm ('none.py:Norm')", "num_params", "[1]"),
+        (
+            "ffn",
+            moe.format("router: 'none.py:Route'"),
+            "ffn.router ('none.py:Route')",
+            "num_params",
+            "'many'",
+        ),
+        (
+            "ffn",
+            moe.format("combine: 'none.py:Join'"),
+            "ffn.combine ('none.py:Join')",
+            "flops_per_token",
+            "-1",
+        ),
+        (
+            "positions",
+            "none.py:Uncounted",
+            "positions ('none.py:Uncounted')",
+            "num_params",
+            "{}",
+        ),
     ):
-        said = refuse(f"--model.{flag}.type", f"none.py:{name}")
-        assert said == f"model.{flag} ('none.py:{name}'): {expected.format(returned)}"
+        assert refuse(f"--model.{flag}", value) == (
+            f"model.{where}: {method} returned {returned}, but has to return a number of 0 or more"
+        )
 
 
 def test_a_run_is_refused_before_anything_is_written(refuse: Callable[..., str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from moe_ffn.parallel.layout import Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import (
     DEVICES,
+    Activations,
+    Device,
+    LayoutPlan,
     RecordedLoads,
     Sizes,
     activations_of,
@@ -33,6 +36,7 @@ MOE = {
     "router": {"type": "top_k", "k": 2},
     "shared_expert": "swiglu",
 }
+GATE = {"type": "expert_choice", "score": "sigmoid"}
 
 
 def config_of(**changes: Any) -> TrainConfig:
@@ -45,6 +49,13 @@ def config_of(**changes: Any) -> TrainConfig:
             **changes,
         }
     )
+
+
+def plans_of(
+    num_ranks: int, device: Device = DEVICES["h100"], efficiency: float = 0.4, **changes: Any
+) -> dict[Layout, LayoutPlan]:
+    plans = plan_layouts(config_of(**changes), num_ranks, device, efficiency)
+    return {plan.layout: plan for plan in plans}
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
@@ -81,13 +92,15 @@ def test_a_rank_has_its_share_of_each_weight(
     assert max(found) == sum(w.numel * w.share(layout) for w in Sizes.of(config).all)
 
 
-def kept(config: TrainConfig) -> float:
+def kept(config: TrainConfig, precision: str) -> float:
     """What a forward pass with numbers keeps, up to the gradient of the logits."""
     decoder = config.model.build(vocab_size=257, max_seq_len=64)
     ids_BS = torch.randint(0, 257, (4, 64))
+    if precision == "bf16-true":
+        decoder = decoder.bfloat16()
     tracker = MemTracker()
     tracker.track_external(decoder, ids_BS)
-    with tracker:
+    with tracker, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
         output = decoder(ids_BS)
         torch.autograd.grad(cross_entropy_of(output.logits, ids_BS), output.logits)
     (parts,) = tracker.get_tracker_snapshot("peak").values()
@@ -110,16 +123,50 @@ def kept(config: TrainConfig) -> float:
 def test_what_is_kept_without_numbers_is_what_is_kept(model: dict[str, Any]) -> None:
     config = config_of(model=model)
     planned = activations_of(config, num_sequences=4, precision="32-true").total
-    assert planned == pytest.approx(kept(config), rel=0.05)
+    assert planned == pytest.approx(kept(config, "32-true"), rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_what_is_kept_in_halves_is_what_is_kept(precision: str) -> None:
+    config = config_of(model={"ffn": "swiglu"})
+    planned = activations_of(config, num_sequences=4, precision=precision).total
+    assert planned == pytest.approx(kept(config, precision), rel=0.05)
 
 
 def test_recomputed_layers_keep_their_input_alone() -> None:
-    whole = activations_of(config_of(), 4, "32-true")
-    block = activations_of(config_of(model={"activation_checkpointing": "block"}), 4, "32-true")
+    kinds = {"ffn": "swiglu", "ffn_at": {"1": MOE}}  # of which the second keeps more
+    whole, ffn, block = (
+        activations_of(config_of(model={**kinds, "activation_checkpointing": kept}), 4, "32-true")
+        for kept in (False, "ffn", "block")
+    )
     assert whole.recomputed == 0
-    assert block.recomputed == pytest.approx(whole.by_layer[0])
+    assert whole.by_layer[1] > 1.2 * whole.by_layer[0]
+    assert block.recomputed == pytest.approx(whole.by_layer[1])
     assert block.by_layer[0] < 0.2 * whole.by_layer[0]
-    assert block.total < whole.total
+    # Beside a block that is computed again, attention has kept its own.
+    assert ffn.recomputed == pytest.approx(whole.by_layer[1] - ffn.by_layer[1])
+    assert block.total < ffn.total < whole.total
+
+
+@pytest.mark.parametrize(
+    ("outside", "recomputed", "of_outside", "by_layer", "expected"),
+    [
+        # Kept: 4 by the first layer, 6 by the second. Backward begins at the second.
+        (10, 3, 1, [2, 5], (0, 10 + 4 + 6)),  # where the logits are made, without any gradient
+        (2, 3, 1, [2, 5], (1 + 5, 4 + 6 + 3)),  # in the second layer
+        (2, 0, 1, [20, 5], (1 + 5 + 20, 4)),  # in the first, when the second's are freed
+    ],
+)
+def test_the_peak_is_the_worst_moment(
+    outside: float,
+    recomputed: float,
+    of_outside: float,
+    by_layer: list[float],
+    expected: tuple[float, float],
+) -> None:
+    found = Activations(outside, (4, 6), recomputed)
+    assert found.peak_with(of_outside, by_layer) == expected
+    assert found.total == max(outside + 10, 10 + recomputed)
 
 
 def test_layouts_are_those_that_the_experts_allow() -> None:
@@ -149,6 +196,101 @@ def test_dividing_takes_memory_off_a_rank_and_adds_traffic() -> None:
     assert plans[Layout(data=2, expert=2)].traffic.tokens == pytest.approx(sent)
 
 
+@pytest.mark.parametrize(
+    ("precision", "item"), [("32-true", 4), ("bf16-mixed", 4), ("bf16-true", 2), ("64-true", 8)]
+)
+def test_the_memory_of_weights_by_hand(precision: str, item: int) -> None:
+    options = {"data": {"batch_size": 8}, "trainer": {"precision": precision}}
+    plans = plans_of(4, **options)
+    decoder = config_of().model.build(257, 64)
+
+    def numbers(module: Any) -> int:
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    whole, layer = numbers(decoder), numbers(decoder.layers[0])
+    outside, block = whole - 3 * layer, decoder.layers[0]
+    experts = numbers(cast("Any", block).ffn.experts)
+    copies = plans[Layout(data=4)].memory
+    assert (copies.weights, copies.optimizer) == (item * whole, 2 * item * whole), "two moments"
+    assert copies.gathered == item * whole, "the buckets in which gradients are added up"
+    assert plans_of(1, **options)[Layout()].memory.gathered == 0
+    if item == 8:  # divides no model
+        return
+    # Outside of layers weights and gradients stay; two layers are whole, and the gradient of one.
+    shards, spread = plans[Layout(shard=4)].memory, plans[Layout(expert=4)].memory
+    assert shards.gathered == item * (2 * outside + 3 * layer)
+    assert spread.gathered == item * (2 * outside + 3 * (layer - experts * 3 / 4))
+
+
+def test_activations_are_those_of_one_ranks_batch() -> None:
+    def bytes_of(layout: Layout, batch_size: int, recomputes: bool | str = False) -> float:
+        plans = plans_of(
+            layout.num_ranks,
+            model={"activation_checkpointing": recomputes},
+            data={"batch_size": batch_size},
+            trainer={"precision": "32-true", "accumulate_grad_batches": 3},
+        )
+        return plans[layout].memory.activations
+
+    alone = bytes_of(Layout(), 2)
+    assert bytes_of(Layout(data=4), 8) == alone
+    # By hand: a token of either rank comes to one of its two experts five times in six.
+    of_layer = 4 * 32 * (2 * 64) * 2 * 5 / 6
+    assert bytes_of(Layout(expert=2), 4) == pytest.approx(alone + 3 * of_layer)
+    more = bytes_of(Layout(expert=2), 4, "block") - bytes_of(Layout(), 2, "block")
+    assert more <= of_layer, "one layer is computed again at a time"
+
+
+TOY = Device("toy", 1e9, flops=1e12, link=8e9, network=1e9, per_machine=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "of_weights", "of_tokens"),
+    [
+        (Layout(data=4), 8e9, 8e9),
+        (Layout(data=2, shard=2), 8e9, 8e9),
+        (Layout(shard=4), 1e9, 8e9),
+        (Layout(data=2, expert=2), 8e9, 8e9),
+        (Layout(shard=2, expert=2), 1e9, 8e9),
+        (Layout(expert=4), 1e9, 1e9),
+    ],
+    ids=str,
+)
+def test_the_seconds_of_a_step_by_hand(
+    toy_plans: dict[Layout, LayoutPlan], layout: Layout, of_weights: float, of_tokens: float
+) -> None:
+    """Two ranks are one machine; copies are added up over all four, across machines."""
+    plan = toy_plans[layout]
+    sent = plan.traffic
+    assert plan.compute_seconds == pytest.approx(
+        3 * 2 * 64 * config_of().model.flops_per_token(257, 64) / 1e12 / 0.5
+    )
+    beside = (sent.weights + sent.gradients) / of_weights + sent.copies / 1e9
+    assert plan.beside_seconds == pytest.approx(beside / 0.5)
+    assert plan.between_seconds == pytest.approx(sent.tokens / of_tokens / 0.5)
+    assert plan.seconds == max(plan.compute_seconds, plan.beside_seconds) + plan.between_seconds
+    assert plan.tokens_per_second == 8 * 64 / plan.seconds, "of all ranks"
+
+
+@pytest.fixture(scope="module")
+def toy_plans() -> dict[Layout, LayoutPlan]:
+    return plans_of(4, TOY, 0.5, data={"batch_size": 8})
+
+
+def test_the_fastest_that_fits_comes_first_and_then_the_smallest(
+    toy_plans: dict[Layout, LayoutPlan],
+) -> None:
+    seconds = [plan.seconds for plan in toy_plans.values()]
+    sizes = sorted(plan.memory.total for plan in toy_plans.values())
+    assert seconds == sorted(seconds)
+    assert [plan.memory.total for plan in toy_plans.values()] != sizes
+    narrow = replace(TOY, memory_bytes=sizes[2])
+    found = [*plans_of(4, narrow, 0.5, data={"batch_size": 8}).values()]
+    assert [plan.fits for plan in found] == [True] * 3 + [False] * (len(sizes) - 3)
+    assert [p.seconds for p in found[:3]] == sorted(p.seconds for p in found[:3])
+    assert [p.memory.total for p in found[3:]] == sizes[3:]
+
+
 def test_batches_that_are_added_up_travel_once() -> None:
     one, three = (
         {
@@ -168,14 +310,16 @@ def test_batches_that_are_added_up_travel_once() -> None:
 
 
 def test_what_is_computed_again_is_counted() -> None:
+    narrow, wide = ({"type": "swiglu", "d_ff": d_ff} for d_ff in (24, 48))
+    model = {"ffn": narrow, "ffn_at": {"0": wide}}
     none, ffn, block = (
-        plan_layouts(config_of(model={"activation_checkpointing": kept}), 1, DEVICES["h100"])[
-            0
-        ].compute_seconds
+        plans_of(1, model={**model, "activation_checkpointing": kept})[Layout()].compute_seconds
         for kept in (False, "ffn", "block")
     )
     assert block == pytest.approx(none * 4 / 3)
-    assert none < ffn < block
+    # By hand: three matrices in each of three layers.
+    flops = 4 * 64 * 2 * 3 * 32 * (48 + 24 + 24)
+    assert ffn - none == pytest.approx(flops / DEVICES["h100"].flops / 0.4)
 
 
 def test_float64_is_twice_as_large_and_divides_no_model() -> None:
@@ -214,13 +358,18 @@ def test_the_busiest_rank_of_each_layer_is_waited_for() -> None:
         found.rank_violations(3)
 
 
-def test_only_routed_experts_and_their_tokens_wait_for_balance() -> None:
+@pytest.mark.parametrize(("recomputes", "passes"), [(False, 3), ("ffn", 4), ("block", 4)])
+def test_only_routed_experts_and_their_tokens_wait_for_balance(
+    recomputes: Any, passes: int
+) -> None:
     moe = {**MOE, "experts": {"type": "swiglu", "d_ff": 24}}
-    config = config_of(model={"ffn": moe}, data={"batch_size": 8})
+    model = {"ffn": moe, "activation_checkpointing": recomputes}
+    config = config_of(model=model, data={"batch_size": 8})
     plans = {p.layout: p for p in plan_layouts(config, 2, DEVICES["h100"])}
     plan = plans[Layout(expert=2)]
-    # By hand: two experts for a token, three matrices each; backward is twice forward.
-    flops = 3 * (4 * 64) * 3 * 2 * (2 * 3 * 32 * 24)
+    # By hand: two experts for a token, three matrices each, in three layers; backward is twice forward, and
+    # what is computed again is forward once more.
+    flops = passes * (4 * 64) * 3 * 2 * (2 * 3 * 32 * 24)
     assert plan.expert_seconds == pytest.approx(flops / DEVICES["h100"].flops / 0.4)
     assert plan.expert_seconds < plan.compute_seconds
     quick = replace(plan, beside_seconds=0.0)
@@ -292,6 +441,26 @@ def test_the_planned_traffic_is_what_a_hook_counts(
     assert tokens == sum(rows for _, rows in of_ranks) * 32 * sent_bytes
     # Balance is not perfect in fact.
     assert tokens == pytest.approx(planned.tokens * layout.num_ranks, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "ffn",
+    [
+        {"type": "mixture_of_depths", "ffn": MOE, "router": {**GATE, "k": 0.25}},
+        {**MOE, "zero_computation": {"num_zero": 4}},
+        {**MOE, "latent": {"width": 8}},
+    ],
+    ids=["a quarter of the tokens", "half of the pairs", "a quarter of the width"],
+)
+def test_what_does_not_travel_is_not_planned(ffn: dict[str, Any], tmp_path: Path) -> None:
+    layout = Layout(expert=2)
+    config = config_of(model={"ffn": ffn, "causal": False}, trainer={"precision": "32-true"})
+    (planned,) = (
+        p.traffic.tokens for p in plan_layouts(config, 2, DEVICES["h100"]) if p.layout == layout
+    )
+    of_ranks = on_ranks(2, tmp_path, sent_in_a_step, config, layout)
+    counted = sum(counted["tokens"] for counted, _ in of_ranks)
+    assert counted == pytest.approx(2 * planned, rel=0.25)  # balance is not perfect
 
 
 def test_routing_that_is_limited_to_groups_sends_less(tmp_path: Path) -> None:

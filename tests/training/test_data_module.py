@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,9 +13,11 @@ from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.data_module import (
     FILLER,
+    TokenData,
     TrainLoader,
     ValidationLoader,
 )
+from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.objective import IGNORED_TARGET
 
 
@@ -95,6 +100,29 @@ def test_validation_is_the_same_every_time(validation: ValidationBatches) -> Non
     for one, other in zip(loader, loader, strict=True):
         assert torch.equal(one["input_ids"], other["input_ids"])
         assert torch.equal(one["target_ids"], other["target_ids"])
+
+
+def test_loaders_are_those_of_the_rank_the_seed_and_the_step(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData
+) -> None:
+    data = TokenData(make_config().data, prepared, num_batches=8, seed=5)
+    trainer = SimpleNamespace(
+        global_rank=1,
+        world_size=2,
+        global_step=3,
+        accumulate_grad_batches=2,
+        lightning_module=Mock(spec=LanguageModel),
+    )
+    data.trainer = cast("Any", trainer)
+    # Four sequences of 16 tokens; the second rank has the last two.
+    whole = TrainBatches(prepared.train, seq_len=16, batch_size=4, seed=5)
+
+    found = list(data.train_dataloader())
+
+    assert [batch["index"] for batch in found] == [6, 7], "three steps of two batches are over"
+    for batch in (*found, trainer.lightning_module.batch_at(1)):
+        assert torch.equal(batch["input_ids"], whole[batch["index"]].input_ids[2:])
+    assert [batch["index"] for batch in data.val_dataloader()] == [1]
 
 
 def test_validation_batches_follow_the_config(

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from moe_ffn import ConfigError, DecoderConfig
+from moe_ffn.data.corpus import TextConfig
+from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.data.tokenizer import BytesTokenizer
+from moe_ffn.model.generate import Sampling
 from moe_ffn.training.sampling import (
     SampleConfig,
     TextStream,
     encode_text,
+    first_words,
+    run_prompt,
     sample_text,
     stream_texts,
 )
@@ -97,6 +103,42 @@ def test_rows_end_with_their_own_stop_strings() -> None:
     assert num_tokens[0] == 12
     assert num_tokens[1] < 12
     assert model.training
+
+
+def test_every_option_and_the_seed_reach_the_texts() -> None:
+    options = SampleConfig(temperature=0.5, top_k=3, top_p=0.25)
+    assert options.sampling == Sampling(0.5, 3, 0.25)
+    torch.manual_seed(0)
+    model = DecoderConfig.model_validate(
+        {"d_model": 16, "num_layers": 1, "attention": {"num_heads": 2}, "ffn": "dense"}
+    ).build(257, 32)
+    free = SampleConfig(num_tokens=12, temperature=1)
+    texts = [sample_text(model, TOKENIZER, "one", free, seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    # An observer is shown every token, the last one too.
+    num_new: list[int] = []
+    prompts = [list(b"one")]
+    list(stream_texts(model, TOKENIZER, prompts, free, 1, lambda output, num: num_new.append(num)))
+    assert num_new == [3] + 12 * [1]
+    # What may have been the beginning of a stop string comes at the end.
+    waiting = free.model_copy(update={"stop": (texts[0][-1] + "\0",)})
+    assert sample_text(model, TOKENIZER, "one", waiting, 1) == texts[0]
+
+
+def test_the_prompt_of_a_run_is_cut_to_a_sequence(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be or not " * 100)
+    config = DataConfig(
+        corpus=TextConfig(paths=(str(tmp_path / "a.txt"),)), seq_len=8, cache_dir=str(tmp_path)
+    )
+    data = prepare(config, progress=False)
+    words = first_words(data)
+    assert len(words) > 8
+    for seq_len in (len(words) + 1, len(words), len(words) - 1, 1):
+        assert run_prompt(SampleConfig(), data, seq_len) == words[:seq_len]
+    given = SampleConfig(prompt="abcde")
+    assert run_prompt(given, data, 5) == "abcde"
+    with pytest.raises(ConfigError, match=r"^sample\.prompt: has 5 tokens, but the model takes"):
+        run_prompt(given, data, 4)
 
 
 def test_a_prompt_that_does_not_fit_is_refused() -> None:
