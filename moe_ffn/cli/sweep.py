@@ -56,11 +56,12 @@ MINUTES_OF_A_JOB = 240
 
 
 def main(argv: Sequence[str]) -> int:
-    flags, rest = _parser().parse_known_args(argv or ["--help"])
+    parser = _parser()
+    flags, rest = parser.parse_known_args(argv or ["--help"])
     # As a positional of argparse they would take the value of an option that is not its own.
     files = [Path(word) for word in takewhile(lambda word: not word.startswith("-"), rest)]
     overrides = rest[len(files) :]
-    study = read_study(flags, files, overrides_of(overrides, TrainConfig, flags))
+    study = read_study(flags, files, overrides_of(overrides, TrainConfig, parser))
     runs = chosen(study.planned_runs(), flags.seeds, flags.only)
     for corpus in {repr(c): c for c in (run.config.data.corpus for run in runs)}.values():
         corpus.require_files()  # before any run has begun, and not in each of them
