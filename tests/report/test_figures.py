@@ -49,6 +49,7 @@ def check_line(trace: Any, series: Series) -> None:
 CURVES = {
     "loss": ("Loss", {"training": "train/loss", "validation": "validation/loss"}),
     "bits_per_byte": ("Bits per byte", {"validation": "validation/bits_per_byte"}),
+    "tokens": ("Tokens read", {"tokens": "train/tokens"}),
     "tokens_per_second": ("Throughput", {"training": "train/tokens_per_second"}),
     "learning_rate": ("Learning rate", {"learning rate": "train/learning_rate"}),
     "gradient_norm": ("Gradient norm", {"gradient norm": "train/gradient_norm"}),
