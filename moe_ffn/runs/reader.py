@@ -75,7 +75,7 @@ class SavedModel:
     tokenizer: Tokenizer
     decoder: Decoder
 
-    def run(self, text: bytes, *, who: str = "text") -> DecoderOutput:
+    def run(self, text: str | bytes, *, who: str = "text") -> DecoderOutput:
         """The decoder's output for a text as one sequence.
 
         Args:
@@ -151,8 +151,7 @@ class Run:
         Raises:
             ConfigError: the text is longer than the sequences of the run, or see `saved_model`.
         """
-        given = text.encode() if isinstance(text, str) else text
-        return self.saved_model.run(given).routings
+        return self.saved_model.run(text).routings
 
     def series(self, key: str) -> Series:
         """A column of the rows; an empty one where it is absent."""

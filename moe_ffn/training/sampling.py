@@ -56,7 +56,7 @@ def first_words(data: PreparedData) -> str:
     return (words[0] if words else text)[:PROMPT_CHARACTERS] or "\n"
 
 
-def encode_text(tokenizer: Tokenizer, text: bytes, max_seq_len: int, where: str) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str | bytes, max_seq_len: int, where: str) -> list[int]:
     """The ids of a text that is to be one sequence.
 
     Raises:
@@ -78,10 +78,10 @@ def run_prompt(options: SampleConfig, data: PreparedData, seq_len: int) -> str:
         ConfigError: the prompt that is given has more than `seq_len` tokens.
     """
     if options.prompt is not None:
-        encode_text(data.tokenizer, options.prompt.encode(), seq_len, "sample.prompt")
+        encode_text(data.tokenizer, options.prompt, seq_len, "sample.prompt")
         return options.prompt
     words = first_words(data)
-    ids = data.tokenizer.encode(words.encode())
+    ids = data.tokenizer.encode(words)
     if len(ids) <= seq_len:
         return words
     return data.tokenizer.decode(ids[:seq_len]).rstrip("\N{REPLACEMENT CHARACTER}") or "\n"
@@ -169,5 +169,5 @@ def sample_text(
     decoder: Decoder, tokenizer: Tokenizer, prompt: str, options: SampleConfig, seed: int
 ) -> str:
     """The text that the model writes after the prompt; the same for the same seed."""
-    ids = tokenizer.encode(prompt.encode()).tolist()
+    ids = tokenizer.encode(prompt).tolist()
     return "".join(piece for *_, piece in stream_texts(decoder, tokenizer, [ids], options, seed))

@@ -57,8 +57,7 @@ def test_the_routing_of_a_text(moe_run: Any) -> None:
 
     assert list(routings) == ["layer_00", "layer_01"]
     with torch.no_grad():
-        ids = run.tokenizer.encode(TEXT.encode())
-        expected = run.model(torch.tensor(ids.tolist())[None]).routings
+        expected = run.model(run.tokenizer.encode(TEXT)[None]).routings
     for layer, routing in routings.items():
         assert routing.num_tokens == len(TEXT)
         assert torch.equal(routing.expert_ids_N, expected[layer].expert_ids_N)
