@@ -1,7 +1,7 @@
 """Write the page of a study, its figures, and its row of the table of all studies.
 
-    moe-ffn study_page configs/studies/gating.yaml --runs runs/gating
-    moe-ffn study_page configs/studies/*.yaml
+    moe-ffn study_page gating.yaml --runs runs/gating
+    moe-ffn study_page studies/*.yaml
 
 The results of the runs, one small JSON each, are put into docs/studies/NAME/. The page, docs/studies/NAME.md,
 is made of all that lie there and of the words in the study's file; it can be made again without the runs.

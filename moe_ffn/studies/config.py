@@ -89,7 +89,7 @@ class StudyConfig(Config, frozen=True):
     and expansion, the parameters of the feed-forward blocks over those that a token uses. By default the one
     numeric option of the grid."""
     fit: Annotated[list[FitName], BeforeValidator(_one_is_a_list)] = Field(default=[])
-    """Fits that the page shows: see docs/studies.md."""
+    """Fits that the page shows: isoflop, clark, granularity or leverage."""
     base: str | None = None
     """Config file with options of all runs, relative to the study's file; it becomes a part of `config`."""
     config: Annotated[Options, BeforeValidator(_null_is_empty)] = Field(default={})
