@@ -93,8 +93,8 @@ def swap_ffn(
     if isinstance(target, MoEConfig) and (changed := [n for n in changes if changes[n] > 0]):
         layers_changed = ", ".join(map(str, changed))
         print(
-            f"swap_ffn: the experts of layer {layers_changed} are copies of the FFN, but change its output by "
-            f"up to {max(changes.values()):.2g} of its largest value; {_how_to_keep(target)}",
+            f"swap_ffn: the experts of layer {layers_changed} are copies of the FFN, but change its output "
+            f"by up to {max(changes.values()):.2g} of its largest value; {_how_to_keep(target)}",
             file=sys.stderr,
         )
 
