@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Parse a command line of fixed options alone.
 
         Raises:

@@ -59,13 +59,13 @@ class Tokenizer(ABC):
         """The ids of `text` as models take them, int64 (num_tokens,); see `encode_batch`."""
         return torch.from_numpy(self.encode_batch([text])[0].astype(np.int64))
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int] | Tensor) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD, an end of document nothing.
 
         Raises:
             TypeError, ValueError: an id is no whole number, or none of the vocabulary.
         """
-        places = list(map(_whole_number, ids))
+        places = list(map(_whole_number, ids.tolist() if isinstance(ids, Tensor) else ids))
         outside = [place for place in places if not 0 <= place < self.vocab_size]
         if outside:
             raise ValueError(f"ids must lie in [0, {self.vocab_size}), got {outside[0]}")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import plotly.io as pio
 import pytest
-import wandb
 from playwright.sync_api import Browser
+from wandb import util
 
 from moe_ffn.metrics.table import RUN_METRICS
 from moe_ffn.report import figures as functions
@@ -105,7 +105,7 @@ def test_a_page_exported_from_a_notebook_shows_a_figure(run: Run, renderer: Any)
 
 def test_a_figure_is_one_of_plotly_to_wandb_and_in_a_pickle(run: Run) -> None:
     figure = figures.loss(run)
-    assert wandb.util.is_plotly_figure_typename(wandb.util.get_full_typename(figure))
+    assert util.is_plotly_figure_typename(util.get_full_typename(figure))
     assert pickle.loads(pickle.dumps(figure)).to_dict() == figure.to_dict()
 
 
