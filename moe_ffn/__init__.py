@@ -94,6 +94,11 @@ _LAZY = {
 """Imported on first use: they need YAML and tokenizers, which a user of the layers may lack."""
 
 
+def __dir__() -> list[str]:
+    """Every name, those imported on first use too."""
+    return sorted({*globals(), *_LAZY})
+
+
 def __getattr__(name: str) -> Any:
     """One of the names that are imported when they are asked for."""
     if name in _LAZY:

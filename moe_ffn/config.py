@@ -68,6 +68,12 @@ class Config(BaseModel, frozen=True):
     @classmethod
     def _unknown_key(cls, key: str, data: Any) -> InitErrorDetails:
         known = list(cls.known_keys())
+        section, *names = key.split(".")
+        if section in known and names:
+            lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate([section, *names])]
+            lines[-1] += " null" if data[key] is None else f" {show(data[key])}"
+            below = ", and below it ".join(map(repr, lines))
+            return _mistake(shorten(key), f"is one key with a dot; nest it: {below}", data)
         hint = nearest_or_all(key, known)
         return _mistake(shorten(key), f"unknown{hint}", data, kind=UNKNOWN_KEY)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -250,25 +251,33 @@ def nearest_options(typed: str, tree: Option) -> str:
 
 
 def _did_you_mean(paths: Sequence[str]) -> str:
-    named = " or ".join(f"'{path}'" for path in paths[:MAX_NAMED])
-    return f"; did you mean {named}?" if named else ""
+    return f"; did you mean {_any_of(paths)}?" if paths else ""
+
+
+def _any_of(names: Sequence[str]) -> str:
+    return " or ".join(f"'{name}'" for name in names[:MAX_NAMED])
 
 
 def _of_another_type(typed: str, tree: Option) -> str:
-    """Which types of its section know the last part of this path; the empty string where none does."""
+    """The types of its section that know the last part of this path, or one like it; empty without one."""
     path, _, name = typed.rpartition(".")
     section = tree.find(path) if path else None
     if section is None or section.family is None:
         return ""
     members = section.family.members
-    types = [type_ for type_, member in members.items() if name in member.known_keys()]
-    if not types:
-        return ""
-    named = " or ".join(f"'{type_}'" for type_ in types[:MAX_NAMED])
-    return (
-        f"unknown with {path}.type '{section.type}'; it belongs to type {named}: add --{path}.type "
-        f"{types[0]}"
-    )
+    keys = {type_: list(member.known_keys()) for type_, member in members.items()}
+    types = [type_ for type_, known in keys.items() if name in known]
+    here = f"unknown with {path}.type '{section.type}'"
+    if types:
+        here += f"; it belongs to type {_any_of(types)}: add --{path}.type {types[0]}"
+    others = dict.fromkeys(chain(*keys.values()))
+    if types:  # `path` may stand for `paths`, but `paths` is no slip for `path`
+        others = [key for key in others if key.startswith(name) and key != name]
+    near = difflib.get_close_matches(name, others, n=1, cutoff=0.8)
+    if not near:
+        return here if types else ""
+    types = [type_ for type_, known in keys.items() if near[0] in known]
+    return f"{here}; did you mean '{path}.{near[0]}' of type {_any_of(types)}?"
 
 
 def _same_name(typed: str, options: Iterable[Option]) -> list[str]:

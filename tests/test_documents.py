@@ -69,6 +69,9 @@ def test_the_tutorial_runs_from_its_beginning_to_its_end(
     assert "layer 0" in printed
     assert names["first_layer"].num_experts == 8
     assert len(names["losses"]) > 0
+    assert len(names["new_ids"]) == 32
+    assert names["text"].startswith("def ")
+    assert len(names["text"]) > len("def ")
     assert Path("runs/direction/summary.json").is_file()
     assert "MaxVio" in printed
     assert names["output"].routing.num_experts == 8

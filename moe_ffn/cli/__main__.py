@@ -9,7 +9,7 @@ from importlib import import_module
 
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import versions, wrap
-from moe_ffn.errors import ConfigError, nearest_or_all, show
+from moe_ffn.errors import ConfigError, did_you_mean, nearest_or_all, show
 
 PROGRAMS = {
     "train": "train a Transformer language model whose feed-forward block is one word of YAML",
@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     name, *rest = argv
     if name not in PROGRAMS:
-        hint = nearest_or_all(name, PROGRAMS)
+        hint = did_you_mean(name, ["--version", "--help"]) or nearest_or_all(name, PROGRAMS)
         raise ConfigError(f"unknown program {show(name)}{hint}")
     return import_module(f"moe_ffn.cli.{name}").main(rest)
 

@@ -8,7 +8,6 @@ named flags, PyYAML reads files and values alike, pydantic judges the merged res
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from moe_ffn import errors
 from moe_ffn.cli.parser import Parser, wrap
 from moe_ffn.config import Config, json_schema
 from moe_ffn.config_files import RootConfig, merge, nest, parse_value, read_yaml, to_yaml, validate
-from moe_ffn.errors import ConfigError, did_you_mean
+from moe_ffn.errors import ConfigError
 from moe_ffn.option_tree import (
     Option,
     first_sentence,
@@ -123,7 +122,7 @@ def parse_config(
             sweep = f"{errors.command('sweep')} --config {path}"
             raise ConfigError(f"--config {path}: is a study; its runs are trained by {sweep}")
         options = merge(options, given)
-    options = merge(options, overrides_of(rest, root, flags))
+    options = merge(options, overrides_of(rest, root, parser))
     if flags.help is not None:
         print_help(option_tree(root, options), parser.format_help(), flags.help)
         raise SystemExit(0)
@@ -136,18 +135,18 @@ def parse_config(
     return config
 
 
-def overrides_of(arguments: Sequence[str], root: type[Config], flags: Namespace) -> dict[str, Any]:
-    """`parse_overrides` of what is behind the flags of a program.
+def overrides_of(arguments: Sequence[str], root: type[Config], parser: Parser) -> dict[str, Any]:
+    """`parse_overrides` of the arguments that no flag of a program takes.
 
     Raises:
         ConfigError: one is no option, and nearly the name of a flag.
     """
-    overrides = parse_overrides(arguments)
-    known = [f"--{name.replace('_', '-')}" for name in vars(flags)]
-    for key in overrides:
-        if key not in root.model_fields and (hint := did_you_mean(f"--{key}", known, cutoff=0.8)):
-            raise ConfigError(f"--{key}: unknown{hint}")
-    return overrides
+    for word in arguments:
+        name = word.partition("=")[0]
+        is_option = not name.startswith("--") or name.removeprefix("--") in root.model_fields
+        if not is_option and (hint := parser.nearest_flag(name)):
+            raise ConfigError(f"{name}: unknown{hint}")
+    return parse_overrides(arguments)
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
     moe-ffn compare runs/gating                  the runs of a study, or of any folder
     moe-ffn compare runs/a runs/b                runs, grouped into arms by their options
-    moe-ffn compare docs/studies/gating          a committed table of results
-    moe-ffn compare runs/gating docs/studies/gating --html gating.html
+    moe-ffn compare results/gating               a folder with a table of results, or the table
+    moe-ffn compare runs/gating results/gating --html gating.html
 
 Nothing is trained; that is moe-ffn sweep. Runs that are not finished, or damaged, are listed and left out,
 and the exit code is 1.

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             f"'{folder}' was trained with model.causal (false): it guesses masked tokens and cannot "
             "continue a text; use a run with causal: true"
         )
-    ids = encode_text(run.tokenizer, prompt.encode(), run.decoder.max_seq_len, "--prompt")
+    ids = encode_text(run.tokenizer, prompt, run.decoder.max_seq_len, "--prompt")
     outputs: list[tuple[DecoderOutput, int]] = []
 
     def keep(output: DecoderOutput, num_new: int) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import platform
 import re
+import sys
 import tempfile
 import textwrap
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from moe_ffn import trust
 from moe_ffn.config import MAX_COUNT
-from moe_ffn.errors import ConfigError, command, reason
+from moe_ffn.errors import ConfigError, command, did_you_mean, nearest_or_all, reason
 from moe_ffn.files import write_whole
 
 
@@ -53,8 +56,35 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
 
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        """Parse a command line of fixed options alone.
+
+        Raises:
+            ConfigError: it has a mistake; an unknown flag is named first, with the one that is like it.
+        """
+        words = sys.argv[1:] if args is None else list(args)
+        for word in takewhile("--".__ne__, words):
+            flag = word.partition("=")[0]
+            if re.fullmatch(r"-{1,2}[^\W\d][\w.-]*", flag) and flag not in ("-h", *self._flags):
+                raise ConfigError(f"{flag}: unknown{nearest_or_all(_dashed(flag), self._flags)}")
+        return super().parse_args(words, namespace)
+
+    def nearest_flag(self, typed: str) -> str:
+        """`"; did you mean '--resume'?"` for `--resum`; the empty string where no flag is like it."""
+        return did_you_mean(_dashed(typed), self._flags, cutoff=0.8)
+
+    @property
+    def _flags(self) -> list[str]:
+        """Every flag with a name of its own, `--json`, in the order of the help."""
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
+
     def error(self, message: str) -> Any:
         raise ConfigError(message)
+
+
+def _dashed(flag: str) -> str:
+    """A flag with dashes for underscores and two of them before it: `--print-config`."""
+    return f"--{flag.lstrip('-').replace('_', '-')}"
 
 
 def as_typed(text: str) -> str:

@@ -1,7 +1,7 @@
 """Write the page of a study, its figures, and its row of the table of all studies.
 
-    moe-ffn study_page configs/studies/gating.yaml --runs runs/gating
-    moe-ffn study_page configs/studies/*.yaml
+    moe-ffn study_page gating.yaml --runs runs/gating
+    moe-ffn study_page studies/*.yaml
 
 The result of each run becomes a line of docs/studies/NAME/results.jsonl. The page, docs/studies/NAME.md, is
 made of this table and of the words in the study's file; it can be made again without the runs. All figures

@@ -1,7 +1,14 @@
 """Train the runs of a study: a grid over any options, arms that differ in several, and seeds.
 
-    moe-ffn sweep --config configs/studies/gating.yaml
-    moe-ffn sweep configs/routers/*.yaml --name every_router --seeds 0 1 2
+    moe-ffn sweep --config study.yaml
+    moe-ffn sweep dense.yaml moe.yaml --name first --seeds 0 1 2
+
+A study is a YAML file with `arms` (a name, and options of moe-ffn train by dotted path), a `grid` (an option,
+and its values), or both:
+
+    arms: {dense: {model.ffn: dense}, moe: {model.ffn: moe}}
+    grid: {optimizer.learning_rate: [0.001, 0.003]}
+    seeds: [0, 1, 2]
 
 Further options are those of moe-ffn train, for all runs. The runs are in runs/NAME/; given the same command
 again, finished runs are not repeated, those that were interrupted are resumed and those that failed are
@@ -56,11 +63,12 @@ MINUTES_OF_A_JOB = 240
 
 
 def main(argv: Sequence[str]) -> int:
-    flags, rest = _parser().parse_known_args(argv or ["--help"])
+    parser = _parser()
+    flags, rest = parser.parse_known_args(argv or ["--help"])
     # As a positional of argparse they would take the value of an option that is not its own.
     files = [Path(word) for word in takewhile(lambda word: not word.startswith("-"), rest)]
     overrides = rest[len(files) :]
-    study = read_study(flags, files, overrides_of(overrides, TrainConfig, flags))
+    study = read_study(flags, files, overrides_of(overrides, TrainConfig, parser))
     runs = chosen(study.planned_runs(), flags.seeds, flags.only)
     for corpus in {repr(c): c for c in (run.config.data.corpus for run in runs)}.values():
         corpus.require_files()  # before any run has begun, and not in each of them
@@ -115,7 +123,7 @@ def _parser() -> Parser:
         description=__doc__,
     )
     parser.add_argument(
-        "--config", type=Path, metavar="STUDY", help="the study, a YAML file as in configs/studies"
+        "--config", type=Path, metavar="STUDY", help="the study, a YAML file as above"
     )
     parser.add_argument(
         "--name",
@@ -202,8 +210,8 @@ def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> 
     """
     if bool(files) == bool(flags.config):
         raise ConfigError(
-            f"give one study, {command('sweep')} --config configs/studies/gating.yaml, or the config files "
-            f"of its arms first: {command('sweep')} configs/routers/*.yaml"
+            f"give one study, {command('sweep')} --config study.yaml, or the config files of its arms "
+            f"first: {command('sweep')} dense.yaml moe.yaml; --help shows a study"
         )
     given = {} if flags.name is None else {"name": flags.name}
     seeds: list[int] = flags.seeds or []

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from moe_ffn.config import TaggedConfig
 from moe_ffn.errors import ConfigError, expand_path, first_line, reason, show
@@ -42,24 +44,28 @@ class Tokenizer(ABC):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest unsigned type of at least two bytes that holds every id."""
+        """The smallest unsigned type of at least two bytes that holds every id: that of token files."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     @abstractmethod
-    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The ids of each text, (num_tokens,) of `dtype`; TypeError where one is not bytes."""
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """The ids of each text as token files hold them, (num_tokens,) of `dtype`.
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """The ids of `text`, (num_tokens,) of `dtype`."""
-        return self.encode_batch([text])[0]
+        Raises:
+            TypeError: one is neither str nor bytes.
+        """
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def encode(self, text: str | bytes) -> Tensor:
+        """The ids of `text` as models take them, int64 (num_tokens,); see `encode_batch`."""
+        return torch.from_numpy(self.encode_batch([text])[0].astype(np.int64))
+
+    def decode(self, ids: Iterable[int] | Tensor) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD, an end of document nothing.
 
         Raises:
             TypeError, ValueError: an id is no whole number, or none of the vocabulary.
         """
-        places = list(map(_whole_number, ids))
+        places = list(map(_whole_number, ids.tolist() if isinstance(ids, Tensor) else ids))
         outside = [place for place in places if not 0 <= place < self.vocab_size]
         if outside:
             raise ValueError(f"ids must lie in [0, {self.vocab_size}), got {outside[0]}")
@@ -96,13 +102,15 @@ class TokenizerConfig(TaggedConfig, frozen=True):
         """The tokenizer whose `to_dict` gave `values`; ConfigError where that was another kind."""
 
 
-def _require_bytes(texts: Sequence[bytes]) -> None:
-    for text in texts:
-        if not isinstance(text, bytes | bytearray | memoryview):
-            raise TypeError(
-                f"a tokenizer encodes bytes, but got a value of type {type(text).__name__}; a str has "
-                ".encode()"
-            )
+def _as_bytes(text: Any) -> bytes:
+    """The text in UTF-8; TypeError unless it is a str or bytes."""
+    if isinstance(text, str):
+        return text.encode()
+    if isinstance(text, bytes | bytearray | memoryview):
+        return bytes(text)
+    raise TypeError(
+        f"a tokenizer encodes str or bytes, but got {show(text)}; encode one text at a time"
+    )
 
 
 def _whole_number(index: Any) -> int:
@@ -144,9 +152,8 @@ class BytesTokenizer(Tokenizer):
     def __init__(self) -> None:
         super().__init__([*(bytes([value]) for value in range(256)), b""], end_of_document=256)
 
-    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        _require_bytes(texts)
-        return [np.frombuffer(text, dtype=np.uint8).astype(self.dtype) for text in texts]
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(_as_bytes(text), dtype=np.uint8).astype(self.dtype) for text in texts]
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "bytes"}
@@ -309,10 +316,11 @@ class BPETokenizer(Tokenizer):
                 f"{where} loses text: a normalizer or a pre_tokenizer of it changes what it encodes"
             )
 
-    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        _require_bytes(texts)
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         # In each text, pieces of UTF-8 at even places and runs of other bytes at odd ones.
-        pieces = [_NOT_UTF8.split(bytes(text).decode("utf-8", "surrogateescape")) for text in texts]
+        pieces = [
+            _NOT_UTF8.split(_as_bytes(text).decode("utf-8", "surrogateescape")) for text in texts
+        ]
         utf8 = [piece for parts in pieces for piece in parts[::2]]
         encoded = iter(self._bpe.encode_batch_fast(utf8, add_special_tokens=False))
 

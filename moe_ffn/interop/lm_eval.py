@@ -64,7 +64,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        return self.text.encode(string.encode()).tolist()
+        return self.text.encode(string).tolist()
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         windows, owners = [], []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -42,12 +43,14 @@ def swap_ffn(
 ) -> None:
     """Replace the FFNs of a dense model of transformers by blocks of ours, in place.
 
-        swap_ffn(model, [1, 3], {"type": "moe", "num_experts": 8, "router": {"type": "top_k", "k": 2}})
+        router = {"type": "top_k", "k": 2, "renormalize": True}
+        swap_ffn(model, [1, 3], {"type": "moe", "num_experts": 8, "router": router})
 
     Llama's, Qwen's and GPT-2's FFNs are taken, and what is built like them. A dense or gated block gets
     their weights and computes the same; its width, biases and activation are theirs, and need not be given.
-    The experts of a MoE are copies of the FFN (`moe_ffn.initialising.upcycle`). Any other block begins with
-    weights of its own.
+    The experts of a MoE are copies of the FFN (`moe_ffn.initialising.upcycle`). They compute the same where
+    the weights of every token have the same sum, as with `renormalize: true` in the router; otherwise a line
+    on stderr warns how far the outputs differ. Any other block begins with weights of its own.
 
     The model trains and generates as before, and `watch` sees the routing. Padding is routed too, as in
     transformers' own sparse models. A block that looks at earlier positions (`conv`) needs `use_cache=False`.
@@ -68,6 +71,7 @@ def swap_ffn(
     if (why := target.not_causal_because) is not None:
         raise ConfigError(f"swap_ffn: the model looks back alone, but config.{why}")
     made: dict[str, SwappedFFN] = {}
+    changes: dict[int, float] = {}
     num_layers = _num_layers(model)
     for layer in layers:
         if not 0 <= layer < num_layers:
@@ -83,9 +87,28 @@ def swap_ffn(
             )
         path = found[layer]
         ffn = model.get_submodule(path)
-        made[path] = _swapped(ffn, target, f"layer {layer}")
+        made[path], changes[layer] = _swapped(ffn, target, f"layer {layer}")
     for path, swapped in made.items():
         model.set_submodule(path, swapped)
+    if isinstance(target, MoEConfig) and (changed := [n for n in changes if changes[n] > 0]):
+        layers_changed = ", ".join(map(str, changed))
+        print(
+            f"swap_ffn: the experts of layer {layers_changed} are copies of the FFN, but change its output "
+            f"by up to {max(changes.values()):.2g} of its largest value; {_how_to_keep(target)}",
+            file=sys.stderr,
+        )
+
+
+def _how_to_keep(config: MoEConfig) -> str:
+    """The options with which experts that are copies compute what was there."""
+    # With one expert a token's weight would be constant, and the router would never learn.
+    renormalizes = getattr(config.router, "renormalize", None)
+    several = config.router.experts_per_token(config.num_routable) > 1
+    options = ["config.router.renormalize: true"] * (renormalizes is False and several)
+    options += ["config.capacity.eval_factor: null"] * (config.capacity.eval_factor is not None)
+    if not options:
+        return "train the model before you use it"
+    return f"set {' and '.join(options)} to keep it, or train the model before you use it"
 
 
 def _num_layers(model: nn.Module) -> int:
@@ -126,8 +149,10 @@ def _matrices(ffn: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]] | None:
     return None
 
 
-def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> SwappedFFN:
+def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN, float]:
+    """The block in its place, and how far experts change the largest output; 0 where rounding does."""
     own, block, weight = _as_block(ffn, where)
+    change = 0.0
     if isinstance(target, DenseConfig | GatedConfig):
         kept = block.state_dict()
         block = _like(own, target, where).build(weight.shape[1])
@@ -137,11 +162,25 @@ def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> SwappedFFN:
 
         generator = Generator().manual_seed(int(torch.randint(2**62, ())))
         config = _with_experts_like(own, target, weight.shape[1])
-        block = upcycle(block, config, weight.shape[1], generator)
+        dense, block = block, upcycle(block, config, weight.shape[1], generator).to(weight.dtype)
+        change = _difference(dense, block, _probe(weight))
     else:
         block = target.build(weight.shape[1])
     swapped = SwappedFFN(block, getattr(ffn, "dropout", nn.Identity()))
-    return swapped.to(weight.device, weight.dtype).train(ffn.training)
+    is_rounding = change <= MAX_ERROR.get(weight.dtype, 0.05)
+    return swapped.to(weight.device, weight.dtype).train(ffn.training), 0 if is_rounding else change
+
+
+def _probe(weight: Tensor) -> Tensor:
+    """Random tokens for an FFN with this matrix."""
+    return torch.randn(8, weight.shape[1], generator=Generator().manual_seed(0)).to(weight.dtype)
+
+
+@torch.no_grad()
+def _difference(before: FFNBlock, after: FFNBlock, x_TD: Tensor) -> float:
+    """The largest difference of two blocks in evaluation, over the largest output of the first."""
+    expected, found = before.eval()(x_TD).hidden, after.eval()(x_TD).hidden
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 @torch.no_grad()
@@ -174,7 +213,7 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
         linear.weight.copy_(values)
         if bias is not None:
             linear.bias.copy_(bias)
-    probe = torch.randn(8, weight.shape[1], generator=Generator().manual_seed(0)).to(weight.dtype)
+    probe = _probe(weight)
     was_training = ffn.training
     expected = ffn.eval()(probe.to(weight.device)).cpu()
     ffn.train(was_training)

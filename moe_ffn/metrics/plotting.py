@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 import plotly.graph_objects as go
+import plotly.io as pio
 
 LOAD_SCALE = {
     "load-none": (0.0, "#123f8c"),
@@ -28,6 +29,9 @@ LOAD_OPTIONS: dict[str, Any] = {
     "colorscale": [[place, colour] for place, colour in LOAD_SCALE.values()],
 }
 """How `heat_figure` draws loads, as multiples of the even share: alike for all layers, steps and runs."""
+
+JUPYTER_RENDERER = "plotly_mimetype"
+"""Plotly's default in Jupyter."""
 
 TITLE_HEIGHT = 44
 """Pixels of a figure's title; the page has a heading instead, and subtracts them."""
@@ -110,6 +114,30 @@ def label(text: str) -> str:
     return escape(text if len(text) <= 44 else f"{text[:20]}…{text[-23:]}", quote=False)
 
 
+class Figure(go.Figure):
+    """A plotly figure that a page exported from a notebook shows too.
+
+    Plotly gives Jupyter only a format of its own, which `jupyter nbconvert --to html` leaves blank; HTML that
+    loads plotly's script is added. Another renderer in `plotly.io.renderers.default` is kept.
+    """
+
+    __module__ = go.Figure.__module__  # wandb knows a figure by the name of its class
+
+    def __reduce__(self) -> Any:
+        return go.Figure, super().__reduce__()[1]  # what is pickled is one of plotly's
+
+    def _ipython_display_(self) -> None:
+        if pio.renderers.default == JUPYTER_RENDERER:
+            raise NotImplementedError  # IPython then asks for `_repr_mimebundle_`
+        super()._ipython_display_()
+
+    def _repr_mimebundle_(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        bundle = super()._repr_mimebundle_(*args, **kwargs)
+        if pio.renderers.default == JUPYTER_RENDERER:
+            bundle["text/html"] = self.to_html(full_html=False, include_plotlyjs="cdn")
+        return bundle
+
+
 def figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str) -> go.Figure:
     """`meta` of its layout holds title and note as plain text.
 
@@ -131,7 +159,7 @@ def figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str)
         },
         "meta": {"title": title, "note": note},
     }
-    return go.Figure(list(traces), {**layout, **own})
+    return Figure(list(traces), {**layout, **own})
 
 
 def axis_title(text: str) -> dict[str, Any]:

@@ -434,6 +434,16 @@ RUN_METRICS = _table(
         rows=("validation",),
     ),
     Metric(
+        key="tokens",
+        title="Tokens read",
+        quantity="tokens",
+        unit="count",
+        formula="tokens of all steps so far, all ranks together: the step times `data.batch_size` times "
+        "`data.seq_len` times `trainer.accumulate_grad_batches`",
+        healthy="grows with the step; an axis for the other metrics",
+        rows=("train",),
+    ),
+    Metric(
         key="tokens_per_second",
         title="Throughput",
         unit="tokens per second",

@@ -54,7 +54,7 @@ def write_comparison_page(
     """Write the page of a comparison of runs, or of their committed results.
 
     Args:
-        folders: name of a result -> folder of its run, to whose own page it links.
+        folders: shown name of a result -> folder of its run, to whose own page it links.
 
     Raises:
         ConfigError: plotly is not installed, or `path` cannot be written.

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -76,7 +76,11 @@ class SavedModel:
     tokenizer: Tokenizer
     decoder: Decoder
 
-    def run(self, text: bytes, *, who: str = "text") -> DecoderOutput:
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self.decoder.parameters())
+        return f"SavedModel('{self.folder}', {count:,} parameters)"
+
+    def run(self, text: str | bytes, *, who: str = "text") -> DecoderOutput:
         """The decoder's output for a text as one sequence.
 
         Args:
@@ -110,7 +114,18 @@ class Run:
     options: Mapping[str, Any]
     """Every option as plain values; `config` has them typed."""
     config_text: str
-    trust_code: bool = field(default=False, repr=False)
+    trust_code: bool = False
+
+    def __repr__(self) -> str:
+        loss, count = self.summary.validation_loss, self.facts.num_params
+        known = {
+            self.state: True,
+            f"step {self.step}": self.step is not None,
+            str(self.option("model.ffn.type")): self.option("model.ffn.type") is not None,
+            f"{count or 0:,} parameters": count is not None,
+            f"validation loss {loss or 0:.4f}": loss is not None,
+        }
+        return f"Run('{self.folder}', {', '.join(text for text, is_known in known.items() if is_known)})"
 
     @cached_property
     def saved_model(self) -> SavedModel:
@@ -152,8 +167,7 @@ class Run:
         Raises:
             ConfigError: the text is longer than the sequences of the run, or see `saved_model`.
         """
-        given = text.encode() if isinstance(text, str) else text
-        return self.saved_model.run(given).routings
+        return self.saved_model.run(text).routings
 
     def series(self, key: str) -> Series:
         """A column of the rows; an empty one where it is absent."""

@@ -31,6 +31,12 @@ class Series:
     def last(self) -> float | None:
         return self.values[-1] if self.values else None
 
+    def __repr__(self) -> str:
+        if not self.steps:
+            return "Series(no values)"
+        span = f"steps {self.steps[0]} to {self.steps[-1]}"
+        return f"Series({len(self)} values, {span}, last {self.last:.6g})"
+
     def put(self, step: int, value: float) -> None:
         """Append a value; a step that comes again takes the place of itself and of all that was later."""
         while self.steps and self.steps[-1] >= step:
@@ -62,6 +68,9 @@ class Rows:
             for key, value in flat(found).items():
                 if value is not None:
                     self.columns.setdefault(key, Series()).put(line.step, value)
+
+    def __repr__(self) -> str:
+        return f"Rows({len(self)} rows, {len(self.columns)} columns)"
 
     def column(self, key: str) -> Series:
         """The values of one key; an empty series where no row has it."""

@@ -210,6 +210,9 @@ class Comparison:
     tuning: Sequence[Tuning] = ()
     question: str = ""
 
+    def __repr__(self) -> str:
+        return f"Comparison({', '.join(arm.name for arm in self.arms)}, with {self.baseline} as baseline)"
+
     def base_of(self, arm: Arm) -> Arm:
         """The arm that it is compared with; itself of a baseline."""
         return self.arm(arm.base or arm.name)

@@ -89,7 +89,7 @@ class StudyConfig(Config, frozen=True):
     and expansion, the parameters of the feed-forward blocks over those that a token uses. By default the one
     numeric option of the grid."""
     fit: Annotated[list[FitName], BeforeValidator(_one_is_a_list)] = Field(default=[])
-    """Fits that the page shows: see docs/studies.md."""
+    """Fits that the page shows: isoflop, clark, granularity or leverage."""
     figures: list[str] = Field(default=[])
     """Figures that the page shows, such as losses.svg; all are drawn into the folder of the results."""
     base: str | None = None

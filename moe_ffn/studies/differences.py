@@ -167,7 +167,7 @@ def _data_difference(one: Sequence[RunResult], other: Sequence[RunResult]) -> st
 
 
 def _names(results: Sequence[RunResult]) -> str:
-    first = results[0].name
+    first = results[0].shown_name
     return first if len(results) == 1 else f"{first} and {len(results) - 1} more"
 
 
@@ -176,6 +176,6 @@ def require_same_options(arm: str, results: Sequence[RunResult]) -> None:
     for other in results[1:]:
         for path, old, new in differing(first.config, other.config):
             raise ConfigError(
-                f"the runs of arm '{arm}' have different options: {path} is {show(old)} in {first.name}, "
-                f"{show(new)} in {other.name}; name the arms differently"
+                f"the runs of arm '{arm}' have different options: {path} is {show(old)} in "
+                f"{first.shown_name}, {show(new)} in {other.shown_name}; name the arms differently"
             )

@@ -38,7 +38,7 @@ class Gathered:
     arms: Mapping[Path, str] = field(default_factory=dict)
     """Run, or line of a table, that is compared -> the arm that it is of."""
     folders: Mapping[str, Path] = field(default_factory=dict)
-    """Name of a result -> its run, or its line of a table."""
+    """Shown name of a result -> its run, or its line of a table."""
     study: StudyConfig | None = None
     """The study, where all are of one."""
     baselines: Sequence[str] = ()
@@ -158,7 +158,7 @@ def gather(
         first, *others = left_out.values()
         more = f"; {len(others)} more cannot be compared either" if others else ""
         raise ConfigError(f"{first}{more}")
-    named = _named(found)
+    named = _named(_with_places(found))
     times = {folder: read_timing(folder) for folder in studies}
     # By the names that the arms have now.
     step_seconds = {
@@ -170,7 +170,7 @@ def gather(
         results=_each_once(named),
         left_out=left_out,
         arms={source.path: result.main_arm for result, source in named},
-        folders={result.name: source.path for result, source in named},
+        folders={result.shown_name: source.path for result, source in named},
         study=_one_study([*studies.values()]),
         baselines=[*dict.fromkeys(s.baseline for s in studies.values() if s.baseline)],
         step_seconds=step_seconds,
@@ -179,6 +179,20 @@ def gather(
 
 
 Found = list[tuple[RunResult, "_Source"]]
+
+
+def _with_places(found: Found) -> Found:
+    """The results with the names of their folders or files, or with their paths where names are the same."""
+    stems = [source.path.resolve().name.removesuffix(".json") for _, source in found]
+    return [
+        (
+            result.model_copy(
+                update={"found_as": stem if stems.count(stem) == 1 else str(source.path)}
+            ),
+            source,
+        )
+        for (result, source), stem in zip(found, stems, strict=True)
+    ]
 
 
 def _named(found: Found) -> Found:

@@ -116,11 +116,18 @@ class RunResult(_Value):
     """What it was run on, and when: precision, threads, torch, processor, revision of the code, date."""
     fingerprints: dict[str, str | None] = {}
     """sha256 of the corpus, of the tokenizer, and of the windows of every validation."""
+    found_as: str = Field(default="", exclude=True)
+    """Name of the folder or file that it was read from, or its path where several have that name."""
 
     @property
     def name(self) -> str:
         """`swiglu-seed0`, the name of its folder in a study."""
         return f"{self.arm}-seed{self.seed}"
+
+    @property
+    def shown_name(self) -> str:
+        """The name that the user knows: `found_as`, or `name` of a result that was not read."""
+        return self.found_as or self.name
 
     def option(self, path: str) -> Any:
         """An option by its dotted path; None where it is absent."""

@@ -56,7 +56,7 @@ def first_words(data: PreparedData) -> str:
     return (words[0] if words else text)[:PROMPT_CHARACTERS] or "\n"
 
 
-def encode_text(tokenizer: Tokenizer, text: bytes, max_seq_len: int, where: str) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str | bytes, max_seq_len: int, where: str) -> list[int]:
     """The ids of a text that is to be one sequence.
 
     Raises:
@@ -78,9 +78,9 @@ def run_prompt(options: SampleConfig, data: PreparedData, seq_len: int) -> str:
         ConfigError: the prompt that is given has more than `seq_len` tokens.
     """
     if options.prompt is not None:
-        encode_text(data.tokenizer, options.prompt.encode(), seq_len, "sample.prompt")
+        encode_text(data.tokenizer, options.prompt, seq_len, "sample.prompt")
         return options.prompt
-    ids = data.tokenizer.encode(first_words(data).encode())[:seq_len]
+    ids = data.tokenizer.encode(first_words(data))[:seq_len]
     return data.tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}") or "\n"
 
 
@@ -166,5 +166,5 @@ def sample_text(
     decoder: Decoder, tokenizer: Tokenizer, prompt: str, options: SampleConfig, seed: int
 ) -> str:
     """The text that the model writes after the prompt; the same for the same seed."""
-    ids = tokenizer.encode(prompt.encode()).tolist()
+    ids = tokenizer.encode(prompt).tolist()
     return "".join(piece for *_, piece in stream_texts(decoder, tokenizer, [ids], options, seed))

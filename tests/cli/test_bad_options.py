@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_ffn.cli.__main__ import run
+from moe_ffn.errors import ConfigError
+
 ROOT = Path(__file__).parents[2]
 KNOWN_BLOCKS = (
     "bilinear, chain_of_experts, clamped_swiglu, conv, dense, geglu, geglu_tanh, glu, identity, "
@@ -277,6 +280,10 @@ REFUSED = {
         "'swiglu': expected an option such as --model.ffn.type swiglu; a list is one value, as in "
         "--data.corpus.paths '[README.md, docs]'",
     ),
+    "one dotted key": (
+        "--model {d_model:&16,&ffn.type:&dense}",
+        "model.ffn.type: is one key with a dot; nest it: 'ffn:', and below it \"  type: 'dense'\"",
+    ),
     "one dash": (
         "-seed 1",
         "'-seed': expected an option such as --model.ffn.type swiglu",
@@ -434,10 +441,51 @@ def test_an_answer_comes_soon_after_torch_is_imported() -> None:
     [
         ("--resum", "--resume"),
         ("--confg", "--config"),
+        ("--print_config", "--print-config"),
+        ("--trust_code", "--trust-code"),
     ],
 )
 def test_a_flag_that_looks_like_another(refuse: Callable[..., str], flag: str, meant: str) -> None:
-    assert refuse(flag, "3") == f"{flag}: unknown; did you mean '{meant}'?"
+    for words in ([flag, "3"], [flag], [flag, "--seed", "3"], [f"{flag}=3"]):
+        assert refuse(*words) == f"{flag}: unknown; did you mean '{meant}'?"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("generate RUN --promt hello", "--promt: unknown; did you mean '--prompt'?"),
+        ("generate RUN -prompt=hello", "-prompt: unknown; did you mean '--prompt'?"),
+        ("generate RUN --num_tokens 3", "--num_tokens: unknown; did you mean '--num-tokens'?"),
+        ("trace RUN --txt hello", "--txt: unknown; did you mean '--text'?"),
+        ("inspect RUN --txt hello", "--txt: unknown; did you mean '--text'?"),
+        ("evaluate RUN --task arc", "--task: unknown; did you mean '--tasks'?"),
+        ("report RUN --wach", "--wach: unknown; did you mean '--watch'?"),
+        ("compare RUN --baselin a", "--baselin: unknown; did you mean '--baseline'?"),
+        ("study_page a.yaml --run runs", "--run: unknown; did you mean '--runs'?"),
+        ("crossover RUN --bse a", "--bse: unknown; did you mean '--base'?"),
+        ("convert a b --trust_code", "--trust_code: unknown; did you mean '--trust-code'?"),
+        ("convert a b --zzz", "--zzz: unknown; known: --help, --version, --trust-code"),
+        ("dashboard --entiy me", "--entiy: unknown; did you mean '--entity'?"),
+        ("plan --gpu_s 8", "--gpu_s: unknown; did you mean '--gpus'?"),
+        ("plan --print_config", "--print_config: unknown; did you mean '--print-config'?"),
+        ("sweep a.yaml --dry_run", "--dry_run: unknown; did you mean '--dry-run'?"),
+        ("initialise --sorce a", "--sorce: unknown; did you mean '--source'?"),
+        ("pruning --sorce", "--sorce: unknown; did you mean '--source'?"),
+        ("--versoin", "unknown program '--versoin'; did you mean '--version'?"),
+    ],
+)
+def test_every_program_names_the_flag_that_was_meant(typed: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run(typed.split())
+
+    assert str(refused.value) == said
+
+
+def test_a_text_that_looks_like_a_flag_is_a_text_behind_an_equals_sign(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist; give the folder of a run"):
+        run(["generate", str(tmp_path / "none"), "--prompt=--promt"])
+    with pytest.raises(ConfigError, match="does not exist; give the folder of a run"):
+        run(["generate", "--prompt", "-3", "--", "--promt"])
 
 
 def test_the_first_of_two_such_flags_is_named(refuse: Callable[..., str]) -> None:
@@ -490,6 +538,18 @@ def test_an_option_that_stands_elsewhere_in_a_file(
     )
 
 
+def test_a_dotted_key_in_a_file_is_to_be_nested(refuse: Callable[..., str], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("model.d_model: 32\nmodel.ffn.experts.dropout: null\nmodle.d_model: 32\n")
+
+    assert refuse("--config", str(mine), lines=3).splitlines() == [
+        "model.d_model: is one key with a dot; nest it: 'model:', and below it '  d_model: 32'",
+        "model.ffn.experts.dropout: is one key with a dot; nest it: 'model:', and below it '  ffn:', and "
+        "below it '    experts:', and below it '      dropout: null'",
+        "modle.d_model: unknown; did you mean 'model.d_model'?",
+    ]
+
+
 def test_one_of_several_options_of_that_name(refuse: Callable[..., str]) -> None:
     assert refuse("--dropout", "0.1") == (
         "dropout: unknown; did you mean 'model.dropout' or 'model.attention.dropout' or "
@@ -503,4 +563,15 @@ def test_the_paths_of_a_corpus_that_has_none(refuse: Callable[..., str]) -> None
     assert refuse(*stdlib, "--data.corpus.paths", "books") == (
         "data.corpus.paths: unknown with data.corpus.type 'stdlib'; it belongs to type 'text': "
         "add --data.corpus.type text"
+    )
+    assert refuse(*stdlib, "--data.corpus.path", "books") == (
+        "data.corpus.path: unknown with data.corpus.type 'stdlib'; it belongs to type 'hf_dataset': "
+        "add --data.corpus.type hf_dataset; did you mean 'data.corpus.paths' of type 'text'?"
+    )
+    assert refuse(*stdlib, "--data.corpus.pahts", "books") == (
+        "data.corpus.pahts: unknown with data.corpus.type 'stdlib'; did you mean 'data.corpus.paths' of "
+        "type 'text'?"
+    )
+    assert (
+        refuse("--data.corpus.path", "books") == "data.corpus.path: unknown; did you mean 'paths'?"
     )

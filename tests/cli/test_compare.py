@@ -204,6 +204,28 @@ def test_mistakes_are_told_in_a_sentence(
     assert err.count("\n") == 1
 
 
+def test_a_run_is_named_by_its_folder(program: Program, study: Path, tmp_path: Path) -> None:
+    (study / "study.yaml").unlink()
+    folders = [tmp_path / "dense", study / "moe", tmp_path / "again" / "dense"]
+    for name, folder in zip(("dense-seed0", "moe-seed0", "dense-seed1"), folders, strict=True):
+        folder.parent.mkdir(exist_ok=True)
+        (study / name).rename(folder)
+    change(folders[1] / "config.yaml", data__seq_len=128)
+    said = (
+        "the runs validate on other windows, so that their losses do not compare: data.seq_len is "
+    )
+
+    code, _, err = program(str(folders[0]), str(folders[1]))
+    assert (code, err) == (2, f"error: {said}256 in dense, 128 in moe\n")
+    _, _, err = program(*map(str, folders))
+    assert err == f"error: {said}256 in {folders[0]} and 1 more, 128 in moe\n"
+
+    code, _, _ = program(str(folders[0]), str(folders[2]), "--html", str(tmp_path / "c.html"))
+    assert code == 0
+    page = (tmp_path / "c.html").read_text()
+    assert all(f'<th scope="row">{folder}</th>' in page for folder in folders[::2])
+
+
 def test_two_runs_of_one_arm_and_seed_are_refused(program: Program, study: Path) -> None:
     shutil.copytree(study / "dense-seed0", study / "x" / "dense-seed0")
     change(study / "x" / "dense-seed0" / "summary.json", validation_loss=1.0)

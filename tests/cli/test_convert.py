@@ -43,7 +43,7 @@ def test_a_run_becomes_a_folder_of_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(theirs(ids_BS).logits, expected, atol=1e-4, rtol=0)
     text = "the cat sat"
     encoded = AutoTokenizer.from_pretrained(tmp_path / "theirs").encode(text)
-    assert encoded == saved.tokenizer.encode(text.encode()).tolist()
+    assert encoded == saved.tokenizer.encode(text).tolist()
 
 
 def test_a_folder_of_transformers_becomes_ours_and_theirs_again(tmp_path: Path) -> None:

@@ -158,7 +158,11 @@ NO_NAME = (
             "--replace 'https://wandb.ai/team/project?nw=nwuserme' is somebody's personal workspace; "
             "only saved views can be replaced",
         ),
-        ([*WHERE, "--colour"], "unrecognized arguments: --colour"),
+        (
+            [*WHERE, "--colour"],
+            "--colour: unknown; known: --help, --version, --entity, --project, --name, --layers, "
+            "--replace, --json",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(argv: list[str], said: str) -> None:

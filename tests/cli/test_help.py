@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from moe_ffn.cli import __main__ as console
 from moe_ffn.cli.command_line import COMMON_OPTIONS, parse_config
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import wrap
@@ -20,6 +23,7 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.option_tree import ALSO_CALLED, option_tree
 from moe_ffn.routing import RouterConfig
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.config import StudyConfig
 from tests.helpers.programs import PROGRAMS
 
 Show = Callable[..., str]
@@ -166,6 +170,32 @@ def test_help_splits_no_word_and_fits(
         return after_usage.split()
 
     assert words(columns) == words(1000)
+
+
+@pytest.mark.parametrize("name", console.PROGRAMS)
+def test_no_page_names_a_file_that_only_a_clone_has(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The wheel has no `configs/` and no `docs/`; `study_page` writes to a folder of the user's own."""
+    with pytest.raises(SystemExit):
+        console.run([name, "--help"])
+
+    text = capsys.readouterr().out.replace("docs/studies", "")
+    assert re.findall(r"(?:configs|docs|experiments|tests)/[\w/*.]*", text) == []
+
+
+def test_the_study_that_the_help_of_sweep_shows_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        console.run(["sweep", "--help"])
+    shown = re.findall(r"^    ((?:arms|grid|seeds): .*)$", capsys.readouterr().out, re.MULTILINE)
+    (tmp_path / "study.yaml").write_text("\n".join(shown))
+
+    study = StudyConfig.read(tmp_path / "study.yaml")
+
+    assert len(study.planned_runs()) == 2 * 2 * 3
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

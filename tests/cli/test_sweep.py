@@ -206,8 +206,8 @@ def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) 
     [
         (
             ["--trainer.max_steps", "3"],
-            "give one study, moe-ffn sweep --config configs/studies/gating.yaml, or the config files of its "
-            "arms first: moe-ffn sweep configs/routers/*.yaml",
+            "give one study, moe-ffn sweep --config study.yaml, or the config files of its arms first: "
+            "moe-ffn sweep dense.yaml moe.yaml; --help shows a study",
         ),
         (["tiny.yaml", "--name"], "argument --name: expected one argument"),
         (

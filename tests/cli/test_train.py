@@ -133,7 +133,7 @@ def test_metrics_jsonl_has_the_promised_columns(moe_run: Any) -> None:
     assert moe_run.columns == {
         "step",
         *("train/loss", "train/objective", "train/load_balance", "train/router_z"),
-        *("train/tokens_per_second", "train/learning_rate", "train/gradient_norm"),
+        *("train/tokens", "train/tokens_per_second", "train/learning_rate", "train/gradient_norm"),
         *("train/skipped_steps", "train/seconds", "train/step_seconds"),
         *("validation/loss", "validation/bits_per_byte"),
         *(

@@ -272,7 +272,7 @@ def _assert_read_back(outcome: Outcome) -> None:
     assert training == {
         *("trainer/global_step", "train/loss", "train/objective", "train/load_balance"),
         *("train/router_z", "train/learning_rate", "train/gradient_norm"),
-        *("train/skipped_steps", "train/tokens_per_second"),
+        *("train/skipped_steps", "train/tokens", "train/tokens_per_second"),
         *("train/seconds", "train/step_seconds"),
         *_of_layers("routing", of_a_layer | {"dead_experts", "churn"}),
     }

@@ -7,8 +7,10 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from moe_ffn.data.tokenizer import (
     BPEConfig,
@@ -31,7 +33,9 @@ TOKENIZERS = pytest.mark.parametrize(
 @TOKENIZERS
 @given(text=st.text())
 def test_text_comes_back_exactly(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text.encode())) == text
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert torch.equal(ids, tokenizer.encode(text.encode()))
 
 
 @TOKENIZERS
@@ -56,10 +60,17 @@ def test_the_end_of_document_is_no_text(tokenizer: Tokenizer) -> None:
 
 
 @TOKENIZERS
-def test_ids_are_small_and_below_the_vocabulary(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(bytes(range(256)))
-    assert ids.dtype == tokenizer.dtype == np.uint16
+def test_ids_are_below_the_vocabulary_int64_for_a_model_and_small_for_a_file(
+    tokenizer: Tokenizer,
+) -> None:
+    text = bytes(range(256))
+    ids, (stored,) = tokenizer.encode(text), tokenizer.encode_batch([text])
+    assert ids.dtype == torch.int64
+    assert stored.dtype == tokenizer.dtype == np.uint16
+    assert ids.tolist() == stored.tolist()
     assert ids.ndim == 1
+    assert nn.Embedding(tokenizer.vocab_size, 2)(ids).shape == (len(ids), 2)
+    assert tokenizer.encode("").tolist() == []
     assert ids.max() < tokenizer.vocab_size == len(tokenizer.byte_lengths)
     assert tokenizer.byte_lengths.dtype == np.int64
 

@@ -61,7 +61,7 @@ def refuse(
             "--shape 64,16,8,4,9,fp32: K (9) must not exceed E (4); lower K or raise E",
         ),
         (["--output", "."], "--output '.' exists already; name a new folder, or remove it"),
-        (["--sweet", "rows"], "unrecognized arguments: --sweet rows"),
+        (["--sweet", "rows"], "--sweet: unknown; known: --help, --version, --suite, --shape"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

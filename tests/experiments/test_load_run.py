@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import moe_ffn
+import moe_ffn.interop
+import moe_ffn.metrics
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.json_files import Alarm, Saved
 from moe_ffn.training.monitoring import alarms
@@ -39,6 +41,36 @@ def test_a_run_has_all_that_its_folder_holds(moe_run: Any, config_of: Any) -> No
     assert run.model is run.model
 
 
+def test_what_a_notebook_prints_of_a_run_is_a_line(moe_run: Any) -> None:
+    run = moe_ffn.load_run(moe_run.folder)
+
+    count, loss = f"{run.facts.num_params:,}", f"{run.summary.validation_loss:.4f}"
+    assert repr(run) == (
+        f"Run('{moe_run.folder}', finished, step 6, moe, {count} parameters, validation loss {loss})"
+    )
+    assert repr(run.saved_model) == f"SavedModel('{moe_run.folder}', {count} parameters)"
+    assert repr(run.rows) == f"Rows(3 rows, {len(run.rows.columns)} columns)"
+    series = run.series("train/loss")
+    assert repr(series) == f"Series(3 values, steps 2 to 6, last {series.last:.6g})"
+    assert repr(run.series("no/such")) == "Series(no values)"
+
+
+def test_what_a_notebook_prints_of_a_lost_run_is_a_line(moe_run: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(moe_run.folder, tmp_path / "run")
+    for name in ("facts.json", "summary.json", "metrics.jsonl"):
+        (folder / name).unlink()
+
+    assert repr(moe_ffn.load_run(folder)) == f"Run('{folder}', interrupted, moe)"
+
+
+@pytest.mark.parametrize("module", [moe_ffn, moe_ffn.interop, moe_ffn.metrics], ids=str)
+def test_every_public_name_is_listed_and_there(module: Any) -> None:
+    """Tab completion reads `dir`, of names that are imported on first use too."""
+    assert set(module.__all__) <= set(dir(module))
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
 def test_the_models_of_the_files_have_what_is_written(moe_run: Any) -> None:
     run = moe_ffn.load_run(moe_run.folder)
 
@@ -57,8 +89,7 @@ def test_the_routing_of_a_text(moe_run: Any) -> None:
 
     assert list(routings) == ["layer_00", "layer_01"]
     with torch.no_grad():
-        ids = run.tokenizer.encode(TEXT.encode())
-        expected = run.model(torch.tensor(ids.tolist())[None]).routings
+        expected = run.model(run.tokenizer.encode(TEXT)[None]).routings
     for layer, routing in routings.items():
         assert routing.num_tokens == len(TEXT)
         assert torch.equal(routing.expert_ids_N, expected[layer].expert_ids_N)

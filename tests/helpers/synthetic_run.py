@@ -147,6 +147,7 @@ def _row(
             "train/objective": loss + (0.012 if experts else 0),
             "train/learning_rate": 0.003 * math.cos(1.45 * part),
             "train/gradient_norm": 0.4 + 2 * math.exp(-5 * part) + abs(rng.gauss(0, 0.1)),
+            "train/tokens": 4096 * step,
             "train/tokens_per_second": 41_000 + rng.gauss(0, 900),
         }
         if experts:

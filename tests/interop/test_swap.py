@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -82,6 +83,50 @@ def test_experts_that_are_copies_compute_what_was_there(name: str) -> None:
     (routing,) = passes[0].values()
     assert list(passes[0]) == ["layer_01"]
     assert (routing.num_tokens, routing.num_experts, int(routing.num_real_tokens)) == (8, 4, 7)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "llama-bf16"])
+def test_experts_that_change_what_was_there_are_said_to(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token's softmax weights sum to less than 1 without `renormalize`, differently for each token."""
+    family, options, _ = DENSE[name]
+    model = model_of(family, **options)
+    expected = model(IDS_BS).logits
+
+    swap_ffn(model, [0, 1], {**MOE, "router": {"type": "top_k", "k": 2}})
+
+    said = re.fullmatch(
+        r"swap_ffn: the experts of layer 0, 1 are copies of the FFN, but change its output by up to (.*) of "
+        r"its largest value; set config\.router\.renormalize: true to keep it, or train the model before you "
+        r"use it\n",
+        capsys.readouterr().err,
+    )
+    assert said is not None
+    assert float(said[1]) > 0.001
+    assert not torch.allclose(model(IDS_BS).logits, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"router": {"type": "top_k", "k": 1}}, "; train the model before you use it"),
+        (
+            {"capacity": {"factor": 0.25, "eval_factor": 0.25}},
+            "; set config.capacity.eval_factor: null to keep it, or train the model before you use it",
+        ),
+        ({}, ""),
+    ],
+    ids=["one expert", "dropped pairs", "the same"],
+)
+def test_the_advice_names_the_option_that_keeps_the_output(
+    options: dict[str, Any], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swap_ffn(model_of("llama"), [1], MOE | options)
+
+    said = capsys.readouterr().err
+    assert ("swap_ffn: the experts of layer 1 are" in said) == bool(advice)
+    assert said.removesuffix("\n").endswith(advice)
 
 
 def test_a_swapped_model_generates_and_trains() -> None:

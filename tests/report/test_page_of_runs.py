@@ -121,9 +121,9 @@ def test_it_links_to_the_pages_of_its_runs(study: list[Path], tmp_path: Path) ->
     )
 
     html = output.read_text()
-    (link,) = re.findall(r'<a href="([^"]*)">moe-seed0</a>', html)
+    (link,) = re.findall(r'<a href="([^"]*)">a#1</a>', html)
     assert (output.parent / unquote(link)).read_text() == "its page"
-    assert '<th scope="row">moe-seed1</th>' in html
+    assert '<th scope="row">b</th>' in html
     whole = report_html(read_runs(folders), output=tmp_path / "page.html")
     assert '<a href="runs/a%231/report.html">a#1</a>' in whole
 

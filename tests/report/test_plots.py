@@ -78,7 +78,7 @@ def test_a_curve_is_of_its_own_column(
 def test_what_another_plot_says_is_not_drawn_again(folder: Path, page: Written) -> None:
     """The objective lies on the loss, bits per byte are the loss, a balancing loss is of the whole model."""
     again = {"Objective", "Bits per byte", "Variation of the load", "Entropy of the mean"}
-    again |= {"Load-balancing loss", "Router z-loss"}
+    again |= {"Load-balancing loss", "Router z-loss", "Tokens read"}
     assert again.isdisjoint(page.figures)
     assert "Balancing losses" in page.figures
     assert "Weighted, all of them add 0.0120 nats to the loss at the end." in page.text

@@ -67,6 +67,9 @@ class Inspection:
     """Optimizer step of a checkpoint -> router -> the share of tokens whose first choice was then what it is
     at the newest step; empty where there are fewer than two."""
 
+    def __repr__(self) -> str:
+        return f"Inspection({len(self.layers)} layers, {len(self.routers)} routers)"
+
     @property
     def without_units(self) -> list[int]:
         known = {units.layer for units in self.units}

@@ -158,7 +158,7 @@ def text_of_file(run: Run, path: Path, num_tokens: int) -> Text:
         given = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"--text: '{path}' cannot be read ({reason(error)})") from error
-    ids = run.tokenizer.encode(given)
+    ids = run.tokenizer.encode(given).numpy()
     if len(ids) < 2:
         raise ConfigError(f"--text: '{path}' has {len(ids)} tokens; give a text of two or more")
     why = "" if path.suffix == ".py" else f"'{path.name}' is not called .py"

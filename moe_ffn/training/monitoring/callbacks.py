@@ -102,6 +102,7 @@ class StepLogger(Checkpointed, Callback):
         self.num_skipped = 0
         """Optimizer steps of the whole run that were not taken."""
         self.total_tokens = 0
+        """Tokens of all batches so far, of all ranks: a function of the number of the batch."""
         self.total_seconds = 0.0
         """Seconds of training steps alone."""
         self.validation_seconds = 0.0
@@ -160,6 +161,7 @@ class StepLogger(Checkpointed, Callback):
     ) -> None:
         assert isinstance(pl_module, LanguageModel)
         tokens = batch["input_ids"].numel() * trainer.world_size
+        self.total_tokens = (batch["index"] + 1) * tokens
         self._window.add(outputs, tokens)
         step = batch["index"] // trainer.accumulate_grad_batches + 1
         ends_row = step % self.config.every_n_steps == 0 or step == trainer.max_steps
@@ -178,7 +180,6 @@ class StepLogger(Checkpointed, Callback):
         if trainer.global_step == step:
             self._window.end_clock_of_step()
         self.total_seconds += seconds
-        self.total_tokens += tokens
         if row is not None:
             self._write(row, trainer)
 
@@ -199,6 +200,7 @@ class StepLogger(Checkpointed, Callback):
         self.last_routing = self._routing.close(step, num_steps, module, trainer.world_size)
         return {
             **self._window.means(trainer),
+            "train/tokens": self.total_tokens,
             "train/skipped_steps": self._window.num_skipped,
             "train/learning_rate": self._learning_rate,
             "train/gradient_norm": float(module.gradient_norm),

@@ -168,6 +168,14 @@ def test_the_seconds_of_a_step_are_those_of_all_its_batches(
     assert [row["train/step_seconds"] for row in rows] == pytest.approx([2, 2])
 
 
+def test_a_row_has_the_tokens_of_all_steps_so_far(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(logging={"every_n_steps": 4}, trainer={"accumulate_grad_batches": 2})
+
+    rows = fitted.logger.named("train")
+    # A step is of 2 batches of 4 sequences x 16 tokens; step 5 and 6 are a shorter row.
+    assert [(step, row["train/tokens"]) for step, row in rows] == [(4, 512), (6, 768)]
+
+
 def test_tokens_are_those_of_all_ranks(
     make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
 ) -> None:
