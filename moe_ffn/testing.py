@@ -62,7 +62,9 @@ def check_ffn(
     if isinstance(ffn, FFNBlock):
         d_model = getattr(ffn, "d_model", None) if d_model is None else d_model
     if d_model is None:
-        raise ConfigError(f"check_ffn needs d_model, the width of the tokens of {_a(type(ffn))}")
+        raise ConfigError(
+            f"check_ffn needs d_model, the width of the tokens of {type(ffn).__name__}"
+        )
     if isinstance(ffn, FFNBlock):
         config, block = getattr(ffn, "config", None), copy.deepcopy(ffn)
         device = next(ffn.parameters(), torch.empty(0)).device
