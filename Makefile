@@ -13,7 +13,7 @@ EDITABLE := --config-settings editable_mode=compat
 CODE := moe_ffn experiments tests
 
 # The pages of the API reference; of a room with `__all__`, those names.
-DOCUMENTED := moe_ffn $(addprefix moe_ffn.,ffn routing capacity experts dispatch balancing outputs config model \
+DOCUMENTED := moe_ffn $(addprefix moe_ffn.,ffn routing capacity experts dispatch balancing outputs config model testing \
 	metrics metrics.measures metrics.modular metrics.table data training runs report)
 
 .PHONY: help setup train test test-slow test-gpu test-reliability lint format docs lock clean readme studies

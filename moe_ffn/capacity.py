@@ -29,8 +29,8 @@ class CapacityConfig(Config, frozen=True):
     """Capacity factor in evaluation, where dropping makes an output depend on its batch."""
     drop: Literal["position", "probability", "choice", "random"] = "position"
     """The pairs that a full expert drops: those of the latest positions, those of the smallest weights,
-    second choices before any first one (GShard, NLLB), or, in training, random ones. Only the first is
-    causal."""
+    second choices before any first one (GShard, NLLB; the first choice of a token is its largest weight), or,
+    in training, random ones. Only the first is causal."""
     renormalize: bool = False
     """Scale the weights a token keeps up to the sum they had before dropping."""
     per_sequence: int | None = Field(default=None, ge=1, le=MAX_COUNT)
@@ -155,10 +155,12 @@ def by_choice(routing: Routing) -> Tensor:
     """Every token's first choice, then every second one, each in pair order (GShard, arXiv:2006.16668,
     algorithm 1).
 
+    The pair with a token's largest weight is its first choice: not every router lists pairs by weight.
     Not causal: a later token's first choice displaces an earlier one's second.
     """
-    ids_N = routing.token_ids_N  # sorted
-    return torch.arange(len(ids_N), device=ids_N.device) - torch.searchsorted(ids_N, ids_N)
+    # A queue for each token in the place of one for each expert.
+    by_token = replace(routing, expert_ids_N=routing.token_ids_N, num_experts=routing.num_tokens)
+    return place_in_queue(by_token, by_probability(routing))
 
 
 def at_random(routing: Routing) -> Tensor:

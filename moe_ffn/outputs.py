@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
-from typing import Any, Literal, Protocol, Self, TypeVar, cast
+from typing import Any, Literal, NoReturn, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -256,6 +256,11 @@ class Routing:
         return replace(self, **tensors)
 
 
+_NO_TENSOR = (
+    "a block returns an FFNOutput, which is no tensor; use its .hidden, as in x + ffn(x).hidden"
+)
+
+
 @dataclass(frozen=True)
 class FFNOutput:
     """What every feed-forward block returns."""
@@ -284,6 +289,16 @@ class FFNOutput:
         routings = (f"{name}={brief(routing)}" for name, routing in self.routings.items())
         lines = ",\n    ".join([f"hidden={brief(self.hidden)}", *routings])
         return f"{type(self).__name__}({lines})"
+
+    def __add__(self, other: object) -> NoReturn:
+        raise TypeError(_NO_TENSOR)
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, *given: object) -> NoReturn:
+        """Refuse to be the argument of a function of torch, which calls this for every such value."""
+        raise TypeError(_NO_TENSOR)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from moe_ffn.capacity import (
 )
 from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, flatten_tokens
-from moe_ffn.routing import routing_of_pairs
+from moe_ffn.routing import RouterConfig, routing_of_pairs
 
 
 def limit_by_position(routing: Routing, factor: float | None) -> Routing:
@@ -350,6 +350,46 @@ def test_by_choice_first_choices_stay_before_any_second_one(make_routing: Any) -
     routing = make_routing([[1, 0], [0, 1], [0, 2]], 3)
     assert dropped(limit(routing, 1.0, by_choice)) == [1]
     assert dropped(limit(routing, 1.0, by_position)) == [4]
+
+
+@pytest.mark.parametrize(
+    "router",
+    [{"type": "relu", "k": 1}, {"type": "expert_threshold", "k": 1}],
+    ids=lambda r: r["type"],
+)
+def test_by_choice_the_largest_weight_is_the_first_choice_however_pairs_are_listed(
+    router: dict[str, Any],
+) -> None:
+    # Both list the pairs of a token by expert. C = ceil(2 * 3 tokens / 3) = 2.
+    # token 0: first expert 0, then 1; token 1: alike; token 2: first expert 1, then 0. Expert 2 takes nobody.
+    # Expert 0 serves tokens 0 and 1, and drops token 2; expert 1 serves tokens 2 and 0, and drops token 1.
+    logits_TE = torch.tensor([[5.0, 2.0, -9.0], [4.0, 1.0, -9.0], [1.0, 3.0, -9.0]])
+    built: Any = RouterConfig.model_validate(router).build(3, 3)
+    with torch.no_grad():
+        built.projection.weight.copy_(torch.eye(3))
+        if router["type"] == "expert_threshold":
+            built.threshold_E.copy_(torch.tensor([0.0, 0.0, 9.0]))
+            built.num_updates_E.fill_(1)
+            logits_TE[2, 2] = 8  # the largest weight of token 2, of an expert that does not take it
+    routing = limit(built(logits_TE, TokenContext()), 2.0, by_choice)
+    pairs = zip(routing.token_ids_N.tolist(), routing.expert_ids_N.tolist(), strict=True)
+    lost = [
+        pair for pair, was_lost in zip(pairs, routing.dropped_N.tolist(), strict=True) if was_lost
+    ]
+    assert lost == [(1, 1), (2, 0)]
+
+
+def test_by_choice_tokens_may_have_different_numbers_of_pairs(make_routing: Any) -> None:
+    # Expert 0 is the only choice of token 0 and the second one of token 1. C = ceil(0.75 * 4 / 3) = 1.
+    routing = make_routing(
+        [[0], [0]],
+        3,
+        token_ids_N=torch.tensor([0, 1, 1, 1]),
+        expert_ids_N=torch.tensor([0, 0, 1, 2]),
+        weights_N=torch.tensor([0.2, 0.5, 0.9, 0.1]),
+        dropped_N=torch.zeros(4, dtype=torch.bool),
+    )
+    assert dropped(limit(routing, 0.75, by_choice)) == [1]
 
 
 def test_at_random_everybody_is_dropped_equally_often(make_routing: Any) -> None:

@@ -75,6 +75,10 @@ def test_the_tutorial_runs_from_its_beginning_to_its_end(
     assert Path("runs/direction/summary.json").is_file()
     assert "MaxVio" in printed
     assert names["output"].routing.num_experts == 8
+    assert (
+        "MoEFFN: router.type 'expert_choice' ranks tokens against later ones, so a causal model"
+        in printed
+    )
     assert {name for name in ("cache", "runs") if Path(name).is_dir()} == {"cache", "runs"}
 
 

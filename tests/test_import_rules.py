@@ -65,6 +65,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "balancing": FOUNDATION,
     # Where the parts meet. It does not know the model around it.
     "ffn": FOUNDATION | {"routing", "capacity", "dispatch", "experts", "kernels"},
+    # Checks of a user's own blocks, routers and experts; training calls them too.
+    "testing": FOUNDATION | {"routing", "dispatch", "experts", "ffn"},
     # Sees FFNBlock and its configs, not what stands behind them.
     "model": FOUNDATION | {"ffn", "routing"},
     # Models made of trained ones.
@@ -79,6 +81,7 @@ for _room, _below in {
     # A run's folder and all that is read back from it; figures and pages of it; the programs.
     "runs": {
         "training",
+        "testing",
         "capacity",
         "experts",
         "ffn",

@@ -175,11 +175,16 @@ def oracle(moe: MoEFFN, x_BSD: Tensor, mask_BS: Tensor, limit: Limit) -> tuple[T
             pairs = sum(mask.tolist()) * Fraction(str(routing.capacity_k))
         places = math.ceil(Fraction(str(limit.factor)) * pairs / num_experts)
         places_left = [places] * num_experts
+    weights = routing.weights_N.tolist()
     lots = torch.rand(len(token_ids)).tolist()
     first_served: dict[str, Callable[[int], Any]] = {
         "position": lambda n: (token_ids[n] % length, n),
-        "probability": lambda n: (-routing.weights_N[n].item(), n),
-        "choice": lambda n: (n - token_ids.index(token_ids[n]), n),
+        "probability": lambda n: (-weights[n], n),
+        # The pairs of its token that weigh more, and of those that weigh as much the ones listed before it.
+        "choice": lambda n: (
+            sum((-weights[m], m) < (-weights[n], n) for m in real if token_ids[m] == token_ids[n]),
+            n,
+        ),
         "random": lambda n: lots[n],
     }
 

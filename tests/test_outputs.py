@@ -182,3 +182,20 @@ def test_the_number_of_experts_is_asked_for_where_no_table_has_it() -> None:
     ids = torch.zeros(3, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="routing_of_pairs without logits_TE needs num_experts"):
         routing_of_pairs(torch.ones(3, 1), ids, None, None, TokenContext())
+
+
+def test_an_output_used_as_a_tensor_names_hidden() -> None:
+    x, ffn = torch.zeros(2, 3, 8), build_ffn("swiglu", d_model=8)
+    uses: list[Callable[[FFNOutput], Any]] = [
+        lambda output: x + output,
+        lambda output: output + x,
+        lambda output: output + ffn(x),
+        torch.nn.functional.dropout,
+        torch.nn.LayerNorm(8),
+        lambda output: torch.cat([x, output]),  # pyright: ignore[reportArgumentType, reportCallIssue]
+    ]
+    for use in uses:
+        with pytest.raises(
+            TypeError, match=r"is no tensor; use its \.hidden, as in x \+ ffn\(x\)\.hidden$"
+        ):
+            use(ffn(x))

@@ -116,6 +116,7 @@ class FFNConfig(TaggedConfig, frozen=True):
 
     A block of your own subclasses this in a file of your own, defines `build`, `num_params` and
     `flops_per_token`, and is named in YAML as `type: my_module:MyConfig`.
+    `moe_ffn.testing.check_ffn` tries it.
     """
 
     by_token: ClassVar[bool] = False

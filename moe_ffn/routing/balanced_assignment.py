@@ -5,7 +5,7 @@ T tokens, D model width, E experts, C places at each expert
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
     """
 
     type: Literal["balanced_assignment"] = "balanced_assignment"
+
+    by_token: ClassVar[bool] = True
 
     @property
     def not_causal_because(self) -> Refusal:

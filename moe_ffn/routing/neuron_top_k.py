@@ -5,7 +5,7 @@ T tokens, D model width, E experts, K experts per token
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,8 @@ class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):
     type: Literal["neuron_top_k"] = "neuron_top_k"
     correction_bias: bool = False
     """Select by score + bias; `objective.bias_rule` moves the bias towards balance."""
+
+    by_token: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _leave_the_unit_as_it_is(self) -> NeuronTopKRouterConfig:

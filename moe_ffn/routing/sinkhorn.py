@@ -5,7 +5,7 @@ T tokens, D model width, E experts, K experts per token
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -38,6 +38,8 @@ class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
     """Stop when no column's factor changes by more than this share of itself."""
     max_iterations: int = Field(default=100, ge=1, le=MAX_COUNT)
     """Stop after this many rounds at the latest; logits in the hundreds are not balanced by then."""
+
+    by_token: ClassVar[bool] = True
 
     @property
     def not_causal_because(self) -> Refusal:

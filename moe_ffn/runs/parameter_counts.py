@@ -20,6 +20,7 @@ from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.routing.base import RouterConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.outside_code import tagged_parts
+from moe_ffn.testing import miscounted
 
 _COUNTS: dict[type[TaggedConfig], dict[str, tuple[str, ...]]] = {
     FFNConfig: {
@@ -83,21 +84,6 @@ def check_num_params(decoder: Decoder) -> None:
             raise miscounted(name, told, found, ffn, decoder.config.d_model)
 
 
-def miscounted(
-    name: str, told: int, found: int, ffn: FFNConfig | None, d_model: int
-) -> ConfigError:
-    """The refusal of a part whose config counts `told` parameters, of which `found` are built.
-
-    Args:
-        ffn: its config, where it is a feed-forward block; experts at fault in it are named.
-    """
-    why = "" if ffn is None else _miscounted_experts(ffn, d_model)
-    return ConfigError(
-        f"{name}: num_params says {told:,}, but {found:,} parameters are built{why}; make them equal, "
-        "since tables, facts.json and equal budgets go by num_params"
-    )
-
-
 def _counted_parts(decoder: Decoder) -> Iterator[tuple[str, int, nn.Module, FFNConfig | None]]:
     """(name, parameters by the config, module, config of a feed-forward block) of each part of a model."""
     model = decoder.config
@@ -115,20 +101,3 @@ def _counted_parts(decoder: Decoder) -> Iterator[tuple[str, int, nn.Module, FFNC
     positions = model.positions
     told = positions.num_params(d_model, decoder.max_seq_len)
     yield f"model.positions ('{positions.type}')", told, decoder.positions, None
-
-
-def _miscounted_experts(ffn: FFNConfig, d_model: int) -> str:
-    """Which experts in a block are at fault for its count; the empty string where none are."""
-    for inner in ffn.inner_blocks().values():
-        if why := _miscounted_experts(inner, d_model):
-            return why
-    if (stack := ffn.expert_stack) is None:
-        return ""
-    told = stack.num_params(d_model)
-    found = sum(parameter.numel() for parameter in stack.build(d_model).parameters())
-    if found == told:
-        return ""
-    return (
-        f", since of its experts ('{stack.config.type}') params_per_expert and shared_params say {told:,} "
-        f"and {found:,} are built"
-    )

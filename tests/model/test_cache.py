@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_ffn import Decoder, DecoderConfig
+from moe_ffn import Decoder, DecoderConfig, TokenContext
 from moe_ffn.model.cache import KVCache
 from moe_ffn.model.generate import Sampling, generate_batch
+from moe_ffn.routing import RouterConfig
+from tests.helpers.every_router import ROUTERS, is_causal
 
 VOCAB, MAX_LEN = 13, 12
 
@@ -246,6 +248,35 @@ def test_a_token_at_a_time_is_all_that_is_computed(monkeypatch: pytest.MonkeyPat
     shapes.clear()
     generate_batch(model, [token_ids(10), token_ids(4)], 5, Sampling(temperature=0))
     assert shapes == [(2, 10), *[(2, 1)] * 2, *[(1, 1), (1, MAX_LEN)] * 2]
+
+
+@pytest.mark.parametrize("router", RouterConfig.members)
+@torch.no_grad()
+def test_a_router_is_decoded_with_the_cache_exactly_where_it_routes_by_token(router: str) -> None:
+    """Compare the claim `by_token` with the outputs of tokens alone, and count what a decoder computes."""
+    variants = [options for options in ROUTERS.values() if options["type"] == router]
+    causal = all(map(is_causal, variants))
+    torch.manual_seed(0)
+    x, ids = torch.randn(2, MAX_LEN, 16, dtype=torch.float64), token_ids(2, MAX_LEN)
+    changed, by_token = 0.0, RouterConfig.members[router].by_token
+    for options in variants:
+        model = decoder(ffn={"type": "moe", "num_experts": 4, "router": options}, causal=causal)
+        ffn: Any = model.layers[0].ffn
+        parts = zip(x.split(1, 1), ids.split(1, 1), strict=True)
+        alone = torch.cat([ffn(x, TokenContext(token_ids=ids)).hidden for x, ids in parts], 1)
+        whole = ffn(x, TokenContext(token_ids=ids)).hidden
+        changed = max(changed, (alone - whole).abs().max().item())
+        assert (model.config.not_cached_because is None) == (causal and by_token)
+        if not causal:
+            continue
+        counts: list[int] = []
+        ffn.register_forward_pre_hook(
+            lambda _, given, counts=counts: counts.append(len(given[0][0]))
+        )
+        (got,) = generate_batch(model, [ids[0, :4]], 9, Sampling(temperature=0))
+        assert sum(counts) == (4 + 8 if by_token else sum(range(4, 4 + 9)))
+        assert got.tolist() == greedy(model, ids[0, :4], 9)
+    assert by_token == (changed < 1e-12)
 
 
 def test_what_a_cache_cannot_hold_is_refused() -> None:

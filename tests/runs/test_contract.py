@@ -176,6 +176,36 @@ from moe_ffn.model.positions import Positions
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.schedule import ScheduleConfig
 
+class Learns(RouterConfig, frozen=True):
+    how: str = "well"
+    learns = True
+    def build(self, d_model, num_experts): return LearnsRouter(self.how, d_model, num_experts)
+    def experts_per_token(self, num_experts): return 2
+    def num_params(self, d_model, num_experts): return d_model * num_experts
+    def flops_per_token(self, d_model, num_experts): return 2 * d_model * num_experts
+
+class Fixed(Learns, frozen=True):
+    learns = False
+
+class LearnsRouter(Router):
+    def __init__(self, how, d_model, num_experts):
+        super().__init__()
+        self.how, self.projection = how, nn.Linear(d_model, num_experts, bias=False)
+    def forward(self, x_TD, context):
+        logits_TE = self.projection(x_TD)
+        scores_TE = logits_TE.softmax(-1)
+        weights_TK, ids_TK = scores_TE.topk(1 if self.how == "constant" else 2)
+        if self.how == "detached": weights_TK = weights_TK.detach()
+        if self.how == "constant": weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if self.how == "swapped": logits_TE, scores_TE = scores_TE, logits_TE
+        return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context)
+
+class NoContext(Learns, frozen=True):
+    def build(self, d_model, num_experts): return NoContextRouter()
+
+class NoContextRouter(Router):
+    def forward(self, x_TD): return None
+
 class Routes(RouterConfig, frozen=True):
     how: str = "well"
     def build(self, d_model, num_experts): return RoutesRouter(self.how, num_experts)
@@ -220,6 +250,12 @@ class Work(ExpertsConfig, frozen=True):
     def params_per_expert(self, d_model, experts_per_token): return 0
     def flops_per_pair(self, d_model, experts_per_token): return 0
 
+class NoPlan(Work, frozen=True):
+    def build(self, d_model, num_experts, experts_per_token): return NoPlanExperts()
+
+class NoPlanExperts(Experts):
+    def forward(self, x_TD): return x_TD
+
 class WorkExperts(Experts):
     def __init__(self, how):
         super().__init__()
@@ -228,6 +264,7 @@ class WorkExperts(Experts):
         if self.how == "few": return x_TD[:3]
         ids_N = plan.token_ids_N[: plan.offsets_E[-1]]
         weights_N = 1 if self.how == "blind" else plan.weights_N[: len(ids_N), None]
+        if self.how == "detached": weights_N = weights_N.detach()
         y_TD = torch.zeros_like(x_TD).index_add(0, ids_N, weights_N * x_TD[ids_N])
         return y_TD / len(ids_N) if self.how == "mean" else y_TD
 
@@ -303,7 +340,7 @@ def check(tmp_path: Path) -> Callable[..., None]:
 
     def run(place: str, part: dict[str, Any], **more: Any) -> None:
         path = tmp_path / "own.py"
-        path.write_text(BLOCKS if hasattr_in(BLOCKS, part) else PARTS)
+        path.write_text(BLOCKS if place == "model.ffn" else PARTS)
         options: dict[str, Any] = {"model": {"d_model": 16, "num_layers": 1, **more}}
         below = options
         *keys, last = place.split(".")
@@ -320,17 +357,13 @@ def check(tmp_path: Path) -> Callable[..., None]:
     return run
 
 
-def hasattr_in(source: str, part: dict[str, Any]) -> bool:
-    return f"class {part['type']}(" in source
-
-
 BROKEN = {
     "Bare": (
         "forward returned a tensor of shape (2, 8, 16) and torch.float32, "
         "but has to return an FFNOutput, as in FFNOutput(hidden)"
     ),
     "NoContext": (
-        "failed: TypeError: NoContextFFN.forward() takes 2 positional arguments but 3 were given"
+        "NoContextFFN.forward has to take x and context; write def forward(self, x, context=None)"
     ),
     "Wide": (
         "hidden is a tensor of shape (2, 8, 32) and torch.float32, "
@@ -455,13 +488,36 @@ PLACES = {
         "model.ffn.router ('own.py:Lists'): its routing has a table scores_TE, but its config says "
         "is_listed True; set is_listed: ClassVar[bool] = False"
     ),
+    **{
+        ("model.ffn.router", "Learns", how): (
+            "model.ffn.router ('own.py:Learns'): weights_N has no gradient by the parameters of its router; "
+            "weights_N must be computed from them without detach() or no_grad(), and not be a constant; a "
+            "router that is fixed says learns: ClassVar[bool] = False in its config"
+        )
+        for how in ("detached", "constant")
+    },
+    ("model.ffn.router", "Learns", "swapped"): (
+        "model.ffn.router ('own.py:Learns'): its routing has scores_TE below 0, but they are what a softmax "
+        "or the like makes of logits_TE; routing_of_pairs takes the logits first, then the scores"
+    ),
+    ("model.ffn.router", "NoContext", ""): (
+        "model.ffn.router ('own.py:NoContext'): NoContextRouter.forward has to take x_TD and context; write "
+        "def forward(self, x_TD, context)"
+    ),
+    ("model.ffn.experts", "NoPlan", ""): (
+        "model.ffn ('moe' with 'own.py:NoPlan'): NoPlanExperts.forward has to take x_TD and plan; write "
+        "def forward(self, x_TD, plan)"
+    ),
+    ("model.ffn.experts", "Work", "detached"): (
+        "model.ffn ('moe' with 'own.py:Work'): what its experts return has no gradient by plan.weights_N, "
+    ),
     ("model.ffn.experts", "Work", "few"): (
         "model.ffn ('moe' with 'own.py:Work'): what its experts return is a tensor of shape "
         "(3, 16) and torch.float32, but has to be like x, a tensor of shape (16, 16)"
     ),
     ("model.ffn.experts", "Work", "blind"): (
-        "model.ffn ('moe' with 'own.py:Work'): what its experts return is the same whatever plan.weights_N "
-        "is, by which the router learns; multiply each pair's result by its weight"
+        "model.ffn ('moe' with 'own.py:Work'): what its experts return has no gradient by "
+        "plan.weights_N, through which the router learns; multiply each pair's result by its weight"
     ),
     ("model.ffn.experts", "Work", "mean"): (
         "model.ffn ('moe' with 'own.py:Work'): what its experts return of a plan that drops every pair holds "
@@ -538,6 +594,8 @@ def test_other_parts_are_held_to_theirs(
 @pytest.mark.parametrize(
     ("place", "part"),
     [
+        ("model.ffn.router", {"type": "Learns"}),
+        ("model.ffn.router", {"type": "Fixed", "how": "detached"}),
         ("model.ffn.router", {"type": "Routes"}),
         ("model.ffn.router", {"type": "RoutesAlone"}),
         ("model.ffn.router", {"type": "Lists", "how": "list"}),

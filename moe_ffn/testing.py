@@ -1,0 +1,574 @@
+"""Checks of your own blocks, routers and experts: do they keep what their base classes promise?
+
+    from moe_ffn.testing import check_ffn
+
+    def test_my_block():
+        check_ffn("my_blocks.py:LowRankConfig", d_model=64)
+
+Training calls the same checks once, before its first step, on each part that is not of this package. A check
+tries a copy on a few random tokens, and leaves the part and torch's random state as they are.
+
+B sequences, S positions, T = B*S tokens, D model width, E experts
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from moe_ffn.config import TaggedConfig
+from moe_ffn.dispatch import make_plan, plan_of_list
+from moe_ffn.errors import ConfigError, explain, show
+from moe_ffn.experts import Experts, ExpertsConfig
+from moe_ffn.ffn import FFNBlock, FFNConfig
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext
+from moe_ffn.routing import Router, RouterConfig, routing_of_pairs
+
+Kind = TypeVar("Kind")
+Part = TypeVar("Part", bound=TaggedConfig)
+
+_BATCH, _LENGTH = 2, 8
+_MAX_LENGTH = 512
+"""Length of the sequences that show whether a part looks ahead: some look far, or in chunks."""
+
+
+def check_ffn(
+    ffn: FFNBlock | FFNConfig | Mapping[str, Any] | str,
+    d_model: int | None = None,
+    *,
+    causal: bool = True,
+    seq_len: int = _MAX_LENGTH,
+) -> None:
+    """Check a feed-forward block: its output and routings, the gradient of its routers, and what it looks at.
+
+    Args:
+        ffn: a built block, or what `build_ffn` takes; then what its config says is checked too, such as
+            `num_params` and `by_token`.
+        d_model: D; needed where `ffn` is no block with an attribute of that name.
+        causal: the block is for a causal model, so that no output may depend on later tokens.
+        seq_len: length of the longest sequences that are tried.
+
+    Raises:
+        ConfigError: what the block did, and what is expected, in one sentence.
+    """
+    if isinstance(ffn, FFNBlock):
+        d_model = getattr(ffn, "d_model", None) if d_model is None else d_model
+    if d_model is None:
+        raise ConfigError(
+            f"check_ffn needs d_model, the width of the tokens of {type(ffn).__name__}"
+        )
+    if isinstance(ffn, FFNBlock):
+        config, block = getattr(ffn, "config", None), copy.deepcopy(ffn)
+        device = next(ffn.parameters(), torch.empty(0)).device
+        trial = Trial(type(ffn).__name__, d_model, seq_len, causal, device=device)
+        with undisturbed(device):
+            trial.block(block.float(), config if isinstance(config, FFNConfig) else None)
+    else:
+        config = _validated(FFNConfig, ffn)
+        trial = Trial(f"'{config.type}'", d_model, seq_len, causal)
+        with undisturbed(trial.device):
+            trial.ffn(config)
+
+
+def check_router(
+    router: RouterConfig | Mapping[str, Any] | str,
+    d_model: int,
+    num_experts: int,
+    *,
+    causal: bool = True,
+    seq_len: int = _MAX_LENGTH,
+) -> None:
+    """Check a router: its routings, their gradient, what it looks at, and what its config says.
+
+    Args:
+        router: its config, or the options or the `type` of one.
+        d_model: D.
+        num_experts: E.
+        causal: the router is for a causal model, so that no choice may depend on later tokens.
+        seq_len: length of the longest sequences that are tried.
+
+    Raises:
+        ConfigError: what the router did, and what is expected, in one sentence.
+    """
+    config = _validated(RouterConfig, router)
+    trial = Trial(f"'{config.type}'", d_model, seq_len, causal)
+    with undisturbed(trial.device):
+        trial.router(config, num_experts)
+
+
+def check_experts(
+    experts: ExpertsConfig | Mapping[str, Any] | str,
+    d_model: int,
+    num_experts: int,
+    *,
+    experts_per_token: float = 2,
+) -> None:
+    """Check experts: what they return for a plan, and the gradient of its weights.
+
+    Args:
+        experts: their config, or the options or the `type` of one.
+        d_model: D, the width of what they read.
+        num_experts: E.
+        experts_per_token: how many experts a token goes to, by which some choose their width.
+
+    Raises:
+        ConfigError: what the experts did, and what is expected, in one sentence.
+    """
+    config = _validated(ExpertsConfig, experts)
+    trial = Trial(f"'{config.type}'", d_model)
+    with undisturbed(trial.device):
+        built = config.build(d_model, num_experts, experts_per_token)
+        trial.experts(built, d_model, num_experts)
+
+
+def _validated(family: type[Part], part: Part | Mapping[str, Any] | str) -> Part:
+    try:
+        return family.model_validate(part)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(error))) from error
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Within this there are no gradients, and afterwards torch's random state is as it was."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        yield
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One part under test, and what it is told of the model around it."""
+
+    name: str
+    """Begins every sentence about the part."""
+
+    d_model: int
+    seq_len: int = _MAX_LENGTH
+    causal: bool = True
+    way_out: str = "pass causal=False"
+    """How the part is used in a model that is not causal."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def length(self) -> int:
+        """S, no longer than the sequences of the model."""
+        return min(_LENGTH, self.seq_len)
+
+    def random(self, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(*shape, generator=generator).to(self.device)
+
+    def x(self) -> Tensor:
+        return self.random(_BATCH, self.length, self.d_model)
+
+    def token_ids_BS(self) -> Tensor:
+        """They differ, so that a block which keeps the wrong ones is seen."""
+        ids_S = torch.arange(self.length, device=self.device) % 2
+        return ids_S.expand(_BATCH, self.length)
+
+    # -- what is demanded
+
+    def refuse(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.name}: {what}")
+
+    def require(self, found: Any, kind: type[Kind], who: str, hint: str = "") -> Kind:
+        if isinstance(found, kind):
+            return found
+        raise self.refuse(f"{who} returned {show_value(found)}, but has to return {_a(kind)}{hint}")
+
+    def built(self, built: Any, kind: type[Kind]) -> Kind:
+        module = self.require(built, kind, "build")
+        return module.to(self.device) if isinstance(module, nn.Module) else module
+
+    def require_like(self, found: Any, x: Tensor, who: str) -> Tensor:
+        """A finite tensor of the shape and dtype of `x`."""
+        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (x.shape, x.dtype):
+            raise self.refuse(
+                f"{who} is {show_value(found)}, but has to be like x, {show_value(x)}"
+            )
+        if not found.isfinite().all():
+            raise self.refuse(f"{who} holds NaN or infinity, though x is random of size 1")
+        return found
+
+    def require_arguments(self, module: nn.Module, *names: str, optional: bool = False) -> None:
+        """Refuse a `forward` that cannot be called with so many arguments."""
+        try:
+            inspect.signature(module.forward).bind(*names)
+        except TypeError:
+            wanted = ", ".join(["self", *names]) + ("=None" if optional else "")
+            raise self.refuse(
+                f"{type(module).__name__}.forward has to take {' and '.join(names)}; write "
+                f"def forward({wanted})"
+            ) from None
+
+    def require_gradient(
+        self, value: Tensor, by: Sequence[Tensor], who: str, of: str, advice: str
+    ) -> None:
+        """Refuse a value whose gradient is zero, or none at all, by each of some tensors.
+
+        Args:
+            value: computed from `by` with gradients.
+        """
+        grads: tuple[Tensor | None, ...] = (None,)
+        if value.requires_grad:
+            direction = self.random(*value.shape)
+            grads = torch.autograd.grad(value, by, direction, allow_unused=True)
+        least = 1e-6 * value.detach().abs().max()
+        if not any(grad is not None and grad.abs().max() > least for grad in grads):
+            raise self.refuse(f"{who} has no gradient by {of}; {advice}")
+
+    def require_routing(self, routing: Any, num_experts: int | None = None) -> Routing:
+        """A Routing of the right sizes, over experts that exist."""
+        hint = "; `moe_ffn.routing_of_pairs` makes one"
+        routing = self.require(routing, Routing, "forward", hint)
+        num_tokens, num_experts = _BATCH * self.length, num_experts or routing.num_experts
+        N, TE = (len(routing.expert_ids_N),), (num_tokens, num_experts)
+        shapes = {
+            "token_ids_N": N,
+            "weights_N": N,
+            "dropped_N": N,
+            "logits_TE": TE,
+            "scores_TE": TE,
+            "logits_N": N,
+        }
+        for name, shape in shapes.items():
+            found = getattr(routing, name)
+            # A router of too many experts for a table has none.
+            if found is not None and tuple(found.shape) != shape:
+                raise self.refuse(
+                    f"its routing has {name} of shape {tuple(found.shape)}, expected {shape}"
+                )
+        if routing.logits_TE is None and routing.logits_N is None:
+            name, shape = ("logits_N", N) if routing.is_listed else ("logits_TE", TE)
+            raise self.refuse(
+                f"its routing has no {name}, its scores before any normalisation, expected of shape {shape}"
+            )
+        if routing.scores_TE is not None and (routing.scores_TE < 0).any():
+            raise self.refuse(
+                "its routing has scores_TE below 0, but they are what a softmax or the like makes of "
+                "logits_TE; routing_of_pairs takes the logits first, then the scores"
+            )
+        for name, expected in {"num_tokens": num_tokens, "num_experts": num_experts}.items():
+            if (found := getattr(routing, name)) != expected:
+                raise self.refuse(
+                    f"its routing has {name} {show_value(found)}, expected {expected}"
+                )
+        for name, end in {"token_ids_N": num_tokens, "expert_ids_N": num_experts}.items():
+            ids = getattr(routing, name)
+            if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
+                raise self.refuse(f"its routing has {name} that are not int64 from 0 to {end - 1}")
+        if (k := routing.listed_k) is not None:
+            every_token_N = (
+                [token for token in range(num_tokens) for _ in range(k)] if type(k) is int else None
+            )
+            if routing.token_ids_N.tolist() != every_token_N:
+                raise self.refuse(
+                    f"its routing has listed_k {show_value(k)}, but token_ids_N are not every token so "
+                    "many times"
+                )
+        return routing
+
+    def require_causal(self, config: FFNConfig | RouterConfig) -> None:
+        """Refuse, in a causal model, a part that says itself that it is not."""
+        if self.causal and (refusal := config.not_causal_because):
+            raise self.refuse(
+                f"{refusal.reason}, so a causal model would see what it has to guess; {refusal.advice}, or "
+                f"{self.way_out}"
+            )
+
+    def require_blind_to_future(
+        self, module: nn.Module, call: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """Refuse a part of a causal model whose output changes with later tokens.
+
+        The later half of the tokens is changed, then the last one.
+
+        Args:
+            call: x (B, S, D) and token ids (B, S) -> (B, S, ...).
+        """
+        length = min(self.seq_len, _MAX_LENGTH)
+        if not self.causal or length == 1:
+            return
+        move_off_zero(module)
+        x = self.random(_BATCH, length, self.d_model)
+        ids = torch.zeros(_BATCH, length, dtype=torch.int64, device=self.device)
+        for training in (False, True):
+            module.train(training)
+            torch.manual_seed(0)
+            once = call(x, ids)
+            if not torch.equal(once, call(x, ids)):
+                continue  # dropout or noise: two outputs cannot be compared
+            for first in (length // 2, length - 1):
+                later_x, later_ids = x.clone(), ids.clone()
+                later_x[:, first:] = 10 - 10 * x[:, first:]
+                later_ids[:, first:] = 1
+                before = once[:, :first]
+                moved = (call(later_x, later_ids)[:, :first] - before).abs()
+                if moved.max() <= 1e-3 * before.abs().max() + 1e-6:
+                    continue
+                at = int(moved.flatten(2).amax(dim=(0, 2)).argmax())
+                raise self.refuse(
+                    f"its output at position {at} changes when tokens from position {first} on do"
+                    f"{' (in training)' if training else ''}, so a causal model would see what it has to "
+                    f"guess; look at earlier tokens alone, or {self.way_out}"
+                )
+
+    def require_same_alone(self, claim: str, whole: Tensor, alone: Tensor) -> None:
+        """Refuse a part that says under a name that tokens may be computed alone, and makes others of them.
+
+        Args:
+            whole: (B, S, ...), of whole sequences.
+            alone: (1, S, ...), each token of the first one alone.
+        """
+        moved_S = (alone - whole[:1]).abs().flatten(2).amax(dim=(0, 2))
+        if moved_S.max() > 1e-3 * whole.abs().max() + 1e-6:
+            raise self.refuse(
+                f"it says {claim}, but the token at position {int(moved_S.argmax())} becomes something else "
+                f"alone than in its sequence, and text would be written so; leave {claim} out"
+            )
+
+    def require_by_token(
+        self,
+        module: nn.Module,
+        call: Callable[[Tensor, Tensor], Tensor],
+        after: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        """`require_same_alone` of a block or a router in evaluation.
+
+        Args:
+            call: as above.
+            after: as `call`, of a token after those that it was called with before, which are kept.
+        """
+        x, ids = self.x(), self.token_ids_BS()
+        module.eval()
+        whole = call(x, ids)
+        if self.length > 1 and torch.equal(whole, call(x, ids)):  # otherwise noise
+            tokens = zip(x[:1].split(1, 1), ids[:1].split(1, 1), strict=True)
+            claim = "by_token" if after is None else "reads_history"
+            alone = torch.cat([(after or call)(*token) for token in tokens], 1)
+            self.require_same_alone(claim, whole, alone)
+
+    # -- what is tried, by family
+
+    def ffn(self, config: FFNConfig, where: str = "") -> None:
+        """Try the block of a config, and what the config says of it.
+
+        Args:
+            where: follows its name where its parameters are counted wrongly.
+        """
+        if (stack := config.expert_stack) is not None:
+            built = stack.build(self.d_model)
+            self.experts(built, stack.width(self.d_model), stack.num_experts)
+        block = self.built(config.build(self.d_model), FFNBlock)
+        found = sum(parameter.numel() for parameter in block.parameters())
+        self.block(block, config)
+        if found != (told := config.num_params(self.d_model)):
+            raise miscounted(self.name + where, told, found, config, self.d_model)
+        config.num_active_params(self.d_model)
+        config.flops_per_token(self.d_model, self.seq_len)
+        config.describe()
+
+    def block(self, block: FFNBlock, config: FFNConfig | None) -> None:
+        """Try a built block, which is changed by it.
+
+        Args:
+            config: its config; None where it is not known.
+        """
+        self.require_arguments(block, "x", "context", optional=True)
+        x, context = self.x(), TokenContext(token_ids=self.token_ids_BS())
+        for training in (False, True):
+            output = block.train(training)(x, context)
+            output = self.require(output, FFNOutput, "forward", ", as in FFNOutput(hidden)")
+            self.require_like(output.hidden, x, "hidden")
+            if not isinstance(output.routings, dict):
+                raise self.refuse(
+                    f"routings is {show_value(output.routings)}, but has to be a dict, as in "
+                    "FFNOutput(hidden, {'routing': routing})"
+                )
+            for routing in output.routings.values():
+                self.require_routing(routing)
+
+        def hidden(x: Tensor, ids: Tensor) -> Tensor:
+            return block(x, TokenContext(token_ids=ids)).hidden
+
+        history = _History()
+
+        def hidden_after(x: Tensor, ids: Tensor) -> Tensor:
+            history.calls.clear()
+            return block(x, TokenContext(token_ids=ids, history=history)).hidden
+
+        if config is not None:
+            self.require_causal(config)
+        self.require_blind_to_future(block, hidden)
+        if config is not None and config.not_cached_because is None:
+            self.require_by_token(block, hidden, hidden_after if config.reads_history else None)
+        move_off_zero(block)
+        infos = {} if config is None else config.routers()
+        for name, router in block.train().routers().items():
+            if name not in infos or infos[name].router.learns:
+                self.require_router_to_learn(router, lambda: block(x, context).hidden, "hidden")
+
+    def router(self, config: RouterConfig, num_experts: int) -> None:
+        """Try the router of a config, and what the config says of it."""
+        router = self.built(config.build(self.d_model, num_experts), Router)
+        self.require_arguments(router, "x_TD", "context")
+
+        def route(x: Tensor, ids: Tensor) -> Routing:
+            context = TokenContext(token_ids=ids.flatten(), sequence_length=ids.shape[1])
+            return router(x.flatten(0, 1), context)
+
+        def weights(x: Tensor, ids: Tensor) -> Tensor:
+            routing = route(x, ids)
+            if x.shape[1] == self.length:
+                self.require_routing(routing, num_experts)
+            if routing.is_listed != config.is_listed:
+                raise self.refuse(
+                    f"its routing has {'no' if routing.is_listed else 'a'} table scores_TE, but its config "
+                    f"says is_listed {config.is_listed}; set is_listed: ClassVar[bool] = {routing.is_listed}"
+                )
+            weights_N = routing.weights_N.masked_fill(~routing.real_N, 0)
+            weights_TE = weights_N.new_zeros(routing.num_tokens, routing.num_experts)
+            weights_TE.index_put_((routing.token_ids_N, routing.expert_ids_N), weights_N, True)
+            return weights_TE.unflatten(0, ids.shape)
+
+        for training in (False, True):
+            router.train(training)
+            weights(self.x(), self.token_ids_BS())
+        self.require_causal(config)
+        self.require_blind_to_future(router, weights)
+        if config.not_cached_because is None:
+            self.require_by_token(router, weights)
+        move_off_zero(router)
+        router.train()
+        if config.learns:
+            self.require_router_to_learn(
+                router, lambda: route(self.x(), self.token_ids_BS()).weights_N, "weights_N"
+            )
+
+    def require_router_to_learn(
+        self, router: nn.Module, call: Callable[[], Tensor], who: str
+    ) -> None:
+        """Refuse a router with parameters by none of which the value of `call` has a gradient."""
+        parameters = [p for p in router.parameters() if p.requires_grad]
+        if not parameters:
+            return
+        with torch.enable_grad():
+            value = call()
+        self.require_gradient(
+            value,
+            parameters,
+            who,
+            "the parameters of its router",
+            "weights_N must be computed from them without detach() or no_grad(), and not be a constant; a "
+            "router that is fixed says learns: ClassVar[bool] = False in its config",
+        )
+
+    def experts(self, experts: Any, width: int, num_experts: int) -> None:
+        """Try built experts.
+
+        Args:
+            width: of what they read and return.
+            num_experts: E.
+        """
+        experts = self.built(experts, Experts).eval()
+        self.require_arguments(experts, "x_TD", "plan")
+        x_TD = self.random(_BATCH * self.length, width)
+        ids_T1 = (torch.arange(len(x_TD), device=self.device) % num_experts)[:, None]
+        ones_TE = torch.ones(len(x_TD), num_experts, device=self.device)
+        pairs = routing_of_pairs(ones_TE[:, :1], ids_T1, ones_TE, ones_TE, TokenContext())
+        planned = plan_of_list if experts.by_row else make_plan
+        plan = planned(pairs, num_experts)
+        move_off_zero(experts)
+        who = "what its experts return"
+        with torch.enable_grad():
+            weights_N = plan.weights_N.clone().requires_grad_()
+            made = experts(x_TD, replace(plan, weights_N=weights_N))
+        made = self.require_like(made, x_TD, who)
+        self.require_gradient(
+            made,
+            [weights_N],
+            who,
+            "plan.weights_N, through which the router learns",
+            "multiply each pair's result by its weight",
+        )
+        dropped = replace(pairs, dropped_N=torch.ones_like(pairs.dropped_N))
+        nothing = experts(x_TD, planned(dropped, num_experts))
+        self.require_like(nothing, x_TD, f"{who} of a plan that drops every pair")
+
+
+@dataclass(frozen=True)
+class _History:
+    """A `TokenHistory` of one sequence that is computed a token at a time."""
+
+    calls: list[nn.Module] = field(default_factory=list)
+    """Modules that asked in this pass, as often as they did."""
+    last: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
+    """The values before the next pass, by the module and how often it had asked."""
+
+    def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
+        call = (owner, self.calls.count(owner))
+        self.calls.append(owner)
+        last = self.last.get(call, new.new_zeros(len(new), reach, *new.shape[2:]))
+        window = torch.cat([last, new], dim=1)
+        self.last[call] = window[:, new.shape[1] :]
+        return window
+
+
+def miscounted(
+    name: str, told: int, found: int, ffn: FFNConfig | None, d_model: int
+) -> ConfigError:
+    """The refusal of a part whose config counts `told` parameters, of which `found` are built.
+
+    Args:
+        ffn: its config, where it is a feed-forward block; experts at fault in it are named.
+    """
+    why = "" if ffn is None else _miscounted_experts(ffn, d_model)
+    return ConfigError(
+        f"{name}: num_params says {told:,}, but {found:,} parameters are built{why}; make them equal, "
+        "since tables, facts.json and equal budgets go by num_params"
+    )
+
+
+def _miscounted_experts(ffn: FFNConfig, d_model: int) -> str:
+    """Which experts in a block are at fault for its count; the empty string where none are."""
+    for inner in ffn.inner_blocks().values():
+        if why := _miscounted_experts(inner, d_model):
+            return why
+    if (stack := ffn.expert_stack) is None:
+        return ""
+    told = stack.num_params(d_model)
+    found = sum(parameter.numel() for parameter in stack.build(d_model).parameters())
+    if found == told:
+        return ""
+    return (
+        f", since of its experts ('{stack.config.type}') params_per_expert and shared_params say {told:,} "
+        f"and {found:,} are built"
+    )
+
+
+def move_off_zero(module: nn.Module) -> None:
+    """Add a little to every parameter: a gate that begins at zero would hide what is behind it."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.add_(0.03)
+
+
+def show_value(value: Any) -> str:
+    """A value as a sentence names it: `a tensor of shape (2, 8) and torch.float32`, `a Linear`."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return show(value) if isinstance(value, int | float | str) else _a(type(value))
+
+
+def _a(kind: type) -> str:
+    name = "None" if kind is type(None) else kind.__name__
+    return name if name == "None" else f"{'an' if name[0] in 'AEFIO' else 'a'} {name}"

@@ -1,0 +1,115 @@
+"""Public checks of custom parts: the package's own parts pass them, and broken built blocks do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_ffn import ConfigError, FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
+from moe_ffn.experts import ExpertsConfig
+from moe_ffn.routing import TopKRouterConfig
+from moe_ffn.testing import check_experts, check_ffn, check_router
+from tests.helpers.every_router import every_router, is_causal
+
+D_MODEL = 16
+AHEAD = "so a causal model would see what it has to guess"
+
+
+@pytest.mark.parametrize("ffn", FFNConfig.members)
+def test_every_block_of_the_package_passes_and_is_refused_in_a_causal_model_where_it_is_not(
+    ffn: str,
+) -> None:
+    causal = FFNConfig.model_validate(ffn).not_causal_because is None
+    for part in (ffn, build_ffn(ffn, D_MODEL)):
+        check_ffn(part, D_MODEL, causal=causal, seq_len=32)
+        if not causal:
+            with pytest.raises(ConfigError, match=AHEAD):
+                check_ffn(part, D_MODEL, seq_len=32)
+
+
+@every_router
+def test_every_router_of_the_package_passes_alone_and_in_a_block(router: dict[str, Any]) -> None:
+    causal = is_causal(router)
+    check_router(router, D_MODEL, 4, causal=causal, seq_len=32)
+    ffn = build_ffn({"type": "moe", "num_experts": 4, "router": router}, D_MODEL)
+    check_ffn(ffn, causal=causal, seq_len=32)
+    if not causal:
+        with pytest.raises(ConfigError, match=rf"{AHEAD}; use 'top_k', or pass causal=False$"):
+            check_router(router, D_MODEL, 4)
+        with pytest.raises(
+            ConfigError, match=rf"^MoEFFN: router.type .*, {AHEAD}; use 'top_k', or"
+        ):
+            check_ffn(ffn)
+
+
+@pytest.mark.parametrize("experts", ExpertsConfig.members)
+def test_all_experts_of_the_package_pass(experts: str) -> None:
+    check_experts(experts, D_MODEL, 4)
+
+
+class Leaking(FFNBlock):
+    """Adds to each token the one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(D_MODEL, D_MODEL)
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        return FFNOutput(self.up(x + x.roll(-1, dims=1)))
+
+
+def test_a_built_block_that_looks_ahead_is_refused_in_a_causal_model_alone() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=rf"^Leaking: its output at position 255 changes .*, {AHEAD}; .*, or pass causal=False$",
+    ):
+        check_ffn(Leaking(), D_MODEL)
+    check_ffn(Leaking(), D_MODEL, causal=False)
+
+
+class Deaf(FFNBlock):
+    """Returns a routing whose weights nothing is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = TopKRouterConfig().build(D_MODEL, 4)
+        self.up = nn.Linear(D_MODEL, D_MODEL)
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        routing = self.router(x.flatten(0, -2), TokenContext(sequence_length=x.shape[-2]))
+        return FFNOutput(self.up(x), {"routing": routing})
+
+    def routers(self) -> dict[str, Any]:
+        return {"routing": self.router}
+
+
+def test_a_block_whose_output_does_not_teach_its_router_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^Deaf: hidden has no gradient by the parameters of its router;"
+    ):
+        check_ffn(Deaf(), D_MODEL)
+
+
+def test_a_check_leaves_the_block_and_the_random_state_as_they_are() -> None:
+    block = build_ffn({"type": "moe", "jitter": 0.1}, D_MODEL).bfloat16().train()
+    before = {name: value.clone() for name, value in block.state_dict().items()}
+    state = torch.random.get_rng_state()
+    check_ffn(block)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert block.training
+    assert all(parameter.grad is None for parameter in block.parameters())
+    after = block.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert {value.dtype for value in after.values()} == {torch.bfloat16}
+
+
+def test_what_a_check_cannot_know_is_asked_for_and_mistakes_in_options_are_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^check_ffn needs d_model, the width of the tokens of Leaking$"
+    ):
+        check_ffn(Leaking())
+    with pytest.raises(ConfigError, match=r"^router.k: must be at least 1, got 0$"):
+        check_ffn({"type": "moe", "router": {"type": "top_k", "k": 0}}, D_MODEL)
