@@ -78,7 +78,8 @@ class Gathered:
         """What its study plans and was not found, tuning apart."""
         if self.study is None:
             return
-        known = {result.name for result in self.results} | {path.name for path in self.left_out}
+        known = {result.name for result in self.results}
+        known |= {path.name.removesuffix(".json") for path in self.left_out}
         planned = [f"{arm}-seed{seed}" for arm in self.study.arm_names for seed in self.study.seeds]
         absent = [name for name in planned if name not in known]
         if absent:
@@ -194,12 +195,13 @@ def _named(found: Found) -> Found:
         if source.study is None and source.path.is_dir():
             of_no_study.setdefault(identity(result), []).append((result, source))
     names: dict[Path, str] = {}
-    first = next(iter(of_no_study.values()))[0][0] if of_no_study else None
-    for group in of_no_study.values():
+    groups = [*of_no_study.values()]
+    for group in groups:
         seeds = [result.seed for result, _ in group]
         has_one_each = len(set(seeds)) == len(seeds)
-        if first is not None and has_one_each and len({result.arm for result, _ in group}) > 1:
-            name = few_words(first, group[0][0]) or str(group[0][0].option("model.ffn.type"))
+        if has_one_each and len({result.arm for result, _ in group}) > 1:
+            first, this = groups[0][0][0], group[0][0]
+            name = few_words(first, this) or str(this.option("model.ffn.type"))
             names |= {source.path: name for _, source in group}
     found = [
         (_renamed(result, name, name) if (name := names.get(source.path)) else result, source)

@@ -139,6 +139,19 @@ def test_runs_of_no_study_are_arms_by_their_options(program: Program, tmp_path: 
     assert row(out, "other")[:2] == ["1", "1.9000"]
 
 
+def test_runs_that_differ_in_nothing_are_arms_by_their_folders(
+    program: Program, tmp_path: Path
+) -> None:
+    for name, loss in (("one", 2.0), ("two", 2.1)):  # of the same seed
+        write_arm(tmp_path, name, [loss])
+
+    code, out, err = program(*(str(tmp_path / f"{name}-seed0") for name in ("one", "two")))
+
+    assert (code, err) == (0, "")
+    assert row(out, "one")[:2] == ["1", "2.0000"]
+    assert row(out, "two")[:2] == ["1", "2.1000"]
+
+
 def test_runs_that_are_not_finished_are_left_out_by_name(program: Program, study: Path) -> None:
     (study / "moe-seed1" / "summary.json").unlink()
     change(study / "moe-seed2" / "summary.json", validation_loss=None)

@@ -39,6 +39,11 @@ def test_a_minimum_at_the_edge_is_refused(best: float, end: str) -> None:
     )
 
 
+def test_three_sizes_and_four_runs_are_enough() -> None:
+    sizes = [1e5, 1e5, 4e5, 1.6e6]
+    assert fit_parabola(sizes, parabola(sizes, 3e5)).minimum == pytest.approx((3e5,) * 3)
+
+
 def test_a_parabola_that_opens_downwards_is_refused() -> None:
     found = fit_parabola([1e5, 2e5, 4e5, 8e5], [2.0, 2.1, 2.11, 2.05])
     assert found.minimum is None
