@@ -210,9 +210,8 @@ def _named(found: Found) -> Found:
     identities: dict[str, set[str]] = {}
     folders: dict[str, set[str]] = {}
     for result, source in found:
-        if not result.tuning:
-            identities.setdefault(result.arm, set()).add(identity(result))
-            folders.setdefault(result.arm, set()).add(source.folder.name)
+        identities.setdefault(result.arm, set()).add(identity(result))
+        folders.setdefault(result.arm, set()).add(source.folder.name)
     shared = {arm for arm in identities if len(identities[arm]) > 1 and len(folders[arm]) > 1}
     return [
         (_renamed(result, f"{folder}/{result.arm}", f"{folder}/{result.main_arm}"), source)

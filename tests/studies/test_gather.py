@@ -74,6 +74,21 @@ def test_runs_of_tuning_stay_with_the_arm_that_they_tune(tmp_path: Path) -> None
     assert [[*table.losses] for table in found.compare().tuning] == [["few/moe", "many/moe"]]
 
 
+def test_an_arm_may_be_called_as_a_run_of_tuning_of_another_study(tmp_path: Path) -> None:
+    name, tuning = "moe,learning_rate=0.5", {"optimizer.learning_rate": 0.5}
+    tuned, grid = (tmp_path / folder for folder in ("tuned", "grid"))
+    tuned.mkdir()
+    grid.mkdir()
+    make_result("moe", 0).write(tuned)
+    make_result(name, 0, 2.5, main_arm="moe", tuning=tuning, options=tuning).write(tuned)
+    make_result(name, 0, 1.9, options=tuning | {"model.d_model": 256}).write(grid)
+
+    found = gather([tuned, grid])
+
+    assert [*found.arms.values()] == ["moe", "moe", f"grid/{name}"]
+    assert [arm.name for arm in found.compare().arms] == ["moe", f"grid/{name}"]
+
+
 def test_arms_of_one_name_in_two_studies_keep_their_own_times(tmp_path: Path) -> None:
     for number, name in enumerate(("few", "many"), 1):
         folder = tmp_path / name
