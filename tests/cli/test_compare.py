@@ -132,9 +132,16 @@ def test_runs_of_no_study_are_arms_by_their_options(program: Program, tmp_path: 
     write_arm(tmp_path, "other", [1.9], experts=4)
     (tmp_path / "other-seed0").rename(tmp_path / "other")
 
-    code, out, err = program(*(str(tmp_path / name) for name in ("first", "second", "other")))
+    write_arm(tmp_path, "b", [1.5, 1.7])
+    for seed, name in enumerate(("third", "fourth")):
+        change(tmp_path / f"b-seed{seed}/config.yaml", model__attention__num_heads=8)
+        (tmp_path / f"b-seed{seed}").rename(tmp_path / name)
+
+    names = ("first", "second", "other", "third", "fourth")
+    code, out, err = program(*(str(tmp_path / name) for name in names))
 
     assert (code, err) == (0, "")
+    assert row(out, "num_heads=8")[:2] == ["2", "1.6000"]
     assert row(out, "swiglu")[:2] == ["2", "2.0500"]
     assert row(out, "other")[:2] == ["1", "1.9000"]
 

@@ -113,6 +113,7 @@ def test_what_a_result_does_not_know_and_flags_of_its_sweep_count_as_planned(
     page: Callable[..., Finished], tmp_path: Path
 ) -> None:
     text = "arms: {dense: {model.ffn: {type: dense, d_ff: 32}, trainer.max_time: {hours: 2}}}\n"
+    text += "tuning: {seeds: [0], grid: {optimizer.learning_rate: [0.5]}}\n"
     (tmp_path / "which.yaml").write_text(text, encoding="utf-8")
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -120,6 +121,10 @@ def test_what_a_result_does_not_know_and_flags_of_its_sweep_count_as_planned(
     del result.config["trainer"]["max_time"]  # as before there was such an option
     result.config["trainer"]["max_steps"] = 7
     result.write(runs)
+    tuned = result.model_copy(deep=True, update={"arm": "dense,learning_rate=0.5"})
+    tuned.config["optimizer"]["learning_rate"] = 0.5
+    tuned.tuning["optimizer.learning_rate"] = 0.5
+    tuned.write(runs)
     make_result("dense", 1, is_finished=False).write(runs)
     assert "plans trainer.max_steps: " in refusal(page("which.yaml", "--runs", "runs"))
 

@@ -144,16 +144,16 @@ def test_a_dry_run_says_how_near_a_solved_width_comes(program: Program, tmp_path
 
 def test_a_dry_run_shows_each_budget_and_what_is_done(program: Program, tmp_path: Path) -> None:
     sizes = "data.batch_size: 5, trainer.accumulate_grad_batches: 25"
-    write_study(
-        tmp_path, f"arms: {{a: {{model.ffn: {{type: dense, d_ff: 32}}, {sizes}}}, b: {{}}}}"
-    )
-    begun = tmp_path / "runs/gating/b-seed0"
-    begun.mkdir(parents=True)
-    (begun / "config.yaml").touch()
+    ffn = "model.ffn: {type: dense, d_ff: 32}"
+    write_study(tmp_path, f"arms: {{a: {{{ffn}, {sizes}}}, b: {{}}, c: {{{ffn}}}}}")
+    a, b, c = StudyConfig.read(tmp_path / "gating.yaml").planned_runs()
+    for run in (b, c):
+        run.folder.mkdir(parents=True)
+        (run.folder / "config.yaml").write_text(to_yaml(run.config))
+    (c.folder / "summary.json").touch()
 
     _, out, _ = program("--config", "gating.yaml", "--dry-run")
 
-    a, b = StudyConfig.read(tmp_path / "gating.yaml").planned_runs()
     budget = Budget.of(a.config)
     # Two layers of two matrices of 16 x 32; 6 steps of 25 batches of 5 sequences of 16 tokens.
     (line,) = re.findall(r"^0 +(a-seed0 .*?) *$", out, re.MULTILINE)
@@ -163,8 +163,9 @@ def test_a_dry_run_shows_each_budget_and_what_is_done(program: Program, tmp_path
     assert cells[3:7] == ["2.05k", "2.05k", "4.1k", "12k"]
     assert number(cells[7]) == pytest.approx(budget.training_flops, rel=5e-3)
     assert re.search(r"^1 +b-seed0 +begun ", out, re.MULTILINE)
-    total = re.findall(r"2 runs, 0 of them done; (\S+) FLOPs of training in all", out)
-    flops = budget.training_flops + Budget.of(b.config).training_flops
+    assert re.search(r"^2 +c-seed0 +done ", out, re.MULTILINE)
+    total = re.findall(r"3 runs, 1 of them done; (\S+) FLOPs of training in all", out)
+    flops = sum(Budget.of(run.config).training_flops for run in (a, b, c))
     assert [*map(number, total)] == [pytest.approx(flops, rel=5e-3)]
 
 
@@ -696,18 +697,20 @@ def test_speed_is_against_the_baseline_of_the_study(
 
 
 def test_a_sweep_that_is_cut_off_counts_what_is_done(
-    only: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    program: Program, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    three = Sweep(StudyConfig.read(Path("gating.yaml"), {"seeds": [0, 1]}).planned_runs()[:3])
+
     def advance() -> None:
-        folder = only.jobs[0].run.folder
+        folder = three.jobs[1].run.folder
         folder.mkdir(parents=True)
         (folder / "summary.json").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(only, "advance", advance)
+    monkeypatch.setattr(three, "advance", advance)
     with pytest.raises(KeyboardInterrupt):
-        sweep.train(only)
-    assert "\n1 of 1 runs are done; the same" in capsys.readouterr().out
+        sweep.train(three)
+    assert "\n1 of 3 runs are done; the same" in capsys.readouterr().out
 
 
 def test_time_in_words() -> None:

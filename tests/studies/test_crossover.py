@@ -47,6 +47,7 @@ UP = points((1e3, 3.0), (1e5, 2.0))
         (points((1e3, 3.5), (1e4, 2.0), (1e5, 2.5)), None),  # is above in the end
         (points((1e3, 2.5), (1e5, 1.5)), None),  # is below from the first
         (points((1e6, 1.5), (1e7, 1.0)), None),  # was never measured at so many
+        (points((1e3, 3.5), (1e7, 1.0)), None),  # is below beyond what both have
         (points((1e3, 3.5), (1e5, 2.0)), 1e5),  # comes down to it at the end
         (points((1e3, 3.0), (1e5, 1.5)), None),  # begins at the same loss
         (points((1e3, 3.5), (10**3.5, 2.0), (1e4, 3.0), (10**4.5, 1.75), (1e5, 1.0)), 10**4.25),
@@ -56,6 +57,7 @@ UP = points((1e3, 3.0), (1e5, 2.0))
         "not at the end",
         "from the first",
         "elsewhere",
+        "beyond",
         "equal at the end",
         "equal at first",
         "the last of several",
@@ -84,6 +86,8 @@ def test_the_program_shows_it(tmp_path: Path) -> None:
 
     assert done.code == 0, done.stderr
     assert "new is at or below up from " in done.stdout
+    # 3 x 1000 FLOPs for each of 50 x 10 tokens, and the 100 x 10 of the model that it began with.
+    assert f"{3 * 1000 * (500 + 1000):.3g} " in done.stdout
     assert "up is at or below" not in done.stdout
     make_result("late", 0, is_finished=False).write(tmp_path / "study")
     done = run_here(

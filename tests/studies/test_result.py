@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,7 @@ def test_a_step_takes_the_median_of_its_rows_and_inner_layers_are_left_out(tmp_p
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = iter([5, 1, 9, 2, 3, 7, 4, 8, 6, 10, 110])
     rows = [r | {STEP_SECONDS: next(seconds)} if "train/loss" in r else r for r in rows]
+    rows.append({"step": 120, STEP_SECONDS: math.inf})
     write_metrics(folder / "metrics.jsonl", rows)
     summary = json.loads((folder / "summary.json").read_text())
     routing = summary["routing"]

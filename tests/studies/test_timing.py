@@ -23,8 +23,10 @@ def test_six_timed_steps_are_a_run_of_six_steps(
     run_train: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Accumulated, clipped and on its schedule: the weights are equal."""
-    flags = ["--trainer.accumulate_grad_batches", "3", "--trainer.gradient_clip_val", "0.1"]
-    flags += ["--trainer.max_steps", "6", "--optimizer.schedule.warmup_steps", "4", "--seed", "5"]
+    # Steps of SGD are as long as the gradient, and some gradients here are longer than 1 and some are not.
+    sgd = "{type: sgd, learning_rate: 0.5, schedule: {type: cosine, warmup_steps: 4}}"
+    flags = ["--trainer.accumulate_grad_batches", "3", "--trainer.gradient_clip_val", "1.0"]
+    flags += ["--trainer.max_steps", "6", "--optimizer", sgd, "--seed", "5"]
     done = run_train(tmp_path, *flags)
     assert done.code == 0, done.stderr
     saved = read_checkpoint(newest_first(done.folder / "checkpoints")[0])["state_dict"]
