@@ -18,6 +18,7 @@ from pathlib import Path
 
 from moe_ffn.cli.parser import Parser
 from moe_ffn.errors import ConfigError, command, printable, show
+from moe_ffn.option_tree import flatten
 from moe_ffn.report.study_page import study_page
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import differing
@@ -77,7 +78,7 @@ def require_planned(study: StudyConfig, file: Path, found: Gathered) -> None:
     for result in found.results:
         now = planned.get((result.arm, result.seed), result.config)
         for path, old, new in differing(result.config, now):
-            if old is not None:
+            if old is not None or path in flatten(result.config):
                 raise ConfigError(
                     f"'{file}' plans {path}: {show(new)}, and the result of {result.name} is of "
                     f"{show(old)}; train it again, or put back what the file or its base was"

@@ -498,7 +498,7 @@ def _tunings(results: Sequence[RunResult], arms: Sequence[str]) -> list[Tuning]:
     """A table for each set of options that was tuned."""
     tuned: dict[tuple[str, ...], list[RunResult]] = {}
     for result in results:
-        if result.tuning and result.main_arm in arms:
+        if result.tuning:
             tuned.setdefault(tuple(result.tuning), []).append(result)
     tables = [_tuning(keys, found, results, arms) for keys, found in tuned.items()]
     return [table for table in tables if table.losses]

@@ -35,6 +35,8 @@ class Gathered:
     results: Sequence[RunResult]
     left_out: Mapping[Path, str] = field(default_factory=dict)
     """Run that is not compared -> why, a sentence."""
+    unfit: frozenset[str] = frozenset()
+    """Names of the results that were read and left out."""
     arms: Mapping[Path, str] = field(default_factory=dict)
     """Run, or line of a table, that is compared -> the arm that it is of."""
     folders: Mapping[str, Path] = field(default_factory=dict)
@@ -77,7 +79,8 @@ class Gathered:
         """What its study plans and was not found, tuning apart."""
         if self.study is None:
             return
-        known = {result.name for result in self.results} | {path.name for path in self.left_out}
+        known = {result.name for result in self.results}
+        known |= {path.name for path in self.left_out} | self.unfit
         planned = [f"{arm}-seed{seed}" for arm in self.study.arm_names for seed in self.study.seeds]
         absent = [name for name in planned if name not in known]
         if absent:
@@ -141,6 +144,7 @@ def gather(
     )
     found: list[tuple[RunResult, _Source]] = []
     left_out: dict[Path, str] = {}
+    unfit: set[str] = set()
     studies = {source.folder: source.study for source in sources if source.study}
     for done, source in enumerate(sources):
         on_progress(done, len(sources))
@@ -151,6 +155,7 @@ def gather(
             continue
         if why := _unfit(result, source.path):
             left_out[source.path] = f"'{source.path}' {why}"
+            unfit.add(result.name)
         else:
             found.append((result, source))
     on_progress(len(sources), len(sources))
@@ -169,6 +174,7 @@ def gather(
     return Gathered(
         results=_each_once(named),
         left_out=left_out,
+        unfit=frozenset(unfit),
         arms={source.path: result.main_arm for result, source in named},
         folders={result.shown_name: source.path for result, source in named},
         study=_one_study([*studies.values()]),
@@ -206,12 +212,13 @@ def _named(found: Found) -> Found:
         if source.study is None and source.path.is_dir():
             of_no_study.setdefault(identity(result), []).append((result, source))
     names: dict[Path, str] = {}
-    first = next(iter(of_no_study.values()))[0][0] if of_no_study else None
-    for group in of_no_study.values():
+    groups = [*of_no_study.values()]
+    for group in groups:
         seeds = [result.seed for result, _ in group]
         has_one_each = len(set(seeds)) == len(seeds)
-        if first is not None and has_one_each and len({result.arm for result, _ in group}) > 1:
-            name = few_words(first, group[0][0]) or str(group[0][0].option("model.ffn.type"))
+        if has_one_each and len({result.arm for result, _ in group}) > 1:
+            first, this = groups[0][0][0], group[0][0]
+            name = few_words(first, this) or str(this.option("model.ffn.type"))
             names |= {source.path: name for _, source in group}
     found = [
         (_renamed(result, name, name) if (name := names.get(source.path)) else result, source)
@@ -220,9 +227,8 @@ def _named(found: Found) -> Found:
     identities: dict[str, set[str]] = {}
     folders: dict[str, set[str]] = {}
     for result, source in found:
-        if not result.tuning:
-            identities.setdefault(result.arm, set()).add(identity(result))
-            folders.setdefault(result.arm, set()).add(source.folder.name)
+        identities.setdefault(result.arm, set()).add(identity(result))
+        folders.setdefault(result.arm, set()).add(source.folder.name)
     shared = {arm for arm in identities if len(identities[arm]) > 1 and len(folders[arm]) > 1}
     return [
         (_renamed(result, f"{folder}/{result.arm}", f"{folder}/{result.main_arm}"), source)

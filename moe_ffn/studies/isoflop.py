@@ -114,7 +114,7 @@ class IsoFlop:
         )
         if self.exponent is None:
             text += "; with fewer than two minima there is no power law"
-        elif len(self.parabolas) - len(self.refusals) == 2:
+        elif sum(parabola.minimum is not None for parabola in self.parabolas.values()) == 2:
             text += "; a line through two minima cannot show whether they lie on a power law"
         return f"{text}."
 

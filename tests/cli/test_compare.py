@@ -134,11 +134,31 @@ def test_runs_of_no_study_are_arms_by_their_options(program: Program, tmp_path: 
     write_arm(tmp_path, "other", [1.9], experts=4)
     (tmp_path / "other-seed0").rename(tmp_path / "other")
 
-    code, out, err = program(*(str(tmp_path / name) for name in ("first", "second", "other")))
+    write_arm(tmp_path, "b", [1.5, 1.7])
+    for seed, name in enumerate(("third", "fourth")):
+        change(tmp_path / f"b-seed{seed}/config.yaml", model__attention__num_heads=8)
+        (tmp_path / f"b-seed{seed}").rename(tmp_path / name)
+
+    names = ("first", "second", "other", "third", "fourth")
+    code, out, err = program(*(str(tmp_path / name) for name in names))
 
     assert (code, err) == (0, "")
+    assert row(out, "num_heads=8")[:2] == ["2", "1.6000"]
     assert row(out, "swiglu")[:2] == ["2", "2.0500"]
     assert row(out, "other")[:2] == ["1", "1.9000"]
+
+
+def test_runs_that_differ_in_nothing_are_arms_by_their_folders(
+    program: Program, tmp_path: Path
+) -> None:
+    for name, loss in (("one", 2.0), ("two", 2.1)):  # of the same seed
+        write_arm(tmp_path, name, [loss])
+
+    code, out, err = program(*(str(tmp_path / f"{name}-seed0") for name in ("one", "two")))
+
+    assert (code, err) == (0, "")
+    assert row(out, "one")[:2] == ["1", "2.0000"]
+    assert row(out, "two")[:2] == ["1", "2.1000"]
 
 
 def test_runs_that_are_not_finished_are_left_out_by_name(program: Program, study: Path) -> None:
@@ -186,7 +206,7 @@ def test_runs_that_are_not_finished_are_left_out_by_name(program: Program, study
         ),
         (
             lambda folder: [str(folder), "--json-dir", str(folder / "study.yaml")],
-            "--json-dir: '{}/study.yaml' cannot be written (File exists); choose another folder",
+            "--json-dir: '{}/study.yaml' cannot be written (no folder, but a file); choose another folder",
         ),
     ],
     ids=["nowhere", "empty", "baseline", "unfinished", "data", "over a file", "no folder"],

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from moe_ffn.cli import results
-from moe_ffn.cli.results import print_results, window_losses
+from moe_ffn.cli.results import plain_values, print_results, window_losses, write_summary
 from moe_ffn.runs.json_files import Summary
 
 
@@ -87,6 +87,38 @@ def test_every_line_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
 
     assert len(lines) > len(results._FILES)
     assert max(map(len, [line for line in lines if str(tmp_path) not in line])) <= 80
+
+
+def test_the_screen_names_skipped_steps_alarms_and_the_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for step in (4, 8):
+        (tmp_path / f"checkpoints/step_{step:08}.ckpt").touch()
+
+    said = shown(tmp_path, num_skipped_steps=3)
+    assert "skipped steps   3\n" in said
+    assert "alarms" not in said.partition("\nResults in ")[0]
+    assert "step_00000008.ckpt" in said
+    assert "step_00000004.ckpt" not in said
+    said = shown(tmp_path, num_alarms=2)
+    assert "alarms          2; see " in said
+    assert "skipped steps" not in said
+
+
+def test_a_summary_keeps_the_pairs_of_up_to_64_experts() -> None:
+    kept = plain_values(
+        {str(n): torch.full((n, n), 1 / 3) for n in (64, 65)} | {"load": torch.ones(65)}
+    )
+    assert [*kept] == ["64", "load"]
+    assert kept["64"][0][0] == 0.3333
+    assert plain_values([math.nan, torch.tensor(math.inf), 1.5]) == [None, None, 1.5]
+
+
+def test_the_profile_of_an_earlier_part_of_a_run_is_not_kept(tmp_path: Path) -> None:
+    samples = SimpleNamespace(last="", prompt="")
+    for text in ("slow", ""):
+        callbacks: Any = SimpleNamespace(samples=samples, profile=SimpleNamespace(text=text))
+        write_summary(tmp_path, {"validation_loss": 2.5}, callbacks)
+        assert (tmp_path / "profile.txt").exists() == bool(text)
 
 
 def test_neighbouring_windows_are_one_where_there_are_very_many() -> None:

@@ -113,6 +113,36 @@ def test_a_seed_that_somebody_adds_is_on_the_page(
         "'which.yaml' plans model.ffn.d_ff: 32, and the result of dense-seed1 is of 33; train it again, or "
         "put back what the file or its base was"
     )
+    off = {"model.ffn": blocks["dense"], "trainer.gradient_clip_val": None}
+    add_results(folder, [make_result("dense", 1, 2.5, options=off)])
+    assert refusal(page("which.yaml", "--output", "pages")) == (
+        "'which.yaml' plans trainer.gradient_clip_val: 1.0, and the result of dense-seed1 is of None; train "
+        "it again, or put back what the file or its base was"
+    )
+
+
+def test_what_a_result_does_not_know_and_flags_of_its_sweep_count_as_planned(
+    page: Callable[..., Finished], tmp_path: Path
+) -> None:
+    text = "arms: {dense: {model.ffn: {type: dense, d_ff: 32}, trainer.max_time: {hours: 2}}}\n"
+    text += "tuning: {seeds: [0], grid: {optimizer.learning_rate: [0.5]}}\n"
+    (tmp_path / "which.yaml").write_text(text, encoding="utf-8")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    result = make_result("dense", 0, options={"model.ffn": {"type": "dense", "d_ff": 32}})
+    del result.config["trainer"]["max_time"]  # as before there was such an option
+    result.config["trainer"]["max_steps"] = 7
+    tuned = result.model_copy(deep=True, update={"arm": "dense,learning_rate=0.5"})
+    tuned.config["optimizer"]["learning_rate"] = 0.5
+    tuned.tuning["optimizer.learning_rate"] = 0.5
+    add_results(runs, [result, tuned, make_result("dense", 1, is_finished=False)])
+    assert "plans trainer.max_steps: " in refusal(page("which.yaml", "--runs", "runs"))
+
+    (runs / "study.yaml").write_text(f"{text}overrides: {{trainer: {{max_steps: 7}}}}\n")
+    done = page("which.yaml", "--runs", "runs")
+
+    assert done.code == 0, done.stderr
+    assert done.stderr.startswith("left out: 'runs/results.jsonl:3' is not finished")
 
 
 def test_runs_of_another_study_are_not_put_beside_the_page(

@@ -26,9 +26,11 @@ from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.config_files import parse_value, parse_yaml, to_yaml
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import is_finished, locked
+from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import read_timing
 from moe_ffn.studies.sweep import Sweep, in_words, training_command
+from moe_ffn.studies.timing import StepTime
 from tests.helpers.same_run import require_same
 from tests.helpers.tiny_runs import Finished, ForkedTraining, fork_all, run_here
 
@@ -140,6 +142,44 @@ def test_a_dry_run_says_how_near_a_solved_width_comes(program: Program, tmp_path
     assert " ".join(out.split()).count(said) == 1
 
 
+def test_a_dry_run_shows_each_budget_and_what_is_done(program: Program, tmp_path: Path) -> None:
+    sizes = "data.batch_size: 5, trainer.accumulate_grad_batches: 25"
+    ffn = "model.ffn: {type: dense, d_ff: 32}"
+    write_study(tmp_path, f"arms: {{a: {{{ffn}, {sizes}}}, b: {{}}, c: {{{ffn}}}}}")
+    a, b, c = StudyConfig.read(tmp_path / "gating.yaml").planned_runs()
+    for run in (b, c):
+        run.folder.mkdir(parents=True)
+        (run.folder / "config.yaml").write_text(to_yaml(run.config))
+    (c.folder / "summary.json").touch()
+
+    _, out, _ = program("--config", "gating.yaml", "--dry-run")
+
+    budget = Budget.of(a.config)
+    # Two layers of two matrices of 16 x 32; 6 steps of 25 batches of 5 sequences of 16 tokens.
+    (line,) = re.findall(r"^0 +(a-seed0 .*?) *$", out, re.MULTILINE)
+    cells = line.split()[1:]
+    model = [budget.model.params, budget.model.active_params, budget.model.flops_per_token]
+    assert [*map(number, cells[:3])] == pytest.approx(model, rel=5e-3)
+    assert cells[3:7] == ["2.05k", "2.05k", "4.1k", "12k"]
+    assert number(cells[7]) == pytest.approx(budget.training_flops, rel=5e-3)
+    assert re.search(r"^1 +b-seed0 +begun ", out, re.MULTILINE)
+    assert re.search(r"^2 +c-seed0 +done ", out, re.MULTILINE)
+    total = re.findall(r"3 runs, 1 of them done; (\S+) FLOPs of training in all", out)
+    flops = sum(Budget.of(run.config).training_flops for run in (a, b, c))
+    assert [*map(number, total)] == [pytest.approx(flops, rel=5e-3)]
+
+
+def number(text: str) -> float:
+    """`2.05k` is 2050."""
+    return float(text.rstrip("kMGT")) * 1000 ** ("kMGT".find(text[-1]) + 1)
+
+
+def test_numbers_are_short_in_thousands() -> None:
+    given = (0, 999, 999.6, 1024, 999_499, 999_500, 2**30, 1e18)
+    shown = ["0", "999", "1k", "1.02k", "999k", "1M", "1.07G", "1E"]
+    assert [sweep.short(value) for value in given] == shown
+
+
 def test_seeds_are_added_without_the_runs_of_tuning(program: Program, tmp_path: Path) -> None:
     tuning = "tuning: {seeds: [0], grid: {optimizer.learning_rate: [0.001, 0.1]}}"
     write_study(tmp_path, f"{STUDY}\n{tuning}\n")
@@ -169,6 +209,10 @@ def test_a_run_that_fails_ends_no_other_and_is_tried_again(
         "broken-seed0: failed (exit code 1); what it said is in runs/gating/logs/broken-seed0.log\n"
     )
     assert is_finished(tmp_path / "runs/gating/dense-seed0")
+    assert "compare them: moe-ffn compare runs/gating" in out
+    code, out, _ = program("--config", "gating.yaml", "--only", "broken-seed0")
+    assert code == 1
+    assert "compare them" not in out, "nothing is there to compare"
 
     code, out, _ = program("--config", "gating.yaml")
     assert code == 1
@@ -548,6 +592,8 @@ def test_slurm_gets_an_array_of_one_job_for_each_run_that_is_not_done(
     assert [command[-2:] for command in made.commands] == [["--only", name] for name in names]
     assert made.commands[0][:5] == [sys.executable, "-P", "-m", "moe_ffn.cli", "sweep"]
     assert out.startswith("moe-seed0: job 7_0\ndense-seed1: job 7_1\n")
+    assert program("--config", "gating.yaml", "--jobs", "2", "--slurm")[0] == 0
+    assert Executor.made[-1].parameters["slurm_array_parallelism"] == 2
 
 
 @pytest.mark.slow
@@ -628,6 +674,43 @@ def test_every_arm_is_timed_and_compared_with_the_baseline(
     assert float(lines[2][-1]) == pytest.approx(
         found["moe"]["tokens_per_second"] / found["dense"]["tokens_per_second"], abs=0.006
     )
+
+
+def test_speed_is_against_the_baseline_of_the_study(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_study(tmp_path, f"{STUDY}baseline: moe\n")
+    times = {
+        "dense": StepTime(0.5, 300.0, 9, (0.4, 0.6)),
+        "moe": StepTime(1.0, 200.0, 9, (0.9, 1.1)),
+    }
+    monkeypatch.setattr(sweep, "time_arms", lambda *args, **given: times)
+
+    _, out, _ = program("--config", "gating.yaml", "--time")
+
+    rows = [line.split() for line in out.splitlines()[1:3]]
+    assert rows == [
+        ["dense", "500.0", "400.0", "to", "600.0", "300", "1.50"],
+        ["moe", "1,000.0", "900.0", "to", "1,100.0", "200", "1.00"],
+    ]
+    assert "those of 'moe'" in out
+
+
+def test_a_sweep_that_is_cut_off_counts_what_is_done(
+    program: Program, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three = Sweep(StudyConfig.read(Path("gating.yaml"), {"seeds": [0, 1]}).planned_runs()[:3])
+
+    def advance() -> None:
+        folder = three.jobs[1].run.folder
+        folder.mkdir(parents=True)
+        (folder / "summary.json").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(three, "advance", advance)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.train(three)
+    assert "\n1 of 3 runs are done; the same" in capsys.readouterr().out
 
 
 def test_time_in_words() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from moe_ffn.report.comparison_tables import tables
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.comparison import Comparison, first_step_at
 from moe_ffn.studies.differences import block_of, identity, require_same_options, what_differs
-from moe_ffn.studies.gather import gather
-from moe_ffn.studies.result import RunResult, add_results
+from moe_ffn.studies.result import RunResult
 from tests.helpers.results import SHA, make_result
 
 MOE = {"model.ffn.type": "moe"}
@@ -62,6 +60,20 @@ def test_p_values_are_corrected_by_holm_over_the_arms() -> None:
     assert both is not None
     assert one is not None
     assert both.p_value == pytest.approx(2 * (one.p_value or 0))
+
+
+def test_an_arm_is_told_by_all_of_its_runs_in_the_order_of_their_seeds() -> None:
+    results = [
+        make_result("a", 10, steps=100, peak_memory_bytes=3, alarms={"collapse": 1}),
+        make_result(
+            "a", 2, steps=300, peak_memory_bytes=1, alarms={"collapse": 2, "loss_spike": 1}
+        ),
+    ]
+    (arm,) = Comparison.of(results).arms
+
+    assert arm.seeds == [2, 10]
+    assert (arm.steps, arm.mean("peak_memory_bytes")) == (200, 2)
+    assert arm.alarms == {"collapse": 3, "loss_spike": 1}
 
 
 def test_the_verdicts_say_what_the_intervals_allow() -> None:
@@ -184,6 +196,22 @@ def test_steps_flops_and_seconds_to_the_loss_of_the_baseline() -> None:
     assert (not_reached.num_reached, not_reached.steps) == (1, None)
 
 
+def test_a_seed_that_the_baseline_lacks_is_held_to_its_mean() -> None:
+    dense = [make_result("dense", seed, 2.0 + seed) for seed in (0, 1)]
+    moe = [make_result("moe", seed, 1.0, curve=[4, 3, 2, 0]) for seed in (1, 7)]
+
+    found = Comparison.of([*dense, *moe])
+
+    # Seed 1 to the 3 of its own seed at step 50; seed 7 to the mean, 2.5, between steps 50 and 75.
+    reached = found.arm("moe").reached
+    assert reached is not None
+    assert (reached.num_reached, reached.steps) == (2, (50 + 62.5) / 2)
+    assert found.notes == [
+        "Not all arms have the same seeds: means are over all of an arm, differences over the seeds that it "
+        "shares with the baseline."
+    ]
+
+
 def test_seconds_are_those_that_were_measured_apart_where_there_are_some() -> None:
     results = [make_result("a", seed, 2.0) for seed in range(2)]
 
@@ -250,6 +278,8 @@ def test_other_options_are_a_line_each() -> None:
             "optimizer.learning_rate": 0.01,
             "model.ffn.capacity.factor": 1.25,
             "logging.every_n_steps": 50,
+            "checkpoints.every_n_steps": 50,
+            "sample.num_tokens": 50,
         },
     )
 
@@ -268,8 +298,8 @@ def test_tuning_is_beside_and_not_mixed_in() -> None:
     tuned = {
         ("gelu", 0.001): 2.4,
         ("gelu", 0.01): 2.3,
-        ("swiglu", 0.001): 1.5,
-        ("swiglu", 0.01): 2.5,
+        ("swiglu", 0.001): 2.5,
+        ("swiglu", 0.01): 1.5,
     }
     results = [
         *(r for r in gating() if r.arm != "relu"),
@@ -295,7 +325,7 @@ def test_tuning_is_beside_and_not_mixed_in() -> None:
     # Over seeds 0 and 1 alone, which the runs of tuning have.
     assert table.losses["gelu"] == pytest.approx({"0.001": 2.4, "0.003": 2.005, "0.01": 2.3})
     assert table.verdict == (
-        "optimizer.learning_rate: the lowest means are at other values: 0.003 for gelu, 0.001 for swiglu; "
+        "optimizer.learning_rate: the lowest means are at other values: 0.003 for gelu, 0.01 for swiglu; "
         "there swiglu is 0.4050 [0.3161, 0.4939] below 0.003"
     )
 
@@ -383,11 +413,12 @@ def test_two_seeds_of_tuning_do_not_tell_a_little_from_nothing() -> None:
         for seed in range(2)
         for arm, loss, wobble, tuning in (
             ("a", 2.0, 0.05, {}),
+            ("a,warmup_steps=10", 2.5, 0.0, {"optimizer.schedule.warmup_steps": 10}),
             ("a,warmup_steps=9", 1.98, 0.0, {"optimizer.schedule.warmup_steps": 9}),
         )
     ]
     (table,) = Comparison.of(results).tuning
-    assert table.values == ["9", "null"], "numbers first"
+    assert table.values == ["9", "10", "null"], "numbers first, by their size"
     assert table.verdict == (
         "optimizer.schedule.warmup_steps: the lowest mean of every arm is at 9; there a is 0.0450 "
         "[-0.2727, 0.3627] below null, which 2 seeds cannot tell from none"
@@ -445,6 +476,9 @@ def test_runs_of_other_data_are_refused_by_the_key(changes: dict[str, Any], mess
         Comparison.of(results)
 
     assert str(raised.value) == message
+    tuned = make_result("b", 0, main_arm="a", tuning={"x": 1}, **changes)
+    with pytest.raises(ConfigError, match="so that their losses do not compare"):
+        Comparison.of([*results[:2], tuned])
 
 
 def test_arms_that_predict_other_tokens_stand_beside_and_are_not_compared() -> None:
@@ -478,19 +512,18 @@ def test_of_arms_without_a_seed_in_common_nothing_is_said_of_reaching_a_loss() -
     assert reached.rows[1][1:4] == ["-", "-", "-"]
 
 
-def test_windows_that_are_not_known_are_told_by_the_options() -> None:
+@pytest.mark.parametrize(
+    ("option", "usual"),
+    [("validation_tokens", 131072), ("validation_percent", 5), ("seq_len", 256)],
+)
+def test_windows_that_are_not_known_are_told_by_the_options(option: str, usual: int) -> None:
     old = {"corpus": SHA["corpus"], "tokenizer": SHA["tokenizer"]}
 
     Comparison.of([make_result("a"), make_result("b", fingerprints=old)])
-    with pytest.raises(
-        ConfigError, match=r"data\.validation_tokens is 131072 in a-seed0, 9 in b-seed0"
-    ):
-        Comparison.of(
-            [
-                make_result("a"),
-                make_result("b", fingerprints=old, options={"data.validation_tokens": 9}),
-            ]
-        )
+    options = {"data.batch_size": 3, f"data.{option}": 9}  # of which the first moves no window
+    other = make_result("b", fingerprints=old, options=options)
+    with pytest.raises(ConfigError, match=rf"data\.{option} is {usual} in a-seed0, 9 in b-seed0"):
+        Comparison.of([make_result("a"), other])
 
 
 def test_an_unknown_baseline_is_refused() -> None:
@@ -503,14 +536,15 @@ def test_an_unknown_baseline_is_refused() -> None:
 
 
 def test_runs_of_one_arm_have_the_same_options() -> None:
-    results = [make_result("a", 0), make_result("a", 1, options={"optimizer.learning_rate": 0.01})]
+    other = make_result("a", 2, options={"optimizer.learning_rate": 0.01})
+    results = [make_result("a", 0), make_result("a", 1), other]
 
     with pytest.raises(ConfigError) as raised:
         Comparison.of(results)
 
     assert str(raised.value) == (
         "the runs of arm 'a' have different options: optimizer.learning_rate is 0.003 in a-seed0, 0.01 in "
-        "a-seed1; name the arms differently"
+        "a-seed2; name the arms differently"
     )
 
 
@@ -563,18 +597,3 @@ def test_options_that_an_older_version_did_not_have_are_no_difference() -> None:
     runs = [make_result("moe").model_copy(update={"config": config}) for config in (older, now)]
     require_same_options("moe", runs)
     assert identity(runs[0]) == identity(runs[1])
-
-
-def test_arms_of_one_name_in_two_studies_keep_their_own_times(tmp_path: Path) -> None:
-    for number, name in enumerate(("few", "many"), 1):
-        folder = tmp_path / name
-        folder.mkdir()
-        add_results(folder, [make_result("moe", 0, options={"model.ffn.num_experts": 4 * number})])
-        timing = {"arms": {"moe": {"seconds_per_step": 0.1 * number}}}
-        (folder / "timing.json").write_text(json.dumps(timing))
-        (folder / "study.yaml").write_text("arms: {moe: {}}\nseeds: [0]\n")
-
-    found = gather([tmp_path / "few", tmp_path / "many"])
-
-    assert found.step_seconds == {"few/moe": 0.1, "many/moe": 0.2}
-    assert [arm.step_seconds for arm in found.compare().arms] == [0.1, 0.2]

@@ -39,6 +39,11 @@ def test_a_minimum_at_the_edge_is_refused(best: float, end: str) -> None:
     )
 
 
+def test_three_sizes_and_four_runs_are_enough() -> None:
+    sizes = [1e5, 1e5, 4e5, 1.6e6]
+    assert fit_parabola(sizes, parabola(sizes, 3e5)).minimum == pytest.approx((3e5,) * 3)
+
+
 def test_a_parabola_that_opens_downwards_is_refused() -> None:
     found = fit_parabola([1e5, 2e5, 4e5, 8e5], [2.0, 2.1, 2.11, 2.05])
     assert found.minimum is None
@@ -105,6 +110,51 @@ def test_budgets_without_a_minimum_are_named_and_left_out() -> None:
     assert "lies beyond the sizes tried" in refused or "downwards" in refused
     assert too_few.startswith("2 runs at 2 sizes cannot determine 3 parameters")
     assert minima(found) == pytest.approx([0.1 * c**0.5 for c in (1e13, 3e13, 1e14, 3e14)], rel=0.1)
+
+
+@pytest.mark.parametrize(("factor", "num_budgets"), [(1.04, 1), (1.06, 2), (1.4, 2)])
+def test_flops_less_than_5_percent_apart_are_one_budget(factor: float, num_budgets: int) -> None:
+    sizes = [1e5, 2e5, 4e5, 8e5, 1.6e6] * 2
+    flops = [1e14, 1e14 * factor] * 5
+    assert len(fit_isoflop(flops, sizes, parabola(sizes, 4e5)).parabolas) == num_budgets
+
+
+def test_the_resamples_of_two_budgets_are_independent() -> None:
+    """The same runs at ten times the FLOPs: drawn alike, both minima would move together."""
+    sizes = [1e5, 2e5, 4e5, 8e5, 1.6e6]
+    losses = noisy(parabola(sizes, 4e5), 0.001)
+
+    found = fit_isoflop([1e14] * 5 + [1e15] * 5, sizes * 2, losses * 2)
+
+    first, second = (p.resampled for p in found.parabolas.values())
+    assert found.exponent is not None
+    assert found.exponent.value == pytest.approx(0, abs=1e-9)
+    # The slope through two points is their difference over log 10.
+    spread = math.sqrt(first.var() + second.var()) / math.log(10)
+    assert found.exponent.high - found.exponent.low == pytest.approx(2 * 1.96 * spread, rel=0.2)
+    # Of four runs a parabola leaves one residual: s^2 is the sum of squares / (4 - 3), here to first order
+    # in the vertex -b / 2a, whose slopes by a and b are b / 2a^2 and -1 / 2a.
+    one = fit_parabola(sizes[:4], losses[:4])
+    design = np.vander(np.log(sizes[:4]), 3)
+    residuals = np.array(losses[:4]) - design @ one.coefficients
+    a, b, _ = one.coefficients
+    slopes = np.array([b / (2 * a**2), -1 / (2 * a), 0])
+    variance = slopes @ np.linalg.inv(design.T @ design) @ slopes * (residuals**2).sum()
+    assert one.resampled.std() == pytest.approx(math.sqrt(variance), rel=0.15)
+
+
+@pytest.mark.parametrize("num_minima", [2, 3])
+def test_a_line_through_two_minima_is_said_to_show_no_power_law(num_minima: int) -> None:
+    """A budget whose minimum is refused counts as little as one with too few runs for a parabola."""
+    sizes = [1e5, 2e5, 4e5, 8e5, 1.6e6]
+    lowest = [4e5] * num_minima + [5e7]
+    flops = [10.0 ** (13 + place) for place in range(len(lowest)) for _ in sizes]
+    losses = [float(loss) for best in lowest for loss in parabola(sizes, best)]
+
+    found = fit_isoflop([*flops, 1e18], [*sizes * len(lowest), 1e5], [*losses, 2.0])
+
+    assert len(found.refusals) == 2
+    assert ("a line through two minima cannot show" in found.limits) == (num_minima == 2)
 
 
 def test_of_one_budget_there_is_no_power_law() -> None:

@@ -20,6 +20,8 @@ def test_compute_is_read_between_the_points_of_a_curve() -> None:
     assert compute_at(1.9, flops, losses) is None, "never reached"
     # A loss that rises again was reached when it was first low.
     assert compute_at(3.0, [*flops, 1e13], [4.0, 3.0, 3.5, 2.0]) == pytest.approx(1e11)
+    # And the next lower loss lies on the line from the low one on, not from where it had risen to.
+    assert compute_at(2.5, [*flops, 1e13], [4.0, 3.0, 3.5, 2.0]) == pytest.approx(10**12.5)
 
 
 def curve(factor: float, seed: int = 0) -> tuple[list[float], list[float]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -12,6 +14,7 @@ import pytest
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.reader import read_run
 from moe_ffn.runs.rows import Series
+from moe_ffn.studies import result as result_module
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import gather
@@ -77,20 +80,27 @@ def test_a_trained_run_says_everything(folder: Path, result: RunResult) -> None:
 def test_a_step_takes_the_median_of_its_rows_and_inner_layers_are_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", layers=2, experts=4, rows=11)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    seconds = iter([5, 1, 9, 2, 3, 7, 4, 8, 6, 10, 11])
+    seconds = iter([5, 1, 9, 2, 3, 7, 4, 8, 6, 10, 110])
     rows = [r | {STEP_SECONDS: next(seconds)} if "train/loss" in r else r for r in rows]
+    rows.append({"step": 120, STEP_SECONDS: math.inf})
     write_metrics(folder / "metrics.jsonl", rows)
     summary = json.loads((folder / "summary.json").read_text())
     routing = summary["routing"]
     for number, name in enumerate(("layer_00", "layer_01")):
-        routing[name]["max_violation"] = 1.0 + number
-    routing["layer_01/inner"] = routing["layer_01"] | {"max_violation": 100.0}
+        routing[name] |= {"max_violation": 1.0 + number, "dropped_fraction": 0.25 * number}
+        routing[name]["load"] = [[0.5, 0.0, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0]][number]
+    inner = {"max_violation": 100.0, "dropped_fraction": 1.0, "load": [1.0, 0.0]}
+    routing["layer_01/inner"] = routing["layer_01"] | inner
+    summary |= {"num_skipped_steps": 7, "num_alarms": 8}
     (folder / "summary.json").write_text(json.dumps(summary))
 
     outcome = RunResult.of_run(read_run(folder)).outcome
 
     assert outcome.step_seconds == 6
     assert outcome.max_violation == 1.5
+    assert outcome.dropped_fraction == 0.125
+    assert outcome.dead_experts == 2 + 3 + 1, "of all layers"
+    assert outcome.num_skipped_steps == 7
 
 
 def test_its_curves_have_steps_tokens_and_seconds(folder: Path, result: RunResult) -> None:
@@ -105,6 +115,49 @@ def test_its_curves_have_steps_tokens_and_seconds(folder: Path, result: RunResul
         [seconds[1], seconds[3], seconds[5]], abs=1e-3
     )
     assert result.train.losses == pytest.approx(list(run.series("train/loss").values), abs=1e-5)
+
+
+def test_of_too_many_points_training_is_averaged_and_validations_are_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_module, "MAX_POINTS", 2)
+    run = read_run(folder)
+    thin = RunResult.of_run(run)
+
+    losses = run.series("train/loss").values
+    assert thin.train.steps == [6, 12]
+    assert thin.train.losses == pytest.approx([fmean(losses[:3]), fmean(losses[3:])], abs=1e-5)
+    losses = run.series("validation/loss").values
+    assert thin.validation.steps == [8, 12]
+    assert thin.validation.losses == pytest.approx([losses[1], losses[2]], abs=1e-5)
+
+
+def test_a_run_of_an_older_version_is_counted_by_its_config(
+    folder: Path, result: RunResult, tmp_path: Path
+) -> None:
+    copy = finished_copy(tmp_path)
+    facts = json.loads((copy / "facts.json").read_text())
+    for key in ("num_params", "tokenizer_sha256"):
+        del facts[key]
+    (copy / "facts.json").write_text(json.dumps(facts))
+    change(copy / "config.yaml", trainer__max_steps=24, trainer__accumulate_grad_batches=3)
+
+    old = RunResult.of_run(read_run(copy))
+
+    # Twelve steps were made, each of three batches of 4 sequences of 16 tokens.
+    assert old.budget == replace(result.budget, tokens=12 * 3 * 4 * 16)
+    assert old.validation.tokens == [step * 3 * 4 * 16 for step in (4, 8, 12)]
+    assert old.fingerprints == result.fingerprints, "of the tokenizer's own file"
+
+
+def test_the_arm_is_the_folder_without_its_seed(folder: Path, tmp_path: Path) -> None:
+    run = read_run(folder)
+    for name, arm in (
+        ("moe-seed12", "moe"),
+        ("moe-seed1-seed2", "moe-seed1"),
+        ("moe-seed", "moe-seed"),
+    ):
+        assert RunResult.of_run(replace(run, folder=tmp_path / name)).arm == arm
 
 
 def test_only_the_rows_that_it_needs_are_read(folder: Path, result: RunResult) -> None:

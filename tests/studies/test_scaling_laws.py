@@ -75,6 +75,8 @@ def test_published_parameters_are_found_again_without_noise(name: str) -> None:
     expected = formula({name: [value] for name, value in at.items()}, **true)[0]
     assert found.predict(**at).value == pytest.approx(expected, rel=1e-3)
     assert found.held_out_error == pytest.approx(0, abs=2e-3)
+    # Largest of the product of the sizes: one of N x D; any number of experts, or granularity.
+    assert found.num_held_out == {"chinchilla": 1, "clark": 7, "krajewski": 5}[name]
     for parameter in ("alpha", "beta", "a", "b", "gamma"):
         if parameter in true and not law.parameters[parameter].is_log:
             assert found.parameters[parameter].value == pytest.approx(true[parameter], rel=0.03)
@@ -123,6 +125,22 @@ def test_the_largest_runs_are_held_out_and_the_error_is_theirs() -> None:
     assert found.held_out_error == pytest.approx(1 - 1 / 1.1, abs=0.005)
 
 
+@pytest.mark.parametrize(("last", "num_held_out"), [(1.015e15, 2), (1.03e15, 1)])
+def test_sizes_that_were_solved_to_be_equal_are_held_out_together(
+    last: float, num_held_out: int
+) -> None:
+    sizes = grid(C=[1e12, 3e12, 1e13, 3e13, 1e14, 1e15, last])
+    losses = 2 + 1e5 / np.array(sizes["C"]) ** 0.4
+    losses[-1] *= 1.1
+
+    found = fit(POWER, sizes, losses.tolist(), num_resamples=2)
+
+    assert found.num_held_out == num_held_out
+    # Root of the mean square: one run is 1 - 1 / 1.1 off, the other, if it is held out too, by nothing.
+    expected = (1 - 1 / 1.1) / math.sqrt(num_held_out)
+    assert found.held_out_error == pytest.approx(expected, abs=0.003)
+
+
 def test_of_too_few_runs_none_is_held_out() -> None:
     sizes = grid(C=[1e12, 1e13, 1e14, 1e15])
     found = fit(POWER, sizes, [3.0, 2.6, 2.4, 2.3], num_resamples=2)
@@ -158,6 +176,18 @@ def test_what_is_fixed_is_not_fitted() -> None:
 
     assert found.parameters["E_max"] == pytest.approx((314.478,) * 3)
     assert found.parameters["b"].value == pytest.approx(-0.108, abs=0.05)
+
+
+def test_what_is_fixed_takes_no_degree_of_freedom() -> None:
+    sizes = grid(C=np.geomspace(1e12, 1e15, 5).tolist())
+    # log L is a line in log C, and its noise is smaller than `DELTA`: least squares.
+    losses = noisy(1e5 / np.array(sizes["C"]) ** 0.4, 0.0003)
+
+    found = fit(POWER, sizes, losses, fixed={"E": 1e-9}, num_resamples=500)
+
+    x = np.log(sizes["C"])
+    variance = np.sum(np.square(found.residuals)) / (5 - 2) / np.sum((x - x.mean()) ** 2)
+    assert found.resampled[:, 2].std() == pytest.approx(math.sqrt(variance), rel=0.1)
 
 
 def test_a_fit_says_what_it_may_not_be_used_for() -> None:

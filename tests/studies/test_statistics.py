@@ -6,6 +6,7 @@ import math
 import random
 import sys
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -17,6 +18,8 @@ from moe_ffn.studies.statistics import (
     holm,
     mean_interval,
     paired_differences,
+    percentile_interval,
+    resampled_residuals,
 )
 
 
@@ -68,6 +71,9 @@ def test_a_paired_difference_is_scipy_s() -> None:
     assert found.simultaneous[1:] == pytest.approx((wider.low, wider.high))
     assert alone.simultaneous == pytest.approx(alone.interval)
     assert found.interval == alone.interval
+    assert paired_differences({"a": (values, baseline), "apart": ({0: 2.0}, {1: 2.0})}) == {
+        "a": alone
+    }, "an arm without pairs makes no comparison"
     sd = stats.tstd([values[seed] - baseline[seed] for seed in values])
     assert found.detectable == detectable_difference(sd, 10, alpha=0.05 / 4)
 
@@ -119,6 +125,20 @@ def test_the_window_bootstrap_has_the_width_of_the_normal_interval() -> None:
         (mean - 1.96 * error, mean + 1.96 * error), abs=0.1 * error
     )
     assert bootstrap_interval(windows) == found, "the same resamples each time"
+
+
+def test_resampled_residuals_have_the_variance_of_the_noise_before_the_fit() -> None:
+    # Mean 3, so centred -2, -1, 0, 3 with squares 14: of 4 runs and 2 parameters s^2 = 14 / (4 - 2) = 7.
+    found = resampled_residuals(np.array([1.0, 2.0, 3.0, 6.0]), 2, 50, np.random.default_rng(0))
+
+    assert found.shape == (50, 4)
+    values = np.unique(found)
+    assert values == pytest.approx(np.array([-2, -1, 0, 3]) * math.sqrt(2))
+    assert np.mean(values**2) == pytest.approx(7)
+
+
+def test_a_percentile_interval_leaves_a_fortieth_off_at_each_end() -> None:
+    assert percentile_interval(3, np.arange(1001)) == pytest.approx((3, 25, 975))
 
 
 def test_without_scipy_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

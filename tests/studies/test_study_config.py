@@ -91,6 +91,24 @@ def test_tuning_adds_runs_and_repeats_none() -> None:
     assert run.config.optimizer.learning_rate == 0.0005
 
 
+def test_a_run_of_tuning_that_equals_another_arm_is_run_for_its_own() -> None:
+    runs = planned("""
+        arms: {slow: {optimizer.learning_rate: 0.001}, fast: {optimizer.learning_rate: 0.002}}
+        tuning: {grid: {optimizer.learning_rate: [0.001, 0.002]}, seeds: [0]}
+    """)
+    assert [name for name, run in runs.items() if run.tuning] == [
+        "slow,learning_rate=0.002-seed0",
+        "fast,learning_rate=0.001-seed0",
+    ]
+
+
+def test_keys_of_a_grid_that_end_alike_are_given_in_full() -> None:
+    grid = "{model.ffn.type: [dense], model.norm.type: [rms_norm], model.d_model: [16]}"
+    assert study(f"grid: {grid}").arm_names == [
+        "model.ffn.type=dense,model.norm.type=rms_norm,d_model=16"
+    ]
+
+
 def test_the_baseline_of_a_grid_may_be_named_without_its_values() -> None:
     given = "{arms: {a: {}, b: {model.ffn: moe}}, grid: {model.d_model: [16]}, baseline: a}"
     assert study(given).baseline == "a"
@@ -123,6 +141,8 @@ def test_what_is_given_on_the_command_line_is_over_everything(tmp_path: Path) ->
     kept = tmp_path / "study.yaml"
     kept.write_text(to_yaml(read))
     assert StudyConfig.read(kept) == read, "the copy beside the runs is the same study"
+    again = StudyConfig.read(kept, None, {"trainer": {"max_steps": 8}})
+    assert again.planned_runs()[0].config.trainer.max_steps == 8, "over what was given to the copy"
 
 
 def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
@@ -161,6 +181,10 @@ def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
         (
             "{config: {model: {ffn: {type: dense, d_ff: 0}}}, arms: {relu: {}}}",
             "config.model.ffn.d_ff: must be at least 1, got 0",
+        ),
+        (
+            "{config: {model.ffn: {type: dense, d_ff: 1}}, arms: {relu: {model.ffn.d_ff: 0}}}",
+            "arms.relu.model.ffn.d_ff: must be at least 1, got 0",
         ),
         (
             "{arms: {relu: {}}, grid: {optimizer.learning_rat: [1.0]}}",
@@ -285,6 +309,21 @@ def test_equal_training_flops_are_solved_by_the_number_of_steps(tmp_path: Path) 
         assert Budget.of(run.config).training_flops == pytest.approx(1e12, rel=0.01)
     small, large = (run.config.trainer.max_steps for run in runs)
     assert small > 2 * large > 100
+
+
+@pytest.mark.parametrize(
+    ("steps", "solved"), [(100.4, 100), (100.6, 101), (49.5, 50), (0.6, None), (1.4, None)]
+)
+def test_training_flops_give_the_nearest_whole_step(steps: float, solved: int | None) -> None:
+    arms = "arms: {a: {model.ffn: dense}}"
+    one = planned(f"{arms}\nconfig: {{model.d_model: 32, trainer.max_steps: 1}}")["a-seed0"]
+    flops = Budget.of(one.config).training_flops * steps
+    text = f"{arms}\nconfig: {{model.d_model: 32}}\ntraining_flops: {flops}"
+
+    if solved is None:
+        assert f" are {steps:.2f} steps of the arm 'a'" in refusal(text)
+    else:
+        assert planned(text)["a-seed0"].config.trainer.max_steps == solved
 
 
 def test_training_flops_that_no_number_of_steps_comes_near_to_are_refused(tmp_path: Path) -> None:
