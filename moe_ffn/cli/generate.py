@@ -16,12 +16,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, whole_number
 from moe_ffn.config import help_texts
 from moe_ffn.config_files import parse_value, validate
 from moe_ffn.errors import ConfigError, command, printable
+from moe_ffn.experts.base import compile_kernels
 from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.report.trace import check_routes, trace_of_decoder
 from moe_ffn.report.trace_view import table
@@ -80,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
         check_routes(folder, run.config.model, output.routings)
         outputs.append((output, num_new))
 
+    compile_kernels(run.decoder, torch.device("cpu"))
     began = time.perf_counter()
     pieces = stream_texts(
         run.decoder, run.tokenizer, [ids], sample, number, keep if traces else None

@@ -26,6 +26,7 @@ from moe_ffn.data.prepare import PreparedData, prepare, validation_batches
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import ConfigError, command, first_line, reason
+from moe_ffn.experts.base import compile_kernels
 from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.interop.init_from import Source, fit_weights, read_source
 from moe_ffn.interop.pretrained import write_model_folder
@@ -136,6 +137,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         whose = checkpoint_identity(config, data, run_id, precision)
         callbacks = assemble.make_callbacks(config, data, folder, files, whose)
         trainer = assemble.build_trainer(config, folder, precision, loggers, callbacks, layout)
+        compile_kernels(module, trainer.strategy.root_device)
         token_data = assemble.make_token_data(config, data)
         status = "failed"
         try:

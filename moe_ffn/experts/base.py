@@ -8,12 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from moe_ffn.config import TaggedConfig
 from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
 from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.native.build import why_unavailable
 from moe_ffn.outputs import Memory
 
 
@@ -88,3 +90,12 @@ class Experts(nn.Module, ABC):
     def memories(self, x_TD: Tensor, plan: Plan) -> list[Memory]:
         """The hidden units of each expert, and how its tokens activate them; empty where it has none."""
         return []
+
+
+def compile_kernels(model: nn.Module, device: torch.device) -> None:
+    """Compile the CPU kernels that a model with experts uses, where this machine has not yet.
+
+    Call it before a clock starts: otherwise the first step compiles them.
+    """
+    if device.type == "cpu" and any(isinstance(part, Experts) for part in model.modules()):
+        why_unavailable()

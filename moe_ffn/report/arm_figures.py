@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 import plotly.graph_objects as go
@@ -26,7 +27,7 @@ from moe_ffn.report.figures import NotMeasuredError
 from moe_ffn.studies.budget import TRAINING_FLOPS
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison, Tuning
 from moe_ffn.studies.result import Curve
-from moe_ffn.studies.statistics import Interval, mean_interval
+from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval
 
 Over = Literal["tokens", "FLOPs", "seconds", "steps"]
 
@@ -114,7 +115,8 @@ def losses(
     over: Over = "tokens",
     of: Loss = "validation",
 ) -> go.Figure:
-    """The mean loss of each arm over training, with the 95 % interval of the mean over its seeds.
+    """The mean loss of each arm over training, with the 95 % interval of the mean over its seeds. An arm of
+    fewer than `MIN_SEEDS` has a line for each seed instead.
 
     Args:
         of: the loss on the validation split, or in training.
@@ -125,16 +127,19 @@ def losses(
     traces: list[go.Scatter] = []
     late: list[float] = []
     lowest: list[float] = []
-    num_seeds = 0
+    seeds: set[int] = set()
     for number, arm in enumerate(arms):
-        points = _means(arm.curves(of, over))
-        if not points:
+        curves = arm.curves(of, over)
+        of_lines = [curves] if len(curves) >= MIN_SEEDS else [[curve] for curve in curves]
+        lines = [points for points in map(_means, of_lines) if points]
+        if not lines:
             continue
-        num_seeds = max(num_seeds, len(arm.curves(of, over)))
-        xs = [x for x, _ in points]
-        traces += _band(arm.name, number, points)
-        late += [y.value for x, y in points if x >= WHOLE * xs[-1]]
-        lowest += [y.low for x, y in points if x >= WHOLE * xs[-1]]
+        seeds.add(len(curves))
+        traces += _lines(arm.name, number, lines)
+        for points in lines:
+            last = points[-1][0]
+            late += [y.value for x, y in points if x >= WHOLE * last]
+            lowest += [y.low for x, y in points if x >= WHOLE * last]
     if not traces:
         raise NotMeasuredError(f"no arm has a {LOSSES[of].lower()} over {over}")
     axis = dict(_LOSS_AXIS)
@@ -143,7 +148,9 @@ def losses(
         pad = 0.05 * (max(late) - min(lowest))
         axis["range"] = [min(lowest) - pad, max(late) + pad]
         note = f"Of the losses before {WHOLE:.0%} of training only what is as low as later ones."
-    if num_seeds > 1:
+    if any(1 < count < MIN_SEEDS for count in seeds):
+        note = f"Fewer than {MIN_SEEDS} seeds have a line each, and no interval. {note}"
+    if max(seeds) >= MIN_SEEDS:
         note = f"Lines are means over seeds, bands their 95% intervals (Student's t). {note}"
     x_axis = {"title": axis_title(AXES[over]), "rangemode": "tozero", "exponentformat": "SI"}
     return figure(traces, _layout(x_axis, axis), LOSSES[of], note.strip())
@@ -204,7 +211,20 @@ def _error_bar(value: float, interval: Interval, number: int) -> dict[str, Any]:
     }
 
 
-def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> list[go.Scatter]:
+def _lines(
+    name: str, number: int, lines: Sequence[Sequence[tuple[float, Interval]]]
+) -> list[go.Scatter]:
+    """An arm's line with its band, or the lines of its seeds; the legend has one, and the mean last loss."""
+    last = fmean(points[-1][1].value for points in lines)
+    found = [_line(name, number, points, last) for points in lines]
+    for traces in found[1:]:
+        traces[-1].showlegend = False
+    return [trace for traces in found for trace in traces]
+
+
+def _line(
+    name: str, number: int, points: Sequence[tuple[float, Interval]], last: float
+) -> list[go.Scatter]:
     xs = [rounded(x) for x, _ in points]
     role, _ = style_of(number)
     traces: list[go.Scatter] = []
@@ -232,7 +252,7 @@ def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> l
             xs,
             ys,
             _AT,
-            f" {ys[-1]:.4f}",
+            f" {last:.4f}",
             marker_size=5,
             mode="lines+markers" if len(xs) <= 40 else "lines",
             legendgroup=str(number),
@@ -314,7 +334,8 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
 
 
 def differences(comparison: Comparison) -> go.Figure:
-    """Each arm's paired difference from the baseline, with its 95 % interval: left of 0 it is better.
+    """Each arm's paired difference from the baseline, with its 95 % interval: left of 0 it is better. An arm
+    of fewer than `MIN_SEEDS` has a point for each seed instead.
 
     Raises:
         NotMeasuredError: no arm has one.
@@ -328,13 +349,28 @@ def differences(comparison: Comparison) -> go.Figure:
         raise NotMeasuredError(f"no arm has a difference from {comparison.baseline}")
     traces: list[go.Scatter] = []
     for number, arm, found in rows:
+        y = _short(arm.name)
+        if found.interval is None:
+            by_seed = comparison.seed_differences(arm)
+            traces.append(
+                _trace(
+                    number,
+                    arm.name,
+                    by_seed,
+                    [y] * len(by_seed),
+                    "%{x:+.4f} in one seed",
+                    marker={"size": 8, "symbol": "circle-open"},
+                    mode="markers",
+                )
+            )
+            continue
         mean, low, high = found.interval
         traces.append(
             _trace(
                 number,
                 arm.name,
                 [mean],
-                [_short(arm.name)],
+                [y],
                 f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]",
                 marker={"size": 10, "symbol": "circle" if found.is_claimed else "circle-open"},
                 mode="markers+text",
@@ -360,13 +396,16 @@ def differences(comparison: Comparison) -> go.Figure:
         "showlegend": False,
         "margin": {**_MARGIN, "t": 26},
     }
-    over = {found.over for _, _, found in rows}
+    over = {found.over for _, _, found in rows if found.interval is not None}
     pairs = {"seeds": "seeds, paired", "windows": "windows of the text, in one seed"}
-    note = (
-        f"Left of 0 is better than {comparison.baseline}. Bars are 95% intervals over "
-        f"{' or '.join(pairs[o] for o in sorted(over))}; a full circle is a difference that Holm's "
-        "correction leaves significant."
-    )
+    note = f"Left of 0 is better than {comparison.baseline}."
+    if over:
+        note += (
+            f" Bars are 95% intervals over {' or '.join(pairs[o] for o in sorted(over))}; a full circle is a "
+            "difference that Holm's correction leaves significant."
+        )
+    if any(found.interval is None for _, _, found in rows):
+        note += f" Fewer than {MIN_SEEDS} seeds have a point each, and no interval."
     return figure(traces, layout, f"Difference from {comparison.baseline}", note)
 
 

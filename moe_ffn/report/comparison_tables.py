@@ -17,7 +17,7 @@ from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.report.html import NONE, compact, number
 from moe_ffn.report.markdown import markdown_table, plain
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison, p_text
-from moe_ffn.studies.statistics import Interval
+from moe_ffn.studies.statistics import MIN_SEEDS, Interval
 
 CSV_OPENING, MARKDOWN_OPENING = "arm,baseline,seeds,", "<!-- comparison of runs -->"
 """How such files begin."""
@@ -55,11 +55,11 @@ def _losses(comparison: Comparison) -> Table:
         for o in sorted(over)
     )
     headers = ["arm", "seeds", "loss", "sd"]
-    legend = (
-        f"loss: final validation loss, nats per token, ± the 95 % interval of {what}; sd over seeds"
-        if over
-        else "loss: final validation loss, nats per token"
-    )
+    legend = "loss: final validation loss, nats per token"
+    if over:
+        legend += f", ± the 95 % interval of {what}"
+    if any(arm.sd is not None for arm in comparison.arms):
+        legend += "; sd over seeds"
     if len(comparison.arms) > 1:
         headers += ["difference", "p", "detectable"]
         legend += (
@@ -67,6 +67,8 @@ def _losses(comparison: Comparison) -> Table:
             "paired t, after Holm's correction; detectable: a true difference that these seeds find four "
             "times in five"
         )
+    if any(1 < len(arm.losses) < MIN_SEEDS for arm in comparison.arms):
+        legend += f"; fewer than {MIN_SEEDS} seeds have no interval"
     rows = []
     for arm in comparison.arms:
         row = [
@@ -78,7 +80,7 @@ def _losses(comparison: Comparison) -> Table:
         if len(comparison.arms) > 1:
             found = arm.difference
             row += [
-                _with_margin(found.interval.value, found.interval, "+.4f") if found else NONE,
+                _with_margin(found.mean, found.interval, "+.4f") if found else NONE,
                 p_text(found.p_value) if found else NONE,
                 number(found.detectable) if found else NONE,
             ]
@@ -286,6 +288,7 @@ def to_csv(comparison: Comparison) -> str:
 
 def _record(arm: Arm, base: Arm) -> dict[str, Any]:
     interval, found, reached = arm.interval, arm.difference, arm.reached
+    of_difference = found.interval if found else None
     simultaneous = found.simultaneous if found else None
     budget = arm.budget
     return {
@@ -297,14 +300,15 @@ def _record(arm: Arm, base: Arm) -> dict[str, Any]:
         "loss_high": interval.high if interval else None,
         "loss_interval_over": arm.interval_over if interval else None,
         "loss_sd": arm.sd,
-        "difference": found.interval.value if found else None,
-        "difference_low": found.interval.low if found else None,
-        "difference_high": found.interval.high if found else None,
+        "difference": found.mean if found else None,
+        "difference_low": of_difference.low if of_difference else None,
+        "difference_high": of_difference.high if of_difference else None,
         "difference_over": found.over if found else None,
         "difference_simultaneous_low": simultaneous.low if simultaneous else None,
         "difference_simultaneous_high": simultaneous.high if simultaneous else None,
         "p_holm": found.p_value if found else None,
         "detectable_difference": found.detectable if found else None,
+        "seeds_needed": found.seeds_needed if found else None,
         "params": budget.model.params,
         "active_params": budget.model.active_params,
         "flops_per_token": budget.model.flops_per_token,

@@ -14,7 +14,7 @@ import numpy as np
 from moe_ffn.errors import ConfigError, install
 from moe_ffn.report.drawing import SERIES
 from moe_ffn.studies.comparison import Arm
-from moe_ffn.studies.statistics import Interval, mean_interval
+from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval
 
 LOSS = "validation loss, nats per token"
 WIDTH = 7.6
@@ -58,7 +58,9 @@ class Line:
 
 
 def curves(lines: Sequence[Line], x_label: str) -> str:
-    """Loss over training: the mean over seeds, with a band that is its 95 % interval."""
+    """Loss over training: the mean over seeds, with a band that is its 95 % interval; of fewer than
+    `MIN_SEEDS` each seed, thin.
+    """
     figure, (axes,) = _figure(1, 3.6)
     top, bottom = -math.inf, math.inf
     for line in lines:
@@ -68,7 +70,12 @@ def curves(lines: Sequence[Line], x_label: str) -> str:
         style = _style(line.number)
         dashes = DASHES[line.variant % len(DASHES)]
         axes.plot(x, means, label=line.name, color=style["color"], linestyle=dashes, linewidth=1.4)
-        if all(len(values) > 1 for values in losses):
+        num_seeds = min(map(len, losses))
+        if 1 < num_seeds < MIN_SEEDS:
+            for seed in range(num_seeds):
+                of_seed = [values[seed] for values in losses]
+                axes.plot(x, of_seed, color=style["color"], linewidth=0.6, alpha=0.6)
+        elif num_seeds > 1:
             ends = np.array([mean_interval(values) for values in losses])
             axes.fill_between(
                 x, ends[:, 1], ends[:, 2], color=style["color"], alpha=0.15, linewidth=0
@@ -103,9 +110,10 @@ def forest(arms: Sequence[Arm], numbers: Sequence[int]) -> str:
             losses, [place + 0.22] * len(losses), **style, linestyle="", alpha=0.4, markersize=3
         )
         if arm.interval is not None:
-            _interval(panels[0], arm.interval, place, style)
+            _interval(panels[0], arm.interval, place, style, arm.loss)
         if arm.difference is not None:
-            _interval(panels[1], arm.difference.interval, place, style)
+            found = arm.difference
+            _interval(panels[1], found.interval, place, style, found.mean)
     mark = " (baseline)" if len(arms) > 1 else ""
     names = [arm.name if arm.base else arm.name + mark for arm in arms]
     panels[0].set_yticks(range(len(arms)), names)
@@ -214,10 +222,14 @@ def _points(axes: Any, line: Line) -> None:
         axes.plot([at], [loss], marker="v", color=style["color"], markersize=8)
 
 
-def _interval(axes: Any, interval: Interval, place: float, style: Mapping[str, Any]) -> None:
-    axes.plot([interval.low, interval.high], [place, place], color=style["color"], linewidth=2)
-    axes.plot([interval.value], [place], **style, markersize=4, linestyle="")
-    for end in interval[1:]:
+def _interval(
+    axes: Any, interval: Interval | None, place: float, style: Mapping[str, Any], value: float
+) -> None:
+    ends = interval[1:] if interval else ()
+    if ends:
+        axes.plot(ends, [place, place], color=style["color"], linewidth=2)
+    axes.plot([value], [place], **style, markersize=4, linestyle="")
+    for end in ends:
         axes.plot([end, end], [place - 0.15, place + 0.15], color=style["color"], linewidth=1)
 
 

@@ -264,9 +264,7 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> str:
 def _detectable(losses: Sequence[float]) -> str:
     """Of one arm alone: what its scatter means for studies with several."""
     sd = stdev(losses)
-    rows = [
-        [str(n), f"{detectable_difference(sd * math.sqrt(2), n):.4f}"] for n in (2, 3, 5, 10, 20)
-    ]
+    rows = [[str(n), f"{detectable_difference(sd * math.sqrt(2), n):.4f}"] for n in (3, 5, 10, 20)]
     return (
         f"Runs that differ in nothing but their seed end {sd:.4f} nats apart (standard deviation of "
         f"{len(losses)} runs). At 95 % confidence and with a chance of 80 %, a study of two such arms finds "

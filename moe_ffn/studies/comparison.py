@@ -15,6 +15,8 @@ from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.differences import require_comparable, require_same_options, what_differs
 from moe_ffn.studies.result import RunResult, first_at
 from moe_ffn.studies.statistics import (
+    MIN_SEEDS,
+    SMALL_DIFFERENCE,
     Difference,
     Interval,
     Over,
@@ -33,7 +35,7 @@ class Reached:
     num_seeds: int
     steps: float | None = None
     interval: Interval | None = None
-    """Of those steps, over seeds; None of one."""
+    """Of those steps, over seeds; None of fewer than `MIN_SEEDS`."""
     flops: float | None = None
     seconds: float | None = None
 
@@ -79,7 +81,9 @@ class Arm:
 
     @cached_property
     def interval(self) -> Interval | None:
-        """Of the mean over seeds; of one seed over the windows of its validation, None where it has none."""
+        """Of the mean over seeds, None of fewer than `MIN_SEEDS`; of one seed over the windows of its
+        validation, None where it has none.
+        """
         if len(self.losses) > 1:
             return mean_interval(list(self.losses.values()))
         windows = [loss for loss in self.results[0].window_losses if loss is not None]
@@ -192,7 +196,12 @@ class Tuning:
         found = [loss - lower[seed] for seed, loss in self.by_seed[arm][own].items()]
         interval = mean_interval(found)
         if interval is None:
-            return f"there {arm} is {found[0]:.4f} below {own}, in one seed"
+            seeds = (
+                "one seed"
+                if len(found) == 1
+                else f"the mean of {len(found)} seeds, too few to judge"
+            )
+            return f"there {arm} is {fmean(found):.4f} below {own}, in {seeds}"
         gain, low, high = interval
         text = f"there {arm} is {gain:.4f} [{low:.4f}, {high:.4f}] below {own}"
         return text if low > 0 else f"{text}, which {len(found)} seeds cannot tell from none"
@@ -220,12 +229,21 @@ class Comparison:
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
 
+    def seed_differences(self, arm: Arm) -> list[float]:
+        """The loss of an arm minus its baseline's, in each seed that both have."""
+        base = self.base_of(arm).losses
+        return [loss - base[seed] for seed, loss in arm.losses.items() if seed in base]
+
     @property
     def verdicts(self) -> list[str]:
         """What the intervals allow to say of each arm, a sentence each."""
         if len(self.arms) == 1:
             return [_alone(self.arms[0])]
-        return [_verdict(arm, self.base_of(arm)) for arm in self.arms if arm.base]
+        return [
+            _verdict(arm, self.base_of(arm), self.seed_differences(arm))
+            for arm in self.arms
+            if arm.base
+        ]
 
     @classmethod
     def of(
@@ -341,11 +359,12 @@ def _over_windows(arm: Arm, base: Arm) -> Difference | None:
                 ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None
             ]
             if len(found) > 1:
-                return Difference(bootstrap_interval(found), "windows", len(found))
+                interval = bootstrap_interval(found)
+                return Difference(interval.value, "windows", len(found), interval)
     return None
 
 
-def _verdict(arm: Arm, base: Arm) -> str:
+def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
     found, baseline = arm.difference, base.name
     if arm.task != base.task:
         return (
@@ -356,6 +375,14 @@ def _verdict(arm: Arm, base: Arm) -> str:
         shared = set(arm.losses) & set(base.losses)
         why = "have one seed in common" if shared else "have no seed in common"
         return f"{arm.name} and {baseline} {why}, so nothing is said of their difference."
+    enough = f"{found.seeds_needed:,} seeds" if found.seeds_needed else ""
+    if found.interval is None:
+        each = " and ".join(f"{value:+.4f}" for value in by_seed)
+        return (
+            f"{arm.name} minus {baseline}: {each} nats per token in {found.num_pairs} seeds, too few for an "
+            f"interval; if seeds differ as these do, about {enough} would find a true difference of "
+            f"{SMALL_DIFFERENCE:g} four times in five."
+        )
     mean, low, high = found.interval
     ends = sorted((abs(low), abs(high)))
     better = "better" if mean < 0 else "worse"
@@ -376,6 +403,8 @@ def _verdict(arm: Arm, base: Arm) -> str:
     if found.is_claimed:
         return f"{arm.name} is {better} than {baseline} {size} ({seen})."
     small = f"a true difference of {found.detectable:.4f} would be found four times in five"
+    if found.seeds_needed and found.seeds_needed > found.num_pairs:
+        small += f", one of {SMALL_DIFFERENCE:g} by about {enough}"
     if not low <= 0 <= high:  # its own interval would claim it, all of them together do not
         return (
             f"{arm.name} may be {better} than {baseline}, {signed} ({seen} after Holm's correction); "
@@ -387,7 +416,9 @@ def _verdict(arm: Arm, base: Arm) -> str:
 def _alone(arm: Arm) -> str:
     if arm.sd is None:
         return f"{arm.name}: one run of one seed, so nothing is said of what another would give."
-    assert arm.interval is not None
+    if arm.interval is None:
+        each = " and ".join(f"{loss:.4f}" for loss in arm.losses.values())
+        return f"{arm.name}: {each} nats per token in {len(arm.losses)} seeds; an interval takes {MIN_SEEDS}."
     low, high = arm.interval[1:]
     return (
         f"{arm.name}: {arm.loss:.4f} [{low:.4f}, {high:.4f}] nats per token over {len(arm.losses)} seeds, "

@@ -38,7 +38,7 @@ class Leverage:
     by_seed: Mapping[int, float]
     """At the loss that both curves of a seed reach: the higher of their lowest."""
     interval: Interval | None
-    """Geometric mean over the seeds, with an interval by Student's t; None of one seed."""
+    """Geometric mean over the seeds, with an interval by Student's t; None of fewer than 3 seeds."""
 
 
 def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:

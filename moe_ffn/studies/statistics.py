@@ -22,6 +22,10 @@ POWER = 0.8
 NUM_RESAMPLES = 2000
 SIGNIFICANT = 0.05
 """A difference is claimed where its p-value, after Holm's correction, is below."""
+MIN_SEEDS = 3
+"""Fewest seeds with an interval: that of two reaches 12.7 standard errors to each side, and says nothing."""
+SMALL_DIFFERENCE = 0.05
+"""Nats per token: a difference worth finding, for which `Difference.seeds_needed` counts seeds."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -64,9 +68,9 @@ def _special() -> Any:
 def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
     """Their mean, plus and minus t(n - 1) s / sqrt(n): Student's interval over seeds.
 
-    None of fewer than two: one seed says nothing of how far another one would lie from it.
+    None of fewer than `MIN_SEEDS`.
     """
-    if len(values) < 2:
+    if len(values) < MIN_SEEDS:
         return None
     mean = fmean(values)
     margin = t_quantile((1 + level) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
@@ -77,10 +81,12 @@ def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval | N
 class Difference:
     """An arm's loss minus the baseline's, in nats per token, pair by pair; below 0 the arm is better."""
 
-    interval: Interval
+    mean: float
     over: Over
     num_pairs: int
     """Seeds that both have, or windows."""
+    interval: Interval | None = None
+    """None of fewer than `MIN_SEEDS` seeds, as are the p-value and what follows from it."""
     p_value: float | None = None
     """Two-sided, of no difference, after Holm's correction; None over windows, of which no claim about
     training is made."""
@@ -88,6 +94,8 @@ class Difference:
     """Wide enough that all intervals of the comparison hold at once with probability `LEVEL` (Bonferroni)."""
     detectable: float | None = None
     """See `detectable_difference`, at the strictest step of Holm's correction."""
+    seeds_needed: int | None = None
+    """See `seeds_needed`, of `SMALL_DIFFERENCE` at the same step."""
 
     @property
     def is_claimed(self) -> bool:
@@ -110,15 +118,20 @@ def paired_differences(
         for name, (losses, baseline) in arms.items()
     }
     pairs = {name: d for name, d in shared.items() if len(d) > 1}
-    p_values = dict(zip(pairs, holm([_p_value(d) for d in pairs.values()]), strict=True))
+    judged = {name: d for name, d in pairs.items() if len(d) >= MIN_SEEDS}
+    p_values = dict(zip(judged, holm([_p_value(d) for d in judged.values()]), strict=True))
     found: dict[str, Difference] = {}
     for name, d in pairs.items():
-        alpha = (1 - LEVEL) / len(pairs)
-        interval, simultaneous = mean_interval(d), mean_interval(d, 1 - alpha)
-        assert interval is not None
-        detectable = detectable_difference(stdev(d), len(d), alpha=alpha)
+        sd, alpha = stdev(d), (1 - LEVEL) / len(judged if name in judged else pairs)
         found[name] = Difference(
-            interval, "seeds", len(d), p_values[name], simultaneous, detectable
+            fmean(d),
+            "seeds",
+            len(d),
+            mean_interval(d),
+            p_values.get(name),
+            mean_interval(d, 1 - alpha),
+            detectable_difference(sd, len(d), alpha=alpha) if name in judged else None,
+            seeds_needed(sd, alpha=alpha),
         )
     return found
 
@@ -154,6 +167,22 @@ def detectable_difference(
     special, degrees = _special(), num_pairs - 1
     noncentrality = special.nctdtrinc(degrees, 1 - power, t_quantile(1 - alpha / 2, degrees))
     return float(noncentrality) * sd / math.sqrt(num_pairs)
+
+
+def seeds_needed(
+    sd: float,
+    difference: float = SMALL_DIFFERENCE,
+    *,
+    alpha: float = 1 - LEVEL,
+    power: float = POWER,
+) -> int:
+    """The fewest pairs, `MIN_SEEDS` or more, whose `detectable_difference` is at most `difference`."""
+    quantiles = _special().ndtri([1 - alpha / 2, power])
+    of_normal = (sum(quantiles) * sd / difference) ** 2  # below Student's, by a few pairs
+    num_pairs = max(MIN_SEEDS, math.ceil(of_normal))
+    while detectable_difference(sd, num_pairs, alpha=alpha, power=power) > difference:
+        num_pairs += 1
+    return num_pairs
 
 
 def bootstrap_interval(values: Sequence[float]) -> Interval:

@@ -77,6 +77,25 @@ def test_a_loss_is_the_mean_of_the_seeds_with_its_interval(
     assert line.name == "gelu 2.1000", "the last value needs no pointer"
 
 
+def test_of_two_seeds_each_is_a_line_and_there_is_no_band() -> None:
+    results = [make_result(arm, seed, 2 + seed / 10) for arm in "ab" for seed in range(2)]
+    results += [make_result("c", seed, 1 + seed) for seed in range(3)]
+    found = Comparison.of(results, baseline="a")
+
+    figure = figures.losses(curves_of(found.arms))
+
+    lines = [trace for trace in figure.data if trace.meta["name"] == "a"]
+    assert [list(line.y) for line in lines] == [[4.0, 2.0], [4.0, 2.1]]
+    assert [line.showlegend for line in lines] == [None, False]
+    assert lines[0].name == "a 2.0500", "the mean of the last"
+    assert {trace.meta["name"] for trace in figure.data if "fill" in trace.meta} == {"c"}
+    note = figure.layout.meta["note"]
+    assert "Fewer than 3 seeds have a line each, and no interval." in note
+    assert note.startswith("Lines are means over seeds")
+    (row,) = (t for t in figures.differences(found).data if t.meta["name"] == "b")
+    assert (row.x, row.error_x.array) == ((0, 0), None)
+
+
 def test_of_one_seed_there_is_no_band() -> None:
     alone = Comparison.of([make_result("a", loss=2.0), make_result("b", loss=1.9)])
     figure = figures.losses(curves_of(alone.arms))
@@ -124,6 +143,7 @@ def test_differences_are_those_of_the_comparison(comparison: Comparison) -> None
     for arm in comparison.arms[1:]:
         assert arm.difference is not None
         row, interval = rows[arm.name], arm.difference.interval
+        assert interval is not None
         assert row.x == (interval.value,)
         assert row.error_x.array[0] == pytest.approx(interval.high - interval.value)
         assert row.error_x.arrayminus[0] == pytest.approx(interval.value - interval.low)

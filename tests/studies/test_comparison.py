@@ -41,15 +41,39 @@ def test_each_arm_has_its_mean_and_its_paired_difference() -> None:
     assert gelu.interval_over == "seeds"
     assert gelu.difference is None
     assert swiglu.difference is not None
-    assert swiglu.difference.interval.value == pytest.approx(-0.1004)
+    assert swiglu.difference.mean == pytest.approx(-0.1004)
     assert swiglu.difference.num_pairs == 5
     # Paired, so that what the seed does to both is gone: the arms' own sd is 0.016, of the pairs 0.002.
     assert swiglu.sd == pytest.approx(0.0158, abs=1e-3)
+    assert swiglu.difference.interval is not None
     assert swiglu.difference.interval.high - swiglu.difference.interval.low < 0.007
     assert swiglu.difference.simultaneous is not None
     assert swiglu.difference.simultaneous.low < swiglu.difference.interval.low
     assert relu.difference is not None
     assert not relu.difference.is_claimed
+
+
+def test_two_seeds_are_shown_one_by_one_and_how_many_it_would_take() -> None:
+    found = Comparison.of(gating(2), baseline="gelu")
+    gelu, swiglu, _ = found.arms
+
+    assert gelu.interval is None
+    assert gelu.loss == pytest.approx(2.005)
+    assert swiglu.difference is not None
+    assert (swiglu.difference.interval, swiglu.difference.p_value) == (None, None)
+    assert found.verdicts == [
+        "swiglu minus gelu: -0.1020 and -0.0980 nats per token in 2 seeds, too few for an interval; if seeds "
+        "differ as these do, about 3 seeds would find a true difference of 0.05 four times in five.",
+        "relu minus gelu: -0.0179 and +0.0181 nats per token in 2 seeds, too few for an interval; if seeds "
+        "differ as these do, about 6 seeds would find a true difference of 0.05 four times in five.",
+    ]
+    (row, *_), legend = tables(found)[0].rows, tables(found)[0].legend
+    assert row == ["gelu", "2", "2.0050", "0.0071", "-", "-", "-"]
+    assert tables(found)[0].rows[1][4:] == ["-0.1000", "-", "-"]
+    assert legend.endswith("; fewer than 3 seeds have no interval")
+    assert Comparison.of([r for r in gating(2) if r.arm == "gelu"]).verdicts == [
+        "gelu: 2.0000 and 2.0100 nats per token in 2 seeds; an interval takes 3."
+    ]
 
 
 def test_p_values_are_corrected_by_holm_over_the_arms() -> None:
@@ -135,6 +159,7 @@ def test_of_one_seed_windows_of_the_text_are_resampled() -> None:
     assert arm.difference is not None
     assert (arm.difference.over, arm.difference.num_pairs) == ("windows", 200)
     assert arm.difference.p_value is None
+    assert arm.difference.interval is not None
     assert arm.difference.interval.high - arm.difference.interval.low < 0.004, "paired"
     (verdict,) = found.verdicts
     assert verdict.startswith("swiglu is better than gelu by 0.0499 [0.0485, 0.0514] nats per")
@@ -168,29 +193,34 @@ def test_a_curve_is_joined_by_lines() -> None:
 
 
 def test_steps_flops_and_seconds_to_the_loss_of_the_baseline() -> None:
-    dense = [make_result("dense", seed, 2 + seed / 2, curve=[4, 3, 2.8, 0]) for seed in range(2)]
+    dense = [
+        make_result("dense", seed, loss, curve=[4, 3, 2.8, 0])
+        for seed, loss in enumerate([2.0, 2.5, 2.5])
+    ]
     moe = [
         make_result(
             "moe", seed, 1.0, curve=[4, 3, 2 - seed, 0], flops_per_token=2000, step_seconds=1
         )
-        for seed in range(2)
+        for seed in range(3)
     ]
-    short = [make_result("tiny", seed, 2.0 + seed) for seed in range(2)]
+    short = [make_result("tiny", seed, 2.0 + seed) for seed in range(3)]
 
     found = Comparison.of([*dense, *moe, *short], baseline="dense")
 
     base, reached, not_reached = (arm.reached for arm in found.arms)
     assert base is not None
     assert base.steps == 100
-    # To the loss of its own seed. 3 at step 50; then 2 at 75, or 1 at 75 and so 2.5 at 56.25: 65.625.
+    # To the loss of its own seed. 3 at step 50; then 2 at 75; or 1 at 75, and so 2.5 at 56.25; or 0 at 75,
+    # and so 2.5 a sixth of the way.
+    steps = (75 + 56.25 + 50 + 25 / 6) / 3
     assert reached is not None
-    assert reached.steps == pytest.approx(65.625)
-    assert reached.seconds == pytest.approx(65.625)
-    assert reached.flops == pytest.approx(65.625 * 10 * 3 * 2000)
-    # Two seeds 18.75 apart: t(0.975, 1) is 12.706.
+    assert reached.steps == pytest.approx(steps)
+    assert reached.seconds == pytest.approx(steps)
+    assert reached.flops == pytest.approx(steps * 10 * 3 * 2000)
+    # Their standard deviation is 11.474; t(0.975, 2) is 4.3027.
     assert reached.interval is not None
     assert reached.interval.high - reached.interval.value == pytest.approx(
-        12.706 * 18.75 / 2, rel=1e-3
+        4.3027 * 11.474 / 3**0.5, rel=1e-3
     )
     assert not_reached is not None
     assert (not_reached.num_reached, not_reached.steps) == (1, None)
@@ -313,7 +343,7 @@ def test_tuning_is_beside_and_not_mixed_in() -> None:
                 options={"optimizer.learning_rate": rate},
             )
             for (arm, rate), loss in tuned.items()
-            for seed in range(2)
+            for seed in range(3)
         ),
     ]
 
@@ -322,11 +352,11 @@ def test_tuning_is_beside_and_not_mixed_in() -> None:
     assert [arm.name for arm in found.arms] == ["gelu", "swiglu"]
     (table,) = found.tuning
     assert table.values == ["0.001", "0.003", "0.01"]
-    # Over seeds 0 and 1 alone, which the runs of tuning have.
-    assert table.losses["gelu"] == pytest.approx({"0.001": 2.4, "0.003": 2.005, "0.01": 2.3})
+    # Over seeds 0 to 2 alone, which the runs of tuning have.
+    assert table.losses["gelu"] == pytest.approx({"0.001": 2.4, "0.003": 2.01, "0.01": 2.3})
     assert table.verdict == (
         "optimizer.learning_rate: the lowest means are at other values: 0.003 for gelu, 0.01 for swiglu; "
-        "there swiglu is 0.4050 [0.3161, 0.4939] below 0.003"
+        "there swiglu is 0.4093 [0.3838, 0.4348] below 0.003"
     )
 
 
@@ -407,10 +437,17 @@ def test_several_seeds_of_which_one_is_shared_are_told_by_its_windows() -> None:
     assert any("over windows of the validation text" in note for note in found.notes)
 
 
-def test_two_seeds_of_tuning_do_not_tell_a_little_from_nothing() -> None:
+@pytest.mark.parametrize(
+    ("num_seeds", "said"),
+    [
+        (2, "0.0450 below null, in the mean of 2 seeds, too few to judge"),
+        (3, "0.0700 [-0.0542, 0.1942] below null, which 3 seeds cannot tell from none"),
+    ],
+)
+def test_few_seeds_of_tuning_do_not_tell_a_little_from_nothing(num_seeds: int, said: str) -> None:
     results = [
         make_result(arm, seed, loss + seed * wobble, main_arm="a", tuning=tuning)
-        for seed in range(2)
+        for seed in range(num_seeds)
         for arm, loss, wobble, tuning in (
             ("a", 2.0, 0.05, {}),
             ("a,warmup_steps=10", 2.5, 0.0, {"optimizer.schedule.warmup_steps": 10}),
@@ -420,8 +457,7 @@ def test_two_seeds_of_tuning_do_not_tell_a_little_from_nothing() -> None:
     (table,) = Comparison.of(results).tuning
     assert table.values == ["9", "10", "null"], "numbers first, by their size"
     assert table.verdict == (
-        "optimizer.schedule.warmup_steps: the lowest mean of every arm is at 9; there a is 0.0450 "
-        "[-0.2727, 0.3627] below null, which 2 seeds cannot tell from none"
+        f"optimizer.schedule.warmup_steps: the lowest mean of every arm is at 9; there a is {said}"
     )
 
 

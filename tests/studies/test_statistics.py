@@ -12,6 +12,7 @@ from scipy import stats
 
 from moe_ffn.errors import ConfigError
 from moe_ffn.studies.statistics import (
+    SMALL_DIFFERENCE,
     Interval,
     bootstrap_interval,
     detectable_difference,
@@ -20,6 +21,7 @@ from moe_ffn.studies.statistics import (
     paired_differences,
     percentile_interval,
     resampled_residuals,
+    seeds_needed,
 )
 
 
@@ -32,7 +34,8 @@ def test_the_interval_of_five_seeds_by_hand() -> None:
     assert found == pytest.approx((3, 3 - margin, 3 + margin), abs=1e-4)
 
 
-def test_one_seed_has_no_interval() -> None:
+def test_fewer_than_three_seeds_have_no_interval() -> None:
+    assert mean_interval([2.5, 2.6]) is None
     assert mean_interval([2.5]) is None
     assert mean_interval([]) is None
     assert paired_differences({"a": ({0: 2.5}, {0: 2.4})}) == {}
@@ -65,6 +68,7 @@ def test_a_paired_difference_is_scipy_s() -> None:
     limits = expected.confidence_interval(0.95)
     assert alone.p_value == pytest.approx(expected.pvalue)
     assert found.p_value == pytest.approx(4 * expected.pvalue), "Holm's, the smallest of four"
+    assert found.interval is not None
     assert found.interval[1:] == pytest.approx((limits.low, limits.high))
     wider = expected.confidence_interval(1 - 0.05 / 4)
     assert found.simultaneous is not None
@@ -79,12 +83,38 @@ def test_a_paired_difference_is_scipy_s() -> None:
 
 
 def test_equal_pairs_and_pairs_that_differ_by_the_same() -> None:
-    baseline = {0: 1.0, 1: 2.0}
+    baseline = {0: 1.0, 1: 2.0, 2: 3.0}
     equal = paired_differences({"equal": (baseline, baseline)})["equal"]
-    shifted = paired_differences({"shifted": ({0: 1.5, 1: 2.5}, baseline)})["shifted"]
+    shifted = paired_differences({"shifted": ({0: 1.5, 1: 2.5, 2: 3.5}, baseline)})["shifted"]
 
     assert (equal.p_value, equal.interval) == (1.0, Interval(0, 0, 0))
     assert (shifted.p_value, shifted.interval) == (0.0, Interval(0.5, 0.5, 0.5))
+
+
+def test_two_pairs_have_a_mean_and_the_seeds_that_they_lack() -> None:
+    two = ({0: 2.0, 1: 2.1}, {0: 2.1, 1: 2.1})
+    three = ({0: 2.0, 1: 2.1, 2: 2.3}, {0: 2.1, 1: 2.1, 2: 2.1})
+
+    alone = paired_differences({"three": three})["three"]
+    found = paired_differences({"two": two, "three": three})
+
+    pair = found["two"]
+    assert (pair.mean, pair.num_pairs) == (pytest.approx(-0.05), 2)
+    assert (pair.interval, pair.simultaneous, pair.p_value, pair.detectable) == (None,) * 4
+    assert not pair.is_claimed
+    # s = 0.1 / sqrt(2); of two arms, each at 0.05 / 2.
+    assert pair.seeds_needed == seeds_needed(0.1 / math.sqrt(2), alpha=0.05 / 2)
+    assert found["three"] == alone, "corrected for the arms that are judged alone"
+
+
+def test_the_seeds_needed_are_the_fewest_that_find_the_difference() -> None:
+    for sd, alpha in ((0.05, 0.05), (0.02, 0.01), (0.5, 0.05)):
+        count = seeds_needed(sd, alpha=alpha)
+        assert detectable_difference(sd, count, alpha=alpha) <= SMALL_DIFFERENCE
+        assert detectable_difference(sd, count - 1, alpha=alpha) > SMALL_DIFFERENCE
+    # The published table below: 0.5 standard deviations take 34 pairs.
+    assert seeds_needed(1.0, 0.5, power=0.80778 - 1e-4) == 34
+    assert seeds_needed(0.0) == 3, "two have no interval, whatever their difference"
 
 
 def test_holm_s_correction_by_hand() -> None:
@@ -145,4 +175,4 @@ def test_without_scipy_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "scipy", None)
 
     with pytest.raises(ConfigError, match=r"^intervals over seeds need scipy; install with: pip"):
-        mean_interval([1.0, 2.0])
+        mean_interval([1.0, 2.0, 3.0])

@@ -145,20 +145,26 @@ class ProgressLines(Callback):
     def __init__(self, steps: StepLogger, validation: ValidationLogger) -> None:
         self.steps = steps
         self.validation = validation
-        self._began_at = self._validation_began_at = self._printed_at = 0.0
+        self._validation_began_at = self._printed_at = 0.0
         self._first_step = 0
+        self._first_ended_at: float | None = None
+        """When the first step ended; it prepares what later ones use, and says nothing of their time."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began_at = self._printed_at = time.monotonic()
-        self._first_step = trainer.global_step
+        self._printed_at = time.monotonic()
+        self._first_step, self._first_ended_at = trainer.global_step + 1, None
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         step, num_steps = trainer.global_step, trainer.max_steps
+        if self._first_ended_at is None and step == self._first_step:
+            self._first_ended_at = time.monotonic()
         if not trainer.is_global_zero or not (self._is_due() or step == num_steps):
             return
-        left = _seconds_left(self._began_at, step - self._first_step, num_steps - step)
+        end: list[str] = []
         # A validation follows the last step; how long it takes is unknown.
-        end = [] if step == num_steps else [f"{left:.0f} s left"]
+        if self._first_ended_at is not None and self._first_step < step < num_steps:
+            left = _seconds_left(self._first_ended_at, step - self._first_step, num_steps - step)
+            end = [f"{left:.0f} s left"]
         self._print("  ".join([f"step {step}/{num_steps}", *status(self.steps, step), *end]))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -194,7 +200,7 @@ class ProgressLines(Callback):
 
 
 def _seconds_left(began_at: float, num_done: int, num_left: int) -> float:
-    return (time.monotonic() - began_at) / max(num_done, 1) * num_left
+    return (time.monotonic() - began_at) / num_done * num_left
 
 
 def num_batches(trainer: Trainer) -> int:

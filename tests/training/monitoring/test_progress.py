@@ -19,6 +19,7 @@ from moe_ffn.runs.assemble import make_token_data
 from moe_ffn.training.monitoring import progress
 from moe_ffn.training.monitoring.progress import (
     ProgressBar,
+    ProgressLines,
     flow,
     load_lines,
     routing_health,
@@ -198,6 +199,31 @@ def test_the_bar_shows_a_validation_and_keeps_its_loss(
     for frame in frames.seen:
         assert "…" not in frame
         assert max(map(len, frame.splitlines())) <= 80
+
+
+def test_the_time_left_leaves_out_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
+    steps: Any = SimpleNamespace(last_row={})
+    validation: Any = None
+    lines = ProgressLines(steps, validation)
+    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=10, global_step=4)
+    module: Any = None
+
+    lines.on_train_start(trainer, module)  # resumed after step 4
+    for seconds, step in ((63, 5), (20, 6), (40, 7), (20, 8), (20, 10)):
+        now, trainer.global_step = now + seconds, step
+        lines.on_train_batch_end(trainer)
+
+    assert capsys.readouterr().err.splitlines() == [
+        "step 5/10",
+        "step 6/10  80 s left",
+        "step 7/10  90 s left",
+        "step 8/10  53 s left",
+        "step 10/10",
+    ]
 
 
 def validation_lines(text: str) -> list[str]:
