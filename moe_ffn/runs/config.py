@@ -20,7 +20,7 @@ from moe_ffn.model.decoder import DecoderConfig, short_name
 from moe_ffn.parallel.layout import ParallelConfig
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
 from moe_ffn.training.objective import ObjectiveConfig
-from moe_ffn.training.optimizer import AdamWConfig, OptimizerConfig
+from moe_ffn.training.optimizer import MuonConfig, OptimizerConfig
 from moe_ffn.training.sampling import SampleConfig
 
 
@@ -64,7 +64,7 @@ class TrainConfig(Config, frozen=True):
     """What it reads."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is minimised."""
-    optimizer: OptimizerConfig = AdamWConfig()
+    optimizer: OptimizerConfig = MuonConfig()
     """How it is minimised."""
     trainer: TrainerConfig = TrainerConfig()
     """The training loop, and arguments of lightning.Trainer."""

@@ -46,7 +46,7 @@ DecoupledDecay = Annotated[
 
 
 class OptimizerConfig(TaggedConfig, frozen=True):
-    """The rule by which gradients move the weights; AdamW where no type is given.
+    """The rule by which gradients move the weights; Muon where no type is given.
 
     Weight decay concerns matrices (of experts, attention, routers, and an output matrix that is not tied),
     and never norms, biases and embeddings.
@@ -65,7 +65,7 @@ class OptimizerConfig(TaggedConfig, frozen=True):
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
         data = super()._as_mapping(data)
         if cls.is_family_root() and "type" not in data:
-            return {"type": "adamw", **data}
+            return {"type": "muon", **data}
         return data
 
     @abstractmethod

@@ -13,7 +13,7 @@ from moe_ffn.config_files import merge, read_yaml, to_yaml
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.training.optimizer import AdamWConfig
+from moe_ffn.training.optimizer import MuonConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,13 +62,13 @@ def test_merging_follows_the_rules_and_changes_no_argument(
 
 def test_files_merge_left_to_right_and_flags_win_wherever_they_stand(tmp_path: Path) -> None:
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("seed: 1\nmodel: {d_model: 32, num_layers: 1}\noptimizer: {eps: 1e-6}\n")
+    first.write_text("seed: 1\nmodel: {d_model: 32, num_layers: 1}\noptimizer: {momentum: 0.5}\n")
     second.write_text("seed: 2\nmodel: {num_layers: 2}\n")
 
-    config = parse("--optimizer.eps", "1e-5", "--config", str(first), str(second))
+    config = parse("--optimizer.momentum", "0.25", "--config", str(first), str(second))
 
     assert (config.seed, config.model.d_model, config.model.num_layers) == (2, 32, 2)
-    assert config.optimizer == AdamWConfig(eps=1e-5)
+    assert config.optimizer == MuonConfig(momentum=0.25)
     assert parse("--config", str(second), "--config", str(first)).seed == 1
 
 
@@ -181,13 +181,13 @@ def test_values_are_yaml(text: str, value: object, equals_sign: bool) -> None:
 def test_values_reach_the_config() -> None:
     config = parse(
         "--optimizer.learning_rate", "1e-3",
-        "--optimizer.betas", "[0.8, 0.9]",
+        "--optimizer.adamw_betas", "[0.8, 0.9]",
         "--model.tie_embeddings", "false",
         "--sample.top_k", "null",
         "--trainer.devices=2",
     )  # fmt: skip
 
-    assert config.optimizer == AdamWConfig(learning_rate=1e-3, betas=(0.8, 0.9))
+    assert config.optimizer == MuonConfig(learning_rate=1e-3, adamw_betas=(0.8, 0.9))
     assert config.model.tie_embeddings is False
     assert config.sample.top_k is None
     assert config.trainer.lightning_arguments() == {"devices": 2}

@@ -20,7 +20,7 @@ from moe_ffn.errors import explain
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.optimizer import (
-    AdamWConfig,
+    MuonConfig,
     OptimizerConfig,
     SGDConfig,
     build_schedule,
@@ -145,10 +145,11 @@ def test_those_that_cannot_train_here_are_not_known() -> None:
         assert line.endswith(f"; known: {', '.join(sorted(TYPES))}")
 
 
-def test_without_a_type_it_is_adamw() -> None:
-    assert OptimizerConfig.model_validate({"learning_rate": 0.5}) == AdamWConfig(learning_rate=0.5)
-    assert TrainConfig.model_validate({"optimizer": {"eps": 0.5}}).optimizer == AdamWConfig(eps=0.5)
-    assert TrainConfig().optimizer == AdamWConfig()
+def test_without_a_type_it_is_muon() -> None:
+    assert OptimizerConfig.model_validate({"learning_rate": 0.5}) == MuonConfig(learning_rate=0.5)
+    given = TrainConfig.model_validate({"optimizer": {"momentum": 0.5}}).optimizer
+    assert given == MuonConfig(momentum=0.5)
+    assert TrainConfig().optimizer == MuonConfig()
 
 
 @every_type
