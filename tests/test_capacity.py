@@ -485,3 +485,16 @@ def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
     assert config.not_cached_because == Refusal(
         "per_sequence (2) lets tokens displace each other", "set it to null"
     )
+
+
+def test_a_fixed_number_of_pairs_keeps_the_largest_weights_and_renormalises_them() -> None:
+    config = CapacityConfig(per_sequence=1, drop="probability", renormalize=True)
+    # Two sequences of two tokens. Of each, expert 0 keeps its second token and expert 1 its first one.
+    weights_TK = torch.tensor([[0.6, 0.4], [0.7, 0.3], [0.2, 0.8], [0.9, 0.1]])
+    ids_TK = torch.tensor([[0, 1]] * 4)
+    context = TokenContext(sequence_length=2)
+    limited = config.limit(
+        routing_of_pairs(weights_TK, ids_TK, weights_TK, weights_TK, context), training=True
+    )
+    assert dropped(limited) == [0, 3, 4, 7]
+    assert limited.weights_N[limited.computed_N].tolist() == pytest.approx([1] * 4)

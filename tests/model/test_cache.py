@@ -258,7 +258,7 @@ def test_a_router_is_decoded_with_the_cache_exactly_where_it_routes_by_token(rou
     causal = all(map(is_causal, variants))
     torch.manual_seed(0)
     x, ids = torch.randn(2, MAX_LEN, 16, dtype=torch.float64), token_ids(2, MAX_LEN)
-    changed, by_token = 0.0, RouterConfig.members[router].by_token
+    changed, by_token = 0.0, RouterConfig.model_validate(router).by_token
     for options in variants:
         model = decoder(ffn={"type": "moe", "num_experts": 4, "router": options}, causal=causal)
         ffn: Any = model.layers[0].ffn

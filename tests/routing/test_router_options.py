@@ -264,3 +264,25 @@ def test_padding_may_have_any_id_in_a_table() -> None:
     routing = router(torch.randn(2, E), TokenContext(token_ids=ids, mask=mask))
     assert isinstance(routing.weights_N, Tensor)
     assert routing.real_N.tolist() == [True, True, False, False]
+
+
+@torch.no_grad()
+def test_a_unit_of_each_expert_chooses_and_weighs_and_no_weight_is_negative() -> None:
+    # s = softmax(|silu(gate x) * up x|) of three experts; the two largest s + bias, each weighing 1 + u s.
+    built: Any = RouterConfig.model_validate(
+        {"type": "neuron_top_k", "k": 2, "correction_bias": True}
+    ).build(1, 3)
+    built.gate.weight.copy_(torch.tensor([[1.0], [2.0], [-1.0]]))
+    built.projection.weight.copy_(torch.tensor([[1.0], [-1.0], [3.0]]))
+    built.slope_E.copy_(torch.tensor([0.5, -9.0, 2.0]))
+    built.correction_bias_E.copy_(torch.tensor([0.9, 0.0, 0.0]))
+    units = [1 / (1 + math.exp(-1)), 2 / (1 + math.exp(-2)), 3 / (1 + math.exp(1))]
+    total = sum(map(math.exp, units))
+    first, second, third = (math.exp(unit) / total for unit in units)
+    assert second > third > first > second - 0.9  # the bias lifts the worst one above the best
+
+    routing = built(torch.ones(1, 1), TokenContext())
+
+    assert routing.expert_ids_N.tolist() == [0, 1]
+    assert 1 - 9 * second < 0
+    assert routing.weights_N.tolist() == pytest.approx([1 + 0.5 * first, 0])
