@@ -226,6 +226,14 @@ def concerns(run: Run) -> list[tuple[str, str]]:
         found.append(("bad", "The validation loss is not a finite number: training has diverged."))
     elif loss is not None and unigram is not None and loss > unigram:
         found.append(("bad", f"The validation loss is {WORSE_THAN_UNIGRAM}."))
+    unhealthy: list[str] = []
+    for metric in health(run):
+        kinds = zip(run.layers, metric.layers, strict=True)
+        if layers := [short_name(layer) for layer, (_, kind) in kinds if kind == "bad"]:
+            plural = "s" if len(layers) > 1 else ""
+            unhealthy.append(f"{metric.title} in layer{plural} {', '.join(layers)}")
+    if unhealthy:
+        found.append(("bad", f"Out of the healthy range: {'; '.join(unhealthy)}."))
     try:
         rules = AlarmsConfig(after_steps=run.option("logging.alarms.after_steps"))
     except ValidationError:  # it is absent, or damaged

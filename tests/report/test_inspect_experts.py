@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from moe_ffn.outputs import Routing
 from moe_ffn.report.expert_tokens import expert_tokens
-from moe_ffn.report.inspect import Inspection, experts, inspect_model, text_of_tokens
+from moe_ffn.report.inspect import Inspection, experts, figures, inspect_model, text_of_tokens
 from moe_ffn.report.inspect.experts import (
     Assignment,
     Attribute,
@@ -212,6 +213,28 @@ def test_two_layers_that_differ_in_names_alone_agree(make_routing: MakeRouting) 
     assert matrix[0, 1] == pytest.approx(1)
     assert matrix[0, 2] < 0.02
     assert (matrix == matrix.T).all()
+
+
+def test_the_map_of_two_layers_has_colours_and_numbers_that_tell_much_from_little() -> None:
+    """0.43 between two layers was the brightest colour there is, as 0.01 would have been."""
+
+    def drawn(depth: list[list[float]]) -> Any:
+        routers = {
+            f"layer_{n:02d}": SimpleNamespace(name=f"layer_{n:02d}") for n in range(len(depth))
+        }
+        found: Any = SimpleNamespace(routers=routers, depth=np.array(depth))
+        return figures.depth(found).data[0]
+
+    two = drawn([[1, 0.43], [0.43, 1]])
+    assert (two.zmin, two.zmax) == (0, 1)
+    assert [list(row) for row in two.z] == [[None, 0.43], [0.43, None]], (
+        "not of a layer with itself"
+    )
+    assert two.texttemplate == "%{z:.2f}"
+    three = drawn([[1, 0.1, 0.3], [0.1, 1, 0.2], [0.3, 0.2, 1]])
+    assert (three.zmin, three.zmax) == (0.1, 0.3)
+    unknown = drawn([[1, np.nan], [np.nan, 1]])
+    assert (unknown.zmin, unknown.zmax) == (0, 1)
 
 
 def test_the_token_predicts_where_it_was_counted(make_routing: MakeRouting) -> None:

@@ -39,7 +39,7 @@ def test_the_head_of_a_page(folder: Path, page: Written) -> None:
         "parameters 2.45 M 870.00 k active",
         "throughput 41,207 tokens per second, mean of the run",
         "code 146dbad7166a-dirty , corpus sha256 66b795b1a032 , precision bf16-mixed",
-        "No alarm was raised.",
+        "Out of the healthy range: Dead experts in layer 1.",
     ):
         assert said in page.text
 
@@ -90,8 +90,25 @@ def test_a_page_without_a_row_is_not_called_good(tmp_path: Path) -> None:
     assert "Not judged yet: jumps of the loss need 6 rows of metrics, this run has 0." in page.text
 
 
+def test_what_is_red_in_the_table_of_health_is_said_above(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", layers=3)
+    rows = run / "metrics.jsonl"
+    table = [json.loads(line) for line in rows.read_text().splitlines()]
+    calm = without_plots(write_run(tmp_path / "calm", layers=1))
+    table[-1] |= {f"routing/layer_{layer:02d}/max_violation": 1.25 for layer in (0, 2)}
+    write_metrics(rows, table)
+    page = without_plots(run)
+
+    assert "No alarm was raised." in calm.text
+    assert 'class="bad">' not in calm.body.partition('class="health"')[2].partition("</table>")[0]
+    assert "No alarm was raised" not in page.text
+    said = "Out of the healthy range: MaxVio in layers 0, 2; Dead experts in layer 1."
+    assert f'<p class="bad">{said}</p>' in page.body
+
+
 @pytest.mark.parametrize("is_worse", [True, False])
-def test_a_run_worse_than_the_unigram_model_is_told_so(moe: Path, is_worse: bool) -> None:
+def test_a_run_worse_than_the_unigram_model_is_told_so(tmp_path: Path, is_worse: bool) -> None:
+    moe = write_run(tmp_path / "moe", layers=1)
     summary = json.loads((moe / "summary.json").read_text())
     difference = -1e-3 if is_worse else 1e-3
     summary["unigram_loss"] = summary["validation_loss"] + difference

@@ -131,7 +131,7 @@ def test_it_links_to_the_pages_of_its_runs(study: list[Path], tmp_path: Path) ->
 def test_of_several_runs_those_that_give_concern_are_named(moe: Path, tmp_path: Path) -> None:
     summary = json.loads((moe / "summary.json").read_text())
     (moe / "summary.json").write_text(json.dumps({**summary, "unigram_loss": 0.5}))
-    page = without_plots(moe, write_run(tmp_path / "runs" / "fine"))
+    page = without_plots(moe, write_run(tmp_path / "runs" / "fine", layers=1))
 
     assert "moe: The validation loss is worse than the unigram model" in page.text
     head = page.text[: page.text.index("Which block?")]

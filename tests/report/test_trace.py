@@ -26,7 +26,7 @@ from moe_ffn.report.trace import (
     visits_of,
 )
 from moe_ffn.report.trace_view import PALETTE, ground, page, short
-from tests.helpers.browser import PHONE, opened
+from tests.helpers.browser import DESKTOP, PHONE, opened
 
 SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 0.0], [0.125, 0.75, 0.125]])
 
@@ -219,12 +219,33 @@ def test_experts_without_a_network_are_called_what_they_do() -> None:
     assert RouterInfo(info.router, 3).expert_names() == ("0", "1", "2")
 
 
-def test_the_header_of_a_long_trace_stays_in_sight(browser: Browser, tmp_path: Path) -> None:
-    """And the token, however far the page is scrolled; a phone is narrower than ten layers."""
+def write_long_trace(path: Path) -> None:
+    """Ten layers, a hundred tokens."""
     layers = tuple(Layer(f"layer_{n:02d}", ("0", "1"), "dropless") for n in range(10))
     visits = {layer.name: Visit((Choice(0, 0.5, 0.5, False),), 0.1) for layer in layers}
     tokens = tuple(TokenTrace(n, f"t{n}", visits, None) for n in range(100))
-    (tmp_path / "trace.html").write_text(page(TextTrace("a", layers, tokens, {})))
+    path.write_text(page(TextTrace("a", layers, tokens, {})))
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_the_last_row_of_a_long_trace_is_not_cut(
+    browser: Browser, tmp_path: Path, width: int
+) -> None:
+    write_long_trace(tmp_path / "trace.html")
+
+    with opened(browser, tmp_path / "trace.html", width=width) as found:
+        height, *bottoms = found.page.evaluate(
+            "() => [innerHeight, ...['.both', '.trace tfoot th'].map("
+            "e => document.querySelector(e).getBoundingClientRect().bottom)]"
+        )
+        assert height == 900
+        assert max(bottoms) <= height, "the frame, and the row of entropies, before any scrolling"
+        assert min(bottoms) > height / 2
+
+
+def test_the_header_of_a_long_trace_stays_in_sight(browser: Browser, tmp_path: Path) -> None:
+    """And the token, however far the page is scrolled; a phone is narrower than ten layers."""
+    write_long_trace(tmp_path / "trace.html")
 
     with opened(browser, tmp_path / "trace.html", width=PHONE) as found:
         inside = """() => {

@@ -13,7 +13,7 @@ from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
 from moe_ffn.metrics.table import Metric
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.drawing import Line, line_figure
-from moe_ffn.report.figures import MAX_LINES, NotMeasuredError
+from moe_ffn.report.figures import MAX_LINES, MAX_TEXTS, NotMeasuredError
 from moe_ffn.report.inspect import experts
 from moe_ffn.report.inspect.experts import Attribute
 from moe_ffn.report.inspect.inspection import Inspection, Router
@@ -166,7 +166,9 @@ def depth(found: Inspection) -> go.Figure:
         raise NotMeasuredError("there is one router alone, so no other to compare with")
     values = found.depth.copy()
     np.fill_diagonal(values, np.nan)
-    is_known = np.isfinite(values)
+    known = values[np.isfinite(values)]
+    # Of one number, a scale that ended there would make any of them the brightest.
+    low, high = (known.min(), known.max()) if np.unique(known).size > 1 else (0, 1)
     names = [short_name(router.name) for router in routers]
     figure = heat_figure(
         range(len(names)),
@@ -180,8 +182,9 @@ def depth(found: Inspection) -> go.Figure:
         hover="layers %{y} and %{x}: <b>%{z:.3f}</b>",
         height=360,
         colorscale="Cividis",
-        zmin=0,
-        zmax=float(values[is_known].max()) if is_known.any() else 1,
+        zmin=float(low),
+        zmax=float(high),
+        texttemplate="%{z:.2f}" if len(names) <= MAX_TEXTS else None,
     )
     return _named_x(figure, names)
 
