@@ -151,5 +151,5 @@ def _last_written(folder: Path) -> tuple[float, str]:
     times = [0.0]
     for place in (folder, folder / run_folder.CHECKPOINTS_FOLDER):
         with suppress(OSError):  # gone by now, or not to be read
-            times += [path.lstat().st_mtime for path in place.iterdir()]
+            times += [path.stat().st_mtime for path in place.iterdir() if path.exists()]
     return max(times), folder.name

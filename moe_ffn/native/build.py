@@ -4,7 +4,7 @@ Nothing is compiled at installation. What is compiled is kept by all that it dep
 the compiler and its flags, so that a folder which several machines share holds one file for each kind:
 
     native-KEY-DIGEST.so   the library; the digest is that of its bytes
-    native-KEY.failed      what the compiler said against the code; while this is there it is not asked again
+    native-KEY.failed      what the compiler said instead; while this is there it is not asked again
     native-KEY.lock        held by the process that compiles
     .native-KEY-*          the folder in which it does
 """
@@ -53,9 +53,11 @@ FLAGS_OF_GCC = (
 """Without the passes that take long and gain nothing, and without looking for memory to use again below 1 GB;
 Clang does not know these flags."""
 TIMEOUT_SECONDS = 300
-_ERROR_IN_CODE = re.compile(r"^.+:\d+:\d+: error: ", re.MULTILINE)
-"""A compiler's word against a line of code. A full disk, a killed compiler or lacking memory reads otherwise
-(`fatal error:`), may be gone the next time, and is not remembered."""
+_TRANSIENT = re.compile(
+    r"^.*(?:no space left|quota exceeded|input/output error|killed|terminated program|memory).*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""A line of a compiler that fails for what may be gone the next time; such a failure is not remembered."""
 VERSION_TIMEOUT_SECONDS = 30
 
 
@@ -167,11 +169,10 @@ def _build(command: list[str], place: Path, failure: Path) -> Path | None:
                     _say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")
                     return library
             except subprocess.CalledProcessError as error:
-                if not _ERROR_IN_CODE.search(error.output):
-                    last = (
-                        error.output.strip().rpartition("\n")[2] or f"exit code {error.returncode}"
-                    )
-                    raise RuntimeError(f"the compiler ended with '{last}'") from None
+                found = _TRANSIENT.search(error.output)
+                if found or not error.output.strip():
+                    why = found[0].strip() if found else f"exit code {error.returncode}"
+                    raise RuntimeError(f"the compiler ended with '{why}'") from None
                 target.write_text(f"{shlex.join(whole)}\n\n{error.output}\n", encoding="utf-8")
                 target.replace(failure)
                 return None

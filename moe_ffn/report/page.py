@@ -161,7 +161,7 @@ def stamp_of(folders: Sequence[Path]) -> Stamp:
     stamps: Stamp = []
     for path in (folder / name for folder in folders for name in WATCHED):
         try:
-            found = path.lstat()
+            found = path.stat()
         except OSError:
             stamps.append(None)
         else:

@@ -239,6 +239,11 @@ def check_has_weights(folder: Path) -> None:
     check_can_be_read(folder, needed)
     for name in needed:
         if not (folder / name).exists():
+            if (folder / name).is_symlink():
+                raise ConfigError(
+                    f"'{folder / name}' is a link to '{(folder / name).readlink()}', which is not there; "
+                    "mount its disk, or put it back"
+                )
             raise ConfigError(
                 f"'{folder}' has no {name}, so no model to load; give a run that has come to its "
                 "first validation"

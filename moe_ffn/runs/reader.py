@@ -400,7 +400,7 @@ def read_weights(
         candidates = [path for path in steps if likely_step(path) == step]
     found, skipped = newest_good(candidates, refusal)
     if step is None and steps and not best:
-        skipped = [f"{BEST_NAME} is missing", *skipped]
+        skipped = [f"there is no {BEST_NAME}", *skipped]
     why = "; ".join(skipped)
     if found is None:
         raise ConfigError(

@@ -217,8 +217,7 @@ class MuonConfig(OptimizerConfig, frozen=True):
     """
 
     type: Literal["muon"] = "muon"
-    learning_rate: Rate = 1e-2
-    """Peak learning rate of the matrices, and of all else unless adamw_learning_rate is given."""
+    learning_rate: _FullRate = 1e-2
     weight_decay: DecoupledDecay = 0.1
     momentum: Fraction = 0.95
     """Decay rate of the running mean of the gradients."""

@@ -182,15 +182,15 @@ REFUSED = {
         "'bf16-true' or '16-mixed', got 'bf16'",
     ),
     "beta out of range": (
-        "--optimizer.betas [0.9,1.0]",
-        "optimizer.betas.1: must be less than 1.0, got 1.0",
+        "--optimizer.adamw_betas [0.9,1.0]",
+        "optimizer.adamw_betas.1: must be less than 1.0, got 1.0",
     ),
     "unknown optimizer": (
         "--optimizer lbfgs",
         f"optimizer.type: unknown 'lbfgs'; known: {KNOWN_OPTIMIZERS}",
     ),
     "option of another optimizer": (
-        "--optimizer.momentum 0.9",
+        "--optimizer.type adamw --optimizer.momentum 0.9",
         "optimizer.momentum: unknown with optimizer.type 'adamw'; it belongs to type 'sgd' or 'muon': add "
         "--optimizer.type sgd",
     ),
@@ -301,8 +301,8 @@ REFUSED = {
         "argument --config: expected at least one argument",
     ),
     "value that is no YAML": (
-        "--optimizer.betas [0.9,",
-        re.compile(r"--optimizer\.betas: is not valid YAML \(line 1\): .+"),
+        "--optimizer.adamw_betas [0.9,",
+        re.compile(r"--optimizer\.adamw_betas: is not valid YAML \(line 1\): .+"),
     ),
     # -- Lightning
     "accelerator that does not exist": (

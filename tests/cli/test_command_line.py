@@ -202,7 +202,7 @@ def test_print_config_reads_back_to_the_same_config(
     argv = [
         "--model.ffn", "{type: moe, num_experts: 4, capacity: {factor: 1.25}, shared_expert: glu}",
         "--model.ffn_at", "{0: dense, '1::2': {type: swiglu, d_ff: 8}}",
-        "--optimizer.eps", "1e-9",
+        "--optimizer.adamw_eps", "1e-9",
         "--sample.prompt", "'é \\n#: '",
         "--trainer.early_stopping", "{patience: 2}",
         "--trainer.max_time", "01:00:00:00",

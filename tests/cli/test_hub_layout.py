@@ -72,7 +72,7 @@ def test_a_run_without_its_best_checkpoint_says_which_one_is_used(run: Path) -> 
     for program, *argv in (("evaluate", str(run)), ("generate", str(run), "--prompt", "a")):
         done = run_here(*argv, program=f"experiments.{program}")
         assert done.code == 0, done.stderr
-        said = f"{run / CHECKPOINTS_FOLDER}: best.ckpt is missing; taking step_00000012.ckpt"
+        said = f"{run / CHECKPOINTS_FOLDER}: there is no best.ckpt; taking step_00000012.ckpt"
         assert said in done.own_lines, done.stderr
 
 

@@ -159,9 +159,9 @@ ON_GPU = {"trainer": {"accelerator": "gpu"}}
 @pytest.mark.parametrize(
     ("options", "tensors"),
     [
-        ({}, 4),  # AdamW keeps two means
+        ({"optimizer": {"type": "adamw"}}, 4),  # two means
         ({"optimizer": {"type": "sgd"}}, 3),
-        ({"trainer": {"precision": "bf16-true"}}, 2),
+        ({"optimizer": {"type": "adamw"}, "trainer": {"precision": "bf16-true"}}, 2),
     ],
 )
 def test_a_training_on_the_cpu_is_refused_by_all_that_it_keeps(

@@ -34,6 +34,7 @@ OPTIONS = {
     "trainer__validate_every_n_steps": "4",
     "checkpoints__every_n_steps": "1",
     "checkpoints__keep_last": "9",
+    "optimizer__type": "adamw",  # which counts its steps
     "logging__every_n_steps": "3",  # so that after step 7 a row is half full
     "logging__alarms__router_logit": "0.01",
 }

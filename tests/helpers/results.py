@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_ffn.config_files import merge, nest
+from moe_ffn.config_files import merge, nest, validate
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.result import Curve, Outcome, RunResult
@@ -37,7 +37,8 @@ def make_result(
         options: by dotted keys, over the defaults.
         curve: its validation losses; the last is replaced by `loss`.
     """
-    config = merge(TrainConfig().to_dict(), nest((options or {}).items()))
+    fixed = validate(TrainConfig, {"optimizer": {"type": "adamw"}}).to_dict()
+    config = merge(fixed, nest((options or {}).items()))
     config |= {"seed": seed}
     del config["run"]
     losses: list[float | None] = [*(curve or [4.0, 3.0])[:-1], loss]

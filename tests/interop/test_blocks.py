@@ -185,6 +185,16 @@ def test_what_no_row_computes_is_refused(model: str, option: str, values: tuple[
     )
 
 
+def test_phimoe_chooses_two_experts_whatever_its_config_says() -> None:
+    """`sparsemixer` of transformers takes `top_k` and ignores it."""
+    entry = COMPARED["phimoe"]
+    config = config_of("phimoe", entry, SMALL | dict(entry.small))
+    with pytest.raises(
+        ConfigError, match="num_experts_per_tok is 3, which our model does not compute"
+    ):
+        block_config("phimoe", Changed(config, {"num_experts_per_tok": 3}))
+
+
 WORDS = [
     ("beam", "hidden_act", "hidden_act is 'quick_gelu', which our model does not compute; served "),
     ("inkling2", "scoring_func", "scoring_func is 'quick_gelu', which our model does not compute"),

@@ -33,10 +33,11 @@ from moe_ffn.native import build
 SAID = ["compiling the CPU kernels, once (10 to 20 s)", "compiled the CPU kernels in 0 s"]
 WRITES = 'echo "a library" > "$target"'
 FAILS = 'echo "experts.cpp:3:7: error: no such vector" >&2; exit 1'
+ENDS = "compilation terminated."
 FULL_DISK = (
-    'echo "/tmp/c.s: fatal error: error writing to /tmp/c.s: No space left on device" >&2; exit 1'
+    f'echo "c.s: fatal error: error writing to c.s: No space left on device\n{ENDS}" >&2; exit 1'
 )
-KILLED = 'echo "g++: fatal error: Killed signal terminated program cc1plus" >&2; exit 1'
+KILLED = f'echo "g++: fatal error: Killed signal terminated program cc1plus\n{ENDS}" >&2; exit 1'
 
 LOAD_LIBRARY = torch.ops.load_library
 
@@ -245,10 +246,11 @@ def test_a_failure_that_may_pass_is_not_remembered(
 ) -> None:
     compiler(f'[ $call -gt 1 ] && echo > "$target" && exit; {failure}')
     with monkeypatch.context() as patch:
-        patch.setattr(build, "TIMEOUT_SECONDS", 0.1 if "sleep" in failure else 60)
+        patch.setattr(build, "TIMEOUT_SECONDS", 3 if "sleep" in failure else 60)
         first = build.load()
     assert first is not None
     assert first.startswith(LOST)
+    assert ENDS not in first
     assert not list(folder.glob("*.failed"))
 
     assert build.load() is None

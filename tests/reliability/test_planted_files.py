@@ -272,8 +272,8 @@ def test_checkpoints_on_a_disk_that_is_not_mounted_are_named(tmp_path: Path) -> 
     assert (done.code, done.own_lines) == (
         2,
         [
-            f"error: '{run}' has no checkpoints, so no model to load; give a run that has come to its first "
-            "validation"
+            f"error: '{run / CHECKPOINTS_FOLDER}' is a link to '{tmp_path / 'unmounted'}', which is not "
+            "there; mount its disk, or put it back"
         ],
     )
 

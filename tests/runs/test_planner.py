@@ -200,7 +200,8 @@ def test_dividing_takes_memory_off_a_rank_and_adds_traffic() -> None:
     ("precision", "item"), [("32-true", 4), ("bf16-mixed", 4), ("bf16-true", 2), ("64-true", 8)]
 )
 def test_the_memory_of_weights_by_hand(precision: str, item: int) -> None:
-    options = {"data": {"batch_size": 8}, "trainer": {"precision": precision}}
+    options: dict[str, Any] = {"data": {"batch_size": 8}, "trainer": {"precision": precision}}
+    options["optimizer"] = {"type": "adamw"}
     plans = plans_of(4, **options)
     decoder = config_of().model.build(257, 64)
 
