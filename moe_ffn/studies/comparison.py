@@ -375,9 +375,8 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
         shared = set(arm.losses) & set(base.losses)
         why = "have one seed in common" if shared else "have no seed in common"
         return f"{arm.name} and {baseline} {why}, so nothing is said of their difference."
-    enough = (
-        f"{found.seeds_needed:,} seeds" if (found.seeds_needed or 0) <= 1000 else "over 1,000 seeds"
-    )
+    needed = found.seeds_needed or 0
+    enough = f"{needed:,} seeds" if needed <= 1000 else "over 1,000 seeds"
     if found.interval is None:
         each = " and ".join(f"{value:+.4f}" for value in by_seed)
         return (
