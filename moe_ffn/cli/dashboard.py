@@ -106,7 +106,7 @@ def _parser() -> Parser:
         default=argparse.SUPPRESS,
         metavar="N",
         help="layers whose load has a heat map of its own, expert x step, beside the one of all "
-        "layers; none where nothing follows; default: 0 1 2 3. Every other panel shows all layers",
+        "layers; none where nothing follows; default: 0. Every other panel shows all layers",
     )
     add(
         "--replace",

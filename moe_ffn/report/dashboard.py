@@ -39,8 +39,8 @@ with warnings.catch_warnings():
     from wandb_workspaces.reports.v2.interface import PanelTypes
 
 DEFAULT_NAME = "Feed-forward blocks"
-DEFAULT_LAYERS = (0, 1, 2, 3)
-"""Layers of a model of default depth."""
+DEFAULT_LAYERS = (0,)
+"""The one layer of every model, however deep the runs of the project are."""
 
 SPEED = RUN_METRICS["tokens_per_second"]
 

@@ -137,13 +137,13 @@ def test_every_column_that_a_run_writes_in_training_has_a_panel(moe_run: Any) ->
     }
     assert any(column.startswith("routing/layer_01/") for column in written)
 
-    # Loads go to wandb as one histogram for each layer, which has its own panel.
+    # Loads go to wandb as one histogram for each layer, and as one figure of all of them.
     loads = {column for column in written if "/load/expert_" in column}
     assert {re.sub("/expert_[0-9]+$", "", column) for column in loads} == {
         "routing/layer_00/load",
         "routing/layer_01/load",
     }
-    assert drawn("routing/layer_01/load") == ["Load of layer 1"]
+    assert drawn("routing/layer_00/load") == ["Load of layer 0"]
     assert [column for column in sorted(written - loads) if not drawn(column)] == []
 
 
@@ -161,13 +161,8 @@ def test_load_comes_first_in_routing_as_heat_maps() -> None:
 
     assert figure["viewType"] == "Media Browser"
     assert figure["config"]["mediaKeys"] == [LOAD_FIGURE] == ["routing/load_heatmap"]
-    assert [panel["config"]["metrics"] for panel in rest[:5]] == [
-        ["routing/layer_00/load"],
-        ["routing/layer_01/load"],
-        ["routing/layer_02/load"],
-        ["routing/layer_03/load"],
-        [],
-    ]
+    # Of a layer that every model has; of any other a model of two layers would have an empty panel.
+    assert [panel["config"]["metrics"] for panel in rest[:2]] == [["routing/layer_00/load"], []]
 
 
 @pytest.mark.parametrize("layers", [(), (12,), (0, 31)])

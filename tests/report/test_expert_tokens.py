@@ -14,6 +14,7 @@ from playwright.sync_api import Browser
 import moe_ffn
 from moe_ffn.data.prepare import cached_validation, prepare
 from moe_ffn.errors import ConfigError
+from moe_ffn.report import expert_tokens as tokens_module
 from moe_ffn.report.expert_tokens import (
     MIN_COUNT,
     NOWHERE,
@@ -113,6 +114,20 @@ def test_a_run_s_validation_text_is_routed_as_its_model_does(trained: Path) -> N
     assert set(at_none.tolist()) == set(range(len(found.ids_T))) - set(gate.token_ids_N.tolist())
     shares = [expert.share for expert in expert_tokens(found, "layer_00/inner")]
     assert sum(shares) == pytest.approx(1)
+
+
+def test_a_text_of_many_batches_is_routed_as_one(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = moe_ffn.load_run(trained)
+    whole = route_validation(run)
+    monkeypatch.setattr(tokens_module, "BATCH_TOKENS", 2 * whole.seq_len)
+    parts = route_validation(run)
+
+    assert len(whole.ids_T) > 4 * whole.seq_len, "more than two batches"
+    for name, layer in whole.layers.items():
+        assert (parts.layers[name].heaviest_T == layer.heaviest_T).all()
+        assert (parts.layers[name].token_ids_N == layer.token_ids_N).all()
 
 
 def test_the_text_comes_from_the_cache_alone_and_its_loss_is_one_sentence(

@@ -15,6 +15,7 @@ import yaml
 
 from moe_ffn.option_tree import flatten
 from moe_ffn.report.page import report_html
+from moe_ffn.report.run_summary import duration
 from moe_ffn.runs.reader import read_runs
 from tests.helpers.synthetic_run import age, raise_alarms, write_metrics, write_run
 from tests.helpers.written_page import Written, row_of, without_plots
@@ -24,13 +25,14 @@ REPOSITORY = Path(__file__).parents[2]
 
 def test_the_head_of_a_page(folder: Path, page: Written) -> None:
     summary = json.loads((folder / "summary.json").read_text())
+    below = 3.08 - summary["validation_loss"]
 
     assert "<title>moe</title>" in page.html
     for said in (
         "finished , step 600 of 600 · moe, 8 experts, top_k k = 2 · 4 layers of width 128",
         f"validation loss {summary['validation_loss']:.4f} nats per token",
         f"bits per byte {summary['validation_bits_per_byte']:.4f}",
-        f"unigram model 3.0800 loss is {3.08 - summary['validation_loss']:.4f} below it (",
+        f"unigram model 3.0800 loss is {below:.4f} below it ({below / 3.08:.0%})",
         "tokens seen 2.46 M step 600 of 600",
         "training FLOPs 12.83 T 1.74 M per token, forward",
         "wall time 1 min 16 s 1 min 0 s in training steps",
@@ -42,6 +44,23 @@ def test_the_head_of_a_page(folder: Path, page: Written) -> None:
         "Out of the healthy range: Dead experts in layer 1.",
     ):
         assert said in page.text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, "-"),
+        (math.nan, "-"),
+        (12.34, "12.3 s"),
+        (60, "1 min 0 s"),
+        (245.4, "4 min 5 s"),
+        (3599.6, "1 h 0 min"),
+        (4980, "1 h 23 min"),
+        (90_000, "25 h 0 min"),
+    ],
+)
+def test_a_duration_is_said_in_two_units(seconds: float | None, said: str) -> None:
+    assert duration(seconds) == said
 
 
 def test_alarms_stand_at_the_top_with_their_advice(moe: Path) -> None:

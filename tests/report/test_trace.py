@@ -175,6 +175,7 @@ def test_every_token_can_be_seen(token: bytes, shown: str) -> None:
         (0.624, ".62"),
         (0.999, "1.0"),
         (1.26, "1.3"),
+        (9.94, "9.9"),
         (9.96, "10"),
         (math.nan, "nan"),
     ],

@@ -224,6 +224,13 @@ def test_steps_flops_and_seconds_to_the_loss_of_the_baseline() -> None:
     )
     assert not_reached is not None
     assert (not_reached.num_reached, not_reached.steps) == (1, None)
+    # In brackets over all that dense takes, with half the FLOPs and half the seconds of a step.
+    table = next(table for table in tables(found) if table.title.startswith("To the final loss"))
+    assert [row[1:4] for row in table.rows] == [
+        ["100 (1.00)", "3.00 M (1.00)", "50 (1.00)"],
+        ["62 ±29 (0.62)", "3.71 M (1.24)", "62 (1.24)"],
+        ["not reached (1 of 3)"] * 3,
+    ]
 
 
 def test_a_seed_that_the_baseline_lacks_is_held_to_its_mean() -> None:

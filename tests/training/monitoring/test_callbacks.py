@@ -22,6 +22,7 @@ from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
 from moe_ffn.training.monitoring import callbacks
 from moe_ffn.training.monitoring import routing_window as routing_by_layer
 from moe_ffn.training.monitoring.callbacks import SampleLog
+from moe_ffn.training.monitoring.hardware import peak_memory
 from moe_ffn.training.monitoring.routing_window import RoutingWindow
 from moe_ffn.training.objective import Objective
 from tests.helpers.faults import Fault
@@ -155,6 +156,15 @@ def test_rows_say_how_long_training_took_so_far_and_a_step_of_theirs(
     batches = len(validation_batches(fitted.config.data, fitted.data))
     assert steps.validation_seconds == pytest.approx(validations * (1e3 * batches + 1e4))
     assert steps.peak_memory_bytes > 50e6, "torch alone takes more"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux alone says it there")
+def test_the_peak_memory_is_in_bytes() -> None:
+    status = Path("/proc/self/status").read_text()
+    (kibibytes,) = (int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line)
+    found = peak_memory(torch.device("cpu"))
+    assert found % 1024 == 0
+    assert found > 0.99 * 1024 * kibibytes
 
 
 def test_the_seconds_of_a_step_are_those_of_all_its_batches(

@@ -48,6 +48,17 @@ def test_health_names_the_worst_layer_and_what_is_lost() -> None:
     ]
 
 
+def test_of_layers_without_loads_the_one_that_uses_fewest_experts_is_named() -> None:
+    routing = {
+        f"layer_{n:02d}": {
+            "experts_used": torch.tensor(used),
+            "dropped_fraction": torch.tensor(0.0),
+        }
+        for n, used in enumerate((0.75, 0.25, 0.5))
+    }
+    assert routing_health(routing) == ["experts used 25.0% (layer 1)"]
+
+
 def test_bars_are_half_full_at_the_even_share() -> None:
     # 1, 4, 2 and 1 eighths of the pairs: half, twice, one and a half times the even quarter.
     uneven = values([0.125, 0.5, 0.375, 0.0])
@@ -65,6 +76,11 @@ def test_of_too_many_experts_for_bars_the_extremes_are_named() -> None:
     load[40], load[3:17] = 0.25, [0.75 / 14] * 14
     assert load_lines({"layer_07": values(load)}) == [
         "load  7 busiest #40 25.00%, median 0.00%, idlest 0.00%, 49 of 64 unused"
+    ]
+    load = [0.75 / 62] * 64
+    load[40], load[5] = 0.25, 0.0
+    assert load_lines({"layer_07": values(load)}) == [
+        "load  7 busiest #40 25.00%, median 1.21%, idlest 0.00%, 1 of 64 unused"
     ]
 
 
