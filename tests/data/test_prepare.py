@@ -270,7 +270,7 @@ class TestCache:
         folder = prepared().folder
         shutil.rmtree(folder)
         folder.touch()
-        with pytest.raises(ConfigError, match=r"cannot be written \(no folder, but a file\)"):
+        with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\)"):
             prepared()
 
     def test_on_a_disk_that_loses_what_is_written_is_refused(

@@ -58,7 +58,7 @@ BAD_IDS: list[tuple[Any, type[Exception], str]] = [
     ([3, 10**6], ValueError, "ids must lie in [0, "),
     ([1.0], TypeError, "ids must be whole numbers, got 1.0"),
     ("65", TypeError, "ids must be whole numbers, got '6'"),
-    (torch.tensor([[65, 66]]), TypeError, "ids must be whole numbers, got tensor([65, 66])"),
+    (torch.tensor([[65, 66]]), TypeError, "ids must be whole numbers, got [65, 66]"),
 ]
 
 

@@ -179,7 +179,7 @@ def test_a_resumed_run_obeys_the_options_it_is_given(
     config = make_config(trainer={"max_steps": 8, "accelerator": "cpu"})
     changed = make_config(
         trainer={"max_steps": 20, "accelerator": "cpu"},
-        optimizer={"learning_rate": 1e-5, "weight_decay": 0.0, "betas": [0.5, 0.6]},
+        optimizer={"type": "adamw", "learning_rate": 1e-5, "weight_decay": 0.0, "betas": [0.5, 0.6]},
     )
     saved = tmp_path / "cut.ckpt"
     with pytest.raises(Killed):

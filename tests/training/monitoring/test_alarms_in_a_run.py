@@ -54,7 +54,7 @@ def alarms_of(fitted: Fitted, capsys: pytest.CaptureFixture[str]) -> list[tuple[
 def test_a_healthy_run_raises_no_alarm(fit: Callable[..., Fitted]) -> None:
     moe = {"type": "moe", "num_experts": 4}
 
-    fitted = fit(model={"ffn": moe}, logging=UNLESS_ALL_GO_ONE_WAY)
+    fitted = fit(model={"ffn": moe}, logging=UNLESS_ALL_GO_ONE_WAY, optimizer={"type": "adamw"})
 
     assert fitted.watchers.steps.alarm_log.num_alarms == 0
     assert not fitted.watchers.steps.alarm_log.file.path.exists()
@@ -83,7 +83,8 @@ def test_exploding_router_logits(
 ) -> None:
     sabotage = Saboteur("layers.1.ffn.router.projection.weight", 1e4, at=2)
 
-    fitted = fit(sabotage, model={"ffn": {"type": "moe", "num_experts": 4}}, logging=EARLY)
+    moe = {"type": "moe", "num_experts": 4}
+    fitted = fit(sabotage, model={"ffn": moe}, logging=EARLY, optimizer={"type": "adamw"})
 
     assert ("exploding_logits", 3, "layer_01") in alarms_of(fitted, capsys)
 

@@ -109,7 +109,7 @@ def test_the_last_few_and_the_best_are_kept(
 
 
 def test_the_best_holds_weights_alone_and_whose_they_are(fit: Callable[..., Fitted]) -> None:
-    fitted = fit(model={"d_model": 64}, optimizer={"learning_rate": 0.01})
+    fitted = fit(model={"d_model": 64}, optimizer={"type": "adamw", "learning_rate": 0.01})
     folder = fitted.watchers.checkpoints.folder
 
     best, last = read_checkpoint(folder / "best.ckpt"), read_checkpoint(folder / step_name(6))
