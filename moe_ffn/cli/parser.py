@@ -56,7 +56,9 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
 
-    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> Any:
         """Parse a command line of fixed options alone.
 
         Raises:
@@ -66,12 +68,12 @@ class Parser(argparse.ArgumentParser):
         for word in takewhile("--".__ne__, words):
             flag = word.partition("=")[0]
             if re.fullmatch(r"-{1,2}[^\W\d][\w.-]*", flag) and flag not in ("-h", *self._flags):
-                raise ConfigError(f"{flag}: unknown{nearest_or_all(_dashed(flag), self._flags)}")
+                raise ConfigError(f"{flag}: unknown{nearest_or_all(flag, self._flags)}")
         return super().parse_args(words, namespace)
 
     def nearest_flag(self, typed: str) -> str:
         """`"; did you mean '--resume'?"` for `--resum`; the empty string where no flag is like it."""
-        return did_you_mean(_dashed(typed), self._flags, cutoff=0.8)
+        return did_you_mean(typed, self._flags, cutoff=0.8)
 
     @property
     def _flags(self) -> list[str]:
@@ -80,11 +82,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         raise ConfigError(message)
-
-
-def _dashed(flag: str) -> str:
-    """A flag with dashes for underscores and two of them before it: `--print-config`."""
-    return f"--{flag.lstrip('-').replace('_', '-')}"
 
 
 def as_typed(text: str) -> str:

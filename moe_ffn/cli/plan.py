@@ -1,6 +1,6 @@
 """How to divide a model among GPUs: of each layout the memory of one, its traffic and the time of a step.
 
-moe-ffn plan --model.d_model 4096 --model.num_layers 32 --model.ffn.num_experts 8 --gpus 64 --gpu h100
+moe-ffn plan --model.d_model 4096 --model.num_layers 32 --data.batch_size 64 --gpus 64 --gpu h100
 """
 
 from __future__ import annotations
