@@ -125,7 +125,8 @@ def test_steps_of_warm_up_do_not_depend_on_the_length_of_the_run() -> None:
     assert [fraction.num_warmup_steps(n) for n in (100, 1000)] == [9, 90]
     # The nearest number: 0.09 * 30 is 2.7, and in float64 0.29 * 100 is 28.999999999999996.
     assert fraction.num_warmup_steps(30) == 3
-    assert ScheduleConfig.model_validate({"warmup_fraction": 0.29}).num_warmup_steps(100) == 29
+    larger = ScheduleConfig.model_validate({"type": "linear", "warmup_fraction": 0.29})
+    assert larger.num_warmup_steps(100) == 29
     assert schedule(type="constant").warmup_option == "warmup_steps (now 9)"
     assert fraction.warmup_option == "warmup_fraction (now 0.09)"
 
