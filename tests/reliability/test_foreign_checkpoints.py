@@ -53,9 +53,9 @@ def another_id(identity: dict[str, Any]) -> None:
 
 FORGOTTEN = lose("facts.json", "saved.json")
 OTHER_OPTIONS: dict[str, Any] = {
-    "optimizer.learning_rate": 0.01,
+    "optimizer.learning_rate": 0.007,
     "optimizer.weight_decay": 0.0,
-    "optimizer.betas": [0.9, 0.99],
+    "optimizer.adamw_betas": [0.9, 0.99],
     "optimizer.schedule.type": "constant",
     "objective.load_balance": 0.0,
     "objective.masked_fraction": 0.5,
@@ -91,7 +91,7 @@ STRANGERS: dict[str, tuple[list[Do], str]] = {
     ),
     "a copy that went on with another rate": (
         [with_identity(option("optimizer.learning_rate", 0.007))],
-        "was made with optimizer.learning_rate 0.007, but this run has 0.003 in config.yaml and no other in "
+        "was made with optimizer.learning_rate 0.007, but this run has 0.01 in config.yaml and no other in "
         "resumes.jsonl",
     ),
     **{
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_run_is_refused(folder: Path, do: list[Do], said
 
 
 SIBLINGS = {
-    "rate": {"optimizer__learning_rate": "0.01"},
+    "rate": {"optimizer__learning_rate": "0.007"},
     "seed": {"seed": "3"},
     "nothing": {"logging__every_n_steps": "3"},
     "corpus": {"data__corpus": "{type: text, paths: [README.md]}"},
@@ -182,9 +182,9 @@ def with_rate(folder: Path, rate: str) -> None:
     """As if `--resume` had been given another learning rate, and had died before it saved anything."""
     for name, before in (("config.yaml", "learning_rate: "), ("facts.json", '"learning_rate": ')):
         text = (folder / name).read_text()
-        assert f"{before}0.003" in text
-        (folder / name).write_text(text.replace(f"{before}0.003", f"{before}{rate}"))
-    line = {"step": 8, "changes": {"optimizer.learning_rate": [0.003, float(rate)]}}
+        assert f"{before}0.01" in text
+        (folder / name).write_text(text.replace(f"{before}0.01", f"{before}{rate}"))
+    line = {"step": 8, "changes": {"optimizer.learning_rate": [0.01, float(rate)]}}
     (folder / "resumes.jsonl").write_text(json.dumps(line) + "\n")
 
 
@@ -194,12 +194,12 @@ def own_start(folder: Path) -> Start:
 
 
 def test_checkpoints_from_before_an_option_was_changed_are_the_runs_own(folder: Path) -> None:
-    with_rate(folder, "0.01")
+    with_rate(folder, "0.007")
     assert own_start(folder).step == 12
-    assert load_model(folder).config.optimizer.learning_rate == 0.01
+    assert load_model(folder).config.optimizer.learning_rate == 0.007
 
     (folder / "resumes.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"0\.003, but this run has 0\.01 in config\.yaml and no"):
+    with pytest.raises(ConfigError, match=r"0\.01, but this run has 0\.007 in config\.yaml and no"):
         own_start(folder)
 
 
@@ -216,7 +216,7 @@ def test_damaged_lines_of_resumes_say_nothing(folder: Path, content: str) -> Non
 @pytest.mark.slow
 def test_a_rate_may_be_changed_again_and_again(folder: Path) -> None:
     """Each time from the checkpoint of step 8, made with the first of them."""
-    for rate in ("0.01", "0.02", "0.003"):
+    for rate in ("0.007", "0.02", "0.01"):
         (folder / "checkpoints" / NEWEST).unlink()
         (folder / "summary.json").unlink(missing_ok=True)
         done = resume(folder, "--optimizer.learning_rate", rate)

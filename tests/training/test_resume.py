@@ -176,10 +176,17 @@ def test_a_resumed_run_obeys_the_options_it_is_given(
     make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
 ) -> None:
     """torch would go on with the rates of the checkpoint."""
-    config = make_config(trainer={"max_steps": 8, "accelerator": "cpu"})
+    config = make_config(
+        trainer={"max_steps": 8, "accelerator": "cpu"}, optimizer={"type": "adamw"}
+    )
     changed = make_config(
         trainer={"max_steps": 20, "accelerator": "cpu"},
-        optimizer={"type": "adamw", "learning_rate": 1e-5, "weight_decay": 0.0, "betas": [0.5, 0.6]},
+        optimizer={
+            "type": "adamw",
+            "learning_rate": 1e-5,
+            "weight_decay": 0.0,
+            "betas": [0.5, 0.6],
+        },
     )
     saved = tmp_path / "cut.ckpt"
     with pytest.raises(Killed):
