@@ -173,7 +173,9 @@ def test_every_command_succeeds(
         shutil.rmtree("docs/studies")  # whose runs read other text
         assert run(["experiments.sweep", *sweep]) == 0
         assert run([module, *arguments]) == 0
-        assert "from 2 seeds" in Path("docs/studies/noise.md").read_text(encoding="utf-8")
+        assert "nats per token in 2 seeds;" in Path("docs/studies/noise.md").read_text(
+            encoding="utf-8"
+        )
         return
     if module == "experiments.sweep":  # one of the configs stands for all
         files = sorted(str(path) for path in Path().glob(arguments[0]))
