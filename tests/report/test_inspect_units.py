@@ -156,7 +156,7 @@ def test_a_unit_that_answers_to_a_position_is_found_as_such() -> None:
 def test_a_unit_that_answers_to_a_position_in_the_line() -> None:
     """From inputs set by hand: the third of each line, whose letters and positions differ."""
     lines = b"".join(bytes([97 + i % 5]) * (4 + i % 7) + b"\n" for i in range(400))
-    text = text_of_tokens(BYTES.encode(lines), BYTES, 64, 2000)
+    text = text_of_tokens(BYTES.encode(lines).numpy(), BYTES, 64, 2000)
     (thirds,) = np.nonzero(text.column_T == 2)
     chosen = thirds[:: len(thirds) // 10][:10]
     inputs = TopInputs(10)
