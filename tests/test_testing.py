@@ -70,6 +70,22 @@ def test_a_built_block_that_looks_ahead_is_refused_in_a_causal_model_alone() -> 
     check_ffn(Leaking(), D_MODEL, causal=False)
 
 
+class LeakingInTraining(Leaking):
+    """Looks ahead in training alone, where dropout makes each output another."""
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        if not self.training:
+            return FFNOutput(self.up(x))
+        return FFNOutput(nn.functional.dropout(self.up(x + x.roll(-1, dims=1)), 0.1))
+
+
+def test_dropout_does_not_hide_a_block_that_looks_ahead() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^LeakingInTraining: .* do \(in training\), so a causal"
+    ):
+        check_ffn(LeakingInTraining(), D_MODEL)
+
+
 class Deaf(FFNBlock):
     """Returns a routing whose weights nothing is multiplied by."""
 

@@ -21,8 +21,8 @@ question: Which?
 seeds: [0, 1]
 baseline: dense
 arms:
-  dense: {model.ffn: {type: dense, d_ff: 32}}
-  moe: {model.ffn: {type: moe, num_experts: 4, router: {type: top_k, k: 1}}}
+  dense: {model.ffn: {type: dense, d_ff: 32}, optimizer: {type: adamw}}
+  moe: {model.ffn: {type: moe, num_experts: 4, router: {type: top_k, k: 1}}, optimizer: {type: adamw}}
 """
 
 
@@ -125,7 +125,8 @@ def test_a_seed_that_somebody_adds_is_on_the_page(
 def test_what_a_result_does_not_know_and_flags_of_its_sweep_count_as_planned(
     page: Callable[..., Finished], tmp_path: Path
 ) -> None:
-    text = "arms: {dense: {model.ffn: {type: dense, d_ff: 32}, trainer.max_time: {hours: 2}}}\n"
+    text = "arms: {dense: {model.ffn: {type: dense, d_ff: 32}, optimizer: {type: adamw}, "
+    text += "trainer.max_time: {hours: 2}}}\n"
     text += "tuning: {seeds: [0], grid: {optimizer.learning_rate: [0.5]}}\n"
     (tmp_path / "which.yaml").write_text(text, encoding="utf-8")
     runs = tmp_path / "runs"
