@@ -54,7 +54,8 @@ FLAGS_OF_GCC = (
 Clang does not know these flags."""
 TIMEOUT_SECONDS = 300
 _TRANSIENT = re.compile(
-    r"^.*(?:no space left|quota exceeded|input/output error|killed|terminated program|memory).*$",
+    r"^.*(?:no space left|quota exceeded|input/output error|killed|terminated program|out of memory"
+    r"|memory exhausted|cannot allocate memory).*$",
     re.IGNORECASE | re.MULTILINE,
 )
 """A line of a compiler that fails for what may be gone the next time; such a failure is not remembered."""

@@ -195,9 +195,9 @@ def check_is_run(folder: Path) -> None:
 def of_library(folder: Path) -> str:
     """What reads a model folder, for the end of a sentence; empty where it is of no library."""
     config = folder / "config.json"
-    if config.is_file() and read_object(config) is None:
-        return f"its {config.name} is damaged; copy it again"
-    kind = (read_object(config) or {}).get("model_type")
+    if (found := read_object(config)) is None:
+        return f"its {config.name} is damaged; copy it again" if config.is_file() else ""
+    kind = found.get("model_type")
     if kind == "moe_ffn":
         return "it is the folder of a model, which moe_ffn.load_pretrained reads"
     makes = f"{command('convert')} {folder} NEW makes a model folder of it"

@@ -188,16 +188,18 @@ Found = list[tuple[RunResult, "_Source"]]
 
 
 def _with_places(found: Found) -> Found:
-    """The results with the names of their folders or files, or with their paths where names are the same."""
-    stems = [source.path.resolve().name.removesuffix(".json") for _, source in found]
+    """The results as the user knows them: by folder, or by name in a table; by path where that is ambiguous."""
+    names = [
+        source.path.resolve().name if source.line is None else result.name
+        for result, source in found
+    ]
+    places = [
+        name if names.count(name) == 1 else str(source.path)
+        for name, (_, source) in zip(names, found, strict=True)
+    ]
     return [
-        (
-            result.model_copy(
-                update={"found_as": stem if stems.count(stem) == 1 else str(source.path)}
-            ),
-            source,
-        )
-        for (result, source), stem in zip(found, stems, strict=True)
+        (result.model_copy(update={"found_as": place}), source)
+        for place, (result, source) in zip(places, found, strict=True)
     ]
 
 

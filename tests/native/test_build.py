@@ -33,6 +33,7 @@ from moe_ffn.native import build
 SAID = ["compiling the CPU kernels, once (10 to 20 s)", "compiled the CPU kernels in 0 s"]
 WRITES = 'echo "a library" > "$target"'
 FAILS = 'echo "experts.cpp:3:7: error: no such vector" >&2; exit 1'
+NAMES_MEMORY = 'echo "experts.cpp:3:7: error: no memory_format in x" >&2; exit 1'
 ENDS = "compilation terminated."
 FULL_DISK = (
     f'echo "c.s: fatal error: error writing to c.s: No space left on device\n{ENDS}" >&2; exit 1'
@@ -255,6 +256,15 @@ def test_a_failure_that_may_pass_is_not_remembered(
 
     assert build.load() is None
     assert (calls(tmp_path), kinds(folder)) == (2, [".lock", ".so"])
+
+
+def test_an_error_in_code_that_is_about_memory_is_remembered(
+    folder: Path, compiler: Compiler, tmp_path: Path
+) -> None:
+    compiler(NAMES_MEMORY)
+
+    assert build.load() == build.load() == REMEMBERED.format(*folder.glob("*.failed"))
+    assert calls(tmp_path) == 1
 
 
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], Any]] = {

@@ -27,6 +27,22 @@ def test_results_come_by_their_numbers_and_not_by_their_digits(tmp_path: Path) -
     ]
 
 
+def test_results_of_a_table_are_shown_by_their_names_and_by_their_places_where_two_are_alike(
+    tmp_path: Path,
+) -> None:
+    for folder, seed in (("one", 0), ("one", 1), ("two", 1)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        options = {"model.d_model": 32 if folder == "one" else 64}
+        add_results(tmp_path / folder, [make_result("moe", seed, options=options)])
+
+    assert [r.shown_name for r in gather([tmp_path / "one"]).results] == ["moe-seed0", "moe-seed1"]
+    assert [r.shown_name for r in gather([tmp_path / "one", tmp_path / "two"]).results] == [
+        "moe-seed0",
+        f"{tmp_path}/one/results.jsonl:2",
+        f"{tmp_path}/two/results.jsonl:1",
+    ]
+
+
 def test_what_the_study_plans_and_is_not_there_is_counted_and_the_first_are_named(
     tmp_path: Path,
 ) -> None:
