@@ -188,7 +188,7 @@ Found = list[tuple[RunResult, "_Source"]]
 
 
 def _with_places(found: Found) -> Found:
-    """The results as the user knows them: by folder, or by name in a table; by path where that is ambiguous."""
+    """The results under the names of their folders, or their own in a table; by path where two are alike."""
     names = [
         source.path.resolve().name if source.line is None else result.name
         for result, source in found

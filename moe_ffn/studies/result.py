@@ -117,7 +117,7 @@ class RunResult(_Value):
     fingerprints: dict[str, str | None] = {}
     """sha256 of the corpus, of the tokenizer, and of the windows of every validation."""
     found_as: str = Field(default="", exclude=True)
-    """Name of the folder that it was read from, or its own in a table; the path where several have that name."""
+    """Name of its folder, or its own where it is a line of a table; the path where several have that name."""
 
     @property
     def name(self) -> str:
