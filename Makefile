@@ -13,7 +13,7 @@ EDITABLE := --config-settings editable_mode=compat
 CODE := moe_ffn experiments tests
 
 # The pages of the API reference; of a room with `__all__`, those names.
-DOCUMENTED := moe_ffn $(addprefix moe_ffn.,ffn routing capacity experts dispatch balancing outputs config model testing \
+DOCUMENTED := moe_ffn $(addprefix moe_ffn.,ffn routing routing.capacity experts dispatch balancing outputs config.base model testing \
 	metrics metrics.measures metrics.modular metrics.table data training runs report)
 
 .PHONY: help setup train test test-slow test-gpu test-reliability lint format docs lock clean readme studies
@@ -77,7 +77,7 @@ $(TRAIN): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) --editable ".[train]" $(EDITABLE)
-	-$(PY) -m moe_ffn.native
+	-$(PY) -m moe_ffn.kernels.native
 	@touch $@
 
 $(DEV): $(TRAIN)

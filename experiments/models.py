@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import build_ffn
 from moe_ffn.files import write_whole
 from moe_ffn.interop.block_parts import Block, merged, resolve

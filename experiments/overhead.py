@@ -23,10 +23,10 @@ from pydantic import Field
 
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_SIGNAL, announce_import, exit_on_bad_input
+from moe_ffn.config.environment import check_environment
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData, prepare
-from moe_ffn.environment import check_environment
-from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import moe
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.timing import Training

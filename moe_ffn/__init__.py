@@ -13,13 +13,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # Before anything imports torch.
-from moe_ffn import environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from moe_ffn.config import environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # isort: split
 from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
-from moe_ffn.capacity import CapacityConfig
-from moe_ffn.dispatch import Plan
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.experts import Experts, ExpertsConfig, GatedExpertsConfig
 from moe_ffn.ffn import (
     DenseConfig,
@@ -33,7 +31,7 @@ from moe_ffn.ffn import (
     solve_widths,
 )
 from moe_ffn.model.decoder import Decoder, DecoderConfig
-from moe_ffn.outputs import FFNOutput, Routing, TokenContext
+from moe_ffn.outputs import FFNOutput, Plan, Routing, TokenContext
 from moe_ffn.routing import (
     LinearRouter,
     LinearRouterConfig,
@@ -42,10 +40,11 @@ from moe_ffn.routing import (
     TopKRouterConfig,
     routing_of_pairs,
 )
+from moe_ffn.routing.capacity import CapacityConfig
 
 if TYPE_CHECKING:
-    from moe_ffn.interop.pretrained import load_pretrained, load_tokenizer, save_pretrained
     from moe_ffn.runs.reader import load_run
+    from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained
 
 __version__ = "0.1.0"
 
@@ -88,7 +87,7 @@ __all__ = [
 _LAZY = {
     "load_run": "moe_ffn.runs.reader",
     **dict.fromkeys(
-        ("load_pretrained", "load_tokenizer", "save_pretrained"), "moe_ffn.interop.pretrained"
+        ("load_pretrained", "load_tokenizer", "save_pretrained"), "moe_ffn.weights.pretrained"
     ),
 }
 """Imported on first use: they need YAML and tokenizers, which a user of the layers may lack."""

@@ -11,41 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ffn.native.routing import sort_by_expert
-from moe_ffn.outputs import Routing, summarize
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The rows that each expert reads, and the weights by which its results are added up.
-
-    Sorted by expert; pairs that are not computed (dropped, or padding) stand behind `offsets_E[-1]`
-    with weight 0, so that shapes don't depend on data. See `plan_of_list` for one that is not sorted.
-    """
-
-    token_ids_N: Tensor
-    """int64, the row of `x_TD` each pair reads and adds to."""
-
-    weights_N: Tensor
-    """The factor of each result; carries the router's gradient."""
-
-    offsets_E: Tensor
-    """int32, where each expert's pairs end."""
-
-    pair_ids_N: Tensor
-    """int64, where each pair stands in the routing's own list, which is sorted by token."""
-
-    expert_ids_N: Tensor | None = None
-    """int64, the expert of each pair, in a `plan_of_list`; None where `offsets_E` tells."""
-
-    listed_k: int | None = None
-    """K, in a `plan_of_list` with exactly K pairs of every row of `x_TD`, in their order; None elsewhere."""
-
-    def __repr__(self) -> str:
-        return summarize(self)
-
-
-torch.export.register_dataclass(Plan, serialized_type_name="moe_ffn.Plan")
+from moe_ffn.kernels.native.routing import sort_by_expert
+from moe_ffn.outputs import Plan, Routing
 
 
 def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:

@@ -17,8 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from moe_ffn.errors import reason
-
 UNFINISHED = ".unfinished"
 """Suffix of a file that is being written, or was when its process died."""
 
@@ -43,6 +41,11 @@ WRITER_SECONDS = 5.0
 
 _FSYNC_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP}
 """Errors of file systems that cannot sync a folder."""
+
+
+def reason(error: OSError) -> str:
+    """Return the system's words without number and path, as in `No space left on device`."""
+    return error.strerror or str(error) or type(error).__name__
 
 
 def kind_of(path: Path) -> str | None:

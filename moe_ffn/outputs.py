@@ -256,6 +256,37 @@ class Routing:
         return replace(self, **tensors)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The rows that each expert reads, and the weights by which its results are added up.
+
+    Sorted by expert; pairs that are not computed (dropped, or padding) stand behind `offsets_E[-1]`
+    with weight 0, so that shapes don't depend on data. `dispatch.plan_of_list` makes one that
+    is not sorted.
+    """
+
+    token_ids_N: Tensor
+    """int64, the row of `x_TD` each pair reads and adds to."""
+
+    weights_N: Tensor
+    """The factor of each result; carries the router's gradient."""
+
+    offsets_E: Tensor
+    """int32, where each expert's pairs end."""
+
+    pair_ids_N: Tensor
+    """int64, where each pair stands in the routing's own list, which is sorted by token."""
+
+    expert_ids_N: Tensor | None = None
+    """int64, the expert of each pair, in a `plan_of_list`; None where `offsets_E` tells."""
+
+    listed_k: int | None = None
+    """K, in a `plan_of_list` with exactly K pairs of every row of `x_TD`, in their order; None elsewhere."""
+
+    def __repr__(self) -> str:
+        return summarize(self)
+
+
 _NO_TENSOR = (
     "a block returns an FFNOutput, which is no tensor; use its .hidden, as in x + ffn(x).hidden"
 )
@@ -525,5 +556,5 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-for _value in (TokenContext, Routing, FFNOutput):
+for _value in (TokenContext, Routing, Plan, FFNOutput):
     torch.export.register_dataclass(_value, serialized_type_name=f"moe_ffn.{_value.__name__}")

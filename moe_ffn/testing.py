@@ -24,9 +24,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from moe_ffn.config import TaggedConfig
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import ConfigError, explain, show
 from moe_ffn.dispatch import make_plan, plan_of_list
-from moe_ffn.errors import ConfigError, explain, show
 from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import FFNBlock, FFNConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_ffn import build_ffn
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.native.build import why_unavailable
+from moe_ffn.kernels.native.build import why_unavailable
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import TopKRouterConfig
 

@@ -14,7 +14,7 @@ import torch
 
 import moe_ffn
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.config_files import flag_value
+from moe_ffn.config.yaml_files import flag_value
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.parameter_counts import check_num_params
 from moe_ffn.studies.budget import Budget

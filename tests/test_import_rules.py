@@ -16,97 +16,49 @@ import moe_ffn
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "moe_ffn"
 
-# What stands below every room: values and arithmetic that know no FFN.
-FOUNDATION = {
-    "config",
-    "errors",
-    "files",
-    "native",
-    "memory",
-    "outputs",
-    "sizes",
-    "torch_modes",
-}
+# What every room may use: options and their messages, files, the values of a layer, and its arithmetic.
+FOUNDATION = {"config", "files", "kernels", "outputs"}
 
 MAY_IMPORT: dict[str, set[str]] = {
-    # The foundation itself: each alone.
-    "errors": set(),
-    "import_path": {"environment", "errors"},
-    "config": {"errors", "import_path"},
+    # The foundation.
+    "config": {"files"},
+    "files": set(),
     "outputs": set(),
-    "torch_modes": set(),
-    "sizes": {"config", "errors"},
-    "files": {"errors"},
-    "native": {"environment", "torch_modes"},
-    "memory": {"errors"},
-    "environment": {"errors"},
-    "trust": {"errors", "import_path"},
-    # Options from YAML files.
-    "option_tree": {"config", "errors"},
-    "config_files": {
-        "config",
-        "errors",
-        "files",
-        "import_path",
-        "environment",
-        "option_tree",
-        "trust",
-    },
-    # The five independent parts. Routing, dispatch and experts never import each other, with one
-    # exception: `Plan`, the value by which dispatch tells experts and kernels what to compute, is
-    # theirs to read (but `make_plan`, which decides, is called by ffn/moe.py alone).
+    "kernels": {"config", "outputs"},
+    # Ring 1: the layers. Routing, dispatch and experts never import each other.
     "routing": FOUNDATION,
-    "capacity": FOUNDATION,
     "dispatch": FOUNDATION,
-    "kernels": FOUNDATION | {"dispatch", "environment"},
-    "experts": FOUNDATION | {"dispatch", "kernels"},
-    # Around the experts: what one rank holds of them, and how tokens come there.
-    "parallel": FOUNDATION | {"dispatch", "kernels", "experts", "model", "ffn", "routing"},
+    "experts": FOUNDATION,
     "balancing": FOUNDATION,
-    # Where the parts meet. It does not know the model around it.
-    "ffn": FOUNDATION | {"routing", "capacity", "dispatch", "experts", "kernels"},
-    # Checks of a user's own blocks, routers and experts; training calls them too.
+    "ffn": FOUNDATION | {"routing", "dispatch", "experts"},
+    # Checks of a custom block, router or kind of expert; training calls them too.
     "testing": FOUNDATION | {"routing", "dispatch", "experts", "ffn"},
-    # Sees FFNBlock and its configs, not what stands behind them.
+    # Ring 2: a model, its training, a run's folder and what is read back from it.
     "model": FOUNDATION | {"ffn", "routing"},
-    # Models made of trained ones.
-    "initialising": FOUNDATION
-    | {"model", "ffn", "experts", "routing", "kernels", "config_files", "option_tree"},
+    "parallel": FOUNDATION | {"dispatch", "experts", "model", "ffn", "routing"},
     "metrics": FOUNDATION | {"balancing"},
     "data": FOUNDATION,
     "training": FOUNDATION
     | {"balancing", "metrics", "model", "data", "ffn", "routing", "parallel"},
 }
 for _room, _below in {
-    # A run's folder and all that is read back from it; figures and pages of it; the programs.
-    "runs": {
-        "training",
-        "testing",
-        "capacity",
-        "experts",
-        "ffn",
-        "trust",
-        "environment",
-        "config_files",
-        "import_path",
-    },
-    "interop": {"runs", "initialising"},
-    "studies": {"runs", "option_tree"},
+    "runs": {"training", "testing", "experts", "ffn"},
+    # Ring 3: model folders, other libraries, many runs as one question, programs.
+    "weights": {"runs"},
+    "interop": {"weights"},
+    "studies": {"runs"},
     "report": {"studies"},
-    "cli": {"report", "interop", "option_tree", "initialising"},
+    "cli": {"report", "interop"},
 }.items():
     MAY_IMPORT[_room] = set().union(_below, *(MAY_IMPORT[name] for name in _below))
 MAY_IMPORT["__init__"] = FOUNDATION | {
-    "environment",
-    "capacity",
-    "dispatch",  # `Plan`, which experts of one's own are given
     "balancing",
     "routing",
     "experts",
     "ffn",
     "model",
     "runs",  # `load_run`, when it is asked for
-    "interop",  # `load_pretrained`, as well
+    "weights",  # `load_pretrained`, as well
 }
 """Room or file of the package -> what it may import of the package."""
 
@@ -114,9 +66,9 @@ ONLY_PLACES = {
     "lightning": {"moe_ffn/training", "moe_ffn/runs", "experiments"},
     "wandb": {"moe_ffn/training/monitoring/loggers.py", "moe_ffn/report/dashboard"},
     "torchmetrics": {"moe_ffn/metrics", "moe_ffn/training", "moe_ffn/runs"},
-    "yaml": {"moe_ffn/config_files.py"},
+    "yaml": {"moe_ffn/config/yaml_files.py"},
     "tokenizers": {"moe_ffn/data"},
-    "safetensors": {"moe_ffn/interop", "moe_ffn/training/recovery"},
+    "safetensors": {"moe_ffn/weights", "moe_ffn/interop", "moe_ffn/training/recovery"},
     "transformers": {
         "moe_ffn/interop/transformers.py",
         "moe_ffn/interop/transformers_folder.py",
@@ -133,7 +85,7 @@ ONLY_PLACES = {
         "moe_ffn/metrics/plotting.py",
         "moe_ffn/training/monitoring/loggers.py",
     },
-    "scipy": {"moe_ffn/studies", "moe_ffn/initialising"},
+    "scipy": {"moe_ffn/studies", "moe_ffn/weights"},
     "matplotlib": {"moe_ffn/report"},
     "wandb_workspaces": {"moe_ffn/report/dashboard"},
 }
@@ -174,18 +126,6 @@ def test_rooms_import_only_what_stands_below_them(path: Path) -> None:
         for target in targets:
             allowed = target == room or target in MAY_IMPORT[room]
             assert allowed, f"{name_of(path)} ({room}) must not import moe_ffn.{target}"
-
-
-@pytest.mark.parametrize("room", ["experts", "kernels"])
-def test_of_dispatch_the_experts_see_the_plan_alone(room: str) -> None:
-    seen = {
-        (module, name)
-        for path in sources(f"moe_ffn/{room}")
-        for module, names in imports(path)
-        for name in names
-        if module.startswith("moe_ffn.dispatch")
-    }
-    assert seen == {("moe_ffn.dispatch", "Plan")}
 
 
 def test_the_rooms_form_no_circle() -> None:

@@ -25,7 +25,6 @@ from moe_ffn.balancing.losses import (
     router_z_loss,
     sequence_load_balancing_loss,
 )
-from moe_ffn.capacity import by_position, by_probability, limit
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import (
     RouterConfig,
@@ -33,6 +32,7 @@ from moe_ffn.routing import (
     SinkhornRouterConfig,
     TopKRouterConfig,
 )
+from moe_ffn.routing.capacity import by_position, by_probability, limit
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_losses.json").read_text("utf-8"))
 

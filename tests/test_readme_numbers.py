@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from moe_ffn.cli import train
-from moe_ffn.option_tree import flatten
+from moe_ffn.config.option_tree import flatten
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import FACTS_FILE, METRICS_FILE, SUMMARY_FILE, git_revision
 from moe_ffn.runs.rows import Rows

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_ffn.cli.study_page import main, require_planned
-from moe_ffn.config_files import read_config
+from moe_ffn.config.yaml_files import read_config
 from moe_ffn.report.study_page import SUMMARY_FILE, study_page
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget

@@ -27,10 +27,11 @@ from experiments.benchmark.shapes import parse_shape
 from experiments.benchmark.training import training
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import Parser, whole_number
-from moe_ffn.config import MAX_COUNT
-from moe_ffn.errors import ConfigError, expand_path, reason
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.errors import ConfigError, expand_path
+from moe_ffn.files import reason
+from moe_ffn.kernels.native.build import why_unavailable
 from moe_ffn.kernels.select import BACKENDS
-from moe_ffn.native.build import why_unavailable
 
 SUITES: dict[str, Callable[[Session], None]] = {
     "rows": suites.rows,

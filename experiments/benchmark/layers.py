@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from experiments.benchmark.peers import PEERS, REFERENCE, SAME, Weights, hidden_of
 from experiments.benchmark.shapes import DTYPES, Shape
 from moe_ffn import build_ffn
-from moe_ffn.errors import first_line
+from moe_ffn.config.errors import first_line
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.routing.base import LinearRouter
 

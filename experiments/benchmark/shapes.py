@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moe_ffn.cli.memory import gigabytes, memory_limit
 from moe_ffn.cli.parser import MAX_COUNT, whole_number
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Name on the command line -> name in torch."""

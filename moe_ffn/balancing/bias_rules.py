@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.balancing.losses import pairs_per_expert
-from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.config.base import Config, TaggedConfig
 from moe_ffn.outputs import Routing
 
 

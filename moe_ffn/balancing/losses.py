@@ -23,7 +23,7 @@ from moe_ffn.balancing.listed import (
     load_balance_of_list,
     logsumexp_of_list,
 )
-from moe_ffn.config import Config
+from moe_ffn.config.base import Config
 from moe_ffn.outputs import (
     Routing,
     check_routing,

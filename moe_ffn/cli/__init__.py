@@ -6,7 +6,7 @@ They need more than the layers do. Importing this says what to install, before a
 import importlib.util
 import sys
 
-from moe_ffn.errors import install
+from moe_ffn.config.errors import install
 
 _NEEDED = ("lightning", "numpy", "rich", "tokenizers", "torchmetrics", "yaml")
 

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import versions, wrap
-from moe_ffn.errors import ConfigError, did_you_mean, nearest_or_all, show
+from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, show
 
 PROGRAMS = {
     "train": "train a Transformer language model whose feed-forward block is one word of YAML",

@@ -16,18 +16,26 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from moe_ffn import errors
 from moe_ffn.cli.parser import Parser, wrap
-from moe_ffn.config import Config, json_schema
-from moe_ffn.config_files import RootConfig, merge, nest, parse_value, read_yaml, to_yaml, validate
-from moe_ffn.errors import ConfigError
-from moe_ffn.option_tree import (
+from moe_ffn.config import errors
+from moe_ffn.config.base import Config, json_schema
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.option_tree import (
     Option,
     first_sentence,
     members_of,
     nearest_options,
     option_tree,
     show_value,
+)
+from moe_ffn.config.yaml_files import (
+    RootConfig,
+    merge,
+    nest,
+    parse_value,
+    read_yaml,
+    to_yaml,
+    validate,
 )
 
 EVERYTHING = "all"

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
-from moe_ffn.errors import ConfigError, command, printable
+from moe_ffn.config.errors import ConfigError, command, printable
 from moe_ffn.report.comparison_tables import (
     CSV_OPENING,
     MARKDOWN_OPENING,

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ffn import trust
 from moe_ffn.cli.parser import Parser
+from moe_ffn.config import trust
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError, command
 from moe_ffn.files import kind_of
-from moe_ffn.interop.from_transformers import architecture_of, load_transformers
-from moe_ffn.interop.init_from import written_lines
-from moe_ffn.interop.pretrained import (
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.runs.folder import is_run
+from moe_ffn.runs.reader import load_model
+from moe_ffn.weights.from_transformers import architecture_of, load_transformers
+from moe_ffn.weights.init_from import written_lines
+from moe_ffn.weights.pretrained import (
     TOKENIZER_FILE,
     is_model_folder,
     load_pretrained,
@@ -26,10 +29,7 @@ from moe_ffn.interop.pretrained import (
     require_replaceable,
     save_pretrained,
 )
-from moe_ffn.interop.to_transformers import export_transformers, require_absent
-from moe_ffn.model.decoder import Decoder
-from moe_ffn.runs.folder import is_run
-from moe_ffn.runs.reader import load_model
+from moe_ffn.weights.to_transformers import export_transformers, require_absent
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_ffn.cli.parser import Parser
-from moe_ffn.errors import ConfigError, command, printable
+from moe_ffn.config.errors import ConfigError, command, printable
 from moe_ffn.runs.reader import read_run
 from moe_ffn.studies.crossover import Point, crossover, loss_by_flops
 from moe_ffn.studies.gather import gather

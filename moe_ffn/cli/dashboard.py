@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from urllib.parse import parse_qs, urlsplit
 
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
-from moe_ffn.errors import ConfigError, command, expand_path, install
+from moe_ffn.config.errors import ConfigError, command, expand_path, install
 
 _OPENING = '{\n  "entity": '
 """How the JSON of a workspace begins."""

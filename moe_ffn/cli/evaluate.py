@@ -22,17 +22,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from moe_ffn import trust
 from moe_ffn.cli.command_line import parse_overrides
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
 from moe_ffn.cli.results import plain_values
-from moe_ffn.config import Config
-from moe_ffn.config_files import merge, read_yaml, validate
+from moe_ffn.config import trust
+from moe_ffn.config.base import Config
+from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.yaml_files import merge, read_yaml, validate
 from moe_ffn.data.batches import Batch
 from moe_ffn.data.prepare import DataConfig, PreparedData, prepare, validation_batches
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
-from moe_ffn.errors import ConfigError, command
-from moe_ffn.interop.pretrained import is_model_folder, load_pretrained, load_tokenizer
 from moe_ffn.metrics.load_summary import percent
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import Decoder, short_name
@@ -42,6 +41,7 @@ from moe_ffn.runs.reader import Run, load_run
 from moe_ffn.runs.texts import prepare_data, tokens_of_path
 from moe_ffn.training.evaluation import Evaluation, evaluate, strided_batches
 from moe_ffn.training.objective import ObjectiveConfig
+from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 
 _OF_ANOTHER = ("corpus", "validation_percent", "validation_tokens", "cache_dir")
 """What `--data config.yaml` takes of a config; how text becomes tokens and windows is the model's."""

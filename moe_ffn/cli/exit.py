@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from moe_ffn.environment import LaunchError, is_first_here, is_first_rank, is_under_torchrun
-from moe_ffn.errors import ConfigError, printable, reason, shorten
-from moe_ffn.memory import out_of_memory
+from moe_ffn.config.environment import LaunchError, is_first_here, is_first_rank, is_under_torchrun
+from moe_ffn.config.errors import ConfigError, printable, shorten
+from moe_ffn.files import reason
+from moe_ffn.kernels.memory import out_of_memory
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

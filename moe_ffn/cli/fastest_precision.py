@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_ffn.config.errors import first_line
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.errors import first_line
 from moe_ffn.kernels.base import product_dtype_on_cpu
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.config import TrainConfig

@@ -20,9 +20,10 @@ import torch
 from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, whole_number
-from moe_ffn.config import help_texts
-from moe_ffn.config_files import parse_value, validate
-from moe_ffn.errors import ConfigError, command, printable
+from moe_ffn.config.base import help_texts
+from moe_ffn.config.errors import ConfigError, command, printable
+from moe_ffn.config.trust import accepting_code
+from moe_ffn.config.yaml_files import parse_value, validate
 from moe_ffn.experts.base import compile_kernels
 from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.report.trace import check_routes, trace_of_decoder
@@ -31,7 +32,6 @@ from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig, encode_text, stream_texts
-from moe_ffn.trust import accepting_code
 
 
 def main(argv: Sequence[str]) -> int:

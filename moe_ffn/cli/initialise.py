@@ -14,17 +14,17 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
-from moe_ffn import trust
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.parser import Parser
-from moe_ffn.config import MAX_COUNT, Config
+from moe_ffn.config import trust
+from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
-from moe_ffn.errors import ConfigError, command
-from moe_ffn.initialising import InitialiserConfig, UpcycleConfig
-from moe_ffn.interop.init_from import Source, read_source, written_lines
-from moe_ffn.interop.pretrained import require_replaceable, save_pretrained
 from moe_ffn.model.decoder import Decoder
+from moe_ffn.weights import InitialiserConfig, UpcycleConfig
+from moe_ffn.weights.init_from import Source, read_source, written_lines
+from moe_ffn.weights.pretrained import require_replaceable, save_pretrained
 
 _COMPARED_SEQUENCES = 8
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
 from moe_ffn.cli.trace import parse_layers
-from moe_ffn.errors import ConfigError, command
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.inspect.inspection import inspect_run
 from moe_ffn.report.inspect.text import text_of_file, text_of_run

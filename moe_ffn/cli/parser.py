@@ -14,10 +14,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from moe_ffn import trust
-from moe_ffn.config import MAX_COUNT
-from moe_ffn.errors import ConfigError, command, did_you_mean, nearest_or_all, reason
-from moe_ffn.files import write_whole
+from moe_ffn.config import trust
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.errors import ConfigError, command, did_you_mean, nearest_or_all
+from moe_ffn.files import reason, write_whole
 
 
 def whole_number(text: str, least: int = 0, most: int = MAX_COUNT) -> int | None:

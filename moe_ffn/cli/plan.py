@@ -18,7 +18,7 @@ from rich.table import Table
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_FAILED
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
-from moe_ffn.errors import ConfigError, command, nearest_or_all
+from moe_ffn.config.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.html import compact
 from moe_ffn.report.study_figures import SVG_OPENING, memory_and_balance
 from moe_ffn.runs.config import TrainConfig

@@ -16,18 +16,18 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from moe_ffn import trust
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.initialise import TextConfig
 from moe_ffn.cli.parser import Parser, check_output, write_output
-from moe_ffn.config import MAX_COUNT
+from moe_ffn.config import trust
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.batches import ValidationBatches
-from moe_ffn.errors import ConfigError, command
-from moe_ffn.initialising import InitialiserConfig, MergeConfig, PruneConfig
-from moe_ffn.interop.init_from import read_source
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.objective import cross_entropy_of
+from moe_ffn.weights import InitialiserConfig, MergeConfig, PruneConfig
+from moe_ffn.weights.init_from import read_source
 
 Method = Literal["reap", "frequency", "random", "merge"]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
-from moe_ffn.errors import ConfigError, command
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.page import check_plotly, watch, write_report
 from moe_ffn.runs.folder import explaining

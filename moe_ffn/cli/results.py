@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from moe_ffn.config.errors import printable
+from moe_ffn.config.sizes import linear_flops
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.errors import printable
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.files import write_whole
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
@@ -27,7 +28,6 @@ from moe_ffn.report.html import compact
 from moe_ffn.report.run_summary import EXTREMES, Cell, ExpertRow, expert_rows
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE, SUMMARY_FILE
-from moe_ffn.sizes import linear_flops
 
 if TYPE_CHECKING:
     from moe_ffn.runs.assemble import RunCallbacks

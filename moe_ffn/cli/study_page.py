@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser
-from moe_ffn.errors import ConfigError, command, printable, show
-from moe_ffn.option_tree import flatten
+from moe_ffn.config.errors import ConfigError, command, printable, show
+from moe_ffn.config.option_tree import flatten
 from moe_ffn.report.study_page import study_page
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import differing

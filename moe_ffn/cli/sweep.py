@@ -42,8 +42,17 @@ from rich.text import Text
 
 from moe_ffn.cli.command_line import overrides_of
 from moe_ffn.cli.parser import Parser, whole_number
-from moe_ffn.config_files import parse_value, read_yaml, to_yaml, validate
-from moe_ffn.errors import ConfigError, command, did_you_mean, first_line, install, printable, show
+from moe_ffn.config.errors import (
+    ConfigError,
+    command,
+    did_you_mean,
+    first_line,
+    install,
+    printable,
+    show,
+)
+from moe_ffn.config.trust import FLAG, HELP, accepting_code
+from moe_ffn.config.yaml_files import parse_value, read_yaml, to_yaml, validate
 from moe_ffn.files import write_whole
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import TrainConfig
@@ -52,7 +61,6 @@ from moe_ffn.studies.config import PlannedRun, StudyConfig
 from moe_ffn.studies.gather import TIMING_FILE
 from moe_ffn.studies.sweep import Job, Sweep, in_words, program_command, write_study
 from moe_ffn.studies.timing import time_arms, timing_file
-from moe_ffn.trust import FLAG, HELP, accepting_code
 
 _SECONDS_BETWEEN_POLLS = 0.2
 _SECONDS_BETWEEN_LINES = 60.0

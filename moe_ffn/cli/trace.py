@@ -16,8 +16,9 @@ import torch
 from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
-from moe_ffn.errors import ConfigError, command, reason
-from moe_ffn.interop.pretrained import is_model_folder, load_pretrained, load_tokenizer
+from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.trust import accepting_code
+from moe_ffn.files import reason
 from moe_ffn.interop.transformers_folder import is_transformers_folder, route_text
 from moe_ffn.model.decoder import layer_number
 from moe_ffn.report.html import OPENING
@@ -33,7 +34,7 @@ from moe_ffn.report.trace import (
 from moe_ffn.report.trace_view import page, table
 from moe_ffn.runs.folder import check_has_weights
 from moe_ffn.training.sampling import encode_text
-from moe_ffn.trust import accepting_code
+from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moe_ffn import trust
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_FAILED, announce_import, signals_blocked
 from moe_ffn.cli.memory import check_fits, training_needs
 from moe_ffn.cli.parser import Parser
-from moe_ffn.environment import check_environment, is_first_rank
-from moe_ffn.errors import ConfigError, command, reason
-from moe_ffn.import_path import explaining_outside_errors
-from moe_ffn.memory import out_of_memory
+from moe_ffn.config import trust
+from moe_ffn.config.environment import check_environment, is_first_rank
+from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.import_path import explaining_outside_errors
+from moe_ffn.files import reason
+from moe_ffn.kernels.memory import out_of_memory
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig, differences, own_config
 from moe_ffn.runs.outside_code import comparable_options

@@ -21,15 +21,15 @@ from moe_ffn.cli.results import (
     summary_of,
     write_summary,
 )
-from moe_ffn.config_files import to_yaml
+from moe_ffn.config.environment import is_first_rank
+from moe_ffn.config.errors import ConfigError, command, first_line
+from moe_ffn.config.import_path import explaining_outside_errors
+from moe_ffn.config.trust import trust
+from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare, validation_batches
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.environment import is_first_rank
-from moe_ffn.errors import ConfigError, command, first_line, reason
 from moe_ffn.experts.base import compile_kernels
-from moe_ffn.import_path import explaining_outside_errors
-from moe_ffn.interop.init_from import Source, fit_weights, read_source
-from moe_ffn.interop.pretrained import write_model_folder
+from moe_ffn.files import reason
 from moe_ffn.metrics import unigram_loss
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.page import write_report
@@ -55,7 +55,8 @@ from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, newest_first
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.recovery.stopping import Interrupted, lost_rank
 from moe_ffn.training.sampling import run_prompt
-from moe_ffn.trust import trust
+from moe_ffn.weights.init_from import Source, fit_weights, read_source
+from moe_ffn.weights.pretrained import write_model_folder
 
 
 def train(config: TrainConfig, resume: Resume | None = None) -> None:

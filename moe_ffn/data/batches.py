@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ffn.config import require_count
+from moe_ffn.config.base import require_count
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.token_files import TokenRow
-from moe_ffn.errors import ConfigError
 
 
 def require_window(seq_len: int, num_tokens: int, of: str) -> None:

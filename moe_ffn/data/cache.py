@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, sha256_of
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, reason, sha256_of
 
 _META = "meta.json"
 _DIGEST = "sha256"

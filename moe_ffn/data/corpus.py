@@ -19,8 +19,9 @@ from typing import Annotated, Any, BinaryIO, Literal
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from moe_ffn.config import TaggedConfig
-from moe_ffn.errors import ConfigError, expand_path, reason
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import ConfigError, expand_path
+from moe_ffn.files import reason
 
 BLOCK_BYTES = 1 << 16
 """The most bytes a block holds: enough to encode efficiently, small enough to spread over cores."""

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from moe_ffn.config.errors import ConfigError, did_you_mean, expand_path, first_line
 from moe_ffn.data.corpus import CorpusConfig, Document, Split, blocks
-from moe_ffn.errors import ConfigError, did_you_mean, expand_path, first_line
 
 
 class HFDatasetConfig(CorpusConfig, frozen=True):

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from moe_ffn.config import MAX_COUNT, Config
+from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.data.batches import ValidationBatches, require_window
 from moe_ffn.data.cache import building, read_meta, seal, write_json, writing
 from moe_ffn.data.corpus import CorpusConfig, Document, Split, StdlibConfig, TokenFiles
 from moe_ffn.data.split import MAX_NAMED, Documents, Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.token_files import TokenRow
 from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
-from moe_ffn.errors import ConfigError, expand_path
 from moe_ffn.files import make_folder, read_bytes, read_object, write_file
 
 _Report = Callable[[str, int, int | None], None]

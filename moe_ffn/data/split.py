@@ -12,8 +12,8 @@ from typing import Any, get_args
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import Document, Split, text_boundary
-from moe_ffn.errors import ConfigError
 
 MAX_NAMED = 10_000
 """A megabyte of names and digests; of a corpus of more documents only their number and digest is kept."""

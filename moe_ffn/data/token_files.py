@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import (
     CorpusConfig,
     Document,
@@ -19,7 +20,6 @@ from moe_ffn.data.corpus import (
     files_of,
     unreadable,
 )
-from moe_ffn.errors import ConfigError
 
 SUFFIXES = (".bin", ".npy")
 

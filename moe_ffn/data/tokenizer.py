@@ -16,9 +16,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import TaggedConfig
-from moe_ffn.errors import ConfigError, expand_path, first_line, reason, show
-from moe_ffn.files import read_object
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import ConfigError, expand_path, first_line, show
+from moe_ffn.files import read_object, reason
 
 
 class Tokenizer(ABC):

@@ -11,12 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.config import TaggedConfig
-from moe_ffn.dispatch import Plan
-from moe_ffn.errors import Refusal
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import Refusal
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.native.build import why_unavailable
-from moe_ffn.outputs import Memory
+from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.outputs import Memory, Plan
 
 
 class ExpertsConfig(TaggedConfig, frozen=True):

@@ -10,14 +10,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.dispatch import Plan
-from moe_ffn.errors import Refusal
+from moe_ffn.config.errors import Refusal
+from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.kernels.activations import ACTIVATIONS, Activation
 from moe_ffn.kernels.base import check_dtype
-from moe_ffn.memory import require_table_memory
-from moe_ffn.sizes import linear_flops
-from moe_ffn.torch_modes import without_autocast
+from moe_ffn.kernels.memory import require_table_memory
+from moe_ffn.kernels.torch_modes import without_autocast
+from moe_ffn.outputs import Plan
 
 
 class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):

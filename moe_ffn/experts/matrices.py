@@ -13,9 +13,17 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import describe_options
-from moe_ffn.dispatch import Plan
-from moe_ffn.errors import Refusal
+from moe_ffn.config.base import describe_options
+from moe_ffn.config.errors import Refusal
+from moe_ffn.config.sizes import (
+    HiddenWidth,
+    gated_width,
+    given_width,
+    init_linear_,
+    linear_flops,
+    linear_params,
+    round_width,
+)
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.kernels.activations import (
     GATE_ACTIVATIONS,
@@ -27,16 +35,7 @@ from moe_ffn.kernels.activations import (
 )
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
-from moe_ffn.outputs import Memory
-from moe_ffn.sizes import (
-    HiddenWidth,
-    gated_width,
-    given_width,
-    init_linear_,
-    linear_flops,
-    linear_params,
-    round_width,
-)
+from moe_ffn.outputs import Memory, Plan
 
 
 class MatrixExpertsConfig(ExpertsConfig, frozen=True):

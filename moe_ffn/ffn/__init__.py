@@ -10,9 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moe_ffn.capacity import CapacityConfig as CapacityConfig
-from moe_ffn.config import require_count
-from moe_ffn.errors import ConfigError, explain
+from moe_ffn.config.base import require_count
+from moe_ffn.config.errors import ConfigError, explain
 from moe_ffn.ffn.base import FFNBlock as FFNBlock
 from moe_ffn.ffn.base import FFNConfig as FFNConfig
 from moe_ffn.ffn.chain_of_experts import ChainOfExpertsConfig as ChainOfExpertsConfig
@@ -30,7 +29,8 @@ from moe_ffn.ffn.ngram_memory import NgramMemoryConfig as NgramMemoryConfig
 from moe_ffn.ffn.shared_expert import CombineConfig as CombineConfig
 from moe_ffn.ffn.soft_moe import SoftMoEConfig as SoftMoEConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig as ZeroComputationConfig
-from moe_ffn.memory import refusing_absurd_sizes
+from moe_ffn.kernels.memory import refusing_absurd_sizes
+from moe_ffn.routing.capacity import CapacityConfig as CapacityConfig
 
 
 def build_ffn(config: Mapping[str, Any] | str | FFNConfig, d_model: int) -> FFNBlock:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from torch import Tensor, nn
 
-from moe_ffn.capacity import CapacityConfig
-from moe_ffn.config import TaggedConfig
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import Refusal, first_refusal
+from moe_ffn.config.sizes import MatchConfig
 from moe_ffn.dispatch import Dispatcher
-from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.outputs import FFNOutput, Memory, TokenContext
 from moe_ffn.routing.base import Router, RouterConfig
-from moe_ffn.sizes import MatchConfig
+from moe_ffn.routing.capacity import CapacityConfig
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Literal, cast
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.errors import Refusal, first_refusal
+from moe_ffn.config.errors import Refusal, first_refusal
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
 from moe_ffn.outputs import (

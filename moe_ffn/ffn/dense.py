@@ -14,8 +14,9 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT, describe_options
-from moe_ffn.errors import Refusal
+from moe_ffn.config.base import MAX_COUNT, describe_options
+from moe_ffn.config.errors import Refusal
+from moe_ffn.config.sizes import HiddenWidth, gated_width, given_width, linear_flops, linear_params
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import (
     ClampedSwiGLUExpertsConfig,
@@ -42,7 +43,6 @@ from moe_ffn.outputs import (
     flatten_tokens,
     without_padding,
 )
-from moe_ffn.sizes import HiddenWidth, gated_width, given_width, linear_flops, linear_params
 
 
 class IdentityConfig(FFNConfig, frozen=True):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT, Config
+from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.kernels.base import check_dtype
-from moe_ffn.sizes import linear_flops, linear_params
 
 
 class LatentConfig(Config, frozen=True):

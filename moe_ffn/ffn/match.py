@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from moe_ffn.config import MAX_COUNT, Config, require_count
-from moe_ffn.errors import ConfigError, explain
+from moe_ffn.config.base import MAX_COUNT, Config, require_count
+from moe_ffn.config.errors import ConfigError, explain
+from moe_ffn.config.sizes import Budget, MatchConfig
 from moe_ffn.ffn.base import FFNConfig
-from moe_ffn.sizes import Budget, MatchConfig
 
 MAX_MISMATCH = 0.02
 """The largest part of a budget by which a block may miss it."""

@@ -13,10 +13,11 @@ from einops import rearrange, repeat
 from pydantic import model_validator
 from torch import Tensor
 
-from moe_ffn.errors import Refusal, first_refusal
+from moe_ffn.config.errors import Refusal, first_refusal
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
 from moe_ffn.ffn.dense import GatedConfig
 from moe_ffn.kernels.base import refuse_vmap
+from moe_ffn.kernels.torch_modes import is_transform_on, needs_static_shapes
 from moe_ffn.outputs import (
     FFNOutput,
     Memory,
@@ -28,7 +29,6 @@ from moe_ffn.outputs import (
 )
 from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig
 from moe_ffn.routing.base import Router
-from moe_ffn.torch_modes import is_transform_on, needs_static_shapes
 
 
 class MixtureOfDepthsConfig(FFNConfig, frozen=True):

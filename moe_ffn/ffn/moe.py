@@ -12,10 +12,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moe_ffn.capacity import CapacityConfig
-from moe_ffn.config import MAX_COUNT, describe_options
+from moe_ffn.config.base import MAX_COUNT, describe_options
+from moe_ffn.config.errors import Refusal, first_refusal
 from moe_ffn.dispatch import Dispatched, Dispatcher, LocalDispatcher, make_plan, plan_of_list
-from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo
@@ -24,10 +23,11 @@ from moe_ffn.ffn.norms import Norms, NormsConfig
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
 from moe_ffn.kernels.base import ExpertWeights, refuse_vmap
+from moe_ffn.kernels.torch_modes import is_transform_on
 from moe_ffn.outputs import FFNOutput, Memory, TokenContext, check_input, flatten_tokens
 from moe_ffn.routing import LinearRouterConfig, RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router, jittered
-from moe_ffn.torch_modes import is_transform_on
+from moe_ffn.routing.capacity import CapacityConfig
 
 
 class MoEConfig(FFNConfig, frozen=True):

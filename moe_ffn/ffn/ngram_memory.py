@@ -19,12 +19,13 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT, describe_options
-from moe_ffn.errors import Refusal, first_refusal
+from moe_ffn.config.base import MAX_COUNT, describe_options
+from moe_ffn.config.errors import Refusal, first_refusal
+from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.kernels.base import check_dtype
-from moe_ffn.memory import require_table_memory
+from moe_ffn.kernels.memory import require_table_memory
 from moe_ffn.outputs import (
     FFNOutput,
     Memory,
@@ -34,7 +35,6 @@ from moe_ffn.outputs import (
     flatten_tokens,
 )
 from moe_ffn.routing.base import Router, WideRMSNorm
-from moe_ffn.sizes import linear_flops, linear_params
 
 _EPS = 1e-6
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import Config
+from moe_ffn.config.base import Config
 
 
 class InnerNormConfig(Config, frozen=True):

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT, TaggedConfig
-from moe_ffn.sizes import linear_flops, linear_params
+from moe_ffn.config.base import MAX_COUNT, TaggedConfig
+from moe_ffn.config.sizes import linear_flops, linear_params
 
 
 class CombineConfig(TaggedConfig, frozen=True):

@@ -13,16 +13,15 @@ from einops import einsum, rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT
-from moe_ffn.dispatch import Plan
-from moe_ffn.errors import Refusal
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.errors import Refusal
+from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig
 from moe_ffn.kernels.base import refuse_vmap
-from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
-from moe_ffn.sizes import linear_flops
-from moe_ffn.torch_modes import is_transform_on, without_autocast
+from moe_ffn.kernels.torch_modes import is_transform_on, without_autocast
+from moe_ffn.outputs import FFNOutput, Plan, TokenContext, check_input, flatten_tokens
 
 
 class SoftMoEConfig(FFNConfig, frozen=True):

@@ -10,9 +10,9 @@ from einops import einsum, rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT, Config, describe_options
+from moe_ffn.config.base import MAX_COUNT, Config, describe_options
+from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
 from moe_ffn.outputs import Routing
-from moe_ffn.sizes import init_linear_, linear_flops, linear_params
 
 
 class ZeroComputationConfig(Config, frozen=True):

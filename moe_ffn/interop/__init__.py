@@ -1,22 +1,17 @@
-"""Models outside of a run: model folders; models of transformers, stored or live."""
+"""Live models of other libraries: transformers, peft and lm-eval."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_ffn.interop.blocks import block_config, convert_block
-    from moe_ffn.interop.from_transformers import load_ffn, load_transformers
     from moe_ffn.interop.routings import watch
     from moe_ffn.interop.swap import swap_ffn
-    from moe_ffn.interop.to_transformers import export_transformers
     from moe_ffn.interop.transformers import register
 
 _LAZY = {
     "block_config": "blocks",
     "convert_block": "blocks",
-    "export_transformers": "to_transformers",
-    "load_ffn": "from_transformers",
-    "load_transformers": "from_transformers",
     "register": "transformers",
     "swap_ffn": "swap",
     "watch": "routings",
@@ -26,9 +21,6 @@ _LAZY = {
 __all__ = [
     "block_config",
     "convert_block",
-    "export_transformers",
-    "load_ffn",
-    "load_transformers",
     "register",
     "swap_ffn",
     "watch",

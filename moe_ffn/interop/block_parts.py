@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from moe_ffn.interop.families import FAMILIES, Family
-from moe_ffn.interop.from_transformers import sparse_options
-from moe_ffn.interop.layouts import Layout, Piece, linear, named, transposed
-from moe_ffn.interop.options import ACTIVATIONS, Theirs
+from moe_ffn.weights.families import FAMILIES, Family
+from moe_ffn.weights.from_transformers import sparse_options
+from moe_ffn.weights.layouts import Layout, Piece, linear, named, transposed
+from moe_ffn.weights.options import ACTIVATIONS, Theirs
 
 # -- an entry
 

@@ -56,7 +56,7 @@ from moe_ffn.interop.block_parts import (
     step_gate,
     times,
 )
-from moe_ffn.interop.layouts import linear, named, zero_centered
+from moe_ffn.weights.layouts import linear, named, zero_centered
 
 BLOCKS: dict[str, Block | str] = {
     "afmoe": Block(

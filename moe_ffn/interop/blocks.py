@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.errors import ConfigError, nearest_or_all, show
+from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn import build_ffn
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.interop.block_parts import Block, LiveOptions, resolve
 from moe_ffn.interop.block_table import BLOCKS
-from moe_ffn.interop.options import Theirs
+from moe_ffn.weights.options import Theirs
 
 
 def block_config(model: str, config: Any) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from moe_ffn.config.errors import ConfigError, did_you_mean, first_line
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError, did_you_mean, first_line
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.generate import Decoding, Sampling
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.model.decoder import layer_name
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, within

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Generator, Tensor, nn
 
-from moe_ffn.errors import ConfigError, explain, show
+from moe_ffn.config.errors import ConfigError, explain, show
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import DenseConfig, GatedConfig
 from moe_ffn.ffn.moe import MoEConfig
@@ -48,7 +48,7 @@ def swap_ffn(
 
     Llama's, Qwen's and GPT-2's FFNs are taken, and what is built like them. A dense or gated block gets
     their weights and computes the same; its width, biases and activation are theirs, and need not be given.
-    The experts of a MoE are copies of the FFN (`moe_ffn.initialising.upcycle`). They compute the same where
+    The experts of a MoE are copies of the FFN (`moe_ffn.weights.upcycle`). They compute the same where
     the weights of every token have the same sum, as with `renormalize: true` in the router; otherwise a line
     on stderr warns how far the outputs differ. Any other block begins with weights of its own.
 
@@ -158,7 +158,7 @@ def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN,
         block = _like(own, target, where).build(weight.shape[1])
         block.load_state_dict(kept)
     elif isinstance(target, MoEConfig):
-        from moe_ffn.initialising.upcycle import upcycle  # needs YAML, which is optional
+        from moe_ffn.weights.upcycle import upcycle  # needs YAML, which is optional
 
         generator = Generator().manual_seed(int(torch.randint(2**62, ())))
         config = _with_experts_like(own, target, weight.shape[1])

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.dispatch import plan_of_pairs
-from moe_ffn.errors import ConfigError
 from moe_ffn.kernels.activations import (
     ACTIVATIONS,
     Activation,

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ffn.config.errors import ConfigError, first_line, show
 from moe_ffn.data.tokenizer import bytes_of_token
-from moe_ffn.errors import ConfigError, first_line, show
 from moe_ffn.files import kind_of, read_object
-from moe_ffn.interop.pretrained import (
+from moe_ffn.interop.routings import routing_modules, watch
+from moe_ffn.interop.transformers import NOT_INSTALLED
+from moe_ffn.outputs import Routing
+from moe_ffn.weights.pretrained import (
     CONFIG_FILE,
     INDEX_FILE,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     no_tokenizer,
 )
-from moe_ffn.interop.routings import routing_modules, watch
-from moe_ffn.interop.transformers import NOT_INSTALLED
-from moe_ffn.outputs import Routing
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import MAX_COUNT, Config
+from moe_ffn.config.base import MAX_COUNT, Config
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "relu_squared", "sigmoid", "identity"]
 """`relu_squared` is relu(x)^2 (So et al. 2021, Primer); `gelu` is the exact one, `gelu_tanh` its

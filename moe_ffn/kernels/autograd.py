@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import (
     ExpertWeights,
     compute_dtype,
@@ -23,6 +22,7 @@ from moe_ffn.kernels.base import (
     product_dtype_on_cpu,
     refuse_more_derivatives,
 )
+from moe_ffn.outputs import Plan
 
 
 class Inputs(NamedTuple):

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.activations import ACTIVATIONS, Activation, GateFunction
-from moe_ffn.outputs import on_this_rank, summarize
-from moe_ffn.torch_modes import is_autocast_on, is_batched, is_transform_on
+from moe_ffn.kernels.torch_modes import is_autocast_on, is_batched, is_transform_on
+from moe_ffn.outputs import Plan, on_this_rank, summarize
 
 # -- weights and signature
 

@@ -20,13 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.activations import Activation
 from moe_ffn.kernels.autograd import Gradients, Implementation, Inputs, run
 from moe_ffn.kernels.base import ExpertWeights, product_dtype_on_cpu
 from moe_ffn.kernels.gradient_memory import empty_gradient
-from moe_ffn.outputs import count_pairs
-from moe_ffn.torch_modes import autograd_in_operators
+from moe_ffn.kernels.torch_modes import autograd_in_operators
+from moe_ffn.outputs import Plan, count_pairs
 
 
 def blocks(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:

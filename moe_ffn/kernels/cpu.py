@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import NOT_BY_TRANSFORMS, ExpertWeights
 from moe_ffn.kernels.blocks import blocks
 from moe_ffn.kernels.cpu_operator import run_operator
-from moe_ffn.kernels.native import has_kernel, native
+from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.experts import has_kernel, native
+from moe_ffn.kernels.torch_modes import is_dispatch_mode_on, is_transform_on
 from moe_ffn.kernels.torch_products import loop
-from moe_ffn.native.build import why_unavailable
-from moe_ffn.torch_modes import is_dispatch_mode_on, is_transform_on
+from moe_ffn.outputs import Plan
 
 MAX_LOOP_PAIRS = 64
 """Up to this number, without gradients, `loop` is quicker than preparing the blocks of `blocks`."""

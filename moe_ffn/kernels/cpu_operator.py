@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.activations import GateFunction
 from moe_ffn.kernels.autograd import Implementation, Inputs, register
 from moe_ffn.kernels.base import ExpertWeights, compute_dtype, dropout_mask, needs_gradient
 from moe_ffn.kernels.blocks import BLOCKS
-from moe_ffn.kernels.native import NATIVE, has_kernel
-from moe_ffn.native.build import why_unavailable
+from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.experts import NATIVE, has_kernel
+from moe_ffn.outputs import Plan
 
 
 def run_operator(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:

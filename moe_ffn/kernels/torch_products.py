@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import ExpertWeights, combine, compute_dtype, outside_graphs
-from moe_ffn.torch_modes import is_forward_mode
+from moe_ffn.kernels.torch_modes import is_forward_mode
+from moe_ffn.outputs import Plan
 
 
 @outside_graphs

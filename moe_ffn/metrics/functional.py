@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ffn.config import require_count
+from moe_ffn.config.base import require_count
 from moe_ffn.outputs import FFNOutput, Routing, takes_routing
 
 Function = TypeVar("Function", bound=Callable[..., Any])

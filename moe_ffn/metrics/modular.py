@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from moe_ffn.config import require_count
+from moe_ffn.config.base import require_count
 from moe_ffn.metrics.measures import LayerBatch
 from moe_ffn.metrics.table import Measured, compute, measured_in, statistics_of
 from moe_ffn.metrics.table import Metric as TableMetric

@@ -13,11 +13,11 @@ from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT, Config
+from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.model.cache import LayerCache
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import Placed
-from moe_ffn.sizes import linear_flops, linear_params
 
 
 class LatentConfig(Config, frozen=True):

@@ -18,8 +18,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_ffn.config import MAX_COUNT, Config, require_count
-from moe_ffn.errors import ConfigError, Refusal, first_refusal
+from moe_ffn.config.base import MAX_COUNT, Config, require_count
+from moe_ffn.config.errors import ConfigError, Refusal, first_refusal
+from moe_ffn.config.sizes import linear_flops
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
 from moe_ffn.ffn.base import FFNBlock, RouterInfo
 from moe_ffn.model.attention import AttentionConfig
@@ -28,7 +29,6 @@ from moe_ffn.model.norm import NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Placed, PositionsConfig, RotaryConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief, within
 from moe_ffn.routing.base import Router
-from moe_ffn.sizes import linear_flops
 
 
 def _string_keys(value: Any) -> Any:

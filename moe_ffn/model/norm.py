@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 from torch import nn
 
-from moe_ffn.config import TaggedConfig
+from moe_ffn.config.base import TaggedConfig
 
 MIN_EPS = 1e-30
 """A smaller epsilon is 0 in float32, and the norm of a zero vector NaN."""

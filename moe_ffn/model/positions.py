@@ -14,8 +14,8 @@ from einops import rearrange, repeat
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import TaggedConfig
-from moe_ffn.errors import Refusal
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import Refusal
 
 
 class PositionsConfig(TaggedConfig, frozen=True):

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from moe_ffn.dispatch import Dispatched, Dispatcher, Plan, plan_of_pairs
+from moe_ffn.dispatch import Dispatched, Dispatcher, plan_of_pairs
 from moe_ffn.kernels.base import compute_dtype
+from moe_ffn.outputs import Plan
 
 
 class AllToAllDispatcher(Dispatcher):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field, model_validator
 
-from moe_ffn.config import MAX_COUNT, Config
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_ffn.experts.base import Experts

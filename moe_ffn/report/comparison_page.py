@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.report import run_summary
 from moe_ffn.report.arm_figures import ArmCurves, curves_of
 from moe_ffn.report.comparison_tables import tables as tables_of

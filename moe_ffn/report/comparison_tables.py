@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from moe_ffn.errors import printable
+from moe_ffn.config.errors import printable
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.report.html import NONE, compact, number
 from moe_ffn.report.markdown import markdown_table, plain

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.errors import ConfigError, explain, first_line
+from moe_ffn.config.errors import ConfigError, explain, first_line
 from moe_ffn.metrics.table import RUN_METRICS, Metric, layer_measures, result_columns
 from moe_ffn.outputs import ROUTING_SUFFIX
 from moe_ffn.training.monitoring.loggers import LOAD_FIGURE, WANDB_STEP

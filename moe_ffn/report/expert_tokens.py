@@ -16,9 +16,9 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.prepare import cached_validation
-from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.run_summary import evenly_chosen
 from moe_ffn.report.trace import origin, visible

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from moe_ffn.errors import printable
+from moe_ffn.config.errors import printable
 from moe_ffn.files import write_whole
 from moe_ffn.model.decoder import short_name
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from moe_ffn.errors import printable
+from moe_ffn.config.errors import printable
 from moe_ffn.report.html import NONE
 from moe_ffn.studies.statistics import Interval
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.report import run_summary
 from moe_ffn.report.html import write_page
 from moe_ffn.runs.folder import explaining

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_ffn.errors import ConfigError, install
+from moe_ffn.config.errors import ConfigError, install
 from moe_ffn.report.drawing import SERIES
 from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval

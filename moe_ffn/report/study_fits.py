@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from statistics import fmean
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.report import study_figures as figures
 from moe_ffn.report.html import NONE, compact
 from moe_ffn.report.markdown import markdown_table, with_interval

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import stdev
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.files import read_text, write_whole
 from moe_ffn.report import study_figures as figures
 from moe_ffn.report.comparison_tables import markdown, tables, tuning_tables

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import normalized_scores
+from moe_ffn.config.errors import ConfigError, escaped
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError, escaped
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.model.decoder import DecoderConfig, DecoderOutput, layer_number, short_name

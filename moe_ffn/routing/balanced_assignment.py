@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from moe_ffn.errors import Refusal
+from moe_ffn.config.errors import Refusal
+from moe_ffn.kernels.torch_modes import needs_static_shapes
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     LinearRouter,
@@ -19,7 +20,6 @@ from moe_ffn.routing.base import (
     comparable,
     routing_of_pairs,
 )
-from moe_ffn.torch_modes import needs_static_shapes
 
 
 class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):

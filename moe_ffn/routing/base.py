@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT, Config, TaggedConfig, describe_options
-from moe_ffn.errors import ConfigError, Refusal
-from moe_ffn.native.routing import wide_linear, wide_linear_backward
+from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig, describe_options
+from moe_ffn.config.errors import ConfigError, Refusal
+from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
+from moe_ffn.kernels.native.routing import wide_linear, wide_linear_backward
+from moe_ffn.kernels.torch_modes import without_autocast
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.sizes import init_linear_, linear_flops, linear_params
-from moe_ffn.torch_modes import without_autocast
 
 
 class RouterConfig(TaggedConfig, frozen=True):

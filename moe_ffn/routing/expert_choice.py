@@ -12,10 +12,10 @@ from einops import rearrange, repeat
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.errors import Refusal
+from moe_ffn.config.errors import Refusal
+from moe_ffn.config.sizes import ceil_of_share, share_of
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import FixedKConfig, LinearRouter, LinearRouterConfig, Router, comparable
-from moe_ffn.sizes import ceil_of_share, share_of
 
 
 class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):

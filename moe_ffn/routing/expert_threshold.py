@@ -13,7 +13,8 @@ from einops import repeat
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import MAX_COUNT
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.sizes import ceil_of_share, share_of
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
@@ -23,7 +24,6 @@ from moe_ffn.routing.base import (
     comparable,
     routing_of_pairs,
 )
-from moe_ffn.sizes import ceil_of_share, share_of
 
 
 class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.errors import Refusal
+from moe_ffn.config.errors import Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import MAX_COUNT, describe_options
+from moe_ffn.config.base import MAX_COUNT, describe_options
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import FixedKConfig, Router, RouterLinear, routing_of_pairs
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
 
+from moe_ffn.config.sizes import linear_params
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     LinearRouter,
@@ -20,7 +21,6 @@ from moe_ffn.routing.base import (
     RouterLinear,
     routing_of_pairs,
 )
-from moe_ffn.sizes import linear_params
 
 
 class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.sizes import linear_params
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     LinearRouter,
@@ -21,7 +22,6 @@ from moe_ffn.routing.base import (
     RouterLinear,
     routing_of_pairs,
 )
-from moe_ffn.sizes import linear_params
 
 MIN_NOISE = 1e-2
 """Added to the noise's scale, as in the implementations since: a scale of 0 has no gradient."""

@@ -14,7 +14,9 @@ from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT, describe_options
+from moe_ffn.config.base import MAX_COUNT, describe_options
+from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
+from moe_ffn.kernels.torch_modes import without_autocast
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
@@ -24,8 +26,6 @@ from moe_ffn.routing.base import (
     WideRMSNorm,
     routing_of_pairs,
 )
-from moe_ffn.sizes import init_linear_, linear_flops, linear_params
-from moe_ffn.torch_modes import without_autocast
 
 
 class ProductKeyRouterConfig(FixedKConfig, frozen=True):

@@ -11,8 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import MAX_COUNT
-from moe_ffn.errors import Refusal
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.errors import Refusal
+from moe_ffn.kernels.torch_modes import needs_static_shapes
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     LinearRouter,
@@ -21,7 +22,6 @@ from moe_ffn.routing.base import (
     comparable,
     routing_of_pairs,
 )
-from moe_ffn.torch_modes import needs_static_shapes
 
 
 class SinkhornRouterConfig(LinearTopKConfig, frozen=True):

@@ -13,8 +13,8 @@ from einops import rearrange, repeat
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT, Config
-from moe_ffn.native.routing import top_k
+from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.kernels.native.routing import top_k
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
 from moe_ffn.routing.hash import hash_of

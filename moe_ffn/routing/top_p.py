@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moe_ffn.config import MAX_COUNT
+from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, LinearRouterConfig, Router, routing_of_pairs
 

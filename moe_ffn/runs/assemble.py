@@ -16,10 +16,10 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
+from moe_ffn.config.environment import check_number_of_processes, processes_here
+from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData, validation_batches
-from moe_ffn.environment import check_number_of_processes, processes_here
-from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, WHOLE, Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.contract import check_outside_parts

@@ -20,8 +20,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAda
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_ffn.errors import show
-from moe_ffn.import_path import is_outside
+from moe_ffn.config.errors import show
+from moe_ffn.config.import_path import is_outside
 from moe_ffn.metrics.table import Measured, Metric, compute, measured_in, statistics_of
 from moe_ffn.runs.checkpoints import (
     MAX_WHOLE_NUMBER,

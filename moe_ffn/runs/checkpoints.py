@@ -16,7 +16,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from moe_ffn.errors import explain, printable, shorten, show
+from moe_ffn.config.errors import explain, printable, shorten, show
 from moe_ffn.runs.config import differences
 from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,

@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.config import Config
-from moe_ffn.config_files import read_config, read_yaml
+from moe_ffn.config.base import Config
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import read_config, read_yaml
 from moe_ffn.data.prepare import DataConfig
-from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import WidthMatch
 from moe_ffn.model.decoder import DecoderConfig, short_name
 from moe_ffn.parallel.layout import ParallelConfig

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_ffn.balancing.bias_rules import BiasRuleConfig
-from moe_ffn.config import TaggedConfig
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.import_path import explaining_outside_errors, is_outside
 from moe_ffn.data.corpus import CorpusConfig, Document
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.shared_expert import Combine, CombineConfig
-from moe_ffn.import_path import explaining_outside_errors, is_outside
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import Positions, PositionsConfig
 from moe_ffn.routing import RouterConfig

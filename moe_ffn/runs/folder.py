@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.errors import ConfigError, command, expand_path, reason
-from moe_ffn.files import DAMAGED, kind_of, open_file, read_object, write_file
+from moe_ffn.config.errors import ConfigError, command, expand_path
+from moe_ffn.files import DAMAGED, kind_of, open_file, read_object, reason, write_file
 from moe_ffn.runs.config import TrainConfig
 
 try:

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from moe_ffn.config import MAX_COUNT
+from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.files import parse_object, read_object
 from moe_ffn.training.config import PRECISIONS, Precision
 from moe_ffn.training.monitoring.json_lines import Line

@@ -19,10 +19,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from moe_ffn.config import Config, TaggedConfig
-from moe_ffn.environment import is_first_rank
-from moe_ffn.errors import ConfigError
-from moe_ffn.import_path import Code, file_of_module, imported_code
+from moe_ffn.config.base import Config, TaggedConfig
+from moe_ffn.config.environment import is_first_rank
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.import_path import Code, file_of_module, imported_code
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER
 from moe_ffn.runs.json_files import CodeEntries, CodeEntry
 

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 from torch import nn
 
-from moe_ffn.config import TaggedConfig
-from moe_ffn.errors import ConfigError, show
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import ConfigError, show
+from moe_ffn.config.import_path import explaining_outside_errors, is_outside
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.shared_expert import CombineConfig
-from moe_ffn.import_path import explaining_outside_errors, is_outside
 from moe_ffn.model.decoder import Block, Decoder
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.batches import require_equal_shares
-from moe_ffn.errors import ConfigError
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
 from moe_ffn.runs.config import TrainConfig

@@ -16,11 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_ffn.config_files import parse_yaml
+from moe_ffn.config.errors import ConfigError, first_line
+from moe_ffn.config.import_path import explaining_outside_errors
+from moe_ffn.config.trust import accepting_code
+from moe_ffn.config.yaml_files import parse_yaml
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.files import read_text
-from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.outputs import ROUTING_SUFFIX, Routing
 from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_of_weights
@@ -53,7 +54,6 @@ from moe_ffn.training.recovery.checkpoint_file import (
 )
 from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
 from moe_ffn.training.sampling import encode_text
-from moe_ffn.trust import accepting_code
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """The files that the page is made of."""

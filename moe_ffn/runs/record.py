@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.option_tree import flatten
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.split import Documents, changed
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError
 from moe_ffn.files import read_object
-from moe_ffn.option_tree import flatten
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import (
     CONFIG_FILE,

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.errors import ConfigError, command, reason
 from moe_ffn.files import (
     read_text,
+    reason,
     remove_unfinished,
     set_aside,
     write_file,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import text_documents
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.token_files import SUFFIXES, TokenRow
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.record import check_documents
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, stdev
 
-from moe_ffn.errors import ConfigError, nearest_or_all, show
+from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.differences import require_comparable, require_same_options, what_differs

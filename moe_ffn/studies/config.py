@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from moe_ffn.config import Config
-from moe_ffn.config_files import merge, nest, read_yaml, validate
-from moe_ffn.errors import ConfigError, did_you_mean, nearest_or_all, show
+from moe_ffn.config.base import Config
+from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, show
+from moe_ffn.config.import_path import FileTag
+from moe_ffn.config.yaml_files import merge, nest, read_yaml, validate
 from moe_ffn.ffn.match import MAX_MISMATCH
-from moe_ffn.import_path import FileTag
 from moe_ffn.runs.config import TrainConfig, not_a_folder_name
 from moe_ffn.runs.folder import named_run_folder, output_dir
 from moe_ffn.studies.budget import Budget

@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config import Config
-from moe_ffn.config_files import validate
-from moe_ffn.errors import ConfigError, show
+from moe_ffn.config.base import Config
+from moe_ffn.config.errors import ConfigError, show
+from moe_ffn.config.option_tree import flatten
+from moe_ffn.config.trust import only_trusted_code
+from moe_ffn.config.yaml_files import validate
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.option_tree import flatten
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.result import RunResult
-from moe_ffn.trust import only_trusted_code
 
 UNCOMPARED = ("seed", "run", "data.cache_dir", "logging", "checkpoints", "sample")
 """Options that do not change what is trained."""

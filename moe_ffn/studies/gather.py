@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config_files import to_yaml
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.files import make_folder, read_bytes, read_object, write_whole
 from moe_ffn.runs.folder import (
     FACTS_FILE,

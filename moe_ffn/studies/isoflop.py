@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.studies.statistics import (
     LEVEL,
     Array,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.studies.result import first_at
 from moe_ffn.studies.statistics import Interval, mean_interval, positive_logs
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_ffn.errors import ConfigError, install, show
+from moe_ffn.config.errors import ConfigError, install, show
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.studies.statistics import (
     Array,

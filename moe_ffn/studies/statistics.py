@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from moe_ffn.errors import ConfigError, install
+from moe_ffn.config.errors import ConfigError, install
 
 LEVEL = 0.95
 """Of every interval."""

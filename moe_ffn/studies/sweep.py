@@ -19,8 +19,9 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any, BinaryIO, Literal
 
-from moe_ffn.config_files import to_yaml
-from moe_ffn.errors import ConfigError, first_line, is_from_clone, show
+from moe_ffn.config.errors import ConfigError, first_line, is_from_clone, show
+from moe_ffn.config.trust import FLAG, UntrustedCodeError
+from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.files import make_folder, open_file, write_whole
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import TrainConfig, differences, own_config
@@ -29,7 +30,6 @@ from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import STUDY_FILE, PlannedRun, StudyConfig
 from moe_ffn.training.monitoring.hardware import num_cores
-from moe_ffn.trust import FLAG, UntrustedCodeError
 
 try:
     import fcntl

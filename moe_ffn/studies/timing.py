@@ -14,9 +14,9 @@ import torch
 from torch.profiler import record_function
 from torch.utils.benchmark import timer
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData, prepare
-from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.config import PlannedRun
 from moe_ffn.training.config import resolve_precision

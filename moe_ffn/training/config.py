@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
-from moe_ffn.config import MAX_COUNT, Config
-from moe_ffn.errors import show
+from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.config.errors import show
 from moe_ffn.training.recovery.guard import GuardConfig
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from moe_ffn.config import MAX_COUNT, Config
+from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError
 from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.model.generate import Decoding, Sampling
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from moe_ffn.config import MAX_COUNT, TaggedConfig
+from moe_ffn.config.base import MAX_COUNT, TaggedConfig
 
 _WARMUP_FRACTION = 0.05
 

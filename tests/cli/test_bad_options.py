@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_ffn.cli.__main__ import run
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 KNOWN_BLOCKS = (

@@ -9,8 +9,8 @@ import yaml
 
 from moe_ffn.cli.command_line import parse_config, parse_overrides
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.config_files import merge, read_yaml, to_yaml
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import merge, read_yaml, to_yaml
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.optimizer import MuonConfig

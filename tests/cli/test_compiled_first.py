@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_ffn.cli import generate
-from moe_ffn.native import build
+from moe_ffn.kernels.native import build
 from moe_ffn.training.monitoring import callbacks
 from tests.helpers.tiny_runs import run_here
 

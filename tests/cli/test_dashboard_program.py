@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_ffn.cli.dashboard import parse_options
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.report.dashboard import DEFAULT_LAYERS, DEFAULT_NAME, build_workspace, to_json
 from tests.helpers.tiny_runs import run_here
 from tests.helpers.wandb_server import WandbServer, wandb_server

@@ -14,12 +14,12 @@ import torch
 
 from moe_ffn.cli import fastest_precision as room
 from moe_ffn.cli.fastest_precision import Step, fastest_precision
-from moe_ffn.config_files import validate
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import validate
 from moe_ffn.data.prepare import prepare
-from moe_ffn.errors import ConfigError
+from moe_ffn.kernels.torch_modes import is_autocast_on
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.config import StudyConfig
-from moe_ffn.torch_modes import is_autocast_on
 from moe_ffn.training.module import LanguageModel
 from tests.helpers.same_run import differences
 from tests.helpers.tiny_runs import Finished, options, run_here

@@ -17,10 +17,10 @@ from moe_ffn.cli.command_line import COMMON_OPTIONS, parse_config
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import wrap
 from moe_ffn.cli.train import parse
-from moe_ffn.config import help_texts
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.base import help_texts
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.option_tree import ALSO_CALLED, option_tree
 from moe_ffn.ffn import FFNConfig
-from moe_ffn.option_tree import ALSO_CALLED, option_tree
 from moe_ffn.routing import RouterConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.config import StudyConfig

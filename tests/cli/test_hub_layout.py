@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moe_ffn import load_pretrained
-from moe_ffn.interop.pretrained import TOKENIZER_FILE
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, MODEL_FOLDER
+from moe_ffn.weights.pretrained import TOKENIZER_FILE
 from tests.helpers import theirs
 from tests.helpers.hub import to_snapshot
 from tests.helpers.tiny_runs import finished_copy, options, run_here

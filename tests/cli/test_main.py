@@ -12,7 +12,7 @@ import pytest
 
 from moe_ffn.cli import __main__ as console
 from moe_ffn.cli.parser import as_typed
-from moe_ffn.errors import command, install
+from moe_ffn.config.errors import command, install
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,7 +137,7 @@ def test_what_to_install_is_the_clone_or_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert install("train") == "pip install '.[train]'"
-    monkeypatch.setattr("moe_ffn.errors._ROOT", tmp_path)
+    monkeypatch.setattr("moe_ffn.config.errors._ROOT", tmp_path)
     assert install("train") == "pip install 'moe_ffn[train]'"
 
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from moe_ffn import build_ffn, load_pretrained
-from moe_ffn import memory as machine_memory
 from moe_ffn.cli import memory
 from moe_ffn.cli.exit import EXIT_FAILED, exit_on_bad_input
 from moe_ffn.cli.memory import check_fits
-from moe_ffn.config_files import validate
-from moe_ffn.errors import ConfigError
-from moe_ffn.memory import gigabytes, memory_limit, out_of_memory, require_table_memory
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import validate
+from moe_ffn.kernels import memory as machine_memory
+from moe_ffn.kernels.memory import gigabytes, memory_limit, out_of_memory, require_table_memory
 from moe_ffn.runs.config import TrainConfig
 from tests.helpers.own_block import OWN_BLOCK
 from tests.helpers.tiny_runs import finished_copy

@@ -23,7 +23,7 @@ import torch
 
 from moe_ffn.cli import sweep
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.config_files import parse_value, parse_yaml, to_yaml
+from moe_ffn.config.yaml_files import parse_value, parse_yaml, to_yaml
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import is_finished, locked
 from moe_ffn.studies.budget import Budget

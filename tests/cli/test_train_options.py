@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.config_files import read_config
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import read_config
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import check_run_folder, make_run_folder

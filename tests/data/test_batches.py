@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data import batches
 from moe_ffn.data.batches import (
     Batch,
@@ -19,7 +20,6 @@ from moe_ffn.data.batches import (
     spread_starts,
     windows_per_epoch,
 )
-from moe_ffn.errors import ConfigError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 

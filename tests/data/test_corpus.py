@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data import corpus as corpus
 from moe_ffn.data.corpus import (
     BLOCK_BYTES,
@@ -17,7 +18,6 @@ from moe_ffn.data.corpus import (
     file_blocks,
     text_boundary,
 )
-from moe_ffn.errors import ConfigError
 
 
 def names(*paths: str | Path) -> list[str]:

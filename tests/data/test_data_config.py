@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from moe_ffn.config import help_texts, json_schema
+from moe_ffn.config.base import help_texts, json_schema
+from moe_ffn.config.errors import explain
 from moe_ffn.data.corpus import CorpusConfig, StdlibConfig, TextConfig
 from moe_ffn.data.hf_dataset import HFDatasetConfig
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.tokenizer import BPEConfig, BytesConfig, TokenizerConfig
-from moe_ffn.errors import explain
 
 
 def complaints(values: dict[str, object]) -> list[str]:

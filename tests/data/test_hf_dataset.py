@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import Document
 from moe_ffn.data.hf_dataset import HFDatasetConfig
 from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.errors import ConfigError
 
 datasets = pytest.importorskip("datasets")
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data import prepare as prepare_module
 from moe_ffn.data.cache import read_meta
 from moe_ffn.data.corpus import TextConfig
 from moe_ffn.data.prepare import DataConfig, PreparedData, cached_validation, prepare
 from moe_ffn.data.split import changed
 from moe_ffn.data.tokenizer import BPEConfig, BytesConfig, BytesTokenizer, TokenizerConfig
-from moe_ffn.errors import ConfigError
 
 Prepare = Callable[..., PreparedData]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data import split as split_module
 from moe_ffn.data.corpus import Document, Split
 from moe_ffn.data.split import Documents, changed, plan_split, split_pieces
-from moe_ffn.errors import ConfigError
 
 Texts = Iterable[tuple[str, str]]
 

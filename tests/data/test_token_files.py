@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
 from moe_ffn.data.split import changed
 from moe_ffn.data.token_files import TokenRow
 from moe_ffn.data.tokenizer import train_bpe
-from moe_ffn.errors import ConfigError
 
 IDS = np.random.default_rng(0).integers(0, 257, 1000).astype(np.uint16)
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.tokenizer import (
     BPEConfig,
     BytesConfig,
@@ -20,7 +21,6 @@ from moe_ffn.data.tokenizer import (
     TokenizerConfig,
     train_bpe,
 )
-from moe_ffn.errors import ConfigError
 
 TEXT = b"the theme of the thesis\n    def there(self):  # <|endoftext|> caf\xc3\xa9\n" * 20
 BPE = train_bpe([TEXT], vocab_size=512)

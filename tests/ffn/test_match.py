@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn, solve_widths
+from moe_ffn.config.sizes import Budget
 from moe_ffn.ffn import WidthMatch
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.sizes import Budget
 
 DOCS = Path(__file__).parents[2] / "docs/training.md"
 D_MODEL, SEQ_LEN = 32, 24

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn, memory
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.config_files import validate
+from moe_ffn.config.yaml_files import validate
 from moe_ffn.metrics import ListMetrics, LoadMetrics
 from moe_ffn.runs.assemble import check_layout
 from moe_ffn.runs.config import TrainConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from moe_ffn.config_files import merge
+from moe_ffn.config.yaml_files import merge
 from moe_ffn.runs.config import TrainConfig
 from tests.helpers.synthetic_run import write_run
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 
-from moe_ffn.config import Config, TaggedConfig
-from moe_ffn.config_files import merge
+from moe_ffn.config.base import Config, TaggedConfig
+from moe_ffn.config.yaml_files import merge
 
 NAN, INFINITE = float("nan"), float("inf")
 WRONG: dict[Any, tuple[Any, ...]] = {

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config_files import read_config
+from moe_ffn.config.yaml_files import read_config
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.config import TrainConfig

@@ -8,7 +8,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from tests.helpers.snapshot import snapshot
 from tests.helpers.tiny_runs import Finished, run_here
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config_files import read_config
+from moe_ffn.config.yaml_files import read_config
 from moe_ffn.data.prepare import prepare
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.config import TrainConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_ffn.config_files import merge, nest, validate
+from moe_ffn.config.yaml_files import merge, nest, validate
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.result import Curve, Outcome, RunResult

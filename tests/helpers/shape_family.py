@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
-from moe_ffn.config import Config, TaggedConfig
-from moe_ffn.errors import explain
+from moe_ffn.config.base import Config, TaggedConfig
+from moe_ffn.config.errors import explain
 
 OWN = __name__
 

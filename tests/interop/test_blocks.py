@@ -15,7 +15,7 @@ import torch
 from experiments import models
 from experiments.models import SMALL, build_empty, build_theirs, compare, config_of, shown_config
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.errors import ConfigError, show
+from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.interop import block_config, convert_block
 from moe_ffn.interop.block_parts import Block

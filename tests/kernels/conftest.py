@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.outputs import Plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import base as dtypes
 from moe_ffn.kernels import blocks as in_blocks
 from moe_ffn.kernels import cpu as choice
 from moe_ffn.kernels.activations import Activation, ClampedSwiGLU
 from moe_ffn.kernels.base import ExpertWeights, dropout_mask
 from moe_ffn.kernels.blocks import blocks
-from moe_ffn.kernels.native import native
+from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.experts import native
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.kernels.torch_products import loop
-from moe_ffn.native.build import why_unavailable
+from moe_ffn.outputs import Plan
 
 T, D, E, F = 6, 3, 4, 5
 

@@ -15,14 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.dispatch import Plan, plan_of_pairs
-from moe_ffn.kernels import native as backend
+from moe_ffn.dispatch import plan_of_pairs
 from moe_ffn.kernels.activations import ClampedSwiGLU
 from moe_ffn.kernels.autograd import Gradients, Implementation, run
 from moe_ffn.kernels.base import Backend, ExpertWeights
-from moe_ffn.kernels.native import NATIVE, native
+from moe_ffn.kernels.native import experts as backend
+from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.experts import NATIVE, native
 from moe_ffn.kernels.torch_products import loop
-from moe_ffn.native.build import why_unavailable
+from moe_ffn.outputs import Plan
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=f"native {why_unavailable()}")
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.activations import Activation, ClampedSwiGLU
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.kernels.triton import backend
+from moe_ffn.outputs import Plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D_MODEL = 20

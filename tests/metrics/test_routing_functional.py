@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from moe_ffn.balancing.losses import router_entropy_loss
-from moe_ffn.capacity import by_position, limit
 from moe_ffn.metrics.functional import (
     chosen_experts,
     churn,
@@ -25,6 +24,7 @@ from moe_ffn.metrics.functional import (
     top1_margin,
 )
 from moe_ffn.outputs import Routing
+from moe_ffn.routing.capacity import by_position, limit
 
 # -- of a load
 

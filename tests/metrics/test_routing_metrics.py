@@ -12,9 +12,9 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
-from moe_ffn.capacity import by_position, limit
 from moe_ffn.metrics.modular import CoactivationMetrics, LoadMetrics, TokenMetrics
 from moe_ffn.outputs import Routing
+from moe_ffn.routing.capacity import by_position, limit
 
 KINDS = (LoadMetrics, TokenMetrics, CoactivationMetrics)
 

@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import Decoder, DecoderConfig, FFNConfig, TokenContext
-from moe_ffn.capacity import DROP_POLICIES
 from moe_ffn.ffn import DenseConfig
 from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.outputs import FFNOutput, Routing
 from moe_ffn.routing import RouterConfig
+from moe_ffn.routing.capacity import DROP_POLICIES
 
 VOCAB, MAX_LEN = 11, 12
 

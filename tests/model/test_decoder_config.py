@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from moe_ffn import DecoderConfig
-from moe_ffn.errors import explain
+from moe_ffn.config.errors import explain
 
 
 def types(ffn_at: dict[Any, Any], num_layers: int = 5) -> str:

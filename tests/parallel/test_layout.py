@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.parallel.layout import Layout, ParallelConfig
 from moe_ffn.runs.assemble import check_layout
 from moe_ffn.runs.config import TrainConfig

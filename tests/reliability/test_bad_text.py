@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data import prepare as prepare_module
 from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.errors import ConfigError
 from tests.helpers.nobody import nobody, open_place
 from tests.helpers.tiny_runs import finish, start_command, write_corpus
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.recovery.checkpoint_file import (

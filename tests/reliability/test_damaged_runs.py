@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,

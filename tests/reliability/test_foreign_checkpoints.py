@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.config_files import read_config
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import read_config
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import load_model
 from moe_ffn.runs.resume import Start, find_start

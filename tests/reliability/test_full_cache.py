@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.errors import ConfigError
 from tests.helpers.own_disk import ALONE, mounting
 from tests.helpers.tiny_runs import finish, start_command, write_corpus
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.config_files import to_yaml
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import (
     ALARMS_FILE,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.json_files import Saved
 from moe_ffn.training.recovery import checkpoint_keeper
 from tests.helpers.copied_run import Do, lose, resume, start_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.config_files import to_yaml
+from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.report.html import render, write_page
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE

@@ -21,13 +21,13 @@ import pytest
 from rich.console import Console
 
 from moe_ffn.cli.exit import exit_on_bad_input, keep_printing
-from moe_ffn.environment import (
+from moe_ffn.config.environment import (
     VARIABLES,
     check_environment,
     check_number_of_processes,
     is_first_rank,
 )
-from moe_ffn.errors import ConfigError, printable
+from moe_ffn.config.errors import ConfigError, printable
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.tiny_runs import (
     REPOSITORY,

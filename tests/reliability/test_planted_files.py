@@ -16,9 +16,9 @@ from threading import Thread
 import pytest
 import yaml
 
-from moe_ffn.config_files import read_yaml, to_yaml
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import read_yaml, to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.errors import ConfigError
 from moe_ffn.files import set_aside, write_file, write_whole
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import (

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.recovery.checkpoint_file import newest_first, read_checkpoint

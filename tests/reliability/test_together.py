@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.errors import ConfigError
 from moe_ffn.report.page import write_report
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CONFIG_FILE, make_run_folder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.config_files import to_yaml
+from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import (

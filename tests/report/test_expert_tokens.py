@@ -12,8 +12,8 @@ from markupsafe import escape
 from playwright.sync_api import Browser
 
 import moe_ffn
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.prepare import cached_validation, prepare
-from moe_ffn.errors import ConfigError
 from moe_ffn.report import expert_tokens as tokens_module
 from moe_ffn.report.expert_tokens import (
     MIN_COUNT,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_ffn.option_tree import flatten
+from moe_ffn.config.option_tree import flatten
 from moe_ffn.report.page import report_html
 from moe_ffn.report.run_summary import duration
 from moe_ffn.runs.reader import read_runs

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.config_files import parse_yaml, validate
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import parse_yaml, validate
 from moe_ffn.report.study_page import StudyPage, study_page, with_row
 from moe_ffn.report.study_points import without_seeds
 from moe_ffn.studies.budget import Budget, Cost

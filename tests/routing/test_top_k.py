@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moe_ffn import ConfigError, TokenContext, build_ffn
-from moe_ffn.errors import explain
+from moe_ffn.config.errors import explain
 from moe_ffn.routing import TopKRouterConfig
 from moe_ffn.routing.base import RouterLinear
 from tests.helpers.identity_router import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint

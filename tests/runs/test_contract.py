@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.config import TaggedConfig
-from moe_ffn.config_files import validate
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import validate
 from moe_ffn.runs import contract
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.contract import check_outside_parts

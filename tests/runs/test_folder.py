@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs import folder as folder_of_runs
 from moe_ffn.runs.folder import LOCK_FILE, is_trained_here, locked
 

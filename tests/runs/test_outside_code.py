@@ -15,9 +15,10 @@ import yaml
 
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.config_files import read_config
-from moe_ffn.errors import ConfigError
-from moe_ffn.import_path import find_code
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.import_path import find_code
+from moe_ffn.config.trust import UntrustedCodeError, accepting_code, only_trusted_code, trust
+from moe_ffn.config.yaml_files import read_config
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import make_run_folder
 from moe_ffn.runs.json_files import CodeEntries
@@ -29,7 +30,6 @@ from moe_ffn.runs.outside_code import (
 )
 from moe_ffn.runs.reader import load_run
 from moe_ffn.studies.sweep import has_begun
-from moe_ffn.trust import UntrustedCodeError, accepting_code, only_trusted_code, trust
 
 OWN = """
 import sys

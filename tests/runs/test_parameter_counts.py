@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.runs.parameter_counts import check_num_params
 from tests.helpers.documented import python_with

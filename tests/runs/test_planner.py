@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from moe_ffn.config_files import read_config
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import read_config
 from moe_ffn.outputs import on_this_rank
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.runs.config import TrainConfig

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_ffn import files
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs import reader as record
 from moe_ffn.runs.folder import locked
 from moe_ffn.runs.json_files import Alarm, Facts

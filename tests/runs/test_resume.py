@@ -16,10 +16,10 @@ import yaml
 
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.train import NEWEST, find_resume, main, take_flags
-from moe_ffn.config_files import to_yaml
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import prepare
 from moe_ffn.data.split import Documents
-from moe_ffn.errors import ConfigError
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.checkpoints import newest_good, refusal_of_weights
 from moe_ffn.runs.config import Resume, TrainConfig, differences

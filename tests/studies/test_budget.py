@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_ffn.config_files import nest
+from moe_ffn.config.yaml_files import nest
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
 

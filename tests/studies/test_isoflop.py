@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.studies.isoflop import IsoFlop, fit_isoflop, fit_parabola
 from tests.studies.test_scaling_laws import noisy
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.studies.leverage import compute_at, leverage
 
 

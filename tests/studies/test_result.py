@@ -11,7 +11,7 @@ from statistics import fmean
 
 import pytest
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.reader import read_run
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies import result as result_module

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.studies import scaling_laws
 from moe_ffn.studies.scaling_laws import (
     CHINCHILLA,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.studies.statistics import (
     SMALL_DIFFERENCE,
     Interval,

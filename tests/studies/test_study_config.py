@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.config_files import parse_yaml, to_yaml, validate
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import parse_yaml, to_yaml, validate
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import PlannedRun, StudyConfig
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from moe_ffn.config_files import parse_yaml, to_yaml, validate
+from moe_ffn.config.trust import FLAG
+from moe_ffn.config.yaml_files import parse_yaml, to_yaml, validate
 from moe_ffn.studies import sweep as sweep_module
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.sweep import Job, Sweep
-from moe_ffn.trust import FLAG
 
 STUDY = """
 name: gating

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.config_files import parse_yaml, validate
+from moe_ffn.config.yaml_files import parse_yaml, validate
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.runs.config import TrainConfig

@@ -6,7 +6,7 @@ import pytest
 from lightning import Trainer
 from pydantic import ValidationError
 
-from moe_ffn.errors import explain
+from moe_ffn.config.errors import explain
 from moe_ffn.training.config import TrainerConfig
 
 

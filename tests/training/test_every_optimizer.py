@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from moe_ffn.config.errors import explain
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.errors import explain
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.optimizer import (

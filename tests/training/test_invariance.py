@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from moe_ffn import DecoderConfig
-from moe_ffn.config_files import to_yaml
+from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.parallel.layout import WHOLE
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective

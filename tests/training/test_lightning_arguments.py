@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.assemble import LAUNCHED, check_trainer
 from moe_ffn.runs.config import TrainConfig
 from tests.helpers.own_block import OWN_BLOCK

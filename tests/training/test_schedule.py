@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import optimization
 
-from moe_ffn.errors import explain
+from moe_ffn.config.errors import explain
 from moe_ffn.training.optimizer import AdamWConfig
 from moe_ffn.training.schedule import ScheduleConfig
 

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.activations import ClampedSwiGLU
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
@@ -20,7 +19,8 @@ from moe_ffn.kernels.base import (
     dropout_mask,
     needs_gradient,
 )
-from moe_ffn.torch_modes import is_transform_on
+from moe_ffn.kernels.torch_modes import is_transform_on
+from moe_ffn.outputs import Plan
 
 INSTALLED = find_spec("triton") is not None
 MIN_CAPABILITY = 8

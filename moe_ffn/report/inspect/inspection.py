@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
 from moe_ffn.model.decoder import Block, Decoder, layer_name
 from moe_ffn.outputs import FFNOutput, within

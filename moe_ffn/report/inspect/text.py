@@ -16,9 +16,10 @@ from types import MappingProxyType
 
 import numpy as np
 
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError, reason
+from moe_ffn.files import reason
 from moe_ffn.report.trace import visible
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.texts import prepare_data

@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moe_ffn.config.errors import first_line
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import first_line
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.data_module import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput, ValidationOutput

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from plotly.graph_objects import Figure
 from pydantic import ValidationError
 
-from moe_ffn.errors import explain, first_line
+from moe_ffn.config.errors import explain, first_line
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, heat_figure
 from moe_ffn.training.config import WandbConfig
 from moe_ffn.training.monitoring.json_lines import STEP_KEY, JsonLines

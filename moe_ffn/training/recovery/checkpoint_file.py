@@ -22,9 +22,8 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from moe_ffn.config import MAX_COUNT
-from moe_ffn.errors import reason
-from moe_ffn.files import kind_of, make_folder, open_file, replacing
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.files import kind_of, make_folder, open_file, reason, replacing
 from moe_ffn.training.recovery.checkpoint_shards import (
     FOLDER,
     SHARDS,

@@ -16,8 +16,7 @@ from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 
-from moe_ffn.errors import reason
-from moe_ffn.files import WriteFailures, remove_unfinished, write_file
+from moe_ffn.files import WriteFailures, reason, remove_unfinished, write_file
 from moe_ffn.outputs import on_this_rank
 from moe_ffn.training.config import CheckpointsConfig
 from moe_ffn.training.module import LoadedBatch

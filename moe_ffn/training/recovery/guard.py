@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from moe_ffn.config import Config
+from moe_ffn.config.base import Config
 from moe_ffn.outputs import on_this_rank
 from moe_ffn.training.objective import Objective
 

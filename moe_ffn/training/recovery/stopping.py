@@ -21,7 +21,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from moe_ffn.errors import first_line
+from moe_ffn.config.errors import first_line
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 
 _ASKING = [

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from moe_ffn.cli.generate import own_prompt
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import TextConfig
 from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.errors import ConfigError
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring import callbacks

@@ -1,0 +1,11 @@
+"""Options: typed, read from YAML, and refused in one sentence.
+
+base.py         `Config`, and `TaggedConfig` for families whose `type:` picks the class
+errors.py       `ConfigError`, `Refusal`, and the words of every message
+yaml_files.py   YAML files and `--key value`, merged
+option_tree.py  all options with their defaults, as `--help` shows them
+import_path.py  classes from a user's file, `type: my_file.py:MyConfig`
+trust.py        asks before code from elsewhere runs
+sizes.py        hidden widths, and counts of parameters and FLOPs
+environment.py  variables that launchers of several processes set
+"""

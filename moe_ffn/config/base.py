@@ -1,0 +1,343 @@
+"""The base of every configuration: typed, frozen, strict, and open to classes from outside.
+
+A config stands above the module that it builds, in the same file, and knows its size, its cost and whether
+it is causal.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import pairwise
+from textwrap import dedent
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
+
+from moe_ffn.config.errors import (
+    UNKNOWN_KEY,
+    ConfigError,
+    did_you_mean,
+    nearest_or_all,
+    shorten,
+    show,
+)
+from moe_ffn.config.import_path import FileTag, import_class, tag_of
+
+MAX_COUNT = 10**9
+"""Upper bound of every count and width; a larger one is a typing error, and would overflow far from here."""
+
+
+FAMILY_KEY = "x-family"
+"""The key under which a schema names a family, in place of its members."""
+
+
+class Config(BaseModel, frozen=True):
+    """A frozen set of typed options; the docstring under each field is its help text."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,  # `true` is not 1 and "16" is not 16
+        allow_inf_nan=False,
+        validate_default=True,
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _choose_class_and_refuse_unknown_keys(
+        cls, data: Any, handler: ModelWrapValidatorHandler[Self]
+    ) -> Any:
+        if isinstance(data, BaseModel):
+            return handler(data)
+        data = cls._as_mapping(data)
+        chosen = cls.class_for(data)
+        if chosen is not cls:
+            return chosen.model_validate(data)
+        known = set(cls.known_keys())
+        unknown = [key for key in data if key not in known]
+        if unknown:
+            raise ValidationError.from_exception_data(
+                cls.__name__, [cls._unknown_key(str(key), data) for key in unknown]
+            )
+        return handler(data)
+
+    @classmethod
+    def _unknown_key(cls, key: str, data: Any) -> InitErrorDetails:
+        known = list(cls.known_keys())
+        section, *names = key.split(".")
+        if section in known and names:
+            lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate([section, *names])]
+            lines[-1] += " null" if data[key] is None else f" {show(data[key])}"
+            below = ", and below it ".join(map(repr, lines))
+            return _mistake(shorten(key), f"is one key with a dot; nest it: {below}", data)
+        hint = nearest_or_all(key, known)
+        return _mistake(shorten(key), f"unknown{hint}", data, kind=UNKNOWN_KEY)
+
+    @classmethod
+    def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
+        if not isinstance(data, Mapping):
+            raise PydanticCustomError(
+                "not_a_mapping", "must be a mapping of options, got {got}", {"got": show(data)}
+            )
+        return data
+
+    @classmethod
+    def class_for(cls, data: Mapping[Any, Any]) -> type[Config]:
+        """The class that validates `data`: this one, except at the root of a family."""
+        return cls
+
+    @classmethod
+    def known_keys(cls) -> Iterable[str]:
+        """The keys this config takes."""
+        return cls.model_fields
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema)["properties"]
+        for name, text in help_texts(cls).items():
+            if text:
+                properties[name]["description"] = text
+        return schema
+
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know beside the options: the comments above a printed config."""
+        return ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers: what YAML files and checkpoints hold."""
+        return self.model_dump(mode="json", serialize_as_any=True)
+
+    def to_short_dict(self) -> dict[str, Any]:
+        """`to_dict` without what is as its class has it; every `type` stays."""
+        plain = self.to_dict()
+        short: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name != "type" and value == field.get_default(call_default_factory=True):
+                continue
+            if isinstance(value, Config):
+                short[name] = value.to_short_dict()
+            elif isinstance(value, Mapping):
+                short[name] = {
+                    key: item.to_short_dict() if isinstance(item, Config) else plain[name][key]
+                    for key, item in value.items()
+                }
+            else:
+                short[name] = plain[name]
+        return short
+
+
+class TaggedConfig(Config, frozen=True):
+    """Base of the families whose member is picked by a `type:` tag.
+
+    A direct subclass is the root of a family (`FFNConfig`, `RouterConfig`, ...). A class below a root
+    joins it under every value of its own `type: Literal[...]`. A class outside the package needs no
+    registration and no `type` field: it is named by its import path, `my_module:MyConfig` or
+    `path/to/file.py:MyConfig`. Reading such a tag imports that module, which runs its code.
+
+    Wherever a family is expected, `swiglu` is short for `{type: swiglu}`.
+    """
+
+    type: str
+    """The member of the family: a known name, or `my_file.py:ClassName` or `module:ClassName` for a class
+    of your own."""
+
+    members: ClassVar[dict[str, type[TaggedConfig]]]
+    """The named classes of this family, by tag."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if cls.is_family_root():
+            cls.members = {}
+            return
+        annotation = cls.model_fields["type"].annotation
+        if get_origin(annotation) is Literal:
+            cls._join_family(get_args(annotation))
+
+    @classmethod
+    def _join_family(cls, tags: Iterable[str]) -> None:
+        for tag in tags:
+            owner = cls.members.get(tag, cls)
+            if (owner.__module__, owner.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise TypeError(
+                    f"{cls.__name__} would take the type '{tag}' from {owner.__name__}; give it a "
+                    "Literal of its own, or `type: str` to name it by its import path"
+                )
+            cls.members[tag] = cls
+
+    @classmethod
+    def is_family_root(cls) -> bool:
+        return TaggedConfig in cls.__bases__
+
+    @classmethod
+    def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
+        if isinstance(data, str):
+            data = {"type": data}
+        data = super()._as_mapping(data)
+        if isinstance(tag := data.get("type"), FileTag):
+            return {**data, "type": tag.resolved}
+        if (
+            "type" not in data
+            and cls.model_fields["type"].is_required()
+            and not cls.is_family_root()
+        ):
+            return {"type": tag_of(cls), **data}
+        return data
+
+    @classmethod
+    def class_for(cls, data: Mapping[Any, Any]) -> type[Config]:
+        tag = data.get("type")
+        if not cls.is_family_root():
+            own = get_args(cls.model_fields["type"].annotation)
+            if own and "type" in data and tag not in own:
+                # Said before its options, which are those of another class.
+                tags = " or ".join(map(repr, own))
+                raise errors_at(cls, {"type": f"must be one of {tags}, got {show(tag)}"}, data)
+            return cls
+        if isinstance(tag, str) and tag in cls.members:
+            return cls.members[tag]
+        known = ", ".join(sorted(cls.members))
+        if tag is None:
+            near = [key for key in map(str, data) if key != "type" and did_you_mean("type", [key])]
+            slip = f", but there is '{near[0]}'" if near else ""
+            message = f"missing{slip}; one of: {known}, or my_file.py:ClassName"
+            raise errors_at(cls, {"type": message}, data)
+        if isinstance(tag, str) and ":" in tag:
+            try:
+                return import_class(tag, family=cls)
+            except ConfigError as error:
+                raise errors_at(cls, {"type": str(error)}, data) from error
+        if isinstance(tag, str) and tag.endswith(".py"):
+            message = f"{show(tag)} is a file; name a class in it, as in {tag}:ClassName"
+        elif not isinstance(tag, str):
+            message = f"must be a name, got {show(tag)}; known: {known}"
+        else:
+            message = f"unknown {show(tag)}{did_you_mean(tag, cls.members)}; known: {known}"
+        raise errors_at(cls, {"type": message}, data)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        # A family may hold itself (an MoE's shared expert is an FFN), which pydantic would expand
+        # for ever; `config_schema.json_schema` puts each family in `$defs` once.
+        if cls.is_family_root():
+            return {FAMILY_KEY: cls.__name__}
+        return super().__get_pydantic_json_schema__(core_schema, handler)
+
+
+def help_texts(cls: type[Config]) -> dict[str, str]:
+    """The help of every option of `cls`: its `description`, or the docstring under it in the class it is of.
+
+    Read from the source when someone asks: pydantic's `use_attribute_docstrings` reads it while a class is
+    made, which was half of the time of `import moe_ffn`.
+    """
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        own = _docstrings(base)
+        texts |= {name: own.get(name, "") for name in inspect.get_annotations(base)}
+    return {
+        name: field.description or texts.get(name, "") for name, field in cls.model_fields.items()
+    }
+
+
+@cache
+def _docstrings(cls: type) -> dict[str, str]:
+    """The docstrings under the annotated names of `cls`; none of a class without a source, as in a shell."""
+    if not issubclass(cls, Config):
+        return {}
+    try:
+        tree = ast.parse(dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    body = getattr(tree.body[0], "body", [])
+    texts: dict[str, str] = {}
+    for above, below in pairwise(body):
+        match above, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
+                texts[name] = inspect.cleandoc(text)
+            case _:
+                pass
+    return texts
+
+
+def require_count(value: object, name: str) -> None:
+    """ConfigError unless `value`, which is called `name`, is a whole number from 1 to `MAX_COUNT`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number, got {show(value)}")
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}")
+    if value > MAX_COUNT:
+        raise ConfigError(f"{name} must be at most {MAX_COUNT}, got {value}")
+
+
+def describe_options(config: Config, without: Iterable[str] = ()) -> str:
+    """`k=2, scale=1.0`: the options that are not null, false or 0, for a module's repr."""
+    values = {name: value for name, value in config if value and name not in without}
+    return ", ".join(
+        f"{name}=({describe_options(value)})" if isinstance(value, Config) else f"{name}={value}"
+        for name, value in values.items()
+    )
+
+
+def errors_at(cls: type[Config], messages: Mapping[str, str], data: Any) -> ValidationError:
+    """A ValidationError for validators to raise, with a message for each key of `cls` that is wrong."""
+    details = [_mistake(key, message, data) for key, message in messages.items()]
+    return ValidationError.from_exception_data(cls.__name__, details)
+
+
+def _mistake(key: str, message: str, data: Any, kind: Any = "config") -> InitErrorDetails:
+    error = PydanticCustomError(kind, "{message}", {"message": message})
+    return InitErrorDetails(type=error, loc=(key,), input=data)
+
+
+def json_schema(root: type[Config]) -> dict[str, Any]:
+    """The JSON schema of `root`, every family in it as an `anyOf` over its named members."""
+    families = {family.__name__: family for family in TaggedConfig.__subclasses__()}
+    definitions: dict[str, Any] = {}
+
+    def define(cls: type[Config]) -> dict[str, Any]:
+        schema = cls.model_json_schema()
+        for name, definition in schema.pop("$defs", {}).items():
+            definitions.setdefault(name, resolve(definition))
+        return resolve(schema)
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolve(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if FAMILY_KEY not in node:
+            return {key: resolve(value) for key, value in node.items()}
+        name = node[FAMILY_KEY]
+        if name not in definitions:
+            definitions[name] = {}  # claims the name before members that refer back to it
+            family = families[name]
+            named = [define(member) for member in dict.fromkeys(family.members.values())]
+            own = {
+                "type": "object",
+                "required": ["type"],
+                "properties": {"type": {"type": "string", "pattern": ":"}},
+            }
+            definitions[name] = {"anyOf": [*named, {"enum": list(family.members)}, own]}
+        rest = {key: resolve(value) for key, value in node.items() if key != FAMILY_KEY}
+        return {"$ref": f"#/$defs/{name}", **rest}
+
+    return {**define(root), "$defs": definitions}

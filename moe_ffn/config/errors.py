@@ -1,0 +1,180 @@
+"""Mistakes of the user, one sentence each: the key, what is wrong, and the fix, as it is typed."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+import sys
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+
+class ConfigError(ValueError):
+    """Input that is wrong: one line per mistake, each naming the key or the file."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a config does not go with what is around it, and what to do instead."""
+
+    reason: str
+    """Begins with the option at fault: `drop 'random' lets later tokens displace earlier ones`."""
+    advice: str
+    """`use 'position'`."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.advice}"
+
+    def inside(self, option: str) -> Refusal:
+        """The refusal with `option.` prefixed: `capacity.drop ...`."""
+        return replace(self, reason=f"{option}.{self.reason}")
+
+
+def first_refusal(parts: Mapping[str, Refusal | None]) -> Refusal | None:
+    """The first refusal among the parts of a config, given by the option that holds each."""
+    refusals = (refusal.inside(option) for option, refusal in parts.items() if refusal)
+    return next(refusals, None)
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`"; did you mean 'num_experts'?"` for a near miss, otherwise the empty string.
+
+    Args:
+        cutoff: from 0 to 1, how alike the two have to be.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def nearest_or_all(name: str, known: Iterable[str], these: str = "known:") -> str:
+    """`did_you_mean`, or, where nothing is near, all of them: `"; known: train, report"`."""
+    known = list(known)
+    return did_you_mean(name, known) or f"; {these} {', '.join(known)}"
+
+
+UNKNOWN_KEY = "unknown_key"
+"""The type of a pydantic error about a key that a config does not take."""
+
+
+def explain(
+    error: ValidationError, unknown: Callable[[str, str], str] = lambda path, message: message
+) -> list[str]:
+    """One sentence per mistake, `model.ffn.num_experts: must be at least 1, got 0`.
+
+    Args:
+        unknown: given the path of an unknown key, and what its config says of it, returns what is said.
+    """
+    lines: list[str] = []
+    for item in error.errors(include_url=False):
+        path = ".".join(str(part) or "''" for part in item["loc"])
+        rule = _RULES.get(item["type"])
+        if rule is None:
+            message = item["msg"].removeprefix("Value error, ")
+            if item["type"] == UNKNOWN_KEY:
+                message = unknown(path, message)
+        else:
+            message = rule.format(**item.get("ctx", {}))
+            if item["type"] != "missing":
+                message += f", got {show(item['input'])}"
+        line = f"{path}: {message}" if path else message
+        lines.append(shorten(printable(line), _MAX_LINE_LENGTH))
+    return lines
+
+
+def show(value: Any) -> str:
+    """A value as code would write it, up to sixty characters; takes no longer for a huge one."""
+    try:
+        return shorten(_repr.repr(value))
+    except ValueError:  # of more digits than Python writes
+        return "a huge number"
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """`text`, its middle replaced by dots where it is longer than `limit`: what is wrong often comes last."""
+    half = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
+
+
+def printable(text: str, also: str = "") -> str:
+    r"""`text` with an escape, such as `\x1b`, for all that is not seen, since it could reprogram a terminal.
+
+    Spaces of any width, and the characters in `also`, stay as they are.
+    """
+    return "".join(
+        c if c.isprintable() or c in also or unicodedata.category(c) == "Zs" else escaped(c)
+        for c in text
+    )
+
+
+def escaped(character: str) -> str:
+    r"""The character as Python's code would name it, `\x1b`, in ASCII."""
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def expand_path(path: str, key: str) -> Path:
+    """`path` with `~` replaced, or a ConfigError that names the key."""
+    if "\0" in path:
+        raise ConfigError(f"{key}: {path!r} holds a NUL character, which no path can")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # `~somebody` who does not exist
+        raise ConfigError(f"{key}: '{path}': {first_line(error)}") from error
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+"""The clone, or the folder that the package is installed in."""
+
+
+def command(program: str) -> str:
+    """`moe-ffn train`, or `python -m experiments.train` where this process was started so, from a clone."""
+    return f"python -m experiments.{program}" if is_from_clone() else f"moe-ffn {program}"
+
+
+def is_from_clone() -> bool:
+    """Whether this process is a program of `experiments/`."""
+    started = Path(sys.argv[0])
+    return started.is_absolute() and _ROOT / "experiments" in started.resolve().parents
+
+
+def install(extra: str) -> str:
+    """`pip install 'moe_ffn[train]'`, or `pip install '.[train]'` in a clone."""
+    name = "." if (_ROOT / "pyproject.toml").is_file() else "moe_ffn"
+    return f"pip install '{name}[{extra}]'"
+
+
+_RULES = {
+    "missing": "missing; this option has no default",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be text (in YAML, put quotes around it)",
+    "string_unicode": "must be UTF-8 text",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "finite_number": "must be a finite number",
+    "literal_error": "must be one of {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must not be empty",
+    "string_too_short": "must not be empty",
+}
+
+
+_MAX_LINE_LENGTH = 480
+"""More than any mistake needs, but what a stranger's code says may be of any length."""
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 200

@@ -1,0 +1,304 @@
+"""A class in a user's own file, by its import path, and the code that it comes from.
+
+A file is read once: what is hashed, what permission is asked for and what is run are the same bytes, and
+no cached bytecode beside it is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from moe_ffn.config.environment import is_first_rank
+from moe_ffn.config.errors import ConfigError, did_you_mean, explain, first_line
+from moe_ffn.files import reason
+
+Class = TypeVar("Class")
+
+PACKAGE = "moe_ffn"
+
+
+@dataclass(frozen=True)
+class Code:
+    """A file or a module that a `type` names, as it was before it was run."""
+
+    where: str
+    """The part of the tag before the colon: a path that ends in `.py`, or the name of a module."""
+
+    path: Path | None
+    """Its file; None for a module that has none, or is not found."""
+
+    content: bytes
+    """Bytes of the file; empty where there is none."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is named by a path. A module belongs to something that is installed."""
+        return self.where.endswith(".py")
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def module_name(self) -> str:
+        """Key in `sys.modules`; a file's is made of its content, so that it is the same in every process."""
+        if not self.is_file:
+            return self.where
+        stem = re.sub(r"\W", "_", Path(self.where).stem)
+        return f"{PACKAGE}_user_{stem}_{self.sha256[:16]}"
+
+
+_run: dict[str, Code] = {}
+"""The code that was run, to its end or not, by the name of its module."""
+
+_imported: dict[str, Code] = {}
+"""The code that a class was last taken from, by what the tag said before the colon."""
+
+_permit: ContextVar[Callable[[Code], None]] = ContextVar("_permit", default=lambda code: None)
+
+
+@contextmanager
+def permitting_imports(permit: Callable[[Code], None]) -> Iterator[None]:
+    """Within this, `import_class` calls `permit` before it first runs a module or file.
+
+    Args:
+        permit: raises a ConfigError where the code must not run.
+    """
+    token = _permit.set(permit)
+    try:
+        yield
+    finally:
+        _permit.reset(token)
+
+
+class FileTag(str):
+    """`my_file.py:ClassName` as it stands in a YAML file; equal to that text.
+
+    A relative path in it is relative to the folder of that YAML file.
+    """
+
+    __slots__ = ("resolved",)
+
+    resolved: str
+    """This text with a path that leads there from the current folder."""
+
+    def __new__(cls, text: str, folder: Path) -> FileTag:
+        tag = super().__new__(cls, text)
+        where, _, name = text.rpartition(":")
+        tag.resolved = f"{folder / where}:{name}"
+        return tag
+
+
+def is_file_tag(text: str) -> bool:
+    """Whether a `type` of this text would name a class in a file."""
+    return re.fullmatch(r".+\.py:\w+", text) is not None
+
+
+def import_class(tag: str, family: type[Class]) -> type[Class]:
+    """The subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
+
+    Importing runs the code of that module, and a line on stderr says so before; `permitting_imports` may
+    refuse. What it prints goes to stderr.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no such class, or lacks a method.
+    """
+    where, _, name = tag.rpartition(":")
+    code = find_code(where)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            module = (_import_file if code.is_file else _import_module)(code)
+            found = getattr(module, name, None)
+    except BaseException as error:  # a user's module may fail in any way
+        if isinstance(error, ConfigError) or _is_of_a_signal(error):
+            raise
+        raise ConfigError(f"importing '{where}' failed: {_describe(error)}") from error
+    _imported[where] = code
+    if found is None:
+        raise ConfigError(f"'{where}' has no '{name}'{did_you_mean(name, vars(module))}")
+    if not (isinstance(found, type) and issubclass(found, family)):
+        raise ConfigError(f"'{tag}' must be a subclass of {family.__name__}, got {found!r}")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise ConfigError(f"'{tag}' must define {missing}")
+    return found
+
+
+def find_code(where: str) -> Code:
+    """The code that a tag names, read and not run.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    if not where.endswith(".py"):
+        path = file_of_module(where)
+        try:
+            return Code(where, path, b"" if path is None else path.read_bytes())
+        except OSError:
+            return Code(where, None, b"")
+    path = Path(where)
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"importing '{where}' failed: it is not a file")
+        return Code(where, path, path.read_bytes())
+    except (OSError, ValueError) as error:  # ValueError: a NUL character
+        why = reason(error) if isinstance(error, OSError) else first_line(error)
+        if isinstance(error, FileNotFoundError):
+            why += "; a relative path is relative to the YAML file that names it, or, in an option, to the"
+            why += " current folder"
+        raise ConfigError(f"importing '{where}' failed: {type(error).__name__}: {why}") from error
+
+
+def file_of_module(name: str) -> Path | None:
+    """The source file of a module, found without running the packages around it."""
+    try:
+        dotted, *rest = name.split(".")
+        spec = importlib.util.find_spec(dotted)
+        for part in rest:
+            dotted = f"{dotted}.{part}"
+            places = None if spec is None else spec.submodule_search_locations
+            spec = importlib.machinery.PathFinder.find_spec(dotted, places or [])
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.has_location or spec.origin is None:
+        return None
+    return Path(spec.origin)
+
+
+def _import_module(code: Code) -> ModuleType:
+    name = code.where
+    if name not in sys.modules:
+        _ask(code)
+    if name.partition(".")[0] != PACKAGE:
+        _run.setdefault(name, code)
+    return importlib.import_module(name)
+
+
+def _import_file(code: Code) -> ModuleType:
+    name = code.module_name
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, code.where)
+    assert spec is not None, "a path that ends in .py is that of a source file"
+    module = importlib.util.module_from_spec(spec)
+    _ask(code)
+    sys.modules[name] = module
+    _run[name] = code
+    try:
+        exec(compile(code.content, code.where, "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _ask(code: Code) -> None:
+    if code.path is None:  # nothing is run of a module that is not there, and its error is another
+        try:
+            if importlib.util.find_spec(code.where.partition(".")[0]) is None:
+                return
+        except (ImportError, ValueError):
+            return
+    _permit.get()(code)
+    if is_first_rank():  # says it for all
+        print(f"importing {code.where!r}, which runs its code", file=sys.stderr, flush=True)
+
+
+# -- what was imported
+
+
+def is_outside(cls: type) -> bool:
+    """Whether a class was not written in this package."""
+    return cls.__module__.partition(".")[0] != PACKAGE
+
+
+def imported_code(tag: str) -> Code | None:
+    """The code that was run for a tag; None where none was, or that of this package."""
+    where = tag.rpartition(":")[0]
+    return None if where.partition(".")[0] == PACKAGE else _imported.get(where)
+
+
+def tag_of(cls: type) -> str:
+    """The `type` that leads to a class again."""
+    code = _run.get(cls.__module__)
+    return f"{cls.__module__ if code is None else code.where}:{cls.__qualname__}"
+
+
+# -- what goes wrong in it
+
+
+@contextmanager
+def explaining_outside_errors(culprit: str = "") -> Iterator[None]:
+    """Within this, what code from outside raises becomes a ConfigError that names its file and line.
+
+    `sys.exit` does too. Ctrl-C, and what no such code had a part in, is raised as it is.
+
+    Args:
+        culprit: begins the sentence, and is blamed for whatever is raised; by default that is the outside
+            file which the error came through.
+    """
+    try:
+        yield
+    except (ConfigError, GeneratorExit):
+        raise
+    except BaseException as error:
+        place = _place(error.__traceback__)
+        who = culprit or (f"'{place.filename}'" if place else "")
+        if _is_of_a_signal(error) or not who:
+            raise
+        raise ConfigError(f"{who} failed: {_describe(error)}") from error
+
+
+def _describe(error: BaseException) -> str:
+    """`ZeroDivisionError: division by zero (own.py, line 3, in build)`."""
+    if isinstance(error, ValidationError):
+        text = explain(error)[0]
+    else:
+        text = (
+            f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+        )
+    if isinstance(error, SyntaxError):  # says it itself
+        return text
+    place = _place(error.__traceback__)
+    if place is None:
+        return text
+    within = "" if place.name == "<module>" else f", in {place.name}"
+    return f"{text} ({Path(place.filename).name}, line {place.lineno}{within})"
+
+
+def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
+    """The innermost line of code from outside that an error passed through."""
+    found = None
+    for frame, line in traceback.walk_tb(trace):
+        code = _run.get(str(frame.f_globals.get("__name__")))
+        if code is not None:
+            found = traceback.FrameSummary(code.where, line, frame.f_code.co_name)
+    return found
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether a person or a scheduler ended it: Ctrl-C, or an exit out of the handler of a signal."""
+    if isinstance(error, Exception):
+        return False
+    handlers = {getattr(signal.getsignal(s), "__code__", None) for s in signal.valid_signals()}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, KeyboardInterrupt) or any(f.f_code in handlers for f in frames)

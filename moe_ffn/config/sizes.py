@@ -1,0 +1,149 @@
+"""Default widths, and what a matrix costs: the arithmetic behind every comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import torch
+from pydantic import Field, TypeAdapter, WrapValidator
+from torch import Tensor, nn
+
+from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig
+from moe_ffn.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    FFNConfig = TaggedConfig  # the family of all blocks, which `ffn/base.py` puts in its place
+
+Budget = Literal["total_params", "active_params", "flops_per_token"]
+"""What a block costs, router and shared expert included."""
+
+
+class MatchConfig(Config, frozen=True):
+    """A hidden width that is still to be solved: the block is to cost what another one does.
+
+    What is made equal is the budget of the whole block of a layer, however deep in it the width stands.
+    `moe_ffn.ffn.match.solve_widths` puts a number in its place.
+    """
+
+    match: Budget
+    """What is made equal: all parameters, those that one token passes through, or forward FLOPs per token."""
+    of: FFNConfig
+    """The block whose budget is to be met."""
+
+
+def _number_or_match(value: Any, _: object) -> Any:
+    # Not the union's own validator, which of a wrong number says that it is no match either.
+    if isinstance(value, Mapping):
+        return MatchConfig.model_validate(value)
+    return (
+        value if value is None or isinstance(value, MatchConfig) else _WIDTH.validate_python(value)
+    )
+
+
+_Width = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]
+_WIDTH = TypeAdapter(_Width)
+
+HiddenWidth = Annotated[_Width | MatchConfig | None, WrapValidator(_number_or_match)]
+"""The option `d_ff`: a number, a match with another block's budget, or null for a default."""
+
+
+def given_width(d_ff: int | MatchConfig | None) -> int | None:
+    """The hidden width, None where it is left to a default.
+
+    Raises:
+        ConfigError: it is a match that is not solved yet.
+    """
+    if isinstance(d_ff, MatchConfig):
+        raise ConfigError(
+            f"d_ff: matches the {d_ff.match} of '{d_ff.of.type}', but is not solved yet; "
+            "`ffn, match = moe_ffn.solve_widths(ffn, d_model, seq_len)` puts a number in its place"
+        )
+    return d_ff
+
+
+MAX_SHARE = 10**9
+"""Upper bound of `share_of` and of its denominator; times a number of pairs, both fit into int64."""
+
+
+_MAX_DEFAULT_WIDTH = 10 * MAX_COUNT
+
+
+def share_of(*factors: float, parts: int) -> tuple[int, int]:
+    """The product of `factors`, divided among `parts`, as the numerator and denominator that its floats mean.
+
+    In floating point 0.3 * 50 is a little over 15, and its ceiling 16. Between 1 / `MAX_SHARE` and
+    `MAX_SHARE`: a positive factor is never rounded to nothing.
+    """
+    if torch.compiler.is_dynamo_compiling():  # which leaves floats open with `dynamic=True`
+        from torch.fx.experimental.symbolic_shapes import guard_scalar  # loads SymPy
+
+        factors = tuple([guard_scalar(factor) for factor in factors])
+    return _exact_share(factors, parts)
+
+
+def _exact_share(factors: tuple[float, ...], parts: int) -> tuple[int, int]:
+    share = Fraction(1, parts)
+    for factor in factors:
+        share *= Fraction(factor)
+    nearest = share.limit_denominator(MAX_SHARE)
+    share = min(max(nearest, Fraction(1, MAX_SHARE)), Fraction(MAX_SHARE))
+    return share.numerator, share.denominator
+
+
+# What `torch.compiler.assume_constant_result` does, without loading the compiler, which knows no fractions.
+vars(_exact_share)["_dynamo_marked_constant"] = True
+
+Counts = TypeVar("Counts", int, Tensor)
+
+
+def ceil_of_share(counts: Counts, share: tuple[int, int]) -> Counts:
+    """ceil(share * count) of whole numbers or int64 counts, exactly and without reading them on the host."""
+    numerator, denominator = share
+    whole, rest = divmod(numerator, denominator)
+    return counts * whole - (-counts * rest // denominator)
+
+
+def gated_width(d_model: float, multiple_of: int = 8) -> int:
+    """The hidden width at which a gated block has the parameters of a dense one of 4 * d_model.
+
+    Three matrices instead of two, so 2/3 of the width: 8/3 * d_model (Shazeer 2020, section 4).
+    """
+    return round_width(8 * d_model / 3, multiple_of)
+
+
+def round_width(width: float, multiple_of: int = 8) -> int:
+    """The nearest multiple of `multiple_of`, at least one; products are faster at such widths.
+
+    Raises:
+        ConfigError: the width is far beyond any memory, as that of experts of a tiny `router.k` is.
+    """
+    if width > _MAX_DEFAULT_WIDTH:
+        raise ConfigError(
+            f"d_ff: the hidden width would be {width:.3g} by default, for which there is no memory; set "
+            "d_ff, or raise router.k"
+        )
+    return max(multiple_of, round(width / multiple_of) * multiple_of)
+
+
+def linear_params(d_in: int, d_out: int, bias: bool) -> int:
+    return d_in * d_out + (d_out if bias else 0)
+
+
+def linear_flops(d_in: int, d_out: int) -> int:
+    """Forward FLOPs for one token: a multiply and an add per weight. Training costs three times that."""
+    return 2 * d_in * d_out
+
+
+@torch.no_grad()
+def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
+    """Fill (..., out, in) weights, and their bias, from U(-1/sqrt(in), 1/sqrt(in)).
+
+    That is what `nn.Linear` does for one matrix; `nn.init` would count the expert axis as fan-in.
+    """
+    bound = 1 / math.sqrt(weight.shape[-1])
+    nn.init.uniform_(weight, -bound, bound)
+    if bias is not None:
+        nn.init.uniform_(bias, -bound, bound)

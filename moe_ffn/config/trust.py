@@ -1,0 +1,98 @@
+"""Which code in a run's folder may run: what this user has run before, or said they have read.
+
+A config on the command line is the user's own. A run's folder may come from another person, and its
+`config.yaml` names code that would be run by looking at the run. So the sha256 of what runs of this user were
+begun with is kept outside of any run, one file for each, which needs no lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.import_path import PACKAGE, Code, permitting_imports
+
+FLAG = "--trust-code"
+HELP = "run custom code in this folder that you have not run before; read it first"
+
+_accepting: ContextVar[bool] = ContextVar("_accepting", default=False)
+
+
+class UntrustedCodeError(ConfigError):
+    """A run's folder names code that this user has neither run nor trusted."""
+
+
+@contextmanager
+def accepting_code(accept: bool = True) -> Iterator[None]:
+    """Within this, code in a run's folder is trusted from its first use on, which `--trust-code` asks for."""
+    token = _accepting.set(accept or _accepting.get())
+    try:
+        yield
+    finally:
+        _accepting.reset(token)
+
+
+@contextmanager
+def only_trusted_code(folder: Path) -> Iterator[None]:
+    """Within this, of the code that the run in `folder` names, only what is trusted is run.
+
+    Raises:
+        UntrustedCodeError: there was other code; none of it was run.
+    """
+    refused: list[Code] = []
+
+    def permit(code: Code) -> None:
+        if is_trusted(code):
+            return
+        if _accepting.get():
+            trust([code])
+            return
+        refused.append(code)
+        raise ConfigError(f"'{code.where}' is not trusted")
+
+    try:
+        with permitting_imports(permit):
+            yield
+    except ConfigError as error:
+        if not refused:
+            raise
+        named = ", ".join(
+            f"'{code.where}' (sha256 {code.sha256[:16]}...)" for code in dict.fromkeys(refused)
+        )
+        raise UntrustedCodeError(
+            f"'{folder}' names code that no run of yours began with: {named}; read it, and if you trust it "
+            f"add {FLAG}"
+        ) from error
+
+
+def is_trusted(code: Code) -> bool:
+    folder = _folder()
+    try:
+        return code.path is not None and folder is not None and (folder / code.sha256).is_file()
+    except OSError:
+        return False
+
+
+def trust(codes: Iterable[Code]) -> None:
+    """Remember them; where that cannot be written they are asked about again, and nothing else is lost."""
+    folder = _folder()
+    for code in codes:
+        if folder is None or code.path is None:
+            continue
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / code.sha256).write_text(f"{code.path.resolve()}\n", encoding="utf-8")
+
+
+def _folder() -> Path | None:
+    """Where a user's programs keep their state (XDG base directories); None where the user has no home."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        state = Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None
+    return state / PACKAGE / "trusted_code"

@@ -1,0 +1,265 @@
+"""YAML files and values, merged and validated into one config, and written back."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+from yaml.composer import ComposerError
+
+from moe_ffn.config.base import Config
+from moe_ffn.config.errors import ConfigError, explain, first_line, shorten
+from moe_ffn.config.import_path import (
+    FileTag,
+    explaining_outside_errors,
+    is_file_tag,
+)
+from moe_ffn.config.option_tree import explain_unknown, option_tree, show_value
+from moe_ffn.config.trust import UntrustedCodeError, only_trusted_code
+from moe_ffn.files import read_given, reason
+
+RootConfig = TypeVar("RootConfig", bound=Config)
+
+_MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 100_000, 5_000, 50
+"""A config of sixty layers that all differ fits, and PyYAML reads no more than that in half a second."""
+
+
+def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
+    """The typed config of plain options, or a ConfigError with one line per mistake.
+
+    Where a `type` names a class of the user's own, a line on stderr says whose code runs before it does.
+    """
+    try:
+        with explaining_outside_errors():
+            return root.model_validate(options)
+    except ValidationError as error:
+
+        def unknown(path: str, message: str) -> str:
+            return explain_unknown(path, message, option_tree(root, options))
+
+        raise ConfigError("\n".join(explain(error, unknown))) from error
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`, mapping by mapping.
+
+    A mapping whose `type` differs replaces the one below it whole: after a swap of the FFN nothing
+    of the old one's arguments is left behind.
+    """
+    merged = dict(below)
+    for key, new in above.items():
+        old = _as_options(merged.get(key)) if isinstance(new, Mapping | str) else None
+        if old is None:
+            merged[key] = new
+        elif isinstance(new, str):
+            # `ffn: moe` over an MoE leaves the MoE as it is.
+            merged[key] = merged[key] if new == old.get("type") else new
+        else:
+            swapped = "type" in old and new.get("type", old["type"]) != old["type"]
+            merged[key] = new if swapped else merge(old, new)
+    return merged
+
+
+def nest(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """(dotted key, value) as nested mappings, later ones winning.
+
+    What is set inside a mapping wins over the mapping, in whichever order they are given:
+    `--model.ffn.d_ff 64 --model.ffn swiglu` loses neither.
+    """
+    result: dict[str, Any] = {}
+    for path, value in sorted(options, key=lambda option: option[0].count(".")):
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        result = merge(result, value)
+    return result
+
+
+def _as_options(value: Any) -> Mapping[str, Any] | None:
+    """A mapping as it is, `swiglu` as the `{type: swiglu}` it is short for, anything else as None."""
+    if isinstance(value, str):
+        return {"type": value}
+    return value if isinstance(value, Mapping) else None
+
+
+def read_yaml(path: Path, where: str) -> dict[str, Any]:
+    """The mapping in a YAML file, or a ConfigError that begins with `where`."""
+    try:
+        content = read_given(path, _MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{where}: {reason(error)}") from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: is not a UTF-8 text file") from error
+    options = parse_yaml(text, where)
+    if options is None:
+        return {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"{where}: must hold a YAML mapping, got {type(options).__name__}")
+    return _with_folder(options, path.parent)
+
+
+def _with_folder(value: Any, folder: Path) -> Any:
+    """The values of a YAML file in `folder`; paths to classes in them become a FileTag."""
+    if isinstance(value, dict):
+        return {key: _with_folder(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_folder(item, folder) for item in value]
+    return FileTag(value, folder) if isinstance(value, str) and is_file_tag(value) else value
+
+
+def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
+    """The config in the folder of a run; the lines of a ConfigError all name the file.
+
+    Raises:
+        UntrustedCodeError: it names code that no run of this user began with; none of it was run.
+        ConfigError: it is no such config.
+    """
+    try:
+        with only_trusted_code(path.parent):
+            return validate(root, read_yaml(path, where=f"'{path}'"))
+    except UntrustedCodeError:
+        raise
+    except ConfigError as error:
+        named = (
+            line if line.startswith(f"'{path}'") else f"'{path}': {line}"
+            for line in str(error).splitlines()
+        )
+        raise ConfigError("\n".join(named)) from error
+
+
+def to_yaml(options: Config | Mapping[str, Any]) -> str:
+    """The resolved options, as a file that `--config` reads back."""
+    plain = options.to_dict() if isinstance(options, Config) else dict(options)
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def flag_value(value: Any) -> str:
+    """A value as it is typed behind a flag, in the quotes that a shell needs."""
+    if not isinstance(value, Mapping | list | tuple):
+        return shlex.quote(show_value(value))
+    text = yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
+    )
+    return shlex.quote(text.strip())
+
+
+def parse_value(text: str, where: str) -> Any:
+    """A flag's value as YAML; mappings and lists only in brackets, so that text may hold `: `.
+
+    `--sample.prompt "def f(x):"` is that text, spaces at its ends included, and not a mapping.
+    """
+    if text.lstrip()[:1] in ("{", "[", '"', "'"):
+        return parse_yaml(text, where)
+    try:
+        value = parse_yaml(text, where)
+    except ConfigError:
+        return text
+    return text if isinstance(value, str | dict | list) else value
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Plain values from YAML; ConfigError, which begins with `where`, for anything else."""
+    if len(text) > _MAX_BYTES:
+        raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" (line {mark.line + 1})" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "cannot be read"
+        raise ConfigError(f"{where}: is not valid YAML{line}: {shorten(problem, 120)}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A key that is a list, `!!bool maybe`, a number of ten thousand digits: as PyYAML fails.
+        problem = shorten(first_line(error), 120)
+        raise ConfigError(
+            f"{where}: is not valid YAML: a value cannot be read: {problem}"
+        ) from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as people expect it, and no larger than a person writes it.
+
+    `1e-3` is a number, `1:30` and `2026-11-21` are text, and a key given twice is a mistake. What
+    aliases (`*name`) stand for is counted wherever they stand, before anything is made of it.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = self._num_values = 0
+        self._values_at: dict[int, int] = {}
+        """id of a complete node -> how many values it holds, those behind aliases too."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        # The scanner reads ahead, and the deeper the slower.
+        if self.flow_level >= _MAX_DEPTH:
+            raise _mistake(f"nested deeper than {_MAX_DEPTH} levels", self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        before = self._num_values
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise _mistake(f"nested deeper than {_MAX_DEPTH} levels", event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if not isinstance(event, yaml.AliasEvent):
+            self._num_values += 1
+            self._values_at[id(node)] = self._num_values - before
+        elif id(node) in self._values_at:
+            self._num_values += self._values_at[id(node)]
+        else:
+            raise _mistake(f"'{event.anchor}' holds itself", event.start_mark)
+        if self._num_values > _MAX_VALUES:
+            raise _mistake(f"more than {_MAX_VALUES} values", event.start_mark)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise _mistake(f"'{key.value}' is given twice", key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def _mistake(problem: str, mark: Any) -> yaml.YAMLError:
+    return ComposerError(None, None, problem, mark)
+
+
+_PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
+"""All that a config holds. Other tags, `!!python/object` first, make nothing and are refused."""
+
+_Loader.yaml_constructors = {
+    tag: construct
+    for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.endswith(tuple(f":{name}" for name in _PLAIN))
+}
+
+_YAML_1_1_SURPRISES = ("timestamp", "int", "float")
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rule) for tag, rule in rules if not tag.endswith(_YAML_1_1_SURPRISES)]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# The numbers of YAML 1.2, where `1:00` is text and not sixty.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+|\.inf)$|^\.nan$"),
+    list("-+0123456789."),
+)

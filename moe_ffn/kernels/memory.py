@@ -1,0 +1,106 @@
+"""How much memory there is, and the refusal of tables that do not fit into it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from moe_ffn.config.errors import ConfigError
+
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+_TORCH_SAYS = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory")
+_TRIED = re.compile(r"tried to allocate (\d+) bytes")
+_GPU_HAS = re.compile(r"total capacity of ([\d.]+ \w+)")
+
+
+def memory_limit() -> int | None:
+    """Bytes that this process may have: those of the machine, or of its container or its own limit.
+
+    None where the system does not say (Windows).
+    """
+    if not hasattr(os, "sysconf"):
+        return None
+    import resource
+
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    container = [path.read_text().strip() for path in _CGROUP_LIMITS if path.is_file()]
+    own, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [machine, *(int(text) for text in container if text.isdigit())]  # `max`: no limit
+    return min(limits if own == resource.RLIM_INFINITY else [*limits, own])
+
+
+def gigabytes(num_bytes: int) -> str:
+    """`1.2 GB`, or `0.63 MB` of what is small."""
+    size, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e8 else (num_bytes / 1e6, "MB")
+    return f"{size:,.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
+
+
+def out_of_memory(error: BaseException) -> str:
+    """Return how much memory was lacking, as a sentence without its full stop; empty for any other error."""
+    text = str(error)
+    is_memory = (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and _TORCH_SAYS.search(text))
+    )
+    if not is_memory:
+        return ""
+    limit = memory_limit()
+    has = f", and this process may have {gigabytes(limit)}" if limit is not None else ""
+    if found := _GPU_HAS.search(text):
+        has = f", and the GPU has {found[1]}"
+    tried = _TRIED.search(text)
+    more = f"{gigabytes(int(tried[1]))} more" if tried else "what it asked for"
+    return f"out of memory: the program did not get {more}{has}"
+
+
+@contextmanager
+def refusing_absurd_sizes(what: str) -> Iterator[None]:
+    """Turn a lack of memory, and blocks nested too deep, into a ConfigError that begins with `what`."""
+    try:
+        yield
+    except RecursionError as error:
+        raise ConfigError(f"{what}: is nested too deep; nest fewer blocks in each other") from error
+    except (MemoryError, RuntimeError) as error:
+        if not (sentence := out_of_memory(error)):
+            raise
+        raise ConfigError(f"{what}: {sentence}; make it smaller") from error
+
+
+def require_memory(num_bytes: int, what: str, advice: str) -> None:
+    """Refuse a memory before torch asks for it, of which the system may end the process without a word.
+
+    Args:
+        num_bytes: that it takes.
+        what: begins the sentence, such as `num_experts (16777216): the tables of experts`.
+        advice: ends it.
+
+    Raises:
+        ConfigError: this process may not have so much.
+    """
+    limit = memory_limit()
+    if limit is not None and num_bytes > limit:
+        raise ConfigError(
+            f"{what} take {gigabytes(num_bytes)}, and this process may have {gigabytes(limit)} of memory; "
+            f"{advice}"
+        )
+
+
+def require_table_memory(num_rows: int, width: int, what: str, advice: str) -> None:
+    """`require_memory` of rows of the default dtype, where they are to lie in that of this machine.
+
+    Raises:
+        ConfigError: this process may not have so much.
+    """
+    if torch.get_default_device().type == "cpu":  # `meta` takes none, and a GPU has its own
+        require_memory(num_rows * width * torch.get_default_dtype().itemsize, what, advice)

@@ -1,0 +1,224 @@
+"""Compiles the C++ of this folder, once for a machine, and loads its operators.
+
+Nothing is compiled at installation. What is compiled is kept by all that it depends on: the sources, torch,
+the compiler and its flags, so that a folder which several machines share holds one file for each kind:
+
+    native-KEY-DIGEST.so   the library; the digest is that of its bytes
+    native-KEY.failed      what the compiler said instead; while this is there it is not asked again
+    native-KEY.lock        held by the process that compiles
+    .native-KEY-*          the folder in which it does
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from moe_ffn.config.environment import is_first_here
+
+HERE = Path(__file__).parent
+SOURCES = ("experts.cpp", "backward.h", "layer.h", "passes.h", "routing.h")
+
+VARIABLE = "MOE_FFN_NATIVE"
+"""Set to 0, this variable of the environment turns the compiled kernels off."""
+
+INSTRUCTION_SETS = {
+    "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c",
+    "AVX2": "-mavx2 -mfma -mf16c",
+    "DEFAULT": "-DAT_BUILD_ARM_VEC256_WITH_SLEEF",
+}
+"""The flags of each kind of CPU that at::vec has vectors for. Named one by one, so that a library never holds
+an instruction that another CPU of the same kind lacks. Every ARM has NEON, which is in the last, with torch's
+exponential function of vectors; SVE would need flags of its own."""
+
+FLAGS = "-O3 -std=c++20 -shared -fPIC -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
+FLAGS_OF_GCC = (
+    "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -pipe --param=ggc-min-heapsize=1000000"
+)
+"""Without the passes that take long and gain nothing, and without looking for memory to use again below 1 GB;
+Clang does not know these flags."""
+TIMEOUT_SECONDS = 300
+_TRANSIENT = re.compile(
+    r"^.*(?:no space left|quota exceeded|input/output error|killed|terminated program|out of memory"
+    r"|memory exhausted|cannot allocate memory).*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""A line of a compiler that fails for what may be gone the next time; such a failure is not remembered."""
+VERSION_TIMEOUT_SECONDS = 30
+
+
+@cache
+def why_unavailable() -> str | None:
+    """Why the operators are not available, as the rest of a sentence; None once they are loaded, or compiled.
+
+    A failure is said on stderr, once in a process; of several processes on a machine by the first. What the
+    user turned off is not.
+    """
+    if os.environ.get(VARIABLE) == "0":
+        return f"is turned off by {VARIABLE}=0"
+    why = load()
+    if why is not None and is_first_here():
+        _say(f"the compiled CPU kernel {why}; the slower ones of torch are used")
+    return why
+
+
+def load() -> str | None:
+    """Load the operators, compiled first if need be; the rest of a sentence where that fails.
+
+    Whatever the variable says; nothing is printed but that it compiles.
+    """
+    if sys.platform == "win32":
+        return "is not compiled on Windows"
+    given = os.environ.get("CXX", "")  # it may be `ccache g++`
+    try:
+        compiler = shlex.split(given)
+    except ValueError as error:
+        return f"needs a C++ compiler: CXX is '{given}', which a shell does not read ({error})"
+    compiler = compiler or [name for name in ("g++", "clang++") if shutil.which(name)][:1]
+    if not compiler:
+        return "needs a C++ compiler: neither g++ nor clang++ was found"
+    try:
+        command, place = _command(compiler)
+        failure = place.with_suffix(".failed")
+        library = _library(place)
+        if library is None and not failure.exists():
+            library = _build(command, place, failure)
+        if library is None:
+            return f"could not be compiled, as '{failure}' says; remove that file to try again"
+        torch.ops.load_library(library)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home
+        return f"could not be compiled and loaded: {error.__cause__ or error}"
+    return None
+
+
+def _command(compiler: list[str]) -> tuple[list[str], Path]:
+    """What compiles, but for the names of files; folder and beginning of the name of what is kept of it."""
+    version = _run([*compiler, "--version"], VERSION_TIMEOUT_SECONDS)
+    command = [*compiler, *_flags(is_clang="clang" in version)]
+    parts = [torch.__version__, platform.machine(), version, *command]
+    parts += [(HERE / name).read_text() for name in SOURCES]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cache_home = given if given.is_absolute() else Path.home() / ".cache"
+    return command, cache_home / "moe_ffn" / f"native-{key}"
+
+
+def _flags(is_clang: bool) -> list[str]:
+    torch_folder = Path(torch.__file__).parent
+    kind = torch.backends.cpu.get_cpu_capability()
+    kind = kind if kind in INSTRUCTION_SETS else "DEFAULT"  # torch says "NO AVX", or "SVE256"
+    flags = [*FLAGS.split(), *([] if is_clang else FLAGS_OF_GCC.split())]
+    flags += [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
+    flags += INSTRUCTION_SETS[kind].split()
+    if kind == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
+        flags.append("-mavx512bf16")
+    flags += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+    return [*flags, f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+
+
+def _library(place: Path) -> Path | None:
+    """The library, if it is whole: to load a part of one (a full disk, a copy cut short) ends the process."""
+    for path in sorted(place.parent.glob(f"{place.name}-*.so")):
+        if path.name == _name(place, path.read_bytes()):
+            return path
+    return None
+
+
+def _name(place: Path, content: bytes) -> str:
+    return f"{place.name}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+
+
+def _build(command: list[str], place: Path, failure: Path) -> Path | None:
+    """Compile the library, or write what the compiler said; wait for another process that does so."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(place.with_suffix(".lock")) as is_locked:
+        library = _library(place)
+        if library is not None or failure.exists():
+            return library
+        prefix = f".{place.name}-"
+        if is_locked:  # what a killed process has left
+            for folder in place.parent.glob(f"{prefix}*"):
+                shutil.rmtree(folder, ignore_errors=True)
+        _say("compiling the CPU kernels, once (10 to 20 s)")
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(
+            dir=place.parent, prefix=prefix, ignore_cleanup_errors=True
+        ) as folder:
+            target = Path(folder) / "native.so"
+            source = str(HERE / SOURCES[0])
+            whole = [*command, source, "-o", str(target), "-ltorch_cpu", "-lc10"]
+            try:
+                _run(whole, TIMEOUT_SECONDS)
+                if target.exists():
+                    library = place.with_name(_name(place, target.read_bytes()))
+                    target.replace(library)  # whole or not there, whoever else looks
+                    _say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")
+                    return library
+            except subprocess.CalledProcessError as error:
+                found = _TRANSIENT.search(error.output)
+                if found or not error.output.strip():
+                    why = found[0].strip() if found else f"exit code {error.returncode}"
+                    raise RuntimeError(f"the compiler ended with '{why}'") from None
+                target.write_text(f"{shlex.join(whole)}\n\n{error.output}\n", encoding="utf-8")
+                target.replace(failure)
+                return None
+            except subprocess.TimeoutExpired as error:
+                raise RuntimeError(f"the compiler was not done after {error.timeout:g} s") from None
+        raise RuntimeError("the compiler made no file")
+
+
+def _run(command: list[str], timeout: float) -> str:
+    """What a program writes to stdout; CalledProcessError, with stderr, where it fails."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"LC_ALL": "C"},
+        text=True,
+        errors="replace",
+        start_new_session=True,  # g++ starts other programs, which end with it
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:  # it takes too long, or the user interrupts it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out + err)
+    return out
+
+
+def _say(what: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr is full, or closed
+        print(what, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _locked(lock: Path) -> Iterator[bool]:
+    """Hold a lock. False where the file system has none: two processes then do the same work, unharmed."""
+    import fcntl  # not on Windows
+
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True

@@ -1,0 +1,117 @@
+"""Logits, top-k and the sort of pairs by expert: compiled loops on a CPU, torch's functions elsewhere.
+
+T tokens, D model width, E experts, K experts per token, N (token, expert) pairs
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.torch_modes import is_dispatch_mode_on, is_transform_on, without_autocast
+
+NARROW = (torch.bfloat16, torch.float16)
+
+MAX_K = 32
+"""Up to this k the compiled top-k, which inserts every score into a list of k, is the quicker one."""
+
+
+def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """`F.linear` in float32, the dtype of the weight, of tokens in bfloat16 or float16; without a gradient.
+
+    The compiled loop converts a few tokens at a time, so that no float32 copy of all of them is written.
+    """
+    # Of other shapes and dtypes, from a router of one's own, torch says what it takes.
+    is_narrow = x_TD.dtype in NARROW and x_TD.ndim == weight_ED.ndim == 2
+    if is_narrow and weight_ED.dtype == torch.float32 and _is_compiled(x_TD, weight_ED):
+        return _operators().wide_linear(x_TD.detach(), weight_ED.detach())
+    with without_autocast(x_TD):
+        return F.linear(x_TD.to(weight_ED.dtype), weight_ED)
+
+
+def wide_linear_backward(
+    grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, wants_x: bool, wants_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x, in its dtype, and of the weight in `wide_linear`; None where not wanted."""
+    is_narrow = x_TD.dtype in NARROW and grad_TE.ndim == x_TD.ndim == weight_ED.ndim == 2
+    is_wide = grad_TE.dtype == weight_ED.dtype == torch.float32
+    compiled = is_narrow and is_wide and _is_compiled(grad_TE, x_TD, weight_ED)
+    if compiled and not torch.is_grad_enabled():
+        grad_x_TD, grad_ED = _operators().wide_linear_backward(
+            grad_TE, x_TD, weight_ED, wants_x, wants_weight
+        )
+        return grad_x_TD if wants_x else None, grad_ED if wants_weight else None
+    with without_autocast(x_TD):
+        return (
+            (grad_TE @ weight_ED).to(x_TD.dtype) if wants_x else None,
+            grad_TE.t() @ x_TD.to(grad_TE.dtype) if wants_weight else None,
+        )
+
+
+def top_k(scores_TE: Tensor, k: int) -> Tensor:
+    """int64 (T, K), the experts with the largest scores, the largest first; without a gradient.
+
+    Of equal scores, the compiled loop takes the expert with the lower number; torch names no order.
+    """
+    if k <= MAX_K and scores_TE.dtype == torch.float32 and _is_compiled(scores_TE):
+        return _operators().top_k(scores_TE.detach(), k)
+    return scores_TE.topk(k, dim=-1).indices
+
+
+def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The order (N,) that sorts pairs by expert, and int32 (E,), where each expert's pairs end.
+
+    The sort is stable. Ids are 0 to `num_experts`; pairs of the last, which is no expert, come last.
+    """
+    if expert_ids_N.dtype == torch.int64 and _is_compiled(expert_ids_N):
+        return _operators().sort_by_expert(expert_ids_N, num_experts)
+    sorted_N, order_N = expert_ids_N.sort(stable=True)
+    experts_E = torch.arange(num_experts, device=expert_ids_N.device)
+    return order_N, torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True)
+
+
+def _is_compiled(*tensors: Tensor) -> bool:
+    """Whether the compiled loops take these tensors: on the CPU, with data, outside graphs and transforms."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter) for x in tensors)
+        and not is_dispatch_mode_on()
+        and not is_transform_on()
+        and why_unavailable() is None
+    )
+
+
+@cache
+def _operators() -> Any:
+    """The compiled operators; torch is told once what those of this file make of tensors without numbers."""
+
+    def shapes(name: str) -> Any:
+        return torch.library.register_fake(f"moe_ffn_cpu::{name}")
+
+    @shapes("wide_linear")
+    def _(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        return weight_ED.new_empty(x_TD.shape[0], weight_ED.shape[0])
+
+    @shapes("wide_linear_backward")
+    def _(
+        grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, wants_x: bool, wants_weight: bool
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, num_experts = grad_TE.shape
+        grad_x_TD = x_TD.new_empty(num_tokens if wants_x else 0, x_TD.shape[1])
+        return grad_x_TD, weight_ED.new_empty(num_experts if wants_weight else 0, x_TD.shape[1])
+
+    @shapes("top_k")
+    def _(scores_TE: Tensor, k: int) -> Tensor:
+        return scores_TE.new_empty(scores_TE.shape[0], k, dtype=torch.int64)
+
+    @shapes("sort_by_expert")
+    def _(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+        offsets_E = expert_ids_N.new_empty(num_experts, dtype=torch.int32)
+        return expert_ids_N.new_empty(expert_ids_N.shape), offsets_E
+
+    return torch.ops.moe_ffn_cpu

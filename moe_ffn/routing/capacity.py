@@ -1,0 +1,205 @@
+"""Limits on the pairs of each expert: pure functions Routing -> Routing.
+
+T tokens, E experts, N (token, expert) pairs, C capacity
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.config.errors import Refusal
+from moe_ffn.config.sizes import ceil_of_share, share_of
+from moe_ffn.outputs import Routing
+
+
+class CapacityConfig(Config, frozen=True):
+    """The most (token, expert) pairs an expert takes: ceil(factor * pairs / num_experts)."""
+
+    factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
+    """Capacity factor in training; 1 is what perfect balance needs, and num_experts is enough for any
+    imbalance; null drops nothing."""
+    eval_factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
+    """Capacity factor in evaluation, where dropping makes an output depend on its batch."""
+    drop: Literal["position", "probability", "choice", "random"] = "position"
+    """The pairs that a full expert drops: those of the latest positions, those of the smallest weights,
+    second choices before any first one (GShard, NLLB; the first choice of a token is its largest weight), or,
+    in training, random ones. Only the first is causal."""
+    renormalize: bool = False
+    """Scale the weights a token keeps up to the sum they had before dropping."""
+    per_sequence: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """A fixed number in place of both factors: the most pairs of one sequence that an expert takes, in
+    training and in evaluation (Switch Transformers in transformers)."""
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> CapacityConfig:
+        for option in ("factor", "eval_factor"):
+            value = getattr(self, option)
+            if value is not None and self.per_sequence is not None:
+                raise ValueError(
+                    f"{option} ({value:g}) and per_sequence ({self.per_sequence}) both limit an expert; "
+                    f"set one of them to null"
+                )
+        return self
+
+    @property
+    def is_limited(self) -> bool:
+        return not (self.factor is None and self.eval_factor is None and self.per_sequence is None)
+
+    @property
+    def not_causal_because(self) -> Refusal | None:
+        """Why a later token can displace an earlier one, and what to use instead; None if it cannot."""
+        if self.drop == "position" or not self.is_limited:
+            return None
+        return Refusal(
+            f"drop '{self.drop}' lets later tokens displace earlier ones", "use 'position'"
+        )
+
+    @property
+    def not_cached_because(self) -> Refusal | None:
+        """Why, in evaluation, a token computed alone may be kept where its sequence drops it."""
+        for option in ("eval_factor", "per_sequence"):
+            if (value := getattr(self, option)) is not None:
+                return Refusal(
+                    f"{option} ({value:g}) lets tokens displace each other", "set it to null"
+                )
+        return None
+
+    def limit(self, routing: Routing, *, training: bool) -> Routing:
+        """Apply `limit` with these options; nothing is random in evaluation."""
+        factor = self.factor if training else self.eval_factor
+        drop = self.drop if training or self.drop != "random" else "position"
+        priority, renormalize = DROP_POLICIES[drop], self.renormalize
+        if self.per_sequence is not None:
+            return limit_sequences(routing, self.per_sequence, priority, renormalize=renormalize)
+        return limit(routing, factor, priority, renormalize=renormalize)
+
+
+Priority = Callable[[Routing], Tensor]
+"""Routing -> (N,): the pairs with the lowest values are served first; equal ones in pair order."""
+
+
+def limit(
+    routing: Routing, factor: float | None, priority: Priority, *, renormalize: bool = False
+) -> Routing:
+    """Mark as dropped what exceeds each expert's capacity C = ceil(factor * N / E).
+
+    N counts the pairs of real tokens, so C is what a perfectly balanced router would need, times
+    `factor` (k is inside N, as in Megatron-LM and DeepSpeed; Switch and ST-MoE leave it out). Where the
+    number of pairs depends on the data, N is `capacity_k` pairs for every real token. None is dropless and
+    returns the routing as it is.
+
+    Args:
+        routing: nothing dropped yet.
+        factor: the capacity factor.
+        priority: the order in which pairs are served, such as `by_position`: see `DROP_POLICIES`.
+        renormalize: scale a token's surviving weights up to the sum they had; without it, what is
+            dropped loses its weight.
+    """
+    if factor is None:
+        return routing
+    if routing.capacity_k is None:
+        count, factors = routing.real_N.sum(), (factor,)
+    else:
+        count, factors = routing.num_real_tokens, (factor, routing.capacity_k)
+    capacity = ceil_of_share(count, share_of(*factors, parts=routing.num_experts))
+    place_N = place_in_queue(routing, priority(routing))
+    limited = replace(routing, dropped_N=routing.real_N & (place_N >= capacity), capacity=capacity)
+    return renormalize_survivors(limited) if renormalize else limited
+
+
+def limit_sequences(
+    routing: Routing, count: int, priority: Priority, *, renormalize: bool = False
+) -> Routing:
+    """Mark as dropped what exceeds `count` pairs of one sequence at an expert; other arguments as of `limit`.
+
+    `Routing.capacity` is that of an expert for all sequences together.
+    """
+    length = max(routing.sequence_length, 1)
+    num_sequences = max(-(-routing.num_tokens // length), 1)
+    # The same experts again for each sequence, so that each has queues of its own.
+    queues_N = routing.expert_ids_N * num_sequences + routing.token_ids_N // length
+    by_queue = replace(
+        routing, expert_ids_N=queues_N, num_experts=routing.num_experts * num_sequences
+    )
+    place_N = place_in_queue(by_queue, priority(routing))
+    capacity = torch.tensor(count * num_sequences, device=place_N.device)
+    limited = replace(routing, dropped_N=routing.real_N & (place_N >= count), capacity=capacity)
+    return renormalize_survivors(limited) if renormalize else limited
+
+
+def by_position(routing: Routing) -> Tensor:
+    """Earlier positions first, then earlier sequences, then the token's own order of preference.
+
+    Position first is what keeps a causal model causal: in a batch, a late token of one sequence never
+    displaces an early token of another, nor of its own.
+    """
+    return routing.token_ids_N % max(routing.sequence_length, 1)
+
+
+def by_probability(routing: Routing) -> Tensor:
+    """Larger weights first, as in batch-prioritised routing (Riquelme et al. 2021, V-MoE).
+
+    Not causal: a later token with a larger weight displaces an earlier one.
+    """
+    return -routing.weights_N.detach().nan_to_num(nan=-torch.inf)
+
+
+def by_choice(routing: Routing) -> Tensor:
+    """Every token's first choice, then every second one, each in pair order (GShard, arXiv:2006.16668,
+    algorithm 1).
+
+    The pair with a token's largest weight is its first choice: not every router lists pairs by weight.
+    Not causal: a later token's first choice displaces an earlier one's second.
+    """
+    # A queue for each token in the place of one for each expert.
+    by_token = replace(routing, expert_ids_N=routing.token_ids_N, num_experts=routing.num_tokens)
+    return place_in_queue(by_token, by_probability(routing))
+
+
+def at_random(routing: Routing) -> Tensor:
+    """In random order, from torch's generator (DeepSpeed's random token selection). Not causal."""
+    return torch.rand(routing.token_ids_N.shape, device=routing.token_ids_N.device)
+
+
+DROP_POLICIES: dict[str, Priority] = {
+    "position": by_position,
+    "probability": by_probability,
+    "choice": by_choice,
+    "random": at_random,
+}
+"""Every policy under its name in `capacity.drop`."""
+
+
+def place_in_queue(routing: Routing, priority_N: Tensor) -> Tensor:
+    """int64 (N,): the number of real pairs ahead of each pair in the queue of its expert."""
+    # Padding comes last, under an expert of its own, so that it takes nobody's place.
+    expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
+    by_priority_N = priority_N.argsort(stable=True)
+    order_N = by_priority_N[expert_ids_N[by_priority_N].argsort(stable=True)]
+    sorted_N = expert_ids_N[order_N]
+    ranks_N = torch.arange(order_N.shape[0], device=order_N.device)
+    place_N = ranks_N - torch.searchsorted(sorted_N, sorted_N)  # less that of the queue's first
+    return torch.empty_like(place_N).scatter_(0, order_N, place_N)
+
+
+def renormalize_survivors(routing: Routing) -> Routing:
+    """Each token's surviving weights scaled so that their sum is what it was before dropping.
+
+    DeepSpeed renormalises to 1, which is the same where the router's own weights add up to 1. A token
+    with no survivor keeps none.
+    """
+    weights_N = torch.where(routing.real_N, routing.weights_N, 0)
+    kept_N = torch.where(routing.computed_N, routing.weights_N, 0)
+    zeros_T = weights_N.new_zeros(routing.num_tokens)
+    before_T = zeros_T.index_add(0, routing.token_ids_N, weights_N)
+    after_T = zeros_T.index_add(0, routing.token_ids_N, kept_N)
+    tiny = torch.finfo(weights_N.dtype).tiny
+    ratio_T = torch.where(after_T > 0, before_T / after_T.clamp(min=tiny), 1)
+    return replace(routing, weights_N=routing.weights_N * ratio_T[routing.token_ids_N])

@@ -1,0 +1,47 @@
+"""Model folders, and models made of trained ones.
+
+pretrained.py        model folders of this project: written, checked, read
+init_from.py         a run that starts from the weights of a folder or a run
+to_transformers.py, from_transformers.py, families.py, layouts.py, options.py
+                     model folders of transformers
+initialiser.py       a model made of a trained one without training, one file per method:
+                     upcycle.py, carve.py, merge.py, prune.py, mix.py; `docs/initialising.md` compares them
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from moe_ffn.weights.carve import CarveConfig as CarveConfig
+from moe_ffn.weights.carve import carve as carve
+from moe_ffn.weights.initialiser import InitialiserConfig as InitialiserConfig
+from moe_ffn.weights.merge import MergeConfig as MergeConfig
+from moe_ffn.weights.merge import merge_experts as merge_experts
+from moe_ffn.weights.mix import MixConfig as MixConfig
+from moe_ffn.weights.prune import PruneConfig as PruneConfig
+from moe_ffn.weights.prune import prune_experts as prune_experts
+from moe_ffn.weights.upcycle import UpcycleConfig as UpcycleConfig
+from moe_ffn.weights.upcycle import upcycle as upcycle
+
+if TYPE_CHECKING:
+    from moe_ffn.weights.from_transformers import load_ffn as load_ffn
+    from moe_ffn.weights.from_transformers import load_transformers as load_transformers
+    from moe_ffn.weights.to_transformers import export_transformers as export_transformers
+
+_LAZY = {
+    "export_transformers": "to_transformers",
+    "load_ffn": "from_transformers",
+    "load_transformers": "from_transformers",
+}
+"""Imported on first use: they read files of tensors, which needs packages that others lack."""
+
+
+def __dir__() -> list[str]:
+    """Every name, those imported on first use too."""
+    return sorted({*globals(), *_LAZY})
+
+
+def __getattr__(name: str) -> Any:
+    """One of the names that are imported when they are asked for."""
+    if name in _LAZY:
+        return getattr(import_module(f"moe_ffn.weights.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,194 @@
+"""Carving: the hidden units of one dense block shared out among experts, by which of them work together.
+
+T tokens, D model width, F hidden units, E routed experts, M units of an expert
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import validate
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.dense import GatedFFN
+from moe_ffn.ffn.moe import MoEConfig, MoEFFN
+from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.outputs import TokenContext
+from moe_ffn.routing.balanced_assignment import assign
+from moe_ffn.routing.neuron_top_k import NeuronTopKRouterConfig
+from moe_ffn.weights.initialiser import (
+    InitialiserConfig,
+    build_block,
+    layer_blocks,
+    prefix_errors,
+    run_with_hook,
+    with_blocks,
+)
+
+_MAX_ROUNDS = 20
+
+
+class CarveConfig(InitialiserConfig, frozen=True):
+    """A SwiGLU block carved into experts by its activations (CMoE: Pei et al. 2025, arXiv:2502.04416).
+
+    The units that are active most often become a shared expert, the others are clustered by the tokens that
+    they are active for, into equally many each; the unit in the middle of a cluster is its router's row.
+    """
+
+    type: Literal["carve"] = "carve"
+    num_experts: int = Field(default=6, ge=1, le=MAX_COUNT)
+    """Routed experts."""
+    num_shared: int = Field(default=2, ge=0, le=MAX_COUNT)
+    """Parts of the same size that every token passes through, together the shared expert."""
+    k: int = Field(default=2, ge=1, le=MAX_COUNT)
+    """Routed experts of a token. With all of them the function stays."""
+    active_units: int = Field(default=10, ge=1, le=MAX_COUNT)
+    """Units that count as active for a token, those of the largest absolute activation."""
+
+    needs_text: ClassVar[bool] = True
+
+    def initialise(
+        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
+    ) -> Decoder:
+        (source,) = sources
+        assert ids_BS is not None
+        made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
+        d_model = source.config.d_model
+        for layer, (config, dense) in enumerate(layer_blocks(source)):
+            target = self.target(config, d_model, layer)
+            active: list[Tensor] = []
+
+            def hook(
+                x: Tensor,
+                context: TokenContext,
+                dense: FFNBlock = dense,
+                active: list[Tensor] = active,
+            ) -> None:
+                (memory,) = dense.memories(x, context)
+                active.append(most_active(memory.activations_NF, self.active_units))
+
+            run_with_hook(source, layer, ids_BS, hook)
+            partition = partition_units(torch.cat(active), self.num_experts, self.num_shared)
+            made[layer] = target, carve(dense, target, d_model, partition, generator)
+        return with_blocks(source, made, "method")
+
+    def target(self, config: FFNConfig, d_model: int, layer: int) -> MoEConfig:
+        """The config of the carved layer.
+
+        Raises:
+            ConfigError: the block is no SwiGLU without biases, or its width cannot be divided.
+        """
+        experts = config.as_experts(d_model)
+        options = {} if experts is None else experts.to_dict()
+        if options.get("type") != "swiglu" or options["bias"]:
+            raise ConfigError(
+                "method.type: carve takes swiglu blocks without biases, whose units the router is made of; "
+                f"layer {layer} is of type '{config.type}'{' with biases' if options.get('bias') else ''}; "
+                "use upcycle"
+            )
+        size, rest = divmod(options["d_ff"], self.num_experts + self.num_shared)
+        if rest:
+            raise ConfigError(
+                f"method.num_experts ({self.num_experts}) and method.num_shared ({self.num_shared}) together "
+                f"must divide the hidden width of layer {layer} ({options['d_ff']}); change one of them"
+            )
+        shared = {**options, "d_ff": size * self.num_shared} if self.num_shared else None
+        router = NeuronTopKRouterConfig(k=self.k, correction_bias=True)
+        given = {
+            "num_experts": self.num_experts,
+            "router": router.to_dict(),
+            "experts": {**options, "d_ff": size},
+            "shared_expert": shared and {k: v for k, v in shared.items() if k != "backend"},
+        }
+        with prefix_errors("method"):
+            return validate(MoEConfig, given)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which hidden units go where; every unit is in one place."""
+
+    shared: Tensor
+    """int64, those that every token passes through."""
+    experts_EM: Tensor
+    """int64, those of each routed expert; the first is its representative."""
+
+
+def most_active(activations_TF: Tensor, num_units: int) -> Tensor:
+    """Bool (T, F): the units of the largest absolute activation of each token (section 3.1)."""
+    top = activations_TF.abs().topk(min(num_units, activations_TF.shape[-1]), dim=-1).indices
+    return torch.zeros_like(activations_TF, dtype=torch.bool).scatter_(1, top, True)
+
+
+def partition_units(active_TF: Tensor, num_experts: int, num_shared: int) -> Partition:
+    """Shared units by how often they are active, the rest in balanced clusters (section 3.2).
+
+    Clusters begin at the most active of the rest. In turn units are assigned to the nearest centre, equally
+    many to each by an auction, and centres become the means, until nothing moves.
+    """
+    size = active_TF.shape[1] // (num_experts + num_shared)
+    order = active_TF.float().mean(dim=0).argsort(descending=True, stable=True)
+    shared, rest = order[: size * num_shared], order[size * num_shared :]
+    tokens_RT = active_TF[:, rest].float().t()
+    centres_ET = tokens_RT[:num_experts].clone()
+    experts_R = torch.full((len(rest),), -1)
+    for _ in range(_MAX_ROUNDS):
+        now_R = assign(-torch.cdist(tokens_RT, centres_ET))
+        if torch.equal(now_R, experts_R):
+            break
+        experts_R = now_R
+        centres_ET = torch.stack(
+            [tokens_RT[experts_R == e].mean(dim=0) for e in range(num_experts)]
+        )
+    distances_R = torch.cdist(tokens_RT, centres_ET)[torch.arange(len(rest)), experts_R]
+    nearest_first = distances_R.argsort(stable=True)
+    by_expert = nearest_first[experts_R[nearest_first].argsort(stable=True)]
+    return Partition(shared, rest[by_expert].view(num_experts, size))
+
+
+@torch.no_grad()
+def carve(
+    dense: FFNBlock, config: MoEConfig, d_model: int, partition: Partition, generator: Generator
+) -> FFNBlock:
+    """A layer of the units of a SwiGLU block; with every expert on it computes the same.
+
+    Args:
+        dense: without biases.
+        config: with a router `neuron_top_k`, and a swiglu block as the shared expert where there is one.
+        partition: of the units of the block.
+        generator: of weights that the others replace.
+    """
+    made = cast("MoEFFN", build_block(config, dense, d_model, generator))
+    source, into = dense.networks(), made.networks()
+    assert source is not None
+    assert into is not None
+    for expert, units in enumerate(partition.experts_EM):
+        up, down = _units(source, units)
+        into.up_EHD[expert].copy_(up)
+        into.down_EDF[expert].copy_(down)
+    if made.shared_expert is not None:
+        shared = cast("GatedFFN", made.shared_expert)
+        up, down = _units(source, partition.shared)
+        for linear, weight in zip((shared.gate, shared.up), up.chunk(2), strict=True):
+            linear.weight.copy_(weight)
+        shared.down.weight.copy_(down)
+    up, _ = _units(source, partition.experts_EM[:, 0])
+    rows = made.router.rows()
+    rows["gate.weight"].copy_(up.chunk(2)[0])
+    rows["projection.weight"].copy_(up.chunk(2)[1])
+    rows["slope_E"].zero_()
+    return made
+
+
+def _units(source: ExpertWeights, units: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of gate and then up, and the columns of down, of some units."""
+    gate, up = source.up_EHD[0].chunk(2)
+    return torch.cat([gate[units], up[units]]), source.down_EDF[0][:, units]

@@ -1,0 +1,420 @@
+"""What each architecture of transformers calls the options and the weights of ours, for both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_ffn.weights.layouts import Layout, interleaved, linear, named, rotary, stacked, transposed
+from moe_ffn.weights.options import (
+    Options,
+    Part,
+    always,
+    gated,
+    only,
+    read_all,
+    read_equal_heads,
+    read_first_dense,
+    read_groups,
+    read_qwen_layers,
+    read_rope,
+    read_shared_experts,
+    read_whole_heads,
+    read_window,
+    same,
+    write_dense_width,
+    write_first_dense,
+    write_groups,
+    write_qwen_layers,
+    write_rope,
+    write_shared_experts,
+)
+
+STREAM = (
+    same("hidden_size", "d_model"),
+    same("num_hidden_layers", "num_layers"),
+    same("num_attention_heads", "attention.num_heads"),
+    same("attention_dropout", "attention.dropout"),
+    same("tie_word_embeddings", "tie_embeddings"),
+    same("rms_norm_eps", "norm.eps", 1e-6),
+    Part(read_rope, write_rope),
+    always({"norm.type": "rms_norm"}),
+)
+KV_HEADS = same("num_key_value_heads", "attention.num_kv_heads")
+HEADS = (
+    KV_HEADS,
+    same("head_dim", "attention.head_dim"),
+    Part(read_window, lambda options: {}),
+)
+WHOLE_HEADS = Part(read_whole_heads, lambda options: {})
+DENSE = (
+    always({"sparse_layers": []}),
+    same("intermediate_size", "dense.d_ff", 1),
+    gated("dense.type"),
+)
+SOFTMAX_TOP_K = always({"sparse.type": "moe", "sparse.router.type": "top_k"})
+RENORMALIZE = same("norm_topk_prob", "sparse.router.renormalize", False)
+K = same("num_experts_per_tok", "sparse.router.k", 1)
+QWEN_LAYERS = (
+    Part(read_qwen_layers, write_qwen_layers),
+    Part(lambda their: {"dense.d_ff": their["intermediate_size"]}, write_dense_width),
+    same("num_experts", "sparse.num_experts", 1),
+    same("moe_intermediate_size", "sparse.experts.d_ff", 1),
+    K,
+    RENORMALIZE,
+    SOFTMAX_TOP_K,
+)
+
+OUTSIDE = {
+    "embedding.weight": named("model.embed_tokens.weight"),
+    "final_norm.weight": named("model.norm.weight"),
+    "unembedding.weight": named("lm_head.weight"),
+}
+"""Names beside the layers."""
+
+BLOCK = linear(
+    attention__query="self_attn.q_proj",
+    attention__key="self_attn.k_proj",
+    attention__value="self_attn.v_proj",
+    attention__output="self_attn.o_proj",
+    attention__query_norm="self_attn.q_norm",
+    attention__key_norm="self_attn.k_norm",
+    attention_norm="input_layernorm",
+    ffn_norm="post_attention_layernorm",
+    ffn__gate="mlp.gate_proj",
+    ffn__up="mlp.up_proj",
+    ffn__down="mlp.down_proj",
+)
+EXPERTS = {
+    **BLOCK,
+    **linear(ffn__router__projection="mlp.gate"),
+    "ffn.experts.gate_up": stacked(
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.{}.gate_proj.weight",
+        "mlp.experts.{}.up_proj.weight",
+    ),
+    "ffn.experts.down": stacked("mlp.experts.down_proj", "mlp.experts.{}.down_proj.weight"),
+}
+
+
+def _no_change(options: Options) -> Options:
+    return options
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of transformers."""
+
+    model_type: str
+    architecture: str
+    stream: tuple[Part, ...]
+    """All but the feed-forward blocks."""
+    ffn: tuple[Part, ...]
+    defaults: Mapping[str, Any]
+    """What transformers takes where a config does not say."""
+    names: Mapping[str, Layout] = field(default_factory=lambda: EXPERTS)
+    """In a layer: our name -> theirs."""
+    lacks: str = ""
+    """What our model lacks for the whole of it, so that its blocks alone are read."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of options in files."""
+    fill: Callable[[Options], Options] = _no_change
+    """Options for what ours may lack and this architecture has: it gets zeros, with which it adds nothing."""
+    llama_cpp_renormalizes: bool | None = None
+    """Whether llama.cpp divides the weights of a token by their sum; None where it asks the config."""
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.names is not BLOCK
+
+
+def _with_shared_expert(options: Options, width: int = 32) -> Options:
+    """Qwen2-MoE always has one; 32 units are the least that llama.cpp packs."""
+    if "sparse.shared_expert.type" in options:
+        return options
+    shared = {"type": options.get("sparse.experts.type"), "d_ff": width, "bias": False}
+    return {
+        **options,
+        **{f"sparse.shared_expert.{name}": value for name, value in shared.items()},
+        "sparse.combine.type": "sigmoid_gate",
+    }
+
+
+def _with_shared_expert_and_bias(options: Options) -> Options:
+    """DeepSeek-V3 always has both; its shared expert is as wide as some of the others together."""
+    combine = {"sparse.combine.type": options.get("sparse.combine.type")}
+    filled = _with_shared_expert(options, options.get("sparse.experts.d_ff", 1))
+    return {**filled, **combine, "sparse.router.correction_bias": True}
+
+
+QWEN = {
+    "head_dim": None,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "default_theta": 10_000.0,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "max_position_embeddings": 32_768,
+}
+QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
+LLAMA = {**QWEN, "num_key_value_heads": None, "max_position_embeddings": 2048, "mlp_bias": False}
+BIAS = same("attention_bias", "attention.bias", False)
+
+FAMILIES = (
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        (*STREAM, *HEADS, BIAS, WHOLE_HEADS),
+        (*DENSE, same("mlp_bias", "dense.bias", False)),
+        LLAMA,
+        BLOCK,
+    ),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        (*STREAM, *HEADS, always({"attention.bias": "qkv"})),
+        DENSE,
+        QWEN,
+        BLOCK,
+    ),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        (*STREAM, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
+        DENSE,
+        {**QWEN, "head_dim": 128},
+        BLOCK,
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        (*STREAM, *HEADS),
+        (
+            Part(read_all, lambda options: {}),
+            same("num_local_experts", "sparse.num_experts", 1),
+            same("intermediate_size", "sparse.experts.d_ff", 1),
+            gated("sparse.experts.type"),
+            same("router_jitter_noise", "sparse.jitter", 0.0),
+            K,
+            always({"sparse.router.renormalize": True}),
+            SOFTMAX_TOP_K,
+        ),
+        {
+            **QWEN,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "default_theta": 1e6,
+            "use_sliding_window": True,
+            "max_position_embeddings": 131_072,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "router_jitter_noise": 0.0,
+        },
+        {
+            **EXPERTS,
+            "ffn.router.projection.weight": named(
+                "block_sparse_moe.gate.weight", "mlp.gate.weight"
+            ),
+            "ffn.experts.gate_up": stacked(
+                "mlp.experts.gate_up_proj",
+                "block_sparse_moe.experts.{}.w1.weight",
+                "block_sparse_moe.experts.{}.w3.weight",
+            ),
+            "ffn.experts.down": stacked(
+                "mlp.experts.down_proj", "block_sparse_moe.experts.{}.w2.weight"
+            ),
+        },
+        llama_cpp_renormalizes=True,
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        (*STREAM, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
+        (*QWEN_LAYERS, gated("sparse.experts.type", "dense.type")),
+        {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
+        aliases={"num_local_experts": "num_experts"},
+        llama_cpp_renormalizes=True,
+    ),
+    Family(
+        "olmoe",
+        "OlmoeForCausalLM",
+        (
+            *STREAM,
+            KV_HEADS,
+            Part(read_equal_heads, lambda options: {}),
+            BIAS,
+            only("clip_qkv", None),
+            always({"attention.norm_qk": "all"}),
+        ),
+        (
+            Part(read_all, lambda options: {}),
+            same("num_experts", "sparse.num_experts", 1),
+            same("intermediate_size", "sparse.experts.d_ff", 1),
+            gated("sparse.experts.type"),
+            K,
+            RENORMALIZE,
+            SOFTMAX_TOP_K,
+        ),
+        {
+            **LLAMA,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 8,
+            "num_experts": 64,
+            "norm_topk_prob": False,
+        },
+        aliases={"num_local_experts": "num_experts"},
+        llama_cpp_renormalizes=False,
+    ),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        (
+            *STREAM,
+            only("attention_bias", False),
+            only("rms_norm_eps", 1e-6),  # which the norms in its attention always have
+            same("kv_lora_rank", "attention.latent.kv_rank", 1),
+            same("q_lora_rank", "attention.latent.query_rank"),
+            same("qk_nope_head_dim", "attention.head_dim"),
+            same("qk_rope_head_dim", "attention.latent.rotated_dim", 1),
+            same("v_head_dim", "attention.latent.value_dim"),
+            Part(
+                lambda their: (
+                    their.require("num_key_value_heads", None, their["num_attention_heads"]) or {}
+                ),
+                lambda options: {"num_key_value_heads": options["attention.num_heads"]},
+            ),
+            Part(lambda their: {}, lambda options: {"rope_interleave": True}),
+        ),
+        (
+            Part(read_first_dense, write_first_dense),
+            Part(lambda their: {"dense.d_ff": their["intermediate_size"]}, write_dense_width),
+            same("n_routed_experts", "sparse.num_experts", 1),
+            same("moe_intermediate_size", "sparse.experts.d_ff", 1),
+            Part(read_shared_experts, write_shared_experts),
+            gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
+            Part(read_groups, write_groups),
+            same("routed_scaling_factor", "sparse.router.scale", 1.0),
+            K,
+            RENORMALIZE,
+            always(
+                {
+                    "sparse.type": "moe",
+                    "sparse.router.type": "sigmoid_top_k",
+                    "sparse.router.correction_bias": True,
+                }
+            ),
+        ),
+        {
+            **LLAMA,
+            "q_lora_rank": 1536,
+            "rope_interleave": True,
+            "max_position_embeddings": 4096,
+            "n_group": 8,
+            "topk_group": 4,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 3,
+        },
+        {
+            **EXPERTS,
+            **linear(
+                attention__query__1="self_attn.q_a_layernorm",
+                attention__kv_norm="self_attn.kv_a_layernorm",
+                attention__kv_up="self_attn.kv_b_proj",
+                ffn__shared_expert__gate="mlp.shared_experts.gate_proj",
+                ffn__shared_expert__up="mlp.shared_experts.up_proj",
+                ffn__shared_expert__down="mlp.shared_experts.down_proj",
+            ),
+            "attention.query.0.weight": lambda prefix, shape, their: (
+                named("self_attn.q_a_proj.weight")
+                if their["q_lora_rank"]
+                else rotary("self_attn.q_proj", "num_attention_heads", "qk_nope_head_dim")
+            )(prefix, shape, their),
+            "attention.query.2.weight": rotary(
+                "self_attn.q_b_proj", "num_attention_heads", "qk_nope_head_dim"
+            ),
+            "attention.kv_down.weight": rotary(
+                "self_attn.kv_a_proj_with_mqa", None, "kv_lora_rank"
+            ),
+            "ffn.router.correction_bias_E": named("mlp.gate.e_score_correction_bias"),
+        },
+        aliases={"num_local_experts": "n_routed_experts"},
+        fill=_with_shared_expert_and_bias,
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        (
+            *STREAM,
+            *HEADS,
+            Part(
+                lambda their: {"attention.bias": "qkv" if their["qkv_bias"] else False},
+                lambda options: {"qkv_bias": bool(options["attention.bias"])},
+            ),
+        ),
+        (
+            *QWEN_LAYERS,
+            same("shared_expert_intermediate_size", "sparse.shared_expert.d_ff", 1),
+            gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
+            always({"sparse.combine.type": "sigmoid_gate"}),
+        ),
+        {**QWEN, **QWEN_MOE, "num_key_value_heads": 16, "qkv_bias": True},
+        {
+            **EXPERTS,
+            **linear(
+                ffn__shared_expert__gate="mlp.shared_expert.gate_proj",
+                ffn__shared_expert__up="mlp.shared_expert.up_proj",
+                ffn__shared_expert__down="mlp.shared_expert.down_proj",
+                ffn__combine__gate="mlp.shared_expert_gate",
+            ),
+        },
+        aliases={"num_local_experts": "num_experts"},
+        fill=_with_shared_expert,
+        llama_cpp_renormalizes=False,
+    ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        (),
+        (
+            Part(read_all, lambda options: {}),
+            same("num_local_experts", "sparse.num_experts"),
+            same("intermediate_size", "sparse.experts.d_ff"),
+            same("swiglu_alpha", "sparse.experts.alpha"),
+            same("swiglu_limit", "sparse.experts.limit"),
+            K,
+            always(
+                {
+                    "sparse.type": "moe",
+                    "sparse.router.type": "top_k",
+                    "sparse.router.softmax": "after",
+                    "sparse.router.bias": True,
+                    "sparse.experts.type": "clamped_swiglu",
+                    "sparse.experts.bias": True,
+                }
+            ),
+        ),
+        {
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+        },
+        {
+            **linear(ffn__router__projection="mlp.router"),
+            "ffn.experts.gate_up": interleaved("mlp.experts.gate_up_proj", is_transposed=True),
+            "ffn.experts.gate_up_bias": interleaved(
+                "mlp.experts.gate_up_proj_bias", is_transposed=False
+            ),
+            "ffn.experts.down": transposed("mlp.experts.down_proj"),
+            "ffn.experts.down_bias": named("mlp.experts.down_proj_bias"),
+        },
+        lacks="attention sinks and sliding windows",
+    ),
+)
+"""In the order in which they are preferred for a model of ours."""

@@ -1,0 +1,305 @@
+"""A folder of transformers as our decoder, or one feed-forward block of it, without transformers.
+
+    decoder = moe_ffn.weights.load_transformers("models/theirs")
+
+Tensors are read one by one, those of experts one expert at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ffn.config.base import Config
+from moe_ffn.config.errors import ConfigError, first_line, nearest_or_all, show
+from moe_ffn.config.yaml_files import RootConfig, nest, validate
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.files import kind_of, read_object, reason
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.weights.families import FAMILIES, OUTSIDE, Family
+from moe_ffn.weights.layouts import Layout, Piece
+from moe_ffn.weights.options import Options, Theirs
+from moe_ffn.weights.pretrained import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MODEL_TYPE,
+    PretrainedConfig,
+    assign_weights,
+    tied_names,
+    weight_files,
+)
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Dtypes of safetensors; others are of quantised weights, whose scales are elsewhere."""
+
+_BY_TYPE = {family.model_type: family for family in FAMILIES}
+
+
+def load_transformers(folder: str | Path) -> Decoder:
+    """The decoder in a folder of transformers, in evaluation, on the CPU, in the dtype of its weights.
+
+    `moe_ffn.load_tokenizer` reads the tokenizer beside it.
+
+    Raises:
+        ConfigError: the folder is damaged, or of an architecture or with an option that ours does not
+            compute, which is named.
+    """
+    folder = Path(folder)
+    family, their = _read_theirs(folder)
+    if family.lacks:
+        raise ConfigError(
+            f"{their.where}: our model has no {family.lacks}, which {family.model_type} needs; load_ffn "
+            "reads the feed-forward block of a layer"
+        )
+    config = config_of(family, their)
+    decoder = config.model.build_empty(config.vocab_size, config.max_seq_len)
+    tied = tied_names(decoder)
+    expected = {name: value for name, value in decoder.state_dict().items() if name not in tied}
+    with _open(folder) as files:
+        weights = _read(files, family, their, expected, lambda name: True)
+    assign_weights(decoder, weights)
+    decoder.positions = config.model.positions.build(
+        config.model.d_model, config.model.head_dim, config.max_seq_len
+    ).to(decoder.embedding.weight.dtype)
+    return decoder.eval()
+
+
+def sparse_options(family: Family, their: Theirs) -> dict[str, Any]:
+    """The options of the sparse block of an architecture, as YAML has them; ConfigError as above."""
+    options: dict[str, Any] = {}
+    for part in family.ffn:
+        options |= part.read(their)
+    return _blocks(options)[1]["sparse"]
+
+
+class _BlockConfig(Config, frozen=True):
+    ffn: FFNConfig
+
+
+def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
+    """The feed-forward block of one layer in a folder of transformers; see `load_transformers`."""
+    folder = Path(folder)
+    family, their = _read_theirs(folder)
+    if layer not in their.layers():
+        raise ConfigError(f"layer must lie in [0, {len(their.layers())}), got {layer}")
+    options: dict[str, Any] = {}
+    for part in family.ffn:
+        options |= part.read(their)
+    blocks = _blocks(options)[1]
+    kind = "sparse" if layer in options["sparse_layers"] else "dense"
+    config = _validate(_BlockConfig, {"ffn": blocks[kind]}, their)
+    with torch.device("meta"):
+        block = config.ffn.build(their.count("hidden_size"))
+    expected = {f"layers.{layer}.ffn.{name}": value for name, value in block.state_dict().items()}
+    parts = tuple(f"model.layers.{layer}.{name}." for name in ("mlp", "block_sparse_moe"))
+    with _open(folder) as files:
+        weights = _read(files, family, their, expected, lambda name: name.startswith(parts))
+    prefix = f"layers.{layer}.ffn."
+    found = {name.removeprefix(prefix): value for name, value in weights.items()}
+    block.load_state_dict(found, assign=True)
+    return block.eval()
+
+
+def architecture_of(folder: Path) -> str:
+    """`qwen3_moe`; ConfigError where it is none that is read here."""
+    return _read_theirs(folder)[0].model_type
+
+
+def _read_theirs(folder: Path) -> tuple[Family, Theirs]:
+    if kind_of(folder) != "a folder":
+        raise ConfigError(
+            f"'{folder}' is {kind_of(folder) or 'not there'}; give the folder of a model"
+        )
+    path = folder / CONFIG_FILE
+    values = read_object(path)
+    if values is None:
+        raise ConfigError(f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged")
+    found = values.get("model_type")
+    if found == MODEL_TYPE:
+        raise ConfigError(f"'{folder}' is a model of ours; moe_ffn.load_pretrained reads it")
+    family = _BY_TYPE.get(found) if isinstance(found, str) else None
+    if family is None:
+        hint = nearest_or_all(str(found), _BY_TYPE)
+        raise ConfigError(f"'{path}': model_type {show(found)} is none that is read here{hint}")
+    for alias, name in family.aliases.items():
+        if alias in values:
+            values.setdefault(name, values[alias])
+    their = Theirs(f"'{path}'", {**family.defaults, **values})
+    if their.get("quantization_config"):
+        raise their.refuse("quantization_config is given", "weights in a floating-point dtype")
+    return family, their
+
+
+def config_of(family: Family, their: Theirs) -> PretrainedConfig:
+    options: dict[str, Any] = {}
+    for part in (*family.stream, *family.ffn):
+        options |= part.read(their)
+    model, blocks = _blocks(options)
+    sparse = options["sparse_layers"]
+    dense = [str(layer) for layer in their.layers() if layer not in sparse]
+    model["ffn"] = blocks["sparse" if sparse else "dense"]
+    if sparse:
+        model["ffn_at"] = dict.fromkeys(dense, blocks.get("dense"))
+    sizes = {"vocab_size": their["vocab_size"], "max_seq_len": their["max_position_embeddings"]}
+    return _validate(PretrainedConfig, {**sizes, "model": model}, their)
+
+
+def _blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The nested options beside the blocks, and those of the blocks: `sparse` and `dense`."""
+    nested = nest((path, value) for path, value in options.items() if path != "sparse_layers")
+    return nested, {kind: nested.pop(kind, None) for kind in ("sparse", "dense")}
+
+
+def _validate(root: type[RootConfig], options: Mapping[str, Any], their: Theirs) -> RootConfig:
+    try:
+        return validate(root, options)
+    except ConfigError as error:
+        lines = (f"{their.where}: {line}" for line in str(error).splitlines())
+        raise ConfigError("\n".join(lines)) from error
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The weights of a folder, by their names."""
+
+    folder: Path
+    slices: Mapping[str, Any]
+    """Tensors of which safetensors reads the part that is asked for."""
+    whole: Mapping[str, Callable[[], Tensor]]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.slices[name].get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        found = self.slices[name].get_dtype()
+        if found not in _DTYPES:
+            raise ConfigError(
+                f"'{self.folder}' has {show(name)} as {found}, which is quantised; give weights in a "
+                "floating-point dtype"
+            )
+        return _DTYPES[found]
+
+
+@contextmanager
+def _open(folder: Path) -> Iterator[_Files]:
+    from safetensors import SafetensorError, safe_open
+
+    files = _Files(folder, {}, {})
+    path = folder
+    with ExitStack() as stack:
+        try:
+            for path, expected in weight_files(folder).items():
+                handle = stack.enter_context(safe_open(path, "pt"))
+                names = set(handle.keys())
+                if expected is not None and (missing := sorted(expected - names)):
+                    raise ConfigError(
+                        f"'{path}' lacks {show(missing[0])}, which {INDEX_FILE} says it has"
+                    )
+                slices = {name: handle.get_slice(name) for name in names}
+                whole = {name: partial(handle.get_tensor, name) for name in names}
+                files = _Files(folder, {**files.slices, **slices}, {**files.whole, **whole})
+            yield files
+        except (SafetensorError, OSError) as error:
+            why = reason(error) if isinstance(error, OSError) else first_line(error)
+            raise ConfigError(f"'{path}' cannot be read ({why}); copy it again") from error
+
+
+def _read(
+    files: _Files,
+    family: Family,
+    their: Theirs,
+    expected: Mapping[str, Tensor],
+    is_ours: Callable[[str], bool],
+) -> dict[str, Tensor]:
+    """A tensor for each of `expected`, which have shapes alone.
+
+    Args:
+        is_ours: whether a name of theirs, which none of ours is made of, is one too many.
+    """
+    pieces = {
+        name: _held(layout_of(family, name)(value.shape, their), files)
+        for name, value in expected.items()
+    }
+    used = {piece.name for found in pieces.values() for piece in found}
+    given = {name for name in files.slices if not _is_known(name, their, files)}
+    further = sorted(name for name in given - used if is_ours(name))
+    for problem, names in (
+        ("lacks", sorted(used - given)),
+        (f"has what {family.model_type} lacks,", further),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ConfigError(
+                f"'{files.folder}' {problem} {show(names[0])}{more}: its {CONFIG_FILE} is that of another "
+                "model"
+            )
+    for name, found in pieces.items():
+        for piece in found:
+            shape = tuple(piece.part(expected[name]).shape)
+            if files.shape(piece.name) != shape:
+                raise ConfigError(
+                    f"'{files.folder}' has {show(piece.name)} as {files.shape(piece.name)}, and its "
+                    f"{CONFIG_FILE} asks for {shape}"
+                )
+    largest = max(expected, key=lambda name: expected[name].numel())
+    dtype = files.dtype(pieces[largest][0].name)
+    return {
+        # A correction bias is float32 in every model.
+        name: _made(files, pieces[name], value, torch.float32 if name.endswith("_E") else dtype)
+        for name, value in expected.items()
+    }
+
+
+def layout_of(family: Family, name: str) -> Callable[[torch.Size, Theirs], list[list[Piece]]]:
+    """What makes a tensor of ours, by its name in a decoder."""
+    if name in OUTSIDE:
+        layout: Layout = OUTSIDE[name]
+        return partial(layout, "")
+    _, layer, inside = name.split(".", 2)
+    return partial(family.names[inside], f"model.layers.{layer}.")
+
+
+def _held(ways: list[list[Piece]], files: _Files) -> list[Piece]:
+    """The way in which the files hold a tensor; the first where they do not."""
+    return next((way for way in ways if any(p.name in files.slices for p in way)), ways[0])
+
+
+def _is_known(name: str, their: Theirs, files: _Files) -> bool:
+    """Whether transformers leaves a tensor out of the model too."""
+    if name == "lm_head.weight" and their.get("tie_word_embeddings"):
+        embedding = files.whole.get("model.embed_tokens.weight")
+        return embedding is not None and torch.equal(embedding(), files.whole[name]())
+    if their.get("num_nextn_predict_layers"):  # modules that predict a second token
+        prefix, _, rest = name.partition("model.layers.")
+        number = rest.partition(".")[0]
+        if not prefix and number.isdecimal() and int(number) not in their.layers():
+            return True
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _made(files: _Files, pieces: list[Piece], shape: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of ours, of their pieces, read one expert at a time."""
+    first = pieces[0]
+    if len(pieces) == 1 and first.order is None and first.part is Piece.part:
+        return files.whole[first.name]().to(dtype)
+    ours = torch.empty(shape.shape, dtype=dtype)
+    for piece in pieces:
+        into, given = piece.part(ours), files.slices[piece.name]
+        if into.ndim == 3:
+            for expert, place in enumerate(into):
+                place.copy_(piece.to_ours(given[expert : expert + 1][0]))
+        else:
+            into.copy_(piece.to_ours(given[:]))
+    return ours

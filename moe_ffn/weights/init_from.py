@@ -1,0 +1,296 @@
+"""Weights of a trained model as the beginning of another one, of the same architecture or partly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from moe_ffn.config.errors import ConfigError, command, expand_path, show
+from moe_ffn.config.option_tree import flatten, show_value
+from moe_ffn.config.trust import accepting_code
+from moe_ffn.config.yaml_files import flag_value, nest
+from moe_ffn.data.prepare import DataConfig
+from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
+from moe_ffn.files import kind_of
+from moe_ffn.model.decoder import Decoder, DecoderConfig
+from moe_ffn.runs.config import TrainConfig, own_config
+from moe_ffn.runs.folder import CONFIG_FILE, MODEL_FOLDER, is_run, of_library
+from moe_ffn.runs.reader import load_model
+from moe_ffn.weights.pretrained import (
+    TOKENIZER_FILE,
+    is_model_folder,
+    load_pretrained,
+    load_tokenizer,
+    no_tokenizer,
+    tied_names,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trained model, from a folder of its own or from a run."""
+
+    option: str
+    """The option that named it, which messages begin with."""
+    folder: Path
+    decoder: Decoder
+    """In evaluation, on the CPU."""
+    tokenizer: Tokenizer | None
+    """None where the folder has none."""
+    data: DataConfig | None
+    """What a run read; None of a model folder."""
+
+    @property
+    def tokenizer_config(self) -> FileTokenizerConfig:
+        """Its tokenizer as an option.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        path = self.folder / TOKENIZER_FILE
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.option}: {no_tokenizer(self.folder)}")
+        return FileTokenizerConfig(path=str(path))
+
+    def require_fitting(self, model: DecoderConfig) -> None:
+        """ConfigError where a model of another width is to begin with these weights."""
+        width = self.decoder.config.d_model
+        if model.d_model != width:
+            raise ConfigError(
+                f"{self.option}: '{self.folder}' has model.d_model {width}, and this run {model.d_model}, so "
+                f"that no weight fits; give --model.d_model {width}, or another folder"
+            )
+
+    def require_same_tokens(self, tokenizer: Tokenizer) -> None:
+        """ConfigError where an id of the model means other text to `tokenizer`."""
+        known, ours = self.decoder.embedding.num_embeddings, tokenizer.vocab_size
+        advice = "use a folder of the same tokenizer"
+        if self.tokenizer is not None:
+            advice = (
+                "use its own: --data.tokenizer '{type: file, path: "
+                f"{self.folder / TOKENIZER_FILE}}}'"
+            )
+        if known != ours:
+            raise ConfigError(
+                f"{self.option}: '{self.folder}' knows {known:,} tokens, and the tokenizer of this run has "
+                f"{ours:,}; {advice}"
+            )
+        if self.tokenizer is None:
+            return
+        pairs = zip(self.tokenizer.token_bytes, tokenizer.token_bytes, strict=True)
+        for number, (theirs, mine) in enumerate(pairs):
+            if theirs != mine:
+                raise ConfigError(
+                    f"{self.option}: token {number} is {theirs!r:.40} in '{self.folder}' and {mine!r:.40} to "
+                    f"the tokenizer of this run, so that its embeddings mean other text; {advice}"
+                )
+
+
+def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source:
+    """The model in a model folder or in a run, whose best weights they are.
+
+    Args:
+        option: which named the folder.
+
+    Raises:
+        ConfigError: it is neither, is damaged, or names code that is not trusted.
+    """
+    path = expand_path(folder, option)
+    if kind_of(path) != "a folder":
+        what = kind_of(path) or "not there"
+        raise ConfigError(f"{option}: '{path}' is {what}; give the folder of a model or of a run")
+    try:
+        if is_model_folder(path):
+            decoder = load_pretrained(path, trust_code=trust_code)
+            has_one = kind_of(path / TOKENIZER_FILE) is not None
+            return Source(option, path, decoder, load_tokenizer(path) if has_one else None, None)
+        if is_run(path):
+            with accepting_code(trust_code):
+                own = own_config(path / CONFIG_FILE)
+                if is_model_folder(path / MODEL_FOLDER):
+                    decoder = load_pretrained(path / MODEL_FOLDER, trust_code=trust_code)
+                    tokenizer = FileTokenizerConfig(path=str(path / TOKENIZER_FILE)).build(())
+                    return Source(option, path, decoder, tokenizer, own.data)
+                saved = load_model(path)
+            return Source(option, path, saved.decoder, saved.tokenizer, own.data)
+    except ConfigError as error:
+        raise type(error)(f"{option}: {error}") from error
+    fix = "give one that `moe_ffn.save_pretrained` or a training run has written"
+    raise ConfigError(
+        f"{option}: '{path}' is neither the folder of a model of ours nor of a run; "
+        f"{of_library(path) or fix}"
+    )
+
+
+def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights that a decoder can begin with, by name, and lines about them.
+
+    A part whose `type` is another begins anew, whatever its weights are called.
+
+    Args:
+        decoder: of whose weights only names and shapes are looked at.
+
+    Raises:
+        ConfigError: of some the names are the same and the shapes are not.
+    """
+    found, wanted = source.decoder.state_dict(), decoder.state_dict()
+    tied = tied_names(decoder)
+    taken, wrong = _taken(source.decoder, decoder)
+    if wrong:
+        name, more = wrong[0], f", and {len(wrong) - 1} more do not fit" if wrong[1:] else ""
+        differ = _options_that_fit(source.decoder, decoder)
+        values = (
+            f"{k} is {show_value(old)} there and {show_value(new)} here"
+            for k, (old, new) in differ.items()
+        )
+        flags = (f"--{k} {flag_value(old)}" for k, (old, _) in differ.items())
+        fix = f": {', '.join(values)}; give {' '.join(flags)}" if differ else ""
+        raise ConfigError(
+            f"{source.option}: {name} is {tuple(found[name].shape)} in '{source.folder}' and "
+            f"{tuple(wanted[name].shape)} in this model{more}{fix}"
+        )
+    new = [name for name in wanted if name not in taken and name not in tied]
+    left = [name for name in found if name not in taken and name not in tied_names(source.decoder)]
+    lines = [
+        f"{source.option}: of {len(taken) + len(new)} tensors {len(taken)} are those of {source.folder}, "
+        f"{sum(value.numel() for value in taken.values()):,} numbers"
+    ]
+    lines += [f"  new:  {name}" for name in _by_layer(new)]
+    lines += [f"  left: {name}" for name in _by_layer(left)]
+    lines += [
+        f"  {key} is {show(new)} (was {show(old)})"
+        for key, (old, new) in _changes(source.decoder, decoder).items()
+    ]
+    if source.tokenizer is None:
+        lines.append(f"  it has no {TOKENIZER_FILE}: nobody knows whether its tokens mean the same")
+    return taken, lines
+
+
+def _taken(source: Decoder, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights of one model for those of the same names in another; which are of another shape."""
+    found, wanted = source.state_dict(), decoder.state_dict()
+    tied = tied_names(decoder)
+    anew = tuple(_parts_of_another_type(source.config, decoder.config))
+    taken = {
+        name: found[name]
+        for name in wanted
+        if name in found and name not in tied and not name.startswith(anew)
+    }
+    return taken, [name for name, value in taken.items() if value.shape != wanted[name].shape]
+
+
+def _options_that_fit(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
+    """The fewest options that the model has to take from the source, with their values there and here.
+
+    None where all of them are not enough.
+    """
+    changes = _changes(source, decoder)
+    options = _flat_options(decoder)
+
+    def fits(keys: Iterable[str]) -> bool:
+        given = options | {key: changes[key][0] for key in keys}
+        root = nest((k, v) for k, v in given.items() if v is not None)
+        try:
+            model = DecoderConfig.model_validate(root["model"])
+            sizes = decoder.embedding.num_embeddings, root["data"]["seq_len"]
+            return not _taken(source, model.build_empty(*sizes))[1]
+        except (ConfigError, ValidationError):
+            return False
+
+    if not fits(changes):
+        return {}
+    kept = list(changes)
+    sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in changes)
+    for prefix in (
+        *sections,
+        *changes,
+    ):  # a whole section first: parts of it may not go without others
+        fewer = [key for key in kept if not f"{key}.".startswith(f"{prefix}.")]
+        if fits(fewer):
+            kept = fewer
+    return {key: changes[key] for key in kept}
+
+
+def _parts_of_another_type(before: DecoderConfig, now: DecoderConfig) -> Iterator[str]:
+    """What the names of weights begin with in parts whose `type` differs."""
+    old, new = before.layer_ffns(), now.layer_ffns()
+    for layer, (ours, theirs) in enumerate(zip(old, new, strict=False)):
+        yield from _of_another_type(ours.to_dict(), theirs.to_dict(), f"layers.{layer}.ffn.")
+    yield from _of_another_type(before.positions.to_dict(), now.positions.to_dict(), "positions.")
+
+
+def _of_another_type(old: Any, new: Any, prefix: str) -> Iterator[str]:
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return
+    if old.get("type") != new.get("type"):
+        yield prefix
+        return
+    for key in old.keys() & new.keys():
+        yield from _of_another_type(old[key], new[key], f"{prefix}{key}.")
+
+
+def _changes(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
+    """Dotted option -> what it was and is, of those in which two models differ."""
+    old, new = _flat_options(source), _flat_options(decoder)
+    return {k: (old.get(k), new.get(k)) for k in {**old, **new} if old.get(k) != new.get(k)}
+
+
+def _flat_options(decoder: Decoder) -> dict[str, Any]:
+    sizes = {"data": {"seq_len": decoder.max_seq_len}}
+    return flatten({"model": decoder.config.to_dict(), **sizes})
+
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+
+
+def _by_layer(names: Iterable[str]) -> list[str]:
+    """`layers.0-3.ffn.up.weight`: the names, those of several layers as one."""
+    groups: dict[str, list[int]] = {}
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        groups.setdefault(match[2] if match else name, []).extend([int(match[1])] if match else [])
+    return [f"layers.{_ranges(layers)}.{n}" if layers else n for n, layers in groups.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as `0-2,5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+# -- a run that begins with what was written
+
+
+def written_lines(
+    folder: Path, decoder: Decoder, tokenizer: Tokenizer | None, *, replaces: bool
+) -> list[str]:
+    """What a program says that has written a model folder: where, and how a run begins with it."""
+    instead = ", in place of the model that was there" if replaces else ""
+    lines = [f"written: '{folder}', a model folder of moe_ffn{instead}"]
+    default = TrainConfig().data.tokenizer.build(())
+    own = default if tokenizer is None else tokenizer
+    if own.vocab_size != decoder.embedding.num_embeddings:
+        has = f"its tokenizer has {own.vocab_size:,}" if tokenizer else "it has no tokenizer"
+        return [
+            *lines,
+            f"no run begins with it: it knows {decoder.embedding.num_embeddings:,} tokens, and {has}",
+        ]
+    options: dict[str, Any] = {"init_from": str(folder)}
+    options |= {f"model.{key}": value for key, value in decoder.config.to_short_dict().items()}
+    if any(True for _ in decoder.positions.parameters()):  # one for each place
+        options["data.seq_len"] = decoder.max_seq_len
+    if own.token_bytes != default.token_bytes:
+        options["data.tokenizer"] = {"type": "file", "path": str(folder / TOKENIZER_FILE)}
+    flags = (f"--{key} {flag_value(value)}" for key, value in options.items())
+    return [*lines, f"a run begins with it by:\n  {command('train')} {' '.join(flags)}"]

@@ -1,0 +1,199 @@
+"""Merging: experts that are chosen alike become one, the mean of their weights.
+
+T tokens, D model width, E experts, F hidden units, P matrices into them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Generator, Tensor
+
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.outputs import TokenContext, count_pairs, flatten_tokens
+from moe_ffn.weights.initialiser import (
+    InitialiserConfig,
+    build_block,
+    resized_layers,
+    run_with_hook,
+    with_blocks,
+)
+from moe_ffn.weights.prune import copy_experts
+
+
+class MergeConfig(InitialiserConfig, frozen=True):
+    """The experts that are used most each take in those that the router scores like them (M-SMoE).
+
+    Li et al. 2023, arXiv:2310.01334: hidden units are aligned with those of the expert that stays, then
+    weights are averaged, weighted by how often each is chosen. The router's rows are averaged alike.
+    """
+
+    type: Literal["merge"] = "merge"
+    num_experts: int = Field(default=4, ge=1, le=MAX_COUNT)
+    """Experts of each layer that are left."""
+
+    needs_text: ClassVar[bool] = True
+
+    def initialise(
+        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
+    ) -> Decoder:
+        (source,) = sources
+        assert ids_BS is not None
+        made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
+        layers = resized_layers(source, self.num_experts, "method")
+        for layer, (config, _) in layers.items():
+            for info in config.routers().values():
+                if info.router.is_listed:
+                    raise ConfigError(
+                        f"method.type: merge compares the router's scores of all experts, but that of "
+                        f"layer {layer}, of type '{info.router.type}', lists a few; take another model"
+                    )
+        for layer, (config, block) in layers.items():
+            counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
+            products_EE = torch.zeros(block.num_experts, block.num_experts, dtype=torch.float64)
+
+            def hook(
+                x: Tensor,
+                context: TokenContext,
+                block: MoEFFN = block,
+                counts_E: Tensor = counts_E,
+                products_EE: Tensor = products_EE,
+            ) -> None:
+                x_TD, flat = flatten_tokens(x, context)
+                routing = block.router(x_TD, flat)
+                logits_TE = routing.require("logits_TE", "merging experts").double()
+                logits_TE = logits_TE[:, : block.num_experts]
+                products_EE.add_(logits_TE.t() @ logits_TE)
+                ids_N = routing.expert_ids_N[routing.real_N]
+                counts_E.add_(count_pairs(ids_N[ids_N < block.num_experts], block.num_experts))
+
+            run_with_hook(source, layer, ids_BS, hook)
+            groups = group_experts(counts_E, products_EE, self.num_experts)
+            made[layer] = (
+                config,
+                merge_experts(block, config, source.config.d_model, groups, counts_E, generator),
+            )
+        return with_blocks(source, made, "method")
+
+
+def group_experts(counts_E: Tensor, products_EE: Tensor, num_groups: int) -> list[list[int]]:
+    """The experts in groups, each led by one of the most used; the others follow whom they are most like.
+
+    Args:
+        counts_E: how often each was chosen.
+        products_EE: of their router logits, summed over tokens, whose cosine is how alike two are.
+    """
+    norms_E = products_EE.diagonal().clamp(min=torch.finfo(torch.float64).tiny).sqrt()
+    likeness_EE = products_EE / norms_E / norms_E.unsqueeze(-1)
+    order = counts_E.argsort(descending=True, stable=True).tolist()
+    leaders = sorted(order[:num_groups])
+    groups = {leader: [leader] for leader in leaders}
+    for expert in sorted(order[num_groups:]):
+        groups[leaders[int(likeness_EE[expert, leaders].argmax())]].append(expert)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def merge_experts(
+    block: MoEFFN,
+    config: FFNConfig,
+    d_model: int,
+    groups: Sequence[Sequence[int]],
+    counts_E: Tensor,
+    generator: Generator,
+) -> FFNBlock:
+    """The block with one expert for each group, whose weights and rows of the router are the group's mean.
+
+    It computes the same where the weights of a token have one sum, and either all experts of the layer are
+    equal up to the order of their units; or those of a group are, with equal rows of the router, groups are
+    of one size m, k was a multiple of m, and it is k / m now. Elsewhere not: with k as before a token goes
+    to other experts, and of a softmax over all experts the merged one would need log m more of a logit.
+
+    Args:
+        block: a routed Mixture of Experts.
+        config: of the new block, such as `with_num_experts` of the old one's.
+        groups: experts; the first of each is the one that hidden units are aligned with.
+        counts_E: by which the mean is weighted; equally in a group that was never chosen.
+        generator: of weights that the others replace.
+
+    Raises:
+        ConfigError: the experts are of a kind that cannot be averaged, or scipy is missing.
+    """
+    made = cast("MoEFFN", build_block(config, block, d_model, generator))
+    source, into, rows = block.networks(), made.networks(), block.router.rows()
+    if source is None or into is None:
+        raise ConfigError(
+            "method.type: the experts are of a kind of their own, whose units cannot be aligned; use prune"
+        )
+    leaders = torch.tensor([group[0] for group in groups])
+    zero = torch.arange(block.num_experts, len(next(iter(rows.values()))))
+    kept = {name: value[torch.cat([leaders, zero])] for name, value in rows.items()}
+    for place, group in enumerate(groups):
+        share_G = _shares(counts_E[list(group)])
+        for name, value in rows.items():
+            kept[name][place] = _mean(value[list(group)], share_G)
+    copy_experts(made, block, kept, leaders)
+    for place, group in enumerate(groups):
+        share_G = _shares(counts_E[list(group)])
+        aligned = [_aligned(source, expert, group[0]) for expert in group]
+        for target, values in zip(into.parameters, zip(*aligned, strict=True), strict=True):
+            if target is not None:
+                target[place] = _mean(torch.stack(values), share_G)
+    return made
+
+
+def _shares(counts_G: Tensor) -> Tensor:
+    total = int(counts_G.sum())
+    return (
+        counts_G.double() / total
+        if total
+        else torch.full(counts_G.shape, 1 / len(counts_G)).double()
+    )
+
+
+def _mean(values: Tensor, share_G: Tensor) -> Tensor:
+    """The weighted mean along the first axis."""
+    return torch.tensordot(share_G, values.double(), dims=1).to(values.dtype)
+
+
+def _aligned(weights: ExpertWeights, expert: int, leader: int) -> list[Tensor | None]:
+    """The weights of an expert, its units in the order in which they are most like those of another."""
+    parts = 2 if weights.gated else 1
+
+    def units(number: int) -> Tensor:
+        into = weights.up_EHD[number].chunk(parts)
+        return F.normalize(
+            torch.cat([*into, weights.down_EDF[number].t()], dim=-1).double(), dim=-1
+        )
+
+    order = torch.arange(weights.d_ff)
+    if expert != leader:
+        order = _best_assignment(units(leader) @ units(expert).t())
+    rows = torch.cat([order + part * weights.d_ff for part in range(parts)])
+    up_bias, down_bias = weights.up_bias_EH, weights.down_bias_ED
+    return [
+        weights.up_EHD[expert][rows],
+        weights.down_EDF[expert][:, order],
+        None if up_bias is None else up_bias[expert][rows],
+        None if down_bias is None else down_bias[expert],
+    ]
+
+
+def _best_assignment(likeness_FF: Tensor) -> Tensor:
+    """int64 (F,): for each row the column, each once, of the highest sum."""
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError as error:
+        raise ConfigError(
+            "method.type: merge needs scipy; install it with: pip install 'moe_ffn[studies]'"
+        ) from error
+    return torch.from_numpy(linear_sum_assignment(likeness_FF.numpy(), maximize=True)[1])

@@ -1,0 +1,83 @@
+"""Branch-train-mix: the blocks of several dense models as the experts of one, the mean of all the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.errors import ConfigError, show
+from moe_ffn.config.option_tree import flatten
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.routing import RouterConfig, TopKRouterConfig
+from moe_ffn.weights.initialiser import InitialiserConfig, layer_blocks, prefix_errors, with_blocks
+from moe_ffn.weights.upcycle import experts_like, stack_networks
+
+
+class MixConfig(InitialiserConfig, frozen=True):
+    """The blocks of N dense models as experts, the mean of all else, the router drawn anew (BTX).
+
+    Sukhbaatar et al. 2024, Branch-Train-MiX, arXiv:2403.07816. The models are branches of one, trained on
+    different text. Of equal ones it is `upcycle`.
+    """
+
+    type: Literal["mix"] = "mix"
+    router: RouterConfig = TopKRouterConfig(renormalize=True)
+    """Chooses the experts, as many as there are models times `granularity`."""
+    granularity: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """Shards that each block is cut into, as of `upcycle`."""
+
+    takes_several = True
+
+    def initialise(
+        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
+    ) -> Decoder:
+        if len(sources) < 2:
+            raise ConfigError("--source: names 1 folder, and method.type 'mix' takes two or more")
+        first = sources[0]
+        for number, other in enumerate(sources[1:], start=2):
+            _require_same(first, other, number)
+        made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
+        layers = [layer_blocks(source) for source in sources]
+        d_model, num_experts = first.config.d_model, len(sources) * self.granularity
+        for layer, (config, dense) in enumerate(layers[0]):
+            if dense.networks() is None:
+                continue  # it is averaged
+            target = experts_like(
+                config, d_model, num_experts, self.granularity, self.router, layer
+            )
+            blocks = [of_source[layer][1] for of_source in layers]
+            with prefix_errors("method"):
+                made[layer] = target, stack_networks(blocks, target, d_model, generator)
+        if not made:
+            raise ConfigError(
+                "--source: no layer of these models has a dense or a gated block to mix"
+            )
+        mixed = with_blocks(first, made, "method")
+        others = [dict(source.named_parameters()) for source in sources]
+        with torch.no_grad():
+            for name, parameter in mixed.named_parameters():
+                if all(name in other and other[name].shape == parameter.shape for other in others):
+                    mean = torch.stack([other[name].double() for other in others]).mean(dim=0)
+                    parameter.copy_(mean)
+        return mixed
+
+
+def _require_same(first: Decoder, other: Decoder, number: int) -> None:
+    """ConfigError that names the first option in which two models differ."""
+    ours, theirs = flatten(first.config.to_dict()), flatten(other.config.to_dict())
+    for decoder, values in ((first, ours), (other, theirs)):
+        values["vocab_size"] = decoder.embedding.num_embeddings
+        values["max_seq_len"] = decoder.max_seq_len
+    for key in {**ours, **theirs}:
+        if ours.get(key) != theirs.get(key):
+            raise ConfigError(
+                f"--source: models that are mixed are of one architecture, but {key} is "
+                f"{show(ours.get(key))} in the first and {show(theirs.get(key))} in number {number}; leave "
+                "one of them out"
+            )

@@ -1,0 +1,236 @@
+"""Options of transformers and of ours, both ways: the parts that architectures are described by.
+
+Options of ours are flat here: dotted paths of a `DecoderConfig`, with the block of all sparse layers under
+`sparse.` and that of all dense ones under `dense.`, and the numbers of the former as `sparse_layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ffn.config.errors import ConfigError, show
+
+Options = Mapping[str, Any]
+"""Dotted path -> value, of ours."""
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """The `config.json` of a model of transformers; an option that it lacks has their default."""
+
+    where: str
+    """What messages begin with."""
+    values: Mapping[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.values:
+            raise ConfigError(f"{self.where}: {key} is missing; take the config.json of this model")
+        return self.values[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values.get(key, default)
+
+    def count(self, key: str, least: int = 1) -> int:
+        """A whole number that is computed with."""
+        value = self[key]
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 10**9:
+            raise ConfigError(f"{self.where}: {key} is {show(value)}; give a whole number")
+        return value
+
+    def layers(self) -> range:
+        """The numbers of all layers."""
+        count = self.count("num_hidden_layers")
+        if count > 10_000:
+            raise ConfigError(f"{self.where}: num_hidden_layers is {count}; give at most 10000")
+        return range(count)
+
+    def require(self, key: str, *served: Any) -> None:
+        """ConfigError unless this option, where it is given, has a value that ours can express."""
+        if key in self.values and self[key] not in served:
+            raise self.refuse(f"{key} is {show(self[key])}", " or ".join(map(show, served)))
+
+    def refuse(self, what: str, served: str) -> ConfigError:
+        return ConfigError(
+            f"{self.where}: {what}, which our model does not compute; served is {served}"
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some options, both ways."""
+
+    read: Callable[[Theirs], Options]
+    """Ours of theirs; ConfigError where ours cannot express them."""
+    write: Callable[[Options], Mapping[str, Any]]
+    """Theirs of ours. Of what has no equal anything: what is written is read again and compared."""
+
+
+def same(theirs: str, ours: str, fallback: Any = None) -> Part:
+    """One option under two names.
+
+    Args:
+        fallback: what is written where ours has none, or none of its type.
+    """
+
+    def write(options: Options) -> dict[str, Any]:
+        value = options.get(ours, fallback)
+        fits = fallback is None or isinstance(value, type(fallback))
+        return {theirs: value if fits else fallback}
+
+    return Part(lambda their: {ours: their[theirs]}, write)
+
+
+def always(options: Options) -> Part:
+    """What ours needs to be for this architecture, which has no option for it."""
+    return Part(lambda their: options, lambda ours: {})
+
+
+def only(theirs: str, *served: Any) -> Part:
+    """An option that ours can express in these values alone; the first is written."""
+
+    def read(their: Theirs) -> Options:
+        their.require(theirs, *served)
+        return {}
+
+    return Part(read, lambda options: {theirs: served[0]})
+
+
+ACTIVATIONS = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "relu": "reglu",
+    "sigmoid": "glu",
+    "linear": "bilinear",
+}
+"""Their activation of a gate -> the type of our gated block."""
+
+
+def gated(*ours: str) -> Part:
+    """`hidden_act`, which all blocks of a model share."""
+
+    def read(their: Theirs) -> Options:
+        their.require("hidden_act", *ACTIVATIONS)
+        return dict.fromkeys(ours, ACTIVATIONS[their["hidden_act"]])
+
+    def write(options: Options) -> dict[str, Any]:
+        found = options.get(ours[0])
+        names = [name for name, type_ in ACTIVATIONS.items() if type_ == found]
+        return {"hidden_act": names[0] if names else "silu"}
+
+    return Part(read, write)
+
+
+def read_rope(their: Theirs) -> Options:
+    name = "rope_scaling" if their.get("rope_scaling") else "rope_parameters"
+    rope = their.get(name) or {}
+    if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
+        raise their.refuse(f"{name} is {show(rope)}", "one mapping for all layers")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise their.refuse(f"{name}.rope_type is {show(kind)}", "'default'")
+    for factor in (their.get("partial_rotary_factor"), rope.get("partial_rotary_factor")):
+        if factor not in (None, 1):
+            raise their.refuse(f"partial_rotary_factor is {show(factor)}", "1.0")
+    return {
+        "positions.type": "rope",
+        "positions.base": rope.get("rope_theta", their.get("rope_theta", their["default_theta"])),
+    }
+
+
+def write_rope(options: Options) -> dict[str, Any]:
+    base = options.get("positions.base", 10_000.0)
+    # The second is where transformers before 5, and other libraries, look.
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": base}, "rope_theta": base}
+
+
+def read_window(their: Theirs) -> Options:
+    window = their.get("sliding_window")
+    if window and their.get("use_sliding_window", True):
+        length = their.count("max_position_embeddings")
+        if their.count("sliding_window") < length:
+            raise their.refuse(
+                f"sliding_window is {show(window)}",
+                f"null, or at least max_position_embeddings ({length})",
+            )
+    return {}
+
+
+def read_whole_heads(their: Theirs) -> Options:
+    width, heads = their.count("hidden_size"), their.count("num_attention_heads")
+    if width % heads:
+        raise their.refuse(f"num_attention_heads is {heads}", f"a divisor of hidden_size ({width})")
+    return {}
+
+
+def read_equal_heads(their: Theirs) -> Options:
+    """OLMoE's norms have the width of the stream."""
+    read_whole_heads(their)
+    their.require("head_dim", None, their["hidden_size"] // their["num_attention_heads"])
+    return {}
+
+
+def read_qwen_layers(their: Theirs) -> Options:
+    """Qwen's sparse layers: every `decoder_sparse_step`th, but `mlp_only_layers`."""
+    step = their.count("decoder_sparse_step")
+    dense = their["mlp_only_layers"] or []
+    if not isinstance(dense, list):
+        raise their.refuse(f"mlp_only_layers is {show(dense)}", "a list of layers")
+    layers = their.layers() if their.count("num_experts", 0) else ()
+    return {
+        "sparse_layers": [n for n in layers if (n + 1) % step == 0 and n not in dense],
+    }
+
+
+def write_qwen_layers(options: Options) -> dict[str, Any]:
+    layers = range(options["num_layers"])
+    dense = [n for n in layers if n not in options["sparse_layers"]]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def read_first_dense(their: Theirs) -> Options:
+    first = their.count("first_k_dense_replace", 0)
+    return {"sparse_layers": [layer for layer in their.layers() if layer >= first]}
+
+
+def write_first_dense(options: Options) -> dict[str, Any]:
+    return {"first_k_dense_replace": min(options["sparse_layers"], default=0)}
+
+
+def read_all(their: Theirs) -> Options:
+    return {"sparse_layers": list(their.layers())}
+
+
+def read_groups(their: Theirs) -> Options:
+    if their["n_group"] == their["topk_group"] == 1:
+        return {"sparse.router.groups": None}
+    return {
+        "sparse.router.groups.num_groups": their["n_group"],
+        "sparse.router.groups.keep": their["topk_group"],
+    }
+
+
+def write_groups(options: Options) -> dict[str, Any]:
+    return {
+        "n_group": options.get("sparse.router.groups.num_groups", 1),
+        "topk_group": options.get("sparse.router.groups.keep", 1),
+    }
+
+
+def read_shared_experts(their: Theirs) -> Options:
+    width = their.count("n_shared_experts") * their.count("moe_intermediate_size")
+    return {"sparse.shared_expert.d_ff": width}
+
+
+def write_shared_experts(options: Options) -> dict[str, Any]:
+    width, of_one = (options.get(f"sparse.{part}.d_ff", 1) for part in ("shared_expert", "experts"))
+    return {"n_shared_experts": max(round(width / of_one), 1)}
+
+
+def write_dense_width(options: Options) -> dict[str, Any]:
+    """The hidden width of the dense layers; a model without any needs a number all the same."""
+    width = options.get("dense.d_ff") or options.get("sparse.experts.d_ff") or 1
+    return {"intermediate_size": width}

@@ -1,0 +1,390 @@
+"""A model in a folder of its own: a config, weights as safetensors, a tokenizer; whole or not there.
+
+    moe_ffn.save_pretrained(decoder, "models/mine", tokenizer)
+    decoder = moe_ffn.load_pretrained("models/mine")
+
+Large weights are in several files with an index, named as Hugging Face names them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.config.errors import ConfigError, command, first_line, show
+from moe_ffn.config.trust import accepting_code, only_trusted_code
+from moe_ffn.config.yaml_files import read_config
+from moe_ffn.data.tokenizer import Tokenizer, read_tokenizer
+from moe_ffn.files import (
+    kind_of,
+    parse_object,
+    read_bytes,
+    read_object,
+    reason,
+    replacing_folder,
+    split_into_files,
+    write_file,
+)
+from moe_ffn.kernels.memory import refusing_absurd_sizes
+from moe_ffn.model.decoder import Decoder, DecoderConfig
+from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER, MODEL_FOLDER
+from moe_ffn.runs.outside_code import code_files, portable_options
+
+MODEL_TYPE = "moe_ffn"
+CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+MIN_FILE_BYTES, WEIGHTS_SHARE = 2**28, 1 / 8
+"""A file has this share of the weights, but not less than so many bytes; those of one are read at a time."""
+
+
+class PretrainedConfig(Config, frozen=True):
+    """What `config.json` of a model folder holds."""
+
+    model_type: Literal["moe_ffn"] = "moe_ffn"
+    """Other libraries give names of their own."""
+    vocab_size: int = Field(ge=1, le=MAX_COUNT)
+    """Tokens that the model knows."""
+    max_seq_len: int = Field(ge=1, le=MAX_COUNT)
+    """The most tokens of a sequence."""
+    model: DecoderConfig
+    """The decoder."""
+
+    def build(self) -> Decoder:
+        return self.model.build(self.vocab_size, self.max_seq_len)
+
+
+# -- writing
+
+
+def save_pretrained(
+    decoder: Decoder, folder: str | Path, tokenizer: Tokenizer | None = None
+) -> None:
+    """Write a decoder and its tokenizer as a model folder; one that is there is replaced, with all in it.
+
+    Raises:
+        ConfigError: something else is there, or it cannot be written, or the model has adapters of peft;
+            nothing has changed then.
+    """
+    if any(type(module).__module__.split(".")[0] == "peft" for module in decoder.modules()):
+        raise ConfigError(
+            "the model has adapters of peft, which a model folder does not hold; save what "
+            "merge_and_unload() returns"
+        )
+    write_model_folder(Path(folder), decoder, decoder.state_dict(), tokenizer)
+
+
+def write_model_folder(
+    folder: Path,
+    decoder: Decoder,
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write a model folder, with a copy of the code that its config names.
+
+    Args:
+        decoder: of these names and shapes; its own weights are not looked at.
+        weights: by name; those of one file are asked for at a time.
+
+    Raises:
+        ConfigError: as `save_pretrained`.
+    """
+    from safetensors import SafetensorError
+
+    folder = folder.absolute()
+    config = PretrainedConfig(
+        vocab_size=decoder.embedding.num_embeddings,
+        max_seq_len=decoder.max_seq_len,
+        model=decoder.config,
+    )
+    texts = {CONFIG_FILE: json.dumps(portable_options(config), indent=2) + "\n"}
+    if tokenizer is not None and (definition := tokenizer.to_hugging_face()) is not None:
+        texts[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False) + "\n"
+    try:
+        require_replaceable(folder)
+        with replacing_folder(folder) as unfinished:
+            for name, text in {**texts, **code_files(config)}.items():
+                write_file(unfinished, name, text)
+            _write_weights(unfinished, decoder, weights)
+    except (OSError, SafetensorError) as error:  # which is what it makes of a full disk
+        why = reason(error) if isinstance(error, OSError) else first_line(error)
+        raise ConfigError(
+            f"'{folder}' cannot be written ({why}); make room, or fix its permissions"
+        ) from error
+
+
+def require_replaceable(folder: Path) -> bool:
+    """Whether a model is there that would be replaced; ConfigError where something else would be lost."""
+    if (kind := kind_of(folder)) is None:
+        return False
+    others = [folder.name]
+    if kind == "a folder":
+        ours = {TOKENIZER_FILE, INDEX_FILE, CODE_FILE, CODE_FOLDER}
+        if is_model_folder(folder):
+            ours.add(CONFIG_FILE)
+        names = {path.name for path in entries_of(folder) if path.suffix != ".safetensors"}
+        others = sorted(names - ours)
+    if others:
+        raise ConfigError(
+            f"'{folder}' has '{others[0]}', which is no part of a model of ours and would be lost; move it, "
+            "or give another folder"
+        )
+    return bool(entries_of(folder))
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """What is in a folder; ConfigError where that cannot be read."""
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"'{folder}' cannot be read ({reason(error)}); fix its permissions"
+        ) from error
+
+
+def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
+    """Every tensor once, under the first of its names."""
+    state = decoder.state_dict()
+    if kept := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise ConfigError(
+            f"'{kept[0]}' of the model is no tensor, so that safetensors cannot hold it"
+        )
+    tied = tied_names(decoder)
+    sizes = {name: value.nbytes for name, value in state.items() if name not in tied}
+    save_tensors(folder, sizes, weights)
+
+
+def save_tensors(folder: Path, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors of these sizes in bytes, with an index where they need several files.
+
+    Args:
+        tensors: by name; those of one file are asked for at a time.
+    """
+    from safetensors.torch import save_file
+
+    total = sum(sizes.values())
+    files = split_into_files(sizes, max(MIN_FILE_BYTES, total * WEIGHTS_SHARE))
+    places: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        file = WEIGHTS_FILE
+        if len(files) > 1:
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            places |= dict.fromkeys(names, file)
+        # Of buffers that share memory each gets its own.
+        found = {
+            name: tensors[name].detach().clone(memory_format=torch.contiguous_format)
+            for name in names
+        }
+        save_file(found, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / CONFIG_FILE, folder / file)  # it is made for its owner alone
+    if places:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_file(folder, INDEX_FILE, json.dumps(index, indent=2) + "\n")
+
+
+# -- reading
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds a model of this library."""
+    return (read_object(folder / CONFIG_FILE) or {}).get("model_type") == MODEL_TYPE
+
+
+def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
+    """The decoder in a model folder, in evaluation, its weights on the CPU in the dtype they were saved in.
+
+    Args:
+        trust_code: run the code that `config.json` names, even where no run of yours began with it.
+
+    Raises:
+        ConfigError: this is no model folder; or it is damaged, or its weights are those of another model.
+    """
+    folder = Path(folder)
+    config = _read_config(folder, trust_code=trust_code)
+    weights = _read_weights(folder)
+    with _no_init_weights(), refusing_absurd_sizes(f"'{folder / CONFIG_FILE}'"):
+        decoder = config.build()
+    _require_fitting(folder, weights, decoder, tied_names(decoder))
+    assign_weights(decoder, weights)
+    return decoder.eval()
+
+
+def assign_weights(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
+    """Make these tensors the decoder's own, without copying them; what is tied stays so."""
+    tied = tied_names(decoder)
+    decoder.load_state_dict(
+        {**weights, **{n: weights[first] for n, first in tied.items()}}, assign=True
+    )
+    for name, first in tied.items():  # what is assigned is a parameter of its own
+        owner, _, attribute = name.rpartition(".")
+        setattr(decoder.get_submodule(owner), attribute, decoder.get_parameter(first))
+    dtype = decoder.embedding.weight.dtype
+    for name, buffer in decoder.named_buffers():
+        if name not in weights and buffer.is_floating_point():  # computed, and not loaded
+            owner, _, attribute = name.rpartition(".")
+            setattr(decoder.get_submodule(owner), attribute, buffer.to(dtype))
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer in a model folder.
+
+    Raises:
+        ConfigError: it has none, or one that is damaged.
+    """
+    path = Path(folder) / TOKENIZER_FILE
+    if kind_of(path) is None:
+        raise no_tokenizer(folder)
+    return read_tokenizer(path, f"'{path}'")
+
+
+def no_tokenizer(folder: str | Path) -> ConfigError:
+    return ConfigError(
+        f"'{folder}' has no {TOKENIZER_FILE}, so text cannot become tokens; put one there"
+    )
+
+
+def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
+    path = folder / CONFIG_FILE
+    if kind_of(folder) != "a folder":
+        raise ConfigError(
+            f"'{folder}' is {kind_of(folder) or 'not there'}; give the folder of a model"
+        )
+    try:
+        found = parse_object(read_bytes(path))
+    except FileNotFoundError:
+        found = None
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read ({reason(error)})") from error
+    if found is None:
+        of_run = folder / MODEL_FOLDER
+        hint = f"; that of this run is '{of_run}'" if kind_of(of_run) == "a folder" else ""
+        raise ConfigError(
+            f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged{hint}"
+        )
+    if (kind := found.get("model_type")) != MODEL_TYPE:
+        raise ConfigError(
+            f"'{path}': model_type is {show(kind)}, and only '{MODEL_TYPE}' is read here; "
+            f"moe_ffn.weights.load_transformers reads models of transformers, and {command('convert')} makes "
+            "such folders of them"
+        )
+    with accepting_code(trust_code), only_trusted_code(folder):
+        return read_config(path, PretrainedConfig)
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in the files."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    weights: dict[str, Tensor] = {}
+    for path, names in weight_files(folder).items():
+        try:
+            found = load_file(path)
+        except (SafetensorError, OSError) as error:
+            why = reason(error) if isinstance(error, OSError) else first_line(error)
+            raise ConfigError(f"'{path}' cannot be read ({why}); copy it again") from error
+        if names is not None and (missing := sorted(names - found.keys())):
+            raise ConfigError(f"'{path}' lacks {show(missing[0])}, which {INDEX_FILE} says it has")
+        weights |= found
+    return weights
+
+
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """The files with weights, and the names that each has to have, where an index says so."""
+    if kind_of(folder / WEIGHTS_FILE) == "a file":
+        return {folder / WEIGHTS_FILE: None}
+    index = read_object(folder / INDEX_FILE)
+    places = index.get("weight_map") if index else None
+    if places is None:
+        pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        why = (
+            f"; '{pickles[0].name}' is a pickle, which may run code and is never read"
+            if pickles
+            else ""
+        )
+        raise ConfigError(f"'{folder}' has neither {WEIGHTS_FILE} nor a whole {INDEX_FILE}{why}")
+    files: dict[Path, set[str] | None] = {}
+    for name, file in places.items() if isinstance(places, dict) else ():
+        if Path(str(file)).name != file:
+            raise ConfigError(
+                f"'{folder / INDEX_FILE}' names {show(file)}, which is no file beside it"
+            )
+        if kind_of(folder / file) != "a file":
+            raise ConfigError(f"'{folder}' lacks '{file}', which {INDEX_FILE} names; copy it too")
+        names = files.setdefault(folder / file, set())
+        assert names is not None
+        names.add(name)
+    return files
+
+
+def _require_fitting(
+    folder: Path, weights: Mapping[str, Tensor], decoder: Decoder, tied: Mapping[str, str]
+) -> None:
+    """ConfigError unless the weights are those that the model has, by name and shape."""
+    expected = {name: value for name, value in decoder.state_dict().items() if name not in tied}
+    for problem, names in (
+        ("lacks", [name for name in expected if name not in weights]),
+        ("has what this model lacks,", [name for name in weights if name not in expected]),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ConfigError(
+                f"'{folder}' {problem} {show(names[0])}{more}: its {CONFIG_FILE} is that of another model"
+            )
+    for name, value in expected.items():
+        if weights[name].shape != value.shape:
+            raise ConfigError(
+                f"'{folder}' has {show(name)} as {tuple(weights[name].shape)}, and its {CONFIG_FILE} "
+                f"asks for {tuple(value.shape)}"
+            )
+
+
+def tied_names(decoder: Decoder) -> dict[str, str]:
+    """Further names of a parameter -> its first."""
+    first: dict[int, str] = {}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in decoder.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
+
+
+@contextmanager
+def _no_init_weights() -> Iterator[None]:
+    """Within this no initial values are drawn, which would be replaced: their memory is never touched.
+
+    Not the meta device: buffers such as rotary tables are computed, and not loaded.
+    """
+    deterministic: Any = torch.utils.deterministic
+    filled = deterministic.fill_uninitialized_memory  # with NaN, in deterministic mode
+    deterministic.fill_uninitialized_memory = False
+    try:
+        with _SkipInit():
+            yield
+    finally:
+        deterministic.fill_uninitialized_memory = filled
+
+
+class _SkipInit(TorchFunctionMode):
+    _FILLS = (Tensor.normal_, Tensor.uniform_)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # With a generator of its own the same numbers come each time, of a buffer that is not saved.
+        if func in self._FILLS and args and kwargs.get("generator") is None:
+            return args[0]
+        return func(*args, **kwargs)

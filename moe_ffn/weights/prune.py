@@ -1,0 +1,146 @@
+"""Pruning: the experts of each layer that matter least are left out.
+
+T tokens, D model width, E experts, N pairs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.outputs import TokenContext, flatten_tokens
+from moe_ffn.weights.initialiser import (
+    InitialiserConfig,
+    build_block,
+    resized_layers,
+    run_with_hook,
+    with_blocks,
+)
+from moe_ffn.weights.upcycle import run_expert
+
+Criterion = Literal["reap", "frequency", "random"]
+
+
+class PruneConfig(InitialiserConfig, frozen=True):
+    """The experts that matter most on a text stay, with their rows of the router.
+
+    `reap`: the mean over the tokens of an expert of g ||f||, its weight times the norm of its output (Lasby
+    et al. 2025, arXiv:2510.13999). `frequency`: the number of its tokens.
+    """
+
+    type: Literal["prune"] = "prune"
+    num_experts: int = Field(default=4, ge=1, le=MAX_COUNT)
+    """Experts of each layer that stay."""
+    by: Criterion = "reap"
+    """What is asked of an expert; `random` asks nothing, to compare with."""
+
+    needs_text: ClassVar[bool] = True
+
+    def initialise(
+        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
+    ) -> Decoder:
+        (source,) = sources
+        assert ids_BS is not None
+        made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
+        for layer, (config, block) in resized_layers(source, self.num_experts, "method").items():
+            if self.by == "random":
+                score_E = torch.rand(block.num_experts, generator=generator)
+            else:
+                use = observe_use(source, layer, block, ids_BS)
+                score_E = use.reap_E if self.by == "reap" else use.counts_E
+            kept = score_E.topk(self.num_experts).indices.sort().values
+            made[layer] = (
+                config,
+                prune_experts(block, config, source.config.d_model, kept, generator),
+            )
+        return with_blocks(source, made, "method")
+
+
+@dataclass(frozen=True)
+class ExpertUse:
+    """What the experts of a layer did on a text."""
+
+    counts_E: Tensor
+    """int64, pairs computed by each."""
+    reap_E: Tensor
+    """float64, the mean of g ||f|| over these; 0 of an expert without any."""
+
+
+def observe_use(decoder: Decoder, layer: int, block: MoEFFN, ids_BS: Tensor) -> ExpertUse:
+    """What the experts of a layer do on a text.
+
+    Raises:
+        ConfigError: they are of a kind whose outputs cannot be asked for.
+    """
+    weights = block.networks()
+    if weights is None:
+        raise ConfigError(
+            f"method.by: the experts of layer {layer} are of a kind of their own, whose outputs cannot be "
+            "asked for; use random"
+        )
+    counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
+    norms_E = torch.zeros(block.num_experts, dtype=torch.float64)
+
+    def hook(x: Tensor, context: TokenContext) -> None:
+        x_TD, flat = flatten_tokens(x, context)
+        routing = block.capacity.limit(block.router(x_TD, flat), training=False)
+        for expert in range(block.num_experts):
+            (pairs,) = (routing.computed_N & (routing.expert_ids_N == expert)).nonzero(
+                as_tuple=True
+            )
+            output_ND = run_expert(weights, expert, x_TD[routing.token_ids_N[pairs]])
+            norm_N = torch.linalg.vector_norm(output_ND, dim=-1, dtype=torch.float64)
+            counts_E[expert] += len(pairs)
+            norms_E[expert] += (routing.weights_N[pairs] * norm_N).sum()
+
+    run_with_hook(decoder, layer, ids_BS, hook)
+    return ExpertUse(counts_E, norms_E / counts_E.clamp(min=1))
+
+
+@torch.no_grad()
+def prune_experts(
+    block: MoEFFN, config: FFNConfig, d_model: int, kept: Tensor, generator: Generator
+) -> FFNBlock:
+    """The block with some of its experts.
+
+    Where no token chose one that is left out, it computes the same, if weights do not depend on what was not
+    chosen: renormalised ones, those of a softmax after the choice, and sigmoids. A softmax over all experts
+    spreads the share of those that are left out over the others.
+
+    Args:
+        block: a routed Mixture of Experts.
+        config: of the new block, `with_num_experts` of the old one's.
+        kept: int64, the experts that stay, ascending; those without a network all stay.
+        generator: of weights that the others replace.
+    """
+    made = cast("MoEFFN", build_block(config, block, d_model, generator))
+    rows = block.router.rows()
+    num_routable = next(iter(rows.values())).shape[0]
+    routed = torch.cat([kept, torch.arange(block.num_experts, num_routable)])
+    copy_experts(made, block, {name: value[routed] for name, value in rows.items()}, kept)
+    return made
+
+
+def copy_experts(made: MoEFFN, block: MoEFFN, rows: dict[str, Tensor], kept: Tensor) -> None:
+    """Copy some experts of a block, and all else that it has, into one with fewer experts.
+
+    Args:
+        rows: of the new block's router.
+        kept: int64, the experts that are copied.
+    """
+    state = dict(block.state_dict())
+    for name, value in state.items():
+        if name.startswith("experts."):  # stacked along the first axis
+            state[name] = value[kept]
+    state |= {f"router.{name}": value for name, value in rows.items()}
+    made.load_state_dict(state)

@@ -1,0 +1,311 @@
+"""Our decoder as a folder that transformers reads, as the architecture whose routing is the same.
+
+    moe_ffn.weights.export_transformers(decoder, "models/exported", tokenizer)
+
+What has no equal there is found by reading again what would be written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ffn.config.errors import ConfigError, first_line
+from moe_ffn.config.option_tree import flatten
+from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.experts.matrices import MatrixExpertsConfig
+from moe_ffn.ffn.base import FFNConfig
+from moe_ffn.ffn.dense import HiddenWidthConfig
+from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.files import kind_of, reason, replacing_folder, write_file
+from moe_ffn.model.decoder import Decoder, DecoderConfig
+from moe_ffn.weights.families import FAMILIES, Family
+from moe_ffn.weights.from_transformers import config_of, layout_of
+from moe_ffn.weights.layouts import Piece
+from moe_ffn.weights.options import Options, Theirs
+from moe_ffn.weights.pretrained import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    PretrainedConfig,
+    entries_of,
+    save_tensors,
+    tied_names,
+)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a model of ours is in transformers."""
+
+    family: Family
+    config: PretrainedConfig
+    """Our config, read back from what is written."""
+    options: Mapping[str, Any]
+    """Their options, as they are written."""
+    notes: tuple[str, ...]
+    """Why this architecture, what is left out or put in, and who reads it otherwise."""
+
+    @property
+    def theirs(self) -> Theirs:
+        return Theirs(self.family.model_type, {**self.family.defaults, **self.options})
+
+
+def export_transformers(
+    decoder: Decoder, folder: str | Path, tokenizer: Tokenizer | None = None
+) -> Export:
+    """Write a decoder as a folder that `AutoModelForCausalLM.from_pretrained` reads, with equal logits.
+
+    The architecture is the one whose routing is the same; weights are named one by one for each expert.
+
+    Raises:
+        ConfigError: an option has no equal there, and is named; or something is at `folder` already, or it
+            cannot be written. Nothing is written then.
+    """
+    from safetensors import SafetensorError
+
+    folder = Path(folder).absolute()
+    export = choose_architecture(decoder)
+    sizes, tensors = _their_tensors(decoder, export)
+    dtype = str(decoder.embedding.weight.dtype).removeprefix("torch.")
+    end = None if tokenizer is None else tokenizer.end_of_document
+    config = {
+        **export.options,
+        "model_type": export.family.model_type,
+        "architectures": [export.family.architecture],
+        "dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": None,
+    }
+    texts = {CONFIG_FILE: config, **_their_tokenizer(tokenizer, decoder.max_seq_len)}
+    try:
+        require_absent(folder)
+        with replacing_folder(folder) as unfinished:
+            for name, content in texts.items():
+                text = json.dumps(content, indent=2, ensure_ascii=False)
+                write_file(unfinished, name, text + "\n")
+            save_tensors(unfinished, sizes, tensors)
+    except (OSError, SafetensorError) as error:
+        why = reason(error) if isinstance(error, OSError) else first_line(error)
+        raise ConfigError(
+            f"'{folder}' cannot be written ({why}); make room, or fix its permissions"
+        ) from error
+    return export
+
+
+def require_absent(folder: Path) -> None:
+    """ConfigError where something is there; an empty folder is nothing."""
+    if (kind := kind_of(folder)) is not None and (kind != "a folder" or entries_of(folder)):
+        raise ConfigError(f"'{folder}' is there already; give a folder that is not")
+
+
+def choose_architecture(decoder: Decoder) -> Export:
+    """The first architecture, in the order of `FAMILIES`, that has all options of a decoder.
+
+    What is written for it is read again, and every option that comes back otherwise has no equal there.
+
+    Raises:
+        ConfigError: there is none; the option that the nearest one lacks is named.
+    """
+    ours, left_out = options_of(decoder.config)
+    sizes = {
+        "vocab_size": decoder.embedding.num_embeddings,
+        "max_position_embeddings": decoder.max_seq_len,
+    }
+    rejected: dict[str, list[tuple[str, Any, Any]]] = {}
+    problem = ""
+    for family in FAMILIES:
+        if family.lacks or family.is_sparse != bool(ours["sparse_layers"]):
+            continue
+        filled = family.fill(ours)
+        values: dict[str, Any] = {**sizes}
+        for part in (*family.stream, *family.ffn):
+            values |= part.write(filled)
+        try:
+            config = config_of(family, Theirs(family.model_type, {**family.defaults, **values}))
+        except ConfigError as error:
+            problem = str(error)
+            continue
+        read, _ = options_of(config.model)
+        if not (different := _differences(filled, read)):
+            notes = [f"{name} has {_said(found[0])}" for name, found in rejected.items()]
+            notes += _notes(family, ours, filled)
+            notes += [f"{path} acts in training alone and is left out" for path in left_out]
+            return Export(family, config, values, tuple(notes))
+        rejected[family.model_type] = different
+    if not rejected:
+        raise ConfigError(
+            f"no architecture of transformers has all options of this model: {problem}"
+        )
+    nearest = min(rejected, key=lambda name: len(rejected[name]))
+    path, value, there = rejected[nearest][0]
+    raise ConfigError(
+        f"model.{path} ({json.dumps(value)}) has no equal in transformers: {nearest}, the nearest "
+        f"architecture there, has {json.dumps(there)}; train with that"
+    )
+
+
+def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
+    """The options of a model, flat, as `families.py` names them: with no null, every default as what it is.
+
+    Returns:
+        also the paths of the options that are given and act in training alone, which are left out.
+
+    Raises:
+        ConfigError: two sparse layers differ, or two dense ones.
+    """
+    attention = config.attention
+    head_dim = attention.head_width(config.d_model)
+    flat = flatten({k: v for k, v in config.to_dict().items() if k not in ("ffn", "ffn_at")})
+    flat |= {"attention.num_kv_heads": attention.kv_heads, "attention.head_dim": head_dim}
+    if attention.latent is not None:
+        flat["attention.latent.value_dim"] = attention.latent.value_dim or head_dim
+    seen: dict[str, tuple[int, dict[str, Any]]] = {}
+    sparse: list[int] = []
+    for layer, ffn in enumerate(config.layer_ffns()):
+        kind = "sparse" if ffn.is_sparse else "dense"
+        block = _block_options(ffn, config.d_model)
+        first, before = seen.setdefault(kind, (layer, block))
+        if different := _differences(before, block):
+            path, one, other = different[0]
+            raise ConfigError(
+                f"model.ffn.{path} is {json.dumps(one)} in layer {first} and {json.dumps(other)} in "
+                f"layer {layer}, and architectures of transformers have one block for all {kind} layers; "
+                "train with one"
+            )
+        if kind == "sparse":
+            sparse.append(layer)
+        flat |= {f"{kind}.{path}": value for path, value in block.items()}
+    left_out = {path for path in flat if _acts_in_training_alone(path)}
+    given = [_path(path) for path in flat if path in left_out and _is_given(path, flat[path])]
+    kept = {
+        path: value for path, value in flat.items() if value is not None and path not in left_out
+    }
+    return {**kept, "sparse_layers": sparse}, given
+
+
+def _block_options(ffn: FFNConfig, d_model: int) -> dict[str, Any]:
+    flat = flatten(ffn.to_dict())
+    if isinstance(ffn, HiddenWidthConfig):
+        flat["d_ff"] = ffn.width(d_model)
+    if isinstance(ffn, MoEConfig):
+        if isinstance(ffn.experts, MatrixExpertsConfig):
+            flat["experts.d_ff"] = ffn.experts.width(d_model, ffn.experts_per_token)
+        if isinstance(ffn.shared_expert, HiddenWidthConfig):
+            flat["shared_expert.d_ff"] = ffn.shared_expert.width(d_model)
+        if (
+            flat.get("router.softmax") == "after"
+        ):  # which is the same as among all, divided by their sum
+            flat |= {"router.softmax": "before", "router.renormalize": True}
+    return {path: value for path, value in flat.items() if value is not None}
+
+
+_TRAINING = {"dropout", "jitter", "backend", "multiple_of", "activation_checkpointing"}
+"""Last words of options that change no output in evaluation."""
+
+
+def _acts_in_training_alone(path: str) -> bool:
+    if path.startswith("sparse.capacity."):
+        return path.rpartition(".")[2] not in ("eval_factor", "per_sequence")
+    return path != "attention.dropout" and path.rpartition(".")[2] in _TRAINING
+
+
+def _is_given(path: str, value: Any) -> bool:
+    return bool(value) and path.rpartition(".")[2] in ("dropout", "jitter", "factor")
+
+
+def _differences(ours: Options, theirs: Options) -> list[tuple[str, Any, Any]]:
+    """(path, ours, theirs) of what is not the same; what kind a part is comes first."""
+    paths = [path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
+    paths.sort(key=lambda path: (path != "sparse_layers", not path.endswith("type")))
+    return [(_path(path), ours.get(path), theirs.get(path)) for path in paths]
+
+
+def _path(path: str) -> str:
+    """The path of an option, as it is typed."""
+    kind, dot, rest = path.partition(".")
+    if path == "sparse_layers":
+        return "ffn_at (sparse layers)"
+    return f"ffn{dot}{rest}" if kind in ("sparse", "dense") else path
+
+
+def _said(different: tuple[str, Any, Any]) -> str:
+    path, ours, theirs = different
+    return f"{path}: {json.dumps(theirs)}, this model {json.dumps(ours)}"
+
+
+def _notes(family: Family, ours: Options, filled: Options) -> list[str]:
+    notes: list[str] = []
+    if added := sorted(_path(path) for path in filled if ours.get(path) != filled[path]):
+        notes.append(f"zeros stand for what this model lacks: {', '.join(added)}")
+    renormalizes = family.llama_cpp_renormalizes
+    if renormalizes not in (None, ours.get("sparse.router.renormalize")):
+        does = "always divides" if renormalizes else "never divides"
+        notes.append(
+            f"llama.cpp {does} the weights of {family.model_type} by their sum, and would compute other "
+            "logits"
+        )
+    types = {ours.get(f"{kind}.type") for kind in ("sparse.experts", "dense")} - {None}
+    if types != {"swiglu"}:
+        notes.append("vLLM and llama.cpp compute SiLU gates alone")
+    return notes
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """Their tensors, each made when it is asked for."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self.makers = makers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.makers)
+
+    def __len__(self) -> int:
+        return len(self.makers)
+
+
+def _their_tensors(decoder: Decoder, export: Export) -> tuple[dict[str, int], Mapping[str, Tensor]]:
+    """The sizes of their tensors in bytes, and these; what ours lacks is zeros."""
+    config = export.config
+    empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
+    tied = tied_names(empty)
+    ours, dtype = decoder.state_dict(), decoder.embedding.weight.dtype
+    sizes: dict[str, int] = {}
+    makers: dict[str, Callable[[], Tensor]] = {}
+    for name, shape in empty.state_dict().items():
+        if name in tied:
+            continue
+        found = ours[name] if name in ours else torch.zeros(shape.shape, dtype=dtype)
+        for piece in layout_of(export.family, name)(shape.shape, export.theirs)[0]:
+            sizes[piece.name] = piece.part(shape).numel() * found.element_size()
+            makers[piece.name] = partial(_part, piece, found)
+    return sizes, _Lazy(makers)
+
+
+def _part(piece: Piece, ours: Tensor) -> Tensor:
+    return piece.to_theirs(piece.part(ours.detach()))
+
+
+def _their_tokenizer(tokenizer: Tokenizer | None, max_seq_len: int) -> dict[str, Any]:
+    """The files of a tokenizer."""
+    definition = None if tokenizer is None else tokenizer.to_hugging_face()
+    if tokenizer is None or definition is None:
+        return {}
+    special = {token["id"]: token["content"] for token in definition.get("added_tokens", ())}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": special.get(tokenizer.end_of_document),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_seq_len,
+    }
+    return {TOKENIZER_FILE: definition, "tokenizer_config.json": settings}

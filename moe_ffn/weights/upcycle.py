@@ -1,0 +1,279 @@
+"""Upcycling: experts that are copies of a trained dense block, whole or in shards, partly drawn anew.
+
+E experts, D model width, F hidden width of an expert, G shards of a dense block, P matrices into the hidden
+units (2 with a gate)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from einops import rearrange
+from pydantic import Field
+from torch import Generator, Tensor
+
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import validate
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.model.decoder import Decoder, parse_slice
+from moe_ffn.outputs import TokenContext
+from moe_ffn.routing import RouterConfig, TopKRouterConfig
+from moe_ffn.routing.base import Router
+from moe_ffn.weights.initialiser import (
+    InitialiserConfig,
+    build_block,
+    layer_blocks,
+    prefix_errors,
+    with_blocks,
+)
+
+_PROBES = 1024
+"""Random tokens whose weights are added up, where the sum differs between tokens."""
+
+
+class UpcycleConfig(InitialiserConfig, frozen=True):
+    """Every expert a copy of the dense block, the router new (Komatsuzaki et al. 2022, arXiv:2212.05055).
+
+    With `granularity` G an expert is one of G shards of it, and the router chooses whole sets of shards
+    (virtual groups: He et al. 2024, arXiv:2410.07524). With `redraw` a share of each expert's hidden units
+    begins anew (drop-upcycling: Nakamura et al. 2025, arXiv:2502.19261).
+    """
+
+    type: Literal["upcycle"] = "upcycle"
+    num_experts: int = Field(default=8, ge=1, le=MAX_COUNT)
+    """Experts of a layer, a multiple of `granularity`."""
+    router: RouterConfig = TopKRouterConfig(renormalize=True)
+    """Chooses the experts. Where the weights of a token add up to the same for all, as renormalised ones do,
+    the function stays."""
+    granularity: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """Shards that the dense block is cut into; each is an expert of that share of its width."""
+    redraw: float = Field(default=0.0, ge=0, le=1)
+    """Share of each expert's hidden units that are drawn anew, 0.5 in the paper."""
+    layers: str = ":"
+    """The layers that become sparse, as a Python slice: `1::2` is every other one."""
+
+    def initialise(
+        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
+    ) -> Decoder:
+        (source,) = sources
+        blocks = layer_blocks(source)
+        try:
+            chosen = range(len(blocks))[parse_slice(self.layers)]
+        except ValueError as error:
+            raise ConfigError(str(error).replace("ffn_at", "method.layers")) from error
+        if not chosen:
+            raise ConfigError(f"method.layers ({self.layers}) is none of the {len(blocks)} layers")
+        made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
+        for layer in chosen:
+            config, dense = blocks[layer]
+            target = experts_like(
+                config,
+                source.config.d_model,
+                self.num_experts,
+                self.granularity,
+                self.router,
+                layer,
+            )
+            with prefix_errors("method"):
+                block = upcycle(dense, target, source.config.d_model, generator, self.redraw)
+            made[layer] = target, block
+        return with_blocks(source, made, "method")
+
+
+def experts_like(
+    dense: FFNConfig,
+    d_model: int,
+    num_experts: int,
+    granularity: int,
+    router: RouterConfig,
+    layer: int,
+) -> MoEConfig:
+    """The config of a layer of experts, each a shard of such a dense block.
+
+    Raises:
+        ConfigError: that block is of another kind, or the router cannot serve so many.
+    """
+    experts = dense.as_experts(d_model)
+    if experts is None:
+        raise ConfigError(
+            f"method.layers: the block of layer {layer} is of type '{dense.type}', which no kind of expert "
+            "computes; leave that layer out, or use a model with dense or gated blocks"
+        )
+    options = experts.to_dict()
+    if options["d_ff"] % granularity:
+        raise ConfigError(
+            f"method.granularity ({granularity}) must divide the hidden width of layer {layer} "
+            f"({options['d_ff']}); use a divisor of it"
+        )
+    options["d_ff"] //= granularity
+    given = {"num_experts": num_experts, "router": router.to_dict(), "experts": options}
+    with prefix_errors("method"):
+        return validate(MoEConfig, given)
+
+
+def upcycle(
+    dense: FFNBlock,
+    config: MoEConfig,
+    d_model: int,
+    generator: Generator,
+    redraw: float = 0.0,
+) -> FFNBlock:
+    """A layer of experts made of a dense block.
+
+    Where experts have 1 / G of its width, expert e is shard e % G of copy e // G, and the router's rows are
+    the same within a copy, so that its k experts are whole copies. `down` is multiplied by G / t, t the sum
+    of a token's weights: the result is the dense block where t is the same for all tokens, and nothing is
+    dropped or drawn anew. Elsewhere t is the mean over tokens of N(0, 1).
+
+    Args:
+        dense: a dense or a gated block.
+        config: of the layer; its experts are of the activation and biases of the block.
+        generator: of the router's weights, and of what is drawn anew.
+        redraw: the share of hidden units of each expert that are drawn anew.
+
+    Raises:
+        ConfigError: the experts are of another kind or size than shards of this block.
+    """
+    return stack_networks([dense], config, d_model, generator, redraw)
+
+
+def stack_networks(
+    blocks: Sequence[FFNBlock],
+    config: MoEConfig,
+    d_model: int,
+    generator: Generator,
+    redraw: float = 0.0,
+) -> FFNBlock:
+    """`upcycle` of several dense blocks in turn: copy c is one of block c % their number."""
+    made = build_block(config, blocks[0], d_model, generator)
+    found, into = [block.networks() for block in blocks], made.networks()
+    if into is None or config.shared_expert is not None or config.zero_computation.total:
+        raise ConfigError(
+            "upcycling makes a layer of routed experts alone: leave shared_expert and zero_computation out, "
+            "and use experts of type mlp or of a gate"
+        )
+    sources = [network for network in found if network is not None]
+    if len(sources) < len(found) or any(_kind(s) != _kind(into) for s in sources):
+        raise ConfigError(
+            f"experts.type: the experts compute {_words(into)}, the block they are made of "
+            f"{_words(found[0])}; use the experts that its config gives (`as_experts`)"
+        )
+    shards, rest = divmod(sources[0].d_ff, into.d_ff)
+    num_copies, left_over = divmod(config.num_experts, max(shards, 1))
+    k = config.router.experts_per_token(config.num_routable)
+    if rest or left_over or shards < 1 or num_copies % len(sources):
+        raise ConfigError(
+            f"num_experts ({config.num_experts}) of width {into.d_ff} are no whole number of copies of each "
+            f"of {len(sources)} dense blocks of width {sources[0].d_ff}, of {shards} shards each; change "
+            "num_experts or the width"
+        )
+    if k % shards:
+        raise ConfigError(
+            f"router.k ({k:g}) must be a multiple of the shards of a dense block ({shards}), since a token "
+            f"needs all of them; use {shards * max(1, round(k / shards))}"
+        )
+    router = made.routers()["routing"]
+    scale = shards / total_weight(router, d_model, generator)
+    with torch.no_grad():
+        for expert in range(config.num_experts):
+            source = sources[expert // shards % len(sources)]
+            _copy_shard(source, into, expert, expert % shards, redraw, generator)
+        into.down_EDF.mul_(scale)
+        if into.down_bias_ED is not None:  # each of the shards adds it
+            into.down_bias_ED.mul_(scale / shards)
+        if shards > 1:
+            for rows in router.rows().values():
+                rows.copy_(rows[torch.arange(len(rows)) // shards * shards])
+    return made
+
+
+def _kind(weights: ExpertWeights | None) -> tuple[object, ...] | None:
+    if weights is None:
+        return None
+    biases = weights.up_bias_EH is not None, weights.down_bias_ED is not None
+    return weights.activation, weights.gated, weights.gate_function, biases
+
+
+def _words(weights: ExpertWeights | None) -> str:
+    if weights is None:
+        return "something else"
+    gate = "gated " if weights.gated else ""
+    return f"{gate}{weights.activation}{' with biases' if weights.up_bias_EH is not None else ''}"
+
+
+@torch.no_grad()
+def total_weight(router: Router, d_model: int, generator: Generator) -> float:
+    """The sum of the weights of a token, the mean over random tokens of unit variance.
+
+    Raises:
+        ConfigError: nothing is chosen for them.
+    """
+    # In float64, and without padding or ids: where those decide, the sum is the same for all.
+    x_TD = torch.randn(_PROBES, d_model, generator=generator, dtype=torch.float64)
+    ids_T = torch.arange(_PROBES)
+    routing = (
+        copy.deepcopy(router)
+        .eval()
+        .double()(x_TD, TokenContext(token_ids=ids_T, sequence_length=_PROBES))
+    )
+    total = float(routing.weights_N[routing.real_N].sum()) / _PROBES
+    if not total > 0:
+        raise ConfigError("router.type: the router gives no weight to any expert; use top_k")
+    return total
+
+
+def _copy_shard(
+    source: ExpertWeights,
+    into: ExpertWeights,
+    expert: int,
+    shard: int,
+    redraw: float,
+    generator: Generator,
+) -> None:
+    """One expert as the units of one shard of a dense block, some of them drawn anew."""
+    units = slice(shard * into.d_ff, (shard + 1) * into.d_ff)
+    matrices = _by_unit(source.up_EHD[0], source)[:, units].clone()
+    down = source.down_EDF[0][:, units].clone()
+    drawn = torch.randperm(into.d_ff, generator=generator)[: round(redraw * into.d_ff)]
+    if len(drawn):
+        for matrix in matrices:
+            matrix[drawn] = _drawn_like(matrix[drawn], generator)
+        down[:, drawn] = _drawn_like(down[:, drawn], generator)
+    _by_unit(into.up_EHD[expert], into).copy_(matrices)
+    into.down_EDF[expert].copy_(down)
+    if into.up_bias_EH is not None and source.up_bias_EH is not None:
+        _by_unit(into.up_bias_EH[expert], into).copy_(
+            _by_unit(source.up_bias_EH[0], source)[:, units]
+        )
+    if into.down_bias_ED is not None and source.down_bias_ED is not None:
+        into.down_bias_ED[expert].copy_(source.down_bias_ED[0])
+
+
+def _by_unit(rows: Tensor, weights: ExpertWeights) -> Tensor:
+    """A view (P, F, ...) of the rows of the matrices into the hidden units, (P F, ...)."""
+    return rearrange(rows, "(p f) ... -> p f ...", p=2 if weights.gated else 1)
+
+
+def _drawn_like(weights: Tensor, generator: Generator) -> Tensor:
+    """Normal numbers of the mean and the standard deviation of `weights` (arXiv:2502.19261, section 3)."""
+    noise = torch.randn(weights.shape, generator=generator).to(weights)
+    return weights.mean() + weights.std() * noise if weights.numel() > 1 else weights
+
+
+def run_expert(weights: ExpertWeights, expert: int, x_TD: Tensor) -> Tensor:
+    """What one expert makes of tokens, (T, D), before any weight of a router."""
+    one = replace(
+        weights,
+        up_EHD=weights.up_EHD[expert],
+        up_bias_EH=None if weights.up_bias_EH is None else weights.up_bias_EH[expert],
+    )
+    hidden_TF = one.activate(torch.nn.functional.linear(x_TD, one.up_EHD, one.up_bias_EH))
+    bias_D = None if weights.down_bias_ED is None else weights.down_bias_ED[expert]
+    return torch.nn.functional.linear(hidden_TF, weights.down_EDF[expert], bias_D)

@@ -1,0 +1,500 @@
+"""How many pairs an expert takes: who is dropped, why, and what an earlier token may know of it."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ffn import FFNConfig, TokenContext, build_ffn
+from moe_ffn.config.errors import Refusal
+from moe_ffn.outputs import Routing, flatten_tokens
+from moe_ffn.routing import RouterConfig, routing_of_pairs
+from moe_ffn.routing.capacity import (
+    DROP_POLICIES,
+    CapacityConfig,
+    at_random,
+    by_choice,
+    by_position,
+    by_probability,
+    limit,
+    place_in_queue,
+)
+
+
+def limit_by_position(routing: Routing, factor: float | None) -> Routing:
+    return limit(routing, factor, by_position)
+
+
+def capacity_of(routing: Routing) -> int:
+    assert routing.capacity is not None
+    assert routing.capacity.dtype == torch.int64
+    assert routing.capacity.shape == ()
+    return int(routing.capacity)
+
+
+def dropped(routing: Routing) -> list[int]:
+    return routing.dropped_N.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("factor", "num_tokens", "num_experts", "capacity"),
+    [
+        (1.0, 8, 4, 2),  # 8 / 4
+        (1.0, 9, 4, 3),  # 9 / 4 = 2.25
+        (1.25, 8, 4, 3),  # 10 / 4 = 2.5
+        (0.5, 8, 4, 1),
+        (0.01, 8, 4, 1),  # 0.02
+        (100.0, 8, 4, 200),
+        (1.25, 24, 8, 4),  # 3.75; Megatron's get_capacity(24, 8, 1.25) says 4
+        (1.0, 24, 8, 3),  # Megatron's cf1.0_capacity and DeepSpeed's top2_capacity_cf1
+        (1.0, 12, 8, 2),  # DeepSpeed's top1_capacity_cf1
+    ],
+)
+def test_capacity_is_the_ceiling_of_factor_times_pairs_over_experts(
+    make_routing: Any, factor: float, num_tokens: int, num_experts: int, capacity: int
+) -> None:
+    routing = limit_by_position(make_routing([[0]] * num_tokens, num_experts), factor)
+    assert capacity_of(routing) == capacity
+    assert dropped(routing) == list(range(capacity, num_tokens))
+
+
+@pytest.mark.parametrize("factor", ["0.1", "0.3", "0.7", "1.1", "1.25", "1.3", "2.2", "3.3"])
+def test_capacity_has_no_rounding_error(make_routing: Any, factor: str) -> None:
+    # 0.3 * 50 is 15.000000596 in float32 and 1.1 * 50 is 55.00000000000001 in float64: either way
+    # one place too many.
+    for num_experts in (1, 3, 8):
+        for num_tokens in range(1, 120):
+            routing = limit_by_position(
+                make_routing([[0]] * num_tokens, num_experts), float(factor)
+            )
+            exact = math.ceil(Fraction(factor) * num_tokens / num_experts)
+            assert capacity_of(routing) == exact, (num_tokens, num_experts)
+
+
+@pytest.mark.parametrize("factor", ["4e-7", "1e-300", "1e-9", "1.2345678", "7e5", "1e9"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_capacity_is_exact_however_small_or_large_the_factor(
+    make_routing: Any, factor: str, padded: bool
+) -> None:
+    for num_experts, num_tokens in ((1, 1), (3, 100), (1024, 2000)):
+        mask = torch.arange(num_tokens) % 3 < 2 if padded else None
+        num_pairs = num_tokens if mask is None else int(mask.sum())
+        routing = make_routing([[0]] * num_tokens, num_experts, mask_T=mask)
+        limited = limit_by_position(routing, float(factor))
+        exact = math.ceil(Fraction(factor) * num_pairs / num_experts)
+        assert capacity_of(limited) == exact
+        assert limited.dropped_N.sum() == max(num_pairs - exact, 0)
+
+
+@pytest.mark.parametrize("factor", [2e15, 1e300, 1.7e308])
+def test_a_factor_beyond_all_bounds_drops_nothing(make_routing: Any, factor: float) -> None:
+    routing = limit_by_position(make_routing([[0]] * 40_000, 8, capacity_k=1.0), factor)
+    assert capacity_of(routing) >= 40_000
+    assert dropped(routing) == []
+
+
+def test_capacity_of_a_router_whose_pairs_depend_on_the_data_is_exact_too(
+    make_routing: Any,
+) -> None:
+    # The product of both numerators and the number of tokens is more than int64 holds.
+    exact = math.ceil(Fraction("7.654321") * Fraction("9.876543") * 130_000 / 1000)
+    routing = make_routing([[0]] * 130_000, 1000, capacity_k=7.654321)
+    assert capacity_of(limit_by_position(routing, 9.876543)) == exact
+
+
+def test_k_is_inside_the_number_of_pairs(make_routing: Any) -> None:
+    # 3 tokens * 2 experts = 6 pairs over 3 experts: 2 places each.
+    routing = limit_by_position(make_routing([[0, 1], [0, 1], [0, 2]], 3), 1.0)
+    assert capacity_of(routing) == 2
+    # Expert 0 is named by pairs 0, 2 and 4; the third finds it full.
+    assert dropped(routing) == [4]
+
+
+def test_no_factor_is_dropless(make_routing: Any) -> None:
+    routing = make_routing([[0], [0], [0]], 3)
+    limited = limit_by_position(routing, None)
+    assert limited is routing
+    assert limited.capacity is None
+
+
+def test_earlier_positions_are_served_first_across_the_batch(make_routing: Any) -> None:
+    # Two sequences of three tokens, all for expert 0 of two: C = ceil(1 * 6 / 2) = 3.
+    # position  0  1  2
+    # seq 0     t0 t1 t2
+    # seq 1     t3 t4 t5
+    # Served: t0, t3 (position 0), then t1 (position 1, first sequence). Token-major order would
+    # have served t0, t1, t2, and let the end of one sequence displace the start of the other.
+    routing = make_routing([[0]] * 6, 2, sequence_length=3)
+    assert place_in_queue(routing, by_position(routing)).tolist() == [0, 2, 4, 1, 3, 5]
+    assert dropped(limit_by_position(routing, 1.0)) == [2, 4, 5]
+
+
+def test_queues_are_one_per_expert(make_routing: Any) -> None:
+    # seq 0: e0 e1 e0 ; seq 1: e0 e0 e1. Queue of e0: t0, t3, t4, t2. Queue of e1: t1, t5.
+    routing = make_routing([[0], [1], [0], [0], [0], [1]], 2, sequence_length=3)
+    assert place_in_queue(routing, by_position(routing)).tolist() == [0, 0, 3, 1, 2, 1]
+
+
+def test_a_token_naming_an_expert_twice_takes_two_places(make_routing: Any) -> None:
+    routing = make_routing([[0, 0], [0, 1]], 2)
+    assert place_in_queue(routing, by_position(routing)).tolist() == [0, 1, 2, 0]
+
+
+def test_padding_takes_nobodys_place_and_is_not_dropped(make_routing: Any) -> None:
+    # Token 0 is padding. Of 3 real pairs, C = ceil(3 / 2) = 2 at expert 0: tokens 1 and 2.
+    mask = torch.tensor([False, True, True, True])
+    routing = limit_by_position(make_routing([[0]] * 4, 2, mask_T=mask), 1.0)
+    assert capacity_of(routing) == 2
+    assert dropped(routing) == [3]
+    assert routing.computed_N.tolist() == [False, True, True, False]
+
+
+def test_padding_only_has_no_capacity_and_drops_nothing(make_routing: Any) -> None:
+    mask = torch.zeros(3, dtype=torch.bool)
+    routing = limit_by_position(make_routing([[0]] * 3, 2, mask_T=mask), 1.0)
+    assert capacity_of(routing) == 0
+    assert dropped(routing) == []
+
+
+def test_survivors_keep_their_weight(make_routing: Any) -> None:
+    weights = torch.tensor([0.7, 0.3, 0.6, 0.4])
+    routing = make_routing([[0, 1], [0, 1]], 4, weights_N=weights)
+    limited = limit_by_position(routing, 1.0)  # C = ceil(4 / 4) = 1
+    assert dropped(limited) == [2, 3]
+    assert limited.weights_N is weights
+
+
+def test_counts_after_dropping_equal_the_published_ones(
+    route_logits: Any, published_logits_LTE: Any
+) -> None:
+    # What Megatron-LM's own functions (d98e8a6) returned: cf1.0_before and
+    # cf1.0_probs_policy_kept_per_expert_k2, and how many DeepSpeed's top-2 kept. Which pairs are kept
+    # differs, how many cannot.
+    routing = route_logits(published_logits_LTE[0], k=2)
+    assert routing.expert_ids_N.bincount(minlength=8).tolist() == [4, 3, 4, 3, 2, 4, 2, 2]
+    limited = limit_by_position(routing, 1.0)
+    kept = limited.expert_ids_N[limited.computed_N]
+    assert kept.bincount(minlength=8).tolist() == [3, 3, 3, 3, 2, 3, 2, 2]
+    assert len(kept) == 21
+
+
+# ---------------------------------------------------------------------------- inside the layer
+
+
+def capacity_layer(**capacity: float) -> Any:
+    torch.manual_seed(0)
+    config = {"type": "moe", "num_experts": 4, "capacity": capacity}
+    return build_ffn(config, d_model=8).double()
+
+
+def test_training_and_evaluation_have_factors_of_their_own() -> None:
+    x = torch.randn(2, 8, 8, dtype=torch.float64)
+    layer = capacity_layer(factor=1.0, eval_factor=2.0)
+    # 2 * 8 tokens * k 2 = 32 pairs over 4 experts: 8 places, and 16.
+    assert capacity_of(layer(x).routing) == 8
+    assert capacity_of(layer.eval()(x).routing) == 16
+
+
+def test_evaluation_is_dropless_by_default() -> None:
+    x = torch.ones(2, 8, 8, dtype=torch.float64)  # alike, so all go to the same two experts
+    layer = capacity_layer(factor=1.0)
+    assert layer(x).routing.dropped_N.any()
+    evaluated = layer.eval()(x).routing
+    assert evaluated.capacity is None
+    assert not evaluated.dropped_N.any()
+
+
+def test_a_token_with_every_pair_dropped_gets_exactly_zero() -> None:
+    x = torch.ones(1, 8, 8, dtype=torch.float64)
+    hidden = capacity_layer(factor=1.0)(x).hidden  # C = ceil(16 / 4) = 4: tokens 0 to 3
+    assert (hidden[0, :4] != 0).any(dim=-1).all()
+    assert hidden[0, 4:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_later_positions_never_change_earlier_outputs(k: int, padded: bool) -> None:
+    # Whole numbers everywhere but in the combining weights, so that no order of summation and no
+    # block size of a matrix product can hide behind rounding: equal means equal to the last bit.
+    generator = torch.Generator().manual_seed(5)
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-3, 4, shape, generator=generator).double()
+
+    config = {
+        "type": "moe",
+        "num_experts": 4,
+        "router": {"type": "top_k", "k": k},
+        "experts": {"type": "mlp", "activation": "relu", "d_ff": 8},
+        "capacity": {"factor": 0.75},
+    }
+    layer = build_ffn(config, d_model=8).double().train()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(whole(*parameter.shape))
+    mask = torch.ones(3, 10, dtype=torch.bool)
+    if padded:
+        mask[1, 8:] = False
+        mask[2, :2] = False
+    context = TokenContext(mask=mask)
+    x = whole(3, 10, 8)
+    before = layer(x, context)
+    displaced = 0
+    for position in range(1, 10):
+        altered = x.clone()
+        # The most attractive tokens there are: copies of those already waiting.
+        altered[:, position:] = whole(1, 1, 8)
+        after = layer(altered, context)
+        torch.testing.assert_close(
+            after.hidden[:, :position], before.hidden[:, :position], rtol=0, atol=0
+        )
+        assert before.routing is not None
+        assert after.routing is not None
+        flags = [output.dropped_N.view(3, 10, k) for output in (before.routing, after.routing)]
+        assert torch.equal(flags[0][:, :position], flags[1][:, :position])
+        displaced += int((flags[0] != flags[1]).sum())
+    assert displaced > 0  # the alterations did reach the queues
+    assert before.routing is not None
+    assert before.routing.dropped_N.any()
+
+
+@pytest.mark.parametrize("flattened", [False, True], ids=["batch", "one_sequence"])
+@pytest.mark.parametrize(
+    ("router", "capacity"),
+    # ceil(1 * 16 tokens * k / 4): however many pairs there are.
+    [
+        ({"type": "relu", "k": 1}, 4),
+        ({"type": "relu", "k": 2}, 8),
+        ({"type": "top_p", "p": 0.9, "max_k": 2}, 8),
+        ({"type": "top_p", "p": 0.9}, 16),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_choices_of_later_tokens_make_no_room_for_earlier_ones(
+    router: dict[str, Any], capacity: int, flattened: bool
+) -> None:
+    config = {"type": "moe", "num_experts": 4, "router": router, "capacity": {"factor": 1.0}}
+    layer: Any = build_ffn(config, d_model=4).double()
+    with torch.no_grad():
+        layer.router.projection.weight.copy_(torch.eye(4))
+    few = torch.tensor([8.0, -8.0, -8.0, -8.0])  # of all experts the first, for both routers
+    many = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    x = few.double().expand(2, 8, 4).clone()
+    altered = x.clone()
+    altered[:, 5:] = many
+    if flattened:
+        x, altered = x.view(1, 16, 4), altered.view(1, 16, 4)
+    first = 5
+    before, after = layer(x), layer(altered)
+    assert after.routing.real_N.sum() > before.routing.real_N.sum()
+    assert capacity_of(before.routing) == capacity_of(after.routing) == capacity
+    torch.testing.assert_close(after.hidden[:, :first], before.hidden[:, :first], rtol=0, atol=0)
+
+
+def test_tokens_flattened_by_the_caller_keep_their_positions() -> None:
+    # Someone who calls the layer with (T, D) says how long a sequence is.
+    x = torch.ones(2, 4, 8, dtype=torch.float64)
+    layer = capacity_layer(factor=1.0)
+    whole = layer(x).routing
+    flat = layer(x.view(8, 8), TokenContext(sequence_length=4)).routing
+    assert flat.sequence_length == 4
+    assert torch.equal(flat.dropped_N, whole.dropped_N)
+
+
+@pytest.mark.parametrize(
+    ("shape", "length"), [((2, 3, 8), 3), ((6, 8), 6), ((8,), 1), ((2, 2, 3, 8), 3)], ids=str
+)
+def test_the_last_leading_axis_is_the_sequence(shape: tuple[int, ...], length: int) -> None:
+    x_TD, context = flatten_tokens(torch.zeros(shape), None)
+    assert x_TD.shape == (math.prod(shape[:-1]), 8)
+    assert context.sequence_length == length
+
+
+@pytest.mark.parametrize("name", ["mask", "token_ids"])
+def test_a_context_of_another_shape_is_refused(name: str) -> None:
+    wrong = torch.ones(3, 2, dtype=torch.bool if name == "mask" else torch.int64)
+    message = rf"TokenContext\.{name} must have the leading shape of x, \(2, 3\), but has \(3, 2\)"
+    context = TokenContext(mask=wrong) if name == "mask" else TokenContext(token_ids=wrong)
+    with pytest.raises(ValueError, match=message):
+        build_ffn("moe", d_model=8)(torch.zeros(2, 3, 8), context)
+
+
+def test_a_mask_of_numbers_is_refused() -> None:
+    # Hugging Face tokenizers return int64 masks.
+    with pytest.raises(ValueError, match=r"mask must be bool.*is torch\.int64; use mask\.bool\(\)"):
+        TokenContext(mask=torch.ones(2, 3, dtype=torch.int64))
+
+
+# ----------------------------------------------------------------------------- whom a full one drops
+
+
+def test_by_probability_the_smallest_weights_are_dropped(make_routing: Any) -> None:
+    # C = ceil(1 * 4 / 2) = 2 at expert 0: weights .9 and .8 stay, whatever their position.
+    weights = torch.tensor([0.1, 0.9, 0.2, 0.8])
+    routing = make_routing([[0]] * 4, 2, weights_N=weights)
+    assert dropped(limit(routing, 1.0, by_probability)) == [0, 2]
+
+
+def test_by_probability_a_broken_weight_goes_last(make_routing: Any) -> None:
+    weights = torch.tensor([torch.nan, 0.1, 0.2, 0.3])
+    routing = make_routing([[0]] * 4, 2, weights_N=weights)
+    assert dropped(limit(routing, 1.0, by_probability)) == [0, 1]
+
+
+def test_by_choice_first_choices_stay_before_any_second_one(make_routing: Any) -> None:
+    # C = ceil(1 * 6 / 3) = 2 at expert 0: the first choices of tokens 1 and 2, not token 0's second one.
+    routing = make_routing([[1, 0], [0, 1], [0, 2]], 3)
+    assert dropped(limit(routing, 1.0, by_choice)) == [1]
+    assert dropped(limit(routing, 1.0, by_position)) == [4]
+
+
+@pytest.mark.parametrize(
+    "router",
+    [{"type": "relu", "k": 1}, {"type": "expert_threshold", "k": 1}],
+    ids=lambda r: r["type"],
+)
+def test_by_choice_the_largest_weight_is_the_first_choice_however_pairs_are_listed(
+    router: dict[str, Any],
+) -> None:
+    # Both list the pairs of a token by expert. C = ceil(2 * 3 tokens / 3) = 2.
+    # token 0: first expert 0, then 1; token 1: alike; token 2: first expert 1, then 0. Expert 2 takes nobody.
+    # Expert 0 serves tokens 0 and 1, and drops token 2; expert 1 serves tokens 2 and 0, and drops token 1.
+    logits_TE = torch.tensor([[5.0, 2.0, -9.0], [4.0, 1.0, -9.0], [1.0, 3.0, -9.0]])
+    built: Any = RouterConfig.model_validate(router).build(3, 3)
+    with torch.no_grad():
+        built.projection.weight.copy_(torch.eye(3))
+        if router["type"] == "expert_threshold":
+            built.threshold_E.copy_(torch.tensor([0.0, 0.0, 9.0]))
+            built.num_updates_E.fill_(1)
+            logits_TE[2, 2] = 8  # the largest weight of token 2, of an expert that does not take it
+    routing = limit(built(logits_TE, TokenContext()), 2.0, by_choice)
+    pairs = zip(routing.token_ids_N.tolist(), routing.expert_ids_N.tolist(), strict=True)
+    lost = [
+        pair for pair, was_lost in zip(pairs, routing.dropped_N.tolist(), strict=True) if was_lost
+    ]
+    assert lost == [(1, 1), (2, 0)]
+
+
+def test_by_choice_tokens_may_have_different_numbers_of_pairs(make_routing: Any) -> None:
+    # Expert 0 is the only choice of token 0 and the second one of token 1. C = ceil(0.75 * 4 / 3) = 1.
+    routing = make_routing(
+        [[0], [0]],
+        3,
+        token_ids_N=torch.tensor([0, 1, 1, 1]),
+        expert_ids_N=torch.tensor([0, 0, 1, 2]),
+        weights_N=torch.tensor([0.2, 0.5, 0.9, 0.1]),
+        dropped_N=torch.zeros(4, dtype=torch.bool),
+    )
+    assert dropped(limit(routing, 0.75, by_choice)) == [1]
+
+
+def test_at_random_everybody_is_dropped_equally_often(make_routing: Any) -> None:
+    routing = make_routing([[0]] * 8, 2)  # C = ceil(8 / 2) = 4
+    torch.manual_seed(0)
+    counts = torch.zeros(8)
+    for _ in range(1000):
+        limited = limit(routing, 1.0, at_random)
+        assert limited.dropped_N.sum() == 4
+        counts += limited.dropped_N
+    # A share of 1/2 among 1000 draws deviates by 16; five times that.
+    assert (counts - 500).abs().max() < 80
+
+
+def test_at_random_evaluation_goes_by_position() -> None:
+    layer = build_ffn(
+        {"type": "moe", "num_experts": 4, "capacity": {"eval_factor": 0.5, "drop": "random"}},
+        d_model=8,
+    ).eval()
+    x = torch.randn(2, 8, 8)
+    first, second = layer(x), layer(x)
+    assert torch.equal(first.hidden, second.hidden)
+    assert first.routing is not None
+    position_N = first.routing.token_ids_N % 8
+    assert position_N[first.routing.dropped_N].float().mean() > position_N.float().mean()
+
+
+@pytest.mark.parametrize("drop", DROP_POLICIES)
+def test_a_policy_is_causal_exactly_where_its_config_says(drop: str) -> None:
+    config = {"type": "moe", "num_experts": 4, "capacity": {"factor": 0.5, "drop": drop}}
+    layer = build_ffn(config, d_model=8).double()
+    torch.manual_seed(1)
+    x = torch.randn(4, 10, 8, dtype=torch.float64)
+    changed = 0.0
+    for seed in range(8):
+        altered = x.clone()
+        altered[:, 5:] = 3 * torch.randn(4, 5, 8, dtype=torch.float64)
+        hidden = []
+        for version in (x, altered):
+            torch.manual_seed(seed)  # the same lots
+            hidden.append(layer(version).hidden[:, :5])
+        changed = max(changed, (hidden[0] - hidden[1]).abs().max().item())
+    is_causal = FFNConfig.model_validate(config).not_causal_because is None
+    assert (changed < 1e-12) == is_causal
+
+
+def test_without_a_factor_every_policy_is_causal() -> None:
+    for drop in DROP_POLICIES:
+        config = FFNConfig.model_validate({"type": "moe", "capacity": {"drop": drop}})
+        assert config.not_causal_because is None
+
+
+def test_survivors_are_renormalised_to_what_the_token_had(make_routing: Any) -> None:
+    # C = ceil(1 * 4 / 4) = 1. Token 1 loses its pair at expert 0 (.6): its other one (.3) becomes .9,
+    # the sum it had. Token 0 keeps both.
+    weights = torch.tensor([0.7, 0.2, 0.6, 0.3], requires_grad=True)
+    routing = make_routing([[0, 1], [0, 2]], 4, weights_N=weights)
+    limited = limit(routing, 1.0, by_position, renormalize=True)
+    assert dropped(limited) == [2]
+    kept = limited.weights_N[limited.computed_N]
+    assert kept.tolist() == pytest.approx([0.7, 0.2, 0.9])
+
+
+def test_a_token_without_survivors_keeps_no_weight_and_no_nan(make_routing: Any) -> None:
+    weights = torch.tensor([0.7, 0.6], requires_grad=True)
+    routing = make_routing([[0], [0]], 2, weights_N=weights)  # C = 1
+    limited = limit(routing, 1.0, by_position, renormalize=True)
+    limited.weights_N[limited.computed_N].sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == pytest.approx([1, 0])
+
+
+def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
+    """Queues are of one sequence, by position; the same in training and in evaluation, whatever the batch."""
+    config = CapacityConfig(per_sequence=2)
+    # Two sequences of four tokens, all for expert 0, but the last of each.
+    experts = [0, 0, 0, 1, 0, 0, 0, 1]
+    ids_T1 = torch.tensor(experts).unsqueeze(-1)
+    scores_TE = torch.ones(8, 2)
+    for context, dropped in (
+        (TokenContext(sequence_length=4), [2, 6]),
+        (TokenContext(sequence_length=8), [2, 4, 5, 6]),
+        (TokenContext(sequence_length=4, mask=torch.tensor([False] + [True] * 7)), [6]),
+    ):
+        routing = routing_of_pairs(scores_TE[:, :1], ids_T1, scores_TE, scores_TE, context)
+        for training in (True, False):
+            limited = config.limit(routing, training=training)
+            assert limited.dropped_N.nonzero().flatten().tolist() == dropped
+            assert limited.capacity is not None
+            assert int(limited.capacity) == 2 * 8 // (context.sequence_length or 8)
+    assert config.is_limited
+    assert config.not_causal_because is None
+    assert config.not_cached_because == Refusal(
+        "per_sequence (2) lets tokens displace each other", "set it to null"
+    )
+
+
+def test_a_fixed_number_of_pairs_keeps_the_largest_weights_and_renormalises_them() -> None:
+    config = CapacityConfig(per_sequence=1, drop="probability", renormalize=True)
+    # Two sequences of two tokens. Of each, expert 0 keeps its second token and expert 1 its first one.
+    weights_TK = torch.tensor([[0.6, 0.4], [0.7, 0.3], [0.2, 0.8], [0.9, 0.1]])
+    ids_TK = torch.tensor([[0, 1]] * 4)
+    context = TokenContext(sequence_length=2)
+    limited = config.limit(
+        routing_of_pairs(weights_TK, ids_TK, weights_TK, weights_TK, context), training=True
+    )
+    assert dropped(limited) == [0, 3, 4, 7]
+    assert limited.weights_N[limited.computed_N].tolist() == pytest.approx([1] * 4)

@@ -1,0 +1,388 @@
+"""A folder of transformers is our decoder, with its logits, or is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import moe_ffn
+from moe_ffn import ConfigError
+from moe_ffn.interop import export_transformers, load_ffn, load_transformers
+from tests.helpers.memory import peak_above
+from tests.helpers.ranks import on_ranks
+from tests.helpers.theirs import EXPERTS, GPT_OSS, IDS_BS, MODELS, SIZES, change, logits, make, save
+
+WEIGHTS = "model.safetensors"
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    assert theirs.abs().max() > 1  # so that 1e-4 is little
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+CASES = [
+    *((name, True) for name in MODELS),
+    *((name, False) for name in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v3")),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "by_expert"), CASES, ids=[f"{name}{'' if by else '-fused'}" for name, by in CASES]
+)
+def test_logits_are_those_of_transformers(name: str, by_expert: bool, tmp_path: Path) -> None:
+    theirs = save(name, tmp_path, save_original_format=by_expert)
+
+    ours = load_transformers(tmp_path)
+
+    assert not ours.training
+    assert_close(logits(ours), logits(theirs))
+    count = ours.config.num_params(SIZES["vocab_size"], SIZES["max_position_embeddings"])
+    assert count == theirs.num_parameters() == sum(p.numel() for p in ours.parameters())
+    tied = ours.config.tie_embeddings
+    assert tied == (ours.unembedding.weight is ours.embedding.weight)
+    assert tied == theirs.config.tie_word_embeddings
+
+
+def test_positions_that_are_not_interleaved_are_taken_as_they_are(tmp_path: Path) -> None:
+    _, options = MODELS["deepseek_v3"]
+    theirs = make("deepseek_v3", {**options, "rope_interleave": False})
+    theirs.save_pretrained(tmp_path)
+    assert_close(logits(load_transformers(tmp_path)), logits(theirs))
+
+
+def test_several_files_with_an_index(tmp_path: Path) -> None:
+    theirs = save("qwen3_moe", tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+
+    assert_close(logits(load_transformers(tmp_path)), logits(theirs))
+
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    file = next(iter(index["weight_map"].values()))
+    (tmp_path / file).unlink()
+    with pytest.raises(ConfigError, match=f"lacks '{file}', which .* names; copy it too"):
+        load_transformers(tmp_path)
+
+
+def test_weights_keep_their_dtype_but_for_the_correction_bias(tmp_path: Path) -> None:
+    model = make(*MODELS["deepseek_v3"]).bfloat16()
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / WEIGHTS)
+    key = "model.layers.1.mlp.gate.e_score_correction_bias"
+    weights[key] = weights[key].bfloat16()  # as some folders have it
+    save_file(weights, tmp_path / WEIGHTS, metadata={"format": "pt"})
+
+    ours = load_transformers(tmp_path)
+
+    dtypes = {name: value.dtype for name, value in ours.state_dict().items()}
+    biases = {name for name in dtypes if name.endswith("correction_bias_E")}
+    assert len(biases) == 2
+    assert {dtypes[name] for name in biases} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if name not in biases} == {torch.bfloat16}
+    assert logits(ours).isfinite().all()
+
+
+def test_a_loaded_model_trains_and_leaves_the_files_alone(tmp_path: Path) -> None:
+    save("qwen3_moe", tmp_path)
+    before = (tmp_path / WEIGHTS).read_bytes()
+    ours = load_transformers(tmp_path).train()
+    first = logits(ours)
+    ours(IDS_BS).logits.square().mean().backward()
+    torch.optim.SGD(ours.parameters(), lr=1.0).step()
+    assert not torch.equal(logits(ours), first)
+    assert (tmp_path / WEIGHTS).read_bytes() == before
+
+
+def test_what_a_config_does_not_say_has_their_default(tmp_path: Path) -> None:
+    theirs = make("mixtral", {**MODELS["mixtral"][1], "rope_theta": 1e6, "num_key_value_heads": 2})
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    for key in ("rope_parameters", "rms_norm_eps", "num_experts_per_tok", "tie_word_embeddings"):
+        del values[key]
+    path.write_text(json.dumps({**values, "rope_scaling": None}))
+    assert_close(logits(load_transformers(tmp_path)), logits(theirs))
+
+
+def test_what_transformers_leaves_out_is_left_out(tmp_path: Path) -> None:
+    theirs = save("deepseek_v3", tmp_path)
+    weights = load_file(tmp_path / WEIGHTS)
+    weights["model.layers.3.eh_proj.weight"] = torch.ones(3)  # predicts a second token
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+    save_file(weights, tmp_path / WEIGHTS)
+    assert_close(logits(load_transformers(tmp_path)), logits(theirs))
+
+
+def test_a_tied_matrix_may_be_there_twice_but_not_be_another(tmp_path: Path) -> None:
+    theirs = save("qwen2", tmp_path)
+    weights = load_file(tmp_path / WEIGHTS)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / WEIGHTS)
+    assert_close(logits(load_transformers(tmp_path)), logits(theirs))
+
+    weights["lm_head.weight"] += 1
+    save_file(weights, tmp_path / WEIGHTS)
+    with pytest.raises(ConfigError, match=r"has what qwen2 lacks, 'lm_head.weight': "):
+        load_transformers(tmp_path)
+
+
+# -- one block
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "-" not in name])
+def test_a_block_alone_computes_what_theirs_computes(name: str, tmp_path: Path) -> None:
+    theirs = save(name, tmp_path)
+    x_BSD = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+    for layer in (0, 2):
+        block = load_ffn(tmp_path, layer)
+        with torch.no_grad():
+            assert_close(block(x_BSD).hidden, theirs.model.layers[layer].mlp(x_BSD))
+
+
+def test_a_block_of_gpt_oss_alone_and_not_the_model(tmp_path: Path) -> None:
+    theirs = make("gpt_oss", GPT_OSS)
+    theirs.save_pretrained(tmp_path)
+    x_BSD = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+
+    block = load_ffn(tmp_path, 1)
+
+    with torch.no_grad():
+        assert_close(block(x_BSD).hidden, theirs.model.layers[1].mlp(x_BSD)[0])
+    with pytest.raises(ConfigError) as caught:
+        load_transformers(tmp_path)
+    assert str(caught.value) == (
+        f"'{tmp_path}/config.json': our model has no attention sinks and sliding windows, which gpt_oss "
+        "needs; load_ffn reads the feed-forward block of a layer"
+    )
+
+
+def test_a_block_needs_nothing_of_the_model_around_it(tmp_path: Path) -> None:
+    save("deepseek_v3", tmp_path)
+    change(tmp_path, rope_scaling={"type": "yarn", "factor": 40}, rms_norm_eps=1e-5)
+    assert load_ffn(tmp_path, 1).routers()
+    with pytest.raises(ConfigError, match=r"layer must lie in \[0, 3\), got 3"):
+        load_ffn(tmp_path, 3)
+    weights = load_file(tmp_path / WEIGHTS)
+    weights["model.layers.1.mlp.more.weight"] = torch.ones(3)
+    save_file(weights, tmp_path / WEIGHTS)
+    with pytest.raises(ConfigError, match=r"has what deepseek_v3 lacks, 'model.layers.1.mlp.more"):
+        load_ffn(tmp_path, 1)
+    assert load_ffn(tmp_path, 2).routers()
+
+
+# -- what is refused
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "rope_scaling": (
+        "llama",
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "rope_scaling.rope_type is 'llama3', which our model does not compute; served is 'default'",
+    ),
+    "rope_parameters": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "rope_parameters.rope_type is 'linear', which",
+    ),
+    "rope by layer": (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "served is one mapping for all layers",
+    ),
+    "partial rotary": (
+        "llama",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor is 0.5, which our model does not compute; served is 1.0",
+    ),
+    "sliding window": (
+        "mixtral",
+        {"sliding_window": 16},
+        "sliding_window is 16, which our model does not compute; served is null, or at least "
+        "max_position_embeddings (48)",
+    ),
+    "sliding window of Qwen": (
+        "qwen3_moe",
+        {"sliding_window": 16, "use_sliding_window": True},
+        "sliding_window is 16",
+    ),
+    "clip_qkv": (
+        "olmoe",
+        {"clip_qkv": 8.0},
+        "clip_qkv is 8.0, which our model does not compute; served is None",
+    ),
+    "head_dim": ("olmoe", {"head_dim": 12}, "head_dim is 12, which our model does not compute"),
+    "bias": ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, which"),
+    "eps": ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, which"),
+    "kv heads": ("deepseek_v3", {"num_key_value_heads": 2}, "served is None or 4"),
+    "activation": ("qwen3", {"hidden_act": "relu2"}, "hidden_act is 'relu2', which"),
+    "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is given"),
+    "no number": ("llama", {"hidden_size": "wide"}, "hidden_size is 'wide'; give a whole number"),
+    "no layers": ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers is '3'; give a whole"),
+    "endless": ("olmoe", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; give at"),
+    "no list": ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1, which our model does"),
+    "no heads": ("qwen2", {"num_attention_heads": 0}, "attention.num_heads: must be at least 1"),
+    "no rotation": ("qwen2", {"rope_parameters": {"rope_theta": "x"}}, "positions.base: must be a"),
+    "too many": ("olmoe", {"num_experts_per_tok": 9}, "router.k (9) must not exceed num_experts"),
+    "one expert": ("mixtral", {"num_experts_per_tok": 1}, "the router would never learn"),
+    "unknown": (
+        "llama",
+        {"model_type": "lama"},
+        "model_type 'lama' is none that is read here; did you mean 'llama'?",
+    ),
+    "none": ("llama", {"model_type": 3}, "model_type 3 is none that is read here; known: llama,"),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "message"), OPTIONS.values(), ids=OPTIONS)
+def test_an_option_that_ours_does_not_compute_is_named(
+    name: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save(name, tmp_path)
+    change(tmp_path, **options)
+    with pytest.raises(ConfigError) as caught:
+        load_transformers(tmp_path)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"'{tmp_path}/config.json': ")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mixtral", {"sliding_window": 48}),
+        ("qwen3_moe", {"sliding_window": 16, "use_sliding_window": False}),
+        ("llama", {"rope_scaling": None, "partial_rotary_factor": 1.0}),
+        ("llama", {"hidden_act": "swish"}),
+    ],
+)
+def test_an_option_that_changes_nothing_is_taken(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = save(name, tmp_path)
+    change(tmp_path, **options)
+    assert_close(logits(load_transformers(tmp_path)), logits(theirs))
+
+
+def test_a_model_of_ours_is_read_by_another_function(tmp_path: Path) -> None:
+    ours = moe_ffn.DecoderConfig.model_validate({"d_model": 16, "ffn": "dense"}).build(9, 8)
+    moe_ffn.save_pretrained(ours, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"is a model of ours; moe_ffn\.load_pretrained reads it$"
+    ):
+        load_transformers(tmp_path)
+
+
+def with_weights(folder: Path, change_them: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(folder / WEIGHTS)
+    change_them(weights)
+    save_file(weights, folder / WEIGHTS)
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+GATE = "model.layers.2.mlp.experts.4.gate_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut short": (
+        lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]),
+        "model.safetensors' cannot be read (Error while deserializing header: incomplete metadata",
+    ),
+    "no config": (
+        lambda f: (f / "config.json").unlink(),
+        "is no model folder: its config.json is missing or damaged",
+    ),
+    "a missing tensor": (
+        lambda f: with_weights(f, lambda w: w.pop(Q)),
+        f"lacks '{Q}': its config.json is that of another model",
+    ),
+    "a missing expert": (
+        lambda f: with_weights(f, lambda w: [w.pop(GATE), w.pop(Q)]),
+        f"lacks '{Q}' and 1 more: its config.json",
+    ),
+    "one too many": (
+        lambda f: with_weights(f, lambda w: w.update(more=torch.ones(1))),
+        "has what olmoe lacks, 'more': its config.json",
+    ),
+    "another shape": (
+        lambda f: with_weights(f, lambda w: w.update({Q: torch.ones(3, 5)})),
+        f"has '{Q}' as (3, 5), and its config.json asks for (32, 32)",
+    ),
+    "another shape of an expert": (
+        lambda f: with_weights(f, lambda w: w.update({GATE: torch.ones(3, 32)})),
+        f"has '{GATE}' as (3, 32), and its config.json asks for (40, 32)",
+    ),
+    "fewer layers": (
+        lambda f: change(f, num_hidden_layers=2),
+        "has what olmoe lacks, 'model.layers.2.",
+    ),
+    "quantised": (
+        lambda f: with_weights(
+            f, lambda w: w.update({n: v.to(torch.float8_e4m3fn) for n, v in w.items()})
+        ),
+        "as F8_E4M3, which is quantised; give weights in a floating-point dtype",
+    ),
+    "a pickle": (
+        only_a_pickle,
+        "'pytorch_model.bin' is a pickle, which may run code and is never read",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_folder_is_refused(
+    damage: Callable[[Path], Any], message: str, tmp_path: Path
+) -> None:
+    save("olmoe", tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_transformers(tmp_path)
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not there; give the folder of a model"):
+        load_transformers(tmp_path / "other")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"is a file; give the folder of a model"):
+        load_ffn(tmp_path / "file", 0)
+
+
+# -- memory
+
+
+def load_and_export(rank: int, folder: Path, by_expert: bool) -> tuple[int, int, int]:
+    """Bytes of the folder, and the most that reading takes, and that writing takes beside the model."""
+    options = {**EXPERTS, "num_hidden_layers": 8, "num_experts": 8, "hidden_size": 256}
+    options |= {"moe_intermediate_size": 768, "num_attention_heads": 4, "head_dim": 32}
+    make("qwen3_moe", options).save_pretrained(folder, save_original_format=by_expert)
+
+    def read() -> None:
+        for parameter in load_transformers(folder).parameters():
+            parameter.sum()  # in case it is read only now
+
+    reading = peak_above(read)
+    decoder = load_transformers(folder)
+    writing = peak_above(lambda: export_transformers(decoder, folder / "exported"))
+    return (folder / WEIGHTS).stat().st_size, reading, writing
+
+
+@pytest.mark.parametrize("by_expert", [True, False], ids=["by_expert", "fused"])
+def test_no_more_memory_than_the_model_and_a_little(
+    tmp_path: Path, by_expert: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_ffn.weights.pretrained.MIN_FILE_BYTES", 2**20)
+    ((size, load, export),) = on_ranks(1, tmp_path / "ranks", load_and_export, tmp_path, by_expert)
+    assert size > 100e6
+    assert load < 1.3 * size
+    assert export < 0.3 * size

@@ -1,0 +1,224 @@
+"""A run begins with the weights of a folder, wholly or partly, and says in one sentence why it cannot."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moe_ffn
+from moe_ffn import ConfigError, DecoderConfig
+from moe_ffn.config.yaml_files import to_yaml
+from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer, train_bpe
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.weights.init_from import fit_weights, read_source
+
+LENGTH = 16
+TEXT = [b"the cat sat on a mat, and the dog did not " * 40]
+
+MOE = {"type": "moe", "num_experts": 4, "experts": {"type": "swiglu", "d_ff": 8}}
+
+
+def decoder_of(vocab_size: int = 257, max_seq_len: int = LENGTH, **options: Any) -> Decoder:
+    torch.manual_seed(len(options))
+    sizes = {"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}, "ffn": "swiglu"}
+    return DecoderConfig.model_validate({**sizes, **options}).build(vocab_size, max_seq_len)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., str]:
+    def save(tokenizer: Tokenizer | None = None, **options: Any) -> str:
+        moe_ffn.save_pretrained(decoder_of(**options), tmp_path / "saved", tokenizer)
+        return str(tmp_path / "saved")
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "new", "left"),
+    [
+        ({}, {}, [], []),
+        ({"ffn": MOE}, {"ffn": MOE}, [], []),
+        (
+            {},
+            {"num_layers": 3},
+            [*(f"layers.2.attention.{name}.weight" for name in ("query", "key", "value", "output")),
+             "layers.2.attention_norm.weight",
+             *(f"layers.2.ffn.{name}.weight" for name in ("gate", "up", "down")),
+             "layers.2.ffn_norm.weight"],
+            [],
+        ),
+        (
+            {"num_layers": 3},
+            {"ffn_at": {"1": MOE}},
+            [f"layers.1.ffn.{name}"
+             for name in ("router.projection.weight", "experts.gate_up", "experts.down")],
+            [*(f"layers.1-2.ffn.{name}.weight" for name in ("gate", "up", "down")),
+             *(f"layers.2.attention.{name}.weight" for name in ("query", "key", "value", "output")),
+             "layers.2.attention_norm.weight", "layers.2.ffn_norm.weight"],
+        ),
+        (
+            {"ffn": "geglu"},
+            {},
+            [f"layers.0-1.ffn.{name}.weight" for name in ("gate", "up", "down")],
+            [f"layers.0-1.ffn.{name}.weight" for name in ("gate", "up", "down")],
+        ),
+        (
+            {"ffn": {**MOE, "router": "sigmoid_top_k"}},
+            {"ffn": MOE},
+            ["layers.0-1.ffn.router.projection.weight"],
+            ["layers.0-1.ffn.router.correction_bias_E", "layers.0-1.ffn.router.projection.weight"],
+        ),
+        ({"tie_embeddings": False}, {}, [], ["unembedding.weight"]),
+        ({}, {"tie_embeddings": False}, [], []),
+    ],
+    ids=["same", "same moe", "deeper", "sparse", "other gate", "other router", "tied", "untied"],
+)  # fmt: skip
+def test_what_is_taken_new_and_left_is_said(
+    saved: dict[str, Any],
+    options: dict[str, Any],
+    new: list[str],
+    left: list[str],
+    folder: Callable[..., str],
+) -> None:
+    source, target = read_source(folder(**saved), "init_from"), decoder_of(**options)
+    fresh = {name: value.clone() for name, value in target.state_dict().items()}
+
+    weights, lines = fit_weights(source, target)
+
+    first, *lines = lines
+    assert sorted(line.split()[1] for line in lines if line.startswith("  new:")) == sorted(new)
+    assert sorted(line.split()[1] for line in lines if line.startswith("  left:")) == sorted(left)
+    assert first.endswith(f"{sum(value.numel() for value in weights.values()):,} numbers")
+    own = source.decoder.state_dict()
+    for name, value in weights.items():
+        assert torch.equal(value, own[name])
+        assert value.shape == fresh[name].shape
+    differing = {key for key in {*saved, *options} if saved.get(key) != options.get(key)}
+    for key in differing:
+        assert any(line.startswith(f"  model.{key}") for line in lines), key
+
+
+def test_options_that_differ_are_said(folder: Callable[..., str]) -> None:
+    source = read_source(folder(ffn=MOE), "init_from")
+    ffn = {**MOE, "router": {"type": "top_k", "k": 1}}
+    _, lines = fit_weights(source, decoder_of(ffn=ffn, max_seq_len=32))
+
+    assert "  model.ffn.router.k is 1 (was 2)" in lines
+    assert "  data.seq_len is 32 (was 16)" in lines
+    assert lines[-1] == "  it has no tokenizer.json: nobody knows whether its tokens mean the same"
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "message"),
+    [
+        (
+            {"ffn": {"type": "swiglu", "d_ff": 24}},
+            {"ffn": {"type": "swiglu", "d_ff": 40}},
+            r"init_from: layers.0.ffn.gate.weight is \(24, 16\) in '.*saved' and \(40, 16\) in this model, "
+            r"and 5 more do not fit: model.ffn.d_ff is 24 there and 40 here; give --model.ffn.d_ff 24$",
+        ),
+        (
+            {"positions": {"type": "learned"}},
+            {"positions": {"type": "learned"}, "max_seq_len": 8},
+            r"positions\..* is \(16, 16\) .* \(8, 16\) in this model: data.seq_len is 16 there and 8 here; "
+            r"give --data.seq_len 16$",
+        ),
+        (
+            {"ffn": MOE, "attention": {"num_heads": 2, "num_kv_heads": 1}},
+            {
+                "ffn": {
+                    **MOE,
+                    "num_experts": 2,
+                    "experts": {"type": "swiglu"},
+                    "router": {"type": "top_k", "k": 1, "scale": 2.0},
+                }
+            },
+            r"give --model.ffn.num_experts 4 --model.ffn.experts.d_ff 8 --model.attention.num_kv_heads 1$",
+        ),
+        (
+            {"ffn": {"type": "swiglu", "d_ff": 24}, "positions": "learned"},
+            {"ffn": MOE, "positions": "learned", "max_seq_len": 8},
+            r"give --data.seq_len 16$",
+        ),
+    ],
+    ids=["width", "length", "several", "beside another type"],
+)
+def test_shapes_that_differ_are_refused(
+    saved: dict[str, Any], options: dict[str, Any], message: str, folder: Callable[..., str]
+) -> None:
+    source = read_source(folder(**saved), "init_from")
+    with pytest.raises(ConfigError, match=message):
+        fit_weights(source, decoder_of(**options))
+
+
+def test_a_model_of_another_width_is_refused(folder: Callable[..., str]) -> None:
+    source = read_source(folder(), "init_from")
+    with pytest.raises(
+        ConfigError,
+        match=r"^init_from: '.*saved' has model.d_model 16, and this run 32, .* give --model.d_model 16",
+    ):
+        source.require_fitting(decoder_of(d_model=32).config)
+
+
+def test_tokens_that_mean_other_text_are_refused(folder: Callable[..., str]) -> None:
+    bpe = train_bpe(TEXT, 600)
+    other = train_bpe([block.replace(b"the", b"oxo") for block in TEXT], 600)
+    source = read_source(folder(bpe, vocab_size=bpe.vocab_size), "init_from")
+
+    source.require_same_tokens(bpe)
+    with pytest.raises(
+        ConfigError,
+        match=rf"'.*saved' knows {bpe.vocab_size} tokens, and the tokenizer of this run has 257; use its "
+        r"own: --data.tokenizer '\{type: file, path: .*saved/tokenizer.json\}'",
+    ):
+        source.require_same_tokens(BytesTokenizer())
+    assert other.vocab_size == bpe.vocab_size
+    with pytest.raises(ConfigError, match=r"token \d+ is b'.*' in '.*' and b'.*' to the tokenizer"):
+        source.require_same_tokens(other)
+
+
+def test_bytes_are_the_same_tokens_from_a_file_as_by_themselves(folder: Callable[..., str]) -> None:
+    read_source(folder(BytesTokenizer()), "init_from").require_same_tokens(BytesTokenizer())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("nothing", r"init_from: '.*saved' is not there; give the folder of a model or of a run"),
+        ("file", r"init_from: '.*saved' is a file; give the folder of a model or of a run"),
+        (
+            "empty",
+            r"'.*saved' is neither the folder of a model of ours nor of a run; give one that",
+        ),
+        (
+            "theirs",
+            r"nor of a run; it is a model of transformers: .*convert .*saved NEW makes a model folder",
+        ),
+        ("weights", r"init_from: '.*saved' has neither model.safetensors nor a whole"),
+        ("run", r"init_from: '.*saved' has no tokenizer.json, so no model to load"),
+    ],
+)
+def test_a_folder_that_holds_no_model_is_refused(
+    damage: str, message: str, folder: Callable[..., str]
+) -> None:
+    path = Path(folder())
+    if damage == "weights":
+        (path / "model.safetensors").unlink()
+    else:
+        shutil.rmtree(path)
+    if damage == "file":
+        path.write_text("")
+    if damage in ("empty", "theirs", "run"):
+        path.mkdir()
+    if damage == "theirs":
+        (path / "config.json").write_text('{"model_type": "mixtral"}')
+    if damage == "run":
+        (path / "config.yaml").write_text(to_yaml(TrainConfig()))
+    with pytest.raises(ConfigError, match=message):
+        read_source(str(path), "init_from")

@@ -1,0 +1,418 @@
+"""A model folder gives back the model that was saved, or says in one sentence why it cannot."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import moe_ffn
+from moe_ffn import ConfigError, Decoder, DecoderConfig
+from moe_ffn.data.tokenizer import BPETokenizer, BytesTokenizer, train_bpe
+from moe_ffn.files import remove_unfinished, replacing_folder
+from moe_ffn.interop import pretrained
+from tests.helpers.memory import peak_above
+from tests.helpers.ranks import on_ranks
+
+VOCAB_SIZE, LENGTH = 257, 16
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"ffn": "dense"},
+    "experts": {"ffn": {"type": "moe", "num_experts": 4, "shared_expert": "swiglu"}},
+    "bias": {"ffn": {"type": "moe", "num_experts": 4, "router": {"type": "sigmoid_top_k", "k": 2}}},
+    "hash": {"ffn": {"type": "moe", "num_experts": 4, "router": {"type": "hash"}}},
+    "tied": {"ffn": "swiglu", "tie_embeddings": True},
+    "encoder": {"ffn": "swiglu", "causal": False, "positions": {"type": "learned"}},
+    "sinusoidal": {"ffn": "swiglu", "positions": {"type": "sinusoidal"}},
+}
+
+
+def decoder_of(name: str = "experts", d_model: int = 32, num_layers: int = 2) -> Decoder:
+    sizes = {"d_model": d_model, "num_layers": num_layers, "attention": {"num_heads": 4}}
+    config = DecoderConfig.model_validate({**sizes, **MODELS[name]})
+    torch.manual_seed(7)
+    return config.build(VOCAB_SIZE, LENGTH).eval()
+
+
+def logits(decoder: Decoder) -> Tensor:
+    ids_BS = torch.arange(2 * LENGTH).view(2, LENGTH)
+    with torch.no_grad():
+        return decoder(ids_BS).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_saved_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    saved = decoder_of(name).to(dtype)
+    moe_ffn.save_pretrained(saved, tmp_path / "model")
+
+    loaded = moe_ffn.load_pretrained(tmp_path / "model")
+
+    assert not loaded.training
+    before, after = saved.state_dict(), loaded.state_dict()
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert after[key].dtype == value.dtype, key
+        assert torch.equal(after[key], value), key
+    # Not to the bit: products may be rounded by where in memory the weights begin.
+    torch.testing.assert_close(logits(loaded), logits(saved))
+    parameters = {n: p.requires_grad for n, p in loaded.named_parameters()}
+    assert parameters == {n: p.requires_grad for n, p in saved.named_parameters()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_a_loaded_model_trains_and_leaves_its_files_alone(tmp_path: Path) -> None:
+    moe_ffn.save_pretrained(decoder_of("tied"), tmp_path / "model")
+    before = (tmp_path / "model/model.safetensors").read_bytes()
+    loaded = moe_ffn.load_pretrained(tmp_path / "model").train()
+    first = logits(loaded)
+    optimizer = torch.optim.SGD(loaded.parameters(), lr=1.0)
+    loaded(torch.arange(LENGTH)[None]).logits.square().mean().backward()
+    optimizer.step()
+
+    assert not torch.equal(logits(loaded), first)
+    assert loaded.unembedding.weight is loaded.embedding.weight
+    assert (tmp_path / "model/model.safetensors").read_bytes() == before
+
+
+def test_large_weights_are_in_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained, "MIN_FILE_BYTES", 2**14)
+    saved = decoder_of()
+    moe_ffn.save_pretrained(saved, tmp_path / "model")
+
+    files = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(files) > 4
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
+    weights = dict(saved.named_parameters())  # each once: embeddings are tied
+    assert index["weight_map"].keys() == weights.keys()
+    total = sum(value.nbytes for value in weights.values())
+    assert index["metadata"]["total_size"] == total
+    assert max(file.stat().st_size for file in files) < 0.4 * total
+    assert torch.equal(logits(moe_ffn.load_pretrained(tmp_path / "model")), logits(saved))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_the_tokenizer_goes_with_it(kind: str, tmp_path: Path) -> None:
+    text = "für jede Zahl: 1,50 € \r\n\t".encode() + b"\xff\x00 <|endoftext|> the the the"
+    tokenizer = BytesTokenizer() if kind == "bytes" else train_bpe([text] * 3, 600)
+    moe_ffn.save_pretrained(decoder_of(), tmp_path / "model", tokenizer)
+
+    loaded = moe_ffn.load_tokenizer(tmp_path / "model")
+
+    assert isinstance(loaded, BPETokenizer)
+    assert loaded.token_bytes == tokenizer.token_bytes
+    assert loaded.end_of_document == tokenizer.end_of_document
+    assert loaded.encode(text).tolist() == tokenizer.encode(text).tolist()
+
+
+CODE = "from moe_ffn import DenseConfig\nclass Mine(DenseConfig, frozen=True):\n    type: str = 'mine'\n"
+
+
+def test_code_of_its_own_goes_with_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CODE)
+    ffn = {"type": f"{tmp_path}/mine.py:Mine"}
+    config = DecoderConfig.model_validate(
+        {"d_model": 16, "ffn": ffn, "attention": {"num_heads": 2}}
+    )
+    saved = config.build(VOCAB_SIZE, LENGTH).eval()
+    moe_ffn.save_pretrained(saved, tmp_path / "model")
+    (tmp_path / "mine.py").unlink()
+
+    written = json.loads((tmp_path / "model/config.json").read_text())
+    assert written["model"]["ffn"]["type"] == "code/mine.py:Mine"
+    loaded = moe_ffn.load_pretrained(tmp_path / "model", trust_code=True)
+    assert torch.equal(logits(loaded), logits(saved))
+
+
+def test_code_of_others_is_run_where_it_is_trusted(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    moe_ffn.save_pretrained(decoder_of("dense"), folder)
+    (folder / "theirs.py").write_text(f"{CODE}print('it ran')\n")
+    model = json.loads((folder / "config.json").read_text())["model"]
+    change_model(folder, ffn={**model["ffn"], "type": "theirs.py:Mine"})
+
+    with pytest.raises(
+        ConfigError, match=r"names code that no run of yours began with: .*theirs.py"
+    ):
+        moe_ffn.load_pretrained(folder)
+    assert moe_ffn.load_pretrained(folder, trust_code=True).config.ffn.type.endswith(":Mine")
+
+
+# -- what is refused
+
+
+def change(folder: Path, **options: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **options}))
+
+
+def change_model(folder: Path, **options: Any) -> None:
+    model = json.loads((folder / "config.json").read_text())["model"]
+    change(folder, model={**model, **options})
+
+
+def rename_weight(folder: Path, before: str, after: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights[after] = weights.pop(before)
+    save_file(dict(weights), folder / "model.safetensors")
+
+
+def only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut short": (
+        lambda f: cut(f / "model.safetensors"),
+        "model.safetensors' cannot be read (Error while deserializing header: incomplete metadata",
+    ),
+    "no config": (
+        lambda f: (f / "config.json").unlink(),
+        "is no model folder: its config.json is missing or damaged",
+    ),
+    "a run": (
+        lambda f: ((f / "config.json").unlink(), (f / "model").mkdir()),
+        "is no model folder: its config.json is missing or damaged; that of this run is '",
+    ),
+    "of another library": (
+        lambda f: change(f, model_type="mixtral"),
+        "model_type is 'mixtral', and only 'moe_ffn' is read here; moe_ffn.weights.load_transformers reads "
+        "models of transformers, and moe-ffn convert makes such folders of them",
+    ),
+    "an unknown option": (
+        lambda f: change(f, dropout=1),
+        "config.json': dropout: unknown; did you mean 'model.dropout'",
+    ),
+    "another width": (
+        lambda f: change_model(f, d_model=64),
+        "has 'embedding.weight' as (257, 32), and its config.json asks for (257, 64)",
+    ),
+    "fewer layers": (
+        lambda f: change_model(f, num_layers=1),
+        "has what this model lacks, 'layers.1.",
+    ),
+    "more layers": (lambda f: change_model(f, num_layers=3), "lacks 'layers.2."),
+    "another name": (
+        lambda f: rename_weight(f, "embedding.weight", "tok.weight"),
+        "lacks 'embedding.weight': its config.json is that of another model",
+    ),
+    "no weights": (
+        lambda f: (f / "model.safetensors").unlink(),
+        "has neither model.safetensors nor a whole model.safetensors.index.json",
+    ),
+    "a pickle": (
+        only_a_pickle,
+        "'pytorch_model.bin' is a pickle, which may run code and is never read",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "problem"), DAMAGES.values(), ids=DAMAGES)
+def test_what_is_damaged_is_not_loaded(
+    damage: Callable[[Path], Any], problem: str, tmp_path: Path
+) -> None:
+    moe_ffn.save_pretrained(decoder_of(), tmp_path / "model")
+    damage(tmp_path / "model")
+    with pytest.raises(ConfigError) as caught:
+        moe_ffn.load_pretrained(tmp_path / "model")
+    assert problem in str(caught.value)
+    assert str(tmp_path / "model") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_index_is_held_to_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "MIN_FILE_BYTES", 2**14)
+    folder = tmp_path / "model"
+    moe_ffn.save_pretrained(decoder_of(), folder)
+    index = folder / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    first = next(iter(whole["weight_map"].values()))
+
+    def given(**places: str) -> str:
+        index.write_text(json.dumps({"weight_map": {**whole["weight_map"], **places}}))
+        with pytest.raises(ConfigError) as caught:
+            moe_ffn.load_pretrained(folder)
+        return str(caught.value)
+
+    assert f"lacks 'more', which {index.name} says it has" in given(more=first)
+    assert "names '../x', which is no file beside it" in given(more="../x")
+    (folder / first).unlink()
+    assert f"lacks '{first}', which {index.name} names; copy it too" in given()
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    moe_ffn.save_pretrained(decoder_of(), tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"has no tokenizer.json, so text cannot become tokens"):
+        moe_ffn.load_tokenizer(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"is not there; give the folder of a model"):
+        moe_ffn.load_pretrained(tmp_path / "other")
+
+
+@pytest.mark.parametrize("failing", ["config", "weights", "rename"])
+def test_what_was_there_stays_until_all_is_written(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    first = decoder_of("dense")
+    moe_ffn.save_pretrained(first, folder)
+
+    def full(*given: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def full_of_weights(*given: Any, **options: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    rename = Path.rename
+
+    def rename_but_once(path: Path, target: Path) -> Path:
+        if target == folder and ".old" not in path.name:
+            full()
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        if failing == "config":
+            patch.setattr(pretrained, "write_file", full)
+        elif failing == "weights":
+            patch.setattr("safetensors.torch.save_file", full_of_weights)
+        else:
+            patch.setattr(Path, "rename", rename_but_once)
+        with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\)"):
+            moe_ffn.save_pretrained(decoder_of("tied"), folder)
+    assert torch.equal(logits(moe_ffn.load_pretrained(folder)), logits(first))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+    moe_ffn.save_pretrained(decoder_of("tied"), folder)
+    assert moe_ffn.load_pretrained(folder).config.tie_embeddings
+
+
+def test_what_a_killed_process_was_about_to_replace_is_put_back(tmp_path: Path) -> None:
+    for name in ("model.1a2b3c4d.old", "model.1a2b3c4d", "other.1a2b3c4d.old"):
+        (tmp_path / f".{name}.unfinished").mkdir()
+        (tmp_path / f".{name}.unfinished" / name).touch()
+    (tmp_path / "other").mkdir()
+    remove_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "other"}
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.1a2b3c4d.old"]
+
+
+@pytest.mark.parametrize("first", ["thesis.tex", "config.json"])
+def test_a_folder_of_something_else_is_left_alone(first: str, tmp_path: Path) -> None:
+    (tmp_path / first).write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        moe_ffn.save_pretrained(decoder_of(), tmp_path)
+    assert str(caught.value) == (
+        f"'{tmp_path}' has '{first}', which is no part of a model of ours and would be lost; move it, or "
+        "give another folder"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [first]
+
+
+def test_notes_beside_a_model_are_not_lost(tmp_path: Path) -> None:
+    moe_ffn.save_pretrained(decoder_of(), tmp_path / "model")
+    (tmp_path / "model/NOTES.md").touch()
+    with pytest.raises(ConfigError, match=r"has 'NOTES.md', which is no part"):
+        moe_ffn.save_pretrained(decoder_of(), tmp_path / "model")
+
+
+def test_a_model_goes_into_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    saved = decoder_of()
+    moe_ffn.save_pretrained(saved, ".")
+    assert torch.equal(logits(moe_ffn.load_pretrained(tmp_path / "here")), logits(saved))
+
+
+def test_what_is_no_tensor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of("dense")
+    ffn: Any = decoder.layers[0]
+    monkeypatch.setattr(type(ffn.ffn), "get_extra_state", lambda self: {"seen": 3})
+    with pytest.raises(ConfigError, match=r"'layers.0.ffn._extra_state' of the model is no tensor"):
+        moe_ffn.save_pretrained(decoder, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- memory and time
+
+
+def save_and_load(
+    rank: int, folder: Path, d_model: int, is_deterministic: bool = False
+) -> dict[str, Any]:
+    """Bytes of a folder; the most memory that saving takes beside the model, and loading; seconds."""
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        begin = time.perf_counter()
+        work()
+        seconds.setdefault(name, []).append(time.perf_counter() - begin)
+
+    def read() -> None:
+        for parameter in moe_ffn.load_pretrained(folder / "model").parameters():
+            parameter.sum()  # in case it is read only now
+
+    def copy() -> None:  # as `replacing_folder` does, whole or not there
+        with replacing_folder(folder / "copy") as target:
+            for file in (folder / "model").iterdir():
+                shutil.copyfile(file, target / file.name)
+
+    torch.use_deterministic_algorithms(is_deterministic)
+    decoder = decoder_of("experts", d_model, num_layers=8)
+    peaks = {"save": peak_above(lambda: moe_ffn.save_pretrained(decoder, folder / "model"))}
+    for _ in range(3):
+        timed("save", lambda: moe_ffn.save_pretrained(decoder, folder / "model"))
+        timed("copy", copy)
+    decoder.to("meta")
+    peaks["load"] = peak_above(read)
+    for _ in range(3):
+        timed("load", read)
+        timed("copy", copy)
+    size = sum(file.stat().st_size for file in (folder / "model").iterdir())
+    return {"size": size, "peaks": peaks, "seconds": seconds}
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_no_more_memory_than_the_model_and_a_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_deterministic: bool
+) -> None:
+    monkeypatch.setattr(pretrained, "MIN_FILE_BYTES", 2**20)
+    given = tmp_path, 256, is_deterministic
+    (found,) = on_ranks(1, tmp_path / "ranks", save_and_load, *given)
+    assert found["size"] > 40e6
+    assert found["peaks"]["save"] < 0.3 * found["size"]
+    assert found["peaks"]["load"] < 1.3 * found["size"]
+
+
+@pytest.mark.slow
+def test_a_gigabyte_takes_no_longer_than_two_copies(tmp_path: Path) -> None:
+    (found,) = on_ranks(1, tmp_path / "ranks", save_and_load, tmp_path, 1280)
+    size, peaks = found["size"], found["peaks"]
+    medians = {name: statistics.median(values) for name, values in found["seconds"].items()}
+    print(
+        f"{size / 1e9:.2f} GB; s: {medians}; peak of saving, beside the model: {peaks['save'] / size:.2f}; "
+        f"of loading: {peaks['load'] / size:.2f}"
+    )
+    assert size > 1e9
+    assert peaks["save"] < 0.3 * size
+    assert peaks["load"] < 1.3 * size
+    assert medians["save"] < 2 * medians["copy"]
+    assert medians["load"] < 2 * medians["copy"]

@@ -1,0 +1,380 @@
+"""What is exported has our logits in transformers; what has no equal there is refused by its option."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_ffn import ConfigError, Decoder, DecoderConfig
+from moe_ffn.data.tokenizer import BytesTokenizer, train_bpe
+from moe_ffn.interop import export_transformers, load_transformers
+from moe_ffn.weights.to_transformers import Export
+from tests.helpers.theirs import MODELS, SIZES, logits, save
+
+ATTENTION = {"num_heads": 4, "num_kv_heads": 2}
+LATENT = {"num_heads": 4, "head_dim": 10, "latent": {"kv_rank": 12, "rotated_dim": 6}}
+
+
+def decoder_of(**options: Any) -> Decoder:
+    """Ours, with random weights, norms and biases too."""
+    given = {"d_model": 32, "num_layers": 3, "attention": ATTENTION, "ffn": "swiglu", **options}
+    decoder = DecoderConfig.model_validate(given).build(SIZES["vocab_size"], 48).eval()
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in decoder.state_dict().items():
+        deviation = 1.0 if name == "embedding.weight" else 0.3 if tensor.ndim > 1 else 0.2
+        tensor.normal_(mean=float("norm" in name), std=deviation, generator=generator)
+    return decoder
+
+
+def moe(**options: Any) -> dict[str, Any]:
+    """An MoE whose options are given by path, with __ for dots."""
+    block: dict[str, Any] = {
+        "type": "moe",
+        "num_experts": 5,
+        "experts": {"type": "swiglu", "d_ff": 24},
+        "router": {"type": "top_k"},
+    }
+    for path, value in options.items():
+        place = block
+        *parents, key = path.split("__")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[key] = value
+    return block
+
+
+def read(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def assert_equal_there(decoder: Decoder, folder: Path) -> Any:
+    theirs, ours = read(folder), logits(decoder)
+    assert ours.abs().max() > 1
+    torch.testing.assert_close(logits(theirs), ours, atol=1e-4, rtol=0)
+    return theirs
+
+
+CHANGED = {
+    *(f"{kind}_token_id" for kind in ("bos", "eos", "pad")),  # without a tokenizer
+    *("intermediate_size", "moe_intermediate_size"),  # of layers that there are none of
+    *("decoder_sparse_step", "mlp_only_layers"),  # two ways to say the same
+    *("num_nextn_predict_layers", "_name_or_path"),
+}
+"""Options of theirs that change nothing."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_no_bit_is_changed(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path / "theirs")
+    decoder = load_transformers(tmp_path / "theirs")
+
+    export = export_transformers(decoder, tmp_path / "back")
+
+    before, after = (
+        load_file(tmp_path / which / "model.safetensors") for which in ("theirs", "back")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert export.family.model_type == MODELS[name][0]
+    theirs = assert_equal_there(decoder, tmp_path / "back")
+    kept, written = (model.config.to_dict() for model in (read(tmp_path / "theirs"), theirs))
+    assert {k for k in kept if kept[k] != written.get(k)} <= CHANGED
+    again = load_transformers(tmp_path / "back")
+    assert all(torch.equal(again.state_dict()[k], v) for k, v in decoder.state_dict().items())
+
+
+OURS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "dense": ({}, "llama", ""),
+    "geglu": ({"ffn": "geglu"}, "llama", "vLLM and llama.cpp compute SiLU gates alone"),
+    "biases": (
+        {"attention": {**ATTENTION, "bias": True}, "ffn": {"type": "swiglu", "bias": True}},
+        "llama",
+        "",
+    ),
+    "untied": ({"tie_embeddings": False, "norm": {"type": "rms_norm", "eps": 1e-3}}, "llama", ""),
+    "qkv": (
+        {"attention": {**ATTENTION, "bias": "qkv"}},
+        "qwen2",
+        "llama has attention.bias: false",
+    ),
+    "norms": (
+        {"attention": {**ATTENTION, "norm_qk": "head", "head_dim": 12}},
+        "qwen3",
+        'llama has attention.norm_qk: null, this model "head"',
+    ),
+    "default": (
+        {"ffn": moe()},
+        "qwen2_moe",
+        "zeros stand for what this model lacks: ffn.combine.type, ffn.shared_expert.bias, "
+        "ffn.shared_expert.d_ff, ffn.shared_expert.type",
+    ),
+    "switch": ({"ffn": moe(router__k=1)}, "qwen2_moe", "zeros stand"),
+    "renormalised": ({"ffn": moe(router__renormalize=True)}, "mixtral", ""),
+    "softmax after": ({"ffn": moe(router__softmax="after")}, "mixtral", ""),
+    "a dense layer": (
+        {"ffn": moe(router__renormalize=True), "ffn_at": {"1": {"type": "swiglu", "d_ff": 40}}},
+        "qwen2_moe",
+        "mixtral has ffn_at (sparse layers): [0, 1, 2], this model [0, 2]",
+    ),
+    "heads normalised": (
+        {"attention": {**ATTENTION, "norm_qk": "head"}, "ffn": moe(router__renormalize=True)},
+        "qwen3_moe",
+        "mixtral has attention.norm_qk: null",
+    ),
+    "heads normalised alone": (
+        {"attention": {**ATTENTION, "norm_qk": "head"}, "ffn": moe()},
+        "qwen3_moe",
+        "llama.cpp always divides the weights of qwen3_moe by their sum, and would compute other logits",
+    ),
+    "all normalised": ({"attention": {**ATTENTION, "norm_qk": "all"}, "ffn": moe()}, "olmoe", ""),
+    "all normalised and weights": (
+        {"attention": {**ATTENTION, "norm_qk": "all"}, "ffn": moe(router__renormalize=True)},
+        "olmoe",
+        "llama.cpp never divides the weights of olmoe",
+    ),
+    "shared": (
+        {"ffn": moe(shared_expert={"type": "swiglu", "d_ff": 20}, combine__type="sigmoid_gate")},
+        "qwen2_moe",
+        "",
+    ),
+    "latent": (
+        {
+            "attention": LATENT,
+            "ffn": moe(
+                num_experts=6,
+                router={
+                    "type": "sigmoid_top_k",
+                    "k": 3,
+                    "scale": 2.5,
+                    "groups": {"num_groups": 3, "keep": 2},
+                },
+                shared_expert={"type": "swiglu", "d_ff": 48},
+            ),
+            "ffn_at": {"0": {"type": "swiglu", "d_ff": 40}},
+        },
+        "deepseek_v3",
+        "",
+    ),
+    "latent alone": (
+        {
+            "attention": LATENT,
+            "ffn": moe(router={"type": "sigmoid_top_k", "correction_bias": False}),
+        },
+        "deepseek_v3",
+        "zeros stand for what this model lacks: ffn.router.correction_bias, ffn.shared_expert.bias",
+    ),
+    "in training": (
+        {
+            "dropout": 0.1,
+            "ffn": moe(router__renormalize=True, router__jitter=0.1, capacity__factor=1.25),
+        },
+        "mixtral",
+        "ffn.capacity.factor acts in training alone and is left out",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "architecture", "note"), OURS.values(), ids=OURS)
+def test_ours_is_the_architecture_of_the_same_routing(
+    options: dict[str, Any], architecture: str, note: str, tmp_path: Path
+) -> None:
+    decoder = decoder_of(**options)
+
+    export = export_transformers(decoder, tmp_path / "theirs")
+
+    assert export.family.model_type == architecture
+    assert any(said.startswith(note) for said in (*export.notes, "")), export.notes
+    theirs = assert_equal_there(decoder, tmp_path / "theirs")
+    assert theirs.config.eos_token_id is None
+    back = load_transformers(tmp_path / "theirs")
+    torch.testing.assert_close(logits(back), logits(decoder), atol=1e-5, rtol=0)
+
+
+def notes_of(export: Export, word: str) -> list[str]:
+    return [note for note in export.notes if word in note]
+
+
+def test_weights_that_llama_cpp_reads_as_they_are_get_no_note(tmp_path: Path) -> None:
+    attention = {**ATTENTION, "norm_qk": "head"}
+    for renormalizes in (True, False):
+        decoder = decoder_of(attention=attention, ffn=moe(router__renormalize=renormalizes))
+        export = export_transformers(decoder, tmp_path / str(renormalizes))
+        assert len(notes_of(export, "llama.cpp")) == (not renormalizes)
+
+
+def test_names_are_those_that_other_libraries_read(tmp_path: Path) -> None:
+    export_transformers(decoder_of(ffn=moe(router__renormalize=True)), tmp_path / "mixtral")
+    names = load_file(tmp_path / "mixtral/model.safetensors").keys()
+    assert {n for n in names if "layers.2.block" in n} == {
+        "model.layers.2.block_sparse_moe.gate.weight",
+        *(
+            f"model.layers.2.block_sparse_moe.experts.{expert}.{which}.weight"
+            for expert in range(5)
+            for which in ("w1", "w2", "w3")
+        ),
+    }
+    config = json.loads((tmp_path / "mixtral/config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
+
+
+def test_large_models_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_ffn.weights.pretrained.MIN_FILE_BYTES", 2**12)
+    decoder = decoder_of(ffn=moe())
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    export_transformers(copy.deepcopy(decoder).bfloat16(), tmp_path / "theirs")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 4
+    theirs = read(tmp_path / "theirs")
+    assert {p.dtype for p in theirs.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(logits(theirs.float()), logits(decoder), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_the_tokenizer_goes_along(kind: str, tmp_path: Path) -> None:
+    text = "für jede Zahl: 1,50 € \r\n\t the the the"
+    ours = BytesTokenizer() if kind == "bytes" else train_bpe([text.encode()] * 3, 600)
+    export_transformers(decoder_of(), tmp_path / "theirs", ours)
+
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+
+    assert theirs.encode(text) == ours.encode(text.encode()).tolist()
+    assert theirs.decode(theirs.encode(text)) == text
+    assert theirs.eos_token_id == ours.end_of_document
+    assert read(tmp_path / "theirs").config.eos_token_id == ours.end_of_document
+
+
+# -- what is refused
+
+LAYER = {"type": "layer_norm"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "router bias": (
+        {"ffn": moe(router__renormalize=True, router__bias=True)},
+        "model.ffn.router.bias (true) has no equal in transformers: mixtral, the nearest architecture there, "
+        "has false; train with that",
+    ),
+    "expert biases": (
+        {"ffn": moe(experts__bias=True)},
+        "model.ffn.experts.bias (true) has no equal",
+    ),
+    "capacity of a sequence": (
+        {"ffn": moe(capacity__per_sequence=2)},
+        "model.ffn.capacity.per_sequence (2) has no equal",
+    ),
+    "latent experts": ({"ffn": moe(latent__width=8)}, "model.ffn.latent.width (8) has no equal"),
+    "capacity": (
+        {"ffn": moe(capacity__eval_factor=2.0)},
+        "model.ffn.capacity.eval_factor (2.0) has no equal",
+    ),
+    "zero experts": (
+        {"ffn": moe(zero_computation__num_zero=2)},
+        "model.ffn.zero_computation.num_zero (2) has no equal",
+    ),
+    "scale": ({"ffn": moe(router__scale=2.0)}, "model.ffn.router.scale (2.0) has no equal"),
+    "router": (
+        {"ffn": moe(router={"type": "hash"})},
+        'model.ffn.router.type ("hash") has no equal',
+    ),
+    "sigmoid": (
+        {"ffn": moe(router={"type": "sigmoid_top_k"})},
+        'model.ffn.router.type ("sigmoid_top_k") has no equal',
+    ),
+    "plain experts": (
+        {"ffn": moe(experts={"type": "mlp"})},
+        'model.ffn.experts.type ("mlp") has no',
+    ),
+    "clamped": (
+        {"ffn": moe(experts={"type": "clamped_swiglu"})},
+        'model.ffn.experts.type ("clamped_swiglu") has no equal',
+    ),
+    "sum": (
+        {"ffn": moe(shared_expert={"type": "swiglu", "d_ff": 20})},
+        'model.ffn.combine.type ("sum") has no equal in transformers: qwen2_moe',
+    ),
+    "shared width": (
+        {
+            "attention": LATENT,
+            "ffn": moe(
+                router={"type": "sigmoid_top_k"}, shared_expert={"type": "swiglu", "d_ff": 20}
+            ),
+        },
+        "model.ffn.shared_expert.d_ff (20) has no equal in transformers: deepseek_v3, the nearest "
+        "architecture there, has 24",
+    ),
+    "eps": (
+        {
+            "attention": LATENT,
+            "ffn": moe(router={"type": "sigmoid_top_k"}),
+            "norm": {"type": "rms_norm", "eps": 1e-5},
+        },
+        "model.norm.eps (1e-05) has no equal in transformers: deepseek_v3, the nearest architecture there, "
+        "has 1e-06",
+    ),
+    "plain": ({"ffn": "dense"}, 'model.ffn.type ("dense") has no equal in transformers: llama'),
+    "no block": ({"ffn": "identity"}, 'model.ffn.type ("identity") has no equal'),
+    "norm": ({"norm": LAYER}, 'model.norm.type ("layer_norm") has no equal'),
+    "post-norm": (
+        {"norm_placement": "post"},
+        'model.norm_placement ("post") has no equal in transformers: llama, the nearest architecture there, '
+        'has "pre"',
+    ),
+    "positions": (
+        {"positions": {"type": "learned"}},
+        'model.positions.type ("learned") has no equal in transformers: llama',
+    ),
+    "embeddings": ({"scale_embeddings": True}, "model.scale_embeddings (true) has no equal"),
+    "encoder": ({"causal": False}, "model.causal (false) has no equal"),
+    "dense norms": (
+        {"attention": {**ATTENTION, "norm_qk": "all"}},
+        'model.attention.norm_qk ("all") has no equal',
+    ),
+    "heads": (
+        {"attention": {"num_heads": 3, "head_dim": 10}, "norm": {"type": "rms_norm", "eps": 1e-5}},
+        "model.attention.bias (false) has no equal in transformers: qwen2",
+    ),
+    "two blocks": (
+        {"ffn": moe(), "ffn_at": {"2": moe(num_experts=3)}},
+        "model.ffn.num_experts is 5 in layer 0 and 3 in layer 2, and architectures of transformers have one "
+        "block for all sparse layers; train with one",
+    ),
+    "dense above": (
+        {
+            "attention": LATENT,
+            "ffn": moe(router={"type": "sigmoid_top_k"}),
+            "ffn_at": {"2": {"type": "swiglu", "d_ff": 24}},
+        },
+        "model.ffn_at (sparse layers) ([0, 1]) has no equal in transformers: deepseek_v3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_has_no_equal_is_named_and_nothing_is_written(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        export_transformers(decoder_of(**options), tmp_path / "theirs")
+    assert str(caught.value).startswith(message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_that_is_there_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of()
+    (tmp_path / "empty").mkdir()
+    export_transformers(decoder, tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"empty' is there already; give a folder that is not"):
+        export_transformers(decoder, tmp_path / "empty")
+
+    def full(*given: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("moe_ffn.weights.to_transformers.save_tensors", full)
+    with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\)"):
+        export_transformers(decoder, tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
