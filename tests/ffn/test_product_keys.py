@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn, memory
+from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config.yaml_files import validate
+from moe_ffn.kernels import memory
 from moe_ffn.metrics import ListMetrics, LoadMetrics
 from moe_ffn.runs.assemble import check_layout
 from moe_ffn.runs.config import TrainConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import moe_ffn
 from moe_ffn import ConfigError
-from moe_ffn.interop import export_transformers, load_ffn, load_transformers
+from moe_ffn.weights import export_transformers, load_ffn, load_transformers
 from tests.helpers.memory import peak_above
 from tests.helpers.ranks import on_ranks
 from tests.helpers.theirs import EXPERTS, GPT_OSS, IDS_BS, MODELS, SIZES, change, logits, make, save

@@ -21,7 +21,7 @@ import moe_ffn
 from moe_ffn import ConfigError, Decoder, DecoderConfig
 from moe_ffn.data.tokenizer import BPETokenizer, BytesTokenizer, train_bpe
 from moe_ffn.files import remove_unfinished, replacing_folder
-from moe_ffn.interop import pretrained
+from moe_ffn.weights import pretrained
 from tests.helpers.memory import peak_above
 from tests.helpers.ranks import on_ranks
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_ffn import ConfigError, Decoder, DecoderConfig
 from moe_ffn.data.tokenizer import BytesTokenizer, train_bpe
-from moe_ffn.interop import export_transformers, load_transformers
+from moe_ffn.weights import export_transformers, load_transformers
 from moe_ffn.weights.to_transformers import Export
 from tests.helpers.theirs import MODELS, SIZES, logits, save
 
