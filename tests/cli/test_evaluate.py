@@ -1,4 +1,4 @@
-"""`python -m experiments.evaluate`: the figures of a validation again, of any text, and bad input."""
+"""`moe-ffn evaluate`: the figures of a validation again, of any text, and bad input."""
 
 from __future__ import annotations
 

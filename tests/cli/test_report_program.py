@@ -1,4 +1,4 @@
-"""`python -m experiments.report`: where it writes, what it says, and how it follows a run."""
+"""`moe-ffn report`: where it writes, what it says, and how it follows a run."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_the_reader_of_a_help_page_may_go_away(
 ) -> None:
     own("stdout", unread_pipe())
 
-    assert exit_code(import_module(f"experiments.{name}").main, "--help") == 0
+    assert exit_code(import_module(name).main, "--help") == 0
     assert capsys.readouterr().err == ""
 
 
@@ -77,7 +77,7 @@ def test_a_help_page_that_no_disk_takes_is_a_failure(
 ) -> None:
     own("stdout", FULL.open("w"))
 
-    assert exit_code(import_module(f"experiments.{name}").main, "--help") == EXIT_FAILED
+    assert exit_code(import_module(name).main, "--help") == EXIT_FAILED
     assert capsys.readouterr().err == (
         "error: standard output: No space left on device; not all that was printed is there\n"
     )

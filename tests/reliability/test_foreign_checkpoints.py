@@ -148,8 +148,8 @@ def test_the_checkpoints_of_a_sibling_are_refused_by_every_program(
 
     for program, *argv in (
         ("experiments.train", "--resume", str(folder)),
-        ("experiments.generate", str(folder)),
-        ("experiments.trace", str(folder), "--text", "the cat"),
+        ("moe_ffn.cli.generate", str(folder)),
+        ("moe_ffn.cli.trace", str(folder), "--text", "the cat"),
     ):
         done = run_here(*argv, program=program)
         assert done.code == 2, done.stderr

@@ -13,6 +13,7 @@ import pytest
 from moe_ffn.cli.exit import EXIT_BAD_INPUT, EXIT_FAILED, exit_on_bad_input
 from moe_ffn.files import WriteFailures
 from tests.helpers.own_disk import ALONE, mounting
+from tests.helpers.programs import python_words
 from tests.helpers.same_run import require_same
 from tests.helpers.tiny_runs import (
     finish,
@@ -32,14 +33,14 @@ FILLED = 'cat /dev/zero > "$DISK/filler" 2> /dev/null; '
 
 
 def alone(
-    disk: Path, redirect: str, *argv: str, before: str = FILLED, size: str = "4k"
+    disk: Path, redirect: str, program: str, *argv: str, before: str = FILLED, size: str = "4k"
 ) -> subprocess.Popen[str]:
     """The command line of a program whose log is on a disk of its own, which nobody else sees."""
     disk.mkdir(exist_ok=True)
     script = (
         f'{mounting(disk, size)} && {before} "$@" {redirect}; code=$?; cat "$DISK/log"; exit $code'
     )
-    command = [*ALONE, script, "sh", sys.executable, "-m", *argv]
+    command = [*ALONE, script, "sh", sys.executable, *python_words(program), *argv]
     return start_command(command, DISK=str(disk))
 
 
@@ -156,7 +157,7 @@ def test_other_programs_do_their_work(tmp_path: Path, name: str) -> None:
     folder, page = finished_copy(tmp_path), tmp_path / "page.html"
     argv = [word.replace("RUN", str(folder)).replace("page.html", str(page)) for word in argv]
 
-    done = finish(alone(tmp_path / "disk", ALL_OF_IT, f"experiments.{program}", *argv))
+    done = finish(alone(tmp_path / "disk", ALL_OF_IT, f"moe_ffn.cli.{program}", *argv))
 
     assert (done.code, done.stderr) == (code, "")
     assert page.is_file() == (str(page) in argv)

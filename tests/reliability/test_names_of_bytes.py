@@ -47,7 +47,7 @@ def test_runs_of_such_names_have_a_page(tmp_path: Path) -> None:
 
     for runs in (folders[:1], folders):
         page = tmp_path / "page.html"
-        done = run_here(*map(str, runs), "--output", str(page), program="experiments.report")
+        done = run_here(*map(str, runs), "--output", str(page), program="moe_ffn.cli.report")
         assert done.code == 0, done.stderr
         assert SHOWN in page.read_text(encoding="utf-8")
 
@@ -81,7 +81,7 @@ def test_a_program_on_such_a_run(tmp_path: Path, program: str, environment: str)
 
     done = run(
         *PROGRAMS[program](folder),
-        program=f"experiments.{program}",
+        program=f"moe_ffn.cli.{program}",
         **ENVIRONMENTS[environment],
     )
 

@@ -161,7 +161,7 @@ def _plant(path: Path, plant: Callable[[Path, Path], None], mine: Path) -> None:
 
 def _refused(program: str, run: Path) -> str:
     with within(20):
-        done = run_here(*PROGRAMS[program](run), program=f"experiments.{program}")
+        done = run_here(*PROGRAMS[program](run), program=f"moe_ffn.cli.{program}")
     assert done.code == 2, done.stderr
     (line,) = done.own_lines
     return line.removeprefix("error: ")
@@ -251,7 +251,7 @@ def test_links_to_runs_and_their_folders_are_followed(tmp_path: Path) -> None:
     link.symlink_to(run)
 
     for program in ("generate", "trace", "report", "compare"):
-        done = run_here(*PROGRAMS[program](link), program=f"experiments.{program}")
+        done = run_here(*PROGRAMS[program](link), program=f"moe_ffn.cli.{program}")
         assert done.code == 0, (program, done.stderr)
     done = run_here("--resume", str(link), "--trainer.max_steps", "14")
     assert done.code == 0, done.stderr
@@ -267,7 +267,7 @@ def test_checkpoints_on_a_disk_that_is_not_mounted_are_named(tmp_path: Path) -> 
     (run / CHECKPOINTS_FOLDER).rename(tmp_path / "other-disk")
     (run / CHECKPOINTS_FOLDER).symlink_to(tmp_path / "unmounted")
 
-    done = run_here(str(run), program="experiments.generate")
+    done = run_here(str(run), program="moe_ffn.cli.generate")
 
     assert (done.code, done.own_lines) == (
         2,

@@ -279,7 +279,7 @@ def test_no_model_is_read_from_it(
 
 def refused_by_the_program(run: Path, reason: str, program: str, *argv: str) -> None:
     before = snapshot(run)
-    done = run_here(*argv, program=f"experiments.{program}")
+    done = run_here(*argv, program=f"moe_ffn.cli.{program}")
     assert done.code == 2, done.stderr
     assert len(done.own_lines) == 1, done.stderr
     assert done.own_lines[0].startswith("error: "), done.stderr
