@@ -80,7 +80,6 @@ ONLY_PLACES = {
     "lm_eval": {"moe_ffn/interop/lm_eval.py"},
     "triton": {"moe_ffn/kernels/triton"},
     "plotly": {
-        "experiments/benchmark",
         "moe_ffn/report",
         "moe_ffn/metrics/plotting.py",
         "moe_ffn/training/monitoring/loggers.py",

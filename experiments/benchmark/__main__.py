@@ -36,16 +36,12 @@ from moe_ffn.kernels.select import BACKENDS
 SUITES: dict[str, Callable[[Session], None]] = {
     "rows": suites.rows,
     "experts": suites.experts,
-    "tokens": suites.tokens,
-    "width": suites.width,
     "skew": suites.skew,
     "decoding": suites.decoding,
     "generation": generation,
     "live_models": live_models,
     "training": training,
     "memory": suites.memory,
-    "blocks": suites.blocks,
-    "profile": suites.profile,
     "gpu": suites.gpu,
 }
 """The suites by name; the first line of the docstring of each says what it times."""

@@ -27,7 +27,7 @@ from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.isoflop import fit_isoflop, fit_parabola
 from moe_ffn.studies.leverage import LEVERAGE_LIMITS, leverage
-from moe_ffn.studies.scaling_laws import CLARK, GRANULARITY, Fit, Law, fit, power_law
+from moe_ffn.studies.scaling_laws import CLARK, Fit, Law, fit, power_law
 
 Image = Callable[[str, str, str], str]
 """Name, SVG and alternative text of a figure -> the figure in Markdown; empty where it is not shown."""
@@ -110,19 +110,13 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
     parts.append(markdown_table(["line", "granularity with the lowest loss", "why none"], rows))
     every = [run for arm in arms for run in arm.results]
     runs = [run for run in every if not math.isnan(size_of(run, axis))]
-    variables = {
-        "G": sizes_of(runs, axis),
-        "N": sizes_of(runs, "params"),
-        "D": [float(run.budget.tokens) for run in runs],
-    }
-    vary = {name: len(set(values)) > 1 for name, values in variables.items()}
-    if vary["N"] and vary["D"]:
-        law, note = GRANULARITY, "G is the axis; N all parameters; D training tokens."
+    if len({run.budget.tokens for run in runs}) > 1:
+        parts.append("The runs differ in their tokens, so that no form in G alone is fitted.")
     else:
-        law = power_law("G", "granularity")
         note = "At one size and one number of tokens Krajewski's form is this one in G alone."
-        variables = {"G": variables["G"]}
-    parts.append(_fitted(variables, [loss_of(run) for run in runs], law, note))
+        law = power_law("G", "granularity")
+        losses = [loss_of(run) for run in runs]
+        parts.append(_fitted({"G": sizes_of(runs, axis)}, losses, law, note))
     return "\n\n".join(filter(None, parts))
 
 
