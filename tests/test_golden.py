@@ -10,7 +10,6 @@ import functools
 import json
 import re
 import signal
-from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -39,16 +38,19 @@ PUBLISHED = names("models/*.yaml")
 """Models that are too large to train here; only their sizes are frozen."""
 REPORTED = ["dense", "moe", "moe_capacity", "routers/mixture_of_depths"]
 RESUMED = [*REPORTED, "models/small/deepseek_v3", "vanilla_2017"]
-"""The last two have a state of their own: a correction bias, and the random numbers of dropout."""
+"""The last two add a state: a correction bias, and the random numbers of dropout."""
 EXPORTED = ["models/small/mixtral", "models/small/qwen2_moe", "moe", "swiglu"]
 """One config of each architecture of transformers that the export writes."""
 
-LOGGED = ["train/loss", "train/objective", "train/gradient_norm", "validation/loss"]
+TOLERANCES = {
+    **dict.fromkeys(("train/loss", "train/objective", "validation/loss"), 1e-3),
+    "train/gradient_norm": 2e-2,  # one token that another kernel rounds to another expert moves it
+}
+"""Logged names whose values are frozen -> the relative difference that another processor may make; of
+it a tenth in the first step, where no rounding has moved a token yet."""
 STEPS = 3
-SMALL = {"d_model": 48, "num_layers": 2}
+SMALL = ["--model.d_model", "48", "--model.num_layers", "2"]
 """Width and depth of all models but `models/small`; 48 is divisible by every number of heads."""
-
-slow = pytest.mark.slow
 
 # -- runs
 
@@ -80,20 +82,15 @@ def train(name: str, folder: Path, code: int = 0) -> Path:
     )
     pairs = zip(words[::2], words[1::2], strict=True)
     kept = [part for pair in pairs if not pair[0].startswith("--model.") for part in pair]
-    if not name.startswith("models/small/"):
-        kept += [part for key, v in SMALL.items() for part in (f"--model.{key}", str(v))]
+    kept += [] if name.startswith("models/small/") else SMALL
     start("train", "--config", f"{CONFIGS / name}.yaml", *kept, code=code)
     return folder / "run"
 
 
 @functools.cache
 def trained(name: str) -> Path:
-    """The unbroken run of a config."""
+    """Folder of the unbroken run of a config."""
     return train(name, shared_folder() / "runs" / name.replace("/", "-"))
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
 # -- what is frozen
@@ -101,41 +98,33 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 def curves_of(run: Path) -> dict[str, list[float]]:
     """The value of each step for every logged name, in the order of the steps."""
-    rows = rows_of(run)
-    return {key: [row[key] for row in rows if key in row] for key in LOGGED}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return {key: [row[key] for row in rows if key in row] for key in TOLERANCES}
 
 
 def losses(name: str) -> dict[str, list[float]]:
     facts = json.loads((trained(name) / "facts.json").read_text("utf-8"))
-    counts = [facts[key] for key in ("num_params", "num_active_params", "flops_per_token")]
-    return {"size": counts, **curves_of(trained(name))}
+    size = [facts[key] for key in ("num_params", "num_active_params", "flops_per_token")]
+    return {"size": size, **curves_of(trained(name))}
 
 
 def size(name: str) -> list[int]:
     """Parameters, active parameters and forward FLOPs per token of a model that is not built."""
-    printed = start("train", "--config", f"{CONFIGS / name}.yaml", "--print-config")
-    config = yaml.safe_load(printed.stdout)
+    done = start("train", "--config", f"{CONFIGS / name}.yaml", "--print-config")
+    config = yaml.safe_load(done.stdout)
     model = DecoderConfig.model_validate(config["model"])
     sizes = config["data"]["tokenizer"]["vocab_size"], config["data"]["seq_len"]
-    return [
-        model.num_params(*sizes),
-        model.num_active_params(*sizes),
-        model.flops_per_token(*sizes),
-    ]
+    counts = model.num_params, model.num_active_params, model.flops_per_token
+    return [count(*sizes) for count in counts]
 
 
 def weights(folder: Path) -> list[list[Any]]:
     """Shape and sum of squares of every tensor, sorted, so that names may change."""
     tensors = load_file(folder / "model.safetensors").values()
-    return sorted([[*tensor.shape], tensor.double().square().sum().item()] for tensor in tensors)
+    return sorted([[*t.shape], t.double().square().sum().item()] for t in tensors)
 
 
-def model_weights(name: str) -> list[list[Any]]:
-    """The weights of the model that a run writes for `load_pretrained`."""
-    return weights(trained(name) / "model")
-
-
-def exported_weights(name: str) -> list[list[Any]]:
+def exported(name: str) -> list[list[Any]]:
     """The weights that the export to transformers writes."""
     target = lasting_folder() / "exported"
     start("convert", str(trained(name)), str(target))
@@ -162,8 +151,8 @@ def report(name: str) -> str:
 FROZEN = {
     "losses": (losses, TRAINED),
     "published": (size, PUBLISHED),
-    "model": (model_weights, REPORTED),
-    "exported": (exported_weights, EXPORTED),
+    "model": (lambda name: weights(trained(name) / "model"), REPORTED),
+    "exported": (exported, EXPORTED),
     "report": (report, REPORTED),
 }
 """Section of the file -> what computes an entry, and the configs that have one."""
@@ -200,25 +189,25 @@ def golden() -> dict[str, dict[str, Any]]:
 def test_every_config_has_a_frozen_entry_and_every_entry_a_config() -> None:
     frozen = {section: [*entries] for section, entries in golden().items()}
     assert frozen == {section: configs for section, (_, configs) in FROZEN.items()}
-    others = {*names("studies/*.yaml")}  # they train many runs, of models that are frozen here
-    assert {*names("**/*.yaml")} - others == {*TRAINED, *PUBLISHED}
+    assert {*names("**/*.yaml")} == {*TRAINED, *PUBLISHED, *names("studies/*.yaml")}
 
 
 def test_published_models_have_their_frozen_sizes() -> None:
     assert {name: size(name) for name in PUBLISHED} == golden()["published"]
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_config_trains_to_the_frozen_losses(name: str) -> None:
     got, frozen = losses(name), golden()["losses"][name]
     assert got["size"] == frozen["size"], "parameters, active parameters, FLOPs per token"
-    for key in LOGGED:
+    for key, tolerance in TOLERANCES.items():
         assert len(got[key]) == STEPS
-        assert got[key] == pytest.approx(frozen[key], rel=1e-3, abs=2e-3), key
+        assert got[key] == pytest.approx(frozen[key], rel=tolerance), key
+        assert got[key][0] == pytest.approx(frozen[key][0], rel=tolerance / 10), key
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_run_cut_after_a_step_resumes_to_the_losses_of_the_unbroken_run(
     tmp_path: Path, name: str
@@ -228,38 +217,32 @@ def test_run_cut_after_a_step_resumes_to_the_losses_of_the_unbroken_run(
         run = train(name, tmp_path, code=128 + signal.SIGTERM)
     finally:
         hook.remove()
-    assert {row["step"] for row in rows_of(run)} == {1}, "cut after the first step"
+    unbroken = curves_of(trained(name))
+    assert curves_of(run) == {key: values[:1] for key, values in unbroken.items()}
 
     start("train", "--resume", str(run))
 
-    assert curves_of(run) == curves_of(trained(name))
+    assert curves_of(run) == unbroken
 
 
-def assert_same_weights(got: Sequence[Sequence[Any]], frozen: Sequence[Sequence[Any]]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("section", "name"), [(key, name) for key in ("model", "exported") for name in FROZEN[key][1]]
+)
+def test_folder_of_a_model_has_the_frozen_weights(section: str, name: str) -> None:
+    got, frozen = FROZEN[section][0](name), golden()[section][name]
     assert [shape for shape, _ in got] == [shape for shape, _ in frozen]
     assert [s for _, s in got] == pytest.approx([s for _, s in frozen], rel=1e-3, abs=1e-6)
 
 
-@slow
-@pytest.mark.parametrize("name", REPORTED)
-def test_run_writes_a_model_with_the_frozen_weights(name: str) -> None:
-    assert_same_weights(model_weights(name), golden()["model"][name])
-
-
-@slow
-@pytest.mark.parametrize("name", EXPORTED)
-def test_export_to_transformers_writes_the_frozen_weights(name: str) -> None:
-    assert_same_weights(exported_weights(name), golden()["exported"][name])
-
-
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPORTED)
 def test_page_of_a_run_shows_the_frozen_numbers(name: str) -> None:
     got, frozen = report(name).split(), golden()["report"][name].split()
     assert len(got) == len(frozen), f"{got}\n{frozen}"
     for place, (new, old) in enumerate(zip(got, frozen, strict=True)):
         digit = 1.01 * 10.0 ** -len(old.partition(".")[2])  # a rounding may fall on either side
-        assert float(new) == pytest.approx(float(old), rel=2e-2, abs=digit), f"number {place}"
+        assert float(new) == pytest.approx(float(old), rel=5e-2, abs=digit), f"number {place}"
 
 
 if __name__ == "__main__":
