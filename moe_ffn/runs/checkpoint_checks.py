@@ -36,8 +36,7 @@ from moe_ffn.runs.checkpoints import (
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import ROWS_OF_MEDIAN, AlarmKind
 from moe_ffn.training.optimizer import build_schedule
-from moe_ffn.training.recovery.checkpoint_file import CheckpointError
-from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
+from moe_ffn.training.recovery.checkpoint_file import CheckpointError, SavedTensors
 from moe_ffn.training.recovery.guard import STEPS_OF_MEDIAN
 from moe_ffn.training.recovery.stopping import EarlyStoppingByOptions, StepTimer
 

@@ -49,10 +49,10 @@ from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,
     IDENTITY,
     CheckpointError,
-    likely_step,
+    SavedTensors,
     newest_first,
+    step_of,
 )
-from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
 from moe_ffn.training.sampling import encode_text
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
@@ -152,9 +152,7 @@ class Run:
     @property
     def saved_steps(self) -> list[int]:
         """The optimizer steps whose checkpoints the folder holds, good or not, ascending."""
-        return sorted(
-            {likely_step(path) for path in newest_first(self.folder / CHECKPOINTS_FOLDER)}
-        )
+        return sorted({step_of(path) for path in newest_first(self.folder / CHECKPOINTS_FOLDER)})
 
     def model_at(self, step: int) -> Decoder:
         """The decoder as it was at one of `saved_steps`; ConfigError where that checkpoint is not good."""
@@ -397,7 +395,7 @@ def read_weights(
     best, steps = best_checkpoint(checkpoints), newest_first(checkpoints)
     candidates = [*best, *steps]
     if step is not None:
-        candidates = [path for path in steps if likely_step(path) == step]
+        candidates = [path for path in steps if step_of(path) == step]
     found, skipped = newest_good(candidates, refusal)
     if step is None and steps and not best:
         skipped = [f"there is no {BEST_NAME}", *skipped]

@@ -64,11 +64,8 @@ from moe_ffn.training.monitoring.json_lines import (
 )
 from moe_ffn.training.recovery.checkpoint_file import (
     IDENTITY,
-    is_misnamed,
-    likely_step,
     newest_first,
-    pass_over,
-    step_inside,
+    set_skipped_aside,
     step_name,
     step_of,
 )
@@ -108,8 +105,6 @@ class Start:
         if self.checkpoint is None:
             return f"resuming {folder} from the start: no checkpoint was saved before it ended"
         name, why = self.checkpoint.name, "; ".join(self.passed_over)
-        if is_misnamed(self.checkpoint, self.step):
-            name = f"{name}, which {_holds(self.checkpoint, self.step)}"
         which = (
             f"passed over, since {why}; the newest good one"
             if why
@@ -134,9 +129,6 @@ def find_start(folder: Path, own: TrainConfig, data: PreparedData, module: Langu
     refusal = refusal_to_start(folder, own, data, module, record)
     found, passed_over = newest_good(candidates, refusal)
     if found is not None:
-        others = candidates[candidates.index(found.path) + 1 :]
-        same_step = [path for path in others if step_inside(path) == found.step]
-        passed_over += [f"{path.name} {_holds(path, found.step)}" for path in same_step]
         if lost := _lost_checkpoint(record, found.step, candidates):
             passed_over.insert(0, f"{lost} is missing")
         made_with, callbacks = found.values[IDENTITY], found.values["callbacks"]
@@ -171,14 +163,10 @@ def refusal_to_start(
     return refusal
 
 
-def _holds(path: Path, step: int) -> str:
-    return f"holds step {step}, not {step_of(path)}"
-
-
 def _lost_checkpoint(record: RunRecord, step: int, candidates: Sequence[Path]) -> str:
     """The name of the checkpoint that was saved last, where it is later than `step` and not there."""
     saved = None if record.saved is None else record.saved.last_saved_step
-    if saved is None or saved <= step or any(likely_step(path) >= saved for path in candidates):
+    if saved is None or saved <= step or any(step_of(path) >= saved for path in candidates):
         return ""
     return step_name(saved)
 
@@ -250,10 +238,7 @@ def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str,
     }
     try:
         remove_unfinished(folder)
-        # Read again one day, they would be of another past.
-        for path in newest_first(folder / CHECKPOINTS_FOLDER):
-            if likely_step(path) >= start.step and path != start.checkpoint:
-                pass_over(path)
+        set_skipped_aside(folder / CHECKPOINTS_FOLDER, start.step)
         _cut_logs(folder, start.step, start.callbacks)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         write_whole(folder / RESUMES_FILE, f"{_text(folder / RESUMES_FILE)}{json.dumps(line)}\n")

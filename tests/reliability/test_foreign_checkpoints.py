@@ -172,7 +172,7 @@ def test_one_of_a_sibling_is_passed_over_for_its_own(folder: Path) -> None:
         in done.stdout
     )
     assert differences(trained(), folder) == []
-    assert (folder / "checkpoints" / f"{NEWEST}.passed-over").exists()
+    assert (folder / "checkpoints" / f"{NEWEST}.skipped").exists()
 
 
 # -- options that a run has had

@@ -48,7 +48,7 @@ def best_alone(folder: Path) -> None:
 
 def renamed_all(folder: Path) -> None:
     for path in (folder / "checkpoints").iterdir():
-        path.rename(path.with_name(f"{path.name}.passed-over"))
+        path.rename(path.with_name(f"{path.name}.skipped"))
 
 
 def saved(text: str) -> Do:
