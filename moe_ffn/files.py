@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
+
+log = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished"
 """Suffix of a file that is being written, or was when its process died."""
@@ -277,4 +279,4 @@ class WriteFailures:
             self._report("is written again")
 
     def _report(self, what: str) -> None:
-        print(f"disk: '{self.path}' {what}", file=sys.stderr, flush=True)
+        log.warning("disk: '%s' %s", self.path, what)

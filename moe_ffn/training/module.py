@@ -361,17 +361,10 @@ class LanguageModel(LightningModule):
         # A sharded model has gathered weights only while its own hooks run, which a gradient needs.
         scale = None if self._layout.is_sharded else gradient_scale / len(batches)
         with torch.set_grad_enabled(scale is not None):
-            found = find_nan_source(self, batches, scale, self._found_on_any_rank)
+            found = find_nan_source(self, batches, scale)
         if isinstance(self.decoder, FSDPModule):
             self.decoder.reshard()  # what is outside of layers stays gathered, and has other gradients
         return found
-
-    def _found_on_any_rank(self, found: str | None) -> str | None:
-        if self._num_ranks == 1:
-            return found
-        of_ranks: list[str | None] = [None] * self._num_ranks
-        torch.distributed.all_gather_object(of_ranks, found)
-        return next((found for found in of_ranks if found is not None), None)
 
     def _forget_step(self) -> None:
         self.balance_updater.forget()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +24,8 @@ from moe_ffn.training.monitoring.loggers import alert
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.recovery.guard import SkippedStep
+
+log = logging.getLogger(__name__)
 
 AlarmKind = Literal[
     "collapse",
@@ -245,7 +247,7 @@ class AlarmLog(Checkpointed):
         for kind, group in groupby(in_order, key=lambda alarm: alarm.kind):
             first, *others = group
             also = f" (and {', '.join(str(alarm.layer) for alarm in others)})" if others else ""
-            print(f"alarm: {first}{also}", file=sys.stderr)
+            log.warning("alarm: %s%s", first, also)
             title = kind.replace("_", " ")
             # wandb keeps back what comes under the same title too soon.
             title = title if first.layer is None else f"{title}, {first.layer}"

@@ -6,8 +6,8 @@ receive one row every `logging.every_n_steps`.
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,6 +45,8 @@ from moe_ffn.training.monitoring.routing_window import (
 )
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.sampling import SampleConfig, sample_text
+
+log = logging.getLogger(__name__)
 
 LoggedRow = dict[str, float | list[float]]
 """Key -> value, or one value per expert, which each logger writes in its own way."""
@@ -361,9 +363,8 @@ class SampleLog(Checkpointed, Callback):
                 )
         except RuntimeError as error:  # a temperature, or logits, that make no probabilities
             if trainer.is_global_zero:
-                print(
-                    f"sample: no text at step {trainer.global_step}: {first_line(error)}",
-                    file=sys.stderr,
+                log.warning(
+                    "sample: no text at step %d: %s", trainer.global_step, first_line(error)
                 )
             return
         if not trainer.is_global_zero:

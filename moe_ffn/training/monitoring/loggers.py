@@ -6,6 +6,7 @@ but not the training; the constants below limit the waiting.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -27,6 +28,8 @@ from moe_ffn.config.errors import explain, first_line
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, heat_figure
 from moe_ffn.training.config import WandbConfig
 from moe_ffn.training.monitoring.json_lines import STEP_KEY, JsonLines
+
+log = logging.getLogger(__name__)
 
 INIT_TIMEOUT_SECONDS = 8
 """Seconds that the server may take to accept a run; wandb's own 90 look like a hang without a network."""
@@ -127,7 +130,7 @@ class WandbRun(WandbLogger):
             yield
         except Exception as error:  # its process may have died, its disk be full
             if not self._failed:
-                print(f"wandb: {_reason(error)}; {remedy}", file=sys.stderr)
+                log.warning("wandb: %s; %s", _reason(error), remedy)
             self._failed = True
 
 
@@ -236,7 +239,7 @@ def _requested_mode(config: WandbConfig) -> str:
         os.environ.pop("WANDB_MODE", None)
         if environment:
             known = ", ".join(_MODES)
-            print(f"wandb: WANDB_MODE '{environment}' is ignored; known: {known}", file=sys.stderr)
+            log.warning("wandb: WANDB_MODE '%s' is ignored; known: %s", environment, known)
     return _MODES.get(environment, "auto") if config.mode == "auto" else config.mode
 
 

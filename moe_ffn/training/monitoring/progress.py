@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import textwrap
 import time
@@ -28,6 +29,8 @@ from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import short_name
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.callbacks import LoggedRow, StepLogger, ValidationLogger
+
+log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -196,7 +199,7 @@ class ProgressLines(Callback):
 
     def _print(self, line: str) -> None:
         self._printed_at = time.monotonic()
-        print(line, file=sys.stderr, flush=True)
+        log.info(line)
 
 
 def _seconds_left(began_at: float, num_done: int, num_left: int) -> float:

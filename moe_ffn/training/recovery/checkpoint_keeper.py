@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,6 +32,9 @@ from moe_ffn.training.recovery.checkpoint_file import (
     verify,
     write_checkpoint,
 )
+from moe_ffn.training.recovery.guard import found_on_any_rank
+
+log = logging.getLogger(__name__)
 
 SLOW_SECONDS, SLOW_SHARE = 10.0, 0.25
 """A save that takes longer than both is reported: seconds, share of the time since the last save."""
@@ -212,10 +215,8 @@ class CheckpointKeeper(Callback):
         Returns:
             on every rank, the reason why it is not written, or the empty string.
         """
-        broken = _first_broken(trainer.lightning_module)
-        if not trainer.strategy.reduce_boolean_decision(broken is None):
-            if broken is None:
-                return "another rank's are broken"
+        broken = found_on_any_rank(_first_broken(trainer.lightning_module))
+        if broken is not None:
             self._report_once(
                 f"checkpoint: none of step {trainer.global_step}, nor until that is fixed: '{broken}' holds "
                 f"NaN or infinity; those in '{self.folder}' stay"
@@ -248,7 +249,7 @@ class CheckpointKeeper(Callback):
         subject = line.partition(" ")[0]
         if subject not in self._reported:
             self._reported.add(subject)
-            print(line, file=sys.stderr, flush=True)
+            log.warning(line)
 
     def _remove_old(self, step: int) -> None:
         """Remove all but the newest few before `step`, after verifying the file of `step`."""
@@ -304,8 +305,6 @@ class KeptFiles(Callback):
                 write_file(self.folder, name, self.files[name])
                 self._changed.discard(name)
             if missing:
-                print(
-                    f"disk: '{self.folder}' had lost {', '.join(missing)}; written again",
-                    file=sys.stderr,
-                    flush=True,
+                log.warning(
+                    "disk: '%s' had lost %s; written again", self.folder, ", ".join(missing)
                 )

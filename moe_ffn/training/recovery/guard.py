@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -136,35 +137,41 @@ def find_nan_source(
     model: nn.Module,
     batches: Iterable[Callable[[], Objective]],
     gradient_scale: float | None = 1.0,
-    agree: Callable[[str | None], str | None] = lambda found: found,
 ) -> str | None:
     """Return the name of the first value of a step that is not finite; None if all are.
 
-    No hook and no gradient stays behind. Every rank has to call this.
+    No hook and no gradient stays behind. Every rank has to call this, and all stop at the same place.
 
     Args:
         model: the module whose parts are named, by their paths in it.
         batches: a forward pass for each batch of the step, with the randomness it had.
         gradient_scale: factor of the loss before backward; None if a backward pass cannot be repeated, and
             is not searched.
-        agree: returns what any rank found, given what this rank found: a forward pass may need all ranks, so
-            all have to stop at once.
     """
     name = nonfinite_value(model.state_dict())
-    if found := agree(name and f"the parameter {name}"):
+    if found := found_on_any_rank(name and f"the parameter {name}"):
         return found
     for forward in batches:
         losses, name = _forward_and_source(model, forward)
         if name is None and not _is_finite(losses.total):
             parts = {"cross_entropy": losses.cross_entropy, **losses.balancing}
             name = f"the objective's {nonfinite_value(parts) or 'total'}"
-        if found := agree(name):
+        if found := found_on_any_rank(name):
             return found
         if gradient_scale is not None:
             name = next(iter(_nonfinite_gradients(model, losses.total * gradient_scale)), None)
-            if found := agree(name and f"the gradient of {name}"):
+            if found := found_on_any_rank(name and f"the gradient of {name}"):
                 return found
     return None
+
+
+def found_on_any_rank(found: str | None) -> str | None:
+    """Return the first text that a rank has found. A collective: every rank has to call it."""
+    if not dist.is_initialized():
+        return found
+    of_ranks: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    return next((found for found in of_ranks if found is not None), None)
 
 
 def nonfinite_value(state: Mapping[str, Any]) -> str | None:
