@@ -6,8 +6,8 @@ import pytest
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.parallel.layout import Layout, ParallelConfig
-from moe_ffn.runs.assemble import check_layout
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.validate import check_layout
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from threading import Thread
 
@@ -26,20 +25,12 @@ from moe_ffn.runs.folder import (
     CONFIG_FILE,
     DOCUMENTS_FILE,
     FACTS_FILE,
-    FILES,
-    FOLDERS,
-    LOCK_FILE,
     METRICS_FILE,
     TOKENIZER_FILE,
     check_is_run,
 )
-from moe_ffn.training.recovery.checkpoint_file import (
-    CheckpointError,
-    newest_first,
-    read_checkpoint,
-)
 from tests.helpers.snapshot import snapshot
-from tests.helpers.tiny_runs import finished_copy, run_here, trained, write_corpus
+from tests.helpers.tiny_runs import finished_copy, run_here, write_corpus
 
 # -- what is planted
 
@@ -78,11 +69,6 @@ def _file(path: Path, mine: Path) -> None:
     path.write_text("mine")
 
 
-IN_THE_PLACE_OF_A_FILE = {
-    "a pipe": _pipe,
-    "a socket": _socket,
-    "a folder": _folder,
-}
 IN_THE_PLACE_OF_A_FOLDER = {
     "a pipe": _pipe,
     "a file": _file,
@@ -155,73 +141,7 @@ def _plant(path: Path, plant: Callable[[Path, Path], None], mine: Path) -> None:
     plant(path, mine)
 
 
-def _refused(program: str, run: Path) -> str:
-    with within(20):
-        done = run_here(*PROGRAMS[program](run), program=f"experiments.{program}")
-    assert done.code == 2, done.stderr
-    (line,) = done.own_lines
-    return line.removeprefix("error: ")
-
-
 # -- files and folders of a run
-
-
-IN_PLACES = [*product(FILES, IN_THE_PLACE_OF_A_FILE), *product(FOLDERS, IN_THE_PLACE_OF_A_FOLDER)]
-OFTEN = {
-    "train": ("a pipe",),
-    "generate": (),
-    "trace": (),
-    "report": (),
-    "compare": (),
-}
-
-
-@pytest.mark.parametrize(
-    ("program", "name", "what"),
-    [
-        pytest.param(
-            program,
-            *place,
-            marks=() if place[1] in OFTEN[program] or place[0] == LOCK_FILE else pytest.mark.slow,
-        )
-        for program, place in product(PROGRAMS, IN_PLACES)
-    ],
-)
-def test_what_stands_in_the_place_of_a_file_is_refused_by_its_name(
-    folder: Path, mine: Path, program: str, name: str, what: str
-) -> None:
-    plants = IN_THE_PLACE_OF_A_FILE if name in FILES else IN_THE_PLACE_OF_A_FOLDER
-    _plant(folder / name, plants[what], mine)
-    before = _state(mine.parent), _state(folder)
-
-    said = _refused(program, folder)
-
-    kind = "a file" if name in FILES else "a folder"
-    assert said == (
-        f"'{folder / name}' is {what}, and has to be {kind}; put back what it was, or remove it"
-    )
-    assert (_state(mine.parent), _state(folder)) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("what", IN_THE_PLACE_OF_A_FILE)
-def test_so_is_what_stands_in_the_place_of_the_code_of_a_run(
-    folder: Path, mine: Path, program: str, what: str
-) -> None:
-    (folder / "code").mkdir()
-    IN_THE_PLACE_OF_A_FILE[what](folder / "code" / "own.py", mine)
-
-    said = _refused(program, folder)
-
-    assert said.startswith(f"'{folder}/code/own.py' is {what}, and has to be a file; ")
-
-
-@pytest.mark.slow
-def test_all_that_a_run_makes_is_looked_at() -> None:
-    made = {path.name for path in trained().iterdir()}
-
-    assert made <= {*FILES, *FOLDERS}
 
 
 def test_a_run_that_is_named_by_a_link_is_that_run(folder: Path) -> None:
@@ -272,26 +192,6 @@ def test_checkpoints_on_a_disk_that_is_not_mounted_are_named(tmp_path: Path) -> 
             "there; mount its disk, or put it back"
         ],
     )
-
-
-# -- checkpoints
-
-
-@pytest.mark.parametrize("what", IN_THE_PLACE_OF_A_FILE)
-def test_a_checkpoint_that_is_no_file_is_none(folder: Path, mine: Path, what: str) -> None:
-    path = folder / CHECKPOINTS_FOLDER / "step_00000004.ckpt"
-    IN_THE_PLACE_OF_A_FILE[what](path, mine)
-
-    with within(5), pytest.raises(CheckpointError, match=r"^cannot be read \(no file, but"):
-        read_checkpoint(path)
-
-
-@pytest.mark.parametrize("what", IN_THE_PLACE_OF_A_FOLDER)
-def test_checkpoints_are_looked_for_in_a_folder_alone(folder: Path, mine: Path, what: str) -> None:
-    _plant(folder / CHECKPOINTS_FOLDER, IN_THE_PLACE_OF_A_FOLDER[what], mine)
-
-    with pytest.raises(OSError, match="Not a directory"):
-        newest_first(folder / CHECKPOINTS_FOLDER)
 
 
 # -- the cache
