@@ -165,7 +165,7 @@ def check_start(folder: Path, reason: str) -> None:
     """It is that of the older checkpoint, and says of the newest why it is not gone on from."""
     start = start_of(folder)
     assert start.checkpoint == folder / CHECKPOINTS_FOLDER / OLDER
-    (said,) = start.passed_over
+    (said,) = start.skipped
     check_sentence(said, NEWEST, reason)
 
 
