@@ -157,7 +157,7 @@ def test_rows_as_csv_are_of_one_run_and_overwrite_nothing(program: Program) -> N
         ),
         (
             ["runs/a", "--watch", "--every", "soon"],
-            "argument --every: invalid float value: 'soon'",
+            "--every: invalid float value: 'soon'",
         ),
     ],
 )

@@ -47,12 +47,12 @@ def refuse(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--suite", "row"], "argument --suite: invalid choice: 'row' (choose from 'rows', "),
-        (["--backends", "loop", "x"], "argument --backends: invalid choice: 'x' (choose from "),
-        (["--device", "gpu"], "argument --device: invalid choice: 'gpu' (choose from 'auto', "),
-        (["--rounds", "0"], "argument --rounds: '0' is no whole number from 1 to 1000000000"),
-        (["--warmup", "-1"], "argument --warmup: '-1' is no whole number from 0 to "),
-        (["--threads", "two"], "argument --threads: 'two' is no whole number from 1 to "),
+        (["--suite", "row"], "--suite: invalid choice: 'row' (choose from 'rows', "),
+        (["--backends", "loop", "x"], "--backends: invalid choice: 'x' (choose from "),
+        (["--device", "gpu"], "--device: invalid choice: 'gpu' (choose from 'auto', "),
+        (["--rounds", "0"], "--rounds: must be a whole number from 1 to 1000000000, got '0'"),
+        (["--warmup", "-1"], "--warmup: must be a whole number from 0 to "),
+        (["--threads", "two"], "--threads: must be a whole number from 1 to "),
         (["--shape", "1,2,3"], f"--shape 1,2,3: {SHAPE}"),
         (["--shape", "64,0,8,4,2,fp32"], f"--shape 64,0,8,4,2,fp32: {SHAPE}"),
         (["--shape", "64,16,8,4,2,fp64"], f"--shape 64,16,8,4,2,fp64: {SHAPE}"),
