@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.balancing.losses import pairs_per_expert
+from moe_ffn.balancing.sums import pairs_per_expert
 from moe_ffn.config.base import Config, TaggedConfig
 from moe_ffn.outputs import Routing
 
@@ -122,7 +122,7 @@ def sparsity_weight_after(weight: Tensor, density: Tensor, factor: float) -> Ten
 
     Args:
         weight: of the step that ended.
-        density: experts per token over `Routing.target_k`, the mean of that step's batches, ranks and
+        density: experts per token over `SteeredRouting.target_k`, the mean of that step's batches, ranks and
             layers; above 1 the sparsity is below its target, 1 - k / E.
         factor: multiplies the weight where the density is above 1, and divides it below.
     """

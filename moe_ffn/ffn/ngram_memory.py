@@ -20,20 +20,14 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
-from moe_ffn.config.errors import Refusal, first_refusal
+from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.config.sizes import linear_flops, linear_params
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo, parts_of
+from moe_ffn.ffn.inputs import check_input, flatten_tokens
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.kernels.base import check_dtype
 from moe_ffn.kernels.memory import require_table_memory
-from moe_ffn.outputs import (
-    FFNOutput,
-    Memory,
-    TokenContext,
-    TokenHistory,
-    check_input,
-    flatten_tokens,
-)
+from moe_ffn.outputs import FFNOutput, TokenContext, TokenHistory
 from moe_ffn.routing.base import Router, WideRMSNorm
 
 _EPS = 1e-6
@@ -67,13 +61,13 @@ class NgramMemoryConfig(FFNConfig, frozen=True):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Chooses the hash function, one for all layers with the same seed."""
 
-    @property
-    def reads_history(self) -> bool:
-        return True
-
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        return first_refusal({"ffn": self.ffn.not_cached_because})
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if situation.cached and not situation.history:
+            return Refusal(
+                f"type '{self.type}' reads earlier tokens, and those not chosen are missing",
+                "put the mixture of depths inside 'ngram_memory'",
+            )
+        return first_refusal(parts_of(self), situation)
 
     def routers(self) -> dict[str, RouterInfo]:
         return {name: info.inside("ffn") for name, info in self.ffn.routers().items()}
@@ -112,9 +106,6 @@ class NgramMemoryConfig(FFNConfig, frozen=True):
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         ours = 2 * linear_flops(self.memory_width(d_model), d_model)
         return ours + self.ffn.flops_per_token(d_model, seq_len)
-
-    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
-        return self.ffn.routed_flops_per_token(d_model, seq_len)
 
     def describe(self) -> str:
         return (
@@ -189,9 +180,6 @@ class NgramMemoryFFN(FFNBlock):
 
     def place_experts(self, place: PlaceExperts) -> None:
         self.ffn.place_experts(place)
-
-    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-        return self.ffn.memories(x, context)
 
 
 class NgramTables(nn.Module):

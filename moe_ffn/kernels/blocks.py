@@ -25,7 +25,7 @@ from moe_ffn.kernels.autograd import Gradients, Implementation, Inputs, run
 from moe_ffn.kernels.base import ExpertWeights, product_dtype_on_cpu
 from moe_ffn.kernels.gradient_memory import empty_gradient
 from moe_ffn.kernels.torch_modes import autograd_in_operators
-from moe_ffn.outputs import Plan, count_pairs
+from moe_ffn.outputs import Plan
 
 
 def blocks(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
@@ -211,7 +211,8 @@ class Rows(NamedTuple):
         by_token_N[inputs.pair_ids_N] = torch.arange(len(by_token_N), device="cpu")
         if num_rows < len(by_token_N):
             by_token_N = by_token_N[by_token_N < num_rows]
-        counts_T = count_pairs(token_ids_N, len(inputs.x_TD))
+        zeros_T = token_ids_N.new_zeros(len(inputs.x_TD))
+        counts_T = zeros_T.scatter_add_(0, token_ids_N, torch.ones_like(token_ids_N))
         return cls(token_ids_N, by_token_N, counts_T.cumsum(0) - counts_T)
 
     def gather(self, x_TD: Tensor, block: Block, out_ND: Tensor) -> Tensor:

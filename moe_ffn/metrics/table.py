@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.listed import entropy_of_list, num_used, usage_kl
-from moe_ffn.balancing.losses import (
-    load_balancing_loss,
-    router_z_loss,
-    token_entropy,
-)
+from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
+from moe_ffn.balancing.sums import token_entropy
 from moe_ffn.metrics.functional import (
     churn,
     coactivation,

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from moe_ffn.config.environment import check_number_of_processes, processes_here
-from moe_ffn.config.errors import ConfigError, first_line
+from moe_ffn.config.errors import ConfigError, Situation, first_line
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, WHOLE, Layout
@@ -120,7 +120,7 @@ def check_trainer(config: TrainConfig) -> tuple[str, Layout]:
         )
     layout = check_layout(config, trial.world_size, precision)
     check_outside_parts(config, trial.strategy.root_device)
-    if refusal := config.model.refusal_on(device):
+    if refusal := config.model.refusal(Situation(device=device)):
         raise ConfigError(f"model.{refusal}")
     return precision, layout
 
@@ -147,7 +147,7 @@ def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
             f"parallel.expert ({layout.expert}) divides the experts that a router chooses from, but no layer "
             "has a router; use parallel.shard"
         )
-    if refusal := config.model.refusal_over(layout.expert):
+    if refusal := config.model.refusal(Situation(num_ranks=layout.expert)):
         raise ConfigError(f"model.{refusal}")
     if layout.is_sharded and config.trainer.strategy != "auto":
         raise ConfigError(

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moe_ffn import ConfigError, TokenContext, build_ffn
-from moe_ffn.config.errors import explain
+from moe_ffn.config.errors import Situation, explain
 from moe_ffn.routing import TopKRouterConfig
 from moe_ffn.routing.base import RouterLinear
 from tests.helpers.identity_router import (
@@ -77,7 +77,6 @@ def test_pairs_are_token_major_with_the_favourite_first(route_logits: Any) -> No
     assert (weights.diff(dim=-1) <= 0).all()
     assert all(len(set(row)) == 3 for row in routing.expert_ids_N.view(5, 3).tolist())
     assert not routing.dropped_N.any()
-    assert routing.capacity is None
 
 
 def test_padded_tokens_stay_in_the_list_but_are_not_computed(route_logits: Any) -> None:
@@ -234,4 +233,4 @@ def test_the_config_knows_the_size_and_causality_of_its_router() -> None:
     config = TopKRouterConfig(k=2)
     assert config.experts_per_token(8) == 2
     assert config.num_params(16, 8) == sum(p.numel() for p in config.build(16, 8).parameters())
-    assert config.not_causal_because is None
+    assert config.refusal(Situation(causal=True)) is None
