@@ -80,7 +80,7 @@ class Dispatched(ABC):
 
 
 class Dispatcher(ABC):
-    """How tokens come to the experts of a plan, and outputs back."""
+    """Brings tokens to the experts of a plan, and their outputs back."""
 
     @abstractmethod
     def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched: ...

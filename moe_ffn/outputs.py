@@ -37,7 +37,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class TokenHistory(Protocol):
-    """What blocks keep of the tokens so far, where a decoder computes new tokens alone; see `KVCache`."""
+    """Values that blocks keep of earlier tokens, while a decoder computes new ones alone; see `KVCache`."""
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
         """Values of new tokens (B, S, ...) behind those of the `reach` tokens before them, which are kept.
@@ -53,7 +53,7 @@ class TokenHistory(Protocol):
 
 @dataclass(frozen=True)
 class TokenContext:
-    """Padding mask, token ids and the like: what some blocks need besides the vectors."""
+    """Padding mask, token ids and other inputs that some blocks need besides the vectors."""
 
     mask: Tensor | None = None
     """bool, the leading shape of `x`: True where a token is real, False where it is padding. Padded
@@ -71,8 +71,8 @@ class TokenContext:
     instead of choosing. None: routers choose."""
 
     history: TokenHistory | None = None
-    """Where blocks keep what they read of earlier tokens; `x` (B, S, d_model) then follows those. None: each
-    sequence begins in `x`."""
+    """Store in which blocks keep what they read of earlier tokens; `x` (B, S, d_model) then follows those.
+    None: each sequence begins in `x`."""
 
     def __repr__(self) -> str:
         return summarize(self)
@@ -313,7 +313,7 @@ _NO_TENSOR = (
 
 @dataclass(frozen=True)
 class FFNOutput:
-    """What every feed-forward block returns."""
+    """Output of every feed-forward block."""
 
     hidden: Tensor
     """The shape and dtype of the block's input."""

@@ -1,4 +1,4 @@
-"""Checks of your own blocks, routers and experts: do they keep what their base classes promise?
+"""Checks of custom blocks, routers and experts against the promises of their base classes.
 
     from moe_ffn.testing import check_ffn
 
@@ -154,7 +154,7 @@ class Trial:
     seq_len: int = _MAX_LENGTH
     causal: bool = True
     way_out: str = "pass causal=False"
-    """How the part is used in a model that is not causal."""
+    """Advice on the use of the part in a model that is not causal."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -540,7 +540,7 @@ def miscounted(
 
 
 def _miscounted_experts(ffn: FFNConfig, d_model: int) -> str:
-    """Which experts in a block are at fault for its count; the empty string where none are."""
+    """Return which experts of a block are miscounted; the empty string where none are."""
     for inner in ffn.inner_blocks().values():
         if why := _miscounted_experts(inner, d_model):
             return why

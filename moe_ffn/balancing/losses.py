@@ -318,16 +318,16 @@ class BalancingLoss:
     all batches and ranks of the optimizer step; likewise a mean."""
 
     concerns: Callable[[Routing], bool] = lambda _: True
-    """Whether a layer takes part."""
+    """True for the layers that take part."""
 
     always_shown: bool = False
     """Computed and logged also where its weight is 0."""
 
     moved_by_rule: bool = False
-    """Whether a rule sets its weight from step to step; otherwise the weight is an option."""
+    """True where a rule sets its weight from step to step; otherwise the weight is an option."""
 
     objection: Callable[[Routers], str] = lambda _: ""
-    """Why routers cannot have this loss, and what to use instead; empty where they can."""
+    """Reason why routers cannot have this loss, and what to use instead; empty where they can."""
 
     note: str = ""
     """A sentence on how to read its curve."""

@@ -74,10 +74,10 @@ class ExpertStack:
     num_experts: int
     experts_per_token: float
     latent_width: int | None = None
-    """Of the space that the experts are in, where it is not the model's own."""
+    """Width of the experts' latent space; None: d_model."""
 
     def width(self, d_model: int) -> int:
-        """The width of what the experts read and return."""
+        """Width of the vectors that the experts read and return."""
         return self.latent_width or d_model
 
     def build(self, d_model: int) -> Experts:
@@ -104,18 +104,17 @@ class ExpertStack:
         return round(pairs_per_token * pair + rows_per_token * shared)
 
     def params_of(self, num_experts: float, d_model: int) -> int:
-        """Of so many of the experts, and of what all of them share."""
+        """Number of parameters of `num_experts` experts and their shared weights."""
         width = self.width(d_model)
         own = self.config.params_per_expert(width, self.experts_per_token)
         return round(num_experts * own) + self.config.shared_params(width, self.experts_per_token)
 
 
 class FFNConfig(TaggedConfig, frozen=True):
-    """One feed-forward block, and what it costs.
+    """One feed-forward block and its costs.
 
-    A block of your own subclasses this in a file of your own, defines `build`, `num_params` and
-    `flops_per_token`, and is named in YAML as `type: my_module:MyConfig`.
-    `moe_ffn.testing.check_ffn` tries it.
+    A custom block subclasses this in your own file, defines `build`, `num_params` and `flops_per_token`, and
+    is named in YAML as `type: my_module:MyConfig`. `moe_ffn.testing.check_ffn` tests it.
     """
 
     def routers(self) -> dict[str, RouterInfo]:
@@ -181,9 +180,9 @@ MatchConfig.model_rebuild(_types_namespace={"FFNConfig": FFNConfig})
 
 
 class FFNBlock(nn.Module, ABC):
-    """Maps (..., d_model) to (..., d_model), and says where the tokens went.
+    """Maps (..., d_model) to (..., d_model), and returns where the tokens went.
 
-    Nothing observed is kept on the module: what a caller wants to know is in the output.
+    The module keeps no observations: all of them are in the output.
     """
 
     if TYPE_CHECKING:

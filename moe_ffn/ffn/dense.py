@@ -223,7 +223,7 @@ class HiddenWidthFFN(FFNBlock):
     @property
     @abstractmethod
     def values_FD(self) -> Tensor:
-        """What each hidden unit adds to the output of its own token."""
+        """Vector that each hidden unit adds to the output of its own token."""
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)

@@ -1,4 +1,4 @@
-"""How a metric of a sparse layer is measured: statistics of batches, which add up, and a value from the sums.
+"""Measurement of a sparse layer's metrics: statistics of batches, which add up, and a value from the sums.
 
 T tokens, E experts, B sequences
 """

@@ -27,7 +27,7 @@ class _RoutingMetrics(Metric):
     full_state_update = False
     measured: ClassVar[tuple[Measured, ...]]
     is_listed: ClassVar[bool] = False
-    """Whether it takes routings without a number for each expert, and no others."""
+    """True where it takes listed routings alone; otherwise it takes routings with tables."""
 
     def __init__(self, num_experts: int, **of_metric: Any) -> None:
         super().__init__(**of_metric)
@@ -105,7 +105,7 @@ class ListMetrics(_RoutingMetrics):
 
 
 class CoactivationMetrics(_RoutingMetrics):
-    """How often each two experts are chosen together: an (E, E) state, and a matrix product per batch."""
+    """Number of tokens that chose each two experts: an (E, E) state, and a matrix product per batch."""
 
     measured = ("validation",)
 

@@ -78,11 +78,11 @@ class Metric:
     """One line of Markdown, E experts, k of them for a token, p its scores divided by their sum."""
     healthy: str
     healthy_range: tuple[float, float] | None = None
-    """Where `healthy` names numbers that hold for every layer and run: the lowest and the highest."""
+    """Lowest and highest healthy value; None where `healthy` names none that hold for every run."""
     source: str = ""
     """A link in Markdown."""
     requires: str = ""
-    """What a layer or run must have for it to be measured; empty where all have it."""
+    """Part that a layer or run must have for it to be measured; empty where all have it."""
     per: Literal["layer", "expert", "pair"] = "layer"
     """One number of a sparse layer, of each of its experts, or of each two of them."""
     measured: Measured = "run"

@@ -23,7 +23,7 @@ from moe_ffn.outputs import Routing, TokenContext
 
 
 class RouterConfig(TaggedConfig, frozen=True):
-    """Chooses which experts each token goes to, and with what weight."""
+    """Chooses the experts of each token, and their weights."""
 
     has_selection_probs: ClassVar[bool] = False
     """True where it returns a `NoisyRouting` in training, which the loss `load_cv2` needs."""
@@ -104,7 +104,7 @@ class RouterMLPConfig(Config, frozen=True):
 
 
 class RouterNormConfig(Config, frozen=True):
-    """An RMS norm with a learned scale, of what the router reads."""
+    """RMS norm with a learned scale, of the router's input."""
 
     eps: float = Field(default=1e-6, gt=0, lt=1)
     """Added to the mean of squares."""
@@ -203,7 +203,7 @@ class Router(nn.Module, ABC):
         )
 
     def observe(self, routing: Routing) -> Tensor | None:
-        """What a training step adds up over batches and ranks for `update`; None where nothing is to move.
+        """Return the tensor that a training step adds up for `update`; None where no buffer moves.
 
         Args:
             routing: what `forward` returned for one batch.

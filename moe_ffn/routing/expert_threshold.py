@@ -42,7 +42,7 @@ class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True)
     warmup_steps: int = Field(default=1, ge=1, le=MAX_COUNT)
     """The first optimizer steps, in which thresholds are estimated and each token takes its k best experts (k
     rounded up; in a mixture of depths, all tokens pass). The paper has 4,000 of expert choice, which looks at
-    later tokens. A training loop of one's own calls `Router.update` after each step, or they never end."""
+    later tokens. Your own training loop calls `Router.update` after each step, or they never end."""
 
     by_token: ClassVar[bool] = True
 

@@ -55,7 +55,7 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     query_norm: RouterNormConfig | None = None
     """An RMS norm of each query with a learned scale; none by default."""
     keys: Literal["shared", "per_head"] = "shared"
-    """Whether all heads have the same sub-keys (PEER), or each has its own (Lample et al.)."""
+    """Sub-keys: the same for all heads (PEER), or a set for each head (Lample et al.)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """The weights of a head's k experts, of their scores."""
 

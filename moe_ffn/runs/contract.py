@@ -1,4 +1,4 @@
-"""Each part from outside the package tried once before training, on a few random tokens.
+"""Trial of each custom part before training, on a few random tokens.
 
 What it returns is held against what its base class promises, and in a causal model an output may not move
 when later tokens change. The parts are built a second time for this, so that nothing of the run is touched,

@@ -558,7 +558,7 @@ PLACES = {
         "model.positions",
         "Added",
         "rows",
-    ): "model.positions ('own.py:Added'): it says has_places, but the",
+    ): "model.positions ('own.py:Added'): its config does not refuse Situation(cached=True), but the",
     ("optimizer.schedule", "Rate", ""): (
         "optimizer.schedule ('own.py:Rate'): the multiplier of step 399 is nan, "
         "but has to be a finite number"
