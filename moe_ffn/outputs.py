@@ -225,7 +225,7 @@ class Routing:
         return replace(self, **tensors)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ChosenRouting(Routing):
     """Routing of a router that chooses a number of experts that depends on the data.
 
@@ -248,7 +248,7 @@ class ChosenRouting(Routing):
         return self.dropped_N | ~self.real_N
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SteeredRouting(ChosenRouting):
     """Routing of a router whose number of experts per token a rule steers (ReLU routing)."""
 
@@ -256,7 +256,7 @@ class SteeredRouting(ChosenRouting):
     """Experts per token that the sparsity rule aims at."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class NoisyRouting(Routing):
     """Routing that was chosen with noise (noisy top-k in training)."""
 
@@ -264,7 +264,7 @@ class NoisyRouting(Routing):
     """Probability, over the router's noise, that each expert is among a token's k."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ListedRouting(Routing):
     """Routing among too many experts for (T, E) tables (product keys); losses are over the listed pairs."""
 

@@ -148,9 +148,8 @@ def test_balance_is_1_and_collapse_e_over_k() -> None:
 
 def test_no_token_is_no_loss() -> None:
     nothing = torch.zeros(0, 2)
-    routing = routing_of_pairs(
-        nothing, nothing.long(), None, None, TokenContext(), num_experts=4, logits_TK=nothing
-    )
+    more = as_list(nothing)
+    routing = routing_of_pairs(nothing, nothing.long(), None, None, TokenContext(), **more)
     found = {name: ours(routing).item() for name, (ours, _) in PAIRS.items() if name != "usage_kl"}
     assert found == dict.fromkeys(found, 0.0)
     assert num_used(routing) == 0

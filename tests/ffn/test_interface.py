@@ -95,5 +95,7 @@ def test_a_custom_config_with_an_earlier_name_is_told_the_new_one(
     family: type[TaggedConfig], names: set[str]
 ) -> None:
     for name in names:
-        with pytest.raises(TypeError, match=rf"^Own\.{name} is not read any more; define refusal\("):
+        with pytest.raises(
+            TypeError, match=rf"^Own\.{name} is not read any more; define refusal\("
+        ):
             type("Own", (family,), {"__module__": __name__, name: property(lambda _: None)})
