@@ -204,6 +204,15 @@ def with_broken_token(batch: Batch, value: float) -> tuple[Batch, torch.Tensor]:
 
 
 @MODES
+@every_router
+def test_shapes_do_not_depend_on_the_data(router: dict[str, Any], training: bool) -> None:
+    built = build_layer(router).router.train(training)
+    masks = (None, padded_mask(), torch.zeros(BATCH, LENGTH, dtype=torch.bool))
+    batches = [make_batch(seed=seed, mask=mask) for seed in (0, 1) for mask in masks]
+    assert len({route_batch(built, batch).weights_N.shape for batch in batches}) == 1
+
+
+@MODES
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @every_router
 def test_one_broken_token_changes_no_other_token(
