@@ -51,10 +51,10 @@ from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
 from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,
+    SavedTensors,
     newest_first,
     step_of,
 )
-from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
 from moe_ffn.training.sampling import encode_text
 
 log = logging.getLogger(__name__)

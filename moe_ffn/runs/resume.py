@@ -56,9 +56,8 @@ from moe_ffn.training.monitoring.json_lines import (
 from moe_ffn.training.recovery.checkpoint_file import (
     IDENTITY,
     newest_first,
-    pass_over,
+    set_skipped_aside,
     step_name,
-    step_of,
 )
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.recovery.guard import StepGuard
@@ -185,9 +184,7 @@ def rewind(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str, 
     }
     try:
         remove_unfinished(folder)
-        for path in newest_first(folder / CHECKPOINTS_FOLDER):
-            if step_of(path) > start.step:
-                pass_over(path)
+        set_skipped_aside(folder / CHECKPOINTS_FOLDER, start.step)
         _cut(folder / METRICS_FILE, Row, lambda row: row.step <= _last_step(row, start))
         _cut(folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= start.validated_step)
         _cut(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= start.step)

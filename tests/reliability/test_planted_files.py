@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
@@ -18,7 +18,7 @@ import yaml
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import read_yaml, to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.files import set_aside, write_file, write_whole
+from moe_ffn.files import write_file
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import (
     CHECKPOINTS_FOLDER,
@@ -28,11 +28,7 @@ from moe_ffn.runs.folder import (
     METRICS_FILE,
     TOKENIZER_FILE,
     check_is_run,
-    is_trained_here,
-    locked,
 )
-from moe_ffn.training.monitoring.json_lines import JsonLines, Line, cut_lines
-from moe_ffn.training.monitoring.loggers import MetricsFile
 from tests.helpers.snapshot import snapshot
 from tests.helpers.tiny_runs import finished_copy, run_here, write_corpus
 
@@ -201,85 +197,7 @@ def test_checkpoints_on_a_disk_that_is_not_mounted_are_named(tmp_path: Path) -> 
 # -- checkpoints
 
 
-# -- what is planted while a run trains
-
-
-def _line(step: int, loss: float) -> str:
-    return f'{{"step": {step}, "loss": {loss}}}\n'
-
-
-def _row(path: Path) -> None:
-    MetricsFile(path).log_metrics({"loss": 1.0}, step=2)
-
-
-def _alarm(path: Path) -> None:
-    JsonLines(path).add([{"step": 2}])
-
-
-def _cut(path: Path) -> None:
-    cut_lines(path, Line, lambda line: line.step <= 1)
-
-
-def _whole(path: Path) -> None:
-    write_whole(path, "whole")
-
-
-def _held(path: Path) -> None:
-    with locked(path.parent):
-        is_trained_here(path.parent)
-
-
-def _aside(path: Path) -> None:
-    set_aside(path.with_suffix(""))
-
-
-WRITERS: dict[str, Callable[[Path], None]] = {
-    "metrics.jsonl": _row,
-    "alarms.jsonl": _alarm,
-    "samples.jsonl": _cut,
-    "summary.json": _whole,
-    ".lock": _held,
-    "metrics.jsonl.damaged": _aside,
-}
-PLANTS = {
-    "a link": _link,
-    "a link to a folder": _link_to_a_folder,
-    "a link to nothing": _link_to_nothing,
-    "a pipe": _pipe,
-    "a socket": _socket,
-}
-
-
-@pytest.mark.parametrize("what", PLANTS)
-@pytest.mark.parametrize("name", WRITERS)
-def test_what_is_planted_while_a_run_trains_is_not_written_through(
-    folder: Path, mine: Path, name: str, what: str
-) -> None:
-    _plant(folder / name, PLANTS[what], mine)
-    before = _state(mine.parent)
-
-    with within(5), suppress(OSError):
-        WRITERS[name](folder / name)
-
-    assert _state(mine.parent) == before
-
-
-def test_a_file_that_has_another_name_too_is_made_anew_and_not_appended_to(folder: Path) -> None:
-    """As `cp -l` makes them, to keep what a run was."""
-    metrics = MetricsFile(folder / METRICS_FILE)
-    metrics.log_metrics({"loss": 2.0}, step=4)
-    kept = folder / "kept"
-    kept.hardlink_to(folder / METRICS_FILE)
-
-    metrics.log_metrics({"loss": 3.0}, step=6)
-
-    assert kept.read_text() == _line(2, 1.0) + _line(4, 2.0)
-    assert (folder / METRICS_FILE).read_text() == _line(2, 1.0) + _line(4, 2.0) + _line(6, 3.0)
-
-
 # -- the cache
-
-CACHED = ("meta.json", "tokenizer.json", "train.bin", "validation.bin")
 
 
 @pytest.fixture
@@ -288,35 +206,6 @@ def data(tmp_path: Path) -> DataConfig:
     return DataConfig.model_validate(
         {"corpus": corpus, "cache_dir": str(tmp_path / "cache"), "seq_len": 16}
     )
-
-
-@pytest.mark.parametrize("what", ["a link", "a link to nothing", "a pipe", "a socket"])
-@pytest.mark.parametrize("name", CACHED)
-def test_what_stands_in_a_cache_is_made_anew(
-    data: DataConfig, mine: Path, name: str, what: str
-) -> None:
-    path = prepare(data, progress=False).folder / name
-    whole = path.read_bytes()
-    _plant(path, PLANTS[what], mine)
-    before = _state(mine.parent)
-
-    with within(10):
-        prepare(data, progress=False)
-
-    assert path.read_bytes() == whole
-    assert not path.is_symlink()
-    assert _state(mine.parent) == before
-
-
-@pytest.mark.parametrize("what", IN_THE_PLACE_OF_A_FOLDER)
-def test_a_cache_that_is_no_folder_is_refused(data: DataConfig, mine: Path, what: str) -> None:
-    path = prepare(data, progress=False).folder
-    _plant(path, IN_THE_PLACE_OF_A_FOLDER[what], mine)
-    before = _state(mine.parent)
-
-    with within(10), pytest.raises(ConfigError, match="Not a directory"):
-        prepare(data, progress=False)
-    assert _state(mine.parent) == before
 
 
 # -- what a person names
@@ -348,20 +237,6 @@ def test_a_config_in_a_pipe_is_waited_for_while_somebody_writes(tmp_path: Path) 
     with within(10):
         assert read_yaml(path, "--config") == {"seed": 7}
     writer.join()
-
-
-def test_a_config_in_a_pipe_that_nobody_writes_to_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moe_ffn.files.WRITER_SECONDS", 0.1)
-    path = tmp_path / "pipe.yaml"
-    os.mkfifo(path)
-
-    with within(5):
-        done = run_here("--config", str(path))
-
-    said = f"error: --config {path}: a pipe that nobody writes to in 0.1 s"
-    assert (done.code, done.own_lines) == (2, [said])
 
 
 @pytest.mark.parametrize(

@@ -424,7 +424,7 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
     assert not (folder / "summary.json").exists(), "it is unfinished again"
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         step_name(8),
-        f"{step_name(12)}.passed-over",
+        f"{step_name(12)}.skipped",
     ]
     said = capsys.readouterr().err.splitlines()
     assert said == [f"'{folder}/facts.json' is missing or damaged; it is recreated"]
