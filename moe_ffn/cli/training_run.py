@@ -103,7 +103,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
 
         loggers, wandb_line = assemble.make_loggers(config, folder, facts) if is_main else ([], "")
         describe_folder(folder, hardware, wandb_line, files if resume is None else {}, say)
-        callbacks = assemble.make_callbacks(config, data, folder, files, run_id)
+        callbacks = assemble.make_callbacks(config, data, folder, run_id)
         trainer = assemble.build_trainer(
             config, folder, precision, loggers, callbacks, hardware.layout
         )
@@ -271,7 +271,7 @@ def ending_as_documented(
     Among several ranks only the first exits with that code: once another fails, Lightning kills the first,
     which still has files to close.
     """
-    folder = callbacks.kept.folder
+    folder = callbacks.checkpoints.folder.parent
     is_main = trainer.is_global_zero
     try:
         with callbacks.stop.request.listening():
@@ -321,7 +321,7 @@ def finish(
     Raises:
         SystemExit: a file of them could not be written.
     """
-    folder = callbacks.kept.folder
+    folder = callbacks.checkpoints.folder.parent
     if trainer.global_step < config.trainer.max_steps:
         print_reason_of_early_end(config, trainer.global_step, console)
     targets = validation_batches(config.data, data).targets
@@ -358,8 +358,7 @@ def write_results(
     Returns:
         a sentence about what could not be written; empty if all was.
     """
-    folder = callbacks.kept.folder
-    callbacks.kept.put_back()
+    folder = callbacks.checkpoints.folder.parent
     lost = ""
     if problem := callbacks.checkpoints.problem:
         lost = f"the weights of step {step} are not saved ({problem})"

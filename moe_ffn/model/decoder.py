@@ -489,22 +489,21 @@ class Decoder(nn.Module):
         return routers
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        token_ids = token_ids.long()  # narrower ones are taken too
-        if self.mask_embedding is None:
-            return self._look_up(token_ids, token_ids)
-        masked = token_ids == self.mask_token_id
-        known = self._look_up(token_ids.masked_fill(masked, 0), token_ids)
-        return torch.where(masked.unsqueeze(-1), self.mask_embedding, known)
-
-    def _look_up(self, known_ids: Tensor, token_ids: Tensor) -> Tensor:
+        known_ids = token_ids = token_ids.long()  # narrower integers are accepted too
+        if self.mask_embedding is not None:
+            known_ids = token_ids.masked_fill(token_ids == self.mask_token_id, 0)
         try:
-            return self.embedding(known_ids)
+            embedded = self.embedding(known_ids)
         except IndexError as error:
             num_ids = self.mask_token_id + (self.mask_embedding is not None)
             raise ValueError(
                 f"token_ids must lie in [0, {num_ids}), but reach from {int(token_ids.min())} to "
                 f"{int(token_ids.max())}"
             ) from error
+        if self.mask_embedding is None:
+            return embedded
+        is_masked = (token_ids == self.mask_token_id).unsqueeze(-1)
+        return torch.where(is_masked, self.mask_embedding, embedded)
 
     def _run(self, layer: nn.Module, x: Tensor, context: TokenContext) -> FFNOutput:
         if self.config.activation_checkpointing in (True, "block"):

@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from moe_ffn.training.monitoring.callbacks import (
 from moe_ffn.training.monitoring.hardware import describe_hardware
 from moe_ffn.training.monitoring.loggers import MetricsFile, wandb_logger
 from moe_ffn.training.monitoring.progress import progress_display
-from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper, KeptFiles
+from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.recovery.stopping import (
     EarlyStoppingByOptions,
     StepTimer,
@@ -59,7 +58,6 @@ class RunCallbacks:
     samples: SampleLog
     steps: StepLogger
     validation: ValidationLogger
-    kept: KeptFiles
     checkpoints: CheckpointKeeper
     stop: StopOnRequest
     profile: ProfileReport
@@ -100,13 +98,11 @@ def make_callbacks(
     config: TrainConfig,
     data: PreparedData,
     folder: Path,
-    files: Mapping[str, str] | None = None,
     run_id: str | None = None,
 ) -> RunCallbacks:
     """Make what logs rows, samples, validates, saves, and ends a run early.
 
     Args:
-        files: the files that the run begins with, which a save writes again if they were removed.
         run_id: id that every checkpoint holds.
     """
     advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
@@ -127,7 +123,6 @@ def make_callbacks(
         ),
         StepLogger(config.logging, rules, AlarmLog(folder / ALARMS_FILE)),
         ValidationLogger(),
-        KeptFiles(folder, files or {}),
         checkpoints,
         StopOnRequest(StopRequest(), checkpoints),
         ProfileReport(),
@@ -164,7 +159,7 @@ def build_trainer(
     if layout.is_sharded:
         given["strategy"] = ShardedStrategy(layout.num_ranks)
     # Last, so that what is saved is what all the others have made of the step.
-    callbacks += [run_callbacks.kept, run_callbacks.checkpoints, run_callbacks.stop]
+    callbacks += [run_callbacks.checkpoints, run_callbacks.stop]
     arguments: dict[str, Any] = {
         "max_steps": options.max_steps,
         "max_epochs": -1,

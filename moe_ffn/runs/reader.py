@@ -385,7 +385,8 @@ def read_weights(
     def refusal(values: Mapping[str, Any]) -> str | None:
         return refusal_of_weights({**values, "state_dict": _of_decoder(values)}, expected, decoder)
 
-    best, steps = best_checkpoint(checkpoints), newest_first(checkpoints)
+    with reading(checkpoints):
+        best, steps = best_checkpoint(checkpoints), newest_first(checkpoints)
     candidates = [*best, *steps]
     if step is not None:
         candidates = [path for path in steps if step_of(path) == step]

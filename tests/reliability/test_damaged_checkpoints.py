@@ -206,7 +206,7 @@ def test_a_run_goes_on_from_the_one_before_a_damaged_one(tmp_path: Path) -> None
 
     assert done.code == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("resuming "))
-    assert f"from {OLDER}: passed over, since {NEWEST} does not end in its checksum" in line
+    assert f"from {OLDER}; skipped, since {NEWEST} does not end in its checksum" in line
     require_same(trained(), folder)
 
 

@@ -194,9 +194,6 @@ def test_checkpoints_on_a_disk_that_is_not_mounted_are_named(tmp_path: Path) -> 
     )
 
 
-# -- checkpoints
-
-
 # -- the cache
 
 

@@ -51,12 +51,10 @@ _SHARDS = "shards"
 """The key of the folder of shards and the digests of its files."""
 _FOLDER_NAME = re.compile(r"[0-9a-f]{16}\.shards")
 
-_COMMENT = re.compile(
-    rb"(?:shards:(%s) )?(?:step:[ 0-9]{10} )?sha256:[0-9a-f]{64}\Z" % _FOLDER_NAME.pattern.encode()
-)
-_MAX_COMMENT_BYTES = 200
 _LABEL = b"sha256:"
 _SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
+_SHARDS_LABEL = re.compile(rb"shards:(%s) \Z" % _FOLDER_NAME.pattern.encode())
+_SHARDS_LABEL_BYTES = len("shards:0123456789abcdef.shards ")
 _NO_COMMENT = struct.pack("<H", 0)
 
 
@@ -220,9 +218,9 @@ def _require_seal(file: BinaryIO) -> None:
 
 def _shards_named_in(file: BinaryIO) -> str | None:
     """Return the name of the folder of shards of a checkpoint, without reading its values."""
-    file.seek(max(file.seek(0, 2) - _MAX_COMMENT_BYTES, 0))
-    found = _COMMENT.search(file.read())
-    return found[1].decode() if found and found[1] else None
+    file.seek(max(file.seek(0, 2) - _SEAL_BYTES - _SHARDS_LABEL_BYTES, 0))
+    found = _SHARDS_LABEL.fullmatch(file.read(_SHARDS_LABEL_BYTES))
+    return found[1].decode() if found else None
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
@@ -266,7 +264,7 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
             # One object for a tensor that has several names, which `torch.save` keeps as one.
             shapes[_memory(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             tensors[_name(path)] = value
-    digests: dict[str, str] | OSError
+    digests: dict[str, str] | OSError | None
     try:
         # The writer makes the folder too, and turns an error of one rank into one of all.
         writer = HuggingFaceStorageWriter(
@@ -278,7 +276,10 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     except OSError as error:
         digests = error
     except CheckpointException as error:
-        digests = _disk_error(error)
+        failures = [failure for failure, _ in error.failures.values()]
+        digests = next((found for found in failures if isinstance(found, OSError)), None)
+        if digests is None:
+            raise
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, digests)
     problem = next((found for found in of_ranks if isinstance(found, OSError)), None)
@@ -308,14 +309,6 @@ def _from_first_rank(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
-
-
-def _disk_error(error: Any) -> OSError:
-    """Return the error of a disk inside one of torch's; raise any other again."""
-    for failure, _ in error.failures.values():
-        if isinstance(failure, OSError):
-            return failure
-    raise error
 
 
 class SavedTensors(Mapping[Any, Any]):

@@ -16,7 +16,7 @@ from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 
-from moe_ffn.files import WriteFailures, reason, remove_unfinished, write_file
+from moe_ffn.files import WriteFailures, reason, remove_unfinished
 from moe_ffn.outputs import on_this_rank
 from moe_ffn.training.config import CheckpointsConfig
 from moe_ffn.training.module import LoadedBatch
@@ -79,19 +79,16 @@ class CheckpointKeeper(Callback):
         config: CheckpointsConfig,
         validate_every_n_steps: int,
         identity: Mapping[str, Any],
-        on_saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         """
         Args:
             folder: of the checkpoints.
             identity: plain values that every checkpoint holds.
-            on_saved: called with the step of each new checkpoint, on the rank that writes.
         """
         self.folder = folder
         self.config = config
         self.validate_every_n_steps = validate_every_n_steps
         self.identity = dict(identity)
-        self.on_saved = on_saved
         self.io = SealedCheckpointIO()
         self.best_loss = float("inf")
         self.missed_loss = float("inf")
@@ -159,7 +156,6 @@ class CheckpointKeeper(Callback):
         self._patience = 0
         self.last_saved_step = step
         if trainer.is_global_zero:
-            self.on_saved(step)
             self._remove_old(step)
             remove_unused_shards(self.folder)
         return True
@@ -272,39 +268,3 @@ def _first_broken(module: torch.nn.Module) -> str | None:
     )
     buffers = ((name, ~value.isnan().any()) for name, value in module.named_buffers())
     return next((name for name, is_good in chain(parameters, buffers) if not is_good), None)
-
-
-class KeptFiles(Callback):
-    """Writes the files that a checkpoint needs again at every save, where they are missing."""
-
-    def __init__(self, folder: Path, files: Mapping[str, str]) -> None:
-        """Keep these files of `folder`: name -> text."""
-        self.folder = folder
-        self.files = dict(files)
-        self._changed: set[str] = set()  # since they were written
-        self._failures = WriteFailures(folder)
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        if trainer.is_global_zero:
-            self.put_back()
-
-    def change(self, name: str, text: str) -> None:
-        """Replace the text of a file; if that cannot be written now, the next save tries again."""
-        self.files[name] = text
-        self._changed.add(name)
-        self.put_back()
-
-    def put_back(self) -> None:
-        """Write the files that are missing, which a line says, and those that were changed."""
-        with self._failures.expected():
-            missing = [name for name in self.files if not (self.folder / name).exists()]
-            for name in {**dict.fromkeys(missing), **dict.fromkeys(self._changed)}:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_file(self.folder, name, self.files[name])
-                self._changed.discard(name)
-            if missing:
-                log.warning(
-                    "disk: '%s' had lost %s; written again", self.folder, ", ".join(missing)
-                )
