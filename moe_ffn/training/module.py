@@ -14,7 +14,6 @@ from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
-import torch.distributed
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
