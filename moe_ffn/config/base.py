@@ -1,4 +1,4 @@
-"""The base of every configuration: typed, frozen, strict, and open to classes from outside.
+"""The base of every configuration: typed, frozen, strict, and open to custom classes.
 
 A config stands above the module that it builds, in the same file, and knows its size, its cost and whether
 it is causal.
@@ -114,7 +114,7 @@ class Config(BaseModel, frozen=True):
         return schema
 
     def notes(self) -> tuple[str, ...]:
-        """What a person should know beside the options: the comments above a printed config."""
+        """Comments above a printed config."""
         return ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,8 +153,8 @@ class TaggedConfig(Config, frozen=True):
     """
 
     type: str
-    """The member of the family: a known name, or `my_file.py:ClassName` or `module:ClassName` for a class
-    of your own."""
+    """The member of the family: a known name, or `my_file.py:ClassName` or `module:ClassName` for a custom
+    class."""
 
     members: ClassVar[dict[str, type[TaggedConfig]]]
     """The named classes of this family, by tag."""

@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a config does not go with what is around it, and what to do instead."""
+    """Reason why a config does not fit its surroundings, and advice."""
 
     reason: str
     """Begins with the option at fault: `drop 'random' lets later tokens displace earlier ones`."""
@@ -67,7 +67,7 @@ def explain(
     """One sentence per mistake, `model.ffn.num_experts: must be at least 1, got 0`.
 
     Args:
-        unknown: given the path of an unknown key, and what its config says of it, returns what is said.
+        unknown: (path of an unknown key, message of its config) -> the message to show.
     """
     lines: list[str] = []
     for item in error.errors(include_url=False):
@@ -141,7 +141,7 @@ def command(program: str) -> str:
 
 
 def is_from_clone() -> bool:
-    """Whether this process is a program of `experiments/`."""
+    """Return True in a program of `experiments/`."""
     started = Path(sys.argv[0])
     return started.is_absolute() and _ROOT / "experiments" in started.resolve().parents
 

@@ -51,7 +51,7 @@ class Code:
 
     @property
     def is_file(self) -> bool:
-        """Whether it is named by a path. A module belongs to something that is installed."""
+        """True for a path, False for an installed module."""
         return self.where.endswith(".py")
 
     @cached_property
@@ -78,7 +78,7 @@ _permit: ContextVar[Callable[[Code], None]] = ContextVar("_permit", default=lamb
 
 @contextmanager
 def permitting_imports(permit: Callable[[Code], None]) -> Iterator[None]:
-    """Within this, `import_class` calls `permit` before it first runs a module or file.
+    """Make `import_class` call `permit` before it first runs a module or file.
 
     Args:
         permit: raises a ConfigError where the code must not run.
@@ -109,15 +109,15 @@ class FileTag(str):
 
 
 def is_file_tag(text: str) -> bool:
-    """Whether a `type` of this text would name a class in a file."""
+    """Return True for text that names a class in a file."""
     return re.fullmatch(r".+\.py:\w+", text) is not None
 
 
 def import_class(tag: str, family: type[Class]) -> type[Class]:
-    """The subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
+    """Import the subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
 
-    Importing runs the code of that module, and a line on stderr says so before; `permitting_imports` may
-    refuse. What it prints goes to stderr.
+    Importing runs the code of that module. A line on stderr warns first, and `permitting_imports` may raise.
+    Output of that code goes to stderr.
 
     Raises:
         ConfigError: it cannot be imported, or is no such class, or lacks a method.
@@ -227,7 +227,7 @@ def _ask(code: Code) -> None:
 
 
 def is_outside(cls: type) -> bool:
-    """Whether a class was not written in this package."""
+    """Return True for a class of another package."""
     return cls.__module__.partition(".")[0] != PACKAGE
 
 
@@ -248,13 +248,12 @@ def tag_of(cls: type) -> str:
 
 @contextmanager
 def explaining_outside_errors(culprit: str = "") -> Iterator[None]:
-    """Within this, what code from outside raises becomes a ConfigError that names its file and line.
+    """Turn an error of custom code, `sys.exit` included, into a ConfigError that names its file and line.
 
-    `sys.exit` does too. Ctrl-C, and what no such code had a part in, is raised as it is.
+    Ctrl-C, signals, and errors that passed through no custom code are raised unchanged.
 
     Args:
-        culprit: begins the sentence, and is blamed for whatever is raised; by default that is the outside
-            file which the error came through.
+        culprit: name of what failed, for every error; by default the custom file that the error came from.
     """
     try:
         yield
@@ -286,7 +285,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
-    """The innermost line of code from outside that an error passed through."""
+    """Innermost line of custom code that an error passed through."""
     found = None
     for frame, line in traceback.walk_tb(trace):
         code = _run.get(str(frame.f_globals.get("__name__")))
@@ -296,7 +295,7 @@ def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a person or a scheduler ended it: Ctrl-C, or an exit out of the handler of a signal."""
+    """Return True for Ctrl-C, or an exit from the handler of a signal."""
     if isinstance(error, Exception):
         return False
     handlers = {getattr(signal.getsignal(s), "__code__", None) for s in signal.valid_signals()}

@@ -57,7 +57,7 @@ class Option:
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether it is of a class from outside of this package, whose code is not run for this."""
+        """True for a custom class, whose code is not run for this."""
         return self.family is not None and isinstance(self.type, str) and ":" in self.type
 
     @property
@@ -153,7 +153,7 @@ def members_of(family: type[TaggedConfig]) -> dict[type[TaggedConfig], list[str]
 
 
 def first_sentence(config: type[Config]) -> str:
-    """What a config says of itself in the first line of its docstring; empty without (`python -OO`)."""
+    """First line of a config's docstring; empty without one (`python -OO`)."""
     lines = (config.__doc__ or "").strip().splitlines()
     return f"{lines[0].rstrip('.')}." if lines else ""
 
@@ -198,7 +198,7 @@ ALSO_CALLED = {
     "warmup": "warmup_fraction",
     "wd": "weight_decay",
 }
-"""What other programs and papers call an option -> the last part of its path here."""
+"""Name of an option in other programs and papers -> last part of its path here."""
 
 NOT_OF_THE_TRAINER = {
     "barebones": "the loggers and checkpoints of a run are its result",

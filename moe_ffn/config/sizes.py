@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     FFNConfig = TaggedConfig  # the family of all blocks, which `ffn/base.py` puts in its place
 
 Budget = Literal["total_params", "active_params", "flops_per_token"]
-"""What a block costs, router and shared expert included."""
+"""Cost of a block, router and shared expert included."""
 
 
 class MatchConfig(Config, frozen=True):
@@ -29,7 +29,7 @@ class MatchConfig(Config, frozen=True):
     """
 
     match: Budget
-    """What is made equal: all parameters, those that one token passes through, or forward FLOPs per token."""
+    """Budget to make equal: all parameters, those of one token, or forward FLOPs per token."""
     of: FFNConfig
     """The block whose budget is to be met."""
 

@@ -1,4 +1,4 @@
-"""Which code in a run's folder may run: what this user has run before, or said they have read.
+"""Trust in the code of a run's folder: code that this user has run before, or trusts by `--trust-code`.
 
 A config on the command line is the user's own. A run's folder may come from another person, and its
 `config.yaml` names code that would be run by looking at the run. So the sha256 of what runs of this user were
@@ -28,7 +28,7 @@ class UntrustedCodeError(ConfigError):
 
 @contextmanager
 def accepting_code(accept: bool = True) -> Iterator[None]:
-    """Within this, code in a run's folder is trusted from its first use on, which `--trust-code` asks for."""
+    """Trust code in a run's folder from its first use on, as `--trust-code` asks."""
     token = _accepting.set(accept or _accepting.get())
     try:
         yield
@@ -38,7 +38,7 @@ def accepting_code(accept: bool = True) -> Iterator[None]:
 
 @contextmanager
 def only_trusted_code(folder: Path) -> Iterator[None]:
-    """Within this, of the code that the run in `folder` names, only what is trusted is run.
+    """Run only trusted code of those that the run in `folder` names.
 
     Raises:
         UntrustedCodeError: there was other code; none of it was run.
@@ -89,7 +89,7 @@ def trust(codes: Iterable[Code]) -> None:
 
 
 def _folder() -> Path | None:
-    """Where a user's programs keep their state (XDG base directories); None where the user has no home."""
+    """Folder of the trusted digests (XDG base directories); None for a user without a home."""
     given = os.environ.get("XDG_STATE_HOME", "")
     try:
         state = Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "state"

@@ -15,19 +15,15 @@ from yaml.composer import ComposerError
 
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, explain, first_line, shorten
-from moe_ffn.config.import_path import (
-    FileTag,
-    explaining_outside_errors,
-    is_file_tag,
-)
+from moe_ffn.config.import_path import FileTag, explaining_outside_errors, is_file_tag
 from moe_ffn.config.option_tree import explain_unknown, option_tree, show_value
 from moe_ffn.config.trust import UntrustedCodeError, only_trusted_code
 from moe_ffn.files import read_given, reason
 
 RootConfig = TypeVar("RootConfig", bound=Config)
 
-_MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 100_000, 5_000, 50
-"""A config of sixty layers that all differ fits, and PyYAML reads no more than that in half a second."""
+_MAX_BYTES = 100_000
+"""A config of sixty layers that all differ fits."""
 
 
 def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
@@ -104,7 +100,10 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must hold a YAML mapping, got {type(options).__name__}")
-    return _with_folder(options, path.parent)
+    try:
+        return _with_folder(options, path.parent)
+    except RecursionError as error:
+        raise ConfigError(f"{where}: is nested too deep, or holds itself") from error
 
 
 def _with_folder(value: Any, folder: Path) -> Any:
@@ -177,6 +176,8 @@ def parse_yaml(text: str, where: str) -> Any:
         line = f" (line {mark.line + 1})" if mark is not None else ""
         problem = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"{where}: is not valid YAML{line}: {shorten(problem, 120)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{where}: is nested too deep") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # A key that is a list, `!!bool maybe`, a number of ten thousand digits: as PyYAML fails.
         problem = shorten(first_line(error), 120)
@@ -186,42 +187,10 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as people expect it, and no larger than a person writes it.
+    """YAML 1.1 as people expect it.
 
-    `1e-3` is a number, `1:30` and `2026-11-21` are text, and a key given twice is a mistake. What
-    aliases (`*name`) stand for is counted wherever they stand, before anything is made of it.
+    `1e-3` is a number, `1:30` and `2026-11-21` are text, and a key given twice is a mistake.
     """
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._depth = self._num_values = 0
-        self._values_at: dict[int, int] = {}
-        """id of a complete node -> how many values it holds, those behind aliases too."""
-
-    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-        # The scanner reads ahead, and the deeper the slower.
-        if self.flow_level >= _MAX_DEPTH:
-            raise _mistake(f"nested deeper than {_MAX_DEPTH} levels", self.get_mark())
-        super().fetch_flow_collection_start(TokenClass)
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        before = self._num_values
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise _mistake(f"nested deeper than {_MAX_DEPTH} levels", event.start_mark)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if not isinstance(event, yaml.AliasEvent):
-            self._num_values += 1
-            self._values_at[id(node)] = self._num_values - before
-        elif id(node) in self._values_at:
-            self._num_values += self._values_at[id(node)]
-        else:
-            raise _mistake(f"'{event.anchor}' holds itself", event.start_mark)
-        if self._num_values > _MAX_VALUES:
-            raise _mistake(f"more than {_MAX_VALUES} values", event.start_mark)
-        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -230,13 +199,10 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in seen:
-                raise _mistake(f"'{key.value}' is given twice", key.start_mark)
+                problem = f"'{key.value}' is given twice"
+                raise ComposerError(None, None, problem, key.start_mark)
             seen.add(key.value)
         return node
-
-
-def _mistake(problem: str, mark: Any) -> yaml.YAMLError:
-    return ComposerError(None, None, problem, mark)
 
 
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")

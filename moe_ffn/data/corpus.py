@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import fnmatch
 import glob
 import hashlib
 import json
@@ -51,11 +50,11 @@ class TokenFiles:
     validation: tuple[Path, ...] | None
     """None: the end of what `train` holds."""
     dtype: np.dtype[Any] | None
-    """Of the files without a header; None: the tokenizer's."""
+    """Dtype of files without a header; None: the tokenizer's."""
 
 
 class CorpusConfig(TaggedConfig, frozen=True):
-    """Where the text comes from."""
+    """Source of the text."""
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
@@ -214,7 +213,7 @@ def files_of(given: str, key: str = PATHS_KEY) -> Iterator[_File]:
     elif glob.has_magic(str(path)):
         num_fixed = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
         root = Path(*path.parts[:num_fixed])
-        found = list(_matching(root, path.parts[num_fixed:]))
+        found = _matching(root, path.parts[num_fixed:])
         if not found:
             raise ConfigError(
                 f"{key}: '{given}' matches no file; '**' searches folders within folders"
@@ -229,7 +228,7 @@ def files_of(given: str, key: str = PATHS_KEY) -> Iterator[_File]:
 
 
 _SETTLED_SECONDS = 2.0
-"""What was changed so lately may change again without another time."""
+"""Age of a change below which a file may change again without another time."""
 
 
 def _stamp(files: Collection[tuple[str, Path]]) -> str | None:
@@ -248,25 +247,20 @@ def _stamp(files: Collection[tuple[str, Path]]) -> str | None:
     return digest.hexdigest()
 
 
-def _matching(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """The files below `folder` that match a glob; hidden ones only where the glob has the dot.
+def _matching(root: Path, parts: Sequence[str]) -> list[Path]:
+    """The files below `root` that match a glob; hidden ones only where the glob has the dot."""
+    if parts[-1] == "**":  # which names folders alone
+        parts = [*parts, "*"]
+    with_hidden = any(part.startswith(".") for part in parts if part != "..")
+    return [
+        path
+        for path in root.glob("/".join(parts))
+        if _is_file(path) and (with_hidden or not _is_hidden(path.relative_to(root)))
+    ]
 
-    `**` enters no symbolic links, which `glob.glob` would: in a loop of links it comes to no end.
-    """
-    part, rest = parts[0], parts[1:]
-    if part == "**":
-        for inner, _, _ in _walk(folder):
-            yield from _matching(inner, rest or ["*"])
-        return
-    names = [part]
-    if glob.has_magic(part):
-        _, folders, files = next(_walk(folder), (folder, [], []))
-        names = [n for n in [*folders, *files] if part.startswith(".") or not n.startswith(".")]
-    for name in fnmatch.filter(names, part):
-        if rest:
-            yield from _matching(folder / name, rest)
-        elif _is_file(folder / name):
-            yield folder / name
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts if part != "..")
 
 
 def _files_below(folder: Path, skip: Collection[str] = ()) -> Iterator[Path]:
@@ -288,7 +282,7 @@ def _walk(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[Path, list
 
 
 def _is_file(path: Path) -> bool:
-    """Whether this is a regular file, or a link to one; ConfigError where one may not know."""
+    """Return True for a regular file or a link to one; ConfigError without permission to look."""
     try:
         return path.is_file()
     except OSError as error:
@@ -308,7 +302,7 @@ def _refuse_records(files: Collection[_File], key: str) -> None:
 
 
 def _not_plain_text(path: Path) -> str:
-    """Why a file with this name is no text to train on, and what to do; empty where it may be one."""
+    """Reason why a file with this name is no text to train on, and advice; empty if it may be text."""
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
         return f"is compressed ({suffix}); unpack it first"

@@ -1,4 +1,4 @@
-"""From a corpus to memory-mapped token ids, once per content of the corpus."""
+"""Preparation of a corpus: memory-mapped token ids, encoded once per content."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class DataConfig(Config, frozen=True):
     """Text, tokenizer, and how the tokens are cut into batches."""
 
     corpus: CorpusConfig = StdlibConfig()
-    """Where the text comes from."""
+    """Source of the text."""
 
     tokenizer: TokenizerConfig = BytesConfig()
-    """How text becomes token ids."""
+    """Rule that cuts text into token ids."""
 
     seq_len: int = Field(default=256, ge=1, le=MAX_COUNT)
     """Tokens per sequence."""
@@ -180,11 +180,7 @@ def _read_and_build(
             say(f"preparing {plan.num_bytes / 1e6:.1f} MB of text")
             _build(config, plan, folder, report)
             meta = read_meta(folder)
-        if meta is None:
-            raise ConfigError(
-                f"data.cache_dir: '{folder}' does not hold what was just written there; "
-                "name another folder, on a disk that does"
-            )
+    assert meta is not None, f"'{folder}' was just written"
     return plan.documents, folder, meta
 
 

@@ -22,10 +22,10 @@ _SPLITS: tuple[Split, ...] = get_args(Split)
 _TRAIN, _VALIDATION, _LEFT_OUT = 0, 1, 2
 
 _CLEARLY = 1.5
-"""A share of the text that differs from the one asked for by this factor or more is said."""
+"""Factor between the share of the text and the share asked for that is worth a note."""
 
 _REACH_BYTES = 256
-"""How far a cut may move back to a line end: a line is shorter, a text on one line is not lost."""
+"""Bytes that a cut may move back to the end of a line."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Documents:
 
 
 def changed(before: Documents, now: Documents) -> str | None:
-    """How the documents changed since, in one sentence that names the first; None where they did not.
+    """Describe how the documents changed since, naming the first; None if they did not.
 
     `'b.txt' was removed, and 2 other documents differ too`
     """

@@ -129,10 +129,10 @@ class TokenRow:
         return parts[-1] if len(parts) == 2 else np.concatenate(parts)
 
     def seen(self) -> list[SeenFile]:
-        """What blocks that are spread over each file say of it.
+        """Digest of each file, from blocks that are spread over it.
 
-        To read billions of tokens takes minutes, at every start; a file that was replaced, cut or extended
-        differs in these, one in which a single token was changed may not.
+        Reading billions of tokens takes minutes at every start. A file that was replaced, cut or extended
+        has another digest; one in which a single token changed may not.
         """
         return [_seen(file) for file in self.files]
 

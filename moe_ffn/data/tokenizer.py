@@ -1,4 +1,4 @@
-"""From text to token ids and back, exactly."""
+"""Text to token ids and back, exactly."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Tokenizer(ABC):
         Raises:
             TypeError, ValueError: an id is no whole number, or none of the vocabulary.
         """
-        places = list(map(_whole_number, ids.tolist() if isinstance(ids, Tensor) else ids))
+        places = list(map(operator.index, ids.tolist() if isinstance(ids, Tensor) else ids))
         outside = [place for place in places if not 0 <= place < self.vocab_size]
         if outside:
             raise ValueError(f"ids must lie in [0, {self.vocab_size}), got {outside[0]}")
@@ -82,7 +82,7 @@ class Tokenizer(ABC):
 
 
 class TokenizerConfig(TaggedConfig, frozen=True):
-    """How text becomes token ids."""
+    """Rule that cuts text into token ids."""
 
     @property
     def max_vocab_size(self) -> int:
@@ -111,13 +111,6 @@ def _as_bytes(text: Any) -> bytes:
     raise TypeError(
         f"a tokenizer encodes str or bytes, but got {show(text)}; encode one text at a time"
     )
-
-
-def _whole_number(index: Any) -> int:
-    try:
-        return operator.index(index)
-    except TypeError as error:
-        raise TypeError(f"ids must be whole numbers, got {show(index)}") from error
 
 
 def _require_kind(values: Mapping[str, Any], kind: str) -> None:
@@ -351,7 +344,7 @@ def _bytes_of(token: str, byte_of: Mapping[str, int], where: str) -> bytes:
 
 
 def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
-    """What a token of any `tokenizer.json` stands for, as it is written there.
+    """Bytes of a token as it is written in any `tokenizer.json`.
 
     Args:
         byte_level: its characters are bytes (GPT-2's kind); otherwise U+2581 is a space, `<0xE2>` a byte.

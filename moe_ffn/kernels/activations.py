@@ -113,7 +113,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 GateFunction = ClampedSwiGLU | ClampedGate | SoftCappedSwiGLU
-"""What may stand in the place of act(gate) * up."""
+"""Replacement of act(gate) * up."""
 
 
 class ClampOptions(Config, frozen=True):
@@ -129,7 +129,7 @@ class ClampOptions(Config, frozen=True):
     added: float = Field(default=1.0, ge=-MAX_COUNT, le=MAX_COUNT)
     """Added to the linear part, once it is clamped; 0 in DeepSeek-V4."""
     clamp: Literal["before", "after"] = "before"
-    """Whether the gate is clamped before its activation, or after it."""
+    """Clamp the gate before or after its activation."""
 
     @property
     def gate_function(self) -> GateFunction:

@@ -1,4 +1,4 @@
-"""How torch differentiates experts with a backward pass of their own: an autograd function, and operators.
+"""Derivatives of experts with a backward pass of their own: an autograd function, and operators.
 
 T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, H rows of the first
 matrix
@@ -26,7 +26,7 @@ from moe_ffn.outputs import Plan
 
 
 class Inputs(NamedTuple):
-    """What both passes read."""
+    """Inputs of the forward and the backward pass."""
 
     x_TD: Tensor
     weights_N: Tensor
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
     pair_ids_N: Tensor
     dropout_NF: Tensor | None
     options: ExpertWeights
-    """What the experts are; its tensors are not read."""
+    """Kind of the experts; its tensors are not read."""
     dtype: torch.dtype
     """The dtype of products, where this CPU multiplies in it, and of what is kept."""
 

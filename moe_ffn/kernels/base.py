@@ -55,11 +55,21 @@ class ExpertWeights:
         """The experts of this rank, where weights are distributed tensors."""
         if on_this_rank(self.up_EHD) is self.up_EHD:
             return self
-        up_EHD, down_EDF, up_bias_EH, down_bias_ED = (
-            None if weight is None else on_this_rank(weight) for weight in self.parameters
+        return self.with_parameters(
+            *(None if weight is None else on_this_rank(weight) for weight in self.parameters)
         )
-        assert up_EHD is not None
-        assert down_EDF is not None
+
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
+        """The same experts with parameters in `dtype`."""
+        if self.up_EHD.dtype == dtype:
+            return self
+        return self.with_parameters(
+            *(None if weight is None else weight.to(dtype) for weight in self.parameters)
+        )
+
+    def with_parameters(self, *parameters: Any) -> ExpertWeights:
+        """The same experts with other tensors, in the order of `parameters`."""
+        up_EHD, down_EDF, up_bias_EH, down_bias_ED = parameters
         return replace(
             self,
             up_EHD=up_EHD,
@@ -134,7 +144,7 @@ def outside_graphs(backend: Backend) -> Backend:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a backward pass may follow, for which values must be kept."""
+    """Return True if a backward pass may follow, for which values must be kept."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 

@@ -1,4 +1,4 @@
-"""How much memory there is, and the refusal of tables that do not fit into it."""
+"""Memory of this process, and the rejection of tables that do not fit into it."""
 
 from __future__ import annotations
 

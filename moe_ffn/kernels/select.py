@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moe_ffn.kernels import cpu
 from moe_ffn.kernels.base import Backend, ExpertWeights, check_dtype, refuse_vmap
-from moe_ffn.kernels.cpu_operator import run_operator
 from moe_ffn.kernels.torch_modes import has_no_data, is_transform_on
 from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_refusal, loop
 from moe_ffn.kernels.triton import backend as triton
@@ -28,7 +27,7 @@ REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
     "grouped_mm": grouped_mm_refusal,
     "triton": triton.refusal,
 }
-"""Why a backend does not take these tokens and weights, or None. Backends not listed take all."""
+"""Backend -> reason why it does not take these tokens and weights, or None. Backends not listed take all."""
 
 BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
 """The kind of device of each backend that runs on one alone."""
@@ -45,7 +44,7 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
     if is_transform_on():
         refuse_vmap(x_TD, (plan.weights_N, *weights.parameters))
     if has_no_data(x_TD) and not torch.compiler.is_exporting():
-        return run_operator(x_TD, plan, weights)  # of any backend: its shapes
+        return cpu.run_operator(x_TD, plan, weights)  # of any backend: its shapes
     if backend == "auto":
         backend = best_backend(x_TD, plan, weights)
     elif (why := refusal(backend, x_TD, weights)) is not None:

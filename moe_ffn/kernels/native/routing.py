@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.kernels.torch_modes import is_dispatch_mode_on, is_transform_on, without_autocast
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -76,13 +76,13 @@ def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def _is_compiled(*tensors: Tensor) -> bool:
-    """Whether the compiled loops take these tensors: on the CPU, with data, outside graphs and transforms."""
+    """Return True for tensors of the compiled loops: on the CPU, with data, outside graphs and transforms."""
     return (
         not torch.compiler.is_compiling()
         and all(x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter) for x in tensors)
         and not is_dispatch_mode_on()
         and not is_transform_on()
-        and why_unavailable() is None
+        and unavailable_reason() is None
     )
 
 

@@ -56,7 +56,7 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    """Why `triton` does not take these tokens; it needs a GPU or its interpreter, and one of `DTYPES`."""
+    """Reason why `triton` does not take these tokens; None if it does."""
     if not INSTALLED:
         return "needs the package triton, which is not installed; use 'auto'"
     if x_TD.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -88,7 +88,7 @@ def _too_old(device: torch.device) -> str | None:
 
 
 def _pairs_of_tokens(plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Where each pair of the routing's list stands in the plan; where the pairs of each token start.
+    """Place in the plan of each pair of the routing's list; start of each token's pairs.
 
     That list is sorted by token, so its T + 1 starts are all that is needed.
     """
