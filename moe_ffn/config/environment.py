@@ -16,7 +16,7 @@ from moe_ffn.files import reason
 
 
 def _require_folders_of_torch() -> None:
-    """Exit with code 2 where there is no current folder, or none for temporary files."""
+    """Exit with code 2 without a current folder or a folder for temporary files."""
     problem = "the current folder was removed, and torch cannot be imported in it; cd to another"
     try:
         os.getcwd()  # noqa: PTH109 - Path.cwd() is the same
@@ -39,7 +39,7 @@ class LaunchError(ConfigError):
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts several processes, and the variables that it sets for each of them."""
+    """Program that starts several processes, and the variables that it sets for each."""
 
     name: str
     rank: str
@@ -57,14 +57,14 @@ SLURM = Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", ("SLURM_LOCALID", "SLUR
 LIGHTNING = Launcher("lightning", "LOCAL_RANK", "WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT"))
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-"""Lightning takes the first of these that is set, whichever launcher it has found."""
+"""Variables of a rank; Lightning takes the first one that is set, whichever launcher it found."""
 VARIABLES = {
     *(name for launcher in (TORCHRUN, SLURM) for name in launcher.variables),
     *("NODE_RANK", "GROUP_RANK", "STANDALONE_PORT", "TORCHELASTIC_RUN_ID"),
 }
 _NUMBERS = VARIABLES - {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
 _TRAINER = "PL_TRAINER_"
-"""The prefix of variables that Lightning's Trainer takes for arguments that it is not given."""
+"""Prefix of variables that Lightning's Trainer takes for missing arguments."""
 
 
 def is_first_rank() -> bool:
@@ -149,7 +149,7 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
 
 
 def _launcher() -> Launcher | None:
-    """The program that started this process among others, as Lightning judges; None where none did."""
+    """Launcher of this process, as Lightning judges; None without one."""
     if is_under_torchrun():
         return TORCHRUN
     is_interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
@@ -161,7 +161,7 @@ def _launcher() -> Launcher | None:
 
 
 def _node_rank() -> str:
-    """The variable from which Lightning takes the number of this machine."""
+    """Variable from which Lightning takes the number of this machine."""
     return "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"
 
 
@@ -170,7 +170,7 @@ def _number(name: str) -> int:
 
 
 def _check_meeting_place() -> None:
-    """ConfigError where the processes that are to meet at this one could not."""
+    """Raise ConfigError if the processes could not connect to this one."""
     names = ("MASTER_ADDR", "MASTER_PORT")
     if not {*names} & {*os.environ}:
         return
@@ -187,13 +187,13 @@ def _check_meeting_place() -> None:
 
 
 def _stray(launcher: Launcher, why: str) -> ConfigError:
-    """The refusal of a process that looks like one of several."""
+    """Error of a process that looks like one of several."""
     of_elastic = ("TORCHELASTIC_RUN_ID",) if launcher is TORCHRUN else ()
     return _refusal(why, *launcher.variables, *_RANKS, *of_elastic)
 
 
 def _refusal(why: str, *names: str) -> LaunchError:
-    """An error that shows those of the variables `names` that are set."""
+    """Error that shows the values of those variables `names` that are set."""
     given = [name for name in dict.fromkeys(names) if name in os.environ]
     values = ", ".join(f"{name} is '{os.environ[name]}'" for name in given)
     return LaunchError(f"{values} in the environment, but {why}, or unset {' '.join(given)}")

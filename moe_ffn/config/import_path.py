@@ -1,7 +1,6 @@
-"""A class in a user's own file, by its import path, and the code that it comes from.
+"""Classes in a user's file, named by their import path, and the code they come from.
 
-A file is read once: what is hashed, what permission is asked for and what is run are the same bytes, and
-no cached bytecode beside it is looked at.
+A file is read once: the same bytes are hashed, asked permission for and run; cached bytecode is ignored.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ PACKAGE = "moe_ffn"
 
 @dataclass(frozen=True)
 class Code:
-    """A file or a module that a `type` names, as it was before it was run."""
+    """File or module that a `type` names, read before it is run."""
 
     where: str
-    """The part of the tag before the colon: a path that ends in `.py`, or the name of a module."""
+    """Part of the tag before the colon: a path that ends in `.py`, or the name of a module."""
 
     path: Path | None
-    """Its file; None for a module that has none, or is not found."""
+    """Source file; None for a module without one."""
 
     content: bytes
     """Bytes of the file; empty where there is none."""
@@ -60,7 +59,7 @@ class Code:
 
     @property
     def module_name(self) -> str:
-        """Key in `sys.modules`; a file's is made of its content, so that it is the same in every process."""
+        """Key in `sys.modules`; for a file it holds the hash, so that all processes agree."""
         if not self.is_file:
             return self.where
         stem = re.sub(r"\W", "_", Path(self.where).stem)
@@ -68,10 +67,10 @@ class Code:
 
 
 _run: dict[str, Code] = {}
-"""The code that was run, to its end or not, by the name of its module."""
+"""Code that was run, to its end or not, by the name of its module."""
 
 _imported: dict[str, Code] = {}
-"""The code that a class was last taken from, by what the tag said before the colon."""
+"""Code that a class was last taken from, by the part of the tag before the colon."""
 
 _permit: ContextVar[Callable[[Code], None]] = ContextVar("_permit", default=lambda code: None)
 
@@ -99,7 +98,7 @@ class FileTag(str):
     __slots__ = ("resolved",)
 
     resolved: str
-    """This text with a path that leads there from the current folder."""
+    """Tag whose path is relative to the current folder."""
 
     def __new__(cls, text: str, folder: Path) -> FileTag:
         tag = super().__new__(cls, text)
@@ -144,7 +143,7 @@ def import_class(tag: str, family: type[Class]) -> type[Class]:
 
 
 def find_code(where: str) -> Code:
-    """The code that a tag names, read and not run.
+    """Read the code that a tag names, without running it.
 
     Raises:
         ConfigError: its file cannot be read.
@@ -169,7 +168,7 @@ def find_code(where: str) -> Code:
 
 
 def file_of_module(name: str) -> Path | None:
-    """The source file of a module, found without running the packages around it."""
+    """Source file of a module, found without running its packages."""
     try:
         dotted, *rest = name.split(".")
         spec = importlib.util.find_spec(dotted)
@@ -232,13 +231,13 @@ def is_outside(cls: type) -> bool:
 
 
 def imported_code(tag: str) -> Code | None:
-    """The code that was run for a tag; None where none was, or that of this package."""
+    """Code that was run for a tag; None if none was, or for this package."""
     where = tag.rpartition(":")[0]
     return None if where.partition(".")[0] == PACKAGE else _imported.get(where)
 
 
 def tag_of(cls: type) -> str:
-    """The `type` that leads to a class again."""
+    """Tag that imports a class again."""
     code = _run.get(cls.__module__)
     return f"{cls.__module__ if code is None else code.where}:{cls.__qualname__}"
 

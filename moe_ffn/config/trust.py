@@ -1,8 +1,8 @@
 """Trust in the code of a run's folder: code that this user has run before, or trusts by `--trust-code`.
 
-A config on the command line is the user's own. A run's folder may come from another person, and its
-`config.yaml` names code that would be run by looking at the run. So the sha256 of what runs of this user were
-begun with is kept outside of any run, one file for each, which needs no lock.
+A config on the command line is the user's own. A run's folder may come from another person, and reading its
+`config.yaml` would run the code that it names. So the sha256 of the code of this user's runs is stored
+outside any run, one file each, which needs no lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _accepting: ContextVar[bool] = ContextVar("_accepting", default=False)
 
 
 class UntrustedCodeError(ConfigError):
-    """A run's folder names code that this user has neither run nor trusted."""
+    """Code in a run's folder that this user has neither run nor trusted."""
 
 
 @contextmanager
@@ -38,10 +38,10 @@ def accepting_code(accept: bool = True) -> Iterator[None]:
 
 @contextmanager
 def only_trusted_code(folder: Path) -> Iterator[None]:
-    """Run only trusted code of those that the run in `folder` names.
+    """Run only trusted code of the run in `folder`.
 
     Raises:
-        UntrustedCodeError: there was other code; none of it was run.
+        UntrustedCodeError: the run names other code; none of it was run.
     """
     refused: list[Code] = []
 
@@ -78,7 +78,7 @@ def is_trusted(code: Code) -> bool:
 
 
 def trust(codes: Iterable[Code]) -> None:
-    """Remember them; where that cannot be written they are asked about again, and nothing else is lost."""
+    """Remember trusted code; if that cannot be written, the user is asked again."""
     folder = _folder()
     for code in codes:
         if folder is None or code.path is None:

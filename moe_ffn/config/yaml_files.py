@@ -27,9 +27,9 @@ _MAX_BYTES = 100_000
 
 
 def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
-    """The typed config of plain options, or a ConfigError with one line per mistake.
+    """Validate plain options; ConfigError with one line per mistake.
 
-    Where a `type` names a class of the user's own, a line on stderr says whose code runs before it does.
+    A line on stderr warns before the code of a custom class runs.
     """
     try:
         with explaining_outside_errors():
@@ -43,10 +43,9 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` laid over `below`, mapping by mapping.
+    """Merge `above` into `below`, mapping by mapping.
 
-    A mapping whose `type` differs replaces the one below it whole: after a swap of the FFN nothing
-    of the old one's arguments is left behind.
+    A mapping whose `type` differs replaces the old one whole: no argument of a swapped FFN is left behind.
     """
     merged = dict(below)
     for key, new in above.items():
@@ -63,10 +62,10 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nest(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """(dotted key, value) as nested mappings, later ones winning.
+    """Nest (dotted key, value) pairs; later ones win.
 
-    What is set inside a mapping wins over the mapping, in whichever order they are given:
-    `--model.ffn.d_ff 64 --model.ffn swiglu` loses neither.
+    An option inside a mapping wins over the mapping, in any order: `--model.ffn.d_ff 64 --model.ffn swiglu`
+    loses neither.
     """
     result: dict[str, Any] = {}
     for path, value in sorted(options, key=lambda option: option[0].count(".")):
@@ -77,14 +76,14 @@ def nest(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _as_options(value: Any) -> Mapping[str, Any] | None:
-    """A mapping as it is, `swiglu` as the `{type: swiglu}` it is short for, anything else as None."""
+    """Options of a mapping, or of `swiglu`, short for `{type: swiglu}`; None for anything else."""
     if isinstance(value, str):
         return {"type": value}
     return value if isinstance(value, Mapping) else None
 
 
 def read_yaml(path: Path, where: str) -> dict[str, Any]:
-    """The mapping in a YAML file, or a ConfigError that begins with `where`."""
+    """Read the mapping in a YAML file; ConfigError that begins with `where`."""
     try:
         content = read_given(path, _MAX_BYTES + 1)
     except OSError as error:
@@ -107,7 +106,7 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
 
 
 def _with_folder(value: Any, folder: Path) -> Any:
-    """The values of a YAML file in `folder`; paths to classes in them become a FileTag."""
+    """Turn paths to classes in the values of a YAML file into a FileTag."""
     if isinstance(value, dict):
         return {key: _with_folder(item, folder) for key, item in value.items()}
     if isinstance(value, list):
@@ -116,10 +115,10 @@ def _with_folder(value: Any, folder: Path) -> Any:
 
 
 def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
-    """The config in the folder of a run; the lines of a ConfigError all name the file.
+    """Read the config of a run; every line of a ConfigError names the file.
 
     Raises:
-        UntrustedCodeError: it names code that no run of this user began with; none of it was run.
+        UntrustedCodeError: it names untrusted code; none of it was run.
         ConfigError: it is no such config.
     """
     try:
@@ -136,13 +135,13 @@ def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
 
 
 def to_yaml(options: Config | Mapping[str, Any]) -> str:
-    """The resolved options, as a file that `--config` reads back."""
+    """Write options as YAML that `--config` reads back."""
     plain = options.to_dict() if isinstance(options, Config) else dict(options)
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def flag_value(value: Any) -> str:
-    """A value as it is typed behind a flag, in the quotes that a shell needs."""
+    """Format a value as it is typed behind a flag, in the quotes that a shell needs."""
     if not isinstance(value, Mapping | list | tuple):
         return shlex.quote(show_value(value))
     text = yaml.safe_dump(
@@ -152,9 +151,9 @@ def flag_value(value: Any) -> str:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """A flag's value as YAML; mappings and lists only in brackets, so that text may hold `: `.
+    """Parse a flag's value as YAML; mappings and lists only in brackets, so that text may hold `: `.
 
-    `--sample.prompt "def f(x):"` is that text, spaces at its ends included, and not a mapping.
+    `--sample.prompt "def f(x):"` is that text, and not a mapping.
     """
     if text.lstrip()[:1] in ("{", "[", '"', "'"):
         return parse_yaml(text, where)
@@ -166,7 +165,7 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Plain values from YAML; ConfigError, which begins with `where`, for anything else."""
+    """Parse plain values from YAML; ConfigError that begins with `where` for anything else."""
     if len(text) > _MAX_BYTES:
         raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
     try:
@@ -206,7 +205,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
-"""All that a config holds. Other tags, `!!python/object` first, make nothing and are refused."""
+"""Types of values in a config. Other tags, `!!python/object` first, are rejected."""
 
 _Loader.yaml_constructors = {
     tag: construct

@@ -1,8 +1,7 @@
-"""The backend `cpu`: compiled kernels where there is a compiler, the loop over experts elsewhere.
+"""Backend `cpu`: compiled kernels if there is a compiler, otherwise the loop over experts.
 
-Graphs of torch.compile and torch.export hold it whole, as an operator of torch; so do tensors that have
-shapes alone, as memory is planned with. A step outside graphs does not go through the operator, which
-saves some microseconds.
+Graphs of torch.compile and torch.export hold it as one operator of torch; so do tensors that have shapes
+alone, with which memory is planned. A step outside graphs calls no operator, which saves some microseconds.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix
 """
@@ -40,7 +39,7 @@ from moe_ffn.outputs import Plan
 
 
 def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """Any dtype; reads the offsets on the host. An expert without tokens gets a zero gradient."""
+    """Run experts of any dtype; reads the offsets on the host."""
     if torch.compiler.is_compiling():
         return run_operator(x_TD, plan, weights)
     if not is_dispatch_mode_on() and is_compiled(weights):
@@ -70,7 +69,7 @@ def loop_on_cpu(
     dtype: torch.dtype,
     dropout_NF: Tensor | None = None,
 ) -> Tensor:
-    """The loop over experts, with products in float32 where this CPU only emulates `dtype`."""
+    """Run the loop over experts, with products in float32 if this CPU only emulates `dtype`."""
     dtype = product_dtype_on_cpu(dtype)
     with without_autocast(x_TD):
         return run_loop(x_TD, plan, weights.to(dtype), dtype, dropout_NF)
@@ -132,14 +131,14 @@ def run_operator(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def encode_gate(gate: GateFunction | None) -> list[float] | None:
-    """A gate as an operator of torch takes it: which of `GateFunction` it is, then its fields."""
+    """Encode a gate for an operator of torch: its index in `GateFunction`, then its fields."""
     if gate is None:
         return None
     return [float(get_args(GateFunction).index(type(gate))), *map(float, vars(gate).values())]
 
 
 def decode_gate(numbers: list[float] | None) -> GateFunction | None:
-    """The gate of `encode_gate`."""
+    """Decode the numbers of `encode_gate`."""
     return None if numbers is None else get_args(GateFunction)[int(numbers[0])](*numbers[1:])
 
 
@@ -157,7 +156,7 @@ _OPTIONS = "str activation, float[]? gate, bool gated, bool interleaved, ScalarT
     schema=f"({_INPUTS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)",
 )
 def experts(*given: Any) -> tuple[Tensor, Tensor]:
-    """y_TD, and the first product (N, H) if backward is to come, else none of its rows."""
+    """Return y_TD and the first product (N, H), which has no rows unless `keep`."""
     implementation, inputs = _read(given[:10], given[10:15])
     keep = given[15]
     x_TD, weights_N, up_EHD = given[:3]
@@ -173,7 +172,7 @@ def experts(*given: Any) -> tuple[Tensor, Tensor]:
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def experts_backward(grad_y_TD: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    """The gradients of the first six inputs of `experts`; empty where they are not wanted."""
+    """Return the gradients of the first six inputs of `experts`; empty if not wanted."""
     implementation, inputs = _read(given[:10], given[11:16])
     kept_NH, wanted, num_computed = given[10], given[16], len(inputs.weights_N)
     found = implementation.backward(inputs, kept_NH[:num_computed], grad_y_TD, wanted)
@@ -187,7 +186,7 @@ def experts_backward(grad_y_TD: Tensor, *given: Any) -> tuple[Tensor, ...]:
 
 
 def _read(tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Implementation, Inputs]:
-    """The arguments of both operators: `_INPUTS` and `_OPTIONS`."""
+    """Read the arguments of both operators: `_INPUTS` and `_OPTIONS`."""
     x_TD, weights_N, *parameters, token_ids_N, offsets_E, pair_ids_N, dropout_NF = tensors
     activation, gate, gated, interleaved, dtype = options
     up_EHD, down_EDF, up_bias_EH, down_bias_ED = parameters

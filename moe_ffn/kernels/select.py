@@ -1,4 +1,4 @@
-"""The backends by name, and the choice among them: by the user, or from device, dtype and size."""
+"""Backends by name, and the choice among them: by the user, or from device, dtype and size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BACKENDS: dict[str, Backend] = {
     "grouped_mm": grouped_mm,
     "triton": triton.triton,
 }
-"""Every backend computes the same function; a test holds each to the same double loop."""
+"""Backends by name; a test compares each with the same double loop."""
 
 REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
     "cpu": cpu.refusal,
@@ -30,15 +30,15 @@ REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
 """Backend -> reason why it does not take these tokens and weights, or None. Backends not listed take all."""
 
 BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
-"""The kind of device of each backend that runs on one alone."""
+"""Device of each backend that runs on one kind alone."""
 
 
 def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) -> Tensor:
     """Run the experts on a plan, (T, D), with the named backend, or with the best one for `auto`.
 
     Raises:
-        ValueError: the named backend does not take this device, this dtype or these widths; or `x_TD` and
-            the weights differ in dtype, without autocast; or it is called by `torch.func.vmap`.
+        ValueError: the named backend does not take this device, dtype or width; `x_TD` and the weights differ
+            in dtype, without autocast; or `torch.func.vmap` calls it.
     """
     check_dtype(x_TD, weights.up_EHD)
     if is_transform_on():
@@ -57,7 +57,7 @@ def refusal(backend: str, x_TD: Tensor, weights: ExpertWeights) -> str | None:
 
 
 def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
-    """The name of the backend that `auto` picks."""
+    """Name of the backend that `auto` picks."""
     if is_transform_on():
         return "loop"
     if x_TD.device.type == "cpu":

@@ -64,7 +64,7 @@ def is_batched(tensor: Tensor) -> bool:
 
 @contextmanager
 def autograd_in_operators() -> Iterator[None]:
-    """`torch.enable_grad` that works in the body of an operator of ours too, where torch has autograd off."""
+    """Enable gradients in the body of our operators too, where torch turns autograd off."""
     # Private; there is no public way.
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():

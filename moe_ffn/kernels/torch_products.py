@@ -19,7 +19,7 @@ from moe_ffn.outputs import Plan
 
 @outside_graphs
 def loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """One gather, two products per expert, one scatter; reads the offsets on the host."""
+    """Run experts one by one: a gather, two products per expert, a scatter; reads the offsets on the host."""
     return run_loop(x_TD, plan, weights)
 
 
@@ -30,14 +30,14 @@ def run_loop(
     dtype: torch.dtype | None = None,
     dropout_NF: Tensor | None = None,
 ) -> Tensor:
-    """Run `loop` with given dropout, with tokens in the dtype of converted weights.
+    """Run `loop` in a given dtype, with given dropout.
 
-    An expert without tokens multiplies an empty slice: its gradient is then zero and not missing, on which
-    DDP and FSDP would hang. Without gradients it is left out.
+    An expert without tokens multiplies an empty slice, so that its gradient is zero and not missing, on
+    which DDP and FSDP would hang. Without gradients it is left out.
 
     Args:
-        dtype: of the weights and of the products; None: torch decides, by autocast if it is on.
-        dropout_NF: the factor of each hidden unit, from `dropout_mask`.
+        dtype: of the weights and of the products; None leaves it to autocast.
+        dropout_NF: factor of each hidden unit, from `dropout_mask`.
     """
     ends = plan.offsets_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -75,11 +75,11 @@ def _linear_per_expert(
 
 
 ROW_BYTES = 16
-"""grouped_mm needs rows whose length in bytes is a multiple of this."""
+"""Number of bytes that must divide the rows of grouped_mm."""
 
 
 def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """No loop and no host synchronisation. float32, bfloat16 and float16; see `grouped_mm_refusal`."""
+    """Run all experts at once, without host synchronisation, in float32, bfloat16 or float16."""
     ranks_N = torch.arange(plan.token_ids_N.shape[0], device=x_TD.device)
     computed_N1 = (ranks_N < plan.offsets_E[-1]).unsqueeze(-1)
     expert_ids_N = torch.searchsorted(plan.offsets_E, ranks_N.to(torch.int32), right=True)

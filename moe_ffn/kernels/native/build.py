@@ -33,30 +33,31 @@ HERE = Path(__file__).parent
 SOURCES = ("experts.cpp", "backward.h", "layer.h", "passes.h", "routing.h")
 
 VARIABLE = "MOE_FFN_NATIVE"
-"""Set to 0, this variable of the environment turns the compiled kernels off."""
+"""Environment variable; 0 turns the compiled kernels off."""
 
 INSTRUCTION_SETS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c",
     "AVX2": "-mavx2 -mfma -mf16c",
     "DEFAULT": "-DAT_BUILD_ARM_VEC256_WITH_SLEEF",
 }
-"""The flags of each kind of CPU that at::vec has vectors for. Named one by one, so that a library never holds
-an instruction that another CPU of the same kind lacks. Every ARM has NEON, which is in the last, with torch's
-exponential function of vectors; SVE would need flags of its own."""
+"""Flags of each kind of CPU that at::vec has vectors for.
+
+They are named one by one, so that a library never holds an instruction that another CPU of the kind lacks.
+The last one serves every ARM with NEON and torch's vector exponential; SVE would need its own flags.
+"""
 
 FLAGS = "-O3 -std=c++20 -shared -fPIC -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
 FLAGS_OF_GCC = (
     "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -pipe --param=ggc-min-heapsize=1000000"
 )
-"""Without the passes that take long and gain nothing, and without looking for memory to use again below 1 GB;
-Clang does not know these flags."""
+"""Flags that skip slow passes without gain, and garbage collection below 1 GB; Clang lacks them."""
 TIMEOUT_SECONDS = 300
 _TRANSIENT = re.compile(
     r"^.*(?:no space left|quota exceeded|input/output error|killed|terminated program|out of memory"
     r"|memory exhausted|cannot allocate memory).*$",
     re.IGNORECASE | re.MULTILINE,
 )
-"""A line of a compiler that fails for what may be gone the next time; such a failure is not remembered."""
+"""Line of a compiler that failed for a reason that may be gone next time; it is not remembered."""
 VERSION_TIMEOUT_SECONDS = 30
 
 

@@ -1,4 +1,4 @@
-"""The compiled experts: the arguments of the operators in C++.
+"""Compiled experts: arguments of the operators in C++.
 
 T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, H rows of the first
 matrix
@@ -30,12 +30,12 @@ def has_kernel(weights: ExpertWeights) -> bool:
 
 
 def native(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """The experts by compiled kernels; see `autograd.run`. The same numbers with any number of threads."""
+    """Run the experts by compiled kernels; any number of threads gives the same bits."""
     return run(NATIVE, x_TD, plan, weights)
 
 
 def _layer(inputs: Inputs) -> tuple[Any, ...]:
-    """The arguments that both operators begin with."""
+    """First arguments of both operators."""
     dtype = product_dtype_on_cpu(inputs.dtype)
     if dtype == torch.float16:  # which the operators store and do not multiply
         dtype = torch.float32
@@ -89,7 +89,7 @@ NATIVE = Implementation(_forward, _backward)
 # -- memory of gradients
 
 LARGE_BYTES = 32 * 2**20
-"""glibc keeps no freed memory of this size or more (the largest value that M_MMAP_THRESHOLD grows to)."""
+"""Size from which glibc keeps no freed memory (the largest value of M_MMAP_THRESHOLD)."""
 
 ALIGNMENT = 64
 """Size in bytes of a cache line, and of the widest vector register."""
@@ -99,10 +99,10 @@ _lock = Lock()
 
 
 def empty_gradient(weight: Tensor) -> Tensor:
-    """An uninitialised, contiguous tensor like `weight`.
+    """Return an uninitialised, contiguous tensor like `weight`.
 
     A large one reuses the memory of an earlier gradient of the same weight that no tensor uses any more.
-    That memory is freed together with the weight.
+    That memory is freed with the weight.
     """
     size = weight.numel() * weight.itemsize
     if size < LARGE_BYTES:

@@ -119,7 +119,7 @@ def _through_activation(
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Writes d_pre and w h of these units; returns what they add to dw."""
+    """Write d_pre and w h of these units; return what they add to dw."""
     pre_ptr, d_pre_ptr, hidden_ptr, dropout_ptr = pointers
     H: tl.constexpr = 2 * F if GATED else F
     UP: tl.constexpr = H - F
