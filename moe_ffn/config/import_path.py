@@ -211,14 +211,8 @@ def _import_file(code: Code) -> ModuleType:
 
 
 def _ask(code: Code) -> None:
-    if code.path is None:  # nothing is run of a module that is not there, and its error is another
-        try:
-            if importlib.util.find_spec(code.where.partition(".")[0]) is None:
-                return
-        except (ImportError, ValueError):
-            return
     _permit.get()(code)
-    if is_first_rank():  # says it for all
+    if is_first_rank():
         print(f"importing {code.where!r}, which runs its code", file=sys.stderr, flush=True)
 
 
