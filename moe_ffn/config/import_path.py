@@ -268,7 +268,7 @@ def _describe(error: BaseException) -> str:
         text = (
             f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
         )
-    if isinstance(error, SyntaxError):  # says it itself
+    if isinstance(error, SyntaxError):  # its text has the line
         return text
     place = _place(error.__traceback__)
     if place is None:

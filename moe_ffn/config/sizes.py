@@ -35,7 +35,7 @@ class MatchConfig(Config, frozen=True):
 
 
 def _number_or_match(value: Any, _: object) -> Any:
-    # Not the union's own validator, which of a wrong number says that it is no match either.
+    # pydantic's union would complain about both members for a wrong number.
     if isinstance(value, Mapping):
         return MatchConfig.model_validate(value)
     return (

@@ -167,7 +167,7 @@ def _require_hub(path: str) -> None:
     try:
         huggingface_hub.HfApi().dataset_info(path, timeout=_HUB_TIMEOUT_S)
     except HfHubHTTPError:
-        return  # the hub answered; what it said, `load_dataset` says better
+        return  # the hub answered; `load_dataset` explains the error better
     except HFValidationError as error:
         raise ConfigError(
             f"data.corpus.path: '{path}' is neither a local path nor a name on the Hugging Face hub"

@@ -132,7 +132,7 @@ def outside_graphs(backend: Backend) -> Backend:
                 sentence = TRANSFORMS_NOT_IN_GRAPHS
             if torch.compiler.is_exporting():
                 raise ValueError(sentence)
-            torch._dynamo.graph_break(msg=sentence)  # which is what `fullgraph=True` then says
+            torch._dynamo.graph_break(msg=sentence)  # the message of `fullgraph=True`
             # Here, since a decorator would load torch's compiler at import, in about a second.
             return torch.compiler.disable(backend)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
         return backend(x_TD, plan, weights)

@@ -417,7 +417,7 @@ def test_a_terminal_shows_a_bar(
     assert "110.0 kB" in shown
 
 
-def test_the_bar_is_told_each_stage_from_start_to_end(
+def test_the_bar_gets_each_stage_from_start_to_end(
     forty_files: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports: list[tuple[str, int, int | None]] = []

@@ -41,7 +41,7 @@ def _layer(inputs: Inputs) -> tuple[Any, ...]:
         dtype = torch.float32
     of_sums = torch.float64 if dtype == torch.float64 else torch.float32
     options, clamped = inputs.options, inputs.options.gate_function
-    assert clamped is None or isinstance(clamped, ClampedSwiGLU)  # as `has_kernel` has said
+    assert clamped is None or isinstance(clamped, ClampedSwiGLU)  # see `has_kernel`
     return (
         inputs.x_TD.contiguous(),
         inputs.weights_N.to(of_sums).contiguous(),

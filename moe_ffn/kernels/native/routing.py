@@ -26,7 +26,7 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
     The compiled loop converts a few tokens at a time, without a float32 copy of all.
     """
-    # Of other shapes and dtypes, from a router of one's own, torch says what it takes.
+    # torch explains what is wrong with other shapes and dtypes of a custom router.
     is_narrow = x_TD.dtype in NARROW and x_TD.ndim == weight_ED.ndim == 2
     if is_narrow and weight_ED.dtype == torch.float32 and _is_compiled(x_TD, weight_ED):
         return _operators().wide_linear(x_TD.detach(), weight_ED.detach())

@@ -149,7 +149,7 @@ LOST = "could not be compiled and loaded: "
         *("no library", "no folder", "no home"),
     ],
 )
-def test_whatever_goes_wrong_cpu_computes_and_one_line_says_so(
+def test_a_failure_is_logged_once_and_cpu_still_computes(
     why: str,
     body: str,
     folder: Path,
@@ -345,7 +345,7 @@ def test_of_two_at_once_one_compiles_and_the_other_waits(
 
 
 @pytest.mark.parametrize("damage", [b"", b"a lib", b"another\n"], ids=["empty", "cut", "changed"])
-def test_a_damaged_library_is_not_loaded_but_made_anew(
+def test_a_damaged_library_is_compiled_again(
     damage: bytes, folder: Path, compiler: Compiler, tmp_path: Path
 ) -> None:
     compiler(WRITES)
