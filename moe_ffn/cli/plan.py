@@ -22,7 +22,7 @@ from moe_ffn.config.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.html import compact
 from moe_ffn.report.study_figures import SVG_OPENING, memory_and_balance
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.parameter_counts import check_counts
+from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.planner import (
     DEVICES,
     EFFICIENCY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.parameter_counts import check_counts
+from moe_ffn.runs.custom_parts import check_counts
 
 TRAINING_FLOPS = 3
 """FLOPs of a training step over those of its forward pass: the backward pass costs two more."""
