@@ -18,7 +18,7 @@ from moe_ffn import build_ffn
 from moe_ffn.cli.logs import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SteeredRouting, TokenContext
 from moe_ffn.routing import TopKRouterConfig
 
 pytest_plugins = ["tests.helpers.programs_in_process"]
@@ -111,7 +111,16 @@ def make_routing() -> Callable[..., Routing]:
             "mask_T": None,
             "sequence_length": num_tokens,
         }
-        return Routing(**{**values, **replaced})
+        if "target_k" in replaced or "capacity_k" in replaced:
+            values["chosen_N"] = torch.ones(num_tokens * k, dtype=torch.bool)
+        kinds = {
+            "target_k": SteeredRouting,
+            "capacity_k": ChosenRouting,
+            "chosen_N": ChosenRouting,
+            "selection_probs_TE": NoisyRouting,
+        }
+        kind = next((kind for name, kind in kinds.items() if name in replaced), Routing)
+        return kind(**{**values, **replaced})
 
     return make
 

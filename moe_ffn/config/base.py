@@ -141,6 +141,13 @@ class Config(BaseModel, frozen=True):
         return short
 
 
+_REPLACED_BY_REFUSAL = {
+    *("not_causal_because", "not_cached_because", "refusal_on", "refusal_over"),
+    *("by_token", "reads_history"),
+}
+"""Names of earlier versions that a custom config may still define."""
+
+
 class TaggedConfig(Config, frozen=True):
     """Base of the families whose member is picked by a `type:` tag.
 
@@ -165,6 +172,12 @@ class TaggedConfig(Config, frozen=True):
         if cls.is_family_root():
             cls.members = {}
             return
+        for name in _REPLACED_BY_REFUSAL & vars(cls).keys():
+            if not hasattr(cls.__bases__[0], name):
+                raise TypeError(
+                    f"{cls.__name__}.{name} is not read any more; define refusal(self, situation), which "
+                    "returns a Refusal or None (moe_ffn.config.errors.Situation)"
+                )
         annotation = cls.model_fields["type"].annotation
         if get_origin(annotation) is Literal:
             cls._join_family(get_args(annotation))

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -35,10 +35,34 @@ class Refusal:
         return replace(self, reason=f"{option}.{self.reason}")
 
 
-def first_refusal(parts: Mapping[str, Refusal | None]) -> Refusal | None:
-    """First refusal among the parts of a config, given by their options."""
-    refusals = (refusal.inside(option) for option, refusal in parts.items() if refusal)
-    return next(refusals, None)
+@dataclass(frozen=True)
+class Situation:
+    """Use of a config that some members of its family cannot serve; see `refusal` of each config."""
+
+    causal: bool = False
+    """The model is causal: no output may depend on later tokens."""
+    cached: bool = False
+    """A decoder in evaluation computes new tokens alone, after those that it keeps in a cache."""
+    history: bool = True
+    """The tokens before are there in `TokenContext.history`, where `cached`."""
+    device: str | None = None
+    """Kind of device that computes, `cpu` or `cuda`; None: unknown."""
+    num_ranks: int = 1
+    """Ranks among which the experts are divided."""
+
+
+class Refusing(Protocol):
+    """A config, or another value, that may refuse a situation."""
+
+    def refusal(self, situation: Situation) -> Refusal | None: ...
+
+
+def first_refusal(parts: Mapping[str, Refusing], situation: Situation) -> Refusal | None:
+    """Return the first refusal among the parts of a config, given by the option that holds each."""
+    for option, part in parts.items():
+        if refusal := part.refusal(situation):
+            return refusal.inside(option)
+    return None
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

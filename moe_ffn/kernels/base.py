@@ -13,11 +13,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ffn.kernels.activations import ACTIVATIONS, Activation, GateFunction
 from moe_ffn.kernels.torch_modes import is_autocast_on, is_batched, is_transform_on
-from moe_ffn.outputs import Plan, on_this_rank, summarize
+from moe_ffn.outputs import Plan, summarize
+
+
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """The part of a distributed tensor that is on this rank; any other tensor as it is."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    # Importing it takes half a second. Not `hasattr(tensor, "to_local")`, which torch.compile denies.
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
 
 # -- weights and signature
 

@@ -28,7 +28,7 @@ LOAD_OPTIONS: dict[str, Any] = {
     "zmax": 4,
     "colorscale": [[place, colour] for place, colour in LOAD_SCALE.values()],
 }
-"""How `heat_figure` draws loads, as multiples of the even share: alike for all layers, steps and runs."""
+"""Options of `heat_figure` for loads, as multiples of the even share, for all layers and runs."""
 
 JUPYTER_RENDERER = "plotly_mimetype"
 """Plotly's default in Jupyter."""
@@ -63,7 +63,7 @@ def heat_figure(
         x: steps, or the numbers of experts as a range.
         y: the number or the name of each row.
         bar: options of the colour bar; its title is a text.
-        hover: what is said of a cell, as plotly's `hovertemplate`.
+        hover: text of a cell, as plotly's `hovertemplate`.
         height: without the title; None for one by the number of rows.
         of_trace: more options of `go.Heatmap`.
     """
