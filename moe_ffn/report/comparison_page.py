@@ -10,17 +10,26 @@ from pathlib import Path
 from urllib.parse import quote
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.report import run_summary
-from moe_ffn.report.arm_figures import ArmCurves, curves_of
+from moe_ffn.metrics.table import LAYER_METRICS
+from moe_ffn.report import arm_figures, figures, run_summary
+from moe_ffn.report.arm_figures import AXES, LOSSES, ArmCurves, curves_of
 from moe_ffn.report.comparison_tables import tables as tables_of
 from moe_ffn.report.comparison_tables import tuning_tables
 from moe_ffn.report.drawing import style_of
 from moe_ffn.report.html import write_page
-from moe_ffn.report.plots import plots_of_arms, render_plots, shared_script
+from moe_ffn.report.plots import (
+    FIRST,
+    Plot,
+    choice_of,
+    numbered,
+    plot_of,
+    render_plots,
+    shared_script,
+)
 from moe_ffn.runs.folder import REPORT_FILE, explaining
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
-from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.comparison import COSTS, Comparison
 from moe_ffn.studies.differences import what_differs
 from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.result import Curve, RunResult
@@ -110,6 +119,42 @@ def comparison_html(
         other_tables=shown[1:],
         run_summary=run_summary,
     )
+
+
+def plots_of_arms(
+    comparison: Comparison | None,
+    arms: Sequence[ArmCurves],
+    runs: Mapping[str, Sequence[Run]],
+) -> dict[str, list[Plot]]:
+    """Return section of `runs.html` -> its plots.
+
+    Args:
+        comparison: None where the runs do not compare, so that only their curves are drawn.
+        arms: all arms with curves, in the order that gives them their colours.
+        runs: runs of each arm whose routing over training is known, in that order.
+    """
+    answer: list[Plot] = []
+    tuning: list[Plot] = []
+    if comparison is not None:
+        if any(arm.difference for arm in comparison.arms):
+            answer.append(plot_of(arm_figures.differences(comparison)))
+        known = [c for c, of in COSTS.items() if all(of(arm) for arm in comparison.arms)]
+        costs = {cost: arm_figures.frontier(comparison, cost) for cost in known}
+        answer += [choice_of(costs, choice="cost")] if costs else []
+        tuning = [plot_of(arm_figures.tuning(comparison, found)) for found in comparison.tuning]
+    curves = [
+        choice_of({AXES[axis]: arm_figures.losses(arms, axis, of) for axis in axes}, choice="over")
+        for of in LOSSES
+        if (axes := arm_figures.axes_of(arms, of))
+    ]
+    moving = [key for key in FIRST if _moves(runs, key)]
+    measures = [plot_of(figures.overlay_measure(runs, key)) for key in moving]
+    return numbered(answer=answer, curves=curves, tuning=tuning, measures=measures)
+
+
+def _moves(runs: Mapping[str, Sequence[Run]], key: str) -> bool:
+    means = [figures.mean_over_layers(of_arm, LAYER_METRICS[key]) for of_arm in runs.values()]
+    return len({value for series in means for value in series.values}) > 1
 
 
 def links_to(folders: Mapping[str, Path], page: Path) -> dict[str, str]:

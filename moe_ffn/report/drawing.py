@@ -16,6 +16,8 @@ from moe_ffn.metrics.table import Metric
 from moe_ffn.runs.rows import Series
 
 STEP_AXIS = "optimizer step"
+LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+"""Place of a legend: above the plot, where it wraps on a phone."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 """Beside the colour, so that lines are told apart in print and by people who see no red or green."""
 
@@ -177,7 +179,7 @@ def line_figure(
         "height": 300,
         "hovermode": "x unified",
         "showlegend": True,
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "legend": LEGEND,
         "margin": {"l": 62, "r": 12, "t": 14, "b": 48},
         "xaxis": x_options,
         "yaxis": {"title": axis_title(axis), "tickformat": ticks, "automargin": True},

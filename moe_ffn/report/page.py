@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,25 +31,13 @@ def write_report(
             a long silence.
 
     Raises:
-        ConfigError: a folder is no run, plotly is not installed, or `output` cannot be written.
+        ConfigError: a folder is no run, or `output` cannot be written.
     """
-    check_plotly()
     runs = read_runs(folders, has_ended=has_ended)
     html = report_html(runs, reload_every=reload_every, output=output)
     with explaining(f"'{output}' cannot be written", "choose another file with --output"):
         write_page(output, html)
     return runs
-
-
-def check_plotly() -> None:
-    """
-    Raises:
-        ConfigError: plotly is not installed.
-    """
-    try:
-        importlib.import_module("plotly.graph_objects")
-    except ImportError as error:
-        raise ConfigError("the report needs plotly; install it with: pip install plotly") from error
 
 
 def report_html(
@@ -61,15 +48,16 @@ def report_html(
     Args:
         output: where it will stand: a script that is shared there is not put into it, see `shared_script`.
     """
-    # Only now: without plotly the import of this module should still succeed.
+    # Only now: training imports this module, and should not wait for plotly.
     from moe_ffn.report import expert_tokens
-    from moe_ffn.report.comparison_page import compare_runs, comparison_html, links_to
     from moe_ffn.report.plots import plots_of_run, render_plots, shared_script
     from moe_ffn.report.trace_view import PALETTE
 
     reload_every = reload_every if any(run.is_going_on for run in runs) else None
     script = None if output is None else shared_script(output)
     if len(runs) > 1:
+        from moe_ffn.report.comparison_page import compare_runs, comparison_html, links_to
+
         links = {} if output is None else links_to({run.name: run.folder for run in runs}, output)
         found = compare_runs(runs)
         return comparison_html(found, links=links, reload_every=reload_every, script=script)

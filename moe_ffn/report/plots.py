@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from plotly.offline import get_plotlyjs
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.files import write_whole
 from moe_ffn.metrics.plotting import TITLE_HEIGHT
-from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS
+from moe_ffn.metrics.table import RUN_METRICS
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report import arm_figures, figures, run_summary
-from moe_ffn.report.arm_figures import AXES, LOSSES, ArmCurves
+from moe_ffn.report import figures, run_summary
 from moe_ffn.report.drawing import LIGHT
 from moe_ffn.report.html import render
 from moe_ffn.runs.reader import Run
-from moe_ffn.studies.comparison import COSTS, Comparison
 
 MAX_PAIRS = 200_000
 """Pairs of experts in all co-activation heat maps together; beyond it some layers are left out."""
@@ -82,42 +81,6 @@ def plots_of_run(run: Run) -> dict[str, list[Plot]]:
         measures=[plot_of(figures.measure(run, key)) for key in first],
         more_measures=[plot_of(figures.measure(run, key)) for key in moving if key not in first],
     )
-
-
-def plots_of_arms(
-    comparison: Comparison | None,
-    arms: Sequence[ArmCurves],
-    runs: Mapping[str, Sequence[Run]],
-) -> dict[str, list[Plot]]:
-    """Each section of `runs.html`, in its order -> its plots.
-
-    Args:
-        comparison: None where the runs do not compare, so that their curves alone are drawn.
-        arms: all that have curves, in the order that gives them their colours.
-        runs: those of each arm whose routing over training is known, in that order.
-    """
-    answer: list[Plot] = []
-    tuning: list[Plot] = []
-    if comparison is not None:
-        if any(arm.difference for arm in comparison.arms):
-            answer.append(plot_of(arm_figures.differences(comparison)))
-        known = [c for c, of in COSTS.items() if all(of(arm) for arm in comparison.arms)]
-        costs = {cost: arm_figures.frontier(comparison, cost) for cost in known}
-        answer += [choice_of(costs, choice="cost")] if costs else []
-        tuning = [plot_of(arm_figures.tuning(comparison, found)) for found in comparison.tuning]
-    curves = [
-        choice_of({AXES[axis]: arm_figures.losses(arms, axis, of) for axis in axes}, choice="over")
-        for of in LOSSES
-        if (axes := arm_figures.axes_of(arms, of))
-    ]
-    moving = [key for key in FIRST if _moves(runs, key)]
-    measures = [plot_of(figures.overlay_measure(runs, key)) for key in moving]
-    return numbered(answer=answer, curves=curves, tuning=tuning, measures=measures)
-
-
-def _moves(runs: Mapping[str, Sequence[Run]], key: str) -> bool:
-    means = [figures.mean_over_layers(of_arm, LAYER_METRICS[key]) for of_arm in runs.values()]
-    return len({value for series in means for value in series.values}) > 1
 
 
 def numbered(**sections: list[Plot]) -> dict[str, list[Plot]]:
@@ -187,8 +150,6 @@ def render_plots(
     Args:
         script: address of plotly's script; None puts it into the page, which then needs no other file.
     """
-    from plotly.offline import get_plotlyjs
-
     return render(
         template,
         plots=plots,
@@ -200,17 +161,19 @@ def render_plots(
     )
 
 
+def figures_page(title: str, figures: Sequence[Any], script: str | None = None) -> str:
+    """Return a page of plotly figures alone; `script` as of `render_plots`."""
+    plots = numbered(figures=[plot_of(figure) for figure in figures])
+    return render_plots("figures.html", plots, script=script, title=title, reload_every=None)
+
+
 def share_script(folder: Path) -> None:
     """Put plotly's script there, for pages in the folder and in those in it; OSError where that fails."""
-    from plotly.offline import get_plotlyjs
-
     write_whole(folder / SHARED_SCRIPT, get_plotlyjs())
 
 
 def shared_script(page: Path) -> str | None:
     """The address of the script that `share_script` put beside a page or a folder higher; None without."""
-    from plotly.offline import get_plotlyjs
-
     folder = page.resolve().parent
     for address, path in (
         (SHARED_SCRIPT, folder / SHARED_SCRIPT),

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from moe_ffn.config.sizes import TRAINING_FLOPS
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, layer_measures, result_columns
@@ -18,7 +19,6 @@ from moe_ffn.report.html import NONE, finite, number
 from moe_ffn.runs.json_files import Alarm
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
-from moe_ffn.studies.budget import TRAINING_FLOPS
 from moe_ffn.training.config import AlarmsConfig
 
 Item = TypeVar("Item")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ Program = Callable[..., Finished]
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Program:
     # The script of plotly is megabytes, and no matter here.
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+    monkeypatch.setattr("moe_ffn.report.plots.get_plotlyjs", lambda: "")
     return partial(run_here, program="moe_ffn.cli.report")
 
 
@@ -63,7 +62,7 @@ def test_the_page_may_go_elsewhere(program: Program) -> None:
 def test_pages_of_a_folder_share_plotly_s_script(
     program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "plotly's own")
+    monkeypatch.setattr("moe_ffn.report.plots.get_plotlyjs", lambda: "plotly's own")
     dense(Path("runs/a"))
     dense(Path("runs/b"))
 
@@ -167,18 +166,6 @@ def test_a_mistake_is_one_sentence(program: Program, argv: list[str], message: s
 
     assert program(*argv) == (2, "", f"error: {message}\n")
     assert sorted(Path.cwd().rglob("*")) == before
-
-
-def test_without_plotly_it_says_what_to_install(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """test_train_report.py has a process in which plotly was never imported."""
-    dense(Path("a"))
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-
-    message = "error: the report needs plotly; install it with: pip install plotly\n"
-    assert program("a") == (2, "", message)
-    assert not Path("a/report.html").exists()
 
 
 def test_help_shows_how_it_is_called(program: Program) -> None:
