@@ -24,8 +24,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.config.sizes import TRAINING_FLOPS
-from moe_ffn.metrics.plotting import axis_title, figure, label
-from moe_ffn.report.drawing import LEGEND, LIGHT, SERIES, rounded, style_of
+from moe_ffn.metrics.plotting import axis_title, label
+from moe_ffn.report.drawing import LIGHT, SERIES, curves_figure, rounded, scatter, style_of
 from moe_ffn.report.figures import NotMeasuredError
 from moe_ffn.report.html import compact
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison, Tuning
@@ -210,7 +210,7 @@ def _curve(
         [round(y.value, 5) for _, y in points],
         _AT,
         shown,
-        marker_size=5,
+        marker={"size": 5},
         mode="lines+markers" if len(points) <= 40 else "lines",
         legendgroup=str(number),
         showlegend=showlegend,
@@ -371,7 +371,7 @@ def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
                 [by_value[value] for value in values],
                 "%{y:.4f} at %{x}",
                 f": {best}",
-                marker_size=[11 if value == best else 6 for value in values],
+                marker={"size": [11 if value == best else 6 for value in values]},
                 mode="lines+markers",
             )
         )
@@ -448,7 +448,7 @@ def _sized(number: int, line: SizedLine) -> list[go.Scatter]:
             xs,
             means,
             _AT,
-            marker_size=7,
+            marker={"size": 7},
             mode="markers" if line.curve else "lines+markers",
             error_y={"type": "data", "array": margins} if any(margins) else None,
             legendgroup=str(number),
@@ -483,40 +483,25 @@ def _figure(
     note: str,
     x_axis: Mapping[str, Any],
     y_axis: Mapping[str, Any] | None = None,
-    *,
-    height: int = 380,
-    showlegend: bool = True,
+    **layout: Any,
 ) -> go.Figure:
-    num_named = sum(trace.showlegend is not False for trace in traces) if showlegend else 0
-    layout = {
-        "height": height + 12 * max(num_named - 6, 0),  # the legend of many takes room
-        "hovermode": "closest",
-        "showlegend": showlegend,
-        "legend": LEGEND,
-        "margin": {"l": 62, "r": 16, "t": 14 if showlegend else 26, "b": 48},
-        "xaxis": x_axis,
-        "yaxis": {"title": axis_title(_LOSS), "automargin": True, **(y_axis or {})},
-    }
-    return figure(traces, layout, title, note)
+    num_named = sum(trace.showlegend is not False for trace in traces)
+    layout = {"height": 380 + 12 * max(num_named - 6, 0)} | layout  # the legend of many takes room
+    y_axis = {"title": axis_title(_LOSS), **(y_axis or {})}
+    return curves_figure(traces, title, note, x_axis, y_axis, **layout)
 
 
 def _trace(
-    number: int, name: str, x: Any, y: Any, hover: str, shown: str = "", **options: Any
+    number: int,
+    name: str,
+    x: Sequence[Any],
+    y: Sequence[Any],
+    hover: str,
+    shown: str = "",
+    **options: Any,
 ) -> go.Scatter:
-    """Return the points of an arm in its colour and dash; `shown` follows its name in the legend."""
-    role, dash = style_of(number)
-    colour = LIGHT[f"series-{role}"]
-    marker = {"color": colour, **options.pop("marker", {})}
-    return go.Scatter(
-        x=x,
-        y=y,
-        name=f"{label(name)}{shown}",
-        line={"color": colour, "dash": dash, "width": 2},
-        marker=marker,
-        hovertemplate=f"{label(name)}: {hover}<extra></extra>",
-        meta={"colour": role, "name": label(name)},
-        **options,
-    )
+    hover = f"{label(name)}: {hover}<extra></extra>"
+    return scatter(name, x, y, style_of(number), hover, shown, **options)
 
 
 def _error_bar(value: float, interval: Interval, number: int) -> dict[str, Any]:

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 
-from moe_ffn.metrics.plotting import axis_title, figure
-from moe_ffn.report.drawing import LEGEND, LIGHT, style_of
-
-_MARGIN = {"l": 62, "r": 16, "t": 14, "b": 48}
+from moe_ffn.metrics.plotting import axis_title
+from moe_ffn.report.drawing import LIGHT, curves_figure, scatter, style_of
 
 
 def memory(bars: Mapping[str, Mapping[str, float]], limit: float) -> go.Figure:
@@ -20,7 +18,7 @@ def memory(bars: Mapping[str, Mapping[str, float]], limit: float) -> go.Figure:
         limit: GB that a rank has.
     """
     names = list(bars)
-    traces: list[go.Bar | go.Scatter] = [
+    traces = [
         go.Bar(
             x=[bar[part] for bar in bars.values()],
             y=names,
@@ -32,32 +30,23 @@ def memory(bars: Mapping[str, Mapping[str, float]], limit: float) -> go.Figure:
         )
         for number, part in enumerate(next(iter(bars.values())))
     ]
-    traces.append(
-        go.Scatter(
-            x=[limit, limit],
-            y=[names[0], names[-1]],
-            name=f"{limit:g} GB",
-            mode="lines+markers",
-            line={"color": "gray", "dash": "dash"},
-            marker={"color": "gray"},
-            hoverinfo="skip",
-            meta={"colour": "bad"},
-        )
-    )
-    layout = {
-        "height": 180 + 26 * len(bars),
-        "barmode": "stack",
-        "legend": LEGEND,
-        "margin": _MARGIN,
-        "xaxis": {"title": axis_title("GB of a GPU at the peak of a step")},
-        "yaxis": {
-            "title": axis_title("data x shard x expert"),
-            "type": "category",
-            "autorange": "reversed",
-            "automargin": True,
-        },
+    ends = [names[0], names[-1]]
+    full = scatter(f"{limit:g} GB", [limit, limit], ends, ("bad", "dash"), "a GPU's memory")
+    x_axis = {"title": axis_title("GB of a GPU at the peak of a step")}
+    y_axis = {
+        "title": axis_title("data x shard x expert"),
+        "type": "category",
+        "autorange": "reversed",
     }
-    return figure(traces, layout, "Memory of each layout", "")
+    return curves_figure(
+        [*traces, full],
+        "Memory of each layout",
+        "",
+        x_axis,
+        y_axis,
+        height=180 + 26 * len(bars),
+        barmode="stack",
+    )
 
 
 def step_times(points: Mapping[str, Sequence[tuple[float, float]]]) -> go.Figure:
@@ -66,26 +55,18 @@ def step_times(points: Mapping[str, Sequence[tuple[float, float]]]) -> go.Figure
     Args:
         points: layout -> (MaxVio of ranks, time over that in perfect balance) of each step.
     """
-    traces: list[go.Scatter] = []
-    for number, (name, found) in enumerate(points.items()):
-        role, _ = style_of(number)
-        traces.append(
-            go.Scatter(
-                x=[x for x, _ in found],
-                y=[y for _, y in found],
-                name=name,
-                mode="markers",
-                marker={"size": 5, "opacity": 0.5, "color": LIGHT[f"series-{role}"]},
-                hovertemplate=f"{name}: %{{y:.3f}} at %{{x:.2f}}<extra></extra>",
-                meta={"colour": role},
-            )
+    traces = [
+        scatter(
+            name,
+            [x for x, _ in found],
+            [y for _, y in found],
+            style_of(number),
+            f"{name}: %{{y:.3f}} at %{{x:.2f}}<extra></extra>",
+            mode="markers",
+            marker={"size": 5, "opacity": 0.5},
         )
-    layout = {
-        "height": 380,
-        "showlegend": True,
-        "legend": LEGEND,
-        "margin": _MARGIN,
-        "xaxis": {"title": axis_title("MaxVio of the ranks that share the experts")},
-        "yaxis": {"title": axis_title("time of a step over that in balance"), "automargin": True},
-    }
-    return figure(traces, layout, "Time of a step by balance", "")
+        for number, (name, found) in enumerate(points.items())
+    ]
+    x_axis = {"title": axis_title("MaxVio of the ranks that share the experts")}
+    y_axis = {"title": axis_title("time of a step over that in balance")}
+    return curves_figure(traces, "Time of a step by balance", "", x_axis, y_axis)
