@@ -1,4 +1,4 @@
-"""Shows what the feed-forward blocks of a run store: units as key-value memories, experts by what they take.
+"""Show what the feed-forward blocks of a run store: units as key-value memories, experts by their tokens.
 
 moe-ffn inspect runs/NAME [--layers 0,3] [--tokens N] [--output FILE]
 """

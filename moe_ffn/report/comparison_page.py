@@ -1,4 +1,4 @@
-"""The page of several runs: which block, by the evidence there is."""
+"""The page of several runs: verdict, tables and figures of their arms."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from moe_ffn.studies.result import Curve, RunResult
 
 @dataclass(frozen=True)
 class Compared:
-    """What a page shows of several runs."""
+    """Contents of a page of several runs."""
 
     comparison: Comparison | None
-    """The comparison of the runs that are finished and compare; None where they do not."""
+    """Comparison of the finished runs; None where they do not compare."""
     problem: str = ""
-    """Why not."""
+    """Reason why they do not compare."""
     arms: Sequence[ArmCurves] = ()
-    """The arms of the comparison, then each run that is not in it; their place gives them their colour."""
+    """Arms of the comparison, then each run outside it; their place gives the colour."""
     results: Sequence[RunResult] = ()
     left_out: Sequence[str] = ()
-    """Why runs are not in the comparison, a sentence each."""
+    """Reason for each run that is not in the comparison."""
     runs: Sequence[Run] = ()
-    """The runs, where their folders are there."""
+    """Runs whose folders exist."""
     arm_names: Sequence[str] = ()
-    """The name of the arm of each of them."""
+    """Name of the arm of each run."""
 
 
 def write_comparison_page(
@@ -63,10 +63,10 @@ def write_comparison_page(
     """Write the page of a comparison of runs, or of their committed results.
 
     Args:
-        folders: shown name of a result -> folder of its run, to whose own page it links.
+        folders: shown name of a result -> folder of its run, for a link to its page.
 
     Raises:
-        ConfigError: plotly is not installed, or `path` cannot be written.
+        ConfigError: `path` cannot be written.
     """
     found = Compared(comparison, arms=curves_of(comparison.arms), results=results)
     html = comparison_html(found, links=links_to(folders or {}, path), script=shared_script(path))
@@ -81,7 +81,7 @@ def comparison_html(
     reload_every: float | None = None,
     script: str | None = None,
 ) -> str:
-    """The document.
+    """Return the page.
 
     Args:
         links: name of a run -> its own page.
@@ -98,7 +98,7 @@ def comparison_html(
         differs = {run.name: what_differs(runs[0].options, run.options) for run in runs}
     question = comparison.question if comparison else ""
     shown = [*tables_of(comparison), *tuning_tables(comparison)] if comparison else []
-    # Of several runs of one arm, which have no other name together.
+    # Several runs of one arm have no other name together.
     called = names if len(names) > 1 or not runs else [run.name for run in runs]
     joined = ", ".join(called)
     return render_plots(
@@ -158,7 +158,7 @@ def _moves(runs: Mapping[str, Sequence[Run]], key: str) -> bool:
 
 
 def links_to(folders: Mapping[str, Path], page: Path) -> dict[str, str]:
-    """Name of a run -> its own page as seen from `page`, where there is one."""
+    """Return name of a run -> link from `page` to its own page, where that exists."""
     own = {name: folder / REPORT_FILE for name, folder in folders.items()}
     return {
         name: quote(os.path.relpath(file, page.parent))
@@ -168,7 +168,7 @@ def links_to(folders: Mapping[str, Path], page: Path) -> dict[str, str]:
 
 
 def compare_runs(runs: Sequence[Run]) -> Compared:
-    """What the folders of these runs allow to say of them together, finished or not."""
+    """Compare runs, as far as their folders allow, finished or not."""
     comparison, problem = None, ""
     gathered = Gathered([])
     try:
@@ -191,7 +191,7 @@ def compare_runs(runs: Sequence[Run]) -> Compared:
 
 
 def _curves_of(run: Run) -> ArmCurves:
-    """Of a run that is not compared: over its steps, and over more where it says what they take."""
+    """Return the losses of a run outside the comparison, over its steps and the costs that it knows."""
     try:
         own = RunResult.of_run(run)
     except ConfigError:

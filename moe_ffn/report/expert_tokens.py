@@ -1,4 +1,4 @@
-"""What each expert takes: its tokens with their contexts, on the validation split.
+"""Tokens that each expert takes, with their contexts, on the validation split.
 
     run = moe_ffn.load_run("runs/x")
     routed = route_validation(run)
@@ -30,7 +30,7 @@ MAX_FLOPS = 2e10
 MAX_TOKENS, BATCH_TOKENS = 32_768, 4096
 
 MIN_COUNT = 5
-"""A token that came to an expert less often says nothing of what the expert prefers."""
+"""Fewest times that a token comes to an expert to count as typical."""
 
 CONTEXT = 24
 """Bytes of text before a token; half as many after it."""
@@ -41,29 +41,28 @@ NOWHERE = -1
 
 @dataclass(frozen=True, eq=False)
 class RoutedLayer:
-    """The experts of a layer's router, and what they computed."""
+    """Experts of a layer's router, and the tokens that they computed."""
 
     experts: tuple[str, ...]
-    """The name of each: its number, after a word such as `zero` where it has no network; `through` of a
-    mixture of depths."""
+    """Name of each: its number, after a word such as `zero` without a network; or `through` of a gate."""
     token_ids_N: np.ndarray
-    """The place in the text of the token of each pair that an expert computed, in [0, T)."""
+    """Place in the text of each pair's token, in [0, T)."""
     expert_ids_N: np.ndarray
     heaviest_T: np.ndarray
-    """The expert with the largest weight at each token; `NOWHERE` where none computed it."""
+    """Expert with the largest weight at each token; `NOWHERE` where none computed it."""
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedText:
-    """Tokens of the validation split, in windows of one length, and where each layer sent them."""
+    """Tokens in windows of one length, and the experts that each layer sent them to."""
 
     vocabulary: tuple[bytes, ...]
     ids_T: np.ndarray
-    """The token at each place, window after window."""
+    """Token at each place, window after window."""
     seq_len: int
     """Tokens of a window."""
     layers: Mapping[str, RoutedLayer]
-    """By name: `layer_03`, and `layer_03/inner` inside a mixture of depths."""
+    """Name, such as `layer_03` or `layer_03/inner` -> layer."""
 
     def text(self, start: int, end: int) -> bytes:
         return b"".join(self.vocabulary[token] for token in self.ids_T[start:end])
@@ -139,41 +138,39 @@ class TopToken:
     """One token of the vocabulary, at one expert."""
 
     token: str
-    """The token as `visible` writes it."""
+    """Text from `visible`."""
     count: int
-    """How often the expert computed it."""
+    """Number of times that the expert computed it."""
     share: float
-    """Its share of all the tokens that the expert computed."""
+    """Share of the tokens that the expert computed."""
     lift: float
-    """That share over the token's share of the text: above 1 the expert has more of it than chance gives."""
+    """Share over the token's share of the text: above 1 the expert has more of it than by chance."""
     contexts: tuple[tuple[str, str, str], ...]
-    """Some places where the expert computed it: the text before, the token, the text after."""
+    """Some places where the expert computed it: text before, token, text after."""
 
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """What one expert of a layer computes."""
+    """Tokens that one expert of a layer computes."""
 
     expert: str
-    """Its name."""
     share: float
-    """Its share of the pairs that the experts of the layer computed."""
+    """Share of the pairs that the experts of the layer computed."""
     most_frequent: tuple[TopToken, ...]
-    """By their counts."""
     most_typical: tuple[TopToken, ...]
-    """By share x log lift, what a token adds to the divergence (Kullback and Leibler) of the expert's tokens
-    from the text; of those that came at least `MIN_COUNT` times, and more often than by chance."""
+    """Tokens with the largest share x log lift, their part of the expert's Kullback-Leibler divergence
+    from the text; each came at least `MIN_COUNT` times, and more often than by chance."""
 
 
 def expert_tokens(
     routed: RoutedText, layer: str, *, num_tokens: int = 8, num_contexts: int = 3
 ) -> list[ExpertTokens]:
-    """The tokens that each expert of a layer takes most often, and those it takes more often than chance.
+    """Return the tokens that each expert of a layer takes most often, and more often than by chance.
 
     Args:
         layer: a name in `routed.layers`.
-        num_tokens: of each list.
-        num_contexts: places in the text for each token, spread over those there are.
+        num_tokens: length of each list.
+        num_contexts: places in the text for each token, evenly spread.
     """
     here = routed.layers[layer]
     vocab_size = len(routed.vocabulary)
@@ -214,13 +211,12 @@ def expert_tokens(
 
 
 def _spread(items: np.ndarray, max_items: int) -> np.ndarray:
-    """At most so many of them, evenly chosen."""
     count = min(max_items, len(items))
     return items[(2 * np.arange(count) + 1) * len(items) // max(2 * count, 1)]
 
 
 def _context(routed: RoutedText, place: int) -> tuple[str, str, str]:
-    """The text before a token, the token, and the text after, within its window."""
+    """Return the text before a token, the token, and the text after, within its window."""
     start = place - place % routed.seq_len
     before = routed.text(max(start, place - CONTEXT), place)[-CONTEXT:]
     after = routed.text(place + 1, min(start + routed.seq_len, place + CONTEXT))[: CONTEXT // 2]
@@ -229,7 +225,7 @@ def _context(routed: RoutedText, place: int) -> tuple[str, str, str]:
 
 
 def stretches(routed: RoutedText, layer: str, window: int) -> list[tuple[int, bytes]]:
-    """A window as text, cut where the expert with the largest weight changes: (expert, text)."""
+    """Return a window as (expert, text), cut where the expert with the largest weight changes."""
     places = slice(window * routed.seq_len, (window + 1) * routed.seq_len)
     ids, experts = routed.ids_T[places], routed.layers[layer].heaviest_T[places]
     pairs = zip(experts.tolist(), ids.tolist(), strict=True)
@@ -247,20 +243,20 @@ MAX_LAYERS, MAX_EXPERTS, TEXT_TOKENS = 8, 32, 768
 
 @dataclass(frozen=True)
 class LayerView:
-    """A layer as the page shows it."""
+    """A layer on the page."""
 
     title: str
     names: Sequence[str]
-    """The names of its experts."""
+    """Names of its experts."""
     windows: Sequence[Sequence[tuple[int, str]]]
     """Stretches of text by expert, see `stretches`."""
     experts: Sequence[tuple[int, ExpertTokens]]
-    """The busiest, by their number."""
+    """Busiest experts and their numbers."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What a page shows of what experts take; or why it does not."""
+    """Tokens of experts on a page, or the reason why they are absent."""
 
     num_tokens: int = 0
     layers: Sequence[LayerView] = ()
@@ -268,7 +264,7 @@ class View:
 
 
 def view(run: Run) -> View | None:
-    """None of a run without sparse layers, or that is being trained: its processor has other work."""
+    """Return the tokens of experts; None for a run without sparse layers, or still in training."""
     if not run.layers or run.is_going_on:
         return None
     try:
@@ -276,9 +272,7 @@ def view(run: Run) -> View | None:
         layers = [
             _layer_view(routed, name) for name in evenly_chosen(list(routed.layers), MAX_LAYERS)
         ]
-    except (
-        Exception
-    ) as error:  # of any kind, as of code from outside: the rest of the page is not lost to it
+    except Exception as error:  # custom code may raise anything; the page has other parts
         return View(problem=first_line(error))
     if not layers:
         return View(problem="routers list pairs of too many experts to show each")

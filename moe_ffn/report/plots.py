@@ -1,4 +1,4 @@
-"""The plots of a page: which figures of a run it shows, in what order, and as its script draws them."""
+"""Plots of a page: the figures in their order, as the page's script draws them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_ffn.report.html import render
 from moe_ffn.runs.reader import Run
 
 MAX_PAIRS = 200_000
-"""Pairs of experts in all co-activation heat maps together; beyond it some layers are left out."""
+"""Most pairs of experts in all co-activation heat maps; of more some layers are left out."""
 
 NOT_DRAWN = {
     "bits_per_byte": "the loss in another unit",
@@ -31,38 +31,38 @@ NOT_DRAWN = {
     "load_cv": "as MaxVio",
     "entropy_of_mean": "as MaxVio",
 }
-"""Metrics that say what another one does; the page has no plot of them, the rows have them."""
+"""Metrics without a plot -> the metric that shows the same."""
 
 FOLDED = {"tokens_per_second", "learning_rate"}
-"""Curves that the reader unfolds: a card has the throughput, the config the schedule."""
+"""Curves that the reader unfolds."""
 
 FIRST = ("max_violation", "dropped_fraction", "entropy", "logit_max", "churn", "dead_experts")
-"""The metrics of layers that the page shows at once; the others are below them, folded."""
+"""Metrics of layers that the page shows at once; the others are folded."""
 
 NOT_MEASURED = 65535
-"""In the packed shares of a heat map; the shares themselves end one below."""
+"""Missing value in the packed shares of a heat map."""
 
 
 @dataclass
 class Plot:
-    """A place on the page for one figure, or for several behind one choice, such as a heat map per layer."""
+    """A place for one figure, or for several behind one choice, such as a heat map per layer."""
 
     figures: Sequence[dict[str, Any]]
-    """The figures, as the page's script draws them."""
+    """Figures as the page's script draws them."""
     choices: Sequence[str]
-    """What is chosen, a name for each figure."""
+    """Name of each figure, for the reader to choose."""
     title: str
     note: str
-    """How to read it."""
+    """Explanation below the plot."""
     choice: str = "layer"
-    """What the choices are."""
+    """Label of the choices."""
     is_wide: bool = False
     name: str = ""
-    """The id of its element, once all are on the page."""
+    """Id of its element, set when all plots are known."""
 
 
 def plots_of_run(run: Run) -> dict[str, list[Plot]]:
-    """Each section of `run.html`, in its order -> its plots, each only where it was measured."""
+    """Return section of `run.html` -> plots of what the run measured."""
     keys = [key for key in RUN_METRICS if key not in NOT_DRAWN and _has_values(run, key)]
     curves = [
         plot_of(figures.curve(run, key), is_wide=key == "loss") for key in keys if key not in FOLDED
@@ -84,7 +84,7 @@ def plots_of_run(run: Run) -> dict[str, list[Plot]]:
 
 
 def numbered(**sections: list[Plot]) -> dict[str, list[Plot]]:
-    """The sections of a page, whose plots have their names now."""
+    """Name the plots of the sections of a page, and return the sections."""
     for number, plot in enumerate(plot for plots in sections.values() for plot in plots):
         plot.name = f"plot-{number}"
     return sections
@@ -95,20 +95,19 @@ def plot_of(figure: Any, **options: Any) -> Plot:
 
 
 def choice_of(found: Mapping[Any, Any], **options: Any) -> Plot:
-    """What is chosen -> what is drawn; title and note are those of the first figure, or in `options`."""
+    """Return a plot of name -> figure, with title and note of the first figure unless `options` has them."""
     plain = [plain_figure(figure) for figure in found.values()]
     about = next(iter(found.values())).layout.meta
     return Plot(plain, list(found), **{**about, **options})
 
 
 def _has_values(run: Run, key: str) -> bool:
-    """False where a metric was always 0, as the steps skipped."""
+    """Return False where a metric was always 0, such as the skipped steps."""
     found = [run.series(f"{row}/{key}").values for row in RUN_METRICS[key].rows]
     return any(value for values in found for value in values)
 
 
 def _loads(run: Run) -> list[Plot]:
-    """One heat map with a choice of sparse layer."""
     found: dict[str, Any] = {layer_title(layer): figures.load(run, layer) for layer in run.loads}
     if not found:
         return []
@@ -117,7 +116,6 @@ def _loads(run: Run) -> list[Plot]:
 
 
 def _coactivations(run: Run) -> list[Plot]:
-    """One heat map with a choice of layer."""
     found = figures.coactivations(run)
     if not found:
         return []
@@ -139,7 +137,7 @@ def layer_title(name: str) -> str:
 # -- pages with plots, and the script that draws them
 
 SHARED_SCRIPT = "plotly.min.js"
-"""Plotly's 4.8 MB, once for all pages of a folder and of the folders in it."""
+"""File with plotly's script, which the pages of a folder and of the folders in it can share."""
 
 
 def render_plots(
@@ -168,18 +166,18 @@ def figures_page(title: str, figures: Sequence[Any], script: str | None = None) 
 
 
 def share_script(folder: Path) -> None:
-    """Put plotly's script there, for pages in the folder and in those in it; OSError where that fails."""
+    """Write plotly's script for the pages of a folder and of the folders in it; raises OSError."""
     write_whole(folder / SHARED_SCRIPT, get_plotlyjs())
 
 
 def shared_script(page: Path) -> str | None:
-    """The address of the script that `share_script` put beside a page or a folder higher; None without."""
+    """Return the address of the script that `share_script` wrote next to a page or a folder above, if any."""
     folder = page.resolve().parent
     for address, path in (
         (SHARED_SCRIPT, folder / SHARED_SCRIPT),
         (f"../{SHARED_SCRIPT}", folder.parent / SHARED_SCRIPT),
     ):
-        # That of another version of plotly may draw something else.
+        # Another version of plotly may draw something else.
         if path.is_file() and path.stat().st_size == len(get_plotlyjs().encode()):
             return address
     return None
@@ -189,9 +187,9 @@ def shared_script(page: Path) -> str | None:
 
 
 def plain_figure(figure: Any) -> dict[str, Any]:
-    """A figure as plain values: without its title and template, since the page has a heading and colours.
+    """Return a figure as plain values, without title and template: the page has a heading and colours.
 
-    Shares go into the page packed, since there are by far the most of them; page.js unpacks them.
+    Shares are packed, since they are by far the most numbers; page.js unpacks them.
     """
     found = figure.to_plotly_json()
     layout = found["layout"]
@@ -209,7 +207,7 @@ def plain_figure(figure: Any) -> dict[str, Any]:
 
 
 def pack_shares(shares: Any) -> str:
-    """Shares of 1 as base64 of little-endian 16-bit integers, row after row; NaN is `NOT_MEASURED`."""
+    """Return shares as base64 of little-endian 16-bit integers, row after row; NaN is `NOT_MEASURED`."""
     values = np.asarray(shares, dtype=float)
     packed = np.rint(np.clip(values, 0, 1) * (NOT_MEASURED - 1))
     packed = np.where(np.isnan(values), NOT_MEASURED, packed)

@@ -76,11 +76,6 @@ def check_curves(figure: Any, title: str, columns: dict[str, str], run: Run) -> 
     assert list(drawn) == (["unigram model"] if title == "Loss" else [])
 
 
-def test_the_loss_stands_beside_that_of_the_unigram_model(run: Run) -> None:
-    check_curves(figures.loss(run), *CURVES["loss"], run)
-    assert lines(figures.loss(run))["unigram model"].y == (3.08, 3.08)
-
-
 def test_the_balancing_losses_are_in_one_figure(run: Run) -> None:
     columns = {"load balance": "train/load_balance", "router z": "train/router_z"}
     check_curves(figures.balancing_losses(run), "Balancing losses", columns, run)
