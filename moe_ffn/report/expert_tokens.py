@@ -20,8 +20,9 @@ from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.prepare import cached_validation
 from moe_ffn.model.decoder import short_name
+from moe_ffn.report.assignments import Assignment, add_batch
 from moe_ffn.report.run_summary import evenly_chosen
-from moe_ffn.report.trace import origin, visible
+from moe_ffn.report.trace import visible
 from moe_ffn.runs.reader import Run
 
 MAX_FLOPS = 2e10
@@ -69,13 +70,13 @@ class RoutedText:
 
 
 def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
-    """Send windows spread over the validation split through the best weights of a run, in evaluation.
+    """Route windows spread over the validation split by the best weights of a run, in evaluation.
 
     Args:
-        num_tokens: at most so many, but a window at least; None for as many as take a second or two.
+        num_tokens: most tokens, but at least a window; None for as many as take a second or two.
 
     Raises:
-        ConfigError: the run has no good checkpoint, or the text it was validated on is in no cache any more.
+        ConfigError: the run has no good checkpoint, or its validation text is no longer in the cache.
     """
     saved = run.saved_model
     data, decoder = saved.config.data, saved.decoder
@@ -90,44 +91,20 @@ def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
     starts = spread_starts(len(tokens), data.seq_len, max(num_tokens // data.seq_len, 1))
     ids_WS = np.stack([tokens[start : start + data.seq_len] for start in starts]).astype(np.int64)
     infos = saved.config.model.routers()
-    gates = [name for name, info in infos.items() if info.is_gate]
-    pairs: dict[str, list[tuple[np.ndarray, ...]]] = {}
-    names: dict[str, tuple[str, ...]] = {}
-    per_batch = max(BATCH_TOKENS // data.seq_len, 1)
-    for first, ids_BS in enumerate(torch.from_numpy(ids_WS).split(per_batch)):
+    assignments: dict[str, Assignment] = {}
+    first = 0
+    for ids_BS in torch.from_numpy(ids_WS).split(max(BATCH_TOKENS // data.seq_len, 1)):
         with torch.no_grad():
             routings = decoder(ids_BS).routings
-        for name, routing in routings.items():
-            if routing.is_listed:  # of too many experts for a list of each one's tokens
-                continue
-            computed_N = routing.computed_N
-            places_N = routing.token_ids_N[computed_N]
-            came_from = origin(routings, name, gates)
-            if came_from is not None:
-                places_N = came_from[places_N]
-            parts = (
-                places_N + first * per_batch * data.seq_len,
-                routing.expert_ids_N[computed_N],
-                routing.weights_N[computed_N].float(),
-            )
-            pairs.setdefault(name, []).append(tuple(part.numpy() for part in parts))
-            info = infos.get(name)
-            numbers = tuple(map(str, range(routing.num_experts)))
-            known = info.expert_names() if info is not None else numbers
-            names[name] = ("through",) if info is not None and info.is_gate else known
-    layers = {name: _layer(names[name], found, ids_WS.size) for name, found in pairs.items()}
+        add_batch(assignments, routings, infos, first, ids_WS.size, with_dropped=False)
+        first += ids_BS.numel()
+    layers = {name: routed_layer(found) for name, found in assignments.items()}
     return RoutedText(saved.tokenizer.token_bytes, ids_WS.reshape(-1), data.seq_len, layers)
 
 
-def _layer(
-    experts: tuple[str, ...], found: list[tuple[np.ndarray, ...]], num_tokens: int
-) -> RoutedLayer:
-    token_ids_N, expert_ids_N, weights_N = map(np.concatenate, zip(*found, strict=True))
-    heaviest_T = np.full(num_tokens, NOWHERE)
-    # Of several values for one place the last stays.
-    order_N = np.argsort(weights_N, kind="stable")
-    heaviest_T[token_ids_N[order_N]] = expert_ids_N[order_N]
-    return RoutedLayer(experts, token_ids_N, expert_ids_N, heaviest_T)
+def routed_layer(found: Assignment) -> RoutedLayer:
+    heaviest_T = np.where(found.first_T < found.num_experts, found.first_T, NOWHERE)
+    return RoutedLayer(found.expert_names, *found.pairs, heaviest_T)
 
 
 # -- what an expert takes

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from moe_ffn.outputs import Routing
+from moe_ffn.report.assignments import Assignment
 from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text
-from moe_ffn.report.trace import origin
 
 NUM_PERMUTATIONS = 5
 """Permutations of a label over the tokens; their mean mutual information is chance."""
@@ -24,9 +23,6 @@ MAX_DOCUMENTS = 16
 
 CHUNK = 8192
 """Tokens whose experts are in memory as a table at once."""
-
-NOT_REACHED = -1
-"""Value in `first_T` of a token that did not come to this router."""
 
 
 @dataclass(frozen=True)
@@ -69,54 +65,6 @@ def attributes(text: Text) -> list[Attribute]:
     names += ("all others",) if len(sizes) > len(largest) else ()
     found.append(Attribute("document", place[text.document_T], names))
     return found
-
-
-@dataclass
-class Assignment:
-    """Experts that each token chose at one router, gathered batch by batch."""
-
-    name: str
-    """`layer_03`, `layer_03/inner`."""
-    expert_names: tuple[str, ...]
-    num_tokens: int
-    """T"""
-    first_T: np.ndarray = field(init=False)
-    """Expert of the largest weight; E where the router chose none, NOT_REACHED where the token never came."""
-    _pairs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.first_T = np.full(self.num_tokens, NOT_REACHED, dtype=np.int32)
-
-    def add(self, routing: Routing, came_from: np.ndarray) -> None:
-        """Count the pairs of a batch, dropped ones included.
-
-        Args:
-            came_from: (routing.num_tokens,) place in the text of each token; NOT_REACHED for padding.
-        """
-        real = routing.real_N
-        tokens = came_from[routing.token_ids_N[real].cpu().numpy()].astype(np.int32)
-        experts = routing.expert_ids_N[real].cpu().numpy().astype(np.int32)
-        weights = routing.weights_N[real].detach().float().cpu().numpy()
-        self.first_T[came_from[came_from >= 0]] = routing.num_experts
-        # The heaviest is written last; among equals, the first that the router lists.
-        order = np.lexsort((-np.arange(len(weights)), weights))
-        self.first_T[tokens[order]] = experts[order]
-        self._pairs.append((tokens, experts))
-
-    @property
-    def num_experts(self) -> int:
-        """E"""
-        return len(self.expert_names)
-
-    @property
-    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return token and expert of each pair, (N,)."""
-        tokens, experts = zip(*self._pairs, strict=True)
-        return np.concatenate(tokens), np.concatenate(experts)
-
-    @property
-    def reached_T(self) -> np.ndarray:
-        return self.first_T != NOT_REACHED
 
 
 # -- agreement
@@ -266,14 +214,3 @@ def coactivation_lift(assignment: Assignment) -> np.ndarray | None:
     expected *= counts.sum() / expected.sum()
     np.fill_diagonal(counts, np.nan)
     return np.divide(counts, expected, out=np.full_like(counts, np.nan), where=expected > 0)
-
-
-def came_from(
-    routings: Mapping[str, Routing], name: str, gates: Sequence[str], first: int
-) -> np.ndarray:
-    """Return the places in the text of a routing's tokens, in a batch that begins at token `first`."""
-    inside = origin(routings, name, gates)
-    if inside is None:
-        return np.arange(routings[name].num_tokens) + first
-    places = inside.cpu().numpy()
-    return np.where(places < 0, NOT_REACHED, places + first)

@@ -19,9 +19,10 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
 from moe_ffn.model.decoder import Block, Decoder, layer_name
 from moe_ffn.outputs import FFNOutput, within
-from moe_ffn.report.expert_tokens import NOWHERE, RoutedLayer, RoutedText
+from moe_ffn.report.assignments import Assignment, add_batch
+from moe_ffn.report.expert_tokens import RoutedText, routed_layer
 from moe_ffn.report.inspect import experts
-from moe_ffn.report.inspect.experts import Agreement, Assignment, Attribute, TokenPrediction
+from moe_ffn.report.inspect.experts import Agreement, Attribute, TokenPrediction
 from moe_ffn.report.inspect.text import Text
 from moe_ffn.report.inspect.units import LayerUnits, TopInputs, layer_units
 from moe_ffn.runs.reader import Run
@@ -78,11 +79,8 @@ class Inspection:
     @cached_property
     def routed(self) -> RoutedText:
         """Return the text and its pairs, dropped ones included, for `expert_tokens.expert_tokens`."""
-        text, layers = self.text, dict[str, RoutedLayer]()
-        for name, router in self.routers.items():
-            one = router.assignment
-            heaviest_T = np.where(one.first_T < one.num_experts, one.first_T, NOWHERE)
-            layers[name] = RoutedLayer(one.expert_names, *one.pairs, heaviest_T)
+        text = self.text
+        layers = {name: routed_layer(router.assignment) for name, router in self.routers.items()}
         return RoutedText(text.tokenizer.token_bytes, text.ids_T, text.seq_len, layers)
 
     @cached_property
@@ -158,7 +156,6 @@ def observe(
     networks: dict[int, dict[str, TopInputs]] = {layer: {} for layer in layers}
     assignments: dict[str, Assignment] = {}
     infos = decoder.config.routers()
-    gates = [name for name, info in infos.items() if info.is_gate]
     first = 0
 
     def watch(layer: int) -> Callable[..., None]:
@@ -166,15 +163,7 @@ def observe(
             for memory in cast("FFNBlock", ffn).memories(*args) if top_k else ():
                 networks[layer].setdefault(memory.name, TopInputs(top_k)).add(memory, first)
             routings = within(layer_name(layer), output.routings)
-            for name, routing in routings.items():
-                if routing.is_listed:  # of too many experts to look at each
-                    continue
-                if name not in assignments:
-                    names = tuple(map(str, range(routing.num_experts)))
-                    if name in infos and not infos[name].is_gate:
-                        names = infos[name].expert_names()
-                    assignments[name] = Assignment(name, names, len(text))
-                assignments[name].add(routing, experts.came_from(routings, name, gates, first))
+            add_batch(assignments, routings, infos, first, len(text))
 
         return look
 
