@@ -14,20 +14,17 @@ An arm has one colour and one dash in all of them. The pages of comparisons and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal
 
-import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.config.sizes import TRAINING_FLOPS
 from moe_ffn.metrics.plotting import axis_title, label
 from moe_ffn.report.drawing import LIGHT, SERIES, curves_figure, rounded, scatter, style_of
 from moe_ffn.report.figures import NotMeasuredError
-from moe_ffn.report.html import compact
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison, Tuning
 from moe_ffn.studies.result import Curve
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval
@@ -51,14 +48,11 @@ LATE = 0.25
 MAX_LABELS = 10
 """Most arms that the frontier names beside their points; of more only the legend has the names."""
 
-MAX_TICKS = 8
-"""Most ticks of an axis of sizes."""
-
 _MIN_SPAN = 0.1
 """The shortest axis of costs, as a share of the largest cost."""
 
-_LOSS = "loss (nats per token)"
-_AT = "%{y:.4f} at %{x:,.4~s}"
+LOSS_AXIS = "loss (nats per token)"
+AT = "%{y:.4f} at %{x:,.4~s}"
 
 Points = tuple[list[float | None], list[float | None]]
 """Places and losses of a curve; None where a value is missing or not finite."""
@@ -162,7 +156,7 @@ def losses(
         y_axis["range"] = [bottom - pad, top + pad]
         notes.append(f"Higher losses in the first {LATE:.0%} of training are cut off.")
     x_axis = {"title": axis_title(AXES[over]), "rangemode": "tozero", "exponentformat": "SI"}
-    return _figure(traces, LOSSES[of], " ".join(notes), x_axis, y_axis)
+    return arms_figure(traces, LOSSES[of], " ".join(notes), x_axis, y_axis)
 
 
 def _means(curves: Sequence[Points]) -> list[tuple[float, Interval]]:
@@ -203,12 +197,12 @@ def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> l
 def _curve(
     name: str, number: int, points: Sequence[tuple[float, Interval]], shown: str, showlegend: bool
 ) -> go.Scatter:
-    return _trace(
+    return arm_trace(
         number,
         name,
         [rounded(x) for x, _ in points],
         [round(y.value, 5) for _, y in points],
-        _AT,
+        AT,
         shown,
         marker={"size": 5},
         mode="lines+markers" if len(points) <= 40 else "lines",
@@ -249,19 +243,19 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
         )
     for number, (x, arm) in enumerate(pairs):
         traces.append(
-            _trace(
+            arm_trace(
                 number,
                 arm.name,
                 [x],
                 [arm.loss],
-                _AT,
+                AT,
                 f" {arm.loss:.4f}",
                 marker={"size": 9, "symbol": number // len(SERIES)},
                 mode="markers+text" if len(arms) <= MAX_LABELS else "markers",
                 text=[_short(arm.name)],
                 textposition="top right" if number % 2 == 0 else "bottom right",
                 cliponaxis=False,
-                error_y=arm.interval and _error_bar(arm.loss, arm.interval, number),
+                error_y=arm.interval and error_bar(arm.loss, arm.interval, number),
             )
         )
     over = {arm.interval_over for arm in arms if arm.interval is not None}
@@ -270,7 +264,7 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
         note += " On the dotted line no other arm has a lower loss at no more cost."
     title = f"{cost} of training" if cost != "parameters" else cost
     x_axis = {"title": axis_title(title), "exponentformat": "SI", **_cost_range(known)}
-    return _figure(traces, "Final loss against cost", note.strip(), x_axis)
+    return arms_figure(traces, "Final loss against cost", note.strip(), x_axis)
 
 
 def _cost_range(costs: Sequence[float]) -> dict[str, Any]:
@@ -316,9 +310,9 @@ def differences(comparison: Comparison) -> go.Figure:
                 "mode": "markers+text",
                 "text": [f"{mean:+.4f}"],
                 "textposition": "top center",
-                "error_x": _error_bar(mean, found.interval, number),
+                "error_x": error_bar(mean, found.interval, number),
             }
-        traces.append(_trace(number, arm.name, xs, [y] * len(xs), hover, **options))
+        traces.append(arm_trace(number, arm.name, xs, [y] * len(xs), hover, **options))
     x_axis = {
         "title": axis_title(f"loss minus that of {_short(comparison.baseline)} (nats per token)"),
         "zeroline": True,
@@ -342,7 +336,7 @@ def differences(comparison: Comparison) -> go.Figure:
     if any(found.interval is None for _, _, found in rows):
         note += f" Fewer than {MIN_SEEDS} seeds have a point each, and no interval."
     title = f"Difference from {comparison.baseline}"
-    return _figure(
+    return arms_figure(
         traces, title, note, x_axis, y_axis, height=122 + 44 * len(rows), showlegend=False
     )
 
@@ -364,7 +358,7 @@ def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
         values = [value for value in found.values if value in by_value]
         best = found.best[arm]
         traces.append(
-            _trace(
+            arm_trace(
                 names.index(arm),
                 arm,
                 values,
@@ -383,101 +377,13 @@ def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
         "categoryarray": list(found.values),
     }
     note = f"{found.verdict}. The large point is an arm's best."
-    return _figure(traces, f"Final loss by {found.option}", note, x_axis)
-
-
-@dataclass(frozen=True)
-class SizedLine:
-    """Values of the seeds at several sizes, such as final losses, and a law fitted to them."""
-
-    name: str
-    points: Mapping[float, Sequence[float]]
-    """Size -> value of each seed."""
-    curve: Callable[[Any], Any] | None = None
-    """Fitted law, drawn between the smallest and the largest size."""
-    minimum: Interval | None = None
-    """Size at which the law is lowest."""
-
-
-def over_sizes(
-    lines: Sequence[SizedLine], size: str, value: str = _LOSS, title: str = ""
-) -> go.Figure:
-    """Draw values over a size: a dot per seed, means with 95 % intervals, and fitted laws.
-
-    Args:
-        size, value: titles of the axes.
-    """
-    traces: list[go.Scatter] = []
-    for number, line in enumerate(lines):
-        traces += _sized(number, line)
-    ticks = _ticks(sorted({x for line in lines for x in line.points}))
-    x_axis = {
-        "title": axis_title(size),
-        "type": "log",
-        "tickvals": ticks,
-        "ticktext": [f"{tick:g}" if tick < 1000 else compact(tick) for tick in ticks],
-    }
-    note = (
-        f"Small points are seeds; bars are 95% intervals of their mean, from {MIN_SEEDS} seeds on."
-    )
-    if any(line.curve for line in lines):
-        note += " Curves are fits."
-    if any(line.minimum for line in lines):
-        note += " A triangle marks the lowest place of a fit, with its interval."
-    y_axis = {"title": axis_title(value)}
-    return _figure(traces, title or f"Final loss by {size}", note, x_axis, y_axis)
-
-
-def _ticks(sizes: Sequence[float]) -> Sequence[float]:
-    """Return the sizes themselves, or powers of 2 where the sizes are many or nearly equal."""
-    if len(sizes) <= MAX_TICKS and all(b / a > 1.1 for a, b in pairwise(sizes)):
-        return sizes
-    low, high = math.floor(math.log2(sizes[0])), math.ceil(math.log2(sizes[-1]))
-    return [2.0**power for power in range(low, high + 1, -(-(high - low) // MAX_TICKS) or 1)]
-
-
-def _sized(number: int, line: SizedLine) -> list[go.Scatter]:
-    xs = sorted(line.points)
-    means = [fmean(line.points[x]) for x in xs]
-    intervals = [mean_interval(line.points[x]) for x in xs]
-    margins = [found.high - found.value if found else 0 for found in intervals]
-    traces = [
-        _trace(
-            number,
-            line.name,
-            xs,
-            means,
-            _AT,
-            marker={"size": 7},
-            mode="markers" if line.curve else "lines+markers",
-            error_y={"type": "data", "array": margins} if any(margins) else None,
-            legendgroup=str(number),
-        )
-    ]
-
-    def add(x: Sequence[float], y: Sequence[float], hover: str, **options: Any) -> None:
-        hidden = {"legendgroup": str(number), "showlegend": False}
-        traces.append(_trace(number, line.name, x, y, hover, **hidden, **options))
-
-    if any(len(found) > 1 for found in line.points.values()):
-        pairs = [(x, y) for x in xs for y in line.points[x]]
-        seeds = {"marker": {"size": 4, "opacity": 0.5}, "mode": "markers"}
-        add([x for x, _ in pairs], [y for _, y in pairs], f"{_AT}, one seed", **seeds)
-    if line.curve is not None:
-        fine = np.geomspace(xs[0], xs[-1], 60)
-        add(fine.tolist(), np.asarray(line.curve(fine)).tolist(), f"{_AT}, fitted", mode="lines")
-    if line.minimum is not None and line.curve is not None:
-        lowest = float(line.curve(np.array([line.minimum.value]))[0])
-        bar = {**_error_bar(line.minimum.value, line.minimum, number), "thickness": 3}
-        marker = {"symbol": "triangle-down", "size": 11}
-        add([line.minimum.value], [lowest], _AT, mode="markers", marker=marker, error_x=bar)
-    return traces
+    return arms_figure(traces, f"Final loss by {found.option}", note, x_axis)
 
 
 # -- parts of figures
 
 
-def _figure(
+def arms_figure(
     traces: Sequence[go.Scatter],
     title: str,
     note: str,
@@ -487,11 +393,11 @@ def _figure(
 ) -> go.Figure:
     num_named = sum(trace.showlegend is not False for trace in traces)
     layout = {"height": 380 + 12 * max(num_named - 6, 0)} | layout  # the legend of many takes room
-    y_axis = {"title": axis_title(_LOSS), **(y_axis or {})}
+    y_axis = {"title": axis_title(LOSS_AXIS), **(y_axis or {})}
     return curves_figure(traces, title, note, x_axis, y_axis, **layout)
 
 
-def _trace(
+def arm_trace(
     number: int,
     name: str,
     x: Sequence[Any],
@@ -504,7 +410,7 @@ def _trace(
     return scatter(name, x, y, style_of(number), hover, shown, **options)
 
 
-def _error_bar(value: float, interval: Interval, number: int) -> dict[str, Any]:
+def error_bar(value: float, interval: Interval, number: int) -> dict[str, Any]:
     return {
         "type": "data",
         "symmetric": False,

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from moe_ffn.report.arm_figures import SizedLine, over_sizes
+from moe_ffn.report.arm_sizes import SizedLine, over_sizes
 from moe_ffn.report.html import NONE, compact
 from moe_ffn.report.markdown import markdown_table, with_interval
 from moe_ffn.report.study_fits import Image

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.report.arm_figures import SizedLine, over_sizes
+from moe_ffn.report.arm_sizes import SizedLine, over_sizes
 from moe_ffn.report.html import NONE, compact
 from moe_ffn.report.markdown import markdown_table, with_interval
 from moe_ffn.report.study_points import (

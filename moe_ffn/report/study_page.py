@@ -20,9 +20,9 @@ from moe_ffn.report.arm_figures import (
     differences,
     frontier,
     losses,
-    over_sizes,
     tuning,
 )
+from moe_ffn.report.arm_sizes import over_sizes
 from moe_ffn.report.comparison_tables import markdown, tables, tuning_tables
 from moe_ffn.report.html import NONE, compact, write_page
 from moe_ffn.report.markdown import markdown_row, markdown_table

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from moe_ffn.config.sizes import TRAINING_FLOPS
-from moe_ffn.report.arm_figures import SizedLine
+from moe_ffn.report.arm_sizes import SizedLine
 from moe_ffn.report.html import finite
 from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
