@@ -14,6 +14,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from moe_ffn import build_ffn
+from moe_ffn.cli.logs import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.native.build import why_unavailable
 from moe_ffn.outputs import Routing, TokenContext
@@ -59,6 +60,12 @@ torch.set_num_threads(1)
 def _one_thread() -> None:
     """Whatever a test has made of it: what is forked from a process with several threads waits for ever."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> None:
+    """Log lines go to stderr, as in a program, where `capsys` sees them."""
+    set_up_logging()
 
 
 @pytest.fixture(scope="session", autouse=True)

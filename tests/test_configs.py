@@ -16,7 +16,7 @@ import moe_ffn
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.config.yaml_files import flag_value
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.parameter_counts import check_num_params
+from moe_ffn.runs.custom_parts import check_num_params
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch

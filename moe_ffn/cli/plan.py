@@ -21,7 +21,7 @@ from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
 from moe_ffn.config.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.html import OPENING, compact
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.parameter_counts import check_counts
+from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.planner import (
     DEVICES,
     EFFICIENCY,

@@ -164,7 +164,6 @@ _FILES = {
     "alarms.jsonl": "what went wrong, and what to try",
     "tokenizer.json": "how text became tokens",
     "documents.json": "the documents it read, with their sha256",
-    "saved.json": "which step was saved last",
     "checkpoints/best.ckpt": "weights of the lowest validation loss, alone",
     "checkpoints/step_*.ckpt": "where --resume continues",
     "model": "for moe_ffn.load_pretrained",

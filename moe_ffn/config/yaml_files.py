@@ -22,7 +22,7 @@ from moe_ffn.config.import_path import (
 )
 from moe_ffn.config.option_tree import explain_unknown, option_tree, show_value
 from moe_ffn.config.trust import UntrustedCodeError, only_trusted_code
-from moe_ffn.files import read_given, reason
+from moe_ffn.files import reason
 
 RootConfig = TypeVar("RootConfig", bound=Config)
 
@@ -90,7 +90,8 @@ def _as_options(value: Any) -> Mapping[str, Any] | None:
 def read_yaml(path: Path, where: str) -> dict[str, Any]:
     """The mapping in a YAML file, or a ConfigError that begins with `where`."""
     try:
-        content = read_given(path, _MAX_BYTES + 1)
+        with path.open("rb") as file:  # or a pipe, such as `<(command)`
+            content = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{where}: {reason(error)}") from error
     if len(content) > _MAX_BYTES:

@@ -1,4 +1,4 @@
-"""What the table of sparse blocks of transformers is made of: its entry, and parts that entries share.
+"""The entry of the table of sparse blocks of transformers, and the parts that entries share.
 
 An entry has our options as a template, and where the weights are.
 """
@@ -21,7 +21,7 @@ from moe_ffn.weights.options import ACTIVATIONS, Theirs
 # -- an entry
 
 Template = Mapping[str, Any] | Callable[[Any], Any]
-"""Options of ours as YAML has them; what can be called makes one of the config of transformers."""
+"""Our options as in YAML; a function computes its option from the config of transformers."""
 
 
 @dataclass(frozen=True)
@@ -29,28 +29,28 @@ class Block:
     """A sparse feed-forward block of transformers."""
 
     class_name: str
-    """In the file of its model; a decoder layer where experts have no block of their own."""
+    """Name of the class in the file of its model; a decoder layer where experts have no block."""
     ffn: Template
-    """Our config of it."""
+    """Our config of the block."""
     names: Mapping[str, Layout]
     """Our name of a tensor -> theirs, in the block."""
     config_name: str = ""
-    """The class of its config; by default that of which it has the name in front."""
+    """Name of the config class; by default the config that shares the prefix of `class_name`."""
     small: Mapping[str, Any] = field(default_factory=dict)
-    """Options of theirs for a small block, beside `SMALL` of `experiments.models`."""
+    """Their options for a small block, in addition to `SMALL` of `experiments.models`."""
     served: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Option of theirs that `ffn` does not read -> its values of which this is the block."""
+    """Their option that `ffn` does not read -> the values for which this entry is right."""
     unused: tuple[str, ...] = ()
-    """Patterns of tensors in their class that are no part of the block, or do nothing in it."""
+    """Patterns of tensors in their class that are outside the block, or unused in it."""
     in_training: Template | None = None
-    """Options of ours that differ in training, where noise or a capacity act: those that repeat theirs."""
+    """Our options in training, where they differ because noise or a capacity acts."""
     note: str = ""
-    """What a reader of the table should know."""
+    """Remark for the reader of the table."""
     wrong: str = ""
-    """How theirs departs from its paper; ours does not."""
+    """Difference between their code and its paper; ours follows the paper."""
 
     def but(self, options: Template | None = None, **changes: Any) -> Block:
-        """The same block of another model; `options` are changes of ours."""
+        """Return the same block for another model, with some of our options changed."""
         made = replace(self, **changes)
         if options is None:
             return made
@@ -86,7 +86,7 @@ def its(name: str) -> Callable[[Any], Any]:
 
 
 def its_word(words: Mapping[str, str], name: str) -> Callable[[Any], str]:
-    """Ours of the word in an option of their config, which others are refused."""
+    """Return our value for each value of their option; other values are rejected."""
 
     def word(config: Any) -> str:
         found = config
@@ -100,7 +100,7 @@ def its_word(words: Mapping[str, str], name: str) -> Callable[[Any], str]:
 
 
 def resolve(template: Any, config: Any) -> Any:
-    """Plain options, of a config of theirs."""
+    """Return plain options, computed from their config."""
     if callable(template):
         return resolve(template(config), config)
     if isinstance(template, Mapping):
@@ -109,7 +109,7 @@ def resolve(template: Any, config: Any) -> Any:
 
 
 def merged(template: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`template` with the changes, mappings in it merged too; what is changed to None is left out."""
+    """Merge changes into `template`, nested mappings too; a change to None removes the key."""
     found = dict(template)
     for key, value in changes.items():
         inner = found.get(key)
@@ -123,7 +123,7 @@ def merged(template: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 
 def gate(option: str = "hidden_act") -> Any:
-    """The type of a gated block whose activation is that option."""
+    """Return the type of the gated block whose activation is in that option."""
     return its_word(ACTIVATIONS, option)
 
 
@@ -142,7 +142,7 @@ def groups(config: Any) -> dict[str, int] | None:
 
 
 def if_set(option: str, template: Template, otherwise: Any = None) -> Any:
-    """The template where their option is neither 0 nor null."""
+    """Use the template where their option is neither 0 nor null."""
     return lambda config: template if getattr(config, option) else otherwise
 
 
@@ -208,7 +208,7 @@ def fused_shared_expert(into: str, out_of: str) -> Names:
 
 
 def experts_by_number(up: str, down: str) -> Names:
-    """Experts that are modules of their own, by number."""
+    """Experts stored as one module each, by number."""
 
     def layout(stem: str, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
         return [[Piece(stem.format(e), lambda ours, e=e: ours[e]) for e in range(shape[0])]]

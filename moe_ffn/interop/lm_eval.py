@@ -27,7 +27,7 @@ from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.generate import Decoding, Sampling
 
 MAX_NEW_TOKENS = 256
-"""Length of a generated answer whose task names none, as in lm-eval's own models."""
+"""Default length of a generated answer, as in lm-eval's own models."""
 
 
 class HarnessModel(TemplateLM):
@@ -39,8 +39,8 @@ class HarnessModel(TemplateLM):
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, batch_size: int = 16) -> None:
         """
         Args:
-            decoder: in evaluation, on the device that computes.
-            batch_size: requests at once; those of a batch share the experts' capacity, where there is one.
+            decoder: a decoder in evaluation mode, on the device that computes.
+            batch_size: number of requests in a batch; a batch shares the experts' capacity.
 
         Raises:
             ConfigError: the decoder is not causal.
@@ -86,7 +86,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Nats, at most 0, of each continuation behind its context, and whether greedy decoding writes it."""
+        """Log-likelihood in nats of each continuation, and whether greedy decoding produces it."""
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         # Equally long ones together, so that little is padding.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
@@ -112,7 +112,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def _row(self, context: list[int], continuation: list[int]) -> list[int]:
-        """The tokens that the model needs to see, and the last one, which it only predicts."""
+        """Return the tokens that the model reads, and the last one, which it only predicts."""
         if len(continuation) > self.max_length:
             raise ConfigError(
                 f"a task asks for a continuation of {len(continuation)} tokens, but the model takes "
@@ -124,7 +124,7 @@ class HarnessModel(TemplateLM):
         return [self._continue(*request.args) for request in requests]
 
     def _continue(self, context: str, options: Mapping[str, Any]) -> str:
-        """The text behind `context`, up to the first of the stop strings in `options`."""
+        """Generate the text after `context`, up to the first stop string in `options`."""
         until = options.get("until") or []
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         sampled = options.get("do_sample", float(options.get("temperature") or 0) > 0)
@@ -148,7 +148,7 @@ class HarnessModel(TemplateLM):
 
 
 def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What lm-eval measures of a model on its tasks.
+    """Measure a model on tasks of lm-eval.
 
     Args:
         tasks: folders of task files, and names of tasks, groups and tags, in these folders or of lm-eval
@@ -195,7 +195,7 @@ def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`acc,none` as `acc`, `exact_match,strict` as it is; without what is no number."""
+    """Rename `acc,none` to `acc`, and keep only numbers."""
     return {
         key.removesuffix(",none"): float(value)
         for key, value in values.items()

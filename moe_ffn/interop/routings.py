@@ -1,4 +1,4 @@
-"""The routings of a live model: what its own routers decide, as the values that our metrics read.
+"""Watch the routers of a live model: their decisions as the `Routing` values that our metrics read.
 
 T tokens, E experts, K experts per token, B batch, S sequence
 """
@@ -29,39 +29,37 @@ Passes = list[dict[str, Routing]]
 
 @contextmanager
 def watch(model: nn.Module) -> Iterator[Passes]:
-    """The routings of a model of transformers, layer by layer, for each of its forward passes.
+    """Record the routings of a model of transformers, by layer, for each forward pass.
 
         with watch(model) as passes:
             model(**batch)
         load_balancing_loss(passes[-1]["layer_03"])
 
-    The model computes what it computes without it. A pass is one call of `model`, in generation one for the
-    prompt and one for each further token; it is listed when it is over. Ids and weights are those that the
-    experts were given, and carry gradients where the model trains: of what is kept for long, keep
-    `routing.detach()`. What `attention_mask` calls padding is padding in the routing. Blocks of ours
-    (`swap_ffn`) are seen too.
+    The model's outputs do not change. A pass is one call of `model`; generation makes one for the prompt and
+    one for each further token. A pass is listed when it is over. Ids and weights are those that the
+    experts received. They carry gradients where the model trains: call `routing.detach()` on those that you
+    keep. Padding of `attention_mask` is padding in the routing. Our own blocks (`swap_ffn`) are recorded too.
 
-    Scores are the softmax, the sigmoid or the square root of the softplus of the router's logits, whichever
-    the weights are proportional to; the softmax where they are to none (Phi-MoE).
+    Scores are the softmax, the sigmoid or the square root of the softplus of the router's logits: the one
+    that the weights are proportional to, or the softmax where they are proportional to none (Phi-MoE).
 
     Raises:
-        ConfigError: the model routes nothing, or not in a way that can be seen; or, in a pass, its
-            `attention_mask` does not say for each token whether it is real.
+        ConfigError: the model has no router that can be watched; or, in a pass, the `attention_mask` has
+            no value for each token.
     """
     with ExitStack() as hooks:
         yield _Watcher(model, hooks).passes
 
 
 class _Watcher:
-    """The hooks in a model, and what they have seen."""
+    """The hooks in a model, and the routings that they recorded."""
 
     def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
         self.passes: Passes = []
         self._signature = inspect.signature(model.forward)
         self._seen: dict[str, Callable[[], dict[str, Routing]]] | None = None
-        """By layer, what makes the routings of the pass that is under way. They are made when it is over:
-        what is computed inside of a layer, activation checkpointing would want to compute again. Outside of
-        a pass nothing is noted."""
+        """Layer -> function that computes the routings of the current pass, None outside a pass. They are
+        computed after the pass: activation checkpointing would repeat anything computed inside a layer."""
         self._mask_BS: Tensor | None = None
         self._length: int | None = None
         self._router_outputs: dict[str, list[tuple[Any, ...]]] = {}
@@ -157,7 +155,7 @@ class _Watcher:
         return found
 
     def _context(self, num_tokens: int) -> TokenContext:
-        """The mask and the sequence length of the tokens that came to a layer."""
+        """Return the mask and the sequence length of the tokens that reached a layer."""
         mask_T = None if self._mask_BS is None else self._mask_BS.reshape(-1)
         if mask_T is not None and len(mask_T) != num_tokens:
             raise ConfigError(
@@ -168,7 +166,7 @@ class _Watcher:
 
 
 def routing_modules(model: nn.Module) -> dict[str, str]:
-    """What is watched, experts of transformers or blocks of ours: name of the layer -> path in the model.
+    """Find the modules to watch, experts of transformers or our own blocks: layer name -> path in the model.
 
     Raises:
         ConfigError: there is none, or two in a layer.
@@ -197,7 +195,7 @@ def routing_modules(model: nn.Module) -> dict[str, str]:
 
 
 def _has_router(model: nn.Module) -> bool:
-    """Whether the model itself can list the logits of routers in it."""
+    """Return whether the model itself can list the logits of its routers."""
     recorders: list[Any] = []
     for module in model.modules():
         listed = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
@@ -207,7 +205,7 @@ def _has_router(model: nn.Module) -> bool:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers' `use_experts_implementation` has decorated the class."""
+    """Return whether transformers' `use_experts_implementation` decorates the class."""
     return "is_concatenated" in vars(module)
 
 
@@ -218,7 +216,7 @@ def layer_of(path: str) -> int | None:
 
 
 def _logits_for(ids_TK: Tensor, outputs: list[tuple[Any, ...]]) -> Tensor | None:
-    """The first value of the tuple that has the ids too, (T, E); None where there is none."""
+    """Return the first value, (T, E), of the tuple that also has the ids; None if no tuple has them."""
     for output in outputs:
         if any(value is ids_TK for value in output) and isinstance(output[0], Tensor):
             logits = output[0]
@@ -242,10 +240,10 @@ SCORES = (_softmax, torch.sigmoid, _sqrt_softplus)
 def _score_function(
     logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """The one of `SCORES` to which the weights are proportional, within each token or over all tokens."""
+    """Find the function of `SCORES` that the weights are proportional to, by token or over all tokens."""
 
     def spread(values: Tensor, dim: int | None) -> float:
-        """The distance of the factors from their mean, as a part of it, at a typical token."""
+        """Relative distance of the factors from their mean, averaged over tokens."""
         mean = values.mean() if dim is None else values.mean(dim, keepdim=True)
         return ((values - mean) / mean).abs().mean().item()
 
@@ -259,4 +257,4 @@ def _score_function(
 
 
 MAX_MISFIT = 0.02
-"""What bfloat16 leaves of a factor that is the same everywhere, and more."""
+"""Largest relative spread of a constant factor; rounding to bfloat16 stays below it."""

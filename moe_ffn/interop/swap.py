@@ -1,4 +1,4 @@
-"""Our feed-forward blocks in the dense layers of a live model of transformers."""
+"""Swap the FFNs of a live dense model of transformers for our blocks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from moe_ffn.interop.transformers import activation_of
 from moe_ffn.kernels.activations import GATE_ACTIVATIONS, GatedType
 
 GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("c_fc", "c_proj")
-"""The matrices of an FFN, of Llama and Qwen, and of GPT-2; ours are `gate`, `up`, `down` and `up`, `down`."""
+"""Names of the matrices of an FFN in Llama and Qwen (our gate, up, down), and in GPT-2 (our up, down)."""
 
 MAX_ERROR = {torch.float32: 1e-4, torch.float64: 1e-6}
-"""The difference that rounding may make, as a part of the largest output; more in narrower dtypes."""
+"""Largest relative difference that rounding explains, by dtype; narrower dtypes have a wider one."""
 
 
 class SwappedFFN(nn.Module):
-    """A block of ours where transformers has an FFN, which returns a tensor and nothing else."""
+    """One of our blocks in the place of an FFN of transformers; it returns a tensor."""
 
     def __init__(self, block: FFNBlock, dropout: nn.Module) -> None:
         super().__init__()
         self.block = block
         self.dropout = dropout
-        """GPT-2's, of the output."""
+        """Dropout of the output, as in GPT-2."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.dropout(self.block(hidden_states).hidden)
@@ -41,7 +41,7 @@ class SwappedFFN(nn.Module):
 def swap_ffn(
     model: nn.Module, layers: Sequence[int], config: Mapping[str, Any] | str | FFNConfig
 ) -> None:
-    """Replace the FFNs of a dense model of transformers by blocks of ours, in place.
+    """Replace the FFNs of a dense model of transformers by our blocks, in place.
 
         router = {"type": "top_k", "k": 2, "renormalize": True}
         swap_ffn(model, [1, 3], {"type": "moe", "num_experts": 8, "router": router})
@@ -112,7 +112,7 @@ def _how_to_keep(config: MoEConfig) -> str:
 
 
 def _num_layers(model: nn.Module) -> int:
-    """By the highest number in the path of a module."""
+    """Return the number of a layer, from the path of a module."""
     numbers = (re.search(r"(?:^|\.)(\d+)(?:\.|$)", path) for path, _ in model.named_modules())
     return 1 + max((int(number[1]) for number in numbers if number), default=-1)
 

@@ -1,4 +1,4 @@
-"""Our kernels in the sparse models of transformers, which need not know of us.
+"""Our kernels as an experts implementation of transformers.
 
     moe_ffn.interop.register()
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="moe_ffn")
@@ -33,11 +33,11 @@ NAME = "moe_ffn"
 """The name of our kernels among transformers' implementations of experts."""
 
 _GATE = "_moe_ffn_gate"
-"""The attribute in which a module of experts keeps its activation and gate, once they are found."""
+"""Attribute of a module of experts that caches its activation and gate."""
 
 
 def register() -> None:
-    """Enter our kernels among the implementations of experts, as `experts_implementation="moe_ffn"`.
+    """Register our kernels as `experts_implementation="moe_ffn"`.
 
     Every model takes it whose experts choose an implementation by name, while it is loaded or later by
     `model.set_experts_implementation("moe_ffn")`.
@@ -110,7 +110,7 @@ def weights_of(experts: Any) -> ExpertWeights:
 
 
 def _gate_of(experts: Any) -> tuple[Activation, GateFunction | None]:
-    """Which of our activations, or of our gates, the module computes: the one that gives the same numbers."""
+    """Find our activation or gate that gives the same numbers as the module."""
     if (found := experts.__dict__.get(_GATE)) is None:
         found = experts.__dict__[_GATE] = _find_gate(experts)
     return found
@@ -151,7 +151,7 @@ def _clamps_of(experts: Any) -> Iterator[ClampedSwiGLU | ClampedGate]:
 
 @torch.no_grad()
 def activation_of(function: Callable[[Tensor], Tensor]) -> Activation | None:
-    """Which of our activations gives the same numbers; None where none does."""
+    """Find our activation that gives the same numbers; None if none does."""
     out = function(_probe())
     return next((name for name, ours in ACTIVATIONS.items() if _equal(out, ours(_probe()))), None)
 

@@ -28,10 +28,10 @@ from moe_ffn.weights.pretrained import (
 
 @dataclass(frozen=True)
 class RoutedText:
-    """What a model decided about a text."""
+    """Routing decisions of a model for a text."""
 
     tokens: Sequence[bytes]
-    """The bytes of each token, of a special token its name."""
+    """The bytes of each token; a special token's name."""
     routings: dict[str, Routing]
     num_layers: int
     predictions: Sequence[tuple[bytes, float]]
@@ -39,7 +39,7 @@ class RoutedText:
 
 
 def route_text(folder: Path, text: bytes) -> RoutedText:
-    """Give a text, as one sequence, to the model in a folder of transformers.
+    """Run the model in a folder of transformers on a text, as one sequence.
 
     Only config.json, safetensors and tokenizer.json are read, and no code of the folder runs.
 
@@ -91,7 +91,7 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
 
 
 def is_transformers_folder(folder: Path) -> bool:
-    """Whether a folder has a config.json that names an architecture."""
+    """Return whether a folder has a config.json that names an architecture."""
     return "model_type" in (read_object(folder / CONFIG_FILE) or {})
 
 
@@ -145,7 +145,7 @@ def _load_tokenizer(folder: Path) -> tuple[Any, bool]:
 
 
 def import_transformers() -> Any:
-    """The library; ConfigError where it is not installed."""
+    """Import transformers, or raise ConfigError if it is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -155,7 +155,7 @@ def import_transformers() -> Any:
 
 @contextmanager
 def _quietly(transformers: Any) -> Iterator[None]:
-    """Without progress bars and remarks of the library, which are no lines of ours."""
+    """Silence the progress bars and warnings of transformers."""
     logging = transformers.utils.logging
     level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -112,12 +112,12 @@ class TrainConfig(Config, frozen=True):
 
 @dataclass(frozen=True)
 class Resume:
-    """A run that is to go on, and with which options."""
+    """A run that is resumed, and its options."""
 
     folder: Path
     config: TrainConfig
     changes: Mapping[str, tuple[Any, Any]]
-    """What differs from the run's own options: dotted key -> value before and now."""
+    """Options that differ from the run's own: dotted key -> value before and now."""
     own: TrainConfig
     """The options in the run's folder."""
 

@@ -6,7 +6,6 @@ can still be used; `JsonFile.has` tells null from absent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -21,7 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.files import parse_object, read_object
 from moe_ffn.training.config import PRECISIONS, Precision
 from moe_ffn.training.monitoring.json_lines import Line
@@ -63,21 +61,6 @@ class JsonFile(BaseModel):
     def has(self, key: str) -> bool:
         """Whether the file has a value of the right type there, which may be null."""
         return key in self.model_fields_set
-
-
-class Saved(JsonFile):
-    """`saved.json`: which checkpoint is there, unless it was lost."""
-
-    run_id: str = Field(default="", min_length=1)
-    last_saved_step: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    """Step of the newest checkpoint that was written; None before the first."""
-
-    @property
-    def is_whole(self) -> bool:
-        return self.has("run_id") and self.has("last_saved_step")
-
-    def to_text(self) -> str:
-        return json.dumps(self.model_dump()) + "\n"
 
 
 class Facts(JsonFile):
@@ -153,16 +136,6 @@ class Alarm(Line):
     """The sparse layer; None where the alarm concerns the whole model."""
     message: str = ""
     advice: str = ""
-
-
-class Resumption(Line):
-    """A line of `resumes.jsonl`: the run went on after this step."""
-
-    checkpoint: str | None = None
-    passed_over: list[str] = Field(default_factory=list)
-    changes: dict[str, list[Any]] = Field(default_factory=dict)
-    """Dotted key of an option -> its value before and now."""
-    git_revision: str | None = None
 
 
 def _require_path(value: Any) -> str:

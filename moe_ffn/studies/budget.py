@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moe_ffn.config.sizes import TRAINING_FLOPS as TRAINING_FLOPS
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.parameter_counts import check_counts
+from moe_ffn.runs.custom_parts import check_counts
 
 
 @dataclass(frozen=True)

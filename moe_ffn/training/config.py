@@ -8,6 +8,7 @@ import torch
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.config.environment import processes_here
 from moe_ffn.config.errors import show
 from moe_ffn.training.recovery.guard import GuardConfig
 
@@ -97,8 +98,11 @@ class TrainerConfig(_LoopConfig, frozen=True):
     your own that does not use all its weights in each step."""
 
     def lightning_arguments(self) -> dict[str, Any]:
-        """The arguments of `lightning.Trainer` that differ from its defaults."""
-        return self.model_dump(exclude=set(_LoopConfig.model_fields), exclude_defaults=True)
+        """Return the arguments of `lightning.Trainer` that differ from its defaults."""
+        arguments = self.model_dump(exclude=set(_LoopConfig.model_fields), exclude_defaults=True)
+        if self.devices == "auto" and (count := processes_here()):
+            arguments["devices"] = count  # torchrun has started so many
+        return arguments
 
 
 class WandbConfig(Config, frozen=True):

@@ -114,12 +114,12 @@ class CarveConfig(InitialiserConfig, frozen=True):
 
 @dataclass(frozen=True)
 class Partition:
-    """Which hidden units go where; every unit is in one place."""
+    """Assignment of every hidden unit to one expert or to the shared expert."""
 
     shared: Tensor
-    """int64, those that every token passes through."""
+    """int64, units of the shared expert."""
     experts_EM: Tensor
-    """int64, those of each routed expert; the first is its representative."""
+    """int64, units of each routed expert; the first is its representative."""
 
 
 def most_active(activations_TF: Tensor, num_units: int) -> Tensor:

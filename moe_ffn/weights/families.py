@@ -1,4 +1,4 @@
-"""What each architecture of transformers calls the options and the weights of ours, for both directions."""
+"""Table of the architectures of transformers: names of options and weights, for reading and writing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ OUTSIDE = {
     "final_norm.weight": named("model.norm.weight"),
     "unembedding.weight": named("lm_head.weight"),
 }
-"""Names beside the layers."""
+"""Names of the weights outside the layers."""
 
 BLOCK = linear(
     attention__query="self_attn.q_proj",
@@ -112,17 +112,17 @@ class Family:
     """All but the feed-forward blocks."""
     ffn: tuple[Part, ...]
     defaults: Mapping[str, Any]
-    """What transformers takes where a config does not say."""
+    """Defaults of transformers for options that a config leaves out."""
     names: Mapping[str, Layout] = field(default_factory=lambda: EXPERTS)
-    """In a layer: our name -> theirs."""
+    """Our name of a weight in a layer -> theirs."""
     lacks: str = ""
-    """What our model lacks for the whole of it, so that its blocks alone are read."""
+    """Feature that our decoder lacks, so that only single blocks can be read; empty if none."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of options in files."""
     fill: Callable[[Options], Options] = _no_change
-    """Options for what ours may lack and this architecture has: it gets zeros, with which it adds nothing."""
+    """Options that this architecture always has and our model may lack; they are written as zeros."""
     llama_cpp_renormalizes: bool | None = None
-    """Whether llama.cpp divides the weights of a token by their sum; None where it asks the config."""
+    """True if llama.cpp renormalises the weights of a token; None if the config decides."""
 
     @property
     def is_sparse(self) -> bool:
@@ -417,4 +417,4 @@ FAMILIES = (
         lacks="attention sinks and sliding windows",
     ),
 )
-"""In the order in which they are preferred for a model of ours."""
+"""Architectures, in order of preference for an export."""

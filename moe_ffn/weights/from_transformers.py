@@ -1,8 +1,8 @@
-"""A folder of transformers as our decoder, or one feed-forward block of it, without transformers.
+"""Read a model folder of transformers as our decoder, or one feed-forward block of it.
 
     decoder = moe_ffn.weights.load_transformers("models/theirs")
 
-Tensors are read one by one, those of experts one expert at a time.
+transformers need not be installed. Tensors are read one by one, and experts one expert at a time.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 
 def load_transformers(folder: str | Path) -> Decoder:
-    """The decoder in a folder of transformers, in evaluation, on the CPU, in the dtype of its weights.
+    """Load the decoder in a folder of transformers, in evaluation mode, on the CPU, in its own dtype.
 
-    `moe_ffn.load_tokenizer` reads the tokenizer beside it.
+    `moe_ffn.load_tokenizer` reads the tokenizer in the same folder.
 
     Raises:
-        ConfigError: the folder is damaged, or of an architecture or with an option that ours does not
-            compute, which is named.
+        ConfigError: the folder is damaged; or our decoder does not compute its architecture or one of its
+            options, which the message names.
     """
     folder = Path(folder)
     family, their = _read_theirs(folder)
@@ -77,7 +77,7 @@ def load_transformers(folder: str | Path) -> Decoder:
 
 
 def sparse_options(family: Family, their: Theirs) -> dict[str, Any]:
-    """The options of the sparse block of an architecture, as YAML has them; ConfigError as above."""
+    """Return the options of the sparse block, as in YAML; raises as `load_transformers`."""
     options: dict[str, Any] = {}
     for part in family.ffn:
         options |= part.read(their)
@@ -89,7 +89,7 @@ class _BlockConfig(Config, frozen=True):
 
 
 def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
-    """The feed-forward block of one layer in a folder of transformers; see `load_transformers`."""
+    """Load the feed-forward block of one layer from a folder of transformers; see `load_transformers`."""
     folder = Path(folder)
     family, their = _read_theirs(folder)
     if layer not in their.layers():
@@ -113,7 +113,7 @@ def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
 
 
 def architecture_of(folder: Path) -> str:
-    """`qwen3_moe`; ConfigError where it is none that is read here."""
+    """Return the architecture of a folder, such as `qwen3_moe`; ConfigError if it is not supported."""
     return _read_theirs(folder)[0].model_type
 
 
@@ -157,7 +157,7 @@ def config_of(family: Family, their: Theirs) -> PretrainedConfig:
 
 
 def _blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The nested options beside the blocks, and those of the blocks: `sparse` and `dense`."""
+    """Split options into nested options of the decoder, and those of its `sparse` and `dense` blocks."""
     nested = nest((path, value) for path, value in options.items() if path != "sparse_layers")
     return nested, {kind: nested.pop(kind, None) for kind in ("sparse", "dense")}
 
@@ -176,7 +176,7 @@ class _Files:
 
     folder: Path
     slices: Mapping[str, Any]
-    """Tensors of which safetensors reads the part that is asked for."""
+    """Lazy tensors of safetensors, of which a part can be read."""
     whole: Mapping[str, Callable[[], Tensor]]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -223,10 +223,10 @@ def _read(
     expected: Mapping[str, Tensor],
     is_ours: Callable[[str], bool],
 ) -> dict[str, Tensor]:
-    """A tensor for each of `expected`, which have shapes alone.
+    """Read a tensor for each of `expected`, whose values are ignored.
 
     Args:
-        is_ours: whether a name of theirs, which none of ours is made of, is one too many.
+        is_ours: returns True for a name that must not be left over.
     """
     pieces = {
         name: _held(layout_of(family, name)(value.shape, their), files)
@@ -263,7 +263,7 @@ def _read(
 
 
 def layout_of(family: Family, name: str) -> Callable[[torch.Size, Theirs], list[list[Piece]]]:
-    """What makes a tensor of ours, by its name in a decoder."""
+    """Return the layout of one of our tensors, by its name in a decoder."""
     if name in OUTSIDE:
         layout: Layout = OUTSIDE[name]
         return partial(layout, "")
@@ -272,12 +272,12 @@ def layout_of(family: Family, name: str) -> Callable[[torch.Size, Theirs], list[
 
 
 def _held(ways: list[list[Piece]], files: _Files) -> list[Piece]:
-    """The way in which the files hold a tensor; the first where they do not."""
+    """Return the pieces under which the files hold a tensor, or the first form if they hold none."""
     return next((way for way in ways if any(p.name in files.slices for p in way)), ways[0])
 
 
 def _is_known(name: str, their: Theirs, files: _Files) -> bool:
-    """Whether transformers leaves a tensor out of the model too."""
+    """Return whether transformers ignores a tensor as well."""
     if name == "lm_head.weight" and their.get("tie_word_embeddings"):
         embedding = files.whole.get("model.embed_tokens.weight")
         return embedding is not None and torch.equal(embedding(), files.whole[name]())
@@ -290,7 +290,7 @@ def _is_known(name: str, their: Theirs, files: _Files) -> bool:
 
 
 def _made(files: _Files, pieces: list[Piece], shape: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of ours, of their pieces, read one expert at a time."""
+    """Assemble one of our tensors from their pieces, one expert at a time."""
     first = pieces[0]
     if len(pieces) == 1 and first.order is None and first.part is Piece.part:
         return files.whole[first.name]().to(dtype)

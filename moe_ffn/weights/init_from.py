@@ -1,4 +1,4 @@
-"""Weights of a trained model as the beginning of another one, of the same architecture or partly."""
+"""Start a model from the weights of a trained one, all of them or those that fit."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from moe_ffn.weights.pretrained import (
 
 @dataclass(frozen=True)
 class Source:
-    """A trained model, from a folder of its own or from a run."""
+    """A trained model, from a model folder or a run."""
 
     option: str
-    """The option that named it, which messages begin with."""
+    """Option that named the folder; messages begin with it."""
     folder: Path
     decoder: Decoder
-    """In evaluation, on the CPU."""
+    """The decoder, in evaluation mode, on the CPU."""
     tokenizer: Tokenizer | None
-    """None where the folder has none."""
+    """The tokenizer, or None if the folder has none."""
     data: DataConfig | None
-    """What a run read; None of a model folder."""
+    """Data options of the run; None for a model folder."""
 
     @property
     def tokenizer_config(self) -> FileTokenizerConfig:
-        """Its tokenizer as an option.
+        """The tokenizer as an option.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: the folder has none.
         """
         path = self.folder / TOKENIZER_FILE
         if self.tokenizer is None:
@@ -59,7 +59,7 @@ class Source:
         return FileTokenizerConfig(path=str(path))
 
     def require_fitting(self, model: DecoderConfig) -> None:
-        """ConfigError where a model of another width is to begin with these weights."""
+        """Raise ConfigError if a model has another width than these weights."""
         width = self.decoder.config.d_model
         if model.d_model != width:
             raise ConfigError(
@@ -68,7 +68,7 @@ class Source:
             )
 
     def require_same_tokens(self, tokenizer: Tokenizer) -> None:
-        """ConfigError where an id of the model means other text to `tokenizer`."""
+        """Raise ConfigError if a token id stands for other text in `tokenizer`."""
         known, ours = self.decoder.embedding.num_embeddings, tokenizer.vocab_size
         advice = "use a folder of the same tokenizer"
         if self.tokenizer is not None:
@@ -93,7 +93,7 @@ class Source:
 
 
 def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source:
-    """The model in a model folder or in a run, whose best weights they are.
+    """Read the model of a model folder, or the best weights of a run.
 
     Args:
         option: which named the folder.
@@ -129,15 +129,15 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
 
 
 def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights that a decoder can begin with, by name, and lines about them.
+    """Return the weights that a decoder can start from, by name, and lines that report them.
 
-    A part whose `type` is another begins anew, whatever its weights are called.
+    A part with another `type` keeps its own initial weights, even if names agree.
 
     Args:
-        decoder: of whose weights only names and shapes are looked at.
+        decoder: only names and shapes of its weights are read.
 
     Raises:
-        ConfigError: of some the names are the same and the shapes are not.
+        ConfigError: a weight has the same name and another shape.
     """
     found, wanted = source.decoder.state_dict(), decoder.state_dict()
     tied = tied_names(decoder)
@@ -173,7 +173,7 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
 
 
 def _taken(source: Decoder, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights of one model for those of the same names in another; which are of another shape."""
+    """Return the weights that two models share by name, and the names whose shapes differ."""
     found, wanted = source.state_dict(), decoder.state_dict()
     tied = tied_names(decoder)
     anew = tuple(_parts_of_another_type(source.config, decoder.config))
@@ -186,9 +186,9 @@ def _taken(source: Decoder, decoder: Decoder) -> tuple[dict[str, Tensor], list[s
 
 
 def _options_that_fit(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
-    """The fewest options that the model has to take from the source, with their values there and here.
+    """Find the fewest options to take from the source so that shapes agree; values there and here.
 
-    None where all of them are not enough.
+    The result is empty if no set of options is enough.
     """
     changes = _changes(source, decoder)
     options = _flat_options(decoder)
@@ -218,7 +218,7 @@ def _options_that_fit(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any,
 
 
 def _parts_of_another_type(before: DecoderConfig, now: DecoderConfig) -> Iterator[str]:
-    """What the names of weights begin with in parts whose `type` differs."""
+    """Yield the prefix of weight names of each part whose `type` differs."""
     old, new = before.layer_ffns(), now.layer_ffns()
     for layer, (ours, theirs) in enumerate(zip(old, new, strict=False)):
         yield from _of_another_type(ours.to_dict(), theirs.to_dict(), f"layers.{layer}.ffn.")
@@ -236,7 +236,7 @@ def _of_another_type(old: Any, new: Any, prefix: str) -> Iterator[str]:
 
 
 def _changes(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
-    """Dotted option -> what it was and is, of those in which two models differ."""
+    """Return the options in which two models differ: dotted name -> (old, new)."""
     old, new = _flat_options(source), _flat_options(decoder)
     return {k: (old.get(k), new.get(k)) for k in {**old, **new} if old.get(k) != new.get(k)}
 
@@ -250,7 +250,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
 def _by_layer(names: Iterable[str]) -> list[str]:
-    """`layers.0-3.ffn.up.weight`: the names, those of several layers as one."""
+    """Join the names of several layers, as in `layers.0-3.ffn.up.weight`."""
     groups: dict[str, list[int]] = {}
     for name in names:
         match = _LAYER.fullmatch(name)
@@ -259,7 +259,7 @@ def _by_layer(names: Iterable[str]) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as `0-2,5`."""
+    """Format [0, 1, 2, 5] as `0-2,5`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -269,13 +269,13 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-# -- a run that begins with what was written
+# -- how to start a run from a model folder
 
 
 def written_lines(
     folder: Path, decoder: Decoder, tokenizer: Tokenizer | None, *, replaces: bool
 ) -> list[str]:
-    """What a program says that has written a model folder: where, and how a run begins with it."""
+    """Report a model folder that was written, and the command that starts a run from it."""
     instead = ", in place of the model that was there" if replaces else ""
     lines = [f"written: '{folder}', a model folder of moe_ffn{instead}"]
     default = TrainConfig().data.tokenizer.build(())

@@ -1,4 +1,4 @@
-"""The interface of every method, and what methods share: copies of a decoder with other blocks, input hooks.
+"""The interface of every initialiser, and shared helpers: decoders with other blocks, input hooks.
 
 B sequences, S tokens of each, D model width
 """
@@ -26,41 +26,41 @@ _BATCH_SIZE = 8
 
 
 class InitialiserConfig(TaggedConfig, frozen=True):
-    """How a model is made of trained ones."""
+    """Base of the methods that make a model from trained ones."""
 
     needs_text: ClassVar[bool] = False
-    """Whether it reads what the model does with a text."""
+    """True if the method runs the model on a text."""
     takes_several: ClassVar[bool] = False
-    """Whether it is made of several models."""
+    """True if the method takes several models."""
 
     @abstractmethod
     def initialise(
         self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
     ) -> Decoder:
-        """A new decoder; the sources stay as they are.
+        """Return a new decoder; the sources do not change.
 
         Args:
-            sources: one, or several where `takes_several`; in evaluation.
-            ids_BS: the tokens of that text, where `needs_text`.
-            generator: of all that is drawn.
+            sources: one model in evaluation mode, or several if `takes_several`.
+            ids_BS: tokens of the text, if `needs_text`.
+            generator: source of all random numbers.
 
         Raises:
-            ConfigError: it cannot be made of these.
+            ConfigError: the method cannot use these models.
         """
 
 
 InputHook = Callable[[Tensor, TokenContext], None]
-"""Called with the input of a feed-forward block: the tokens and their context."""
+"""Function that receives the input of a feed-forward block: tokens and context."""
 
 
 def layer_blocks(decoder: Decoder) -> list[tuple[FFNConfig, FFNBlock]]:
-    """The feed-forward block of each layer, after its config."""
+    """Return (config, feed-forward block) of each layer."""
     blocks = [cast("Block", layer).ffn for layer in decoder.layers]
     return list(zip(decoder.config.layer_ffns(), blocks, strict=True))
 
 
 def build_block(config: FFNConfig, like: FFNBlock, d_model: int, generator: Generator) -> FFNBlock:
-    """A block with weights drawn from `generator`, of the dtype of `like`, in evaluation."""
+    """Build a block in evaluation mode, with weights from `generator` and the dtype of `like`."""
     seed = int(torch.randint(2**63 - 1, (), generator=generator))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -71,7 +71,7 @@ def build_block(config: FFNConfig, like: FFNBlock, d_model: int, generator: Gene
 
 @contextmanager
 def prefix_errors(option: str) -> Iterator[None]:
-    """Prefix the option that a ConfigError names with `option.`, as it stands on a command line."""
+    """Prefix the option that a ConfigError names with `option.`, as you type it."""
     try:
         yield
     except ConfigError as error:
@@ -81,13 +81,13 @@ def prefix_errors(option: str) -> Iterator[None]:
 def with_blocks(
     decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock]], option: str
 ) -> Decoder:
-    """A copy of a decoder that has other blocks in some layers.
+    """Return a copy of a decoder with other blocks in some layers.
 
     Args:
-        option: names the mistake, such as `method`.
+        option: option that messages begin with, such as `method`.
 
     Raises:
-        ConfigError: the model refuses such a block.
+        ConfigError: the decoder rejects such a block.
     """
     configs = [
         blocks[i][0] if i in blocks else c for i, c in enumerate(decoder.config.layer_ffns())
@@ -110,7 +110,7 @@ def with_blocks(
 
 @torch.no_grad()
 def run_with_hook(decoder: Decoder, layer: int, ids_BS: Tensor, hook: InputHook) -> None:
-    """Run a text through a decoder, with a hook on what comes to the feed-forward block of one layer."""
+    """Run a decoder on a text, with a hook on the input of one layer's feed-forward block."""
     ffn = cast("Block", decoder.layers[layer]).ffn
     handle = ffn.register_forward_pre_hook(lambda _, inputs: hook(*inputs))
     try:
@@ -123,10 +123,10 @@ def run_with_hook(decoder: Decoder, layer: int, ids_BS: Tensor, hook: InputHook)
 def resized_layers(
     decoder: Decoder, num_experts: int, option: str
 ) -> dict[int, tuple[FFNConfig, MoEFFN]]:
-    """The sparse blocks of a decoder by layer, each after what its config is with fewer experts.
+    """Return (config with fewer experts, block) of each sparse layer of a decoder.
 
     Raises:
-        ConfigError: there is none, one has no more experts than that, or its router cannot serve so few.
+        ConfigError: no layer is sparse, one has fewer experts already, or a router cannot serve so few.
     """
     found: dict[int, tuple[FFNConfig, MoEFFN]] = {}
     for layer, (config, block) in enumerate(layer_blocks(decoder)):

@@ -1,7 +1,7 @@
-"""Options of transformers and of ours, both ways: the parts that architectures are described by.
+"""Translate options between transformers and our configs: the parts that describe an architecture.
 
-Options of ours are flat here: dotted paths of a `DecoderConfig`, with the block of all sparse layers under
-`sparse.` and that of all dense ones under `dense.`, and the numbers of the former as `sparse_layers`.
+Our options are flat here: dotted paths of a `DecoderConfig`. The block of sparse layers is under `sparse.`,
+the block of dense layers under `dense.`, and `sparse_layers` lists the numbers of the sparse layers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from moe_ffn.config.errors import ConfigError, show
 
 Options = Mapping[str, Any]
-"""Dotted path -> value, of ours."""
+"""Our options: dotted path -> value."""
 
 
 @dataclass(frozen=True)
 class Theirs:
-    """The `config.json` of a model of transformers; an option that it lacks has their default."""
+    """The `config.json` of a model of transformers, with the library's defaults."""
 
     where: str
-    """What messages begin with."""
+    """First words of messages."""
     values: Mapping[str, Any]
 
     def __getitem__(self, key: str) -> Any:
@@ -33,7 +33,7 @@ class Theirs:
         return self.values.get(key, default)
 
     def count(self, key: str, least: int = 1) -> int:
-        """A whole number that is computed with."""
+        """Return an option that must be a whole number."""
         value = self[key]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 10**9:
             raise ConfigError(f"{self.where}: {key} is {show(value)}; give a whole number")
@@ -47,7 +47,7 @@ class Theirs:
         return range(count)
 
     def require(self, key: str, *served: Any) -> None:
-        """ConfigError unless this option, where it is given, has a value that ours can express."""
+        """Raise ConfigError if the option has a value that our model cannot express."""
         if key in self.values and self[key] not in served:
             raise self.refuse(f"{key} is {show(self[key])}", " or ".join(map(show, served)))
 
@@ -59,19 +59,19 @@ class Theirs:
 
 @dataclass(frozen=True)
 class Part:
-    """Some options, both ways."""
+    """A group of options that can be read and written."""
 
     read: Callable[[Theirs], Options]
-    """Ours of theirs; ConfigError where ours cannot express them."""
+    """Return our options for theirs, or raise ConfigError if ours cannot express them."""
     write: Callable[[Options], Mapping[str, Any]]
-    """Theirs of ours. Of what has no equal anything: what is written is read again and compared."""
+    """Return their options for ours; the result is read back and compared."""
 
 
 def same(theirs: str, ours: str, fallback: Any = None) -> Part:
-    """One option under two names.
+    """Map one option under two names.
 
     Args:
-        fallback: what is written where ours has none, or none of its type.
+        fallback: the value to write if ours is missing or has another type.
     """
 
     def write(options: Options) -> dict[str, Any]:
@@ -83,12 +83,12 @@ def same(theirs: str, ours: str, fallback: Any = None) -> Part:
 
 
 def always(options: Options) -> Part:
-    """What ours needs to be for this architecture, which has no option for it."""
+    """Set options that this architecture implies and has no option for."""
     return Part(lambda their: options, lambda ours: {})
 
 
 def only(theirs: str, *served: Any) -> Part:
-    """An option that ours can express in these values alone; the first is written."""
+    """Accept only these values of their option; write the first."""
 
     def read(their: Theirs) -> Options:
         their.require(theirs, *served)

@@ -1,9 +1,9 @@
-"""A model in a folder of its own: a config, weights as safetensors, a tokenizer; whole or not there.
+"""A model folder: config, weights as safetensors, tokenizer; written atomically.
 
     moe_ffn.save_pretrained(decoder, "models/mine", tokenizer)
     decoder = moe_ffn.load_pretrained("models/mine")
 
-Large weights are in several files with an index, named as Hugging Face names them.
+Large weights are split into several files with an index, named as Hugging Face names them.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 MIN_FILE_BYTES, WEIGHTS_SHARE = 2**28, 1 / 8
-"""A file has this share of the weights, but not less than so many bytes; those of one are read at a time."""
+"""Minimum size of a weight file in bytes, and its share of all weights; one file is in memory at a time."""
 
 
 class PretrainedConfig(Config, frozen=True):
-    """What `config.json` of a model folder holds."""
+    """The content of `config.json` in a model folder."""
 
     model_type: Literal["moe_ffn"] = "moe_ffn"
-    """Other libraries give names of their own."""
+    """Name of this library; other libraries use theirs."""
     vocab_size: int = Field(ge=1, le=MAX_COUNT)
-    """Tokens that the model knows."""
+    """Number of tokens in the vocabulary."""
     max_seq_len: int = Field(ge=1, le=MAX_COUNT)
-    """The most tokens of a sequence."""
+    """Maximum number of tokens in a sequence."""
     model: DecoderConfig
     """The decoder."""
 
@@ -72,11 +72,11 @@ class PretrainedConfig(Config, frozen=True):
 def save_pretrained(
     decoder: Decoder, folder: str | Path, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Write a decoder and its tokenizer as a model folder; one that is there is replaced, with all in it.
+    """Write a decoder and its tokenizer as a model folder, replacing a model folder that exists.
 
     Raises:
-        ConfigError: something else is there, or it cannot be written, or the model has adapters of peft;
-            nothing has changed then.
+        ConfigError: the folder holds something else, cannot be written, or the model has adapters of peft;
+            nothing is changed in these cases.
     """
     if any(type(module).__module__.split(".")[0] == "peft" for module in decoder.modules()):
         raise ConfigError(
@@ -95,8 +95,8 @@ def write_model_folder(
     """Write a model folder, with a copy of the code that its config names.
 
     Args:
-        decoder: of these names and shapes; its own weights are not looked at.
-        weights: by name; those of one file are asked for at a time.
+        decoder: names and shapes are read, weights are not.
+        weights: tensors by name; one file's worth is read at a time.
 
     Raises:
         ConfigError: as `save_pretrained`.
@@ -126,7 +126,7 @@ def write_model_folder(
 
 
 def require_replaceable(folder: Path) -> bool:
-    """Whether a model is there that would be replaced; ConfigError where something else would be lost."""
+    """Return whether a model folder would be replaced; raise ConfigError if other files would be lost."""
     if (kind := kind_of(folder)) is None:
         return False
     others = [folder.name]
@@ -145,7 +145,7 @@ def require_replaceable(folder: Path) -> bool:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """What is in a folder; ConfigError where that cannot be read."""
+    """List a folder, or raise ConfigError if it is not readable."""
     try:
         return list(folder.iterdir())
     except OSError as error:
@@ -155,7 +155,7 @@ def entries_of(folder: Path) -> list[Path]:
 
 
 def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
-    """Every tensor once, under the first of its names."""
+    """Write every tensor once, under its first name."""
     state = decoder.state_dict()
     if kept := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise ConfigError(
@@ -167,10 +167,10 @@ def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]
 
 
 def save_tensors(folder: Path, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors of these sizes in bytes, with an index where they need several files.
+    """Write tensors of these sizes in bytes, with an index if they need several files.
 
     Args:
-        tensors: by name; those of one file are asked for at a time.
+        tensors: tensors by name; one file's worth is read at a time.
     """
     from safetensors.torch import save_file
 
@@ -198,18 +198,18 @@ def save_tensors(folder: Path, sizes: Mapping[str, int], tensors: Mapping[str, T
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder holds a model of this library."""
+    """Return whether a folder holds a model of this library."""
     return (read_object(folder / CONFIG_FILE) or {}).get("model_type") == MODEL_TYPE
 
 
 def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
-    """The decoder in a model folder, in evaluation, its weights on the CPU in the dtype they were saved in.
+    """Load the decoder of a model folder, in evaluation mode, on the CPU, in the dtype of the files.
 
     Args:
-        trust_code: run the code that `config.json` names, even where no run of yours began with it.
+        trust_code: run the code that `config.json` names, even if none of your runs used it before.
 
     Raises:
-        ConfigError: this is no model folder; or it is damaged, or its weights are those of another model.
+        ConfigError: the folder is no model folder, is damaged, or has the weights of another model.
     """
     folder = Path(folder)
     config = _read_config(folder, trust_code=trust_code)
@@ -222,7 +222,7 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
 
 
 def assign_weights(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
-    """Make these tensors the decoder's own, without copying them; what is tied stays so."""
+    """Assign tensors to a decoder without copying them; tied weights stay tied."""
     tied = tied_names(decoder)
     decoder.load_state_dict(
         {**weights, **{n: weights[first] for n, first in tied.items()}}, assign=True
@@ -238,10 +238,10 @@ def assign_weights(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer in a model folder.
+    """Load the tokenizer of a model folder.
 
     Raises:
-        ConfigError: it has none, or one that is damaged.
+        ConfigError: the folder has no tokenizer, or a damaged one.
     """
     path = Path(folder) / TOKENIZER_FILE
     if kind_of(path) is None:
@@ -284,7 +284,7 @@ def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in the files."""
+    """Read every tensor in the files."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -302,7 +302,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files with weights, and the names that each has to have, where an index says so."""
+    """Return the weight files, each with the names that the index lists for it, or None without an index."""
     if kind_of(folder / WEIGHTS_FILE) == "a file":
         return {folder / WEIGHTS_FILE: None}
     index = read_object(folder / INDEX_FILE)
@@ -332,7 +332,7 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
 def _require_fitting(
     folder: Path, weights: Mapping[str, Tensor], decoder: Decoder, tied: Mapping[str, str]
 ) -> None:
-    """ConfigError unless the weights are those that the model has, by name and shape."""
+    """Raise ConfigError if names or shapes differ from the decoder's."""
     expected = {name: value for name, value in decoder.state_dict().items() if name not in tied}
     for problem, names in (
         ("lacks", [name for name in expected if name not in weights]),
@@ -352,7 +352,7 @@ def _require_fitting(
 
 
 def tied_names(decoder: Decoder) -> dict[str, str]:
-    """Further names of a parameter -> its first."""
+    """Map every further name of a tied parameter to its first name."""
     first: dict[int, str] = {}
     return {
         name: first[id(parameter)]
@@ -363,9 +363,9 @@ def tied_names(decoder: Decoder) -> dict[str, str]:
 
 @contextmanager
 def _no_init_weights() -> Iterator[None]:
-    """Within this no initial values are drawn, which would be replaced: their memory is never touched.
+    """Skip the initialisation of weights, which are replaced anyway.
 
-    Not the meta device: buffers such as rotary tables are computed, and not loaded.
+    The meta device is no alternative: buffers such as rotary tables are computed and not loaded.
     """
     deterministic: Any = torch.utils.deterministic
     filled = deterministic.fill_uninitialized_memory  # with NaN, in deterministic mode

@@ -40,9 +40,9 @@ class PruneConfig(InitialiserConfig, frozen=True):
 
     type: Literal["prune"] = "prune"
     num_experts: int = Field(default=4, ge=1, le=MAX_COUNT)
-    """Experts of each layer that stay."""
+    """Number of experts kept in each layer."""
     by: Criterion = "reap"
-    """What is asked of an expert; `random` asks nothing, to compare with."""
+    """Criterion that ranks experts; `random` is a baseline."""
 
     needs_text: ClassVar[bool] = True
 
@@ -68,16 +68,16 @@ class PruneConfig(InitialiserConfig, frozen=True):
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """What the experts of a layer did on a text."""
+    """Statistics of the experts of a layer on a text."""
 
     counts_E: Tensor
-    """int64, pairs computed by each."""
+    """int64, number of pairs that each expert computed."""
     reap_E: Tensor
-    """float64, the mean of g ||f|| over these; 0 of an expert without any."""
+    """float64, mean of g ||f|| over these pairs; 0 for an expert without pairs."""
 
 
 def observe_use(decoder: Decoder, layer: int, block: MoEFFN, ids_BS: Tensor) -> ExpertUse:
-    """What the experts of a layer do on a text.
+    """Measure the experts of a layer on a text.
 
     Raises:
         ConfigError: they are of a kind whose outputs cannot be asked for.

@@ -42,15 +42,15 @@ from moe_ffn.weights.pretrained import (
 
 @dataclass(frozen=True)
 class Export:
-    """What a model of ours is in transformers."""
+    """One of our models, described for transformers."""
 
     family: Family
     config: PretrainedConfig
-    """Our config, read back from what is written."""
+    """Our config, read back from the written options."""
     options: Mapping[str, Any]
     """Their options, as they are written."""
     notes: tuple[str, ...]
-    """Why this architecture, what is left out or put in, and who reads it otherwise."""
+    """Remarks: reason for the architecture, parts left out or added, readers that differ."""
 
     @property
     def theirs(self) -> Theirs:

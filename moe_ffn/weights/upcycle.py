@@ -268,7 +268,7 @@ def _drawn_like(weights: Tensor, generator: Generator) -> Tensor:
 
 
 def run_expert(weights: ExpertWeights, expert: int, x_TD: Tensor) -> Tensor:
-    """What one expert makes of tokens, (T, D), before any weight of a router."""
+    """Return the output of one expert, (T, D), before the router's weight."""
     one = replace(
         weights,
         up_EHD=weights.up_EHD[expert],

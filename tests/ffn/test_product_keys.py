@@ -21,8 +21,8 @@ from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.kernels import memory
 from moe_ffn.metrics import ListMetrics, LoadMetrics
-from moe_ffn.runs.assemble import check_layout
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.validate import check_layout
 
 D_MODEL, NUM_EXPERTS = 8, 25
 

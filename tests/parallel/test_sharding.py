@@ -69,7 +69,7 @@ def built_on_a_rank(rank: int, layout: Layout) -> tuple[dict[str, Tensor], float
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_rank_builds_its_part_of_what_one_process_builds(layout: Layout, tmp_path: Path) -> None:
+def test_a_rank_builds_its_part_of_the_model_of_one_process(layout: Layout, tmp_path: Path) -> None:
     of_ranks = on_ranks(layout.num_ranks, tmp_path, built_on_a_rank, layout)
 
     torch.manual_seed(3)

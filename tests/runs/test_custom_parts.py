@@ -13,10 +13,9 @@ import torch
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import validate
-from moe_ffn.runs import contract
+from moe_ffn.runs import custom_parts
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.contract import check_outside_parts
-from moe_ffn.runs.parameter_counts import check_num_params
+from moe_ffn.runs.custom_parts import check_custom_parts, check_num_params
 from tests.helpers.documented import python_with
 
 BLOCKS = """
@@ -352,7 +351,7 @@ def check(tmp_path: Path) -> Callable[..., None]:
             below["shared_expert"] = "swiglu"
         below[last] = {**part, "type": f"own.py:{part['type']}"}
         config = validate(TrainConfig, options)
-        check_outside_parts(config, torch.device("cpu"))
+        check_custom_parts(config, torch.device("cpu"))
 
     return run
 
@@ -445,7 +444,7 @@ def test_a_sequence_of_one_token_has_no_later_ones(
         "model": {"d_model": 16, "num_layers": 1, "ffn": "own.py:Mixer"},
         "data": {"seq_len": 1},
     }
-    check_outside_parts(validate(TrainConfig, options), torch.device("cpu"))
+    check_custom_parts(validate(TrainConfig, options), torch.device("cpu"))
 
 
 PLACES = {
@@ -636,14 +635,16 @@ def test_the_parts_of_the_documents_keep_the_contract(
     ffn: Any = f"{name}.py:{name}"
     options = {"model": {"ffn": ffn if place == "ffn" else {"type": "moe", place: ffn}}}
     config = validate(TrainConfig, options)
-    check_outside_parts(config, torch.device("cpu"))
+    check_custom_parts(config, torch.device("cpu"))
     check_num_params(config.model.build(vocab_size=9, max_seq_len=8))
 
 
 def test_nothing_of_this_package_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "_CHECKS", {TaggedConfig: lambda *_: pytest.fail("was tried")})
+    monkeypatch.setattr(
+        custom_parts, "_CHECKS", {TaggedConfig: lambda *_: pytest.fail("was tried")}
+    )
 
-    check_outside_parts(TrainConfig(), torch.device("cpu"))
+    check_custom_parts(TrainConfig(), torch.device("cpu"))
 
 
 def test_a_broken_block_is_refused_before_anything_is_written(

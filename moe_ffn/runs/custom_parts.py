@@ -1,18 +1,17 @@
-"""Each part from outside the package tried once before training, on a few random tokens.
+"""Checks of custom parts before training: their counts, and one trial of each on a few random tokens.
 
-What it returns is held against what its base class promises, and in a causal model an output may not move
-when later tokens change. The parts are built a second time for this, so that nothing of the run is touched,
-and the random state is put back.
+A trial builds the part once more, leaves the random state as it is, and compares what the part returns with
+the promises of its base class. In a causal model no output may change with later tokens.
 
-B sequences, S positions, T = B*S tokens, D model width, E experts, H heads
+B sequences, S positions, D model width
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +19,120 @@ from torch.optim import Optimizer
 
 from moe_ffn.balancing.bias_rules import BiasRuleConfig
 from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.config.import_path import explaining_outside_errors, is_outside
 from moe_ffn.data.corpus import CorpusConfig, Document
+from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.shared_expert import Combine, CombineConfig
+from moe_ffn.model.decoder import Block, Decoder
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import Positions, PositionsConfig
-from moe_ffn.routing import RouterConfig
+from moe_ffn.routing.base import RouterConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.outside_code import tagged_parts
-from moe_ffn.testing import Trial, show_value, undisturbed
+from moe_ffn.testing import Trial, miscounted, show_value, undisturbed
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.schedule import ScheduleConfig
 
 _LENGTH = 8
 """Tokens of the vocabulary, and of the sequences, of the model that an optimizer is tried on."""
 
+# -- counts
 
-def check_outside_parts(config: TrainConfig, device: torch.device) -> None:
-    """Try every part of `config` that is not of this package, or holds such a part.
+_COUNTS: dict[type[TaggedConfig], dict[str, tuple[str, ...]]] = {
+    FFNConfig: {
+        "num_params": ("d_model",),
+        "num_active_params": ("d_model",),
+        "flops_per_token": ("d_model", "seq_len"),
+    },
+    ExpertsConfig: {
+        "params_per_expert": ("d_model", "num_experts"),
+        "shared_params": ("d_model", "num_experts"),
+        "flops_per_pair": ("d_model", "num_experts"),
+        "shared_flops_per_token": ("d_model", "num_experts"),
+    },
+    RouterConfig: {
+        "num_params": ("d_model", "num_experts"),
+        "flops_per_token": ("d_model", "num_experts"),
+    },
+    CombineConfig: {"num_params": ("d_model",), "flops_per_token": ("d_model",)},
+    NormConfig: {"num_params": ("d_model",)},
+    PositionsConfig: {"num_params": ("d_model", "seq_len")},
+}
+"""Family -> its methods that count parameters or FLOPs, and their arguments."""
 
-    Args:
-        device: where the run will compute.
+
+def check_counts(config: TrainConfig) -> None:
+    """Call the counts of every custom part, before tables and budgets add them up.
 
     Raises:
-        ConfigError: one sentence: which part, what it did, what is expected.
+        ConfigError: a count is no number of 0 or more; one sentence with the part's path.
     """
-    # What is inside first: its mistake would look like one of the block around it.
+    d_model = config.model.d_model
+    sizes: dict[str, Any] = {"d_model": d_model, "seq_len": config.data.seq_len, "num_experts": 2}
+    for path, part in reversed(list(tagged_parts(config))):  # what is inside first
+        if not is_outside(type(part)):
+            continue
+        name = f"{'.'.join(map(str, path))} ('{part.type}')"
+        for family, methods in _COUNTS.items():
+            for method, arguments in methods.items() if isinstance(part, family) else ():
+                with explaining_outside_errors(name):
+                    found = getattr(part, method)(*(sizes[argument] for argument in arguments))
+                if not isinstance(found, int | float) or not 0 <= found < math.inf:
+                    raise ConfigError(
+                        f"{name}: {method} returned {show(found)}, but has to return a number of 0 or more"
+                    )
+
+
+def check_num_params(decoder: Decoder) -> None:
+    """Compare the parameters that each config counts with those that are built of it.
+
+    Tables, facts and equal budgets use the counts. A parameter that layers share belongs to the first.
+
+    Raises:
+        ConfigError: they differ; one sentence with the layer and both numbers.
+    """
+    seen: set[int] = set()
+    for name, told, module, ffn in _counted_parts(decoder):
+        new = [parameter for parameter in module.parameters() if id(parameter) not in seen]
+        seen.update(map(id, new))
+        if (found := sum(parameter.numel() for parameter in new)) != told:
+            raise miscounted(name, told, found, ffn, decoder.config.d_model)
+
+
+def _counted_parts(decoder: Decoder) -> Iterator[tuple[str, int, nn.Module, FFNConfig | None]]:
+    """Yield (name, counted parameters, module, config of a feed-forward block) of each part of a model."""
+    model = decoder.config
+    d_model, norm = model.d_model, model.norm
+    of_norm = norm.num_params(d_model)
+    for layer, (option, ffn) in enumerate(model.ffns_by_option()):
+        block, where = cast("Block", decoder.layers[layer]), f"of layer {layer}"
+        yield f"model.{option} ('{ffn.type}') {where}", ffn.num_params(d_model), block.ffn, ffn
+        told = model.attention.num_params(d_model, norm)
+        yield f"model.attention {where}", told, block.attention, None
+        for module in (block.attention_norm, block.ffn_norm):
+            yield f"model.norm ('{norm.type}') {where}", of_norm, module, None
+    if model.norm_placement == "pre":
+        yield f"model.norm ('{norm.type}') of the output", of_norm, decoder.final_norm, None
+    positions = model.positions
+    told = positions.num_params(d_model, decoder.max_seq_len)
+    yield f"model.positions ('{positions.type}')", told, decoder.positions, None
+
+
+# -- trials
+
+
+def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
+    """Try every custom part of a config, and every part that holds one.
+
+    Args:
+        device: the device of the run.
+
+    Raises:
+        ConfigError: one sentence: the part, what it did, what is expected.
+    """
+    # Inner parts first: their mistakes would look like those of the block around them.
     for path, part in reversed(list(tagged_parts(config))):
         outside = [p.type for _, p in tagged_parts(part) if is_outside(type(p))]
         if not outside:
@@ -73,8 +159,6 @@ class _Trial(Trial):
     """One part of a run under test."""
 
     config: TrainConfig = field(kw_only=True)
-
-    # -- what is tried, by family
 
     def outside_ffn(self, config: FFNConfig) -> None:
         layers = [n for n, ffn in enumerate(self.config.model.layer_ffns()) if ffn is config]
@@ -170,4 +254,4 @@ _CHECKS: dict[type[TaggedConfig], Callable[[_Trial, Any], None]] = {
     BiasRuleConfig: _Trial.bias_rule,
     CorpusConfig: _Trial.corpus,
 }
-"""Family -> how a part of it is tried. Experts are tried with the block that holds them."""
+"""Family -> its trial. Experts are tried with the block that holds them."""
