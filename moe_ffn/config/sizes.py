@@ -132,6 +132,10 @@ def linear_params(d_in: int, d_out: int, bias: bool) -> int:
     return d_in * d_out + (d_out if bias else 0)
 
 
+TRAINING_FLOPS = 3
+"""FLOPs of a training step over those of its forward pass: the backward pass costs two more."""
+
+
 def linear_flops(d_in: int, d_out: int) -> int:
     """Forward FLOPs for one token: a multiply and an add per weight. Training costs three times that."""
     return 2 * d_in * d_out

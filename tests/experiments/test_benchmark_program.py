@@ -144,7 +144,7 @@ raise SystemExit(main({argv}))
 """
 
 ABSENT = {
-    *("wandb", "datasets", "pandas", "matplotlib"),
+    *("wandb", "datasets", "pandas"),
     *("transformers", "st_moe_pytorch", "mixture_of_experts"),
 }
 
