@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, Situation
 from moe_ffn.data.batches import require_equal_shares
+from moe_ffn.ffn import ChainOfExpertsConfig, FFNConfig, MixtureOfDepthsConfig, MoEConfig
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
 from moe_ffn.runs.config import TrainConfig
@@ -310,6 +311,19 @@ class LayoutPlan:
         return self.tokens / self.seconds
 
 
+def routed_flops_per_token(ffn: FFNConfig, d_model: int, seq_len: int) -> int:
+    """Return the FLOPs of a block for one token that run on the ranks of its experts."""
+    if isinstance(ffn, MoEConfig):
+        return ffn.routed_flops_per_token(d_model, seq_len)
+    if isinstance(ffn, ChainOfExpertsConfig):
+        return ffn.rounds * routed_flops_per_token(ffn.ffn, d_model, seq_len)
+    if isinstance(ffn, MixtureOfDepthsConfig):
+        share, inner_length = ffn.inner_tokens(seq_len)
+        return round(share * routed_flops_per_token(ffn.ffn, d_model, inner_length))
+    inner = ffn.inner_blocks().values()
+    return sum(routed_flops_per_token(block, d_model, seq_len) for block in inner)
+
+
 def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
     """Every layout of so many ranks that the model and its precision allow."""
     if _precision(config) not in SHARDED_PRECISIONS:
@@ -317,7 +331,9 @@ def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
         return
     empty = config.model.build_empty(*config.data.text_sizes)
     for expert in _divisors(num_ranks):
-        if expert > 1 and (not config.model.routers() or config.model.refusal_over(expert)):
+        if expert > 1 and (
+            not config.model.routers() or config.model.refusal(Situation(num_ranks=expert))
+        ):
             continue
         for shard in _divisors(num_ranks // expert):
             layout = Layout(num_ranks // expert // shard, shard, expert)
@@ -385,7 +401,7 @@ def _plan(
     ffns = model.layer_ffns()
     forward = model.flops_per_token(*config.data.text_sizes)
     of_ffns = sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
-    routed = sum(ffn.routed_flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
+    routed = sum(routed_flops_per_token(ffn, model.d_model, data.seq_len) for ffn in ffns)
     # Backward is twice forward, and what is not kept is computed once more.
     again = {"ffn": of_ffns, False: 0}.get(model.activation_checkpointing, forward)
     per_flop = tokens / device.flops / efficiency

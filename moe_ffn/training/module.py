@@ -21,9 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from moe_ffn.balancing.losses import StepTotals, count_step
+from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig, DecoderOutput
-from moe_ffn.outputs import Routing, on_this_rank
+from moe_ffn.outputs import Routing
 from moe_ffn.parallel.layout import WHOLE, Layout
 from moe_ffn.parallel.sharding import Sharder, clip_by_norm_, total_norm
 from moe_ffn.training.objective import (
