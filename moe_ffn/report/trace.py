@@ -309,10 +309,10 @@ def unrouted_layers(ffns: Sequence[FFNConfig], routings: Mapping[str, Routing]) 
 
 def _layer(name: str, routing: Routing, info: RouterInfo | None) -> Layer:
     capacity = "dropless"
-    if routing.capacity is not None:
-        places = int(routing.capacity)
-        capacity = f"{places} place{'' if places == 1 else 's'} per expert"
-        if info is not None and info.capacity.eval_factor is not None:
+    places = None if info is None else info.capacity.places(routing, training=False)
+    if info is not None and places is not None:
+        capacity = f"{int(places)} place{'' if places == 1 else 's'} per expert"
+        if info.capacity.eval_factor is not None:
             capacity = f"factor {info.capacity.eval_factor}, {capacity}"
     if info is None:
         return Layer(name, tuple(map(str, range(routing.num_experts))), capacity)

@@ -17,8 +17,10 @@ from torch import nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
+from moe_ffn.ffn.networks import memories
+from moe_ffn.ffn.routing_names import within
 from moe_ffn.model.decoder import Block, Decoder, layer_name
-from moe_ffn.outputs import FFNOutput, within
+from moe_ffn.outputs import FFNOutput
 from moe_ffn.report.assignments import Assignment, add_batch
 from moe_ffn.report.expert_tokens import RoutedText, routed_layer
 from moe_ffn.report.inspect import experts
@@ -160,7 +162,7 @@ def observe(
 
     def watch(layer: int) -> Callable[..., None]:
         def look(ffn: nn.Module, args: tuple[Any, ...], output: FFNOutput) -> None:
-            for memory in cast("FFNBlock", ffn).memories(*args) if top_k else ():
+            for memory in memories(cast("FFNBlock", ffn), *args) if top_k else ():
                 networks[layer].setdefault(memory.name, TopInputs(top_k)).add(memory, first)
             routings = within(layer_name(layer), output.routings)
             add_batch(assignments, routings, infos, first, len(text))

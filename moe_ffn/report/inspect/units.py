@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_ffn.ffn.networks import Memory
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import Memory
 from moe_ffn.report.inspect.text import Text
 
 AGREE = 0.8
