@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_ffn import build_ffn
 from moe_ffn.cli.logs import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SteeredRouting, TokenContext
 from moe_ffn.routing import TopKRouterConfig
 
@@ -83,10 +83,9 @@ def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         kernels.mkdir(parents=True, exist_ok=True)
         (cache / "moe_ffn").symlink_to(kernels)
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        why_unavailable()  # compiled, and said, before a test looks at what is said
-        # matplotlib's list of fonts takes seconds to make, and is the same in every session.
-        fonts = Path(tempfile.gettempdir()) / "matplotlib-of-tests"
-        patch.setenv("MPLCONFIGDIR", str(fonts))
+        unavailable_reason()  # compiled, and said, before a test looks at what is said
+        # torchmetrics imports matplotlib where it is installed, whose list of fonts takes seconds to make.
+        patch.setenv("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "matplotlib-of-tests"))
         yield
 
 

@@ -402,7 +402,7 @@ def write_model(
 
 
 def add_report(folder: Path) -> bool:
-    """Write the page of a run that has ended; a warning says why it cannot be made.
+    """Write the page of a run that has ended; a failure is a warning.
 
     Returns:
         False if the disk did not take it.

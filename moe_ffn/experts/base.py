@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.outputs import Plan
 
 
@@ -89,4 +89,4 @@ def compile_kernels(model: nn.Module, device: torch.device) -> None:
     Call it before a clock starts: otherwise the first step compiles them.
     """
     if device.type == "cpu" and any(isinstance(part, Experts) for part in model.modules()):
-        why_unavailable()
+        unavailable_reason()

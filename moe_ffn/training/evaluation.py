@@ -34,7 +34,7 @@ from moe_ffn.training.objective import (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of a model on a text."""
+    """Measures of a model on a text."""
 
     loss: float
     """Nats per predicted token."""
@@ -143,7 +143,7 @@ def evaluate(
 
 
 def autocast_of(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """What a `trainer.precision` that mixes formats computes in."""
+    """Return the autocast of a `trainer.precision` that mixes formats."""
     if not precision.endswith("-mixed"):
         return nullcontext()
     dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16

@@ -14,7 +14,6 @@ from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
-import torch.distributed
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -316,7 +315,7 @@ class LanguageModel(LightningModule):
         self._forget_step()
 
     def _allows_step(self) -> bool:
-        """Whether the guard accepts the loss, the mean over batches and ranks, and the gradient norm."""
+        """Return whether the guard accepts the loss, a mean over batches and ranks, and the gradient norm."""
         loss = torch.stack(self._step_losses).mean().float()
         numbers = torch.stack([loss, self.gradient_norm.to(loss)])
         # Equal on all ranks. Only here does a step wait for the device.
@@ -420,7 +419,7 @@ class LanguageModel(LightningModule):
 
     @property
     def _counts_ahead(self) -> bool:
-        """Whether the global-batch rule needs counts of batches that are still to come."""
+        """Return whether the global-batch rule needs counts of later batches of the step."""
         accumulates = self._trainer is not None and self.trainer.accumulate_grad_batches > 1
         return needs_step_totals(self.objective_config) and accumulates
 

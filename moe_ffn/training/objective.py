@@ -117,7 +117,7 @@ def objective(
 
 
 def needs_step_totals(weights: ObjectiveConfig) -> bool:
-    """Whether a loss counts all batches and ranks of an optimizer step."""
+    """Return whether a loss counts all batches and ranks of an optimizer step."""
     return any(
         loss.scope == "step" and getattr(weights, name) for name, loss in BALANCING_LOSSES.items()
     )
@@ -165,7 +165,7 @@ def inputs_and_targets(
     masked_fraction: float,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What a model is given and what it has to predict: the next tokens, or if not causal masked ones.
+    """Return inputs and targets: the next tokens, or masked ones if the model is not causal.
 
     Args:
         next_ids_BS: the tokens one later; where it is `IGNORED_TARGET` nothing is predicted.
