@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from moe_ffn import build_ffn
 from moe_ffn.cli.logs import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.kernels.native.build import why_unavailable
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.kernels.native.build import unavailable_reason
+from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SteeredRouting, TokenContext
 from moe_ffn.routing import TopKRouterConfig
 
 pytest_plugins = ["tests.helpers.programs_in_process"]
@@ -83,10 +83,9 @@ def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         kernels.mkdir(parents=True, exist_ok=True)
         (cache / "moe_ffn").symlink_to(kernels)
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        why_unavailable()  # compiled, and said, before a test looks at what is said
-        # matplotlib's list of fonts takes seconds to make, and is the same in every session.
-        fonts = Path(tempfile.gettempdir()) / "matplotlib-of-tests"
-        patch.setenv("MPLCONFIGDIR", str(fonts))
+        unavailable_reason()  # compiled, and said, before a test looks at what is said
+        # torchmetrics imports matplotlib where it is installed, whose list of fonts takes seconds to make.
+        patch.setenv("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "matplotlib-of-tests"))
         yield
 
 
@@ -111,7 +110,16 @@ def make_routing() -> Callable[..., Routing]:
             "mask_T": None,
             "sequence_length": num_tokens,
         }
-        return Routing(**{**values, **replaced})
+        if "target_k" in replaced or "capacity_k" in replaced:
+            values["chosen_N"] = torch.ones(num_tokens * k, dtype=torch.bool)
+        kinds = {
+            "target_k": SteeredRouting,
+            "capacity_k": ChosenRouting,
+            "chosen_N": ChosenRouting,
+            "selection_probs_TE": NoisyRouting,
+        }
+        kind = next((kind for name, kind in kinds.items() if name in replaced), Routing)
+        return kind(**{**values, **replaced})
 
     return make
 

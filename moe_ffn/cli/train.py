@@ -70,10 +70,10 @@ def _add_flags(parser: Parser) -> None:
         nargs="?",
         const=NEWEST,
         metavar="RUN",
-        help="go on with the run in this folder, or with the newest unfinished one, from its newest good "
-        "checkpoint and with its own options",
+        help="resume the run in this folder, or the newest unfinished one, from its newest good checkpoint "
+        "and with its own options",
     )
-    parser.add_argument(trust.FLAG, action="store_true", help=f"beside --resume: {trust.HELP}")
+    parser.add_argument(trust.FLAG, action="store_true", help=f"with --resume: {trust.HELP}")
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
@@ -81,7 +81,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
 
 
 def find_resume(run: str, argv: Sequence[str]) -> Resume:
-    """The run to go on with, its options, and over them those that were given.
+    """Return the run to resume, with its own options and those that were given over them.
 
     Args:
         run: its folder, or NEWEST: the run of `run.name`, or else of `run.output_dir` the unfinished run

@@ -21,7 +21,7 @@ from moe_ffn.data.token_files import TokenRow
 
 
 def require_window(seq_len: int, num_tokens: int, of: str) -> None:
-    """Raises ConfigError where the tokens `of` something hold no sequence and its next token."""
+    """Raise ConfigError if the tokens `of` a split are too few for a sequence and its next token."""
     if num_tokens < seq_len + 1:
         raise ConfigError(
             f"data.seq_len ({seq_len}) must be shorter than {of} ({num_tokens} tokens): lower "
@@ -30,7 +30,7 @@ def require_window(seq_len: int, num_tokens: int, of: str) -> None:
 
 
 def require_equal_shares(batch_size: int, world_size: int) -> None:
-    """ConfigError where the ranks cannot each take an equal part of every batch."""
+    """Raise ConfigError if the ranks cannot take equal parts of every batch."""
     if batch_size % world_size:
         more = (batch_size // world_size + 1) * world_size
         raise ConfigError(
@@ -40,7 +40,7 @@ def require_equal_shares(batch_size: int, world_size: int) -> None:
 
 
 def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
-    """Windows in an epoch: one less than fit, so that it can start anywhere."""
+    """Number of windows in an epoch: one less than fit, so that it can start anywhere."""
     return max(1, (num_tokens + 1) // (seq_len + 1) - 1)
 
 
@@ -66,7 +66,7 @@ class EpochStarts:
 
 @lru_cache(maxsize=2)  # a batch touches one epoch, or the end of one and the start of the next
 def epoch_starts(num_tokens: int, seq_len: int, seed: int, epoch: int) -> EpochStarts:
-    """The windows of an epoch.
+    """Return the windows of an epoch.
 
     They lie side by side from a random offset on; offset and order depend on (seed, epoch) alone.
     """
@@ -115,14 +115,14 @@ _ROUNDS = 6
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """Each of some uint64 as another that looks random: the last step of SplitMix64 (Steele et al. 2014)."""
+    """Mix the bits of each uint64, as the last step of SplitMix64 does (Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def spread_starts(num_tokens: int, seq_len: int, count: int) -> np.ndarray:
-    """(num_windows,) int64, the first token of each of at most `count` windows, evenly spread and apart."""
+    """First token of each of at most `count` windows, (num_windows,) int64, evenly spread."""
     count = min(count, num_tokens // (seq_len + 1))
     return np.arange(count, dtype=np.int64) * num_tokens // count
 
@@ -140,7 +140,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class _Batches:
-    """Windows of a split, by where they start."""
+    """Windows of a split."""
 
     tokens: np.ndarray | TokenRow
     """(num_tokens,) of any integer type."""
@@ -171,10 +171,10 @@ class _Batches:
 
 @dataclass(frozen=True, eq=False)
 class TrainBatches(_Batches):
-    """The endless sequence of training batches; each depends on the fields and its index alone.
+    """Endless sequence of training batches; each depends on the fields and its index alone.
 
-    An epoch visits each of its windows once, in an order and from an offset drawn from (seed, epoch).
-    A batch may end one epoch and begin the next.
+    An epoch visits each of its windows once, in an order and from an offset drawn from (seed, epoch). A
+    batch may end one epoch and begin the next.
 
     Rank r of W has the sequences [r*B/W, (r+1)*B/W) of each batch.
     """
@@ -195,11 +195,11 @@ class TrainBatches(_Batches):
 
     @property
     def windows_per_epoch(self) -> int:
-        """Sequences in a pass over the tokens; the few at the ends vary with the epoch."""
+        """Number of sequences in an epoch."""
         return windows_per_epoch(len(self.tokens), self.seq_len)
 
     def __getitem__(self, index: int) -> Batch:
-        """Micro-batch `index`, counted from 0 over the whole training; there is no last one."""
+        """Return micro-batch `index`, counted from 0 over the whole training."""
         if index < 0:
             raise IndexError(f"index ({index}) must not be negative: the batches have no end")
         rows = self.batch_size // self.world_size
@@ -248,5 +248,5 @@ class ValidationBatches(_Batches):
 
     @property
     def targets(self) -> np.ndarray:
-        """Every token that is predicted, in order: (num_windows * seq_len,), as in `tokens`."""
+        """Predicted tokens in order, (num_windows * seq_len,)."""
         return self._windows(self._starts)[:, 1:].reshape(-1)

@@ -12,19 +12,12 @@ from typing import Literal, cast
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import Refusal, first_refusal
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
+from moe_ffn.config.errors import Refusal, Situation, first_refusal
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo, parts_of
+from moe_ffn.ffn.inputs import check_input, without_padding
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
-from moe_ffn.outputs import (
-    FFNOutput,
-    Memory,
-    Routing,
-    TokenContext,
-    check_input,
-    round_name,
-    within,
-    without_padding,
-)
+from moe_ffn.ffn.routing_names import round_name, within
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing.base import Router
 
 
@@ -41,9 +34,8 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
     rounds: int = Field(default=2, ge=1, le=100)
     """C, how often a token passes through the mixture."""
 
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        return first_refusal({"ffn": self.ffn.not_cached_because})
+    def refusal(self, situation: Situation) -> Refusal | None:
+        return first_refusal(parts_of(self), situation)
 
     def routers(self) -> dict[str, RouterInfo]:
         (info,) = self.ffn.routers().values()
@@ -67,9 +59,6 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         return self.rounds * self.ffn.flops_per_token(d_model, seq_len)
-
-    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
-        return self.rounds * self.ffn.routed_flops_per_token(d_model, seq_len)
 
     def describe(self) -> str:
         return f"{self.rounds} rounds of ({self.ffn.describe()})"
@@ -97,14 +86,14 @@ class ChainOfExpertsFFN(FFNBlock):
         hidden = without_padding(x, context)
         routings: dict[str, Routing] = {}
         shares: dict[str, Tensor] = {}
-        for name, router, of_round in self._rounds(context):
+        for name, router, of_round in self.rounds(context):
             output = self.ffn.route_by(router, hidden, of_round)
             routings |= within(name, output.routings)
             shares |= within(name, output.shared_shares)
             hidden = hidden + output.hidden
         return FFNOutput(hidden, routings, shares)
 
-    def _rounds(
+    def rounds(
         self, context: TokenContext | None
     ) -> Iterator[tuple[str, Router, TokenContext | None]]:
         """(name, router, context) of each round; recorded experts are those of the first."""
@@ -121,10 +110,3 @@ class ChainOfExpertsFFN(FFNBlock):
 
     def place_experts(self, place: PlaceExperts) -> None:
         self.ffn.place_experts(place)
-
-    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-        found, hidden = list[Memory](), without_padding(x, context)
-        for _, router, of_round in self._rounds(context):
-            found += self.ffn.memories_by(router, hidden, of_round)
-            hidden = hidden + self.ffn.route_by(router, hidden, of_round).hidden
-        return found

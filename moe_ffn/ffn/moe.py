@@ -13,18 +13,19 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
-from moe_ffn.config.errors import Refusal, first_refusal
+from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.dispatch import Dispatched, Dispatcher, LocalDispatcher, make_plan, plan_of_list
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
-from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo
+from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo, parts_of
+from moe_ffn.ffn.inputs import check_input, flatten_tokens
 from moe_ffn.ffn.latent import Latent, LatentConfig
 from moe_ffn.ffn.norms import Norms, NormsConfig
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
-from moe_ffn.kernels.base import ExpertWeights, refuse_vmap
+from moe_ffn.kernels.base import refuse_vmap
 from moe_ffn.kernels.torch_modes import is_transform_on
-from moe_ffn.outputs import FFNOutput, Memory, TokenContext, check_input, flatten_tokens
+from moe_ffn.outputs import FFNOutput, TokenContext
 from moe_ffn.routing import LinearRouterConfig, RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router, jittered
 from moe_ffn.routing.capacity import CapacityConfig
@@ -68,7 +69,7 @@ class MoEConfig(FFNConfig, frozen=True):
                 f"combine.type ('{self.combine.type}') joins a shared expert, but shared_expert is "
                 "null; give it one, such as 'swiglu', or leave combine out"
             )
-        if self.shared_expert is not None and self.shared_expert.is_sparse:
+        if self.shared_expert is not None and self.shared_expert.routers():
             raise ValueError(
                 f"shared_expert.type ('{self.shared_expert.type}') must not be a sparse block: every "
                 "token passes through a shared expert; use 'swiglu' or 'dense'"
@@ -118,15 +119,15 @@ class MoEConfig(FFNConfig, frozen=True):
         share = self.num_experts / self.num_routable
         return self.router.experts_per_token(self.num_routable) * share
 
-    @property
-    def not_causal_because(self) -> Refusal | None:
-        parts = {"router": self.router, "capacity": self.capacity} | self.inner_blocks()
-        return first_refusal({option: part.not_causal_because for option, part in parts.items()})
-
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        parts = {"router": self.router, "capacity": self.capacity} | self.inner_blocks()
-        return first_refusal({option: part.not_cached_because for option, part in parts.items()})
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if self.num_experts % situation.num_ranks:
+            return Refusal(
+                f"num_experts ({self.num_experts}) cannot be divided evenly among "
+                f"{situation.num_ranks} ranks",
+                "change it or parallel.expert",
+            )
+        parts = {"router": self.router, "capacity": self.capacity, **parts_of(self)}
+        return first_refusal(parts, situation)
 
     def routers(self) -> dict[str, RouterInfo]:
         info = RouterInfo(
@@ -142,26 +143,10 @@ class MoEConfig(FFNConfig, frozen=True):
     def inner_blocks(self) -> dict[str, FFNConfig]:
         return {} if self.shared_expert is None else {"shared_expert": self.shared_expert}
 
-    def refusal_over(self, num_ranks: int) -> Refusal | None:
-        if self.num_experts % num_ranks:
-            return Refusal(
-                f"num_experts ({self.num_experts}) cannot be divided evenly among {num_ranks} ranks",
-                "change it or parallel.expert",
-            )
-        return super().refusal_over(num_ranks) or first_refusal(
-            {"experts": self.experts.refusal_over(num_ranks)}
-        )
-
     @property
     def expert_stack(self) -> ExpertStack:
         width = None if self.latent is None else self.latent.width
         return ExpertStack(self.experts, self.num_experts, self.experts_per_token, width)
-
-    def with_num_experts(self, num_experts: int, d_model: int) -> MoEConfig:
-        width = self.expert_stack.width(d_model)
-        experts = self.experts.with_fixed_width(width, self.experts_per_token)
-        options = {**dict(self), "num_experts": num_experts, "experts": experts}
-        return type(self).model_validate(options)
 
     def build(self, d_model: int) -> FFNBlock:
         return MoEFFN(self, d_model)
@@ -299,32 +284,6 @@ class MoEFFN(FFNBlock):
 
     def place_experts(self, place: PlaceExperts) -> None:
         self.dispatcher = place(self.experts, self.num_experts)
-
-    @property
-    def _adds_up_networks(self) -> bool:
-        """Whether an expert's part of the output is its weight times a network of the token."""
-        norms = self.config.norms
-        of_routed = (norms.experts_input, norms.each_expert, norms.routed, norms.output)
-        plain = self.config.latent is None and self.config.weights_at == "output"
-        return plain and all(norm is None for norm in of_routed)
-
-    def networks(self) -> ExpertWeights | None:
-        return self.experts.weights() if self._adds_up_networks else None
-
-    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-        return self.memories_by(self.router, x, context)
-
-    def memories_by(self, router: Router, x: Tensor, context: TokenContext | None) -> list[Memory]:
-        """`memories` with another router."""
-        if not self._adds_up_networks:
-            return []
-        x_TD, flat = flatten_tokens(x, context)
-        routing = self.capacity.limit(router(x_TD, flat), training=self.training)
-        found = self.experts.memories(x_TD, self.make_plan(routing, self.num_experts))
-        if self.shared_expert is not None:
-            shared = self.shared_expert.memories(x_TD.view_as(x), context)
-            found += [replace(m, name=f"shared expert {m.name}".strip()) for m in shared]
-        return found
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, d_model={self.d_model}"

@@ -20,20 +20,14 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
-from moe_ffn.config.errors import Refusal, first_refusal
+from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.config.sizes import linear_flops, linear_params
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo, parts_of
+from moe_ffn.ffn.inputs import check_input, flatten_tokens
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.kernels.base import check_dtype
 from moe_ffn.kernels.memory import require_table_memory
-from moe_ffn.outputs import (
-    FFNOutput,
-    Memory,
-    TokenContext,
-    TokenHistory,
-    check_input,
-    flatten_tokens,
-)
+from moe_ffn.outputs import FFNOutput, TokenContext, TokenHistory
 from moe_ffn.routing.base import Router, WideRMSNorm
 
 _EPS = 1e-6
@@ -61,19 +55,19 @@ class NgramMemoryConfig(FFNConfig, frozen=True):
     row_width: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Width of a row; d_model / (2 * num_heads) by default, as in the paper."""
     kernel_size: int = Field(default=4, ge=1, le=1024)
-    """What the convolution sees: a token, and before it every N-th one."""
+    """Tokens that the convolution sees: the last one, and every N-th one before it."""
     rate_scale: float = Field(default=5.0, gt=0, le=1e6)
     """Multiplies what is read from the tables, so that Adam moves them this much faster than all else."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Chooses the hash function, one for all layers with the same seed."""
 
-    @property
-    def reads_history(self) -> bool:
-        return True
-
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        return first_refusal({"ffn": self.ffn.not_cached_because})
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if situation.cached and not situation.history:
+            return Refusal(
+                f"type '{self.type}' reads earlier tokens, and those not chosen are missing",
+                "put the mixture of depths inside 'ngram_memory'",
+            )
+        return first_refusal(parts_of(self), situation)
 
     def routers(self) -> dict[str, RouterInfo]:
         return {name: info.inside("ffn") for name, info in self.ffn.routers().items()}
@@ -112,9 +106,6 @@ class NgramMemoryConfig(FFNConfig, frozen=True):
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         ours = 2 * linear_flops(self.memory_width(d_model), d_model)
         return ours + self.ffn.flops_per_token(d_model, seq_len)
-
-    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
-        return self.ffn.routed_flops_per_token(d_model, seq_len)
 
     def describe(self) -> str:
         return (
@@ -164,7 +155,7 @@ class NgramMemoryFFN(FFNBlock):
         return replace(output, hidden=output.hidden + read.to(x.dtype).view_as(x))
 
     def read(self, x: Tensor, context: TokenContext) -> Tensor:
-        """What the memory adds, (B, S, D), zero where it is padding."""
+        """Return what the memory adds, (B, S, D), zero for padding."""
         x_TD, flat = flatten_tokens(x, context)
         by_sequence, history = {"s": flat.sequence_length or 1}, context.history
         assert flat.token_ids is not None
@@ -189,9 +180,6 @@ class NgramMemoryFFN(FFNBlock):
 
     def place_experts(self, place: PlaceExperts) -> None:
         self.ffn.place_experts(place)
-
-    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-        return self.ffn.memories(x, context)
 
 
 class NgramTables(nn.Module):
@@ -225,7 +213,7 @@ class NgramTables(nn.Module):
         return self.config.rate_scale * rows_BSM
 
     def places(self, ids_BS: Tensor, history: TokenHistory | None) -> Tensor:
-        """Which rows are read, int64 (B, S, (N - 1) H), counted through all tables."""
+        """Return the rows to read, int64 (B, S, (N - 1) H), counted through all tables."""
         reach, length = len(self.factors) - 1, ids_BS.shape[1]
         ids_BL = _window(self, ids_BS, reach, history)
         mixed_BS = self.factors[0] * ids_BS

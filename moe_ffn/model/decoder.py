@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ffn.config.base import MAX_COUNT, Config, require_count
-from moe_ffn.config.errors import ConfigError, Refusal, first_refusal
+from moe_ffn.config.errors import ConfigError, Refusal, Situation, first_refusal
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
 from moe_ffn.ffn.base import FFNBlock, RouterInfo
+from moe_ffn.ffn.routing_names import within
 from moe_ffn.model.attention import AttentionConfig
 from moe_ffn.model.cache import KVCache, LayerCache
 from moe_ffn.model.norm import NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Placed, PositionsConfig, RotaryConfig
-from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief, within
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief
 from moe_ffn.routing.base import Router
 
 
@@ -76,7 +77,7 @@ class DecoderConfig(Config, frozen=True):
             )
         self.positions.check_widths(self.d_model, self.head_dim)
         for layer, ffn in enumerate(self.layer_ffns()):
-            if self.causal and (refusal := ffn.not_causal_because):
+            if self.causal and (refusal := ffn.refusal(Situation(causal=True))):
                 raise ValueError(
                     f"a causal model refuses the '{ffn.type}' block of layer {layer}: {refusal}, or set "
                     "model.causal: false"
@@ -136,26 +137,12 @@ class DecoderConfig(Config, frozen=True):
             routers |= within(layer_name(layer), of_layer)
         return routers
 
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        """Reason why a token cannot be computed alone after cached ones; None if it can."""
-        if not self.causal:
+    def refusal(self, situation: Situation) -> Refusal | None:
+        """Return the first reason why the model cannot serve a situation; None if it can."""
+        if situation.cached and not self.causal:
             return Refusal("causal (false) lets a token see later ones", "set causal: true")
-        parts = {"positions": self.positions.not_cached_because}
         return first_refusal(
-            parts | {option: ffn.not_cached_because for option, ffn in self.ffns_by_option()}
-        )
-
-    def refusal_on(self, device: str) -> Refusal | None:
-        """Return why a feed-forward block does not run on a kind of device, `cpu` or `cuda`."""
-        return first_refusal(
-            {option: ffn.refusal_on(device) for option, ffn in self.ffns_by_option()}
-        )
-
-    def refusal_over(self, num_ranks: int) -> Refusal | None:
-        """Return why the experts of a block cannot be divided among `num_ranks` ranks."""
-        return first_refusal(
-            {option: ffn.refusal_over(num_ranks) for option, ffn in self.ffns_by_option()}
+            {"positions": self.positions, **dict(self.ffns_by_option())}, situation
         )
 
     def build(
@@ -443,12 +430,21 @@ class Decoder(nn.Module):
             capacity: the most tokens of a sequence, `max_seq_len` at most and by default.
 
         Raises:
-            ValueError: a token of this model cannot be computed alone; see `not_cached_because`.
+            ValueError: a token of this model cannot be computed alone; see `DecoderConfig.refusal`.
         """
-        if refusal := self.config.not_cached_because:
+        if refusal := self.config.refusal(Situation(cached=True)):
             raise ValueError(f"the model takes no cache: {refusal}, or leave the cache out")
         capacity = self.max_seq_len if capacity is None else min(capacity, self.max_seq_len)
         return KVCache(len(self.layers), batch_size, capacity)
+
+    def places(self, routings: Mapping[str, Routing]) -> dict[str, Tensor]:
+        """Return the pairs that one expert of each layer with a capacity takes in a batch."""
+        found: dict[str, Tensor] = {}
+        for name, info in self.config.routers().items():
+            if name in routings:
+                places = info.capacity.places(routings[name], training=self.training)
+                found |= {} if places is None else {name: places}
+        return found
 
     def recorded_experts(self, output: DecoderOutput) -> dict[str, Tensor]:
         """Return the experts of each token, int64 (B, S, K), by the name of the routing, for `replay`.

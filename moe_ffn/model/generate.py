@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_ffn.config.errors import Situation
 from moe_ffn.model.decoder import Decoder, DecoderOutput
 
 
@@ -77,7 +78,7 @@ class Decoding:
     Keys and values of earlier tokens are kept, so that a step computes new tokens alone. Two kinds of rows
     are computed again as a whole at every step, which takes as long as to read so many tokens: those that
     have outgrown `max_seq_len`, from their last `max_seq_len` tokens; and, one by one, those of a model whose
-    tokens cannot be computed alone (`DecoderConfig.not_cached_because`).
+    tokens cannot be computed alone (`DecoderConfig.refusal`).
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Decoding:
         self._num_read = [0] * len(prompts)
         self._device = prompts[0].device if prompts else torch.device("cpu")
         self._cached: list[int] = []
-        self._is_cached = model.config.not_cached_because is None
+        self._is_cached = model.config.refusal(Situation(cached=True)) is None
         if self._is_cached:
             self._cached = list(self.open)
             longest = max(map(len, self.tokens), default=0)

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 
 
 class PositionsConfig(TaggedConfig, frozen=True):
@@ -27,10 +27,9 @@ class PositionsConfig(TaggedConfig, frozen=True):
     @abstractmethod
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions: ...
 
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        """Reason why one token cannot be placed by itself, which decoding with a cache needs."""
-        if self.has_places:
+    def refusal(self, situation: Situation) -> Refusal | None:
+        """Return the reason why one token cannot be placed by itself, for decoding with a cache."""
+        if self.has_places or not situation.cached:
             return None
         return Refusal(
             f"type '{self.type}' does not say how one token is placed",

@@ -213,7 +213,7 @@ def ffn_types(config: TrainConfig) -> list[str]:
 def run_facts(
     config: TrainConfig, data: PreparedData, precision: str, run_id: str = ""
 ) -> dict[str, Any]:
-    """What a run is filtered by later: its options, its code, its corpus and its size."""
+    """Return the facts that runs are filtered by: options, code revision, corpus and size."""
     vocab_size, seq_len = data.tokenizer.vocab_size, config.data.seq_len
     d_model, ffns = config.model.d_model, config.model.layer_ffns()
     return {

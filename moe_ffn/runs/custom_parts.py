@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from moe_ffn.balancing.bias_rules import BiasRuleConfig
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import ConfigError, show
+from moe_ffn.config.errors import ConfigError, Situation, show
 from moe_ffn.config.import_path import explaining_outside_errors, is_outside
 from moe_ffn.data.corpus import CorpusConfig, Document
 from moe_ffn.experts.base import ExpertsConfig
@@ -192,17 +192,17 @@ class _Trial(Trial):
         self.require_like(positions.embed(x), x, "what embed returns")
         self.require_like(positions.rotate(x_BHSd), x_BHSd, "what rotate returns")
         self.require_blind_to_future(positions, lambda x, ids: positions.embed(x))
-        if config.not_cached_because is None:
+        if config.refusal(Situation(cached=True)) is None:
             backwards_1S = torch.arange(self.length, device=self.device).flip(0)[None]
             alone = [positions.at(slice(place, place + 1)) for place in range(self.length)]
             embedded = [at.embed(x_1) for at, x_1 in zip(alone, x[:1].split(1, 1), strict=True)]
             turned = [at.rotate(x_1) for at, x_1 in zip(alone, x_BHSd[:1].split(1, 2), strict=True)]
             rows = positions.at(backwards_1S)
             for made in (torch.cat(embedded, 1), rows.embed(x[:1].flip(1)).flip(1)):
-                self.require_same_alone("has_places", positions.embed(x), made)
+                self.require_equal(positions.embed(x), made)
             for made in (torch.cat(turned, 2), rows.rotate(x_BHSd[:1].flip(2)).flip(2)):
                 whole = positions.rotate(x_BHSd).transpose(1, 2)
-                self.require_same_alone("has_places", whole, made.transpose(1, 2))
+                self.require_equal(whole, made.transpose(1, 2))
 
     def optimizer(self, config: OptimizerConfig) -> None:
         one_layer = self.config.model.model_copy(update={"num_layers": 1, "ffn_at": {}})

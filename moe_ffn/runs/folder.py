@@ -1,4 +1,4 @@
-"""The folder of one run: made once, never written over, held by one process; what a reader may find in it."""
+"""The folder of one run: made once, never overwritten, locked by one process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 def named_run_folder(config: TrainConfig) -> Path:
-    """Where a run that has a name is, or would be."""
+    """Return the folder of a run that has a name."""
     assert config.run.name is not None
     return output_dir(config) / config.run.name
 
@@ -167,7 +167,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in this folder came to its end."""
+    """Return whether the run in this folder is finished."""
     return (folder / SUMMARY_FILE).is_file()
 
 
@@ -187,7 +187,7 @@ def check_is_run(folder: Path) -> None:
 
 
 def of_library(folder: Path) -> str:
-    """What reads a model folder, for the end of a sentence; empty where it is of no library."""
+    """Return the command that reads a model folder, as the end of a sentence; empty if unknown."""
     config = folder / "config.json"
     if (found := read_object(config)) is None:
         return f"its {config.name} is damaged; copy it again" if config.is_file() else ""
@@ -239,7 +239,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_trained_here(folder: Path) -> bool | None:
-    """Whether a process trains the run now; None where that cannot be told from this machine."""
+    """Return whether a process trains the run now; None if this machine cannot know."""
     with suppress(OSError), _opened(folder) as descriptor:
         if _is_held(descriptor):
             return True

@@ -1,4 +1,4 @@
-"""What the JSON files of a run's folder hold, each as one typed model.
+"""The JSON files of a run's folder, each as one typed model.
 
 A disk or an editor may have damaged any of them. A value of a wrong type counts as absent, so that the rest
 can still be used; `JsonFile.has` tells null from absent.
@@ -47,24 +47,24 @@ class JsonFile(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What a file holds; empty where it cannot be read or holds no JSON object."""
+        """Read a file; empty if it cannot be read or holds no JSON object."""
         return cls.model_validate(read_object(path) or {})
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What the text of such a file holds."""
+        """Parse the text of such a file."""
         return cls.model_validate(parse_object(text) or {})
 
     def __bool__(self) -> bool:
         return bool(self.model_fields_set)
 
     def has(self, key: str) -> bool:
-        """Whether the file has a value of the right type there, which may be null."""
+        """Return whether the file has a value of the right type there, which may be null."""
         return key in self.model_fields_set
 
 
 class Facts(JsonFile):
-    """`facts.json`: what a run is, beside its options, which stand there too."""
+    """`facts.json`: the options of a run, and facts about its code, data and model."""
 
     run_id: str = Field(default="", min_length=1)
     precision: Precision | None = None
@@ -73,28 +73,28 @@ class Facts(JsonFile):
     corpus_sha256: str | None = None
     tokenizer_sha256: str | None = None
     validation_sha256: str | None = None
-    """Of the windows of every validation."""
+    """Hash of the windows of every validation."""
     num_params: Count | None = None
     num_active_params: Count | None = None
     flops_per_token: Count | None = None
     ffn_params: Count | None = None
-    """Of all feed-forward blocks together, as the next two."""
+    """Parameters of all feed-forward blocks together, as the next two."""
     ffn_active_params: Count | None = None
     ffn_flops_per_token: Count | None = None
     num_threads: Count | None = None
     versions: dict[str, str] = {}
-    """Of Python and torch."""
+    """Versions of Python and torch."""
     hardware: dict[str, str | int | None] = {}
     """Processor, cores, GPU."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it says what a run that goes on has to know."""
+        """Return whether it holds what a resumed run needs."""
         return self.precision in PRECISIONS
 
 
 class LayerSummary(JsonFile):
-    """What was measured of a sparse layer on the validation split."""
+    """Measures of a sparse layer on the validation split."""
 
     __pydantic_extra__: dict[str, Value]  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -110,14 +110,14 @@ class Summary(JsonFile):
     """Nats per token."""
     validation_bits_per_byte: float | None = None
     unigram_loss: float | None = None
-    """What a model that knows only the frequencies scores, in nats per token."""
+    """Loss of a model that knows only the frequencies of tokens, in nats per token."""
     tokens_per_second: float | None = None
     num_tokens: Count | None = None
     """Tokens trained on, of all ranks, those of a resumed run counted once."""
     train_seconds: float | None = None
-    """Of training steps alone."""
+    """Seconds of training steps alone."""
     wall_seconds: float | None = None
-    """From the first step to the end, validations and checkpoints included, over all processes of the run."""
+    """Seconds from the first step to the end, with validations and checkpoints, over all parts of the run."""
     peak_memory_bytes: Count | None = None
     """On a GPU of tensors, else of the process; the most of all processes of a resumed run, on rank 0."""
     window_losses: list[float | None] = []
@@ -146,7 +146,7 @@ def _require_path(value: Any) -> str:
 
 
 class CodeEntry(BaseModel):
-    """Where a piece of code from outside came from."""
+    """Origin of a file or module of custom code."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

@@ -1,4 +1,4 @@
-"""Whether a training run fits into memory, and the sentence of an error that there was not enough."""
+"""Memory that a training run needs, and the sentence of an error that there is not enough."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_COPIES = 6
 
 
 def check_fits(config: TrainConfig) -> None:
-    """ConfigError where the model, or the token ids of one batch, exceed what this process may have.
+    """Raise ConfigError if the model, or the token ids of one batch, exceed the memory of this process.
 
     Of a model that is trained on the CPU count its weights, their gradients and what the optimizer keeps; on
     a GPU, which has a memory of its own, the weights alone.
@@ -65,7 +65,7 @@ def _check_training_fits(config: TrainConfig, memory: int) -> None:
 
 
 def training_needs(config: TrainConfig) -> str:
-    """What the memory of a training run is made of, and which options lower it."""
+    """Return the parts of a run's memory, and the options that lower them."""
     weights, model, data = _bytes_of_weights(config), config.model, config.data
     params = Counter[str]()
     for option, ffn in model.ffns_by_option():

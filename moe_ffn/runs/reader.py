@@ -21,9 +21,10 @@ from moe_ffn.config.import_path import explaining_outside_errors
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_yaml
 from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.ffn.routing_names import ROUTING_SUFFIX
 from moe_ffn.files import read_text
 from moe_ffn.model.decoder import Decoder, DecoderOutput
-from moe_ffn.outputs import ROUTING_SUFFIX, Routing
+from moe_ffn.outputs import Routing
 from moe_ffn.runs.checkpoints import (
     best_checkpoint,
     identity_of_weights,
@@ -107,13 +108,13 @@ class Run:
     """Unique among the runs that were read together."""
     state: State
     rows: Rows
-    """What was logged while it trained, as a table."""
+    """Rows of the training log, as a table."""
     facts: Facts
-    """What it is: revision, corpus, precision, sizes."""
+    """Revision, corpus, precision, sizes."""
     summary: Summary
-    """How it ended; empty before that."""
+    """Results at its end; empty before that."""
     samples: Sequence[Sample]
-    """What the model wrote at each validation."""
+    """Texts that the model wrote at each validation."""
     alarms: Sequence[Alarm]
     options: Mapping[str, Any]
     """Every option as plain values; `config` has them typed."""
@@ -164,7 +165,7 @@ class Run:
             return load_model(self.folder, step).decoder
 
     def routing(self, text: str | bytes) -> Mapping[str, Routing]:
-        """Which experts the tokens of a text go to, by the name of the layer, such as `layer_03`.
+        """Return the experts of the tokens of a text, by the name of the layer, such as `layer_03`.
 
         Raises:
             ConfigError: the text is longer than the sequences of the run, or see `saved_model`.
@@ -385,7 +386,8 @@ def read_weights(
     def refusal(values: Mapping[str, Any]) -> str | None:
         return refusal_of_weights({**values, "state_dict": _of_decoder(values)}, expected, decoder)
 
-    best, steps = best_checkpoint(checkpoints), newest_first(checkpoints)
+    with reading(checkpoints):
+        best, steps = best_checkpoint(checkpoints), newest_first(checkpoints)
     candidates = [*best, *steps]
     if step is not None:
         candidates = [path for path in steps if step_of(path) == step]

@@ -1,4 +1,4 @@
-"""Texts to look at a trained model with: those of its run, or a file of one's own."""
+"""Texts to evaluate a trained model on: those of its run, or a file."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def is_finished(config: TrainConfig) -> bool:
 
     Raises:
         UnreadableRunError: the options of the finished run cannot be read.
-        ConfigError: its folder holds a finished run with other options, or something else than files.
+        ConfigError: its folder holds a finished run with other options.
     """
     folder = run_folder.named_run_folder(config)
     if not run_folder.is_finished(folder):

@@ -14,7 +14,6 @@ from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
-import torch.distributed
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -22,9 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from moe_ffn.balancing.losses import StepTotals, count_step
+from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig, DecoderOutput
-from moe_ffn.outputs import Routing, on_this_rank
+from moe_ffn.outputs import Routing
 from moe_ffn.parallel.layout import WHOLE, Layout
 from moe_ffn.parallel.sharding import Sharder, clip_by_norm_, total_norm
 from moe_ffn.training.objective import (
@@ -315,7 +315,7 @@ class LanguageModel(LightningModule):
         self._forget_step()
 
     def _allows_step(self) -> bool:
-        """Whether the guard accepts the loss, the mean over batches and ranks, and the gradient norm."""
+        """Return whether the guard accepts the loss, a mean over batches and ranks, and the gradient norm."""
         loss = torch.stack(self._step_losses).mean().float()
         numbers = torch.stack([loss, self.gradient_norm.to(loss)])
         # Equal on all ranks. Only here does a step wait for the device.
@@ -419,7 +419,7 @@ class LanguageModel(LightningModule):
 
     @property
     def _counts_ahead(self) -> bool:
-        """Whether the global-batch rule needs counts of batches that are still to come."""
+        """Return whether the global-batch rule needs counts of later batches of the step."""
         accumulates = self._trainer is not None and self.trainer.accumulate_grad_batches > 1
         return needs_step_totals(self.objective_config) and accumulates
 

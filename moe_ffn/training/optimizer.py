@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.outputs import on_this_rank
+from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.training.schedule import CosineConfig, ScheduleConfig
 
 MAX_RATE = 1e9

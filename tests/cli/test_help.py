@@ -69,7 +69,9 @@ def test_the_short_page_shows_the_values_that_were_given(show: Show) -> None:
 def test_a_section_has_its_own_options_alone(show: Show) -> None:
     printed = show("--help", "optimizer")
 
-    assert printed.startswith("optimizer: How it is minimised. --optimizer.type muon ")
+    assert printed.startswith(
+        "optimizer: The optimizer and its learning rate. --optimizer.type muon "
+    )
     assert "--optimizer.learning_rate 0.01 Peak learning rate" in printed
     assert "--optimizer.schedule.type cosine Half a cosine" in printed
     assert "--trainer" not in printed

@@ -273,13 +273,6 @@ class TestCache:
         with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\)"):
             prepared()
 
-    def test_on_a_disk_that_loses_what_is_written_is_refused(
-        self, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(prepare_module, "read_meta", lambda folder: None)
-        with pytest.raises(ConfigError, match=r"data\.cache_dir: .* does not hold what was just"):
-            prepared()
-
 
 def set_age(path: Path, seconds: float) -> None:
     changed = time.time() - seconds
@@ -532,7 +525,7 @@ def test_a_terminal_shows_a_bar(
     assert "110.0 kB" in shown
 
 
-def test_the_bar_is_told_each_stage_from_start_to_end(
+def test_the_bar_gets_each_stage_from_start_to_end(
     forty_files: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports: list[tuple[str, int, int | None]] = []

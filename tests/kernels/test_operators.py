@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from moe_ffn.kernels import cpu_operator
+from moe_ffn.kernels import cpu as cpu_operator
 from moe_ffn.kernels.activations import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
 from moe_ffn.kernels.cpu import cpu
 from moe_ffn.kernels.native import routing
-from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.kernels.native.experts import native
 from moe_ffn.routing import balanced_assignment, sinkhorn
 
@@ -26,7 +26,7 @@ GATES = {
     "soft_capped": SoftCappedSwiGLU(3.0, 2.0),
 }
 needs_compiler = pytest.mark.skipif(
-    why_unavailable() is not None, reason=f"native {why_unavailable()}"
+    unavailable_reason() is not None, reason=f"native {unavailable_reason()}"
 )
 slow = pytest.mark.slow
 TRACED = "test_aot_dispatch_dynamic"

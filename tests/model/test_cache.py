@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn import Decoder, DecoderConfig, TokenContext
+from moe_ffn.config.errors import Situation
 from moe_ffn.model.cache import KVCache
 from moe_ffn.model.generate import Sampling, generate_batch
 from moe_ffn.routing import RouterConfig
@@ -70,8 +71,8 @@ NOT_CACHED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "inside a mixture of depths": (
         {**FFNS["depths"], "ffn": FFNS["ngrams in a shared expert"]},
-        r"ffn.ffn.type \('moe'\) reads earlier tokens, and those not chosen are missing; put the mixture of "
-        "depths inside 'ngram_memory'",
+        r"ffn.ffn.shared_expert.type 'ngram_memory' reads earlier tokens, and those not chosen are "
+        "missing; put the mixture of depths inside 'ngram_memory'",
     ),
 }
 
@@ -262,7 +263,7 @@ def test_a_router_is_decoded_with_the_cache_exactly_where_it_routes_by_token(rou
         alone = torch.cat([ffn(x, TokenContext(token_ids=ids)).hidden for x, ids in parts], 1)
         whole = ffn(x, TokenContext(token_ids=ids)).hidden
         changed = max(changed, (alone - whole).abs().max().item())
-        assert (model.config.not_cached_because is None) == (causal and by_token)
+        assert (model.config.refusal(Situation(cached=True)) is None) == (causal and by_token)
         if not causal:
             continue
         counts: list[int] = []

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from moe_ffn.ffn.routing_names import round_name, within
 from moe_ffn.model.decoder import is_inner, layer_name, layer_number, short_name
-from moe_ffn.outputs import round_name, within
 
 
 @pytest.mark.parametrize(

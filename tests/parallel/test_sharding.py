@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.outputs import on_this_rank
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.parallel.sharding import Sharder, full_tensor, shard_like
 from tests.helpers.memory import peak_above

@@ -23,6 +23,7 @@ import sys
 import torch
 from torch import nn
 from moe_ffn import FFNBlock, FFNConfig, FFNOutput, RouterConfig, Routing
+from moe_ffn.config.errors import Refusal
 
 class Good(FFNConfig, frozen=True):
     rank: int = 3
@@ -86,19 +87,18 @@ class ClosedFFN(GoodFFN):
     def mixed(self, x): return self.y(x) + self.gate * x.mean(1, keepdim=True)
 
 class Past(Good, frozen=True):
-    by_token = True
+    def refusal(self, situation): return None
 class PastFFN(GoodFFN):  # a moving mean: causal, and not by token
     def mixed(self, x): return self.y(x.cumsum(1))
 
 class Alone(Good, frozen=True):
-    by_token = True
+    def refusal(self, situation): return None
 class AloneFFN(GoodFFN): pass
 
 class Last(Good, frozen=True):
-    @property
-    def reads_history(self): return True
-    @property
-    def not_cached_because(self): return None
+    def refusal(self, situation):
+        needs_more = situation.cached and not situation.history
+        return Refusal("it reads earlier tokens", "keep them") if needs_more else None
 class LastFFN(GoodFFN):
     def forward(self, x, context=None):
         history = context and context.history
@@ -163,6 +163,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from moe_ffn import Router, RouterConfig, routing_of_pairs
+from moe_ffn.outputs import ListedRouting
 from moe_ffn.balancing.bias_rules import BiasRuleConfig
 from moe_ffn.data.corpus import CorpusConfig
 from moe_ffn.experts.base import Experts
@@ -235,12 +236,15 @@ class RoutesRouter(Router):
         if self.how == "beyond": ids_TK = ids_TK + self.num_experts
         listed_TK = None
         if self.how == "no logits": logits_TE = None
-        if self.how == "list": listed_TK = logits_TE.gather(1, ids_TK)
+        if self.how in ("list", "list twice"): listed_TK = logits_TE.gather(1, ids_TK)
         if self.how == "list of tokens": listed_TK = weights_TK[1:]
+        more = {}
         if self.how.startswith("list"): logits_TE = scores_TE = None
-        routing = routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context,
-                                   num_experts=self.num_experts, logits_TK=listed_TK)
-        return replace(routing, listed_k=2) if self.how == "twice" else routing
+        if listed_TK is not None:
+            more = {"kind": ListedRouting, "logits_N": listed_TK.flatten(), "listed_k": 1}
+            if self.how == "list twice": more["listed_k"] = 2
+        return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context,
+                                num_experts=self.num_experts, **more)
 
 class Work(ExpertsConfig, frozen=True):
     how: str = "well"
@@ -386,14 +390,16 @@ BROKEN = {
         "its output at position {p} changes when tokens from position 128 on do (in training), so "
     ),
     "Past": (
-        "it says by_token, but the token at position {p} becomes something else alone than in its "
-        "sequence, and text would be written so; leave by_token out"
+        "its config does not refuse Situation(cached=True), but the token at position {p} becomes "
+        "something else alone than in its sequence, and text would be written so; refuse it in "
+        "refusal(situation), or leave by_token or has_places out"
     ),
     "Forgets": (
-        "it says reads_history, but the token at position {p} becomes something else alone than in its "
-        "sequence, and text would be written so; leave reads_history out"
+        "its config does not refuse Situation(cached=True), but the token at position {p} becomes "
+        "something else alone than in its sequence, and text would be written so; refuse it in "
+        "refusal(situation), or leave by_token or has_places out"
     ),
-    "KeepsZeros": "it says reads_history, but the token at position {p} becomes something else ",
+    "KeepsZeros": "its config does not refuse Situation(cached=True), but the token at position {p} ",
     "Linear": "build returned a Linear, but has to return an FFNBlock",
     "Nothing": "build returned None, but has to return an FFNBlock",
     "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
@@ -464,13 +470,13 @@ PLACES = {
         "model.ffn.router ('own.py:Routes'): its routing has expert_ids_N that are not int64 "
         "from 0 to 7"
     ),
-    ("model.ffn.router", "Routes", "twice"): (
-        "model.ffn.router ('own.py:Routes'): its routing has listed_k 2, but token_ids_N are not "
+    ("model.ffn.router", "Lists", "list twice"): (
+        "model.ffn.router ('own.py:Lists'): its routing has listed_k 2, but token_ids_N are not "
         "every token so many times"
     ),
     ("model.ffn.router", "Lists", "list without logits"): (
-        "model.ffn.router ('own.py:Lists'): its routing has no logits_N, its scores before any "
-        "normalisation, expected of shape (16,)"
+        "model.ffn.router ('own.py:Lists'): its routing has no ListedRouting.logits_N, "
+        "expected of shape (16,)"
     ),
     ("model.ffn.router", "Routes", "no logits"): (
         "model.ffn.router ('own.py:Routes'): its routing has no logits_TE, its scores before any "
@@ -541,17 +547,17 @@ PLACES = {
         "model.positions ('own.py:Where'): what rotate returns is a tensor of "
     ),
     ("model.ffn.router", "RoutesAlone", "past"): (
-        "model.ffn.router ('own.py:RoutesAlone'): it says by_token, but the token at position {p} "
+        "model.ffn.router ('own.py:RoutesAlone'): its config does not refuse Situation(cached=True), but "
     ),
     ("model.positions", "Added", "silent"): (
-        "model.positions ('own.py:Added'): it says has_places, but the token at position 7 becomes "
-        "something else alone than in its sequence, and text would be written so; leave has_places"
+        "model.positions ('own.py:Added'): its config does not refuse Situation(cached=True), but the "
+        "token at position 7 becomes something else alone than in its sequence, and text would be "
     ),
     (
         "model.positions",
         "Added",
         "rows",
-    ): "model.positions ('own.py:Added'): it says has_places, but the",
+    ): "model.positions ('own.py:Added'): its config does not refuse Situation(cached=True), but the",
     ("optimizer.schedule", "Rate", ""): (
         "optimizer.schedule ('own.py:Rate'): the multiplier of step 399 is nan, "
         "but has to be a finite number"

@@ -167,7 +167,8 @@ class StepLogger(Checkpointed, Callback):
         self._window.add(outputs, tokens)
         step = batch["index"] // trainer.accumulate_grad_batches + 1
         ends_row = step % self.config.every_n_steps == 0 or step == trainer.max_steps
-        self._routing.update(outputs["routings"], ends_row, outputs["shared_shares"])
+        places = pl_module.decoder.places(outputs["routings"])
+        self._routing.update(outputs["routings"], ends_row, outputs["shared_shares"], places)
         row = None
         if trainer.global_step == step:  # this was the last batch of the step
             self.num_skipped = pl_module.guard.num_skipped
@@ -313,7 +314,9 @@ class ValidationLogger(Checkpointed, Callback):
         dataloader_idx: int = 0,
     ) -> None:
         counted = batch["index"] != FILLER
-        self._routing.update(outputs["routings"], counted, outputs["shared_shares"])
+        assert isinstance(pl_module, LanguageModel)
+        places = pl_module.decoder.places(outputs["routings"])
+        self._routing.update(outputs["routings"], counted, outputs["shared_shares"], places)
         if counted:
             self._of_batches[batch["index"]] = outputs["window_losses"]
 

@@ -50,6 +50,7 @@ class RoutingByLayer(Checkpointed):
         routings: Mapping[str, Routing],
         counted: bool = True,
         shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
+        places: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Add a batch; one not `counted` only begins its layers, so that all ranks reduce the same."""
         for layer, routing in routings.items():
@@ -61,7 +62,8 @@ class RoutingByLayer(Checkpointed):
                 device = routing.token_ids_N.device
                 self.sums[layer] = {name: value.to(device) for name, value in begun.items()}
             if counted:
-                sums, batch = self.sums[layer], LayerBatch(routing, shared_shares.get(layer))
+                sums = self.sums[layer]
+                batch = LayerBatch(routing, shared_shares.get(layer), places.get(layer))
                 for statistic in statistics:
                     sums[statistic.name] = statistic.add(sums[statistic.name], batch)
 
@@ -197,13 +199,14 @@ class RoutingWindow(Checkpointed):
         routings: Mapping[str, Routing],
         in_last_step: bool,
         shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
+        places: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Add a batch.
 
         Args:
             in_last_step: true if it belongs to the step that ends the window.
         """
-        self._load.update(routings)
+        self._load.update(routings, places=places)
         if in_last_step:
             self._tokens.update(routings, shared_shares=shared_shares)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moe_ffn.config.base import Config
-from moe_ffn.outputs import on_this_rank
+from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.training.objective import Objective
 
 
