@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import Refusal, first_refusal
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
 from moe_ffn.outputs import (
     FFNOutput,
@@ -21,6 +21,7 @@ from moe_ffn.outputs import (
     Routing,
     TokenContext,
     check_input,
+    flatten_tokens,
     round_name,
     within,
     without_padding,
@@ -48,9 +49,6 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
     def routers(self) -> dict[str, RouterInfo]:
         (info,) = self.ffn.routers().values()
         return {round_name(number): info.inside("ffn") for number in range(self.rounds)}
-
-    def inner_blocks(self) -> dict[str, FFNConfig]:
-        return {"ffn": self.ffn}
 
     def build(self, d_model: int) -> FFNBlock:
         return ChainOfExpertsFFN(self, d_model)
@@ -94,11 +92,13 @@ class ChainOfExpertsFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
+        self.ffn.refuse_vmap(x)
         hidden = without_padding(x, context)
         routings: dict[str, Routing] = {}
         shares: dict[str, Tensor] = {}
         for name, router, of_round in self._rounds(context):
-            output = self.ffn.route_by(router, hidden, of_round)
+            routing = router(*flatten_tokens(hidden, of_round))
+            output = self.ffn.follow(routing, hidden, of_round)
             routings |= within(name, output.routings)
             shares |= within(name, output.shared_shares)
             hidden = hidden + output.hidden
@@ -119,12 +119,10 @@ class ChainOfExpertsFFN(FFNBlock):
         routers = [self.ffn.router, *cast("list[Router]", list(self.later_routers))]
         return {round_name(number): router for number, router in enumerate(routers)}
 
-    def place_experts(self, place: PlaceExperts) -> None:
-        self.ffn.place_experts(place)
-
     def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
         found, hidden = list[Memory](), without_padding(x, context)
         for _, router, of_round in self._rounds(context):
-            found += self.ffn.memories_by(router, hidden, of_round)
-            hidden = hidden + self.ffn.route_by(router, hidden, of_round).hidden
+            routing = router(*flatten_tokens(hidden, of_round))
+            found += self.ffn.memories_of(routing, hidden, of_round)
+            hidden = hidden + self.ffn.follow(routing, hidden, of_round).hidden
         return found

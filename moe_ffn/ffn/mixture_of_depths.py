@@ -14,7 +14,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from moe_ffn.config.errors import Refusal, first_refusal
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo
 from moe_ffn.ffn.dense import GatedConfig
 from moe_ffn.kernels.base import refuse_vmap
 from moe_ffn.kernels.torch_modes import is_transform_on, needs_static_shapes
@@ -93,9 +93,6 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
         }
         return {"routing": RouterInfo(self.router, 1, is_gate=True)} | within("inner", inner)
 
-    def inner_blocks(self) -> dict[str, FFNConfig]:
-        return {"ffn": self.ffn}
-
     def build(self, d_model: int) -> FFNBlock:
         return MixtureOfDepthsFFN(self, d_model)
 
@@ -167,9 +164,6 @@ class MixtureOfDepthsFFN(FFNBlock):
 
     def routers(self) -> dict[str, Router]:
         return {"routing": self.router} | within("inner", self.ffn.routers())
-
-    def place_experts(self, place: PlaceExperts) -> None:
-        self.ffn.place_experts(place)
 
     def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
         x_TD, flat = flatten_tokens(x, context)
