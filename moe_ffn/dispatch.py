@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.kernels.native.routing import sort_by_expert
-from moe_ffn.outputs import Plan, Routing
+from moe_ffn.outputs import ListedRouting, Plan, Routing
 
 
 def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
@@ -60,7 +60,7 @@ def plan_of_list(routing: Routing, num_experts: int) -> Plan:
         offsets_E=routing.expert_ids_N.new_zeros(0, dtype=torch.int32),
         pair_ids_N=torch.arange(left_out_N.shape[0], device=left_out_N.device),
         expert_ids_N=routing.expert_ids_N.masked_fill(left_out_N, 0),
-        listed_k=routing.listed_k,
+        listed_k=routing.listed_k if isinstance(routing, ListedRouting) else None,
     )
 
 
@@ -80,7 +80,7 @@ class Dispatched(ABC):
 
 
 class Dispatcher(ABC):
-    """How tokens come to the experts of a plan, and outputs back."""
+    """Brings tokens to the experts of a plan, and their outputs back."""
 
     @abstractmethod
     def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched: ...

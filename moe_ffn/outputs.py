@@ -1,14 +1,12 @@
-"""The values that every feed-forward block reads and returns: frozen, and pytrees to torch.
+"""Values that every feed-forward block reads and returns: frozen, and pytrees to torch.
 
 T tokens (batch and sequence flattened), E experts, N (token, expert) pairs, S sequence length
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import wraps
-from typing import Any, Literal, NoReturn, Protocol, Self, TypeVar, cast
+from typing import Any, Literal, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +37,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class TokenHistory(Protocol):
-    """What blocks keep of the tokens so far, where a decoder computes new tokens alone; see `KVCache`."""
+    """Values that blocks keep of earlier tokens, while a decoder computes new ones alone; see `KVCache`."""
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
         """Values of new tokens (B, S, ...) behind those of the `reach` tokens before them, which are kept.
@@ -55,7 +53,7 @@ class TokenHistory(Protocol):
 
 @dataclass(frozen=True)
 class TokenContext:
-    """Padding mask, token ids and the like: what some blocks need besides the vectors."""
+    """Padding mask, token ids and other inputs that some blocks need besides the vectors."""
 
     mask: Tensor | None = None
     """bool, the leading shape of `x`: True where a token is real, False where it is padding. Padded
@@ -73,8 +71,8 @@ class TokenContext:
     instead of choosing. None: routers choose."""
 
     history: TokenHistory | None = None
-    """Where blocks keep what they read of earlier tokens; `x` (B, S, d_model) then follows those. None: each
-    sequence begins in `x`."""
+    """Store in which blocks keep what they read of earlier tokens; `x` (B, S, d_model) then follows those.
+    None: each sequence begins in `x`."""
 
     def __repr__(self) -> str:
         return summarize(self)
@@ -107,10 +105,10 @@ class TokenContext:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where each token goes: N (token, expert, weight) pairs, and the scores they came from.
+    """The experts of each token: N (token, expert, weight) pairs, and the scores they came from.
 
-    Pairs stand in token-major order. Only `weights_N`, `logits_TE`, `scores_TE`, `selection_probs_TE` and
-    `logits_N` carry gradients.
+    Pairs stand in token-major order. Only weights, logits, scores and probabilities carry gradients. A router
+    that knows more returns a subclass, such as `NoisyRouting`.
     """
 
     token_ids_N: Tensor
@@ -123,7 +121,7 @@ class Routing:
     """float32 (or wider), what the expert's output is multiplied by."""
 
     dropped_N: Tensor
-    """bool, True where the expert's capacity was full, so that the pair is not computed."""
+    """bool, True where the expert was full, so that the pair is not computed."""
 
     num_tokens: int
     """T, padding included."""
@@ -139,36 +137,11 @@ class Routing:
     that shapes don't depend on data, but they are neither computed nor counted."""
 
     logits_TE: Tensor | None = None
-    """float32 (or wider), the router's scores before any normalisation. None from a router that has too
-    many experts for a table of them; see `require`."""
+    """float32 (or wider), the router's scores before any normalisation. None from a router with too many
+    experts for such a table; see `ListedRouting`."""
 
     scores_TE: Tensor | None = None
     """float32 (or wider), after normalisation; each row is non-negative. None where `logits_TE` is."""
-
-    capacity: Tensor | None = None
-    """int64 scalar, the pairs one expert may take; None when dropless."""
-
-    chosen_N: Tensor | None = None
-    """bool, False for pairs that the router listed and did not choose; None when it chose all. A router
-    whose number of pairs depends on the data lists the most there can be, so that shapes do not."""
-
-    capacity_k: float | None = None
-    """Experts per token that the capacity assumes, where their number depends on the data: to count the
-    pairs would leak later tokens to earlier ones. None: the pairs are counted."""
-
-    target_k: float | None = None
-    """Experts per token that the sparsity rule steers the router towards (ReLU routing); None elsewhere."""
-
-    selection_probs_TE: Tensor | None = None
-    """Probability, over the router's noise, that each expert is among a token's k (noisy top-k routing);
-    None elsewhere."""
-
-    logits_N: Tensor | None = None
-    """float32 (or wider), the score of each pair before any normalisation, from a router without tables of
-    (T, E) numbers. Losses and metrics are then over the listed pairs. None where there are tables."""
-
-    listed_k: int | None = None
-    """K, where the list has exactly K pairs of every token, so that it is a (T, K) table; None elsewhere."""
 
     def __repr__(self) -> str:
         """One line of sizes and, where tensors hold values (not on `meta`, nor in a trace), of counts."""
@@ -193,18 +166,15 @@ class Routing:
             num_real = int(self.real_N.sum())
             if num_real < len(self.token_ids_N):
                 parts.append(f"num_real_pairs={num_real}")
-            if self.capacity is not None:
-                share = int((self.dropped_N & self.real_N).sum()) / max(num_real, 1)
-                parts.append(f"capacity={int(self.capacity)}, dropped={share:.1%}")
-            else:
-                parts.append("dropless")
+            share = int((self.dropped_N & self.real_N).sum()) / max(num_real, 1)
+            parts.append(f"dropped={share:.1%}")
         except RuntimeError:  # there are no values: a fake tensor, or one on the meta device
             pass
         return parts
 
     @property
     def is_listed(self) -> bool:
-        """Whether there are too many experts for a number of each: all there is are the listed pairs."""
+        """True where experts are too many for a number of each: the routing has the listed pairs alone."""
         return self.scores_TE is None
 
     @property
@@ -217,8 +187,9 @@ class Routing:
     @property
     def real_N(self) -> Tensor:
         """bool: True for the pairs that the router chose for real tokens."""
-        real_N = torch.ones_like(self.dropped_N) if self.chosen_N is None else self.chosen_N
-        return real_N if self.mask_T is None else real_N & self.mask_T[self.token_ids_N]
+        if self.mask_T is None:
+            return torch.ones_like(self.dropped_N)
+        return self.mask_T[self.token_ids_N]
 
     @property
     def computed_N(self) -> Tensor:
@@ -228,9 +199,7 @@ class Routing:
     @property
     def left_out_N(self) -> Tensor:
         """bool: pairs that no expert computes: dropped, of padding, or not chosen."""
-        if self.chosen_N is None and self.mask_T is None:
-            return self.dropped_N
-        return self.dropped_N | ~self.real_N
+        return self.dropped_N if self.mask_T is None else self.dropped_N | ~self.real_N
 
     def require(self, table: Literal["logits_TE", "scores_TE"], needed_by: str) -> Tensor:
         """The table called `table`.
@@ -254,6 +223,56 @@ class Routing:
             if isinstance(value := getattr(self, field.name), Tensor)
         }
         return replace(self, **tensors)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ChosenRouting(Routing):
+    """Routing of a router that chooses a number of experts that depends on the data.
+
+    The router lists the most pairs that there can be, so that shapes do not depend on the data.
+    """
+
+    chosen_N: Tensor
+    """bool, False for pairs that the router listed and did not choose."""
+
+    capacity_k: float | None = None
+    """Experts per token that a capacity assumes, since counting the pairs would leak later tokens to earlier
+    ones. None: the pairs are counted."""
+
+    @property
+    def real_N(self) -> Tensor:
+        return self.chosen_N if self.mask_T is None else self.chosen_N & super().real_N
+
+    @property
+    def left_out_N(self) -> Tensor:
+        return self.dropped_N | ~self.real_N
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SteeredRouting(ChosenRouting):
+    """Routing of a router whose number of experts per token a rule steers (ReLU routing)."""
+
+    target_k: float
+    """Experts per token that the sparsity rule aims at."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class NoisyRouting(Routing):
+    """Routing that was chosen with noise (noisy top-k in training)."""
+
+    selection_probs_TE: Tensor
+    """Probability, over the router's noise, that each expert is among a token's k."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ListedRouting(Routing):
+    """Routing among too many experts for (T, E) tables (product keys); losses are over the listed pairs."""
+
+    logits_N: Tensor
+    """float32 (or wider), the score of each pair before any normalisation."""
+
+    listed_k: int
+    """K, the pairs of every token, so that the list is a (T, K) table."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +313,7 @@ _NO_TENSOR = (
 
 @dataclass(frozen=True)
 class FFNOutput:
-    """What every feed-forward block returns."""
+    """Output of every feed-forward block."""
 
     hidden: Tensor
     """The shape and dtype of the block's input."""
@@ -332,229 +351,14 @@ class FFNOutput:
         raise TypeError(_NO_TENSOR)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The hidden units of one network at work, each a key-value memory: it adds its activation times its
-    value vector to the output (Geva et al. 2021, arXiv:2012.14913, equation 2).
-
-    N tokens that came to the network, F hidden units, D model width.
-    """
-
-    name: str
-    """`expert 3`, `shared expert`; empty for the only network of a block."""
-
-    token_ids_N: Tensor
-    """int64, which of the block's flattened tokens they are; padding is none of them."""
-
-    activations_NF: Tensor
-    """After the activation function and the gate, before any weight of a router."""
-
-    values_FD: Tensor
-    """The columns of the matrix `down`."""
-
-
-# -- names of routings, inside of what holds a block
-
-Value = TypeVar("Value")
-
-OWN = "routing"
-"""The key of `FFNOutput.routings` for the block's own router."""
-
-
-ROUTING_SUFFIX = "(?:/(?:inner|round_[0-9]+))*"
-"""Regular expression of what follows the name of a layer in those of the routings of its block."""
-
-
-def round_name(number: int) -> str:
-    """The key of `FFNOutput.routings` for a round, counted from 0, of a chain of experts: `round_2`."""
-    return f"round_{number + 1}" if number else OWN
-
-
-def within(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
-    """The values of an inner block, by routing name, renamed for the module that holds it as `outer`.
-
-    `routing`, the block's own, becomes `outer`; `inner` becomes `outer/inner`.
-    """
-    return {outer if name == OWN else f"{outer}/{name}": value for name, value in values.items()}
-
-
-# -- checks of what functions and blocks are given
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def takes_routing(function: F) -> F:
-    """Check the first argument of a function of a Routing with `check_routing`."""
-
-    @wraps(function)
-    def checked(routing: Routing, *args: Any, **kwargs: Any) -> Any:
-        check_routing(routing, function.__name__)
-        return function(routing, *args, **kwargs)
-
-    return cast("F", checked)
-
-
-def check_routing(value: object, taker: str) -> None:
-    """TypeError where `value` is no Routing; most often it is None, from a dense block."""
-    if isinstance(value, Routing):
-        return
-    got = f"a value of type {type(value).__name__}"
-    if value is None:
-        got = "None, the routing of a block that routes nothing"
-    elif isinstance(value, FFNOutput):
-        got = "an FFNOutput; use output.routing"
-    raise TypeError(f"{taker} takes a Routing, but got {got}")
-
-
-def check_input(
-    x: Tensor, context: TokenContext | None, d_model: int, block: nn.Module | None = None
-) -> None:
-    """Refuse an input that no block can transform; every block calls it first. It reads no tensor's values.
-
-    Args:
-        x: the input of the block.
-        context: its context.
-        d_model: the width that the block was built for.
-        block: its class begins the sentence.
-
-    Raises:
-        TypeError: `x`, `context` or what is in it is of another type.
-        ValueError: a dtype, a width or a shape is wrong.
-    """
-    try:
-        _check_x(x, d_model)
-        if context is not None:
-            _check_context(context, x.shape[:-1], x.device)
-    except (TypeError, ValueError) as error:
-        if block is None:
-            raise
-        raise type(error)(f"{type(block).__name__}: {error}") from None
-
-
-def _check_x(x: Tensor, d_model: int) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a torch.Tensor, but is of type {type(x).__name__}")
-    if not x.dtype.is_floating_point:
-        raise ValueError(
-            f"x must be floating point, but is {x.dtype}; a block takes embedded tokens, not their ids"
-        )
-    if x.dtype.itemsize < 2:
-        raise ValueError(
-            f"x must have at least 16 bits, but is {x.dtype}, which torch stores and does not compute "
-            "with; use x.to(torch.bfloat16)"
-        )
-    if x.layout != torch.strided or x.is_nested:
-        layout = "a nested tensor" if x.is_nested else f"of the layout {x.layout}"
-        raise ValueError(
-            f"x must be a dense (..., {d_model}), but is {layout}; pad it to one shape, and say in "
-            "TokenContext.mask which tokens are real"
-        )
-    if x.ndim == 0:
-        raise ValueError(f"x must be (..., {d_model}), but has no axis at all")
-    if x.shape[-1] != d_model:
-        raise ValueError(
-            f"x has width {x.shape[-1]}, but this block was built for d_model {d_model}; "
-            f"x must be (..., {d_model})"
-        )
-
-
-def _check_context(context: TokenContext, leading_shape: torch.Size, device: torch.device) -> None:
-    if not isinstance(context, TokenContext):
-        raise TypeError(
-            f"context must be a TokenContext, but is of type {type(context).__name__}; "
-            "use TokenContext(mask=..., token_ids=...)"
-        )
-    for name in ("mask", "token_ids", "expert_ids"):
-        value = getattr(context, name)
-        if value is None:
-            continue
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"TokenContext.{name} must be a torch.Tensor, but is of type {type(value).__name__}"
-            )
-        if (value.shape[:-1] if name == "expert_ids" else value.shape) != leading_shape:
-            raise ValueError(
-                f"TokenContext.{name} must have the leading shape of x, {tuple(leading_shape)}, "
-                f"but has {tuple(value.shape)}"
-            )
-        if value.device != device:
-            raise ValueError(
-                f"TokenContext.{name} is on {value.device}, but x is on {device}; "
-                f"use {name}.to(x.device)"
-            )
-    length = context.sequence_length
-    if length is None:
-        return
-    if not isinstance(length, (int, torch.SymInt)):
-        raise TypeError(
-            f"TokenContext.sequence_length must be an int, but is of type {type(length).__name__}"
-        )
-    num_tokens = leading_shape.numel()
-    if num_tokens % length:
-        raise ValueError(
-            f"TokenContext.sequence_length ({length}) must divide the number of tokens in x "
-            f"({num_tokens})"
-        )
-
-
-def without_padding(x: Tensor, context: TokenContext | None) -> Tensor:
-    """`x` (..., d_model), zero where it is padding.
-
-    Padding may hold anything, NaN too, which would reach the gradients of weights as 0 * NaN.
-    """
-    if context is None or context.mask is None:
-        return x
-    return x.masked_fill(~context.mask.unsqueeze(-1), 0)
-
-
-def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, TokenContext]:
-    """`x` (..., d_model) as (T, d_model), zero where it is padding, and the context flattened alike.
-
-    Both have passed `check_input`.
-    """
-    context = context or TokenContext()
-    leading_shape = x.shape[:-1]
-    x = without_padding(x, context)
-    length = context.sequence_length or (leading_shape[-1] if leading_shape else 1)
-    flat = TokenContext(
-        mask=None if context.mask is None else context.mask.reshape(-1),
-        token_ids=None if context.token_ids is None else context.token_ids.reshape(-1),
-        expert_ids=None if context.expert_ids is None else context.expert_ids.flatten(0, -2),
-        sequence_length=max(length, 1),
-    )
-    return x.reshape(-1, x.shape[-1]), flat
-
-
-# -- arithmetic of routings
-
-
-def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
-    """int64 (E,): the number of pairs of each expert. No host synchronisation, unlike `bincount`."""
-    ones_N = torch.ones_like(expert_ids_N)
-    return expert_ids_N.new_zeros(num_experts).scatter_add_(0, expert_ids_N, ones_N)
-
-
-def divisor(sums: Tensor) -> Tensor:
-    """Sums of what is not negative, to divide by, none of them 0."""
-    # Larger than the least number there is, so that no gradient divided by it overflows.
-    limits = torch.finfo(sums.dtype)
-    return sums.clamp(min=limits.tiny / limits.eps)
-
-
-def finite_log(values: Tensor) -> Tensor:
-    """The logarithm of what is not negative, and of 0 that of the least number there is."""
-    return values.clamp(min=torch.finfo(values.dtype).tiny).log()
-
-
-def on_this_rank(tensor: Tensor) -> Tensor:
-    """The part of a distributed tensor that is on this rank; any other tensor as it is."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return tensor
-    # Importing it takes half a second. Not `hasattr(tensor, "to_local")`, which torch.compile denies.
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-for _value in (TokenContext, Routing, Plan, FFNOutput):
+for _value in (
+    TokenContext,
+    Routing,
+    ChosenRouting,
+    SteeredRouting,
+    NoisyRouting,
+    ListedRouting,
+    Plan,
+    FFNOutput,
+):
     torch.export.register_dataclass(_value, serialized_type_name=f"moe_ffn.{_value.__name__}")

@@ -1,4 +1,4 @@
-"""Checks of your own blocks, routers and experts: do they keep what their base classes promise?
+"""Checks of custom blocks, routers and experts against the promises of their base classes.
 
     from moe_ffn.testing import check_ffn
 
@@ -25,11 +25,11 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import ConfigError, explain, show
+from moe_ffn.config.errors import ConfigError, Situation, explain, show
 from moe_ffn.dispatch import make_plan, plan_of_list
 from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import FFNBlock, FFNConfig
-from moe_ffn.outputs import FFNOutput, Routing, TokenContext
+from moe_ffn.outputs import FFNOutput, ListedRouting, Routing, TokenContext
 from moe_ffn.routing import Router, RouterConfig, routing_of_pairs
 
 Kind = TypeVar("Kind")
@@ -51,7 +51,7 @@ def check_ffn(
 
     Args:
         ffn: a built block, or what `build_ffn` takes; then what its config says is checked too, such as
-            `num_params` and `by_token`.
+            `num_params` and `refusal`.
         d_model: D; needed where `ffn` is no block with an attribute of that name.
         causal: the block is for a causal model, so that no output may depend on later tokens.
         seq_len: length of the longest sequences that are tried.
@@ -154,7 +154,7 @@ class Trial:
     seq_len: int = _MAX_LENGTH
     causal: bool = True
     way_out: str = "pass causal=False"
-    """How the part is used in a model that is not causal."""
+    """Advice on the use of the part in a model that is not causal."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -238,8 +238,9 @@ class Trial:
             "dropped_N": N,
             "logits_TE": TE,
             "scores_TE": TE,
-            "logits_N": N,
         }
+        if isinstance(routing, ListedRouting):
+            shapes["logits_N"] = N
         for name, shape in shapes.items():
             found = getattr(routing, name)
             # A router of too many experts for a table has none.
@@ -247,11 +248,11 @@ class Trial:
                 raise self.refuse(
                     f"its routing has {name} of shape {tuple(found.shape)}, expected {shape}"
                 )
-        if routing.logits_TE is None and routing.logits_N is None:
-            name, shape = ("logits_N", N) if routing.is_listed else ("logits_TE", TE)
-            raise self.refuse(
-                f"its routing has no {name}, its scores before any normalisation, expected of shape {shape}"
-            )
+        if routing.logits_TE is None and not isinstance(routing, ListedRouting):
+            wanted = f"ListedRouting.logits_N, expected of shape {N}"
+            if not routing.is_listed:
+                wanted = f"logits_TE, its scores before any normalisation, expected of shape {TE}"
+            raise self.refuse(f"its routing has no {wanted}")
         if routing.scores_TE is not None and (routing.scores_TE < 0).any():
             raise self.refuse(
                 "its routing has scores_TE below 0, but they are what a softmax or the like makes of "
@@ -266,11 +267,11 @@ class Trial:
             ids = getattr(routing, name)
             if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
                 raise self.refuse(f"its routing has {name} that are not int64 from 0 to {end - 1}")
-        if (k := routing.listed_k) is not None:
-            every_token_N = (
-                [token for token in range(num_tokens) for _ in range(k)] if type(k) is int else None
-            )
-            if routing.token_ids_N.tolist() != every_token_N:
+        if isinstance(routing, ListedRouting):
+            k, ids = routing.listed_k, routing.token_ids_N.tolist()
+            if type(k) is not int or ids != [
+                token for token in range(num_tokens) for _ in range(k)
+            ]:
                 raise self.refuse(
                     f"its routing has listed_k {show_value(k)}, but token_ids_N are not every token so "
                     "many times"
@@ -279,7 +280,7 @@ class Trial:
 
     def require_causal(self, config: FFNConfig | RouterConfig) -> None:
         """Refuse, in a causal model, a part that says itself that it is not."""
-        if self.causal and (refusal := config.not_causal_because):
+        if self.causal and (refusal := config.refusal(Situation(causal=True))):
             raise self.refuse(
                 f"{refusal.reason}, so a causal model would see what it has to guess; {refusal.advice}, or "
                 f"{self.way_out}"
@@ -326,40 +327,34 @@ class Trial:
                     f"guess; look at earlier tokens alone, or {self.way_out}"
                 )
 
-    def require_same_alone(self, claim: str, whole: Tensor, alone: Tensor) -> None:
-        """Refuse a part that says under a name that tokens may be computed alone, and makes others of them.
-
-        Args:
-            whole: (B, S, ...), of whole sequences.
-            alone: (1, S, ...), each token of the first one alone.
-        """
-        moved_S = (alone - whole[:1]).abs().flatten(2).amax(dim=(0, 2))
-        if moved_S.max() > 1e-3 * whole.abs().max() + 1e-6:
-            raise self.refuse(
-                f"it says {claim}, but the token at position {int(moved_S.argmax())} becomes something else "
-                f"alone than in its sequence, and text would be written so; leave {claim} out"
-            )
-
-    def require_by_token(
+    def require_same_alone(
         self,
         module: nn.Module,
         call: Callable[[Tensor, Tensor], Tensor],
-        after: Callable[[Tensor, Tensor], Tensor] | None = None,
+        alone: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        """`require_same_alone` of a block or a router in evaluation.
+        """Refuse a block or a router that serves `cached`, but changes a token that is computed alone.
 
         Args:
             call: as above.
-            after: as `call`, of a token after those that it was called with before, which are kept.
+            alone: as `call`, of one token after those that it was called with before.
         """
         x, ids = self.x(), self.token_ids_BS()
         module.eval()
         whole = call(x, ids)
         if self.length > 1 and torch.equal(whole, call(x, ids)):  # otherwise noise
             tokens = zip(x[:1].split(1, 1), ids[:1].split(1, 1), strict=True)
-            claim = "by_token" if after is None else "reads_history"
-            alone = torch.cat([(after or call)(*token) for token in tokens], 1)
-            self.require_same_alone(claim, whole, alone)
+            self.require_equal(whole, torch.cat([alone(*token) for token in tokens], 1))
+
+    def require_equal(self, whole: Tensor, alone: Tensor) -> None:
+        """Refuse tokens that differ alone (1, S, ...) from those of the first whole sequence (B, S, ...)."""
+        moved_S = (alone - whole[:1]).abs().flatten(2).amax(dim=(0, 2))
+        if moved_S.max() > 1e-3 * whole.abs().max() + 1e-6:
+            raise self.refuse(
+                "its config does not refuse Situation(cached=True), but the token at position "
+                f"{int(moved_S.argmax())} becomes something else alone than in its sequence, and text would "
+                "be written so; refuse it in refusal(situation), or leave by_token or has_places out"
+            )
 
     # -- what is tried, by family
 
@@ -413,8 +408,10 @@ class Trial:
         if config is not None:
             self.require_causal(config)
         self.require_blind_to_future(block, hidden)
-        if config is not None and config.not_cached_because is None:
-            self.require_by_token(block, hidden, hidden_after if config.reads_history else None)
+        cached = Situation(cached=True)
+        if config is not None and config.refusal(cached) is None:
+            alone = config.refusal(replace(cached, history=False)) is None
+            self.require_same_alone(block, hidden, hidden if alone else hidden_after)
         move_off_zero(block)
         infos = {} if config is None else config.routers()
         for name, router in block.train().routers().items():
@@ -449,8 +446,8 @@ class Trial:
             weights(self.x(), self.token_ids_BS())
         self.require_causal(config)
         self.require_blind_to_future(router, weights)
-        if config.not_cached_because is None:
-            self.require_by_token(router, weights)
+        if config.refusal(Situation(cached=True)) is None:
+            self.require_same_alone(router, weights, weights)
         move_off_zero(router)
         router.train()
         if config.learns:
@@ -543,7 +540,7 @@ def miscounted(
 
 
 def _miscounted_experts(ffn: FFNConfig, d_model: int) -> str:
-    """Which experts in a block are at fault for its count; the empty string where none are."""
+    """Return which experts of a block are miscounted; the empty string where none are."""
     for inner in ffn.inner_blocks().values():
         if why := _miscounted_experts(inner, d_model):
             return why

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from moe_ffn import build_ffn
+from moe_ffn.cli.logs import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.kernels.native.build import why_unavailable
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.kernels.native.build import unavailable_reason
+from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SteeredRouting, TokenContext
 from moe_ffn.routing import TopKRouterConfig
 
 pytest_plugins = ["tests.helpers.programs_in_process"]
@@ -62,6 +62,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _logging() -> None:
+    """Log lines go to stderr, as in a program, where `capsys` sees them."""
+    set_up_logging()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a user's programs remember, the code they trust, is not that of whoever runs the tests.
@@ -76,10 +82,7 @@ def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         kernels.mkdir(parents=True, exist_ok=True)
         (cache / "moe_ffn").symlink_to(kernels)
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        why_unavailable()  # compiled, and said, before a test looks at what is said
-        # matplotlib's list of fonts takes seconds to make, and is the same in every session.
-        fonts = Path(tempfile.gettempdir()) / "matplotlib-of-tests"
-        patch.setenv("MPLCONFIGDIR", str(fonts))
+        unavailable_reason()  # compiled, and said, before a test looks at what is said
         yield
 
 
@@ -104,7 +107,16 @@ def make_routing() -> Callable[..., Routing]:
             "mask_T": None,
             "sequence_length": num_tokens,
         }
-        return Routing(**{**values, **replaced})
+        if "target_k" in replaced or "capacity_k" in replaced:
+            values["chosen_N"] = torch.ones(num_tokens * k, dtype=torch.bool)
+        kinds = {
+            "target_k": SteeredRouting,
+            "capacity_k": ChosenRouting,
+            "chosen_N": ChosenRouting,
+            "selection_probs_TE": NoisyRouting,
+        }
+        kind = next((kind for name, kind in kinds.items() if name in replaced), Routing)
+        return kind(**{**values, **replaced})
 
     return make
 

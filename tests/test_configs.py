@@ -16,7 +16,7 @@ import moe_ffn
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.config.yaml_files import flag_value
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.parameter_counts import check_num_params
+from moe_ffn.runs.custom_parts import check_num_params
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
@@ -124,7 +124,7 @@ def test_config_makes_a_training_step(path: Path) -> None:
     moved = [name for name, p in module.named_parameters() if not torch.equal(p, before[name])]
     assert "decoder.embedding.weight" in moved
     ffns = enumerate(config.model.layer_ffns())
-    sparse = [f"layer_{layer:02d}" for layer, ffn in ffns if ffn.is_sparse]
+    sparse = [f"layer_{layer:02d}" for layer, ffn in ffns if bool(ffn.routers())]
     assert [name for name in output["routings"] if "/" not in name] == sparse
 
 

@@ -25,7 +25,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_content_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
+def test_content_replaces_the_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_whole(path, "before")
 
@@ -36,7 +36,7 @@ def test_content_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_who_may_read_a_file_is_said_by_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+def test_the_umask_decides_the_permissions(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
         write_whole(tmp_path / "file", "content")
@@ -47,7 +47,7 @@ def test_who_may_read_a_file_is_said_by_the_umask(tmp_path: Path, umask: int, mo
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=str)
-def test_an_error_within_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
+def test_an_error_while_writing_keeps_the_file(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "file"
     write_whole(path, "before")
 
@@ -64,7 +64,7 @@ def test_an_error_within_leaves_what_was_there(tmp_path: Path, error: BaseExcept
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_what_fails_at_the_end_leaves_what_was_there(
+def test_an_error_at_the_end_keeps_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     path = tmp_path / "file"
@@ -81,7 +81,7 @@ def test_what_fails_at_the_end_leaves_what_was_there(
     assert names(tmp_path) == ["file"]
 
 
-def test_a_folder_in_the_place_of_the_file_is_an_error_and_stays(tmp_path: Path) -> None:
+def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
 
     with pytest.raises(OSError, match="no file, but a folder"):
@@ -90,7 +90,7 @@ def test_a_folder_in_the_place_of_the_file_is_an_error_and_stays(tmp_path: Path)
     assert names(tmp_path) == ["file"]
 
 
-def test_what_a_dead_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_unfinished_files_are_removed(tmp_path: Path) -> None:
     for name in (".file.abc.unfinished", "file", "mine.unfinished", ".hidden"):
         (tmp_path / name).touch()
 
@@ -99,7 +99,7 @@ def test_what_a_dead_process_left_is_removed_and_nothing_else(tmp_path: Path) ->
     assert names(tmp_path) == [".hidden", "file", "mine.unfinished"]
 
 
-def test_a_damaged_file_is_kept_beside_itself(tmp_path: Path) -> None:
+def test_a_damaged_file_is_copied(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\xff\x00")
 
@@ -112,7 +112,7 @@ def test_a_damaged_file_is_kept_beside_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "fails"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)]
 )
-def test_a_file_system_that_cannot_sync_folders_is_no_broken_one(
+def test_a_file_system_may_lack_sync_of_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
 ) -> None:
     def refuse(descriptor: int) -> None:
@@ -127,7 +127,7 @@ def test_a_file_system_that_cannot_sync_folders_is_no_broken_one(
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a socket"])
-def test_what_is_no_file_is_neither_opened_nor_replaced(tmp_path: Path, kind: str) -> None:
+def test_pipes_and_sockets_are_neither_opened_nor_replaced(tmp_path: Path, kind: str) -> None:
     """As /dev/null, which root could replace."""
     path = tmp_path / "file"
     os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "a pipe" else stat.S_IFSOCK))

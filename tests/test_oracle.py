@@ -26,6 +26,7 @@ from moe_ffn.ffn import CombineConfig
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.activations import GATE_ACTIVATIONS
 from moe_ffn.kernels.select import BACKENDS
+from moe_ffn.outputs import ChosenRouting
 from tests.helpers.every_router import ROUTERS
 
 D_MODEL, NUM_EXPERTS = 8, 4  # of `build_moe`
@@ -166,13 +167,15 @@ def oracle(moe: MoEFFN, x_BSD: Tensor, mask_BS: Tensor, limit: Limit) -> tuple[T
     token_ids, expert_ids = routing.token_ids_N.tolist(), routing.expert_ids_N.tolist()
     num_experts = routing.num_experts
 
-    chosen = [True] * len(token_ids) if routing.chosen_N is None else routing.chosen_N.tolist()
+    chosen, capacity_k = [True] * len(token_ids), None
+    if isinstance(routing, ChosenRouting):
+        chosen, capacity_k = routing.chosen_N.tolist(), routing.capacity_k
     real = [n for n, t in enumerate(token_ids) if mask[t] and chosen[n]]
     places_left = [len(real)] * num_experts
     if limit.factor is not None:
         pairs = Fraction(len(real))
-        if routing.capacity_k is not None:
-            pairs = sum(mask.tolist()) * Fraction(str(routing.capacity_k))
+        if capacity_k is not None:
+            pairs = sum(mask.tolist()) * Fraction(str(capacity_k))
         places = math.ceil(Fraction(str(limit.factor)) * pairs / num_experts)
         places_left = [places] * num_experts
     weights = routing.weights_N.tolist()

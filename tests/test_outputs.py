@@ -110,8 +110,8 @@ def test_an_exported_program_returns_an_output() -> None:
 @pytest.fixture
 def tableless(make_routing: Callable[..., Routing]) -> Routing:
     """Of a router that has too many experts for a table."""
-    routing = make_routing([[0, 1], [2, 1], [0, 3]], 4)
-    return replace(routing, logits_TE=None, scores_TE=None, target_k=1.0)
+    routing = make_routing([[0, 1], [2, 1], [0, 3]], 4, target_k=1.0)
+    return replace(routing, logits_TE=None, scores_TE=None)
 
 
 NEEDING: dict[str, tuple[str, Callable[[Routing], object]]] = {
@@ -145,7 +145,8 @@ def test_what_needs_a_table_says_so(tableless: Routing, name: str) -> None:
 
 def test_what_counts_pairs_needs_no_table(tableless: Routing) -> None:
     assert repr(tableless) == (
-        "Routing(num_tokens=3, sequence_length=3, num_experts=4, num_pairs=6, dropless, float32 on cpu)"
+        "SteeredRouting(num_tokens=3, sequence_length=3, num_experts=4, num_pairs=6, dropped=0.0%, "
+        "float32 on cpu)"
     )
     assert pairs_per_expert(tableless).tolist() == [2, 2, 1, 1]
     assert pairs_per_sequence(tableless).tolist() == [[2, 2, 1, 1]]
@@ -174,7 +175,7 @@ def test_a_layer_works_without_tables() -> None:
     layer: Any = build_ffn(config, D_MODEL)
     layer.router = Tableless()
     output = layer(tokens(2, 6))
-    assert output.routing.capacity == 6  # ceil(2 * 12 / 4)
+    assert layer.capacity.places(output.routing, training=True) == 6  # ceil(2 * 12 / 4)
     assert (output.hidden.flatten(0, 1).abs().sum(dim=-1) > 0).sum() == 6
 
 

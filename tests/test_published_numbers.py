@@ -32,7 +32,7 @@ from moe_ffn.routing import (
     SinkhornRouterConfig,
     TopKRouterConfig,
 )
-from moe_ffn.routing.capacity import by_position, by_probability, limit
+from moe_ffn.routing.capacity import by_position, by_probability, capacity_of, limit
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_losses.json").read_text("utf-8"))
 
@@ -99,11 +99,6 @@ def kept(routing: Routing) -> list[int]:
     return routing.expert_ids_N[routing.computed_N].bincount(minlength=8).tolist()
 
 
-def capacity(routing: Routing) -> int:
-    assert routing.capacity is not None
-    return int(routing.capacity)
-
-
 def grouped(score_top: int | None) -> Routing:
     """DeepSeek-V3's router: bias 0.3 cos(e), 2 of 4 groups, k = 2, scale 2.5."""
     config = SigmoidTopKRouterConfig.model_validate(
@@ -141,7 +136,7 @@ def top_2_gate(name: str, priority: Callable[[Routing], Tensor]) -> dict[str, Ca
     routing = limited_top_2(priority)
     return {
         f"deepspeed/{name}/l_aux": lambda: load_balancing_loss(routing).item(),
-        f"deepspeed/{name}/capacity": lambda: capacity(routing),
+        f"deepspeed/{name}/capacity": lambda: int(capacity_of(routing, 1.0)),
         f"deepspeed/{name}/kept": lambda: int(routing.computed_N.sum()),
         f"deepspeed/{name}/gates_token0": lambda: routing.weights_N[:2].tolist(),
         f"deepspeed/{name}/gates_rowsum_min": lambda: least_sum_of_weights(routing),
@@ -179,9 +174,7 @@ OURS: dict[str, Callable[[], Any]] = {
         softmax(2, sequence_major(FIRST_TE, 3), sequence_length=4)
     ).item(),
     "megatron/z_loss_per_layer": lambda: per_layer(router_z_loss, softmax_layers(1)),
-    "megatron/get_capacity(T*k=24,E=8,cf=1.25)": lambda: capacity(
-        limit(softmax(2), 1.25, by_position)
-    ),
+    "megatron/get_capacity(T*k=24,E=8,cf=1.25)": lambda: int(capacity_of(softmax(2), 1.25)),
     "megatron/probs_row0_post_softmax_k2": lambda: dense_weights(
         route(TopKRouterConfig(k=2, softmax="after"), FIRST_TE)
     ),
@@ -195,7 +188,7 @@ OURS: dict[str, Callable[[], Any]] = {
     "megatron/cf1.0_probs_policy_kept_per_expert_k2": lambda: kept(
         limit(softmax(2), 1.0, by_probability)
     ),
-    "megatron/cf1.0_capacity": lambda: capacity(limit(softmax(2), 1.0, by_probability)),
+    "megatron/cf1.0_capacity": lambda: int(capacity_of(softmax(2), 1.0)),
     "megatron/sinkhorn_argmax_layer0": lambda: route(
         SinkhornRouterConfig(k=1), FIRST_TE
     ).expert_ids_N.tolist(),
@@ -214,11 +207,11 @@ OURS: dict[str, Callable[[], Any]] = {
     "hf_switch/top2_groups=layers": lambda: 2 * mean_of_layers(load_balancing_loss, 2),
     # DeepSpeed's top-1 and top-2 gates balance the first choice alone.
     "deepspeed/top1_l_aux": lambda: load_balancing_loss(softmax(1)).item(),
-    "deepspeed/top1_capacity_cf1": lambda: capacity(limit(softmax(1), 1.0, by_position)),
+    "deepspeed/top1_capacity_cf1": lambda: int(capacity_of(softmax(1), 1.0)),
     "deepspeed/top1_counts": lambda: counts(softmax(1)),
     "deepspeed/top1_kept": lambda: sum(kept(limit(softmax(1), 1.0, by_position))),
     "deepspeed/top2_l_aux": lambda: load_balancing_loss(softmax(1)).item(),
-    "deepspeed/top2_capacity_cf1": lambda: capacity(limit(softmax(2), 1.0, by_position)),
+    "deepspeed/top2_capacity_cf1": lambda: int(capacity_of(softmax(2), 1.0)),
     "deepspeed/top2_kept": lambda: sum(kept(limit(softmax(2), 1.0, by_position))),
     "deepspeed/top2_counts": lambda: counts(softmax(2)),
     **top_2_gate("topk2_probs", by_probability),

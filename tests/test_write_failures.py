@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.usefixtures("clock")
-def test_many_failures_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_failures_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     disk = WriteFailures(Path("run"))
 
     for _ in range(3):
@@ -35,7 +35,7 @@ def test_many_failures_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_what_comes_and_goes_is_one_trouble(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_that_comes_and_goes_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     disk = WriteFailures(Path("run"))
 
     for _ in range(5):
@@ -45,7 +45,7 @@ def test_what_comes_and_goes_is_one_trouble(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.splitlines() == [FAILS, WORKS]
 
 
-def test_after_a_while_it_is_another(
+def test_a_later_failure_is_reported_again(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = WriteFailures(Path("run"))

@@ -30,7 +30,7 @@ from moe_ffn.cli.parser import Parser, whole_number
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.files import reason
-from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.kernels.select import BACKENDS
 
 SUITES: dict[str, Callable[[Session], None]] = {
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 def describe_machine(device: torch.device) -> dict[str, str]:
     """The columns that every line of the results shares."""
     is_gpu = device.type == "cuda"
-    compiled = not is_gpu and why_unavailable() is None
+    compiled = not is_gpu and unavailable_reason() is None
     return {
         "device": device.type,
         "machine": torch.cuda.get_device_name(device) if is_gpu else processor_name(),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_ffn.cli.memory import gigabytes, memory_limit
 from moe_ffn.cli.parser import MAX_COUNT, whole_number
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.kernels.memory import gigabytes, memory_limit
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Name on the command line -> name in torch."""

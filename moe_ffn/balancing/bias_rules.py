@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.balancing.losses import pairs_per_expert
+from moe_ffn.balancing.sums import pairs_per_expert
 from moe_ffn.config.base import Config, TaggedConfig
 from moe_ffn.outputs import Routing
 
@@ -49,7 +49,7 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
 
     type: Literal["sign"] = "sign"
     rate: float = Field(default=1e-3, gt=0)
-    """How far an expert's bias moves per optimizer step."""
+    """Change of an expert's bias per optimizer step."""
     centre: bool = False
     """Subtract from each change of the biases its mean over the experts, as torchtitan does."""
 
@@ -61,7 +61,7 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
         return pairs_per_expert(routing)
 
     def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
-        # In whole numbers, so that a mean that is no float does not make a sign: sum - E * n.
+        # In whole numbers, so that rounding of the mean makes no sign: sum - E * n.
         ahead_E = observed_E.sum() - len(observed_E) * observed_E
         move_E = self.rate * ahead_E.sign().to(bias_E.dtype)
         if self.centre:
@@ -72,7 +72,7 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
 class QuantileRuleConfig(BiasRuleConfig, frozen=True):
     """Quantile balancing: the bias at which each expert would have taken its even share (Megatron-LM).
 
-    What it takes for a token to be chosen is its (k+1)-th largest score + bias. If an expert's bias is the
+    An expert takes a token by passing the token's (k+1)-th largest score + bias. If an expert's bias is the
     negative of the (floor(T k / E) + 1)-th largest excess over that, just T k / E tokens choose it, other
     biases being equal: a step of coordinate descent on the dual of balanced assignment. Kept as a moving
     average with mean 0, as in Megatron-LM (`qb_dual_update`), which averages the quantiles of a step's
@@ -122,7 +122,7 @@ def sparsity_weight_after(weight: Tensor, density: Tensor, factor: float) -> Ten
 
     Args:
         weight: of the step that ended.
-        density: experts per token over `Routing.target_k`, the mean of that step's batches, ranks and
+        density: experts per token over `SteeredRouting.target_k`, the mean of that step's batches, ranks and
             layers; above 1 the sparsity is below its target, 1 - k / E.
         factor: multiplies the weight where the density is above 1, and divides it below.
     """

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ffn.outputs import Routing, divisor, finite_log
+from moe_ffn.balancing.sums import divisor, finite_log
+from moe_ffn.outputs import ListedRouting, Routing
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,9 @@ def importance_of_list(routing: Routing) -> tuple[Tensor, Tensor]:
     return mean, squares / max(num_experts - 1, 1)
 
 
-def logsumexp_of_list(routing: Routing, logits_N: Tensor) -> Tensor:
-    """(T,), logsumexp of the logits of each token's pairs."""
+def logsumexp_of_list(routing: ListedRouting) -> Tensor:
+    """Logsumexp of the logits of each token's pairs, (T,)."""
+    logits_N = routing.logits_N
     lowest_T = logits_N.new_full((routing.num_tokens,), -torch.inf)
     max_T = lowest_T.scatter_reduce(0, routing.token_ids_N, logits_N.detach(), "amax")
     max_T = max_T.masked_fill(~max_T.isfinite(), 0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from einops import rearrange, reduce
+from einops import reduce
 from pydantic import Field
 from torch import Tensor
 
@@ -23,15 +23,21 @@ from moe_ffn.balancing.listed import (
     load_balance_of_list,
     logsumexp_of_list,
 )
-from moe_ffn.config.base import Config
-from moe_ffn.outputs import (
-    Routing,
+from moe_ffn.balancing.sums import (
     check_routing,
-    count_pairs,
-    divisor,
-    finite_log,
+    cv_squared,
+    load_times_scores,
+    mean_over_tokens,
+    normalized_scores,
+    pairs_per_expert,
+    pairs_per_sequence,
+    real_only,
+    sum_of_scores,
     takes_routing,
+    token_entropy,
 )
+from moe_ffn.config.base import Config
+from moe_ffn.outputs import ListedRouting, NoisyRouting, Routing, SteeredRouting
 
 
 class BalancingWeights(Config, frozen=True):
@@ -71,7 +77,7 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     """
     if routing.is_listed:
         return load_balance_of_list(routing)
-    scores_E = _sum_of_scores(routing, "load_balance")
+    scores_E = sum_of_scores(routing, "load_balance")
     return load_times_scores(pairs_per_expert(routing), scores_E, routing.num_real_tokens)
 
 
@@ -95,7 +101,7 @@ def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
             "use load_balance"
         )
     load_E = sum(pairs_per_expert(routing) for routing in layers)
-    scores_E = sum(_sum_of_scores(routing, "load_balance_pooled") for routing in layers)
+    scores_E = sum(sum_of_scores(routing, "load_balance_pooled") for routing in layers)
     num_tokens = sum(routing.num_real_tokens for routing in layers)
     assert isinstance(load_E, Tensor)
     assert isinstance(scores_E, Tensor)
@@ -133,7 +139,7 @@ def global_load_balancing_loss(routing: Routing, pairs_E: Tensor, num_tokens: Te
         pairs_E: `pairs_per_expert`, summed over the batches and ranks of the step.
         num_tokens: real tokens, summed alike.
     """
-    return load_times_scores(pairs_E, _sum_of_scores(routing, "load_balance_global"), num_tokens)
+    return load_times_scores(pairs_E, sum_of_scores(routing, "load_balance_global"), num_tokens)
 
 
 @takes_routing
@@ -157,11 +163,11 @@ def load_cv2_loss(routing: Routing) -> Tensor:
     0 at balance.
 
     Raises:
-        ValueError: there is no noise over which to count: of another router, or in evaluation.
+        ValueError: the routing is of another router, or of an evaluation, without noise.
     """
-    if routing.selection_probs_TE is None:
+    if not isinstance(routing, NoisyRouting):
         raise ValueError(
-            "load_cv2 needs selection_probs_TE, which router.type 'noisy_top_k' returns in training; "
+            "load_cv2 needs a NoisyRouting, which router.type 'noisy_top_k' returns in training; "
             "use load_balance with other routers"
         )
     return cv_squared(real_only(routing.selection_probs_TE, routing).sum(dim=0))
@@ -173,8 +179,8 @@ def router_z_loss(routing: Routing) -> Tensor:
 
     Over the logits of a token's listed pairs, where its router has no table.
     """
-    if routing.logits_N is not None:
-        return mean_over_tokens(logsumexp_of_list(routing, routing.logits_N).square(), routing)
+    if isinstance(routing, ListedRouting):
+        return mean_over_tokens(logsumexp_of_list(routing).square(), routing)
     logits_TE = routing.require("logits_TE", "router_z")
     return mean_over_tokens(logits_TE.logsumexp(dim=-1).square(), routing)
 
@@ -197,13 +203,15 @@ def relu_sparsity_loss(routing: Routing) -> Tensor:
     """E / (k T) * sum_i f_i sum_t score_ti, f_i = pairs of i / T: ReMoE's load-balancing L1 loss.
 
     Wang et al. 2024 (arXiv:2412.14711), equation 10: an L1 norm whose weight is larger for an expert
-    with more tokens. `balancing.sparsity` moves its weight in the objective. k is `routing.target_k`.
+    with more tokens. `sparsity_weight_after` moves its weight in the objective. k is `routing.target_k`.
 
     Raises:
-        ValueError: the router has no `target_k`.
+        ValueError: the router has no number of experts to aim at.
     """
-    if routing.target_k is None:
-        raise ValueError("relu_sparsity needs a router that has a target_k, such as 'relu'")
+    if not isinstance(routing, SteeredRouting):
+        raise ValueError(
+            "relu_sparsity needs a SteeredRouting, with a target_k, such as router.type 'relu' returns"
+        )
     scores_TE = routing.require("scores_TE", "relu_sparsity")
     pairs_E = pairs_per_expert(routing).to(scores_TE.dtype)
     share_E = pairs_E / routing.num_real_tokens.clamp(min=1) / routing.target_k
@@ -310,16 +318,16 @@ class BalancingLoss:
     all batches and ranks of the optimizer step; likewise a mean."""
 
     concerns: Callable[[Routing], bool] = lambda _: True
-    """Whether a layer takes part."""
+    """True for the layers that take part."""
 
     always_shown: bool = False
     """Computed and logged also where its weight is 0."""
 
     moved_by_rule: bool = False
-    """Whether a rule sets its weight from step to step; otherwise the weight is an option."""
+    """True where a rule sets its weight from step to step; otherwise the weight is an option."""
 
     objection: Callable[[Routers], str] = lambda _: ""
-    """Why routers cannot have this loss, and what to use instead; empty where they can."""
+    """Reason why routers cannot have this loss, and what to use instead; empty where they can."""
 
     note: str = ""
     """A sentence on how to read its curve."""
@@ -359,7 +367,7 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     "router_z": BalancingLoss(
         router_z_loss,
         # Below 0 a ReLU router chooses no expert and has no gradient left: nothing may pull its logits down.
-        concerns=lambda routing: routing.target_k is None,
+        concerns=lambda routing: not isinstance(routing, SteeredRouting),
         always_shown=True,
         note="Router z is in squared nats.",
     ),
@@ -372,77 +380,9 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     ),
     "relu_sparsity": BalancingLoss(
         relu_sparsity_loss,
-        concerns=lambda routing: routing.target_k is not None,
+        concerns=lambda routing: isinstance(routing, SteeredRouting),
         always_shown=True,
         moved_by_rule=True,
     ),
 }
 """Every loss by its name in rows and in `BalancingWeights`, in the order in which they are added up."""
-
-
-# -- what they are made of
-
-
-def cv_squared(values_E: Tensor) -> Tensor:
-    """The square of the coefficient of variation, variance / mean^2; the variance is of a sample.
-
-    As in Tutel and fastmoe; 0 for a single value.
-    """
-    tiny = torch.finfo(values_E.dtype).tiny
-    variance = values_E.var(correction=min(len(values_E) - 1, 1))
-    return variance / values_E.mean().square().clamp(min=tiny)
-
-
-@takes_routing
-def pairs_per_expert(routing: Routing) -> Tensor:
-    """int64 (E,): the real pairs that name each expert, before dropping."""
-    expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
-    return count_pairs(expert_ids_N, routing.num_experts + 1)[:-1]
-
-
-@takes_routing
-def pairs_per_sequence(routing: Routing) -> Tensor:
-    """int64 (B, E): `pairs_per_expert` of each sequence."""
-    num_experts = routing.num_experts
-    length = max(routing.sequence_length, 1)
-    num_cells = routing.num_tokens // length * num_experts
-    cell_N = routing.token_ids_N // length * num_experts + routing.expert_ids_N
-    pairs = count_pairs(cell_N.masked_fill(~routing.real_N, num_cells), num_cells + 1)[:-1]
-    return rearrange(pairs, "(b e) -> b e", e=num_experts)
-
-
-def normalized_scores(routing: Routing, needed_by: str = "normalized_scores") -> Tensor:
-    """(T, E): each token's scores, divided by their sum; see `Routing.require`."""
-    scores_TE = routing.require("scores_TE", needed_by)
-    return scores_TE / divisor(scores_TE.sum(dim=-1, keepdim=True))
-
-
-def token_entropy(scores_TE: Tensor) -> Tensor:
-    """(T,): the entropy of each token's normalised scores, in nats."""
-    # Not `special.entr`: its gradient is infinite at a score of 0, such as ReLU's, and ends as NaN.
-    return -(scores_TE * finite_log(scores_TE)).sum(dim=-1)
-
-
-def mean_over_tokens(values: Tensor, routing: Routing) -> Tensor:
-    """The mean of (T, ...) values over the real tokens; 0 where there are none."""
-    return real_only(values, routing).sum(dim=0) / routing.num_real_tokens.clamp(min=1)
-
-
-def real_only(values: Tensor, routing: Routing) -> Tensor:
-    """(T, ...) values with 0 for padding."""
-    if routing.mask_T is None:
-        return values
-    return values.masked_fill(~routing.mask_T.view(-1, *[1] * (values.ndim - 1)), 0)
-
-
-def _sum_of_scores(routing: Routing, needed_by: str) -> Tensor:
-    """(E,): each expert's normalised score, summed over the real tokens."""
-    return real_only(normalized_scores(routing, needed_by), routing).sum(dim=0)
-
-
-def load_times_scores(pairs_E: Tensor, scores_E: Tensor, num_tokens: Tensor | int) -> Tensor:
-    """E * sum_i f_i P_i from the sums behind f and P; leading axes are kept."""
-    pairs_E = pairs_E.to(scores_E.dtype)
-    load_E = pairs_E / pairs_E.sum(dim=-1, keepdim=True).clamp(min=1)
-    mean_E = scores_E / torch.as_tensor(num_tokens, device=scores_E.device).clamp(min=1)
-    return scores_E.shape[-1] * (load_E * mean_E).sum(dim=-1)

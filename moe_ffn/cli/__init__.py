@@ -8,7 +8,7 @@ import sys
 
 from moe_ffn.config.errors import install
 
-_NEEDED = ("lightning", "numpy", "rich", "tokenizers", "torchmetrics", "yaml")
+_NEEDED = ("lightning", "numpy", "plotly", "rich", "tokenizers", "torchmetrics", "yaml")
 
 _missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 if _missing:

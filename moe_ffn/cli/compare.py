@@ -28,7 +28,6 @@ from moe_ffn.report.comparison_tables import (
     to_markdown,
 )
 from moe_ffn.report.html import OPENING
-from moe_ffn.report.page import check_plotly
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import Gathered, gather
 
@@ -120,9 +119,8 @@ def write_html(comparison: Comparison, gathered: Gathered, path: Path) -> None:
     """The page of a comparison.
 
     Raises:
-        ConfigError: plotly is not installed, or the page cannot be written.
+        ConfigError: the page cannot be written.
     """
-    check_plotly()
     from moe_ffn.report.comparison_page import write_comparison_page
 
     write_comparison_page(comparison, gathered.results, path, gathered.folders)

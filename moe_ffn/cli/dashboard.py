@@ -14,10 +14,10 @@ from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
 from moe_ffn.config.errors import ConfigError, command, expand_path, install
 
 _OPENING = '{\n  "entity": '
-"""How the JSON of a workspace begins."""
+"""Beginning of the JSON of a workspace."""
 
 _NOT_IN_NAMES = "/\\#?%:"
-"""Characters that wandb takes neither in an entity's name nor in a project's."""
+"""Characters that wandb rejects in names of entities and projects."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line; answers `--help` itself, and exits.
+    """Parse a command line; `--help` prints and exits.
 
     Returns:
         `entity` and `project`; `name` and `layers`, where they are given; `replace`, the URL of the saved
@@ -124,7 +124,7 @@ def _parser() -> Parser:
 
 
 def _saved_view(given: argparse.Namespace) -> str | None:
-    """The URL of `--replace`, which must be one of a saved view of this very project."""
+    """Return the URL of `--replace`, which must be a saved view of this project."""
     url: str | None = given.replace
     if url is None:
         return None

@@ -1,4 +1,4 @@
-"""Shows what the feed-forward blocks of a run store: units as key-value memories, experts by what they take.
+"""Show what the feed-forward blocks of a run store: units as key-value memories, experts by their tokens.
 
 moe-ffn inspect runs/NAME [--layers 0,3] [--tokens N] [--output FILE]
 """
@@ -17,7 +17,6 @@ from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.inspect.inspection import inspect_run
 from moe_ffn.report.inspect.text import text_of_file, text_of_run
-from moe_ffn.report.page import check_plotly
 from moe_ffn.runs.folder import check_has_weights
 from moe_ffn.runs.reader import load_run
 
@@ -56,7 +55,6 @@ def main(argv: Sequence[str]) -> int:
     layers = None if given.layers is None else parse_layers(given.layers)
     num_tokens = _count("--tokens", given.tokens, least=1)
     top_k = _count("--top-k", given.top_k, least=2, most=MAX_TOP_K)
-    check_plotly()
     output = given.output or given.run / PAGE
     check_output("--output", output, OPENING)
     if given.json is not None:
@@ -67,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         text = text_of_file(run, given.text, num_tokens)
     found = inspect_run(run, text, layers, top_k=top_k)
-    # Only now: without plotly the import of this module should still succeed.
+    # Only now: a mistake in the options should not wait for plotly.
     from moe_ffn.report.inspect.page import PageParts, inspection_html, numbers
     from moe_ffn.report.plots import shared_script
 

@@ -14,6 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from moe_ffn.cli.logs import SetLevel
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, command, did_you_mean, nearest_or_all
@@ -45,6 +46,18 @@ class Parser(argparse.ArgumentParser):
             default=argparse.SUPPRESS,
             help="print the versions of this package, torch and Python, and stop",
         )
+        for flags, meaning in (
+            (("-v", "--verbose"), "more"),
+            (("-q", "--quiet"), "nothing but errors"),
+        ):
+            self.add_argument(
+                *flags,
+                action=SetLevel,
+                nargs=0,
+                dest=argparse.SUPPRESS,
+                default=argparse.SUPPRESS,
+                help=f"log {meaning} on stderr",
+            )
 
     def add_run(self) -> None:
         """Take the folder of a run as `run`, and whether its code may be run as `trust_code`."""
@@ -67,7 +80,12 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         for word in takewhile("--".__ne__, words):
             flag = word.partition("=")[0]
-            if re.fullmatch(r"-{1,2}[^\W\d][\w.-]*", flag) and flag not in ("-h", *self._flags):
+            if re.fullmatch(r"-{1,2}[^\W\d][\w.-]*", flag) and flag not in (
+                "-h",
+                "-v",
+                "-q",
+                *self._flags,
+            ):
                 raise ConfigError(f"{flag}: unknown{nearest_or_all(flag, self._flags)}")
         return super().parse_args(words, namespace)
 

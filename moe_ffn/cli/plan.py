@@ -19,10 +19,9 @@ from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_FAILED
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
 from moe_ffn.config.errors import ConfigError, command, nearest_or_all
-from moe_ffn.report.html import compact
-from moe_ffn.report.study_figures import SVG_OPENING, memory_and_balance
+from moe_ffn.report.html import OPENING, compact
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.parameter_counts import check_counts
+from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.planner import (
     DEVICES,
     EFFICIENCY,
@@ -52,13 +51,13 @@ def main(argv: Sequence[str]) -> int:
         )
     device = device_of(flags)
     if flags.plot is not None:
-        check_output("--plot", flags.plot, SVG_OPENING)
+        check_output("--plot", flags.plot, OPENING)
     recorded = None if flags.routing is None else RecordedLoads.of(load_run(flags.routing))
     efficiency = _number(flags, "efficiency", most=1.0)
     plans = plan_layouts(config, num_ranks, device, efficiency)
     balances = [] if recorded is None else balances_of(plans, recorded)
     if flags.plot is not None:
-        write_output("--plot", flags.plot, _figure(plans, balances))
+        write_output("--plot", flags.plot, _page(plans, balances))
     say = Console().print
     params, active = (
         compact(count(*config.data.text_sizes))
@@ -102,7 +101,10 @@ def _add_flags(parser: Parser) -> None:
         help="what the balance of this run, step by step, would make of the time of a step",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write the memory of the layouts as bars too, SVG"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="write a page with the memory of the layouts as bars",
     )
 
 
@@ -282,8 +284,12 @@ def balance_table(balances: Sequence[Balance], recorded: RecordedLoads) -> Table
     return table
 
 
-def _figure(plans: Sequence[LayoutPlan], balances: Sequence[Balance]) -> str:
-    """Memory of the layouts by part; time of a step against balance, where ranks share experts."""
+def _page(plans: Sequence[LayoutPlan], balances: Sequence[Balance]) -> str:
+    """Return a page of figures: memory by layout, and time of a step by balance where ranks share experts."""
+    # Only now: the tables should not wait for plotly.
+    from moe_ffn.report.layout_figures import memory, step_times
+    from moe_ffn.report.plots import figures_page
+
     bars = {
         " x ".join(map(str, astuple(plan.layout))): {
             part: size / 1e9 for part, size in asdict(plan.memory).items()
@@ -297,4 +303,5 @@ def _figure(plans: Sequence[LayoutPlan], balances: Sequence[Balance]) -> str:
         ]
         for balance in balances
     }
-    return memory_and_balance(bars, plans[0].device.memory_bytes / 1e9, lines)
+    figures = [memory(bars, plans[0].device.memory_bytes / 1e9)]
+    return figures_page("Layouts", [*figures, *([step_times(lines)] if lines else [])])

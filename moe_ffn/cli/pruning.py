@@ -33,18 +33,18 @@ Method = Literal["reap", "frequency", "random", "merge"]
 
 
 class PruningConfig(TextConfig, frozen=True):
-    """What is left out of a model, and how it is chosen."""
+    """Experts to leave out of a model, and the methods that choose them."""
 
     num_experts: Annotated[list[Annotated[int, Field(ge=1, le=MAX_COUNT)]], Field(min_length=1)] = (
         Field(default=[6, 4, 2])
     )
-    """Experts of each layer that are left: a row of the table each."""
+    """Experts left in each layer, a row of the table each."""
     methods: Annotated[list[Method], Field(min_length=1)] = Field(
         default=["reap", "frequency", "merge", "random"]
     )
     """A column of the table each."""
     num_draws: int = Field(default=5, ge=1, le=MAX_COUNT)
-    """Times that experts are chosen at random; the mean is shown, with the standard deviation."""
+    """Draws of the random method; the table has their mean and standard deviation."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.report.html import OPENING
-from moe_ffn.report.page import check_plotly, watch, write_report
+from moe_ffn.report.page import watch, write_report
 from moe_ffn.runs.folder import explaining
 from moe_ffn.runs.reader import read_run
 from moe_ffn.training.monitoring.json_lines import STEP_KEY
@@ -61,7 +61,6 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--every: must be seconds, from 0.1 to 86400, got {options.every}")
     if options.csv is not None:
         return write_csv(options.runs, options.csv)
-    check_plotly()
     if options.output is not None:
         check_output("--output", options.output, OPENING)
     output = options.output or default_output(options.runs)
@@ -77,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 def share(beside: Path) -> None:
     """Put plotly's script beside this file or folder."""
-    # Only now: without plotly it cannot be imported.
+    # Only now: a mistake in the options should not wait for plotly.
     from moe_ffn.report.plots import SHARED_SCRIPT, share_script
 
     folder = beside.resolve().parent

@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 
 MAX_COACTIVATION_EXPERTS = 64
-"""With more experts, the summary leaves out the matrix of which are chosen together, to stay small."""
+"""Most experts whose co-activation matrix the summary holds."""
 
 
 MAX_WINDOWS = 1024
-"""Of which a summary keeps the loss; a bootstrap needs no more."""
+"""Most windows whose loss a summary keeps; a bootstrap needs no more."""
 
 
 def summary_of(callbacks: RunCallbacks, unigram_loss: float) -> dict[str, Any]:
-    """The content of `summary.json` of a finished run; see `runs.json_files.Summary`.
+    """Return the content of `summary.json` of a finished run; see `runs.json_files.Summary`.
 
     Args:
-        unigram_loss: what a model that knows only the frequencies scores, in nats per token.
+        unigram_loss: loss of a model that knows only the frequencies, in nats per token.
     """
     steps, validation = callbacks.steps, callbacks.validation
     return {
@@ -65,7 +65,7 @@ def summary_of(callbacks: RunCallbacks, unigram_loss: float) -> dict[str, Any]:
 
 
 def window_losses(losses_N: Tensor) -> list[float]:
-    """The mean loss of each of N windows to 5 digits; of equally many neighbours where they are too many."""
+    """Return the mean loss of each of N windows, or of groups of neighbours, to 5 digits."""
     size = -(-len(losses_N) // MAX_WINDOWS) or 1
     return [round(part.mean().item(), 5) for part in losses_N.split(size)]
 
@@ -73,7 +73,7 @@ def window_losses(losses_N: Tensor) -> list[float]:
 def print_results(
     console: Console, folder: Path, summary: Mapping[str, Any], callbacks: RunCallbacks
 ) -> None:
-    """The numbers of a `summary_of`, the load of every expert, a sample, and the files in `folder`."""
+    """Print the numbers of a `summary_of`, the load of every expert, a sample, and the files in `folder`."""
     loss, unigram_loss = summary["validation_loss"], summary["unigram_loss"]
     samples, routing = callbacks.samples, plain_values(summary["routing"])
 
@@ -117,7 +117,7 @@ def print_results(
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any], callbacks: RunCallbacks) -> None:
-    """Write the sample, the profile and `summary.json`, which says that the run is finished.
+    """Write the sample, the profile and `summary.json`, which marks the run as finished.
 
     Raises:
         OSError: they cannot be written.
@@ -132,7 +132,7 @@ def write_summary(folder: Path, summary: Mapping[str, Any], callbacks: RunCallba
 
 
 def plain_values(value: Any) -> Any:
-    """A value for JSON: null for NaN and infinity; a matrix to four digits, and none of very many experts."""
+    """Return a value for JSON: null for NaN and infinity, matrices to four digits, no very large ones."""
     if isinstance(value, Mapping):
         return {
             key: plain_values(item)
@@ -164,16 +164,15 @@ _FILES = {
     "alarms.jsonl": "what went wrong, and what to try",
     "tokenizer.json": "how text became tokens",
     "documents.json": "the documents it read, with their sha256",
-    "saved.json": "which step was saved last",
     "checkpoints/best.ckpt": "weights of the lowest validation loss, alone",
-    "checkpoints/step_*.ckpt": "what --resume goes on from",
+    "checkpoints/step_*.ckpt": "where --resume continues",
     "model": "for moe_ffn.load_pretrained",
     "wandb": "the run for wandb",
 }
 
 
 def model_table(config: TrainConfig, vocab_size: int) -> Table:
-    """What will be trained: layers, FFN types, parameters, FLOPs and tokens per step."""
+    """Return the model as a table: layers, FFN types, parameters, FLOPs and tokens per step."""
     model, seq_len = config.model, config.data.seq_len
     d_model, attention = model.d_model, model.attention
     table = Table(title="Model", title_justify="left", box=None, pad_edge=False)
@@ -213,7 +212,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
 
 
 def describe_data(data: PreparedData) -> str:
-    """One line: how much text, cut into how many tokens, and which text it was."""
+    """Return the size of the text in tokens, and its sha256."""
     sizes = data.train_size, data.validation_size
     train, validation = (f"{compact(size.num_tokens)} tokens" for size in sizes)
     return (
@@ -223,10 +222,9 @@ def describe_data(data: PreparedData) -> str:
 
 
 def load_table(routing: Mapping[str, Mapping[str, Any]], width: int = 80) -> Table:
-    """The share of the validation's pairs that each expert takes, in percent, layer by layer.
+    """Return the share of the validation's pairs that each expert takes, in percent, per layer.
 
-    Where `width` has no room for every expert: the busiest, the median, the idlest, and how many had no
-    token.
+    If `width` has no room for every expert: the busiest, the median, the idlest, and how many are unused.
     """
     rows = expert_rows(routing)
 
@@ -253,9 +251,7 @@ MAX_NAMED_EXPERTS = 6
 
 
 def expert_use(routing: Mapping[str, Mapping[str, Any]]) -> str:
-    """The experts that had no token on the validation split, a line for each layer that has such experts or
-    whose load was not measured.
-    """
+    """Return the experts without a token on the validation split, a line per layer that has some."""
     lines: list[str] = []
     for layer, values in routing.items():
         load = values["load"]
@@ -273,7 +269,7 @@ def expert_use(routing: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def use_of_lists(routing: Mapping[str, Mapping[str, Any]]) -> str:
-    """What a batch of the validation split used of the experts of each layer whose router lists pairs."""
+    """Return the share of experts that a validation batch used, per layer whose router lists pairs."""
     lines = (
         f"  layer {short_name(layer)}: {percent(float(values['experts_used']), 2)}%, usage "
         f"{float(values['usage_kl']):.2f} nats from uniform"
@@ -283,7 +279,7 @@ def use_of_lists(routing: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _equal_neighbours(ffns: list[FFNConfig]) -> Iterator[tuple[FFNConfig, list[int]]]:
-    """Each block with the neighbouring layers that have it."""
+    """Return each block with the neighbouring layers that have it."""
     for _, items in groupby(enumerate(ffns), key=lambda item: item[1].to_dict()):
         layers, blocks = zip(*items, strict=True)
         yield blocks[0], list(layers)

@@ -4,9 +4,9 @@
     moe-ffn study_page studies/*.yaml
 
 The result of each run becomes a line of docs/studies/NAME/results.jsonl. The page, docs/studies/NAME.md, is
-made of this table and of the words in the study's file; it can be made again without the runs. All figures
-are drawn into docs/studies/NAME/; the page shows those that the study's file lists as `figures`.
-docs/studies/README.md, the table of all studies, gets its row. With --output all of this is elsewhere.
+made of this table and of the words in the study's file; it can be made again without the runs.
+docs/studies/NAME/figures.html has all figures; docs/studies/README.md, the table of studies, gets its row.
+With --output all of this is elsewhere.
 """
 
 from __future__ import annotations

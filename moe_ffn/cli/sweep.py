@@ -416,11 +416,10 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
 
 def share_plotly(folder: Path) -> None:
     """Put plotly's script beside the runs, which each of them would put into its page."""
-    if find_spec("plotly"):
-        from moe_ffn.report.plots import share_script
+    from moe_ffn.report.plots import share_script
 
-        with run_folder.explaining(f"'{folder}' cannot be written"):
-            share_script(folder)
+    with run_folder.explaining(f"'{folder}' cannot be written"):
+        share_script(folder)
 
 
 def train(sweep: Sweep) -> int:

@@ -1,4 +1,4 @@
-"""Shows which experts each token of a text goes to, layer by layer.
+"""Show the experts that each token of a text goes to, layer by layer.
 
 moe-ffn trace runs/NAME --text "import os" [--html FILE]
 
@@ -18,7 +18,6 @@ from rich.console import Console
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.trust import accepting_code
-from moe_ffn.files import reason
 from moe_ffn.interop.transformers_folder import is_transformers_folder, route_text
 from moe_ffn.model.decoder import layer_number
 from moe_ffn.report.html import OPENING
@@ -61,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _reader_of(folder: Path, *, trust_code: bool) -> Callable[[bytes, list[int] | None], TextTrace]:
-    """What makes the trace of a text, for this kind of folder."""
+    """Return the function that traces a text in this kind of folder."""
     if is_model_folder(folder):
         return partial(_of_model_folder, folder, trust_code)
     if is_transformers_folder(folder):
@@ -97,7 +96,7 @@ def _of_transformers(folder: Path, text: bytes, layers: list[int] | None) -> Tex
 
 
 def parse_layers(text: str) -> list[int]:
-    """`0,3` as [0, 3]."""
+    """Return `0,3` as [0, 3]."""
     parts = [whole_number(part.strip()) for part in text.split(",")]
     layers = [part for part in parts if part is not None]
     if len(layers) < len(parts):
@@ -108,16 +107,9 @@ def parse_layers(text: str) -> list[int]:
 
 
 def read_text(given: str) -> bytes:
-    """The bytes of `--text`; `-` stands for standard input."""
+    """Return the bytes of `--text`; `-` reads standard input."""
     # What is not UTF-8 in an argument comes as surrogates.
-    text = _standard_input() if given == "-" else given.encode("utf-8", "surrogateescape")
+    text = sys.stdin.buffer.read() if given == "-" else given.encode("utf-8", "surrogateescape")
     if not text:
         raise ConfigError("--text: is empty; give some text, as in --text 'import os'")
     return text
-
-
-def _standard_input() -> bytes:
-    try:
-        return sys.stdin.buffer.read() if sys.stdin is not None else b""
-    except OSError as error:
-        raise ConfigError(f"--text: standard input cannot be read ({reason(error)})") from error

@@ -5,7 +5,7 @@ moe-ffn train --help
 
 from __future__ import annotations
 
-import sys
+import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,19 +13,19 @@ from pathlib import Path
 
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_FAILED, announce_import, signals_blocked
-from moe_ffn.cli.memory import check_fits, training_needs
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config import trust
-from moe_ffn.config.environment import check_environment, is_first_rank
+from moe_ffn.config.environment import check_environment
 from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.config.import_path import explaining_outside_errors
 from moe_ffn.files import reason
 from moe_ffn.kernels.memory import out_of_memory
 from moe_ffn.runs import folder as run_folder
+from moe_ffn.runs.checkpoints import fixed_options
 from moe_ffn.runs.config import Resume, TrainConfig, differences, own_config
+from moe_ffn.runs.memory import training_needs
 from moe_ffn.runs.outside_code import comparable_options
-from moe_ffn.runs.parameter_counts import check_counts
-from moe_ffn.runs.record import fixed_options
+
+log = logging.getLogger(__name__)
 
 NEWEST = ""
 """The value of `--resume` given without a run."""
@@ -33,23 +33,16 @@ NEWEST = ""
 
 def main(argv: Sequence[str]) -> int:
     flags, options = take_flags(argv)
+    resume = None
     if flags.resume is not None:
         with trust.accepting_code(flags.trust_code):
             resume = find_resume(flags.resume, options)
-        config = resume.config
     elif flags.trust_code:
         raise ConfigError(
             f"{trust.FLAG}: goes with --resume; a class that you name here is yours, and runs unasked"
         )
-    else:
-        resume, config = None, parse(options)
-    check_environment(config.trainer.num_nodes)
-    if resume is None and is_first_rank():  # which makes the folder
-        run_folder.check_run_folder(config)
-    with explaining_outside_errors():
-        check_counts(config)
-        check_fits(config)
-    # Only now: a mistake in the options should not wait for lightning.
+    config = parse(options) if resume is None else resume.config
+    check_environment(config.trainer.num_nodes)  # lightning reads the same variables at its import
     announce_import("lightning")
     try:
         with signals_blocked():
@@ -59,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:
         if not (sentence := out_of_memory(error)):
             raise
-        print(f"error: {sentence}; {training_needs(config)}", file=sys.stderr)
+        log.error("%s; %s", sentence, training_needs(config))
         return EXIT_FAILED
     return 0
 
@@ -77,10 +70,10 @@ def _add_flags(parser: Parser) -> None:
         nargs="?",
         const=NEWEST,
         metavar="RUN",
-        help="go on with the run in this folder, or with the newest unfinished one, from its newest good "
-        "checkpoint and with its own options",
+        help="resume the run in this folder, or the newest unfinished one, from its newest good checkpoint "
+        "and with its own options",
     )
-    parser.add_argument(trust.FLAG, action="store_true", help=f"beside --resume: {trust.HELP}")
+    parser.add_argument(trust.FLAG, action="store_true", help=f"with --resume: {trust.HELP}")
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
@@ -88,7 +81,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
 
 
 def find_resume(run: str, argv: Sequence[str]) -> Resume:
-    """The run to go on with, its options, and over them those that were given.
+    """Return the run to resume, with its own options and those that were given over them.
 
     Args:
         run: its folder, or NEWEST: the run of `run.name`, or else of `run.output_dir` the unfinished run
@@ -99,7 +92,6 @@ def find_resume(run: str, argv: Sequence[str]) -> Resume:
     """
     folder = Path(run).expanduser() if run else _newest(parse(argv))
     run_folder.check_is_run(folder)
-    run_folder.check_can_be_read(folder)
     # In one word, or what stands first in `argv` would be another file.
     given = [f"--config={folder / run_folder.CONFIG_FILE}", *argv]
     if any(word.partition("=")[0] in ("-h", "--help") for word in argv):

@@ -1,16 +1,17 @@
-"""One training run, from prepared data to the results at its end."""
+"""One training run, from its options to its results."""
 
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Trainer
 from rich.console import Console
 
 from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
@@ -27,26 +28,19 @@ from moe_ffn.config.import_path import explaining_outside_errors
 from moe_ffn.config.trust import trust
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare, validation_batches
-from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.experts.base import compile_kernels
 from moe_ffn.files import reason
 from moe_ffn.metrics import unigram_loss
-from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.page import write_report
 from moe_ffn.runs import assemble, outside_code
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
-from moe_ffn.runs.json_files import Saved
-from moe_ffn.runs.parameter_counts import check_num_params
+from moe_ffn.runs.custom_parts import check_num_params
+from moe_ffn.runs.json_files import Facts
 from moe_ffn.runs.reader import read_weights
-from moe_ffn.runs.record import check_documents, checkpoint_identity, new_run_id
-from moe_ffn.runs.resume import (
-    Start,
-    find_start,
-    first_precision,
-    go_back,
-    how_to_go_on,
-)
+from moe_ffn.runs.resume import Start, find_start, resume_hint, rewind
+from moe_ffn.runs.texts import check_documents
+from moe_ffn.runs.validate import Hardware, find_hardware, require_valid
 from moe_ffn.training.config import FASTEST
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice
@@ -58,169 +52,232 @@ from moe_ffn.training.sampling import run_prompt
 from moe_ffn.weights.init_from import Source, fit_weights, read_source
 from moe_ffn.weights.pretrained import write_model_folder
 
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+"""Print a line, on the first rank."""
+
 
 def train(config: TrainConfig, resume: Resume | None = None) -> None:
-    """Prepare the data, train, and print what came of it.
+    """Validate the options, prepare the data, build the model, fit it, and finish with its results.
 
     Args:
-        resume: the run to go on with; None starts a new one.
+        resume: the run to resume; None starts a new one.
 
     Raises:
-        ConfigError: the data or the output folder cannot be used, and no run folder was made then; or no
-            checkpoint of the run to go on with is good.
-        SystemExit: the run did not come to its end; the code says why.
+        ConfigError: the options, the data or the folder cannot be used; then no new folder was made. Or no
+            checkpoint of the run to resume is good.
+        SystemExit: the run ended early or failed; the exit code is in docs/reliability.md.
     """
-    assemble.quiet_libraries()
     is_main = is_first_rank()
     console = Console(quiet=not is_main)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    assemble.quiet_libraries()
 
-    precision, layout = assemble.check_trainer(config)
-    source: Source | None = None
-    if config.init_from is not None and resume is None:  # before data, which may take long
-        source = read_source(config.init_from, "init_from")
-        source.require_fitting(config.model)
+    require_valid(config, is_new=resume is None)
+    hardware = find_hardware(config)
+    source = None if resume else read_initial_weights(config)
+
     with explaining_outside_errors():
         data = prepare(config.data, progress=is_main)
-        run_prompt(config.sample, data, config.data.seq_len)  # refused before there is a folder
+        run_prompt(config.sample, data, config.data.seq_len)  # before there is a folder
         torch.manual_seed(config.seed)
-        module = assemble.build_module(config, data, layout)
+        module = assemble.build_module(config, data, hardware.layout)
         check_num_params(module.decoder)
-        console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
-        for note in config.notes():
-            say(note)
-        say(f"\n{describe_data(data)}")
+    describe(config, data, console, say)
+
     with ExitStack() as stack:
-        start = None
+        start = Start()
         if resume is not None:
-            stack.enter_context(run_folder.locked(resume.folder) if is_main else nullcontext())
-            run_folder.check_entries(resume.folder)  # again, now that no other process trains it
-            start = go_on(resume, data, module, say)
-            if config.trainer.precision in ("auto", FASTEST):
-                precision = first_precision(resume.folder, start, precision)
-        if config.init_from is not None and (start is None or start.checkpoint is None):
-            source = source or read_source(config.init_from, "init_from")
-            for line in _begin_with(source, data.tokenizer, module):
-                say(line)
-            source = None  # or a second copy of the weights would stay while it trains
-        why = ""
-        if precision == FASTEST:
-            from moe_ffn.cli.fastest_precision import fastest_precision  # which few runs need
-
-            precision, found = fastest_precision(config, data)
-            why = f" ({found})"
-        run_id = (start and start.run_id) or new_run_id()
+            stack.enter_context(held(resume.folder))
+            start = find_resume_point(resume, data, module, say)
+        if start.checkpoint is None:
+            begin_with(source or read_initial_weights(config), data, module, say)
+        source = None  # or a second copy of the weights would stay while it trains
+        precision = choose_precision(config, resume, hardware, data, say)
+        run_id = start.run_id or run_folder.new_run_id()
         facts = assemble.run_facts(config, data, precision, run_id)
-        saved = Saved(run_id=run_id, last_saved_step=start and start.saved_step)
-        files = run_files(config, data, facts, saved)
-        if resume is not None and start is not None:
-            folder = resume.folder
-            files = go_back(resume, start, files) if is_main else files
-        elif is_main:
-            folder = run_folder.make_run_folder(config, files)
-            trust(outside_code.named_code(config))
-            stack.enter_context(run_folder.locked(folder))
-        else:
-            folder = Path(config.run.output_dir)
-        loggers: list[assemble.Logger] = []
-        if is_main:
-            loggers, wandb_line = assemble.make_loggers(config, folder, facts)
-            code = outside_code.describe_code(files, folder) if resume is None else ()
-            ranks = (layout.describe(),) if layout.num_ranks > 1 else ()
-            for line in (
-                f"precision {precision}{why}",
-                *ranks,
-                wandb_line,
-                *code,
-                f"writing to {folder}/\n",
-            ):
-                say(line)
-        whose = checkpoint_identity(config, data, run_id, precision)
-        callbacks = assemble.make_callbacks(config, data, folder, files, whose)
-        trainer = assemble.build_trainer(config, folder, precision, loggers, callbacks, layout)
+        files = files_of_a_new_run(config, data, facts)
+        folder, files = open_folder(config, resume, start, files)
+        stack.enter_context(held(folder) if resume is None else nullcontext())
+
+        loggers, wandb_line = assemble.make_loggers(config, folder, facts) if is_main else ([], "")
+        describe_folder(folder, hardware, wandb_line, files if resume is None else {}, say)
+        callbacks = assemble.make_callbacks(config, data, folder, run_id)
+        trainer = assemble.build_trainer(
+            config, folder, precision, loggers, callbacks, hardware.layout
+        )
         compile_kernels(module, trainer.strategy.root_device)
-        token_data = assemble.make_token_data(config, data)
-        status = "failed"
-        try:
-            with ending_as_documented(config, trainer, callbacks, say):
-                checkpoint = start and start.checkpoint
-                trainer.fit(module, datamodule=token_data, ckpt_path=checkpoint)
-                if callbacks.validation.last_step != trainer.global_step:
-                    trainer.validate(module, datamodule=token_data, verbose=False)
-            status = "success"
-        finally:
-            try:
-                close(loggers, status)
-            finally:
-                if is_main and status == "failed":
-                    add_report(folder)
+
+        with logging_to(loggers, folder), ending_as_documented(config, trainer, callbacks, say):
+            fit(trainer, module, assemble.make_token_data(config, data), callbacks, start)
         if is_main:
-            if trainer.global_step < config.trainer.max_steps:
-                say(ended_early(config, trainer.global_step))
-            targets = validation_batches(config.data, data).targets
-            unigram = unigram_loss(data.train, targets, data.tokenizer.vocab_size)
-            summary = summary_of(callbacks, unigram)
-            lost = write_results(
-                folder,
-                summary,
-                callbacks,
-                loggers,
-                trainer.global_step,
-                partial(write_model, folder, config, data.tokenizer, module.decoder),
-            )
-            print_results(console, folder, summary, callbacks)
-            if lost:
-                print(f"error: {lost}", file=sys.stderr)
-                raise SystemExit(EXIT_FAILED)
+            finish(config, data, module, trainer, callbacks, loggers, console)
 
 
-def go_on(
-    resume: Resume, data: PreparedData, module: LanguageModel, say: Callable[[str], None]
-) -> Start:
-    """Find and print where the run goes on; changes nothing.
+# -- validate and prepare
+
+
+def read_initial_weights(config: TrainConfig) -> Source | None:
+    """Read the weights of `init_from`; None where it is not set.
 
     Raises:
-        ConfigError: it cannot go on.
+        ConfigError: they do not fit the model.
     """
-    outside_code.say_changed_code(resume.folder)
+    if config.init_from is None:
+        return None
+    source = read_source(config.init_from, "init_from")
+    source.require_fitting(config.model)
+    return source
+
+
+def describe(config: TrainConfig, data: PreparedData, console: Console, say: Say) -> None:
+    console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
+    for note in config.notes():
+        say(note)
+    say(f"\n{describe_data(data)}")
+
+
+# -- build
+
+
+def held(folder: Path) -> AbstractContextManager[None]:
+    """Lock the folder, by the first rank for all."""
+    return run_folder.locked(folder) if is_first_rank() else nullcontext()
+
+
+def find_resume_point(resume: Resume, data: PreparedData, module: LanguageModel, say: Say) -> Start:
+    """Find and print where the run is resumed; changes nothing.
+
+    Raises:
+        ConfigError: it cannot be resumed.
+    """
+    outside_code.warn_if_code_changed(resume.folder)
     check_documents(resume.folder, data.documents)
-    start = find_start(resume.folder, resume.own, data, module)
-    start.require_steps_left(resume.config.trainer.max_steps)
+    max_steps = resume.config.trainer.max_steps
+    start = find_start(resume.folder, resume.own, data, module, max_steps)
     say(start.describe(resume.folder))
     for key, (before, now) in resume.changes.items():
         say(f"{key} is {json.dumps(now)} now (was {json.dumps(before)})")
     return start
 
 
-def ended_early(config: TrainConfig, step: int) -> str:
-    """Why a run that was not interrupted ended before its last step."""
-    limits = {
-        "trainer.early_stopping": config.trainer.early_stopping,
-        "trainer.max_time": config.trainer.max_time,
+def begin_with(source: Source | None, data: PreparedData, module: LanguageModel, say: Say) -> None:
+    """Replace the drawn weights of a model by those of `init_from`."""
+    if source is not None:
+        source.require_same_tokens(data.tokenizer)
+        weights, lines = fit_weights(source, module.decoder)
+        module.start_from(weights)
+        for line in lines:
+            say(line)
+
+
+def choose_precision(
+    config: TrainConfig, resume: Resume | None, hardware: Hardware, data: PreparedData, say: Say
+) -> str:
+    """Return the number format: a resumed run keeps the one that `auto` or `fastest` once chose."""
+    precision, why = hardware.precision, ""
+    if resume is not None and config.trainer.precision in ("auto", FASTEST):
+        known = Facts.read(resume.folder / run_folder.FACTS_FILE).precision
+        precision = known or precision
+    if precision == FASTEST:
+        from moe_ffn.cli.fastest_precision import fastest_precision  # few runs need it
+
+        precision, found = fastest_precision(config, data)
+        why = f" ({found})"
+    say(f"precision {precision}{why}")
+    return precision
+
+
+def files_of_a_new_run(
+    config: TrainConfig, data: PreparedData, facts: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the files that a run begins with, name -> text: options, facts, tokenizer, documents, code."""
+    return {
+        run_folder.CONFIG_FILE: to_yaml(outside_code.portable_options(config)),
+        run_folder.FACTS_FILE: json.dumps(facts, indent=2) + "\n",
+        run_folder.TOKENIZER_FILE: json.dumps(data.tokenizer.to_dict()),
+        run_folder.DOCUMENTS_FILE: json.dumps(data.documents.to_dict()),
+        **outside_code.code_files(config),
     }
-    why = " or ".join(name for name, limit in limits.items() if limit is not None)
-    return f"ended after step {step} of {config.trainer.max_steps} ({why})"
+
+
+def open_folder(
+    config: TrainConfig, resume: Resume | None, start: Start, files: dict[str, str]
+) -> tuple[Path, dict[str, str]]:
+    """Make the folder of a new run, or cut that of a resumed one back to its checkpoint.
+
+    Returns:
+        the folder, and the files of the run's beginning; other ranks than the first write nothing.
+    """
+    if resume is not None:
+        return resume.folder, rewind(resume, start, files) if is_first_rank() else files
+    if not is_first_rank():
+        return Path(config.run.output_dir), files
+    folder = run_folder.make_run_folder(config, files)
+    trust(outside_code.named_code(config))
+    return folder, files
+
+
+def describe_folder(
+    folder: Path, hardware: Hardware, wandb_line: str, files: Mapping[str, str], say: Say
+) -> None:
+    ranks = (hardware.layout.describe(),) if hardware.layout.num_ranks > 1 else ()
+    code = outside_code.describe_code(files, folder)
+    for line in (*ranks, wandb_line, *code, f"writing to {folder}/\n"):
+        say(line)
+
+
+# -- fit
+
+
+def fit(
+    trainer: Trainer,
+    module: LanguageModel,
+    token_data: assemble.TokenData,
+    callbacks: assemble.RunCallbacks,
+    start: Start,
+) -> None:
+    """Train to the last step, and validate there."""
+    trainer.fit(module, datamodule=token_data, ckpt_path=start.checkpoint)
+    if callbacks.validation.last_step != trainer.global_step:
+        trainer.validate(module, datamodule=token_data, verbose=False)
+
+
+@contextmanager
+def logging_to(loggers: list[assemble.Logger], folder: Path) -> Iterator[None]:
+    """Close the loggers at the end; a run that fails gets its page here."""
+    status = "failed"
+    try:
+        yield
+        status = "success"
+    finally:
+        try:
+            close(loggers, status)
+        finally:
+            if status == "failed" and is_first_rank():
+                add_report(folder)
 
 
 @contextmanager
 def ending_as_documented(
     config: TrainConfig,
-    trainer: assemble.Trainer,
+    trainer: Trainer,
     callbacks: assemble.RunCallbacks,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Iterator[None]:
-    """Signals, divergence and a lost rank end the block with a sentence and a code of docs/reliability.md.
+    """End the block at a signal, divergence or a lost rank, with a sentence and the documented exit code.
 
     Among several ranks only the first exits with that code: once another fails, Lightning kills the first,
     which still has files to close.
     """
-    folder = callbacks.kept.folder
+    folder = callbacks.checkpoints.folder.parent
     is_main = trainer.is_global_zero
     try:
         with callbacks.stop.request.listening():
             yield
     except Interrupted as interrupted:
-        say(f"{interrupted}; {how_to_go_on(folder, callbacks.checkpoints)}")
+        say(f"{interrupted}; {resume_hint(folder, callbacks.checkpoints)}")
         raise SystemExit(EXIT_SIGNAL + interrupted.signum if is_main else 0) from None
     except Diverged as error:
         if is_main:
@@ -231,58 +288,83 @@ def ending_as_documented(
                 else "no checkpoint was saved before"
             )
             advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
-            print(f"diverged: {error}", file=sys.stderr)
-            print(f"diverged: {left}; {advice.against('loss_spike', None)}", file=sys.stderr)
+            for line in (error, f"{left}; {advice.against('loss_spike', None)}"):
+                log.error("%s", line, extra={"prefix": "diverged"})
         raise SystemExit(EXIT_DIVERGED if is_main else 0) from None
     except RuntimeError as error:
         if (lost := lost_rank(error, trainer)) is None:
             raise
         if is_main:
-            how = how_to_go_on(folder, callbacks.checkpoints)
-            print(
-                f"error: {lost}, at step {trainer.global_step}; {how}", file=sys.stderr, flush=True
-            )
+            how = resume_hint(folder, callbacks.checkpoints)
+            log.error("%s, at step %d; %s", lost, trainer.global_step, how)
         raise SystemExit(EXIT_FAILED) from None
     except SystemExit:  # Lightning's answer to Ctrl-C a second time
-        how = how_to_go_on(folder, callbacks.checkpoints)
+        how = resume_hint(folder, callbacks.checkpoints)
         say(f"interrupted at step {trainer.global_step}; {how}")
         raise SystemExit(EXIT_INTERRUPTED) from None
 
 
-def run_files(
-    config: TrainConfig, data: PreparedData, facts: dict[str, Any], saved: Saved
-) -> dict[str, str]:
-    """The files that a run begins with, name -> text: options, facts, tokenizer, documents, code."""
-    return {
-        run_folder.CONFIG_FILE: to_yaml(outside_code.portable_options(config)),
-        run_folder.FACTS_FILE: json.dumps(facts, indent=2) + "\n",
-        run_folder.TOKENIZER_FILE: json.dumps(data.tokenizer.to_dict()),
-        run_folder.DOCUMENTS_FILE: json.dumps(data.documents.to_dict()),
-        run_folder.SAVED_FILE: saved.to_text(),
-        **outside_code.code_files(config),
+# -- finish
+
+
+def finish(
+    config: TrainConfig,
+    data: PreparedData,
+    module: LanguageModel,
+    trainer: Trainer,
+    callbacks: assemble.RunCallbacks,
+    loggers: list[assemble.Logger],
+    console: Console,
+) -> None:
+    """Write and print the results.
+
+    Raises:
+        SystemExit: a file of them could not be written.
+    """
+    folder = callbacks.checkpoints.folder.parent
+    if trainer.global_step < config.trainer.max_steps:
+        print_reason_of_early_end(config, trainer.global_step, console)
+    targets = validation_batches(config.data, data).targets
+    summary = summary_of(callbacks, unigram_loss(data.train, targets, data.tokenizer.vocab_size))
+    save_model = partial(write_model, folder, config, data, module)
+    lost = write_results(summary, callbacks, loggers, trainer.global_step, save_model)
+    print_results(console, folder, summary, callbacks)
+    if lost:
+        log.error("%s", lost)
+        raise SystemExit(EXIT_FAILED)
+
+
+def print_reason_of_early_end(config: TrainConfig, step: int, console: Console) -> None:
+    limits = {
+        "trainer.early_stopping": config.trainer.early_stopping,
+        "trainer.max_time": config.trainer.max_time,
     }
+    why = " or ".join(name for name, limit in limits.items() if limit is not None)
+    line = f"ended after step {step} of {config.trainer.max_steps} ({why})"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def write_results(
-    folder: Path,
     summary: Mapping[str, Any],
     callbacks: assemble.RunCallbacks,
     loggers: list[assemble.Logger],
     step: int,
-    write_model: Callable[[], str],
+    save_model: Callable[[], str],
 ) -> str:
-    """Write the model, the summary and the page; returns what could not be written, or the empty string.
+    """Write the model, the summary and the page.
 
-    A run without its last weights or its model has no summary, so that `--resume` can still bring it to its
-    end.
+    A run without its last weights or its model gets no summary, so that `--resume` can still finish it.
+
+    Returns:
+        a sentence about what could not be written; empty if all was.
     """
-    callbacks.kept.put_back()
+    folder = callbacks.checkpoints.folder.parent
     lost = ""
     if problem := callbacks.checkpoints.problem:
         lost = f"the weights of step {step} are not saved ({problem})"
     else:
         try:
-            lost = write_model()
+            lost = save_model()
             if not lost:
                 write_summary(folder, summary, callbacks)
         except OSError as error:
@@ -300,41 +382,36 @@ def write_results(
     return f"could not write the last entries of {', '.join(lacking)}" if lacking else ""
 
 
-def _begin_with(source: Source, tokenizer: Tokenizer, module: LanguageModel) -> list[str]:
-    """Have a model begin with the weights of another; lines about them."""
-    source.require_same_tokens(tokenizer)
-    weights, lines = fit_weights(source, module.decoder)
-    module.start_from(weights)
-    return lines
-
-
-def write_model(folder: Path, config: TrainConfig, tokenizer: Tokenizer, decoder: Decoder) -> str:
+def write_model(
+    folder: Path, config: TrainConfig, data: PreparedData, module: LanguageModel
+) -> str:
     """Write the best weights of a run as a model folder inside of its own.
 
     Returns:
-        why the disk did not take it, or the empty string; a line says why it cannot be made at all.
+        the reason why the disk did not take it, or the empty string.
     """
+    tokenizer, decoder = data.tokenizer, module.decoder
     try:
         weights = read_weights(folder, config, tokenizer, decoder)
         write_model_folder(folder / run_folder.MODEL_FOLDER, decoder, weights, tokenizer)
-    except Exception as error:  # of any kind: a run is not to be lost to a block of a user's own
+    except Exception as error:  # of any type: a custom block must not lose a finished run
         if isinstance(error, ConfigError) and error.__cause__ is not None:
             return f"the model is not written: {error}"
-        print(f"no {run_folder.MODEL_FOLDER} folder: {first_line(error)}", file=sys.stderr)
+        log.warning("no %s folder: %s", run_folder.MODEL_FOLDER, first_line(error))
     return ""
 
 
 def add_report(folder: Path) -> bool:
-    """The run, which has ended, as a page, `report.html`; one line where that cannot be made.
+    """Write the page of a run that has ended; a failure is a warning.
 
     Returns:
-        whether the disk took it.
+        False if the disk did not take it.
     """
     try:
         write_report([folder], folder / run_folder.REPORT_FILE, has_ended=True)
-    except Exception as error:  # of any kind: a run is not to be lost to its page
+    except Exception as error:  # of any type: the page must not lose a finished run
         cause = error.__cause__
         why = reason(cause) if isinstance(cause, OSError) else first_line(error)
-        print(f"{run_folder.REPORT_FILE}: {why}", file=sys.stderr)
+        log.warning("%s: %s", run_folder.REPORT_FILE, why)
         return not isinstance(cause, OSError)
     return True

@@ -1,4 +1,4 @@
-"""The base of every configuration: typed, frozen, strict, and open to classes from outside.
+"""The base of every configuration: typed, frozen, strict, and open to custom classes.
 
 A config stands above the module that it builds, in the same file, and knows its size, its cost and whether
 it is causal.
@@ -36,11 +36,11 @@ from moe_ffn.config.errors import (
 from moe_ffn.config.import_path import FileTag, import_class, tag_of
 
 MAX_COUNT = 10**9
-"""Upper bound of every count and width; a larger one is a typing error, and would overflow far from here."""
+"""Upper bound of every count and width; a larger number is a typing error that would overflow later."""
 
 
 FAMILY_KEY = "x-family"
-"""The key under which a schema names a family, in place of its members."""
+"""Key of a schema that names a family instead of its members."""
 
 
 class Config(BaseModel, frozen=True):
@@ -94,12 +94,12 @@ class Config(BaseModel, frozen=True):
 
     @classmethod
     def class_for(cls, data: Mapping[Any, Any]) -> type[Config]:
-        """The class that validates `data`: this one, except at the root of a family."""
+        """Class that validates `data`: this one, except at the root of a family."""
         return cls
 
     @classmethod
     def known_keys(cls) -> Iterable[str]:
-        """The keys this config takes."""
+        """Keys of this config."""
         return cls.model_fields
 
     @classmethod
@@ -114,15 +114,15 @@ class Config(BaseModel, frozen=True):
         return schema
 
     def notes(self) -> tuple[str, ...]:
-        """What a person should know beside the options: the comments above a printed config."""
+        """Comments above a printed config."""
         return ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers: what YAML files and checkpoints hold."""
+        """Plain dicts, lists, strings and numbers, as YAML files and checkpoints hold them."""
         return self.model_dump(mode="json", serialize_as_any=True)
 
     def to_short_dict(self) -> dict[str, Any]:
-        """`to_dict` without what is as its class has it; every `type` stays."""
+        """`to_dict` without options that have their default; every `type` stays."""
         plain = self.to_dict()
         short: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
@@ -141,6 +141,13 @@ class Config(BaseModel, frozen=True):
         return short
 
 
+_REPLACED_BY_REFUSAL = {
+    *("not_causal_because", "not_cached_because", "refusal_on", "refusal_over"),
+    *("by_token", "reads_history"),
+}
+"""Names of earlier versions that a custom config may still define."""
+
+
 class TaggedConfig(Config, frozen=True):
     """Base of the families whose member is picked by a `type:` tag.
 
@@ -153,8 +160,8 @@ class TaggedConfig(Config, frozen=True):
     """
 
     type: str
-    """The member of the family: a known name, or `my_file.py:ClassName` or `module:ClassName` for a class
-    of your own."""
+    """The member of the family: a known name, or `my_file.py:ClassName` or `module:ClassName` for a custom
+    class."""
 
     members: ClassVar[dict[str, type[TaggedConfig]]]
     """The named classes of this family, by tag."""
@@ -165,6 +172,12 @@ class TaggedConfig(Config, frozen=True):
         if cls.is_family_root():
             cls.members = {}
             return
+        for name in _REPLACED_BY_REFUSAL & vars(cls).keys():
+            if not hasattr(cls.__bases__[0], name):
+                raise TypeError(
+                    f"{cls.__name__}.{name} is not read any more; define refusal(self, situation), which "
+                    "returns a Refusal or None (moe_ffn.config.errors.Situation)"
+                )
         annotation = cls.model_fields["type"].annotation
         if get_origin(annotation) is Literal:
             cls._join_family(get_args(annotation))
@@ -242,10 +255,10 @@ class TaggedConfig(Config, frozen=True):
 
 
 def help_texts(cls: type[Config]) -> dict[str, str]:
-    """The help of every option of `cls`: its `description`, or the docstring under it in the class it is of.
+    """Help text of every option of `cls`: its `description`, or the docstring under it.
 
-    Read from the source when someone asks: pydantic's `use_attribute_docstrings` reads it while a class is
-    made, which was half of the time of `import moe_ffn`.
+    The docstrings are read from the source on demand: pydantic's `use_attribute_docstrings` took half of
+    the time of `import moe_ffn`.
     """
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -258,7 +271,7 @@ def help_texts(cls: type[Config]) -> dict[str, str]:
 
 @cache
 def _docstrings(cls: type) -> dict[str, str]:
-    """The docstrings under the annotated names of `cls`; none of a class without a source, as in a shell."""
+    """Docstrings under the annotated names of `cls`; empty without a source, as in a shell."""
     if not issubclass(cls, Config):
         return {}
     try:
@@ -279,7 +292,7 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def require_count(value: object, name: str) -> None:
-    """ConfigError unless `value`, which is called `name`, is a whole number from 1 to `MAX_COUNT`."""
+    """Raise ConfigError unless `value` is a whole number from 1 to `MAX_COUNT`; `name` is its option."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name} must be a whole number, got {show(value)}")
     if value < 1:
@@ -298,7 +311,7 @@ def describe_options(config: Config, without: Iterable[str] = ()) -> str:
 
 
 def errors_at(cls: type[Config], messages: Mapping[str, str], data: Any) -> ValidationError:
-    """A ValidationError for validators to raise, with a message for each key of `cls` that is wrong."""
+    """Build a ValidationError with a message for each wrong key of `cls`, for validators to raise."""
     details = [_mistake(key, message, data) for key, message in messages.items()]
     return ValidationError.from_exception_data(cls.__name__, details)
 

@@ -1,6 +1,6 @@
-"""What the environment of a process says: folders that torch needs, and which of several processes it is.
+"""Environment of a process: folders that torch needs, and variables that a launcher sets.
 
-Importing this before torch ends the process with a sentence where importing torch would end it without one.
+Import this before torch, which would crash without those folders; this module ends with a sentence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_ffn.files import reason
 
 
 def _require_folders_of_torch() -> None:
-    """Exit with code 2 where there is no current folder, or none for temporary files."""
+    """Exit with code 2 without a current folder or a folder for temporary files."""
     problem = "the current folder was removed, and torch cannot be imported in it; cd to another"
     try:
         os.getcwd()  # noqa: PTH109 - Path.cwd() is the same
@@ -34,17 +34,17 @@ _require_folders_of_torch()
 
 
 class LaunchError(ConfigError):
-    """What a launcher is to say is missing or wrong, so that this process may be the only one."""
+    """Variables of a launcher are missing or wrong, so this process may be the only one."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts several processes, and the variables that it sets for each of them."""
+    """Program that starts several processes, and the variables that it sets for each."""
 
     name: str
     rank: str
     size: str
-    """How many processes there are."""
+    """Variable with the number of processes."""
     further: tuple[str, ...]
 
     @property
@@ -54,31 +54,29 @@ class Launcher:
 
 TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
 SLURM = Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", ("SLURM_LOCALID", "SLURM_NODEID"))
-LSF = Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", ("JSM_NAMESPACE_LOCAL_RANK",))
 LIGHTNING = Launcher("lightning", "LOCAL_RANK", "WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT"))
 
-_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Lightning takes the first of these that is set, whichever launcher it has found."""
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+"""Variables of a rank; Lightning takes the first one that is set, whichever launcher it found."""
 VARIABLES = {
-    *(name for launcher in (TORCHRUN, SLURM, LSF) for name in launcher.variables),
+    *(name for launcher in (TORCHRUN, SLURM) for name in launcher.variables),
     *("NODE_RANK", "GROUP_RANK", "STANDALONE_PORT", "TORCHELASTIC_RUN_ID"),
 }
 _NUMBERS = VARIABLES - {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
 _TRAINER = "PL_TRAINER_"
-"""The prefix of variables that Lightning's Trainer takes for arguments that it is not given."""
+"""Prefix of variables that Lightning's Trainer takes for missing arguments."""
 
 
 def is_first_rank() -> bool:
-    """Whether this process is alone, or the first of all, on all machines."""
+    """Return True for the only process, or the first of all machines."""
     launcher = _launcher()
     names = ("LOCAL_RANK", _node_rank()) if launcher in (None, LIGHTNING) else (launcher.rank,)
     return all(os.environ.get(name, "0") == "0" for name in names)
 
 
 def is_first_here() -> bool:
-    """Whether this process is alone, or the first of those on its machine."""
-    names = ("LOCAL_RANK", "SLURM_LOCALID", "JSM_NAMESPACE_LOCAL_RANK")
-    return all(os.environ.get(name, "0") == "0" for name in names)
+    """Return True for the only process, or the first of its machine."""
+    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
 
 
 def is_under_torchrun() -> bool:
@@ -86,10 +84,10 @@ def is_under_torchrun() -> bool:
 
 
 def check_environment(num_nodes: int) -> None:
-    """Call it before lightning is imported, which takes a stray variable for a launcher's.
+    """Check the variables that Lightning would take for a launcher's; call it before importing lightning.
 
     Args:
-        num_nodes: machines that the run is to be on.
+        num_nodes: number of machines of the run.
 
     Raises:
         ConfigError: a variable has a value that no launcher sets, or lacks others that it would set too.
@@ -115,20 +113,20 @@ def check_environment(num_nodes: int) -> None:
 
 
 def processes_here() -> int | None:
-    """How many processes torchrun has started on this machine; None where it has not."""
+    """Number of processes that torchrun started on this machine; None without torchrun."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(count) if _launcher() is TORCHRUN and count.isdigit() else None
 
 
 def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
-    """Whether as many processes were started as are to train.
+    """Check that the launcher started one process for each device.
 
     Args:
-        num_devices: of each machine, a process for each.
-        num_nodes: machines.
+        num_devices: devices of each machine.
+        num_nodes: number of machines.
 
     Raises:
-        ConfigError: they are more or fewer, or cannot meet where the environment says.
+        ConfigError: there are more or fewer, or they cannot connect at MASTER_ADDR and MASTER_PORT.
     """
     launcher, num_processes = _launcher(), num_devices * num_nodes
     train = f"this run trains in {num_processes} process{'es' if num_processes > 1 else ''}"
@@ -151,21 +149,19 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
 
 
 def _launcher() -> Launcher | None:
-    """The program that started this process among others, as Lightning judges; None where none did."""
+    """Launcher of this process, as Lightning judges; None without one."""
     if is_under_torchrun():
         return TORCHRUN
     is_interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
     if "SLURM_NTASKS" in os.environ and not is_interactive:
         return SLURM
-    if {"LSB_JOBID", "LSB_DJOB_RANKFILE", *LSF.variables[1:]} <= {*os.environ}:
-        return LSF
     if "RANK" in os.environ:
         return TORCHRUN
     return LIGHTNING if "LOCAL_RANK" in os.environ else None
 
 
 def _node_rank() -> str:
-    """The variable from which Lightning takes the number of this machine."""
+    """Variable from which Lightning takes the number of this machine."""
     return "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"
 
 
@@ -174,7 +170,7 @@ def _number(name: str) -> int:
 
 
 def _check_meeting_place() -> None:
-    """ConfigError where the processes that are to meet at this one could not."""
+    """Raise ConfigError if the processes could not connect to this one."""
     names = ("MASTER_ADDR", "MASTER_PORT")
     if not {*names} & {*os.environ}:
         return
@@ -191,13 +187,13 @@ def _check_meeting_place() -> None:
 
 
 def _stray(launcher: Launcher, why: str) -> ConfigError:
-    """The refusal of a process that looks like one of several."""
+    """Error of a process that looks like one of several."""
     of_elastic = ("TORCHELASTIC_RUN_ID",) if launcher is TORCHRUN else ()
     return _refusal(why, *launcher.variables, *_RANKS, *of_elastic)
 
 
 def _refusal(why: str, *names: str) -> LaunchError:
-    """An error that shows those of the variables `names` that are set."""
+    """Error that shows the values of those variables `names` that are set."""
     given = [name for name in dict.fromkeys(names) if name in os.environ]
     values = ", ".join(f"{name} is '{os.environ[name]}'" for name in given)
     return LaunchError(f"{values} in the environment, but {why}, or unset {' '.join(given)}")

@@ -6,59 +6,99 @@ import difflib
 import reprlib
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 
 class ConfigError(ValueError):
-    """Input that is wrong: one line per mistake, each naming the key or the file."""
+    """Wrong input: one line per mistake, each naming the key or the file."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a config does not go with what is around it, and what to do instead."""
+    """Reason why a config does not fit its surroundings, and advice."""
 
     reason: str
-    """Begins with the option at fault: `drop 'random' lets later tokens displace earlier ones`."""
+    """Option at fault and reason: `drop 'random' lets later tokens displace earlier ones`."""
     advice: str
-    """`use 'position'`."""
+    """Fix: `use 'position'`."""
 
     def __str__(self) -> str:
         return f"{self.reason}; {self.advice}"
 
     def inside(self, option: str) -> Refusal:
-        """The refusal with `option.` prefixed: `capacity.drop ...`."""
+        """Prefix the refusal with `option.`: `capacity.drop ...`."""
         return replace(self, reason=f"{option}.{self.reason}")
 
 
-def first_refusal(parts: Mapping[str, Refusal | None]) -> Refusal | None:
-    """The first refusal among the parts of a config, given by the option that holds each."""
-    refusals = (refusal.inside(option) for option, refusal in parts.items() if refusal)
-    return next(refusals, None)
+@dataclass(frozen=True)
+class Situation:
+    """Use of a config that some members of its family cannot serve; see `refusal` of each config."""
+
+    causal: bool = False
+    """The model is causal: no output may depend on later tokens."""
+    cached: bool = False
+    """A decoder in evaluation computes new tokens alone, after those that it keeps in a cache."""
+    history: bool = True
+    """The tokens before are there in `TokenContext.history`, where `cached`."""
+    device: str | None = None
+    """Kind of device that computes, `cpu` or `cuda`; None: unknown."""
+    num_ranks: int = 1
+    """Ranks among which the experts are divided."""
+
+
+class Refusing(Protocol):
+    """A config, or another value, that may refuse a situation."""
+
+    def refusal(self, situation: Situation) -> Refusal | None: ...
+
+
+def first_refusal(parts: Mapping[str, Refusing], situation: Situation) -> Refusal | None:
+    """Return the first refusal among the parts of a config, given by the option that holds each."""
+    for option, part in parts.items():
+        if refusal := part.refusal(situation):
+            return refusal.inside(option)
+    return None
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known name that is most like `name`; None if none is as alike as `cutoff`, from 0 to 1."""
+    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=1, cutoff=cutoff)
+    return near[0] if near else None
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`"; did you mean 'num_experts'?"` for a near miss, otherwise the empty string.
+    """`"; did you mean 'num_experts'?"` for a near miss, otherwise the empty string."""
+    near = nearest(name, known, cutoff)
+    return suggest([near] if near else [])
+
+
+def suggest(names: Sequence[str], of: str = "") -> str:
+    """`"; did you mean 'k' or 'top_k'?"` with the first three names, the empty string without a name.
 
     Args:
-        cutoff: from 0 to 1, how alike the two have to be.
+        of: follows the names.
     """
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    return f"; did you mean {any_of(names)}{of}?" if names else ""
+
+
+def any_of(names: Sequence[str]) -> str:
+    """`"'a' or 'b'"`, of at most three names."""
+    return " or ".join(f"'{name}'" for name in names[:3])
 
 
 def nearest_or_all(name: str, known: Iterable[str], these: str = "known:") -> str:
-    """`did_you_mean`, or, where nothing is near, all of them: `"; known: train, report"`."""
+    """`did_you_mean`, or all names if none is near: `"; known: train, report"`."""
     known = list(known)
     return did_you_mean(name, known) or f"; {these} {', '.join(known)}"
 
 
 UNKNOWN_KEY = "unknown_key"
-"""The type of a pydantic error about a key that a config does not take."""
+"""Type of a pydantic error about an unknown key."""
 
 
 def explain(
@@ -67,7 +107,7 @@ def explain(
     """One sentence per mistake, `model.ffn.num_experts: must be at least 1, got 0`.
 
     Args:
-        unknown: given the path of an unknown key, and what its config says of it, returns what is said.
+        unknown: (path of an unknown key, message of its config) -> the message to show.
     """
     lines: list[str] = []
     for item in error.errors(include_url=False):
@@ -87,7 +127,7 @@ def explain(
 
 
 def show(value: Any) -> str:
-    """A value as code would write it, up to sixty characters; takes no longer for a huge one."""
+    """Value as code would write it, shortened to sixty characters; quick for huge values."""
     try:
         return shorten(_repr.repr(value))
     except ValueError:  # of more digits than Python writes
@@ -95,15 +135,15 @@ def show(value: Any) -> str:
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """`text`, its middle replaced by dots where it is longer than `limit`: what is wrong often comes last."""
+    """`text` with its middle replaced by dots if longer than `limit`; its end often tells what is wrong."""
     half = (limit - 3) // 2
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def printable(text: str, also: str = "") -> str:
-    r"""`text` with an escape, such as `\x1b`, for all that is not seen, since it could reprogram a terminal.
+    r"""`text` with escapes such as `\x1b` for invisible characters, which could reprogram a terminal.
 
-    Spaces of any width, and the characters in `also`, stay as they are.
+    Spaces of any width, and the characters in `also`, stay.
     """
     return "".join(
         c if c.isprintable() or c in also or unicodedata.category(c) == "Zs" else escaped(c)
@@ -112,17 +152,17 @@ def printable(text: str, also: str = "") -> str:
 
 
 def escaped(character: str) -> str:
-    r"""The character as Python's code would name it, `\x1b`, in ASCII."""
+    r"""Character as Python's code would name it, `\x1b`, in ASCII."""
     return character.encode("unicode_escape").decode("ascii")
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
+    """First line of an error's text, or its type if it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def expand_path(path: str, key: str) -> Path:
-    """`path` with `~` replaced, or a ConfigError that names the key."""
+    """Replace `~` in a path; ConfigError that names the key if that fails."""
     if "\0" in path:
         raise ConfigError(f"{key}: {path!r} holds a NUL character, which no path can")
     try:
@@ -132,22 +172,22 @@ def expand_path(path: str, key: str) -> Path:
 
 
 _ROOT = Path(__file__).resolve().parents[2]
-"""The clone, or the folder that the package is installed in."""
+"""Folder of the clone or of the installed packages."""
 
 
 def command(program: str) -> str:
-    """`moe-ffn train`, or `python -m experiments.train` where this process was started so, from a clone."""
+    """Command line of a program: `moe-ffn train`, or `python -m experiments.train` in a clone."""
     return f"python -m experiments.{program}" if is_from_clone() else f"moe-ffn {program}"
 
 
 def is_from_clone() -> bool:
-    """Whether this process is a program of `experiments/`."""
+    """Return True in a program of `experiments/`."""
     started = Path(sys.argv[0])
     return started.is_absolute() and _ROOT / "experiments" in started.resolve().parents
 
 
 def install(extra: str) -> str:
-    """`pip install 'moe_ffn[train]'`, or `pip install '.[train]'` in a clone."""
+    """Command that installs an extra, `pip install 'moe_ffn[train]'`, or with `'.[train]'` in a clone."""
     name = "." if (_ROOT / "pyproject.toml").is_file() else "moe_ffn"
     return f"pip install '{name}[{extra}]'"
 
@@ -174,7 +214,7 @@ _RULES = {
 
 
 _MAX_LINE_LENGTH = 480
-"""More than any mistake needs, but what a stranger's code says may be of any length."""
+"""Maximum length of a message; a custom class may raise one of any length."""
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 200

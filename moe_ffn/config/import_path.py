@@ -1,7 +1,6 @@
-"""A class in a user's own file, by its import path, and the code that it comes from.
+"""Classes in a user's file, named by their import path, and the code they come from.
 
-A file is read once: what is hashed, what permission is asked for and what is run are the same bytes, and
-no cached bytecode beside it is looked at.
+A file is read once: the same bytes are hashed, asked permission for and run; cached bytecode is ignored.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ PACKAGE = "moe_ffn"
 
 @dataclass(frozen=True)
 class Code:
-    """A file or a module that a `type` names, as it was before it was run."""
+    """File or module that a `type` names, read before it is run."""
 
     where: str
-    """The part of the tag before the colon: a path that ends in `.py`, or the name of a module."""
+    """Part of the tag before the colon: a path that ends in `.py`, or the name of a module."""
 
     path: Path | None
-    """Its file; None for a module that has none, or is not found."""
+    """Source file; None for a module without one."""
 
     content: bytes
     """Bytes of the file; empty where there is none."""
 
     @property
     def is_file(self) -> bool:
-        """Whether it is named by a path. A module belongs to something that is installed."""
+        """True for a path, False for an installed module."""
         return self.where.endswith(".py")
 
     @cached_property
@@ -60,7 +59,7 @@ class Code:
 
     @property
     def module_name(self) -> str:
-        """Key in `sys.modules`; a file's is made of its content, so that it is the same in every process."""
+        """Key in `sys.modules`; for a file it holds the hash, so that all processes agree."""
         if not self.is_file:
             return self.where
         stem = re.sub(r"\W", "_", Path(self.where).stem)
@@ -68,17 +67,17 @@ class Code:
 
 
 _run: dict[str, Code] = {}
-"""The code that was run, to its end or not, by the name of its module."""
+"""Code that was run, to its end or not, by the name of its module."""
 
 _imported: dict[str, Code] = {}
-"""The code that a class was last taken from, by what the tag said before the colon."""
+"""Code that a class was last taken from, by the part of the tag before the colon."""
 
 _permit: ContextVar[Callable[[Code], None]] = ContextVar("_permit", default=lambda code: None)
 
 
 @contextmanager
 def permitting_imports(permit: Callable[[Code], None]) -> Iterator[None]:
-    """Within this, `import_class` calls `permit` before it first runs a module or file.
+    """Make `import_class` call `permit` before it first runs a module or file.
 
     Args:
         permit: raises a ConfigError where the code must not run.
@@ -99,7 +98,7 @@ class FileTag(str):
     __slots__ = ("resolved",)
 
     resolved: str
-    """This text with a path that leads there from the current folder."""
+    """Tag whose path is relative to the current folder."""
 
     def __new__(cls, text: str, folder: Path) -> FileTag:
         tag = super().__new__(cls, text)
@@ -109,15 +108,15 @@ class FileTag(str):
 
 
 def is_file_tag(text: str) -> bool:
-    """Whether a `type` of this text would name a class in a file."""
+    """Return True for text that names a class in a file."""
     return re.fullmatch(r".+\.py:\w+", text) is not None
 
 
 def import_class(tag: str, family: type[Class]) -> type[Class]:
-    """The subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
+    """Import the subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
 
-    Importing runs the code of that module, and a line on stderr says so before; `permitting_imports` may
-    refuse. What it prints goes to stderr.
+    Importing runs the code of that module. A line on stderr warns first, and `permitting_imports` may raise.
+    Output of that code goes to stderr.
 
     Raises:
         ConfigError: it cannot be imported, or is no such class, or lacks a method.
@@ -144,7 +143,7 @@ def import_class(tag: str, family: type[Class]) -> type[Class]:
 
 
 def find_code(where: str) -> Code:
-    """The code that a tag names, read and not run.
+    """Read the code that a tag names, without running it.
 
     Raises:
         ConfigError: its file cannot be read.
@@ -169,7 +168,7 @@ def find_code(where: str) -> Code:
 
 
 def file_of_module(name: str) -> Path | None:
-    """The source file of a module, found without running the packages around it."""
+    """Source file of a module, found without running its packages."""
     try:
         dotted, *rest = name.split(".")
         spec = importlib.util.find_spec(dotted)
@@ -212,14 +211,8 @@ def _import_file(code: Code) -> ModuleType:
 
 
 def _ask(code: Code) -> None:
-    if code.path is None:  # nothing is run of a module that is not there, and its error is another
-        try:
-            if importlib.util.find_spec(code.where.partition(".")[0]) is None:
-                return
-        except (ImportError, ValueError):
-            return
     _permit.get()(code)
-    if is_first_rank():  # says it for all
+    if is_first_rank():
         print(f"importing {code.where!r}, which runs its code", file=sys.stderr, flush=True)
 
 
@@ -227,18 +220,18 @@ def _ask(code: Code) -> None:
 
 
 def is_outside(cls: type) -> bool:
-    """Whether a class was not written in this package."""
+    """Return True for a class of another package."""
     return cls.__module__.partition(".")[0] != PACKAGE
 
 
 def imported_code(tag: str) -> Code | None:
-    """The code that was run for a tag; None where none was, or that of this package."""
+    """Code that was run for a tag; None if none was, or for this package."""
     where = tag.rpartition(":")[0]
     return None if where.partition(".")[0] == PACKAGE else _imported.get(where)
 
 
 def tag_of(cls: type) -> str:
-    """The `type` that leads to a class again."""
+    """Tag that imports a class again."""
     code = _run.get(cls.__module__)
     return f"{cls.__module__ if code is None else code.where}:{cls.__qualname__}"
 
@@ -248,13 +241,12 @@ def tag_of(cls: type) -> str:
 
 @contextmanager
 def explaining_outside_errors(culprit: str = "") -> Iterator[None]:
-    """Within this, what code from outside raises becomes a ConfigError that names its file and line.
+    """Turn an error of custom code, `sys.exit` included, into a ConfigError that names its file and line.
 
-    `sys.exit` does too. Ctrl-C, and what no such code had a part in, is raised as it is.
+    Ctrl-C, signals, and errors that passed through no custom code are raised unchanged.
 
     Args:
-        culprit: begins the sentence, and is blamed for whatever is raised; by default that is the outside
-            file which the error came through.
+        culprit: name of what failed, for every error; by default the custom file that the error came from.
     """
     try:
         yield
@@ -276,7 +268,7 @@ def _describe(error: BaseException) -> str:
         text = (
             f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
         )
-    if isinstance(error, SyntaxError):  # says it itself
+    if isinstance(error, SyntaxError):  # its text has the line
         return text
     place = _place(error.__traceback__)
     if place is None:
@@ -286,7 +278,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
-    """The innermost line of code from outside that an error passed through."""
+    """Innermost line of custom code that an error passed through."""
     found = None
     for frame, line in traceback.walk_tb(trace):
         code = _run.get(str(frame.f_globals.get("__name__")))
@@ -296,7 +288,7 @@ def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a person or a scheduler ended it: Ctrl-C, or an exit out of the handler of a signal."""
+    """Return True for Ctrl-C, or an exit from the handler of a signal."""
     if isinstance(error, Exception):
         return False
     handlers = {getattr(signal.getsignal(s), "__code__", None) for s in signal.valid_signals()}

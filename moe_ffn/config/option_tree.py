@@ -1,9 +1,8 @@
-"""The options of a config as a tree: every option by its dotted path, with its value and its meaning."""
+"""Options of a config as a tree: every option by its dotted path, with its value and meaning."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import UnionType
@@ -12,21 +11,21 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from moe_ffn.config.base import Config, TaggedConfig, help_texts
-from moe_ffn.config.errors import ConfigError, explain
+from moe_ffn.config.errors import ConfigError, any_of, explain, nearest, suggest
 
 REQUIRED = "(required)"
-"""The value of an option that has none yet, and no default."""
+"""Value of an option without a value or default."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One key of a config, or the config itself, whose path is empty."""
+    """Key of a config, or the config itself, whose path is empty."""
 
     path: str
-    """Dotted, `model.ffn.router.k`."""
+    """Dotted path, `model.ffn.router.k`."""
     annotation: Any
     value: Any
-    """The value in YAML; for a section a mapping, or the name of its type."""
+    """Value in YAML; for a section a mapping, or the name of its type."""
     meaning: str
 
     @property
@@ -35,7 +34,7 @@ class Option:
 
     @property
     def declared(self) -> type[Config] | None:
-        """The class that its value may be of, of a family the base; None for a plain value."""
+        """Declared class of its value, for a family the base; None for a plain value."""
         is_union = get_origin(self.annotation) in (Union, UnionType)
         for candidate in get_args(self.annotation) if is_union else [self.annotation]:
             if isinstance(candidate, type) and issubclass(candidate, Config):
@@ -44,7 +43,7 @@ class Option:
 
     @property
     def family(self) -> type[TaggedConfig] | None:
-        """The family whose member this is; None where there is nothing to choose."""
+        """Family of the value; None for a fixed class or a plain value."""
         found = self.declared
         if found is None or not issubclass(found, TaggedConfig) or not found.is_family_root():
             return None
@@ -52,20 +51,20 @@ class Option:
 
     @property
     def type(self) -> Any:
-        """The `type` that a section names."""
+        """Type of a section."""
         return self.value.get("type") if isinstance(self.value, Mapping) else self.value
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether it is of a class from outside of this package, whose code is not run for this."""
+        """True for a custom class, whose code --help does not run."""
         return self.family is not None and isinstance(self.type, str) and ":" in self.type
 
     @property
     def config(self) -> type[Config] | None:
-        """The class that its value is of; None for a plain value and for null.
+        """Class of its value; None for a plain value and for null.
 
         Raises:
-            ConfigError: the value names a type that there is not.
+            ConfigError: the value names an unknown type.
         """
         if self.value == REQUIRED:
             return None
@@ -79,7 +78,7 @@ class Option:
             raise ConfigError("\n".join(lines)) from error
 
     def children(self) -> list[Option]:
-        """The options of a section, in order; none of a plain value, nor of a type that there is not."""
+        """Options of a section in order; empty for a plain value or an unknown type."""
         if self.is_from_outside:
             text = "Its own options are not listed, since --help runs nobody's code; --print-config has them."
             return [Option(self._below("type"), None, self.type, f"{self.meaning} {text}".lstrip())]
@@ -90,7 +89,7 @@ class Option:
         return [] if config is None else self.options_of(config)
 
     def options_of(self, config: type[Config]) -> list[Option]:
-        """The options that stand below this one where its value is of `config`."""
+        """Options below this one if its value is of class `config`."""
         fields, meanings = [], help_texts(config)
         for name, field in config.model_fields.items():
             value = self.value.get(name) if isinstance(self.value, Mapping) else None
@@ -107,28 +106,28 @@ class Option:
         return fields
 
     def switched_on(self) -> Option:
-        """A section that is null as it would be with its defaults; others as they are."""
+        """Replace a null section by its defaults; others stay."""
         is_off = self.value is None and self.family is None and self.declared is not None
         return replace(self, value={}) if is_off else self
 
     def everything(self) -> Iterator[Option]:
-        """Every option and section below this one."""
+        """All options and sections below this one."""
         for child in self.children():
             yield child
             yield from child.everything()
 
     def leaves(self) -> Iterator[Option]:
-        """Every option at and below this one that is no section.
+        """All options at and below this one that are no sections.
 
         Raises:
-            ConfigError: a section names a type that there is not.
+            ConfigError: a section names an unknown type.
         """
         for option in (self, *self.everything()):
             if not option.children() and option.config is None:
                 yield option
 
     def find(self, path: str) -> Option | None:
-        """The option or section below this one that has this path; sections that are null are gone into."""
+        """Find the option or section below this one with a path, inside null sections too."""
         option: Option | None = self
         for name in path.split("."):
             below = [] if option is None else option.switched_on().children()
@@ -140,12 +139,11 @@ class Option:
 
 
 def option_tree(root: type[Config], options: Mapping[str, Any]) -> Option:
-    """The options of `root` with the values in `options`."""
     return Option("", root, options, first_sentence(root))
 
 
 def members_of(family: type[TaggedConfig]) -> dict[type[TaggedConfig], list[str]]:
-    """The classes of a family, each with the types that name it."""
+    """Classes of a family, each with the types that name it."""
     members: dict[type[TaggedConfig], list[str]] = {}
     for name, member in family.members.items():
         members.setdefault(member, []).append(name)
@@ -153,13 +151,12 @@ def members_of(family: type[TaggedConfig]) -> dict[type[TaggedConfig], list[str]
 
 
 def first_sentence(config: type[Config]) -> str:
-    """What a config says of itself in the first line of its docstring; empty without (`python -OO`)."""
+    """First line of a config's docstring; empty without one (`python -OO`)."""
     lines = (config.__doc__ or "").strip().splitlines()
     return f"{lines[0].rstrip('.')}." if lines else ""
 
 
 def show_value(value: Any) -> str:
-    """A value as YAML has it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -198,7 +195,7 @@ ALSO_CALLED = {
     "warmup": "warmup_fraction",
     "wd": "weight_decay",
 }
-"""What other programs and papers call an option -> the last part of its path here."""
+"""Name of an option in other programs and papers -> last part of its path here."""
 
 NOT_OF_THE_TRAINER = {
     "barebones": "the loggers and checkpoints of a run are its result",
@@ -213,20 +210,17 @@ NOT_OF_THE_TRAINER = {
     "sync_batchnorm": "no block has a BatchNorm; one of yours may hold torch.nn.SyncBatchNorm",
     "use_distributed_sampler": "every rank takes its part of each batch already",
 }
-"""Arguments of `lightning.Trainer` that have no option here, and why."""
-
-MAX_NAMED = 3
-"""If more options than this might be meant, only the first are named."""
+"""Argument of `lightning.Trainer` without an option here -> reason."""
 
 
 def explain_unknown(path: str, message: str, tree: Option) -> str:
-    """The message about a path that is no option of `tree`.
+    """Message about a path that is no option of `tree`.
 
     Args:
-        message: what its own section says of it, with or without a name like it.
+        message: of its own section, with or without a similar name.
     """
     if found := _same_name(path, tree.everything()):
-        return f"unknown{_did_you_mean(found)}"
+        return f"unknown{suggest(found)}"
     if why := NOT_OF_THE_TRAINER.get(path.removeprefix("trainer.")):
         return f"is set by the program itself; {why}"
     if "did you mean" in message:
@@ -238,28 +232,18 @@ def explain_unknown(path: str, message: str, tree: Option) -> str:
 
 
 def nearest_options(typed: str, tree: Option) -> str:
-    """`"; did you mean 'optimizer.learning_rate'?"` for `trainer.learning_rate`, for `lr` or `learn_rate`.
+    """`"; did you mean 'optimizer.learning_rate'?"` for `trainer.learning_rate`, `lr` or `learn_rate`.
 
-    The empty string where no option is called so, or nearly so.
+    The empty string if no option has such a name, or nearly.
     """
     here = list(tree.everything())
     above, _, name = typed.replace("-", "_").rpartition(".")
-    near = difflib.get_close_matches(name, {option.name: None for option in here}, n=1)
-    return _did_you_mean(
-        _same_name(typed, here) or (_same_name(f"{above}.{near[0]}", here) if near else [])
-    )
-
-
-def _did_you_mean(paths: Sequence[str]) -> str:
-    return f"; did you mean {_any_of(paths)}?" if paths else ""
-
-
-def _any_of(names: Sequence[str]) -> str:
-    return " or ".join(f"'{name}'" for name in names[:MAX_NAMED])
+    near = nearest(name, (option.name for option in here))
+    return suggest(_same_name(typed, here) or (_same_name(f"{above}.{near}", here) if near else []))
 
 
 def _of_another_type(typed: str, tree: Option) -> str:
-    """The types of its section that know the last part of this path, or one like it; empty without one."""
+    """Types of its section that have an option of this name or a similar one; empty without one."""
     path, _, name = typed.rpartition(".")
     section = tree.find(path) if path else None
     if section is None or section.family is None:
@@ -269,19 +253,19 @@ def _of_another_type(typed: str, tree: Option) -> str:
     types = [type_ for type_, known in keys.items() if name in known]
     here = f"unknown with {path}.type '{section.type}'"
     if types:
-        here += f"; it belongs to type {_any_of(types)}: add --{path}.type {types[0]}"
+        here += f"; it belongs to type {any_of(types)}: add --{path}.type {types[0]}"
     others = dict.fromkeys(chain(*keys.values()))
     if types:  # `path` may stand for `paths`, but `paths` is no slip for `path`
         others = [key for key in others if key.startswith(name) and key != name]
-    near = difflib.get_close_matches(name, others, n=1, cutoff=0.8)
+    near = nearest(name, others, cutoff=0.8)
     if not near:
         return here if types else ""
-    types = [type_ for type_, known in keys.items() if near[0] in known]
-    return f"{here}; did you mean '{path}.{near[0]}' of type {_any_of(types)}?"
+    types = [type_ for type_, known in keys.items() if near in known]
+    return here + suggest([f"{path}.{near}"], of=f" of type {any_of(types)}")
 
 
 def _same_name(typed: str, options: Iterable[Option]) -> list[str]:
-    """The paths that end as `typed` does: those that have most of it, and of them the shortest first."""
+    """Paths that end as `typed` does: those with most parts in common, the shortest first."""
     *above, name = typed.replace("-", "_").split(".")
     common: dict[str, int] = {}
     for option in options:
@@ -294,7 +278,7 @@ def _same_name(typed: str, options: Iterable[Option]) -> list[str]:
 
 
 def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"model": {"ffn": 1}}` as `{"model.ffn": 1}`; without sections that are empty."""
+    """Flatten `{"model": {"ffn": 1}}` to `{"model.ffn": 1}`, without empty sections."""
     flat: dict[str, Any] = {}
     for key, value in options.items():
         if isinstance(value, Mapping):

@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     FFNConfig = TaggedConfig  # the family of all blocks, which `ffn/base.py` puts in its place
 
 Budget = Literal["total_params", "active_params", "flops_per_token"]
-"""What a block costs, router and shared expert included."""
+"""Cost of a block, router and shared expert included."""
 
 
 class MatchConfig(Config, frozen=True):
-    """A hidden width that is still to be solved: the block is to cost what another one does.
+    """Hidden width to be solved, so that the block costs what another one does.
 
-    What is made equal is the budget of the whole block of a layer, however deep in it the width stands.
-    `moe_ffn.ffn.match.solve_widths` puts a number in its place.
+    The budget of the whole block of a layer is made equal, however deep in it the width stands.
+    `moe_ffn.ffn.match.solve_widths` replaces it by a number.
     """
 
     match: Budget
-    """What is made equal: all parameters, those that one token passes through, or forward FLOPs per token."""
+    """Budget to make equal: all parameters, those of one token, or forward FLOPs per token."""
     of: FFNConfig
-    """The block whose budget is to be met."""
+    """Block with the budget to meet."""
 
 
 def _number_or_match(value: Any, _: object) -> Any:
-    # Not the union's own validator, which of a wrong number says that it is no match either.
+    # pydantic's union would complain about both members for a wrong number.
     if isinstance(value, Mapping):
         return MatchConfig.model_validate(value)
     return (
@@ -51,7 +51,7 @@ HiddenWidth = Annotated[_Width | MatchConfig | None, WrapValidator(_number_or_ma
 
 
 def given_width(d_ff: int | MatchConfig | None) -> int | None:
-    """The hidden width, None where it is left to a default.
+    """Return the hidden width, None for a default.
 
     Raises:
         ConfigError: it is a match that is not solved yet.
@@ -72,10 +72,10 @@ _MAX_DEFAULT_WIDTH = 10 * MAX_COUNT
 
 
 def share_of(*factors: float, parts: int) -> tuple[int, int]:
-    """The product of `factors`, divided among `parts`, as the numerator and denominator that its floats mean.
+    """Product of `factors` over `parts`, as an exact numerator and denominator.
 
-    In floating point 0.3 * 50 is a little over 15, and its ceiling 16. Between 1 / `MAX_SHARE` and
-    `MAX_SHARE`: a positive factor is never rounded to nothing.
+    In floating point 0.3 * 50 is a little over 15, and its ceiling 16. The result lies between 1 /
+    `MAX_SHARE` and `MAX_SHARE`: a positive factor is never rounded to nothing.
     """
     if torch.compiler.is_dynamo_compiling():  # which leaves floats open with `dynamic=True`
         from torch.fx.experimental.symbolic_shapes import guard_scalar  # loads SymPy
@@ -107,18 +107,18 @@ def ceil_of_share(counts: Counts, share: tuple[int, int]) -> Counts:
 
 
 def gated_width(d_model: float, multiple_of: int = 8) -> int:
-    """The hidden width at which a gated block has the parameters of a dense one of 4 * d_model.
+    """Hidden width at which a gated block has the parameters of a dense one of 4 * d_model.
 
-    Three matrices instead of two, so 2/3 of the width: 8/3 * d_model (Shazeer 2020, section 4).
+    It has three matrices instead of two, so 2/3 of the width: 8/3 * d_model (Shazeer 2020, section 4).
     """
     return round_width(8 * d_model / 3, multiple_of)
 
 
 def round_width(width: float, multiple_of: int = 8) -> int:
-    """The nearest multiple of `multiple_of`, at least one; products are faster at such widths.
+    """Round to a multiple of `multiple_of`, at least one; products are faster at such widths.
 
     Raises:
-        ConfigError: the width is far beyond any memory, as that of experts of a tiny `router.k` is.
+        ConfigError: the width exceeds any memory, as that of experts of a tiny `router.k` does.
     """
     if width > _MAX_DEFAULT_WIDTH:
         raise ConfigError(
@@ -132,6 +132,10 @@ def linear_params(d_in: int, d_out: int, bias: bool) -> int:
     return d_in * d_out + (d_out if bias else 0)
 
 
+TRAINING_FLOPS = 3
+"""FLOPs of a training step over those of its forward pass: the backward pass costs two more."""
+
+
 def linear_flops(d_in: int, d_out: int) -> int:
     """Forward FLOPs for one token: a multiply and an add per weight. Training costs three times that."""
     return 2 * d_in * d_out
@@ -141,7 +145,7 @@ def linear_flops(d_in: int, d_out: int) -> int:
 def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
     """Fill (..., out, in) weights, and their bias, from U(-1/sqrt(in), 1/sqrt(in)).
 
-    That is what `nn.Linear` does for one matrix; `nn.init` would count the expert axis as fan-in.
+    `nn.Linear` does so for one matrix; `nn.init` would count the expert axis as fan-in.
     """
     bound = 1 / math.sqrt(weight.shape[-1])
     nn.init.uniform_(weight, -bound, bound)

@@ -1,8 +1,8 @@
-"""Which code in a run's folder may run: what this user has run before, or said they have read.
+"""Trust in the code of a run's folder: code that this user has run before, or trusts by `--trust-code`.
 
-A config on the command line is the user's own. A run's folder may come from another person, and its
-`config.yaml` names code that would be run by looking at the run. So the sha256 of what runs of this user were
-begun with is kept outside of any run, one file for each, which needs no lock.
+A config on the command line is the user's own. A run's folder may come from another person, and reading its
+`config.yaml` would run the code that it names. So the sha256 of the code of this user's runs is stored
+outside any run, one file each, which needs no lock.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _accepting: ContextVar[bool] = ContextVar("_accepting", default=False)
 
 
 class UntrustedCodeError(ConfigError):
-    """A run's folder names code that this user has neither run nor trusted."""
+    """Code in a run's folder that this user has neither run nor trusted."""
 
 
 @contextmanager
 def accepting_code(accept: bool = True) -> Iterator[None]:
-    """Within this, code in a run's folder is trusted from its first use on, which `--trust-code` asks for."""
+    """Trust code in a run's folder from its first use on, as `--trust-code` asks."""
     token = _accepting.set(accept or _accepting.get())
     try:
         yield
@@ -38,10 +38,10 @@ def accepting_code(accept: bool = True) -> Iterator[None]:
 
 @contextmanager
 def only_trusted_code(folder: Path) -> Iterator[None]:
-    """Within this, of the code that the run in `folder` names, only what is trusted is run.
+    """Run only trusted code of the run in `folder`.
 
     Raises:
-        UntrustedCodeError: there was other code; none of it was run.
+        UntrustedCodeError: the run names other code; none of it was run.
     """
     refused: list[Code] = []
 
@@ -78,7 +78,7 @@ def is_trusted(code: Code) -> bool:
 
 
 def trust(codes: Iterable[Code]) -> None:
-    """Remember them; where that cannot be written they are asked about again, and nothing else is lost."""
+    """Remember trusted code; if that cannot be written, the user is asked again."""
     folder = _folder()
     for code in codes:
         if folder is None or code.path is None:
@@ -89,7 +89,7 @@ def trust(codes: Iterable[Code]) -> None:
 
 
 def _folder() -> Path | None:
-    """Where a user's programs keep their state (XDG base directories); None where the user has no home."""
+    """Folder of the trusted digests (XDG base directories); None for a user without a home."""
     given = os.environ.get("XDG_STATE_HOME", "")
     try:
         state = Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "state"

@@ -15,25 +15,21 @@ from yaml.composer import ComposerError
 
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, explain, first_line, shorten
-from moe_ffn.config.import_path import (
-    FileTag,
-    explaining_outside_errors,
-    is_file_tag,
-)
+from moe_ffn.config.import_path import FileTag, explaining_outside_errors, is_file_tag
 from moe_ffn.config.option_tree import explain_unknown, option_tree, show_value
 from moe_ffn.config.trust import UntrustedCodeError, only_trusted_code
-from moe_ffn.files import read_given, reason
+from moe_ffn.files import reason
 
 RootConfig = TypeVar("RootConfig", bound=Config)
 
-_MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 100_000, 5_000, 50
-"""A config of sixty layers that all differ fits, and PyYAML reads no more than that in half a second."""
+_MAX_BYTES = 100_000
+"""A config of sixty layers that all differ fits."""
 
 
 def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
-    """The typed config of plain options, or a ConfigError with one line per mistake.
+    """Validate plain options; ConfigError with one line per mistake.
 
-    Where a `type` names a class of the user's own, a line on stderr says whose code runs before it does.
+    A line on stderr warns before the code of a custom class runs.
     """
     try:
         with explaining_outside_errors():
@@ -47,10 +43,9 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` laid over `below`, mapping by mapping.
+    """Merge `above` into `below`, mapping by mapping.
 
-    A mapping whose `type` differs replaces the one below it whole: after a swap of the FFN nothing
-    of the old one's arguments is left behind.
+    A mapping whose `type` differs replaces the old one whole: no argument of a swapped FFN is left behind.
     """
     merged = dict(below)
     for key, new in above.items():
@@ -67,10 +62,10 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nest(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """(dotted key, value) as nested mappings, later ones winning.
+    """Nest (dotted key, value) pairs; later ones win.
 
-    What is set inside a mapping wins over the mapping, in whichever order they are given:
-    `--model.ffn.d_ff 64 --model.ffn swiglu` loses neither.
+    An option inside a mapping wins over the mapping, in any order: `--model.ffn.d_ff 64 --model.ffn swiglu`
+    loses neither.
     """
     result: dict[str, Any] = {}
     for path, value in sorted(options, key=lambda option: option[0].count(".")):
@@ -81,16 +76,17 @@ def nest(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _as_options(value: Any) -> Mapping[str, Any] | None:
-    """A mapping as it is, `swiglu` as the `{type: swiglu}` it is short for, anything else as None."""
+    """Options of a mapping, or of `swiglu`, short for `{type: swiglu}`; None for anything else."""
     if isinstance(value, str):
         return {"type": value}
     return value if isinstance(value, Mapping) else None
 
 
 def read_yaml(path: Path, where: str) -> dict[str, Any]:
-    """The mapping in a YAML file, or a ConfigError that begins with `where`."""
+    """Read the mapping in a YAML file; ConfigError that begins with `where`."""
     try:
-        content = read_given(path, _MAX_BYTES + 1)
+        with path.open("rb") as file:  # or a pipe, such as `<(command)`
+            content = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{where}: {reason(error)}") from error
     if len(content) > _MAX_BYTES:
@@ -104,11 +100,14 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must hold a YAML mapping, got {type(options).__name__}")
-    return _with_folder(options, path.parent)
+    try:
+        return _with_folder(options, path.parent)
+    except RecursionError as error:
+        raise ConfigError(f"{where}: is nested too deep, or holds itself") from error
 
 
 def _with_folder(value: Any, folder: Path) -> Any:
-    """The values of a YAML file in `folder`; paths to classes in them become a FileTag."""
+    """Turn paths to classes in the values of a YAML file into a FileTag."""
     if isinstance(value, dict):
         return {key: _with_folder(item, folder) for key, item in value.items()}
     if isinstance(value, list):
@@ -117,10 +116,10 @@ def _with_folder(value: Any, folder: Path) -> Any:
 
 
 def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
-    """The config in the folder of a run; the lines of a ConfigError all name the file.
+    """Read the config of a run; every line of a ConfigError names the file.
 
     Raises:
-        UntrustedCodeError: it names code that no run of this user began with; none of it was run.
+        UntrustedCodeError: it names untrusted code; none of it was run.
         ConfigError: it is no such config.
     """
     try:
@@ -137,13 +136,13 @@ def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
 
 
 def to_yaml(options: Config | Mapping[str, Any]) -> str:
-    """The resolved options, as a file that `--config` reads back."""
+    """Write options as YAML that `--config` reads back."""
     plain = options.to_dict() if isinstance(options, Config) else dict(options)
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def flag_value(value: Any) -> str:
-    """A value as it is typed behind a flag, in the quotes that a shell needs."""
+    """Format a value as it is typed behind a flag, in the quotes that a shell needs."""
     if not isinstance(value, Mapping | list | tuple):
         return shlex.quote(show_value(value))
     text = yaml.safe_dump(
@@ -153,9 +152,9 @@ def flag_value(value: Any) -> str:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """A flag's value as YAML; mappings and lists only in brackets, so that text may hold `: `.
+    """Parse a flag's value as YAML; mappings and lists only in brackets, so that text may hold `: `.
 
-    `--sample.prompt "def f(x):"` is that text, spaces at its ends included, and not a mapping.
+    `--sample.prompt "def f(x):"` is that text, and not a mapping.
     """
     if text.lstrip()[:1] in ("{", "[", '"', "'"):
         return parse_yaml(text, where)
@@ -167,7 +166,7 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Plain values from YAML; ConfigError, which begins with `where`, for anything else."""
+    """Parse plain values from YAML; ConfigError that begins with `where` for anything else."""
     if len(text) > _MAX_BYTES:
         raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
     try:
@@ -177,6 +176,8 @@ def parse_yaml(text: str, where: str) -> Any:
         line = f" (line {mark.line + 1})" if mark is not None else ""
         problem = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"{where}: is not valid YAML{line}: {shorten(problem, 120)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{where}: is nested too deep") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # A key that is a list, `!!bool maybe`, a number of ten thousand digits: as PyYAML fails.
         problem = shorten(first_line(error), 120)
@@ -186,42 +187,10 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as people expect it, and no larger than a person writes it.
+    """YAML 1.1 as people expect it.
 
-    `1e-3` is a number, `1:30` and `2026-11-21` are text, and a key given twice is a mistake. What
-    aliases (`*name`) stand for is counted wherever they stand, before anything is made of it.
+    `1e-3` is a number, `1:30` and `2026-11-21` are text, and a key given twice is a mistake.
     """
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._depth = self._num_values = 0
-        self._values_at: dict[int, int] = {}
-        """id of a complete node -> how many values it holds, those behind aliases too."""
-
-    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-        # The scanner reads ahead, and the deeper the slower.
-        if self.flow_level >= _MAX_DEPTH:
-            raise _mistake(f"nested deeper than {_MAX_DEPTH} levels", self.get_mark())
-        super().fetch_flow_collection_start(TokenClass)
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        before = self._num_values
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise _mistake(f"nested deeper than {_MAX_DEPTH} levels", event.start_mark)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if not isinstance(event, yaml.AliasEvent):
-            self._num_values += 1
-            self._values_at[id(node)] = self._num_values - before
-        elif id(node) in self._values_at:
-            self._num_values += self._values_at[id(node)]
-        else:
-            raise _mistake(f"'{event.anchor}' holds itself", event.start_mark)
-        if self._num_values > _MAX_VALUES:
-            raise _mistake(f"more than {_MAX_VALUES} values", event.start_mark)
-        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -230,17 +199,14 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in seen:
-                raise _mistake(f"'{key.value}' is given twice", key.start_mark)
+                problem = f"'{key.value}' is given twice"
+                raise ComposerError(None, None, problem, key.start_mark)
             seen.add(key.value)
         return node
 
 
-def _mistake(problem: str, mark: Any) -> yaml.YAMLError:
-    return ComposerError(None, None, problem, mark)
-
-
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
-"""All that a config holds. Other tags, `!!python/object` first, make nothing and are refused."""
+"""Types of values in a config. Other tags, `!!python/object` first, are rejected."""
 
 _Loader.yaml_constructors = {
     tag: construct

@@ -1,4 +1,4 @@
-"""A cache folder that is either whole or not there."""
+"""A cache folder that appears atomically, with checksums of its files."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _SIZES = "sizes"
 """The key of the size of each file in bytes."""
 
 _SEALED_NS = 946_684_800 * 10**9
-"""The time that `seal` gives to files, 2000-01-01: one that was written to since has another."""
+"""Modification time that `seal` sets, 2000-01-01; a later write changes it."""
 
 _ABANDONED_SECONDS = 86_400
-"""A folder being built in which nothing was written for so long is that of a process that died."""
+"""Age of the last write at which an unfinished folder counts as abandoned."""
 
 
 @contextlib.contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place when the block ends without an error.
+    """Give a temporary folder that replaces `folder` when the block ends without an error.
 
-    The block closes the folder with `seal`. Where another process was faster, its folder stays
-    if it is whole. What others left half-built and abandoned is removed.
+    The block closes it with `seal`, and writes inside `writing`. If another process was faster, its folder
+    stays if it is intact. Abandoned temporary folders are removed.
 
     Raises:
-        ConfigError: the place cannot be written. What the block writes, it puts inside `writing`.
+        ConfigError: the place cannot be written.
     """
     built = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
@@ -55,7 +55,7 @@ def building(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writing(built: Path) -> Iterator[None]:
-    """Make an OSError, of a full disk or a missing permission, a ConfigError that names the option."""
+    """Turn an OSError, such as a full disk, into a ConfigError that names the option."""
     try:
         yield
     except OSError as error:
@@ -66,7 +66,7 @@ def writing(built: Path) -> Iterator[None]:
 
 
 def seal(folder: Path, meta: dict[str, Any]) -> None:
-    """Writes `meta`, its own digest and those of the files in `folder`, which `read_meta` then accepts."""
+    """Write `meta`, its digest and those of the files in `folder`."""
     paths = list(folder.iterdir())
     values = {
         **meta,
@@ -79,12 +79,12 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
-    """The values that `seal` wrote; None where the folder is missing or anything in it has changed since.
+    """Return the values that `seal` wrote; None if the folder is missing or anything in it changed.
 
-    A file is read against its digest where its size or time is not what `seal` left it with.
+    A file is hashed only if its size or time differs from what `seal` left.
 
     Args:
-        only: the one file whose content is looked at; None for all.
+        only: the one file to check; None for all.
     """
     meta = read_object(folder / _META)
     try:
@@ -106,7 +106,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _remove_abandoned(cache_dir: Path) -> None:
-    """Remove what processes that were killed while they built it cannot remove any more."""
+    """Remove the temporary folders of processes that were killed."""
     for folder in cache_dir.glob(f".*{UNFINISHED}"):
         with contextlib.suppress(OSError):  # its process has just ended, and removed it
             last_written = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))

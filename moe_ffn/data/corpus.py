@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import codecs
-import fnmatch
 import glob
-import hashlib
-import json
 import os
 import sysconfig
-import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +20,7 @@ from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.files import reason
 
 BLOCK_BYTES = 1 << 16
-"""The most bytes a block holds: enough to encode efficiently, small enough to spread over cores."""
+"""Maximum size of a block in bytes: enough to encode efficiently, small enough to spread over cores."""
 
 Split = Literal["train", "validation"]
 
@@ -34,13 +30,13 @@ class Document:
     """One text of a corpus."""
 
     name: str
-    """The name by which the document's split is drawn; need not be unique."""
+    """Name from which the document's split is drawn; need not be unique."""
 
     blocks: Iterable[bytes]
-    """The text in order; read once."""
+    """Text in order; can be read once."""
 
     split: Split | None = None
-    """The split this document belongs to, or None to have it drawn from the name."""
+    """Split of this document, or None to draw it from the name."""
 
 
 @dataclass(frozen=True)
@@ -49,47 +45,37 @@ class TokenFiles:
 
     train: tuple[Path, ...]
     validation: tuple[Path, ...] | None
-    """None: the end of what `train` holds."""
+    """None for the end of `train`."""
     dtype: np.dtype[Any] | None
-    """Of the files without a header; None: the tokenizer's."""
+    """Dtype of files without a header; None: the tokenizer's."""
 
 
 class CorpusConfig(TaggedConfig, frozen=True):
-    """Where the text comes from."""
+    """Source of the text."""
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
-        """All documents, in the same order at every call; ConfigError where there are none."""
+        """All documents, in the same order at every call.
+
+        Raises:
+            ConfigError: there are none.
+        """
 
     def require_files(self) -> None:
-        """ConfigError where files that it names are not there; reads none of them."""
-
-    def stamp(self) -> str | None:
-        """A digest of the names, sizes and times of all files that are read; None where there is none.
-
-        Where it is what it was, the corpus has not to be read to know that it is the same.
-        """
-        return None
+        """Raise ConfigError if a named file is missing; reads none."""
 
     def token_files(self) -> TokenFiles | None:
-        """The files of a corpus that is tokens already; None where it is text."""
+        """Files of a corpus of token ids; None for text."""
         return None
 
 
 class StdlibConfig(CorpusConfig, frozen=True):
-    """The source of the running Python's standard library: about 390 files, 8 MB."""
+    """Source code of Python's standard library: about 390 files, 8 MB."""
 
     type: Literal["stdlib"] = "stdlib"
 
     def documents(self) -> Iterator[Document]:
-        """The modules, without tests and data-like modules."""
-        for name, path in self._files():
-            yield Document(name, file_blocks(path))
-
-    def stamp(self) -> str | None:
-        return _stamp(self._files())
-
-    def _files(self) -> list[tuple[str, Path]]:
+        """Source files, without tests and data-like modules."""
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _files_below(root, _NOT_SOURCE) if path.suffix == ".py"]
         if not paths:
@@ -97,7 +83,8 @@ class StdlibConfig(CorpusConfig, frozen=True):
                 f"data.corpus.type: 'stdlib' finds no .py files in '{root}'; "
                 "use 'text' with data.corpus.paths"
             )
-        return sorted((path.relative_to(root).as_posix(), path) for path in paths)
+        for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
+            yield Document(name, file_blocks(path))
 
 
 def _listed(value: Any) -> Any:
@@ -135,23 +122,22 @@ class TextConfig(CorpusConfig, frozen=True):
                 break
 
     def documents(self) -> Iterator[Document]:
-        """The text files that `paths` name, each once.
+        """Text files that `paths` name, each once.
 
-        A document is named by its path below the folder or below the fixed part of the glob, so that
-        moving a corpus does not change its split. Raises ConfigError for a path that is not there, a
-        named file that is not text, and where there is no text at all.
+        A document is named by its path below the folder or the fixed part of the glob, so that moving a
+        corpus does not change its split.
+
+        Raises:
+            ConfigError: a path is missing, a named file is not text, or there is no text at all.
         """
         return text_documents(self.paths)
-
-    def stamp(self) -> str | None:
-        return _stamp([(file.name, file.path) for file in _distinct_files(self.paths, PATHS_KEY)])
 
 
 PATHS_KEY = "data.corpus.paths"
 
 
 def text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[Document]:
-    """See `TextConfig.documents`; `key` is what the paths are called in messages."""
+    """Implement `TextConfig.documents`; `key` names the option in messages."""
     files = _distinct_files(paths, key)
     _refuse_records(files, key)
     num_bytes = 0
@@ -171,7 +157,6 @@ def text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[Docum
 
 
 def _distinct_files(paths: Sequence[str], key: str) -> list[_File]:
-    """The files that the paths name, each once."""
     files: dict[Path, _File] = {}
     for given in paths:
         for file in files_of(given, key):
@@ -194,27 +179,23 @@ class _File:
     path: Path
     name: str
     is_given: bool
-    """Named by the user, rather than found in a folder or by a glob."""
+    """True for a file that the user named, False for one found in a folder or by a glob."""
 
 
 def files_of(given: str, key: str = PATHS_KEY) -> Iterator[_File]:
-    """The files that one of the paths of an option names: itself, those in a folder, or that match a glob."""
+    """Files that one path names: itself, those in a folder, or those that match a glob."""
     path = expand_path(given, key)
     if _is_file(path):
         yield _File(path, path.name, is_given=True)
         return
     if path.is_dir():
-        if path.resolve() == Path(path.resolve().anchor):
-            raise ConfigError(
-                f"{key}: '{given}' is the whole file system; give the folder with the text"
-            )
         root, found = path, _files_below(path)
     elif path.exists():
         raise ConfigError(f"{key}: '{given}' is neither a file nor a folder")
     elif glob.has_magic(str(path)):
         num_fixed = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
         root = Path(*path.parts[:num_fixed])
-        found = list(_matching(root, path.parts[num_fixed:]))
+        found = _matching(root, path.parts[num_fixed:])
         if not found:
             raise ConfigError(
                 f"{key}: '{given}' matches no file; '**' searches folders within folders"
@@ -228,55 +209,30 @@ def files_of(given: str, key: str = PATHS_KEY) -> Iterator[_File]:
         yield _File(root / name, name, is_given=False)
 
 
-_SETTLED_SECONDS = 2.0
-"""What was changed so lately may change again without another time."""
+def _matching(root: Path, parts: Sequence[str]) -> list[Path]:
+    """Files below `root` that match a glob; hidden ones only if the glob has the dot."""
+    if parts[-1] == "**":  # which names folders alone
+        parts = [*parts, "*"]
+    with_hidden = any(part.startswith(".") for part in parts if part != "..")
+    return [
+        path
+        for path in root.glob("/".join(parts))
+        if _is_file(path) and (with_hidden or not _is_hidden(path.relative_to(root)))
+    ]
 
 
-def _stamp(files: Collection[tuple[str, Path]]) -> str | None:
-    """See `CorpusConfig.stamp`; None where a file was changed in this moment, or is gone."""
-    digest = hashlib.sha256()
-    settled = time.time() - _SETTLED_SECONDS
-    for name, path in files:
-        try:
-            found = path.stat()
-        except OSError:
-            return None
-        if found.st_mtime > settled:
-            return None
-        facts = [name, str(path.absolute()), found.st_size, found.st_mtime_ns]
-        digest.update(json.dumps(facts).encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
-
-
-def _matching(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """The files below `folder` that match a glob; hidden ones only where the glob has the dot.
-
-    `**` enters no symbolic links, which `glob.glob` would: in a loop of links it comes to no end.
-    """
-    part, rest = parts[0], parts[1:]
-    if part == "**":
-        for inner, _, _ in _walk(folder):
-            yield from _matching(inner, rest or ["*"])
-        return
-    names = [part]
-    if glob.has_magic(part):
-        _, folders, files = next(_walk(folder), (folder, [], []))
-        names = [n for n in [*folders, *files] if part.startswith(".") or not n.startswith(".")]
-    for name in fnmatch.filter(names, part):
-        if rest:
-            yield from _matching(folder / name, rest)
-        elif _is_file(folder / name):
-            yield folder / name
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts if part != "..")
 
 
 def _files_below(folder: Path, skip: Collection[str] = ()) -> Iterator[Path]:
-    """The regular files below `folder`, in any order, without hidden ones and `skip` folders."""
+    """Regular files below `folder`, in any order, without hidden ones and folders named in `skip`."""
     for where, _, files in _walk(folder, skip):
         yield from filter(_is_file, (where / name for name in files if not name.startswith(".")))
 
 
 def _walk(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """`os.walk`, which enters no links, without what is in hidden folders and in `skip`."""
+    """Run `os.walk`, which does not follow links, without hidden folders and those in `skip`."""
 
     def refuse(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -288,7 +244,7 @@ def _walk(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[Path, list
 
 
 def _is_file(path: Path) -> bool:
-    """Whether this is a regular file, or a link to one; ConfigError where one may not know."""
+    """Return True for a regular file or a link to one; ConfigError without permission to look."""
     try:
         return path.is_file()
     except OSError as error:
@@ -300,7 +256,7 @@ def unreadable(path: Path | str, error: OSError) -> ConfigError:
 
 
 def _refuse_records(files: Collection[_File], key: str) -> None:
-    """ConfigError for a file of fields that the user named, or where nothing else was found."""
+    """Raise ConfigError for a file of records that the user named, or if there is nothing else."""
     is_all = all(_not_plain_text(file.path) for file in files)
     for file in files:
         if (file.is_given or is_all) and (why := _not_plain_text(file.path)):
@@ -308,7 +264,7 @@ def _refuse_records(files: Collection[_File], key: str) -> None:
 
 
 def _not_plain_text(path: Path) -> str:
-    """Why a file with this name is no text to train on, and what to do; empty where it may be one."""
+    """Reason why a file with this name is no text to train on, and advice; empty if it may be text."""
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
         return f"is compressed ({suffix}); unpack it first"
@@ -322,7 +278,7 @@ def _not_plain_text(path: Path) -> str:
 
 
 def _text_size(path: Path) -> int | None:
-    """The bytes of a file; None where it is not UTF-8 text."""
+    """Size of a file in bytes; None if it is not UTF-8 text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     size = 0
     try:
@@ -338,7 +294,7 @@ def _text_size(path: Path) -> int | None:
 
 
 def file_blocks(path: Path) -> Iterator[bytes]:
-    """The content of a file in blocks; raises ConfigError where it cannot be read."""
+    """Content of a file in blocks; ConfigError if it cannot be read."""
     try:
         with path.open("rb") as file:
             yield from blocks(file)
@@ -347,7 +303,7 @@ def file_blocks(path: Path) -> Iterator[bytes]:
 
 
 def blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The content of `file` in blocks of at most BLOCK_BYTES, cut at the end of a line or a character."""
+    """Content of `file` in blocks of at most BLOCK_BYTES, cut at the end of a line or a character."""
     rest = b""
     while len(block := rest + file.read(BLOCK_BYTES - len(rest))) == BLOCK_BYTES:
         end = text_boundary(block, len(block)) or len(block)
@@ -358,10 +314,7 @@ def blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def text_boundary(text: bytes, at: int, reach: int = BLOCK_BYTES) -> int:
-    """The last position up to `at` that ends a line or, with none within `reach`, a character.
-
-    Characters are UTF-8; 0 where there is neither.
-    """
+    """Last position up to `at` that ends a line or, with none within `reach`, a UTF-8 character; or 0."""
     line_end = text.rfind(b"\n", max(0, at - reach), at) + 1
     if line_end:
         return line_end

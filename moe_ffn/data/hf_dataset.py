@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import sys
 from collections.abc import Iterator
@@ -37,9 +36,10 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
     """The column that holds the text."""
 
     def documents(self) -> Iterator[Document]:
-        """Each row as a document, named by its index and empty where it has no text.
+        """Rows as documents, named by their index; empty for a missing text.
 
-        Raises ConfigError, naming the key, for whatever `datasets` cannot find or read.
+        Raises:
+            ConfigError: `datasets` cannot find or read something; names the key.
         """
         if self.validation_split is not None and self.validation_split == self.split:
             raise ConfigError(
@@ -62,7 +62,7 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
         )
 
     def _rows(self, key: str, split: str) -> Any:
-        """The column of text of one split; `key` is the option that named the split."""
+        """Column of text of one split; `key` is the option that named the split."""
         rows, column = self._load(key, split), self.text_column
         if column not in rows.column_names:
             known = ", ".join(rows.column_names)
@@ -83,23 +83,20 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
         path, name = self.path, self.name
         local = expand_path(path, "data.corpus.path")
         try:
-            with _quiet_unless_terminal(datasets):
-                if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
-                    return _pick_split(datasets.load_from_disk(str(local)), split, path, key)
-                if local.is_file():
-                    reader = _reader_for(local)
-                    return datasets.load_dataset(reader, name, data_files=str(local), split=split)
-                if local.is_dir():
-                    return datasets.load_dataset(str(local), name, split=split)
-                _require_hub(path)
-                return datasets.load_dataset(path, name, split=split)
+            if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
+                return _pick_split(datasets.load_from_disk(str(local)), split, path, key)
+            if local.is_file():
+                reader = _reader_for(local)
+                return datasets.load_dataset(reader, name, data_files=str(local), split=split)
+            if local.is_dir():
+                return datasets.load_dataset(str(local), name, split=split)
+            _require_hub(path)
+            return datasets.load_dataset(path, name, split=split)
         except ConfigError:
             raise
-        except (
-            Exception
-        ) as error:  # `datasets` raises what its readers raise; the key is what helps
+        except Exception as error:  # `datasets` raises what its readers raise
             cause: BaseException = error
-            while cause.__cause__ is not None:  # which says more
+            while cause.__cause__ is not None:  # its message is more precise
                 cause = cause.__cause__
             what = first_line(cause)
             if "nknown split" in what:
@@ -133,6 +130,8 @@ def _import_datasets() -> Any:
         raise ConfigError(
             "data.corpus.type: 'hf_dataset' needs the datasets package: pip install datasets"
         ) from error
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     return datasets
 
 
@@ -156,10 +155,9 @@ def _reader_for(file: Path) -> str:
 
 
 def _require_hub(path: str) -> None:
-    """Raises ConfigError where the hub cannot be reached, in seconds.
+    """Raise ConfigError within seconds if the hub cannot be reached.
 
-    `load_dataset` alone repeats its requests for 23 s before it gives up, and no
-    option shortens that.
+    `load_dataset` alone repeats its requests for 23 s, and no option shortens that.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -169,7 +167,7 @@ def _require_hub(path: str) -> None:
     try:
         huggingface_hub.HfApi().dataset_info(path, timeout=_HUB_TIMEOUT_S)
     except HfHubHTTPError:
-        return  # the hub answered; what it said, `load_dataset` says better
+        return  # the hub answered; `load_dataset` explains the error better
     except HFValidationError as error:
         raise ConfigError(
             f"data.corpus.path: '{path}' is neither a local path nor a name on the Hugging Face hub"
@@ -179,16 +177,3 @@ def _require_hub(path: str) -> None:
             f"data.corpus.path: '{path}' is not a local path, and the Hugging Face hub cannot be "
             "reached; connect, set HF_HUB_OFFLINE=1 to use an earlier download, or give a local path"
         ) from error
-
-
-@contextlib.contextmanager
-def _quiet_unless_terminal(datasets: Any) -> Iterator[None]:
-    """Keeps the progress bars of `datasets` out of log files."""
-    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()

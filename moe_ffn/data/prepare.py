@@ -1,4 +1,4 @@
-"""From a corpus to memory-mapped token ids, once per content of the corpus."""
+"""Preparation of a corpus: memory-mapped token ids, encoded once per content."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from moe_ffn.data.corpus import CorpusConfig, Document, Split, StdlibConfig, Tok
 from moe_ffn.data.split import MAX_NAMED, Documents, Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.token_files import TokenRow
 from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
-from moe_ffn.files import make_folder, read_bytes, read_object, write_file
+from moe_ffn.files import read_bytes
 
 _Report = Callable[[str, int, int | None], None]
-"""Called with the stage, the bytes of text done, and the bytes in all or None where not known yet."""
+"""(stage, bytes of text done, bytes in all or None if not known yet)."""
 
 
 class DataConfig(Config, frozen=True):
     """Text, tokenizer, and how the tokens are cut into batches."""
 
     corpus: CorpusConfig = StdlibConfig()
-    """Where the text comes from."""
+    """Source of the text."""
 
     tokenizer: TokenizerConfig = BytesConfig()
-    """How text becomes token ids."""
+    """Rule that cuts text into token ids."""
 
     seq_len: int = Field(default=256, ge=1, le=MAX_COUNT)
     """Tokens per sequence."""
@@ -56,7 +56,7 @@ class DataConfig(Config, frozen=True):
 
     @property
     def text_sizes(self) -> tuple[int, int]:
-        """The most token ids there can be, and the length of a sequence: what a decoder is built with."""
+        """Maximum number of token ids and length of a sequence, which a decoder is built with."""
         return self.tokenizer.max_vocab_size, self.seq_len
 
 
@@ -64,7 +64,7 @@ _FORMAT = 2
 """Part of the cache key: raise it when the same corpus and config would give other files."""
 
 _TOKENIZER_TRAINING_BYTES = 256 << 20
-"""Above this a tokenizer is trained on every n-th piece: its vocabulary hardly changes any more."""
+"""Size of a corpus above which a tokenizer is trained on every n-th piece only."""
 
 _ENCODED_AT_ONCE = 1 << 20
 """Bytes of text, which a tokenizer may spread over cores."""
@@ -84,10 +84,10 @@ class SplitSize:
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
-    """The two splits of a corpus as token ids, each document followed by an end of document."""
+    """Two splits of a corpus as token ids, each document followed by an end of document."""
 
     train: np.memmap | TokenRow
-    """(num_tokens,) uint16, or uint32 for a vocabulary above 65,536; of token files as they have it."""
+    """(num_tokens,) uint16, or uint32 for a vocabulary above 65,536; token files keep their own dtype."""
 
     validation: np.memmap | TokenRow
     """(num_tokens,) of the same dtype."""
@@ -97,43 +97,36 @@ class PreparedData:
     validation_size: SplitSize
 
     documents: Documents
-    """The documents that were read; `moe_ffn.data.split.changed` compares them with those of another run."""
+    """Documents that were read; `moe_ffn.data.split.changed` compares them with those of another run."""
 
     notes: tuple[str, ...]
-    """Sentences about what is unusual in the split."""
+    """Sentences about unusual properties of the split."""
 
     folder: Path
-    """The folder in the cache that holds both splits and the tokenizer, or that of the first token file."""
+    """Folder in the cache with both splits and the tokenizer, or folder of the first token file."""
 
     @property
     def corpus_sha256(self) -> str:
-        """Losses are comparable only where this is equal."""
+        """Digest of the corpus; losses are comparable only if it is equal."""
         return self.documents.corpus_sha256
 
 
 def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
-    """Reads, splits and encodes the corpus, or finds that done in `data.cache_dir`.
+    """Read, split and encode the corpus, or find the result in `data.cache_dir`.
 
-    The corpus is read where the name, size or time of a file is not what it was. Memory does not grow with
-    its size, but by some twenty bytes per document. Several processes may prepare the same data at the same
+    Memory grows by some twenty bytes per document. Several processes may prepare the same data at the same
     time.
 
-    `progress`: print what is done on stderr, as a bar where that is a terminal.
+    Args:
+        progress: report on stderr, with a bar in a terminal.
 
-    Raises ConfigError where the corpus cannot be read or is shorter than one sequence, and where
-    the cache cannot be written.
+    Raises:
+        ConfigError: the corpus cannot be read or is too short, or the cache cannot be written.
     """
     if (files := config.corpus.token_files()) is not None:
         return _of_token_files(config, files)
     cache_dir = expand_path(config.cache_dir, "data.cache_dir")
-    stamp = config.corpus.stamp()
-    documents = _known_documents(cache_dir, stamp)
-    folder = documents and cache_dir / _key(config, documents.corpus_sha256)
-    meta = folder and read_meta(folder)
-    if documents is None or folder is None or meta is None:
-        documents, folder, meta = _read_and_build(config, cache_dir, progress)
-        if stamp is not None and stamp == config.corpus.stamp():
-            _remember(cache_dir, stamp, documents)
+    documents, folder, meta = _read_and_build(config, cache_dir, progress)
     if progress:
         for note in meta["notes"]:
             _say(note)
@@ -154,7 +147,7 @@ def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
 
 
 def validation_batches(config: DataConfig, data: PreparedData) -> ValidationBatches:
-    """The batches of every validation, and of the unigram baseline."""
+    """Batches of every validation, and of the unigram baseline."""
     return ValidationBatches(
         data.validation,
         seq_len=config.seq_len,
@@ -166,7 +159,7 @@ def validation_batches(config: DataConfig, data: PreparedData) -> ValidationBatc
 def _read_and_build(
     config: DataConfig, cache_dir: Path, progress: bool
 ) -> tuple[Documents, Path, dict[str, Any]]:
-    """The documents of the corpus, the folder with its tokens, and what that folder says of itself."""
+    """Build the cache folder if it is missing; return the documents, the folder and its metadata."""
     has_bar = progress and sys.stderr.isatty()
     say = _say if progress and not has_bar else lambda _: None
     say("reading the corpus")
@@ -180,36 +173,12 @@ def _read_and_build(
             say(f"preparing {plan.num_bytes / 1e6:.1f} MB of text")
             _build(config, plan, folder, report)
             meta = read_meta(folder)
-        if meta is None:
-            raise ConfigError(
-                f"data.cache_dir: '{folder}' does not hold what was just written there; "
-                "name another folder, on a disk that does"
-            )
+    assert meta is not None, f"'{folder}' was just written"
     return plan.documents, folder, meta
 
 
-_KNOWN = "known_corpora"
-"""Folder in the cache: stamp of a corpus -> its documents when it was read."""
-
-
-def _known_documents(cache_dir: Path, stamp: str | None) -> Documents | None:
-    if stamp is None:
-        return None
-    try:
-        values = read_object(cache_dir / _KNOWN / f"{stamp}.json")
-        return None if values is None else Documents.from_dict(values)
-    except (ConfigError, OSError):
-        return None
-
-
-def _remember(cache_dir: Path, stamp: str, documents: Documents) -> None:
-    with contextlib.suppress(OSError):  # then it is read again
-        make_folder(cache_dir / _KNOWN)
-        write_file(cache_dir / _KNOWN, f"{stamp}.json", json.dumps(documents.to_dict()))
-
-
 def _of_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
-    """Tokens where they lie; nothing is read but what tells them from others."""
+    """Use the token files in place; reads only enough to identify them."""
     tokenizer = config.tokenizer.build(())
     dtype = files.dtype or tokenizer.dtype
     train = TokenRow.of(files.train, dtype)
@@ -248,10 +217,7 @@ def _of_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
 
 
 def cached_validation(config: DataConfig, corpus_sha256: str) -> np.ndarray | None:
-    """The validation split as token ids, (num_tokens,), from the cache alone: no corpus is read.
-
-    None where the cache does not hold it whole.
-    """
+    """Validation split as token ids, (num_tokens,), from the cache alone; None if it is not there intact."""
     folder = expand_path(config.cache_dir, "data.cache_dir") / _key(config, corpus_sha256)
     name = "validation.bin"
     meta = read_meta(folder, only=name)
@@ -261,7 +227,7 @@ def cached_validation(config: DataConfig, corpus_sha256: str) -> np.ndarray | No
 
 
 def _key(config: DataConfig, corpus_sha256: str) -> str:
-    """A digest of everything that the tokens depend on: content and names, tokenizer, split."""
+    """Digest of everything that the tokens depend on: content and names, tokenizer, split."""
     parts = {
         "format": _FORMAT,
         "corpus": corpus_sha256,
@@ -272,7 +238,7 @@ def _key(config: DataConfig, corpus_sha256: str) -> str:
 
 
 def _build(config: DataConfig, plan: SplitPlan, folder: Path, report: _Report) -> None:
-    """Encodes the corpus into `folder`, which appears whole or not at all."""
+    """Encode the corpus into `folder`, which appears atomically."""
 
     def pieces(stage: str) -> Iterator[Piece]:
         documents = _watched(config.corpus.documents(), report, stage, plan.num_bytes)
@@ -295,7 +261,7 @@ def _build(config: DataConfig, plan: SplitPlan, folder: Path, report: _Report) -
 
 
 def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, folder: Path) -> dict[Split, SplitSize]:
-    """Writes `train.bin` and `validation.bin`, ids of `tokenizer.dtype` one after another."""
+    """Write `train.bin` and `validation.bin`, ids of `tokenizer.dtype` one after another."""
     sizes: dict[Split, SplitSize] = {"train": SplitSize(), "validation": SplitSize()}
     within_document = dict.fromkeys(sizes, False)
     end_of_document = np.array([tokenizer.end_of_document], dtype=tokenizer.dtype)
@@ -318,7 +284,7 @@ def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, folder: Path) -> dict
 
 
 def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in lists of about `_ENCODED_AT_ONCE` bytes."""
+    """Group pieces into lists of about `_ENCODED_AT_ONCE` bytes."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -337,7 +303,7 @@ def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def _watched(
     documents: Iterable[Document], report: _Report, stage: str, total: int | None = None
 ) -> Iterator[Document]:
-    """The documents; `report` is called with the bytes that have been read of them."""
+    """Pass the documents through; call `report` with the number of bytes read."""
     done = 0
 
     def counted(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -357,7 +323,7 @@ def _say(what: str) -> None:
 
 @contextlib.contextmanager
 def _bar(is_shown: bool) -> Iterator[_Report]:
-    """A bar on stderr; where it is not shown, a function that does nothing."""
+    """Show a bar on stderr if `is_shown`."""
     if not is_shown:
         yield lambda stage, done, total: None
         return

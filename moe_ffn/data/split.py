@@ -1,4 +1,4 @@
-"""The split of a corpus into training and validation text, and how a corpus differs from an earlier one."""
+"""Split of a corpus into training and validation text, and changes of a corpus since an earlier run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import Document, Split, text_boundary
 
 MAX_NAMED = 10_000
-"""A megabyte of names and digests; of a corpus of more documents only their number and digest is kept."""
+"""Maximum number of documents whose names and digests are kept: a megabyte."""
 
 _SPLITS: tuple[Split, ...] = get_args(Split)
 _TRAIN, _VALIDATION, _LEFT_OUT = 0, 1, 2
 
 _CLEARLY = 1.5
-"""A share of the text that differs from the one asked for by this factor or more is said."""
+"""Factor between the share of the text and the share asked for that is worth a note."""
 
 _REACH_BYTES = 256
-"""How far a cut may move back to a line end: a line is shorter, a text on one line is not lost."""
+"""Bytes that a cut may move back to the end of a line."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Documents:
     """Name and sha256 of each document in order; None where there are more than 10,000."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON, from which `from_dict` makes an equal one."""
+        """Plain values for JSON, which `from_dict` reads."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> Documents:
-        """The documents whose `to_dict` gave `values`; ConfigError where nothing like it did."""
+        """Documents from the values of `to_dict`; ConfigError if they are damaged."""
         try:
             return TypeAdapter(cls).validate_python(values)
         except ValidationError as error:
@@ -54,7 +54,7 @@ class Documents:
 
 
 def changed(before: Documents, now: Documents) -> str | None:
-    """How the documents changed since, in one sentence that names the first; None where they did not.
+    """Describe how the documents changed since, naming the first; None if they did not.
 
     `'b.txt' was removed, and 2 other documents differ too`
     """
@@ -84,24 +84,23 @@ def changed(before: Documents, now: Documents) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class SplitPlan:
-    """The split of every document of a corpus; nine bytes of memory per document beyond 10,000.
+    """Split of every document of a corpus, in nine bytes of memory per document beyond 10,000.
 
-    A document goes by `sha256(name) % 100 < validation_percent` unless it names its own split. A
-    training document with the very content of a validation document is left out, so that nothing
-    that is validated on was trained on; repeats within one split stay. Where that leaves a split
-    empty (one or a few documents), the text is split by position: the last `validation_percent`
-    percent of its bytes, from the start of a line where one is near, and repeated documents count
-    once.
+    A document is validated if `sha256(name) % 100 < validation_percent`, unless it names its own split. A
+    training document with the same content as a validation document is left out; repeats within one split
+    stay. If that leaves a split empty (one or a few documents), the text is split by position: validation
+    is the last `validation_percent` percent of its bytes, from the start of a line if one is near, and
+    repeated documents count once.
     """
 
     documents: Documents
-    """The documents that were read; equal for equal corpora, in whatever folder."""
+    """Documents that were read."""
 
     num_bytes: int
-    """Bytes of text in the whole corpus, what is left out included."""
+    """Size of the whole corpus in bytes, including documents that are left out."""
 
     notes: tuple[str, ...]
-    """Sentences that a reader of the results should know about this split."""
+    """Sentences about unusual properties of the split."""
 
     places: np.ndarray
     """(num_documents,) uint8: training, validation or left out."""
@@ -110,7 +109,7 @@ class SplitPlan:
     """(num_documents,) uint64: the first bytes of each content's sha256."""
 
     cut: int | None
-    """Bytes before the validation text, where the text is split by position; None otherwise."""
+    """Bytes before the validation text if the text is split by position, else None."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Piece:
 
     split: Split
     text: bytes
-    """Empty where a document ends."""
+    """Empty at the end of a document."""
 
     @property
     def ends_document(self) -> bool:
@@ -127,10 +126,10 @@ class Piece:
 
 
 def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitPlan:
-    """Reads a corpus once and says where each document goes.
+    """Read a corpus once and assign every document to a split.
 
-    Raises ConfigError where there is no text, or none in a split that the documents name
-    themselves.
+    Raises:
+        ConfigError: there is no text, or none in a split that the documents name themselves.
     """
     corpus = hashlib.sha256()
     fingerprint_list, size_list, place_list = array("Q"), array("Q"), bytearray()
@@ -198,9 +197,10 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
 
 
 def split_pieces(documents: Iterable[Document], plan: SplitPlan) -> Iterator[Piece]:
-    """The text of a corpus in order, each piece in its split.
+    """Text of a corpus in order, each piece in its split.
 
-    Raises ConfigError where the documents are no longer those the plan was made for.
+    Raises:
+        ConfigError: the documents changed since the plan was made.
     """
     position, index = 0, -1
     for index, document in enumerate(documents):
@@ -229,14 +229,14 @@ def split_pieces(documents: Iterable[Document], plan: SplitPlan) -> Iterator[Pie
 
 
 def _bytes_before(block: bytes, cut: int) -> int:
-    """Bytes of `block` that are training text, with the cut `cut` bytes from its start."""
+    """Number of bytes of `block` before the cut, which is `cut` bytes from its start."""
     if cut >= len(block):
         return len(block)
     return text_boundary(block, cut, reach=_REACH_BYTES) if cut > 0 else 0
 
 
 def _note_share(sizes: np.ndarray, places: np.ndarray, validation_percent: int) -> Iterator[str]:
-    """A sentence where validation is another share of the text than was asked for."""
+    """Describe a share of validation text that is far from the share asked for."""
     train, validation = (int(sizes[places == place].sum()) for place in (_TRAIN, _VALIDATION))
     percent = 100 * validation / (train + validation)
     if not 1 / _CLEARLY < percent / validation_percent < _CLEARLY:

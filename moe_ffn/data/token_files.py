@@ -37,7 +37,7 @@ class TokensConfig(CorpusConfig, frozen=True):
     folder or a glob only .bin and .npy are taken."""
 
     validation: Paths | None = None
-    """The same to validate on; null: the last data.validation_percent percent of the tokens of `train`."""
+    """Files to validate on; null: the last data.validation_percent percent of the tokens of `train`."""
 
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
     """Type of the ids in files without a header; null: uint16, or uint32 for a vocabulary above 65,536."""
@@ -81,12 +81,12 @@ class _File:
 
 
 class TokenRow:
-    """The tokens of files, one file after another, as one row. A slice is read where it is asked for."""
+    """Tokens of several files as one sequence. A slice reads only its own tokens."""
 
     ndim = 1
 
     def __init__(self, files: Sequence[_File], start: int = 0, stop: int | None = None) -> None:
-        """The tokens from `start` up to `stop` of all that `files` hold."""
+        """Take the tokens from `start` up to `stop` of all files."""
         self.files = files
         self.dtype = np.result_type(*(file.dtype for file in files))
         self._ends = np.cumsum([file.num_tokens for file in files]).tolist()
@@ -94,13 +94,12 @@ class TokenRow:
 
     @classmethod
     def of(cls, paths: Sequence[Path], dtype: np.dtype[Any]) -> TokenRow:
-        """The tokens of these files.
+        """Open files of tokens.
 
         Args:
-            dtype: of those without a header.
+            dtype: of files without a header.
 
-        Raises:
-            ConfigError: one cannot be read, or holds no row of ids.
+        Raises:     ConfigError: a file cannot be read, or holds no row of ids.
         """
         return cls([_look_at(path, dtype) for path in paths])
 
@@ -129,22 +128,22 @@ class TokenRow:
         return parts[-1] if len(parts) == 2 else np.concatenate(parts)
 
     def seen(self) -> list[SeenFile]:
-        """What blocks that are spread over each file say of it.
+        """Digest of each file, from blocks that are spread over it.
 
-        To read billions of tokens takes minutes, at every start; a file that was replaced, cut or extended
-        differs in these, one in which a single token was changed may not.
+        Reading billions of tokens takes minutes at every start. A file that was replaced, cut or extended
+        has another digest; one in which a single token changed may not.
         """
         return [_seen(file) for file in self.files]
 
 
 @dataclass(frozen=True)
 class SeenFile:
-    """A file of tokens, by its size and blocks that are spread over it."""
+    """Identity of a file of tokens: its size and blocks that are spread over it."""
 
     path: Path
     sha256: str
     largest: int
-    """The largest id in them; -1 of an empty file."""
+    """Largest id in these blocks; -1 of an empty file."""
 
 
 def _look_at(path: Path, dtype: np.dtype[Any]) -> _File:

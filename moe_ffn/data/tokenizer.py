@@ -1,4 +1,4 @@
-"""From text to token ids and back, exactly."""
+"""Text to token ids and back, exactly."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from moe_ffn.files import read_object, reason
 
 
 class Tokenizer(ABC):
-    """A fixed vocabulary of byte strings, and the rule that cuts text into them.
+    """Fixed vocabulary of byte strings, and the rule that cuts text into them.
 
-    Encoding loses nothing: the byte strings of the tokens, joined, are the bytes that were encoded,
-    valid UTF-8 or not.
+    Encoding loses nothing: the joined bytes of the tokens are the encoded bytes, valid UTF-8 or not.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], end_of_document: int) -> None:
         self.token_bytes = tuple(token_bytes)
         """The bytes of each token; empty for the end of document."""
         self.end_of_document = end_of_document
-        """The id that ends every document; it never comes out of `encode`."""
+        """Id that ends every document; `encode` never returns it."""
         self.byte_lengths = np.array([len(token) for token in self.token_bytes], dtype=np.int64)
-        """Bytes of text per token, (vocab_size,), which turns loss per token into bits per byte."""
+        """Number of bytes per token, (vocab_size,), which turns loss per token into bits per byte."""
         self.byte_lengths.flags.writeable = False
 
     @property
@@ -44,28 +43,28 @@ class Tokenizer(ABC):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest unsigned type of at least two bytes that holds every id: that of token files."""
+        """Dtype of token files: the smallest unsigned type of at least two bytes that holds every id."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """The ids of each text as token files hold them, (num_tokens,) of `dtype`.
+        """Ids of each text as token files hold them, (num_tokens,) of `dtype`.
 
         Raises:
-            TypeError: one is neither str nor bytes.
+            TypeError: a text is neither str nor bytes.
         """
 
     def encode(self, text: str | bytes) -> Tensor:
-        """The ids of `text` as models take them, int64 (num_tokens,); see `encode_batch`."""
+        """Ids of `text` as models take them, int64 (num_tokens,)."""
         return torch.from_numpy(self.encode_batch([text])[0].astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, an end of document nothing.
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, the end of document nothing.
 
         Raises:
-            TypeError, ValueError: an id is no whole number, or none of the vocabulary.
+            TypeError, ValueError: an id is not an integer, or not in the vocabulary.
         """
-        places = list(map(_whole_number, ids.tolist() if isinstance(ids, Tensor) else ids))
+        places = list(map(operator.index, ids.tolist() if isinstance(ids, Tensor) else ids))
         outside = [place for place in places if not 0 <= place < self.vocab_size]
         if outside:
             raise ValueError(f"ids must lie in [0, {self.vocab_size}), got {outside[0]}")
@@ -74,36 +73,35 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON, from which the config's `restore` makes an equal one."""
+        """Plain values for JSON, which the config's `restore` reads."""
 
     def to_hugging_face(self) -> dict[str, Any] | None:
-        """The content of a `tokenizer.json` of Hugging Face; None where it has no equal there."""
+        """Content of a `tokenizer.json` of Hugging Face; None if there is no equivalent."""
         return None
 
 
 class TokenizerConfig(TaggedConfig, frozen=True):
-    """How text becomes token ids."""
+    """Rule that cuts text into token ids."""
 
     @property
     def max_vocab_size(self) -> int:
-        """The most token ids there can be, as far as options say: by default 256 bytes and an end."""
+        """Maximum number of token ids, as far as options tell: by default 256 bytes and an end."""
         return 257
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that differ where the same text would give other tokens."""
+        """Plain values that differ if the same text would give other tokens."""
         return self.to_dict()
 
     @abstractmethod
     def build(self, text: Iterable[bytes]) -> Tokenizer:
-        """The tokenizer for `text`, which is the training split, read at most once."""
+        """Build the tokenizer for `text`, the training split, which is read at most once."""
 
     @abstractmethod
     def restore(self, values: Mapping[str, Any]) -> Tokenizer:
-        """The tokenizer whose `to_dict` gave `values`; ConfigError where that was another kind."""
+        """Restore a tokenizer from its `to_dict`; ConfigError for another kind."""
 
 
 def _as_bytes(text: Any) -> bytes:
-    """The text in UTF-8; TypeError unless it is a str or bytes."""
     if isinstance(text, str):
         return text.encode()
     if isinstance(text, bytes | bytearray | memoryview):
@@ -113,15 +111,8 @@ def _as_bytes(text: Any) -> bytes:
     )
 
 
-def _whole_number(index: Any) -> int:
-    try:
-        return operator.index(index)
-    except TypeError as error:
-        raise TypeError(f"ids must be whole numbers, got {show(index)}") from error
-
-
 def _require_kind(values: Mapping[str, Any], kind: str) -> None:
-    """ConfigError where stored `values` come from another kind of tokenizer."""
+    """Raise ConfigError if stored `values` come from another kind of tokenizer."""
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"data.tokenizer: the stored tokenizer must be a mapping, but is {show(values)}"
@@ -225,13 +216,12 @@ class FileTokenizerConfig(TokenizerConfig, frozen=True):
 
 
 def read_tokenizer(path: Path, where: str) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, of Hugging Face or of a run's folder.
+    """Read a tokenizer.json of Hugging Face or of a run's folder.
 
     Args:
-        where: what the sentence of a mistake begins with.
+        where: beginning of an error message.
 
-    Raises:
-        ConfigError: there is none, or it is damaged, or of a kind that is not read here.
+    Raises:     ConfigError: the file is missing, damaged, or another kind of tokenizer.
     """
     try:
         values = read_object(path)
@@ -252,13 +242,13 @@ _END = "<|endoftext|>"
 _STORED = "data.tokenizer: the stored tokenizer of type 'bpe'"
 
 _PROBE = "The Café\u00a0 costs  1,50\u20ac\r\n\tor e\u0301 ".encode()
-"""Capitals, spaces at both ends and in a row, and what a normalizer would compose or replace."""
+"""Text with capitals, spaces at both ends and in a row, and characters that a normalizer would change."""
 
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # how `surrogateescape` shows bytes that are not UTF-8
 
 
 def train_bpe(text: Iterable[bytes], vocab_size: int) -> BPETokenizer:
-    """Learns at most `vocab_size` tokens: the end of document, 256 bytes, and merges."""
+    """Train at most `vocab_size` tokens: the end of document, 256 bytes, and merges."""
     tokenizers = _import_tokenizers()
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -277,13 +267,12 @@ class BPETokenizer(Tokenizer):
     """A trained byte-pair encoding; text that looks like the end-of-document token stays text."""
 
     def __init__(self, definition: Mapping[str, Any], where: str = _STORED) -> None:
-        """`definition`: the content of a byte-level `tokenizer.json` of Hugging Face.
+        """Read the content of a byte-level `tokenizer.json` of Hugging Face.
 
         Args:
-            where: what the sentence of a mistake begins with.
+            where: beginning of an error message.
 
-        Raises:
-            ConfigError: it is another kind of tokenizer, damaged, or one that loses text.
+        Raises:     ConfigError: it is another kind of tokenizer, damaged, or loses text.
         """
         tokenizers = _import_tokenizers()
         try:
@@ -351,7 +340,7 @@ def _bytes_of(token: str, byte_of: Mapping[str, int], where: str) -> bytes:
 
 
 def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
-    """What a token of any `tokenizer.json` stands for, as it is written there.
+    """Bytes of a token as it is written in any `tokenizer.json`.
 
     Args:
         byte_level: its characters are bytes (GPT-2's kind); otherwise U+2581 is a space, `<0xE2>` a byte.
@@ -366,11 +355,10 @@ def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """The byte that each character of a token means.
+    """Byte of each character of a token.
 
-    `tokenizers` writes tokens in GPT-2's alphabet: a printable Latin-1 byte is its own
-    character, the 68 others are U+0100 onwards (https://github.com/openai/gpt-2,
-    `bytes_to_unicode`).
+    `tokenizers` writes tokens in GPT-2's alphabet: a printable Latin-1 byte is its own character, the 68
+    others are U+0100 onwards (https://github.com/openai/gpt-2, `bytes_to_unicode`).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)).difference(printable))

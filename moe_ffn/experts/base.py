@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.kernels.native.build import why_unavailable
-from moe_ffn.outputs import Memory, Plan
+from moe_ffn.kernels.native.build import unavailable_reason
+from moe_ffn.outputs import Plan
 
 
 class ExpertsConfig(TaggedConfig, frozen=True):
@@ -69,13 +69,9 @@ class ExpertsConfig(TaggedConfig, frozen=True):
         """The same experts, as wide as now however many of them a token then goes to."""
         return self
 
-    def refusal_on(self, device: str) -> Refusal | None:
-        """Why the experts do not run on a kind of device, `cpu` or `cuda`; None where they do."""
-        return None
-
-    def refusal_over(self, num_ranks: int) -> Refusal | None:
-        """Why the experts cannot be divided among so many ranks; None where they can."""
-        if self.divides_over_ranks or num_ranks == 1:
+    def refusal(self, situation: Situation) -> Refusal | None:
+        """Return the reason why the experts cannot serve a situation; None if they can."""
+        if self.divides_over_ranks or situation.num_ranks == 1:
             return None
         return Refusal(
             f"type '{self.type}' does not say that its experts can be on several ranks "
@@ -116,10 +112,6 @@ class Experts(nn.Module, ABC):
         """The parameters themselves, as those of E networks with hidden units; None of any other kind."""
         return None
 
-    def memories(self, x_TD: Tensor, plan: Plan) -> list[Memory]:
-        """The hidden units of each expert, and how its tokens activate them; empty where it has none."""
-        return []
-
 
 def compile_kernels(model: nn.Module, device: torch.device) -> None:
     """Compile the CPU kernels that a model with experts uses, where this machine has not yet.
@@ -127,4 +119,4 @@ def compile_kernels(model: nn.Module, device: torch.device) -> None:
     Call it before a clock starts: otherwise the first step compiles them.
     """
     if device.type == "cpu" and any(isinstance(part, Experts) for part in model.modules()):
-        why_unavailable()
+        unavailable_reason()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.kernels.activations import ACTIVATIONS, Activation
@@ -35,8 +35,8 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
     def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
         return self.num_tables * linear_flops(d_model, 1)
 
-    def refusal_over(self, num_ranks: int) -> Refusal | None:
-        if num_ranks == 1:
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if situation.num_ranks == 1:
             return None
         return Refusal(
             f"type '{self.type}' looks rows of tables up for each token, and cannot be sent tokens of "

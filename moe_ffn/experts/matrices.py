@@ -9,12 +9,11 @@ from abc import abstractmethod
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import describe_options
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import (
     HiddenWidth,
     gated_width,
@@ -35,7 +34,7 @@ from moe_ffn.kernels.activations import (
 )
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
-from moe_ffn.outputs import Memory, Plan
+from moe_ffn.outputs import Plan
 
 
 class MatrixExpertsConfig(ExpertsConfig, frozen=True):
@@ -69,13 +68,14 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
     def with_fixed_width(self, d_model: int, experts_per_token: float) -> MatrixExpertsConfig:
         return self.model_copy(update={"d_ff": self.width(d_model, experts_per_token)})
 
-    def refusal_on(self, device: str) -> Refusal | None:
-        needed = BACKEND_DEVICES.get(self.backend, device)
-        if needed == device:
-            return None
-        return Refusal(
-            f"backend ({self.backend}) runs on {needed}, but this run is on {device}", "use auto"
-        )
+    def refusal(self, situation: Situation) -> Refusal | None:
+        needed = BACKEND_DEVICES.get(self.backend)
+        if None not in (needed, situation.device) and needed != situation.device:
+            return Refusal(
+                f"backend ({self.backend}) runs on {needed}, but this run is on {situation.device}",
+                "use auto",
+            )
+        return super().refusal(situation)
 
 
 class MatrixExperts(Experts):
@@ -93,16 +93,6 @@ class MatrixExperts(Experts):
 
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         return run_experts(x_TD, plan, self.weights().on_this_rank(), self.config.backend)
-
-    def memories(self, x_TD: Tensor, plan: Plan) -> list[Memory]:
-        weights, found, start = self.weights(), list[Memory](), 0
-        for expert, end in enumerate(plan.offsets_E.tolist()):
-            ids_N, start = plan.token_ids_N[start:end], end
-            bias = None if weights.up_bias_EH is None else weights.up_bias_EH[expert]
-            hidden_NF = weights.activate(F.linear(x_TD[ids_N], weights.up_EHD[expert], bias))
-            values_FD = weights.down_EDF[expert].t()
-            found.append(Memory(f"expert {expert}", ids_N, hidden_NF, values_FD))
-        return found
 
     @property
     def dropout(self) -> float:

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config
-from moe_ffn.config.errors import Refusal, first_refusal
+from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
@@ -71,11 +71,8 @@ class ExpertsWrapperConfig(ExpertsConfig, frozen=True):
         fixed = self.experts.with_fixed_width(self.inner_width(d_model), experts_per_token)
         return self.model_copy(update={"experts": fixed})
 
-    def refusal_on(self, device: str) -> Refusal | None:
-        return first_refusal({"experts": self.experts.refusal_on(device)})
-
-    def refusal_over(self, num_ranks: int) -> Refusal | None:
-        return first_refusal({"experts": self.experts.refusal_over(num_ranks)})
+    def refusal(self, situation: Situation) -> Refusal | None:
+        return first_refusal({"experts": self.experts}, situation)
 
 
 class ExpertsWrapper(Experts):

@@ -5,18 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import Refusal, first_refusal
+from moe_ffn.config.errors import Refusal, Refusing, Situation, first_refusal
 from moe_ffn.config.sizes import MatchConfig
 from moe_ffn.dispatch import Dispatcher
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig
-from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.outputs import FFNOutput, Memory, TokenContext
+from moe_ffn.outputs import FFNOutput, TokenContext
 from moe_ffn.routing.base import Router, RouterConfig
 from moe_ffn.routing.capacity import CapacityConfig
 
@@ -104,48 +103,11 @@ class ExpertStack:
 
 
 class FFNConfig(TaggedConfig, frozen=True):
-    """One feed-forward block, and what it costs.
+    """One feed-forward block and its costs.
 
-    A block of your own subclasses this in a file of your own, defines `build`, `num_params` and
-    `flops_per_token`, and is named in YAML as `type: my_module:MyConfig`.
-    `moe_ffn.testing.check_ffn` tries it.
+    A custom block subclasses this in your own file, defines `build`, `num_params` and `flops_per_token`, and
+    is named in YAML as `type: my_module:MyConfig`. `moe_ffn.testing.check_ffn` tests it.
     """
-
-    by_token: ClassVar[bool] = False
-    """True where, in evaluation, what a token becomes depends on that token alone, its id included."""
-
-    @property
-    def is_sparse(self) -> bool:
-        """True where a router gives each token a part of the parameters: the block returns a Routing."""
-        return bool(self.routers())
-
-    @property
-    def reads_history(self) -> bool:
-        """True where a block reads of earlier tokens what it keeps in `TokenContext.history`."""
-        return any(block.reads_history for block in self.inner_blocks().values())
-
-    @property
-    def not_causal_because(self) -> Refusal | None:
-        """Why a token's output may depend on later tokens, and what to use instead; None if causal.
-
-        By default as of the blocks inside.
-        """
-        inner = self.inner_blocks().items()
-        return first_refusal({option: block.not_causal_because for option, block in inner})
-
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        """Why, in evaluation, a token computed alone may become something else than in its sequence.
-
-        None where it does not, so that a decoder may keep keys and values, and compute new tokens alone. It
-        hands in `TokenContext.history`, where a block keeps what it reads of earlier tokens.
-        """
-        if self.by_token:
-            return None
-        return self.not_causal_because or Refusal(
-            f"type '{self.type}' does not say that it takes each token by itself",
-            "set by_token in its config if it does",
-        )
 
     def routers(self) -> dict[str, RouterInfo]:
         """The routers of the block, named as in `FFNOutput.routings`."""
@@ -160,31 +122,19 @@ class FFNConfig(TaggedConfig, frozen=True):
         """The experts in the option `experts`; None for a block without any."""
         return None
 
-    def as_experts(self, d_model: int) -> ExpertsConfig | None:
-        """Experts each of which is a network such as this block; None where experts of that kind are none."""
-        return None
+    def refusal(self, situation: Situation) -> Refusal | None:
+        """Return the reason why this block cannot serve a situation, and what to use instead; None if it can.
 
-    def with_num_experts(self, num_experts: int, d_model: int) -> FFNConfig | None:
-        """The block with so many experts, each as wide as now; None where it has no experts of its own.
-
-        Raises:
-            ValueError: its router cannot serve so few.
+        By default the first refusal of the blocks and experts inside. A block has to override it to be
+        `cached`, since by default nothing is known of how it mixes tokens.
         """
-        return None
-
-    def refusal_on(self, device: str) -> Refusal | None:
-        """Why the block, or one inside it, does not run on a kind of device, `cpu` or `cuda`."""
-        parts = {option: block.refusal_on(device) for option, block in self.inner_blocks().items()}
-        if self.expert_stack is not None:
-            parts["experts"] = self.expert_stack.config.refusal_on(device)
-        return first_refusal(parts)
-
-    def refusal_over(self, num_ranks: int) -> Refusal | None:
-        """Why the experts cannot be divided among so many ranks; None where they can, or there are none."""
-        parts = {
-            option: block.refusal_over(num_ranks) for option, block in self.inner_blocks().items()
-        }
-        return first_refusal(parts)
+        refusal = first_refusal(parts_of(self), situation)
+        if refusal is None and situation.cached:
+            return Refusal(
+                f"type '{self.type}' does not say that it takes each token by itself",
+                "return None from refusal(situation) in its config if it does",
+            )
+        return refusal
 
     @abstractmethod
     def build(self, d_model: int) -> FFNBlock: ...
@@ -203,13 +153,16 @@ class FFNConfig(TaggedConfig, frozen=True):
         Training costs three times that.
         """
 
-    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
-        """Those of `flops_per_token` that are an expert's, and done where that expert is."""
-        return 0
-
     def describe(self) -> str:
         """A few words for tables."""
         return self.type
+
+
+def parts_of(config: FFNConfig) -> dict[str, Refusing]:
+    """Return the blocks inside a block, then its experts, by option."""
+    stack = config.expert_stack
+    experts = {} if stack is None else {"experts": stack.config}
+    return {**config.inner_blocks(), **experts}
 
 
 PlaceExperts = Callable[[Experts, int], Dispatcher]
@@ -219,9 +172,9 @@ MatchConfig.model_rebuild(_types_namespace={"FFNConfig": FFNConfig})
 
 
 class FFNBlock(nn.Module, ABC):
-    """Maps (..., d_model) to (..., d_model), and says where the tokens went.
+    """Maps (..., d_model) to (..., d_model), and returns where the tokens went.
 
-    Nothing observed is kept on the module: what a caller wants to know is in the output.
+    The module keeps no observations: all of them are in the output.
     """
 
     if TYPE_CHECKING:
@@ -241,7 +194,7 @@ class FFNBlock(nn.Module, ABC):
 
         Raises:
             TypeError, ValueError: `x` or `context` does not fit, in one sentence; see `check_input` in
-                `moe_ffn.outputs` and `check_dtype` in `moe_ffn.kernels.base`, which your own block may call.
+                `moe_ffn.ffn.inputs` and `check_dtype` in `moe_ffn.kernels.base`, for custom blocks too.
 
         """
 
@@ -257,17 +210,3 @@ class FFNBlock(nn.Module, ABC):
         for block in self.children():
             if isinstance(block, FFNBlock):
                 block.place_experts(place)
-
-    def networks(self) -> ExpertWeights | None:
-        """Its weights as those of E networks, one of a dense block; None where they are of another kind.
-
-        Those of experts are the parameters themselves.
-        """
-        return None
-
-    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-        """The hidden units of each network in the block, and how `x` activates them.
-
-        Arguments as of `forward`. Empty where there are no units, or where none sees a token by itself.
-        """
-        return []

@@ -12,20 +12,12 @@ from typing import Literal, cast
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import Refusal, first_refusal
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo
+from moe_ffn.config.errors import Refusal, Situation, first_refusal
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo, parts_of
+from moe_ffn.ffn.inputs import check_input, flatten_tokens, without_padding
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
-from moe_ffn.outputs import (
-    FFNOutput,
-    Memory,
-    Routing,
-    TokenContext,
-    check_input,
-    flatten_tokens,
-    round_name,
-    within,
-    without_padding,
-)
+from moe_ffn.ffn.routing_names import round_name, within
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing.base import Router
 
 
@@ -42,9 +34,8 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
     rounds: int = Field(default=2, ge=1, le=100)
     """C, how often a token passes through the mixture."""
 
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        return first_refusal({"ffn": self.ffn.not_cached_because})
+    def refusal(self, situation: Situation) -> Refusal | None:
+        return first_refusal(parts_of(self), situation)
 
     def routers(self) -> dict[str, RouterInfo]:
         (info,) = self.ffn.routers().values()
@@ -65,9 +56,6 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         return self.rounds * self.ffn.flops_per_token(d_model, seq_len)
-
-    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
-        return self.rounds * self.ffn.routed_flops_per_token(d_model, seq_len)
 
     def describe(self) -> str:
         return f"{self.rounds} rounds of ({self.ffn.describe()})"
@@ -96,7 +84,7 @@ class ChainOfExpertsFFN(FFNBlock):
         hidden = without_padding(x, context)
         routings: dict[str, Routing] = {}
         shares: dict[str, Tensor] = {}
-        for name, router, of_round in self._rounds(context):
+        for name, router, of_round in self.rounds(context):
             routing = router(*flatten_tokens(hidden, of_round))
             output = self.ffn.follow(routing, hidden, of_round)
             routings |= within(name, output.routings)
@@ -104,7 +92,7 @@ class ChainOfExpertsFFN(FFNBlock):
             hidden = hidden + output.hidden
         return FFNOutput(hidden, routings, shares)
 
-    def _rounds(
+    def rounds(
         self, context: TokenContext | None
     ) -> Iterator[tuple[str, Router, TokenContext | None]]:
         """(name, router, context) of each round; recorded experts are those of the first."""
@@ -118,11 +106,3 @@ class ChainOfExpertsFFN(FFNBlock):
     def routers(self) -> dict[str, Router]:
         routers = [self.ffn.router, *cast("list[Router]", list(self.later_routers))]
         return {round_name(number): router for number, router in enumerate(routers)}
-
-    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-        found, hidden = list[Memory](), without_padding(x, context)
-        for _, router, of_round in self._rounds(context):
-            routing = router(*flatten_tokens(hidden, of_round))
-            found += self.ffn.memories_of(routing, hidden, of_round)
-            hidden = hidden + self.ffn.follow(routing, hidden, of_round).hidden
-        return found

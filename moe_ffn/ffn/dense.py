@@ -15,16 +15,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import HiddenWidth, gated_width, given_width, linear_flops, linear_params
-from moe_ffn.experts.base import ExpertsConfig
-from moe_ffn.experts.matrices import (
-    ClampedSwiGLUExpertsConfig,
-    GatedExpertsConfig,
-    MLPExpertsConfig,
-    SoftCappedSwiGLUExpertsConfig,
-)
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.inputs import check_input, flatten_tokens, without_padding
 from moe_ffn.kernels.activations import (
     ACTIVATIONS,
     GATE_ACTIVATIONS,
@@ -34,15 +28,8 @@ from moe_ffn.kernels.activations import (
     GateFunction,
     SoftCapOptions,
 )
-from moe_ffn.kernels.base import ExpertWeights, check_dtype
-from moe_ffn.outputs import (
-    FFNOutput,
-    Memory,
-    TokenContext,
-    check_input,
-    flatten_tokens,
-    without_padding,
-)
+from moe_ffn.kernels.base import check_dtype
+from moe_ffn.outputs import FFNOutput, TokenContext
 
 
 class IdentityConfig(FFNConfig, frozen=True):
@@ -50,7 +37,8 @@ class IdentityConfig(FFNConfig, frozen=True):
 
     type: Literal["identity"] = "identity"
 
-    by_token: ClassVar[bool] = True
+    def refusal(self, situation: Situation) -> Refusal | None:
+        return None
 
     def build(self, d_model: int) -> FFNBlock:
         return IdentityFFN(d_model)
@@ -94,13 +82,8 @@ class DenseConfig(HiddenWidthConfig, frozen=True):
     activation: Activation = "gelu"
     """Element-wise function between the two matrices."""
 
-    by_token: ClassVar[bool] = True
-
-    def as_experts(self, d_model: int) -> ExpertsConfig:
-        width = self.width(d_model)
-        return MLPExpertsConfig(
-            activation=self.activation, d_ff=width, bias=self.bias, dropout=self.dropout
-        )
+    def refusal(self, situation: Situation) -> Refusal | None:
+        return None
 
     def build(self, d_model: int) -> FFNBlock:
         return DenseFFN(self, d_model)
@@ -113,7 +96,9 @@ class ThreeMatrixConfig(HiddenWidthConfig, frozen=True):
     """The default hidden width is rounded to a multiple of this."""
 
     num_matrices: ClassVar[int] = 3
-    by_token: ClassVar[bool] = True
+
+    def refusal(self, situation: Situation) -> Refusal | None:
+        return None
 
     @property
     def gate_activation(self) -> Activation:
@@ -130,11 +115,6 @@ class ThreeMatrixConfig(HiddenWidthConfig, frozen=True):
     def build(self, d_model: int) -> FFNBlock:
         return GatedFFN(self, d_model)
 
-    def expert_options(self, d_model: int) -> dict[str, Any]:
-        """The options of experts each of which is such a block."""
-        options = {name: value for name, value in self if name != "multiple_of"}
-        return {**options, "d_ff": self.width(d_model)}
-
 
 class GatedConfig(ThreeMatrixConfig, frozen=True):
     """A gated linear unit, down(act(gate x) * up x) (Shazeer 2020, arXiv:2002.05202).
@@ -149,26 +129,17 @@ class GatedConfig(ThreeMatrixConfig, frozen=True):
     def gate_activation(self) -> Activation:
         return GATE_ACTIVATIONS[self.type]
 
-    def as_experts(self, d_model: int) -> ExpertsConfig:
-        return GatedExpertsConfig(**self.expert_options(d_model))
-
 
 class ClampedSwiGLUConfig(ClampOptions, ThreeMatrixConfig, frozen=True):
     """SwiGLU with clamps, as in the shared experts of DeepSeek-V4 and MiniMax-M3."""
 
     type: Literal["clamped_swiglu"] = "clamped_swiglu"
 
-    def as_experts(self, d_model: int) -> ExpertsConfig:
-        return ClampedSwiGLUExpertsConfig(**self.expert_options(d_model))
-
 
 class SoftCappedSwiGLUConfig(SoftCapOptions, ThreeMatrixConfig, frozen=True):
     """SwiGLU whose gate and linear part are bounded by tanh, as in the dense layers of Inkling 2."""
 
     type: Literal["soft_capped_swiglu"] = "soft_capped_swiglu"
-
-    def as_experts(self, d_model: int) -> ExpertsConfig:
-        return SoftCappedSwiGLUExpertsConfig(**self.expert_options(d_model))
 
 
 class ConvConfig(HiddenWidthConfig, frozen=True):
@@ -186,21 +157,19 @@ class ConvConfig(HiddenWidthConfig, frozen=True):
     activation: Activation = "gelu"
     """Element-wise function between the two convolutions."""
 
-    @property
-    def not_causal_because(self) -> Refusal | None:
-        if self.causal or self.kernel_size == 1:
-            return None
-        return Refusal(
-            f"causal (false) with kernel_size ({self.kernel_size}) looks ahead", "set it to true"
-        )
-
-    @property
-    def not_cached_because(self) -> Refusal | None:
+    def refusal(self, situation: Situation) -> Refusal | None:
         if self.kernel_size == 1:
             return None
-        return Refusal(
-            f"kernel_size ({self.kernel_size}) looks at earlier tokens", "use kernel_size 1"
-        )
+        if not self.causal and (situation.causal or situation.cached):
+            return Refusal(
+                f"causal (false) with kernel_size ({self.kernel_size}) looks ahead",
+                "set it to true",
+            )
+        if situation.cached:
+            return Refusal(
+                f"kernel_size ({self.kernel_size}) looks at earlier tokens", "use kernel_size 1"
+            )
+        return None
 
     def build(self, d_model: int) -> FFNBlock:
         return ConvFFN(self, d_model)
@@ -254,16 +223,7 @@ class HiddenWidthFFN(FFNBlock):
     @property
     @abstractmethod
     def values_FD(self) -> Tensor:
-        """What each hidden unit adds to the output of its own token."""
-
-    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-        hidden = self.hidden(x, context)
-        hidden_TF = hidden.reshape(-1, hidden.shape[-1])
-        real_T = torch.ones(len(hidden_TF), dtype=torch.bool, device=x.device)
-        if context is not None and context.mask is not None:
-            real_T = context.mask.reshape(-1)
-        (ids_N,) = real_T.nonzero(as_tuple=True)
-        return [Memory("", ids_N, hidden_TF[ids_N], self.values_FD)]
+        """Vector that each hidden unit adds to the output of its own token."""
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
@@ -289,15 +249,6 @@ class DenseFFN(HiddenWidthFFN):
     def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
         return self.down(self.dropout(self.hidden(x, context)))
 
-    def networks(self) -> ExpertWeights:
-        return ExpertWeights(
-            self.config.activation,
-            self.up.weight[None],
-            self.down.weight[None],
-            up_bias_EH=None if self.up.bias is None else self.up.bias[None],
-            down_bias_ED=None if self.down.bias is None else self.down.bias[None],
-        )
-
     @property
     def values_FD(self) -> Tensor:
         return self.down.weight.t()
@@ -321,18 +272,6 @@ class GatedFFN(HiddenWidthFFN):
 
     def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
         return self.down(self.dropout(self.hidden(x, context)))
-
-    def networks(self) -> ExpertWeights:
-        into, bias = (self.gate, self.up), self.gate.bias
-        return ExpertWeights(
-            self.config.gate_activation,
-            torch.cat([linear.weight for linear in into])[None],
-            self.down.weight[None],
-            gated=True,
-            gate_function=self.config.gate_function,
-            up_bias_EH=None if bias is None else torch.cat([linear.bias for linear in into])[None],
-            down_bias_ED=None if bias is None else self.down.bias[None],
-        )
 
     @property
     def values_FD(self) -> Tensor:

@@ -31,7 +31,7 @@ class WidthMatch:
     """A hidden width that was solved, and how near the block comes to the budget."""
 
     options: tuple[str, ...]
-    """Where the width stands; dotted paths."""
+    """Dotted paths of the width."""
     budget: Budget
     width: int
     wanted: int
@@ -41,7 +41,7 @@ class WidthMatch:
 
     @property
     def mismatch(self) -> float:
-        """By which part of the budget the block misses it; above 0 where it costs more."""
+        """Fraction of the budget by which the block misses it; above 0 where it costs more."""
         return self.got / self.wanted - 1
 
     def __str__(self) -> str:

@@ -13,20 +13,14 @@ from einops import rearrange, repeat
 from pydantic import model_validator
 from torch import Tensor
 
-from moe_ffn.config.errors import Refusal, first_refusal
+from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo
 from moe_ffn.ffn.dense import GatedConfig
+from moe_ffn.ffn.inputs import check_input, flatten_tokens
+from moe_ffn.ffn.routing_names import within
 from moe_ffn.kernels.base import refuse_vmap
 from moe_ffn.kernels.torch_modes import is_transform_on, needs_static_shapes
-from moe_ffn.outputs import (
-    FFNOutput,
-    Memory,
-    Routing,
-    TokenContext,
-    check_input,
-    flatten_tokens,
-    within,
-)
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig
 from moe_ffn.routing.base import Router
 
@@ -65,26 +59,17 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
         """The fraction of the tokens that pass through the block."""
         return self.router.experts_per_token(1)
 
-    @property
-    def not_causal_because(self) -> Refusal | None:
-        if refusal := self.router.not_causal_because:
-            return replace(refusal, advice="use 'relu' or 'expert_threshold'").inside("router")
-        if any(info.capacity.is_limited for info in self.ffn.routers().values()):
-            return Refusal(
-                "ffn.capacity grows with the number of tokens chosen, later ones among them",
-                "set ffn.capacity.factor and eval_factor to null",
-            )
-        return super().not_causal_because
-
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        if self.ffn.reads_history:
-            return Refusal(
-                f"ffn.type ('{self.ffn.type}') reads earlier tokens, and those not chosen are missing",
-                "put the mixture of depths inside 'ngram_memory'",
-            )
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if situation.causal:
+            if refusal := self.router.refusal(situation):
+                return replace(refusal, advice="use 'relu' or 'expert_threshold'").inside("router")
+            if any(info.capacity.is_limited for info in self.ffn.routers().values()):
+                return Refusal(
+                    "ffn.capacity grows with the number of tokens chosen, later ones among them",
+                    "set ffn.capacity.factor and eval_factor to null",
+                )
         parts = {"router": self.router, "ffn": self.ffn}
-        return first_refusal({option: part.not_cached_because for option, part in parts.items()})
+        return first_refusal(parts, replace(situation, history=False))
 
     def routers(self) -> dict[str, RouterInfo]:
         inner = {
@@ -105,15 +90,11 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         router = self.router.flops_per_token(d_model, 1)
-        share, inner_length = self._inner(seq_len)
+        share, inner_length = self.inner_tokens(seq_len)
         return router + round(share * self.ffn.flops_per_token(d_model, inner_length))
 
-    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
-        share, inner_length = self._inner(seq_len)
-        return round(share * self.ffn.routed_flops_per_token(d_model, inner_length))
-
-    def _inner(self, seq_len: int) -> tuple[float, int]:
-        """The share of tokens that the inner block sees, and how many that are of a sequence."""
+    def inner_tokens(self, seq_len: int) -> tuple[float, int]:
+        """Return the share of tokens that the inner block sees, and their number in a sequence."""
         share = self.router.pairs_per_token(1, seq_len)
         return share, max(round(share * seq_len), 1)
 
@@ -164,18 +145,6 @@ class MixtureOfDepthsFFN(FFNBlock):
 
     def routers(self) -> dict[str, Router]:
         return {"routing": self.router} | within("inner", self.ffn.routers())
-
-    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-        x_TD, flat = flatten_tokens(x, context)
-        _, chosen_BS = by_sequence(self.router(x_TD, flat))
-        x_BMD, picked_BM, inner_context = pick(x_TD, flat, chosen_BS)
-        length = chosen_BS.shape[1]
-        first_B1 = torch.arange(len(chosen_BS), device=x.device).unsqueeze(-1) * length
-        came_from = (first_B1 + picked_BM).flatten()
-        return [
-            replace(memory, token_ids_N=came_from[memory.token_ids_N])
-            for memory in self.ffn.memories(x_BMD, inner_context)
-        ]
 
 
 def pick(

@@ -13,17 +13,18 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, describe_options, errors_at
-from moe_ffn.config.errors import Refusal, first_refusal
+from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, plan_of_list
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
-from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo
+from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo, parts_of
+from moe_ffn.ffn.inputs import check_input, flatten_tokens
 from moe_ffn.ffn.moved import without_moved
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
-from moe_ffn.kernels.base import ExpertWeights, refuse_vmap
+from moe_ffn.kernels.base import refuse_vmap
 from moe_ffn.kernels.torch_modes import is_transform_on
-from moe_ffn.outputs import FFNOutput, Memory, Routing, TokenContext, check_input, flatten_tokens
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing import RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router
 from moe_ffn.routing.capacity import CapacityConfig
@@ -63,7 +64,7 @@ class MoEConfig(FFNConfig, frozen=True):
                 f"combine.type ('{self.combine.type}') joins a shared expert, but shared_expert is "
                 "null; give it one, such as 'swiglu', or leave combine out"
             )
-        if self.shared_expert is not None and self.shared_expert.is_sparse:
+        if self.shared_expert is not None and self.shared_expert.routers():
             raise ValueError(
                 f"shared_expert.type ('{self.shared_expert.type}') must not be a sparse block: every "
                 "token passes through a shared expert; use 'swiglu' or 'dense'"
@@ -92,15 +93,15 @@ class MoEConfig(FFNConfig, frozen=True):
         share = self.num_experts / self.num_routable
         return self.router.experts_per_token(self.num_routable) * share
 
-    @property
-    def not_causal_because(self) -> Refusal | None:
-        parts = {"router": self.router, "capacity": self.capacity} | self.inner_blocks()
-        return first_refusal({option: part.not_causal_because for option, part in parts.items()})
-
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        parts = {"router": self.router, "capacity": self.capacity} | self.inner_blocks()
-        return first_refusal({option: part.not_cached_because for option, part in parts.items()})
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if self.num_experts % situation.num_ranks:
+            return Refusal(
+                f"num_experts ({self.num_experts}) cannot be divided evenly among "
+                f"{situation.num_ranks} ranks",
+                "change it or parallel.expert",
+            )
+        parts = {"router": self.router, "capacity": self.capacity, **parts_of(self)}
+        return first_refusal(parts, situation)
 
     def routers(self) -> dict[str, RouterInfo]:
         info = RouterInfo(
@@ -113,24 +114,9 @@ class MoEConfig(FFNConfig, frozen=True):
         )
         return {"routing": info}
 
-    def refusal_over(self, num_ranks: int) -> Refusal | None:
-        if self.num_experts % num_ranks:
-            return Refusal(
-                f"num_experts ({self.num_experts}) cannot be divided evenly among {num_ranks} ranks",
-                "change it or parallel.expert",
-            )
-        return super().refusal_over(num_ranks) or first_refusal(
-            {"experts": self.experts.refusal_over(num_ranks)}
-        )
-
     @property
     def expert_stack(self) -> ExpertStack:
         return ExpertStack(self.experts, self.num_experts, self.experts_per_token)
-
-    def with_num_experts(self, num_experts: int, d_model: int) -> MoEConfig:
-        experts = self.experts.with_fixed_width(d_model, self.experts_per_token)
-        options = {**dict(self), "num_experts": num_experts, "experts": experts}
-        return type(self).model_validate(options)
 
     def build(self, d_model: int) -> FFNBlock:
         return MoEFFN(self, d_model)
@@ -247,25 +233,6 @@ class MoEFFN(FFNBlock):
 
     def place_experts(self, place: PlaceExperts) -> None:
         self.dispatcher = place(self.experts.innermost, self.num_experts)
-
-    def networks(self) -> ExpertWeights | None:
-        return self.experts.weights()
-
-    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-        x_TD, flat = flatten_tokens(x, context)
-        return self.memories_of(self.router(x_TD, flat), x_TD.view_as(x), context)
-
-    def memories_of(
-        self, routing: Routing, x: Tensor, context: TokenContext | None
-    ) -> list[Memory]:
-        """`memories` of a routing; arguments as of `follow`."""
-        routing = self.capacity.limit(routing, training=self.training)
-        plan = self.make_plan(routing, self.num_experts)
-        found = self.experts.memories(x.reshape(-1, self.d_model), plan)
-        if self.shared_expert is not None:
-            shared = self.shared_expert.memories(x, context)
-            found += [replace(m, name=f"shared expert {m.name}".strip()) for m in shared]
-        return found
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, d_model={self.d_model}"

@@ -20,18 +20,14 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.inputs import check_input, flatten_tokens
 from moe_ffn.ffn.wrappers import WrapperConfig, WrapperFFN
 from moe_ffn.kernels.base import check_dtype
 from moe_ffn.kernels.memory import require_table_memory
-from moe_ffn.outputs import (
-    FFNOutput,
-    TokenContext,
-    TokenHistory,
-    check_input,
-    flatten_tokens,
-)
+from moe_ffn.outputs import FFNOutput, TokenContext, TokenHistory
 from moe_ffn.routing.base import WideRMSNorm
 
 _EPS = 1e-6
@@ -57,15 +53,19 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
     row_width: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Width of a row; d_model / (2 * num_heads) by default, as in the paper."""
     kernel_size: int = Field(default=4, ge=1, le=1024)
-    """What the convolution sees: a token, and before it every N-th one."""
+    """Tokens that the convolution sees: the last one, and every N-th one before it."""
     rate_scale: float = Field(default=5.0, gt=0, le=1e6)
     """Multiplies what is read from the tables, so that Adam moves them this much faster than all else."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Chooses the hash function, one for all layers with the same seed."""
 
-    @property
-    def reads_history(self) -> bool:
-        return True
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if situation.cached and not situation.history:
+            return Refusal(
+                f"type '{self.type}' reads earlier tokens, and those not chosen are missing",
+                "put the mixture of depths inside 'ngram_memory'",
+            )
+        return super().refusal(situation)
 
     @property
     def num_tables(self) -> int:
@@ -145,7 +145,7 @@ class NgramMemoryFFN(WrapperFFN):
         return replace(output, hidden=output.hidden + read.to(x.dtype).view_as(x))
 
     def read(self, x: Tensor, context: TokenContext) -> Tensor:
-        """What the memory adds, (B, S, D), zero where it is padding."""
+        """Return what the memory adds, (B, S, D), zero for padding."""
         x_TD, flat = flatten_tokens(x, context)
         by_sequence, history = {"s": flat.sequence_length or 1}, context.history
         assert flat.token_ids is not None
@@ -194,7 +194,7 @@ class NgramTables(nn.Module):
         return self.config.rate_scale * rows_BSM
 
     def places(self, ids_BS: Tensor, history: TokenHistory | None) -> Tensor:
-        """Which rows are read, int64 (B, S, (N - 1) H), counted through all tables."""
+        """Return the rows to read, int64 (B, S, (N - 1) H), counted through all tables."""
         reach, length = len(self.factors) - 1, ids_BS.shape[1]
         ids_BL = _window(self, ids_BS, reach, history)
         mixed_BS = self.factors[0] * ids_BS

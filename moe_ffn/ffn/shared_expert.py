@@ -1,4 +1,4 @@
-"""How the output of a shared expert joins that of the routed experts.
+"""Ways in which the output of a shared expert joins that of the routed experts.
 
 T tokens
 """
@@ -17,7 +17,7 @@ from moe_ffn.config.sizes import linear_flops, linear_params
 
 
 class CombineConfig(TaggedConfig, frozen=True):
-    """How the output of the shared expert joins that of the routed experts."""
+    """Joins the output of the shared expert with that of the routed experts."""
 
     @abstractmethod
     def build(self, d_model: int, experts_per_token: float) -> Combine: ...
@@ -59,7 +59,7 @@ class AverageConfig(CombineConfig, frozen=True):
 
     type: Literal["average"] = "average"
     k: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """How many the routed output counts for; the experts per token by default, and 1 in Cohere 2."""
+    """Experts that the routed output counts for; the experts per token by default, and 1 in Cohere 2."""
 
     def build(self, d_model: int, experts_per_token: float) -> Combine:
         return Average(experts_per_token if self.k is None else self.k)

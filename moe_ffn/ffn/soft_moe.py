@@ -14,14 +14,15 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig
+from moe_ffn.ffn.inputs import check_input, flatten_tokens
 from moe_ffn.kernels.base import refuse_vmap
 from moe_ffn.kernels.torch_modes import is_transform_on, without_autocast
-from moe_ffn.outputs import FFNOutput, Plan, TokenContext, check_input, flatten_tokens
+from moe_ffn.outputs import FFNOutput, Plan, TokenContext
 
 
 class SoftMoEConfig(FFNConfig, frozen=True):
@@ -38,18 +39,17 @@ class SoftMoEConfig(FFNConfig, frozen=True):
     experts: ExpertsConfig = GatedExpertsConfig()
     """The kind of network that each expert is; by default as wide as the dense block."""
 
-    @property
-    def not_causal_because(self) -> Refusal:
-        return Refusal(
-            "type 'soft_moe' mixes all tokens of a sequence", "use 'moe' with router.type 'top_k'"
-        )
-
-    def refusal_over(self, num_ranks: int) -> Refusal | None:
-        if num_ranks == 1:
-            return None
-        return Refusal(
-            "type 'soft_moe' sends every token to every expert", "set parallel.expert to 1"
-        )
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if situation.causal or situation.cached:
+            return Refusal(
+                "type 'soft_moe' mixes all tokens of a sequence",
+                "use 'moe' with router.type 'top_k'",
+            )
+        if situation.num_ranks > 1:
+            return Refusal(
+                "type 'soft_moe' sends every token to every expert", "set parallel.expert to 1"
+            )
+        return super().refusal(situation)
 
     @property
     def expert_stack(self) -> ExpertStack:

@@ -9,12 +9,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import Refusal, first_refusal
+from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.experts.wrappers import InnerNormConfig, build_norm
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo, parts_of
+from moe_ffn.ffn.inputs import check_input, without_padding
 from moe_ffn.ffn.moe import MoEConfig
-from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.outputs import FFNOutput, Memory, TokenContext, check_input, without_padding
+from moe_ffn.outputs import FFNOutput, TokenContext
 from moe_ffn.routing import LinearRouterConfig
 from moe_ffn.routing.base import Router, jittered
 
@@ -29,9 +29,8 @@ class WrapperConfig(FFNConfig, frozen=True):
         """Number of parameters of the wrapper itself."""
         return 0
 
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        return first_refusal({"ffn": self.ffn.not_cached_because})
+    def refusal(self, situation: Situation) -> Refusal | None:
+        return first_refusal(parts_of(self), situation)
 
     def routers(self) -> dict[str, RouterInfo]:
         return {name: info.inside("ffn") for name, info in self.ffn.routers().items()}
@@ -44,9 +43,6 @@ class WrapperConfig(FFNConfig, frozen=True):
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         return self.ffn.flops_per_token(d_model, seq_len)
-
-    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
-        return self.ffn.routed_flops_per_token(d_model, seq_len)
 
     def describe(self) -> str:
         return f"{self.type} ({self.ffn.describe()})"
@@ -78,12 +74,6 @@ class WrapperFFN(FFNBlock):
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}"
-
-    def networks(self) -> ExpertWeights | None:
-        return self.ffn.networks()
-
-    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-        return self.ffn.memories(self.before(without_padding(x, context)), context)
 
 
 class JitteredConfig(WrapperConfig, frozen=True):
@@ -179,9 +169,3 @@ class NormedFFN(WrapperFFN):
 
     def after(self, y: Tensor) -> Tensor:
         return self.output(y)
-
-    def networks(self) -> None:
-        return None
-
-    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-        return []

@@ -11,12 +11,13 @@ import torch
 from pydantic import ValidationError
 from torch import Generator, Tensor, nn
 
-from moe_ffn.config.errors import ConfigError, explain, show
+from moe_ffn.config.errors import ConfigError, Situation, explain, show
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import DenseConfig, GatedConfig
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.interop.transformers import activation_of
 from moe_ffn.kernels.activations import GATE_ACTIVATIONS, GatedType
+from moe_ffn.weights.upcycle import as_experts
 
 GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("c_fc", "c_proj")
 """Names of the matrices of an FFN in Llama and Qwen (our gate, up, down), and in GPT-2 (our up, down)."""
@@ -68,7 +69,7 @@ def swap_ffn(
         target = FFNConfig.model_validate(config)
     except ValidationError as error:
         raise ConfigError("\n".join(f"config.{line}" for line in explain(error))) from error
-    if (why := target.not_causal_because) is not None:
+    if (why := target.refusal(Situation(causal=True))) is not None:
         raise ConfigError(f"swap_ffn: the model looks back alone, but config.{why}")
     made: dict[str, SwappedFFN] = {}
     changes: dict[int, float] = {}
@@ -255,7 +256,8 @@ def _with_experts_like(
     own: DenseConfig | GatedConfig, target: MoEConfig, d_model: int
 ) -> MoEConfig:
     """`target`, with what it does not say of its experts as the FFN has it."""
-    experts = own.as_experts(d_model)
+    experts = as_experts(own, d_model)
+    assert experts is not None
     given = target.experts
     if "experts" in target.model_fields_set:
         said = {name: getattr(given, name) for name in given.model_fields_set}

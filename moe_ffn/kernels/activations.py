@@ -108,18 +108,18 @@ class SoftCappedSwiGLU:
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """Cap * tanh(x / cap), within (-cap, cap) and nearly x where that is small."""
+    """Return cap * tanh(x / cap): within (-cap, cap), nearly x for small x."""
     return cap * (x / cap).tanh()
 
 
 GateFunction = ClampedSwiGLU | ClampedGate | SoftCappedSwiGLU
-"""What may stand in the place of act(gate) * up."""
+"""Replacement of act(gate) * up."""
 
 
 class ClampOptions(Config, frozen=True):
-    """The options of SwiGLU with clamps, in experts and in dense blocks.
+    """Options of SwiGLU with clamps, in experts and in dense blocks.
 
-    By default those of GPT-OSS (arXiv:2508.10925).
+    The defaults are GPT-OSS's (arXiv:2508.10925).
     """
 
     alpha: float = Field(default=1.702, gt=0, le=MAX_COUNT)
@@ -127,9 +127,9 @@ class ClampOptions(Config, frozen=True):
     limit: float = Field(default=7.0, gt=0, le=MAX_COUNT)
     """Bound of the gate from above, and of the linear part on both sides."""
     added: float = Field(default=1.0, ge=-MAX_COUNT, le=MAX_COUNT)
-    """Added to the linear part, once it is clamped; 0 in DeepSeek-V4."""
+    """Number added to the clamped linear part; 0 in DeepSeek-V4."""
     clamp: Literal["before", "after"] = "before"
-    """Whether the gate is clamped before its activation, or after it."""
+    """Clamp the gate before or after its activation."""
 
     @property
     def gate_function(self) -> GateFunction:
@@ -142,7 +142,7 @@ class SoftCapOptions(Config, frozen=True):
     """The options of SwiGLU with soft caps, in experts and in dense blocks."""
 
     gate_cap: float = Field(default=7.0, gt=0, le=MAX_COUNT)
-    """Bound of the gate on both sides, where it is a factor; its sigmoid sees it whole."""
+    """Bound of the gate on both sides, outside its sigmoid."""
     up_cap: float = Field(default=7.0, gt=0, le=MAX_COUNT)
     """Bound of the linear part on both sides."""
 

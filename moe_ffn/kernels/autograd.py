@@ -1,4 +1,4 @@
-"""How torch differentiates experts with a backward pass of their own: an autograd function, and operators.
+"""Derivatives of experts with a backward pass of their own: an autograd function, and operators.
 
 T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, H rows of the first
 matrix
@@ -26,20 +26,20 @@ from moe_ffn.outputs import Plan
 
 
 class Inputs(NamedTuple):
-    """What both passes read."""
+    """Inputs of the forward and the backward pass."""
 
     x_TD: Tensor
     weights_N: Tensor
     parameters: Sequence[Any]
-    """`ExpertWeights.parameters`; in backward, as torch kept them."""
+    """`ExpertWeights.parameters`."""
     token_ids_N: Tensor
     offsets_E: Tensor
     pair_ids_N: Tensor
     dropout_NF: Tensor | None
     options: ExpertWeights
-    """What the experts are; its tensors are not read."""
+    """Kind of the experts; its tensors are not read."""
     dtype: torch.dtype
-    """The dtype of products, where this CPU multiplies in it, and of what is kept."""
+    """Dtype of what is kept, and of products if this CPU multiplies in it."""
 
 
 Gradients = tuple[Tensor | None, ...]
@@ -50,15 +50,16 @@ class Implementation(NamedTuple):
     """The forward and the backward pass of experts on a CPU."""
 
     forward: Callable[[Inputs, Tensor | None], Tensor]
-    """(inputs, kept_NH) -> y_TD; writes the first product to `kept_NH`, where it is given."""
+    """(inputs, kept_NH) -> y_TD; writes the first product to `kept_NH` unless it is None."""
     backward: Callable[[Inputs, Tensor, Tensor, Sequence[bool]], Gradients]
-    """(inputs, kept_NH, grad_y_TD, which are wanted) -> those that are; that of the weights always."""
+    """(inputs, kept_NH, grad_y_TD, wanted) -> the wanted gradients; that of the weights always."""
 
 
 def run(implementation: Implementation, x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """Any dtype; reads the offsets on the host. An expert without tokens gets a zero gradient.
+    """Run experts of any dtype; reads the offsets on the host.
 
-    Keeps the first product (N, H) for backward and, with dropout, the mask.
+    An expert without tokens gets a zero gradient. The first product (N, H) and the dropout mask are kept
+    for backward.
     """
     weights_N, parameters = plan.weights_N[: int(plan.offsets_E[-1])], weights.parameters
     if needs_gradient(x_TD, weights_N, *parameters):
@@ -104,15 +105,15 @@ class _Experts(torch.autograd.Function):
 
 
 def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, backend: str) -> None:
-    """Give an operator its shapes, for tensors without data, and its backward pass, another operator.
+    """Register shapes of an operator, for tensors without data, and its backward pass, another operator.
 
     Args:
         forward: (x, weights_N, the four parameters, other tensors, options, dtype, keep) -> y, and the first
-            product (N, H) in `dtype`, which has no rows unless it is to `keep` them.
+            product (N, H) in `dtype`, without rows unless `keep`.
         backward: (grad_y, the same tensors, first product, the same options, dtype, wanted) -> the gradients
-            of the first six tensors, empty where they are not wanted.
-        num_tensors: how many tensors both take alike, or None in their places.
-        backend: the name in its refusals.
+            of the first six tensors, empty if not wanted.
+        num_tensors: number of tensors that both take, or None in their places.
+        backend: name in error messages.
     """
 
     def fake(x_TD: Tensor, weights_N: Tensor, up_EHD: Tensor, *others: Any) -> tuple[Tensor, ...]:

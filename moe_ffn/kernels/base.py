@@ -1,7 +1,7 @@
-"""The signature of every backend, the weights it is given, and what backends share.
+"""Signature of every backend, weights of experts, and what backends share.
 
-T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
-matrix: F, or 2 F where the rows of a gate stand before those of up
+T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix: F,
+or 2 F with a gate, whose rows come before those of up
 """
 
 from __future__ import annotations
@@ -13,11 +13,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ffn.kernels.activations import ACTIVATIONS, Activation, GateFunction
 from moe_ffn.kernels.torch_modes import is_autocast_on, is_batched, is_transform_on
-from moe_ffn.outputs import Plan, on_this_rank, summarize
+from moe_ffn.outputs import Plan, summarize
+
+
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """The part of a distributed tensor that is on this rank; any other tensor as it is."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    # Importing it takes half a second. Not `hasattr(tensor, "to_local")`, which torch.compile denies.
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
 
 # -- weights and signature
 
@@ -39,9 +50,9 @@ class ExpertWeights:
     dropout: float = 0.0
     """Probability of zeroing an activated hidden unit; 0 in evaluation."""
     gate_function: GateFunction | None = None
-    """Replaces act(gate x) * up x, where experts have a gate of this kind."""
+    """Function of gate and up that replaces act(gate x) * up x."""
     interleaved: bool = False
-    """Rows of gate and up take turns, as in GPT-OSS; otherwise all of gate come first."""
+    """Rows of gate and up alternate, as in GPT-OSS; otherwise all of gate come first."""
 
     def __repr__(self) -> str:
         return summarize(self)
@@ -55,11 +66,21 @@ class ExpertWeights:
         """The experts of this rank, where weights are distributed tensors."""
         if on_this_rank(self.up_EHD) is self.up_EHD:
             return self
-        up_EHD, down_EDF, up_bias_EH, down_bias_ED = (
-            None if weight is None else on_this_rank(weight) for weight in self.parameters
+        return self.with_parameters(
+            *(None if weight is None else on_this_rank(weight) for weight in self.parameters)
         )
-        assert up_EHD is not None
-        assert down_EDF is not None
+
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
+        """The same experts with parameters in `dtype`."""
+        if self.up_EHD.dtype == dtype:
+            return self
+        return self.with_parameters(
+            *(None if weight is None else weight.to(dtype) for weight in self.parameters)
+        )
+
+    def with_parameters(self, *parameters: Any) -> ExpertWeights:
+        """The same experts with other tensors, in the order of `parameters`."""
+        up_EHD, down_EDF, up_bias_EH, down_bias_ED = parameters
         return replace(
             self,
             up_EHD=up_EHD,
@@ -108,10 +129,10 @@ def combine(y_ND: Tensor, x_TD: Tensor, token_ids_N: Tensor, weights_N: Tensor) 
 def outside_graphs(backend: Backend) -> Backend:
     """Keep a backend out of the graphs of torch.compile.
 
-    Where shapes are the loads of the experts, it would be compiled again at every step.
+    Its shapes are the loads of the experts, so it would be compiled again at every step.
 
     Raises:
-        ValueError: torch.export has no way around it.
+        ValueError: under torch.export.
     """
 
     @wraps(backend)
@@ -122,7 +143,7 @@ def outside_graphs(backend: Backend) -> Backend:
                 sentence = TRANSFORMS_NOT_IN_GRAPHS
             if torch.compiler.is_exporting():
                 raise ValueError(sentence)
-            torch._dynamo.graph_break(msg=sentence)  # which is what `fullgraph=True` then says
+            torch._dynamo.graph_break(msg=sentence)  # the message of `fullgraph=True`
             # Here, since a decorator would load torch's compiler at import, in about a second.
             return torch.compiler.disable(backend)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
         return backend(x_TD, plan, weights)
@@ -134,7 +155,7 @@ def outside_graphs(backend: Backend) -> Backend:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a backward pass may follow, for which values must be kept."""
+    """Return True if a backward pass may follow, for which values must be kept."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -142,27 +163,26 @@ NOT_BY_TRANSFORMS = (
     "has a backward pass of its own, which torch.func, forward-mode differentiation and is_grads_batched "
     "do not go through; set experts.backend to 'loop', which they do"
 )
-"""The refusal of backends that would leave the experts out of a derivative, or fail far inside torch; their
-name goes before it."""
+"""Reason of backends whose derivatives would miss the experts, or fail far inside torch."""
 
 
 NOT_IN_GRAPHS = (
     "reads the loads of the experts on the host, which torch.export and fullgraph=True of torch.compile do "
     "not go through; set experts.backend to 'auto'"
 )
-"""The refusal of backends that no graph holds; their name goes before it."""
+"""Reason of backends that no graph can hold."""
 
 
 TRANSFORMS_NOT_IN_GRAPHS = (
     "no graph holds experts under torch.func; call torch.compile without fullgraph=True"
 )
-"""The refusal of all backends to what torch.compile would leave them out of."""
+"""Reason of all backends under a transform inside torch.compile."""
 
 
 def refuse_vmap(
     x: Tensor, parameters: Iterable[Tensor | None], what: str = "experts, whose products are"
 ) -> None:
-    """Refuse what `torch.func.vmap` has given a hidden axis, before routing fails far inside torch.
+    """Reject an input with a hidden axis of `torch.func.vmap`, before routing fails far inside torch.
 
     Raises:
         ValueError: the input of a sparse block or one of its parameters has such an axis.
@@ -177,7 +197,7 @@ def refuse_vmap(
 
 
 def no_second_derivative(backend: str) -> RuntimeError:
-    """The error of a backend whose own backward pass is differentiated in turn.
+    """Error of a backend whose own backward pass is differentiated.
 
     Without it torch would silently leave the experts out of the second derivative.
     """
@@ -188,10 +208,9 @@ def no_second_derivative(backend: str) -> RuntimeError:
 
 
 def refuse_more_derivatives(backend: str, grad: Tensor) -> None:
-    """Refuse, in a backend's own backward pass, that it is differentiated in turn or given several gradients.
+    """Reject a second derivative, or several gradients, in a backend's own backward pass.
 
-    Not by `once_differentiable`, whose error is not on the way from a gradient back to x: asked for d/dx
-    alone, torch passes it by.
+    `once_differentiable` is not enough: torch skips its error when asked for d/dx alone.
 
     Raises:
         RuntimeError: a graph of this pass is asked for, or `grad` has a hidden axis (`is_grads_batched`).
@@ -205,9 +224,9 @@ def refuse_more_derivatives(backend: str, grad: Tensor) -> None:
 def dropout_mask(
     num_rows: int, weights: ExpertWeights, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """(N, F), the factor of each hidden unit: 0, or 1 / (1 - dropout); None without dropout.
+    """Factor of each hidden unit, (N, F): 0, or 1 / (1 - dropout); None without dropout.
 
-    For backends that compute hidden units again in backward.
+    Backends that compute hidden units again in backward use it.
     """
     if not weights.dropout:
         return None
@@ -220,10 +239,9 @@ def dropout_mask(
 
 
 def check_dtype(x: Tensor, weight: Tensor | None) -> None:
-    """Refuse an `x` of another dtype than the weights it meets, except under autocast, which converts both.
+    """Reject an `x` whose dtype differs from the weights', except under autocast, which converts both.
 
-    One rule for all blocks and backends, some of which would convert by themselves. Weights that are not
-    floating point (quantised ones) have rules of their own.
+    One rule serves all blocks and backends. Quantised weights have rules of their own.
 
     Raises:
         ValueError: the dtypes differ.
@@ -246,8 +264,9 @@ CPU_CAPABILITIES = {
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of products: autocast's, which torch does not apply to `grouped_mm` or to functions of ours;
-    without autocast, that of `x`.
+    """Dtype of products: autocast's if it is on, else that of `x`.
+
+    torch applies autocast neither to `grouped_mm` nor to our operators.
     """
     if x.dtype != torch.float64 and is_autocast_on(x):
         return torch.get_autocast_dtype(x.device.type)
@@ -255,7 +274,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def product_dtype_on_cpu(dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, or float32 where this CPU would only emulate it, at a fraction of float32's speed."""
+    """Return `dtype`, or float32 if this CPU only emulates it, at a fraction of float32's speed."""
     wanted = CPU_CAPABILITIES.get(dtype)
     if wanted is None or any(_capabilities().get(name) for name in wanted):
         return dtype

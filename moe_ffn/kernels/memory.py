@@ -1,4 +1,4 @@
-"""How much memory there is, and the refusal of tables that do not fit into it."""
+"""Memory of this process, and the rejection of tables that do not fit into it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _GPU_HAS = re.compile(r"total capacity of ([\d.]+ \w+)")
 
 
 def memory_limit() -> int | None:
-    """Bytes that this process may have: those of the machine, or of its container or its own limit.
+    """Number of bytes that this process may have, by the machine, its container and its own limit.
 
-    None where the system does not say (Windows).
+    None on Windows, which does not say.
     """
     if not hasattr(os, "sysconf"):
         return None
@@ -40,13 +40,13 @@ def memory_limit() -> int | None:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """`1.2 GB`, or `0.63 MB` of what is small."""
+    """Format a size: `1.2 GB`, or `0.63 MB`."""
     size, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e8 else (num_bytes / 1e6, "MB")
     return f"{size:,.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Return how much memory was lacking, as a sentence without its full stop; empty for any other error."""
+    """Describe how much memory was missing, without a full stop; empty for any other error."""
     text = str(error)
     is_memory = (
         isinstance(error, MemoryError)
@@ -66,7 +66,7 @@ def out_of_memory(error: BaseException) -> str:
 
 @contextmanager
 def refusing_absurd_sizes(what: str) -> Iterator[None]:
-    """Turn a lack of memory, and blocks nested too deep, into a ConfigError that begins with `what`."""
+    """Turn a lack of memory, or too deep nesting, into a ConfigError that begins with `what`."""
     try:
         yield
     except RecursionError as error:
@@ -78,15 +78,14 @@ def refusing_absurd_sizes(what: str) -> Iterator[None]:
 
 
 def require_memory(num_bytes: int, what: str, advice: str) -> None:
-    """Refuse a memory before torch asks for it, of which the system may end the process without a word.
+    """Reject a size before torch asks for it, because the system may kill the process without a word.
 
     Args:
-        num_bytes: that it takes.
-        what: begins the sentence, such as `num_experts (16777216): the tables of experts`.
-        advice: ends it.
+        num_bytes: size.
+        what: beginning of the message, such as `num_experts (16777216): the tables of experts`.
+        advice: its end.
 
-    Raises:
-        ConfigError: this process may not have so much.
+    Raises:     ConfigError: this process may not have so much.
     """
     limit = memory_limit()
     if limit is not None and num_bytes > limit:
@@ -97,7 +96,7 @@ def require_memory(num_bytes: int, what: str, advice: str) -> None:
 
 
 def require_table_memory(num_rows: int, width: int, what: str, advice: str) -> None:
-    """`require_memory` of rows of the default dtype, where they are to lie in that of this machine.
+    """Call `require_memory` for rows of the default dtype that are to lie in this machine's memory.
 
     Raises:
         ConfigError: this process may not have so much.

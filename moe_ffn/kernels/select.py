@@ -1,4 +1,4 @@
-"""The backends by name, and the choice among them: by the user, or from device, dtype and size."""
+"""Backends by name, and the choice among them: by the user, or from device, dtype and size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moe_ffn.kernels import cpu
 from moe_ffn.kernels.base import Backend, ExpertWeights, check_dtype, refuse_vmap
-from moe_ffn.kernels.cpu_operator import run_operator
 from moe_ffn.kernels.torch_modes import has_no_data, is_transform_on
 from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_refusal, loop
 from moe_ffn.kernels.triton import backend as triton
@@ -21,31 +20,31 @@ BACKENDS: dict[str, Backend] = {
     "grouped_mm": grouped_mm,
     "triton": triton.triton,
 }
-"""Every backend computes the same function; a test holds each to the same double loop."""
+"""Backends by name; a test compares each with the same double loop."""
 
 REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
     "cpu": cpu.refusal,
     "grouped_mm": grouped_mm_refusal,
     "triton": triton.refusal,
 }
-"""Why a backend does not take these tokens and weights, or None. Backends not listed take all."""
+"""Backend -> reason why it does not take these tokens and weights, or None. Backends not listed take all."""
 
 BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
-"""The kind of device of each backend that runs on one alone."""
+"""Device of each backend that runs on one kind alone."""
 
 
 def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) -> Tensor:
     """Run the experts on a plan, (T, D), with the named backend, or with the best one for `auto`.
 
     Raises:
-        ValueError: the named backend does not take this device, this dtype or these widths; or `x_TD` and
-            the weights differ in dtype, without autocast; or it is called by `torch.func.vmap`.
+        ValueError: the named backend does not take this device, dtype or width; `x_TD` and the weights differ
+            in dtype, without autocast; or `torch.func.vmap` calls it.
     """
     check_dtype(x_TD, weights.up_EHD)
     if is_transform_on():
         refuse_vmap(x_TD, (plan.weights_N, *weights.parameters))
     if has_no_data(x_TD) and not torch.compiler.is_exporting():
-        return run_operator(x_TD, plan, weights)  # of any backend: its shapes
+        return cpu.run_operator(x_TD, plan, weights)  # of any backend: its shapes
     if backend == "auto":
         backend = best_backend(x_TD, plan, weights)
     elif (why := refusal(backend, x_TD, weights)) is not None:
@@ -58,7 +57,7 @@ def refusal(backend: str, x_TD: Tensor, weights: ExpertWeights) -> str | None:
 
 
 def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
-    """The name of the backend that `auto` picks."""
+    """Name of the backend that `auto` picks."""
     if is_transform_on():
         return "loop"
     if x_TD.device.type == "cpu":

@@ -19,10 +19,25 @@ from moe_ffn.outputs import Plan
 
 @outside_graphs
 def loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """One gather, two products per expert, one scatter. Reads the offsets on the host.
+    """Run experts one by one: a gather, two products per expert, a scatter; reads the offsets on the host."""
+    return run_loop(x_TD, plan, weights)
 
-    An expert without tokens multiplies an empty slice, which keeps its gradient a zero instead of a
-    missing one, on which DDP and FSDP would hang. Without gradients it is left out.
+
+def run_loop(
+    x_TD: Tensor,
+    plan: Plan,
+    weights: ExpertWeights,
+    dtype: torch.dtype | None = None,
+    dropout_NF: Tensor | None = None,
+) -> Tensor:
+    """Run `loop` in a given dtype, with given dropout.
+
+    An expert without tokens multiplies an empty slice, so that its gradient is zero and not missing, on
+    which DDP and FSDP would hang. Without gradients it is left out.
+
+    Args:
+        dtype: of the weights and of the products; None leaves it to autocast.
+        dropout_NF: factor of each hidden unit, from `dropout_mask`.
     """
     ends = plan.offsets_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -34,9 +49,13 @@ def loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     token_ids_N, weights_N = plan.token_ids_N[: ends[-1]], plan.weights_N[: ends[-1]]
     if not sizes:
         return torch.zeros_like(x_TD)
-    inputs = x_TD.index_select(0, token_ids_N).split_with_sizes(sizes)
+    x_rows_TD = x_TD if dtype is None else x_TD.to(dtype)
+    inputs = x_rows_TD.index_select(0, token_ids_N).split_with_sizes(sizes)
     up_NH = _linear_per_expert(experts, inputs, weights.up_EHD, weights.up_bias_EH)
-    hidden = weights.activate(up_NH).split_with_sizes(sizes)
+    hidden_NF = weights.activate(up_NH)
+    if dropout_NF is not None:
+        hidden_NF = hidden_NF * dropout_NF[: ends[-1]].to(hidden_NF.dtype)
+    hidden = hidden_NF.split_with_sizes(sizes)
     y_ND = _linear_per_expert(experts, hidden, weights.down_EDF, weights.down_bias_ED)
     return combine(y_ND, x_TD, token_ids_N, weights_N)
 
@@ -56,11 +75,11 @@ def _linear_per_expert(
 
 
 ROW_BYTES = 16
-"""grouped_mm needs rows whose length in bytes is a multiple of this."""
+"""Number of bytes that must divide the rows of grouped_mm."""
 
 
 def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """No loop and no host synchronisation. float32, bfloat16 and float16; see `grouped_mm_refusal`."""
+    """Run all experts at once, without host synchronisation, in float32, bfloat16 or float16."""
     ranks_N = torch.arange(plan.token_ids_N.shape[0], device=x_TD.device)
     computed_N1 = (ranks_N < plan.offsets_E[-1]).unsqueeze(-1)
     expert_ids_N = torch.searchsorted(plan.offsets_E, ranks_N.to(torch.int32), right=True)
@@ -83,7 +102,7 @@ def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def grouped_mm_refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    """Why `F.grouped_mm` does not take this dtype, these widths or a transform; None when it does."""
+    """Reason why `F.grouped_mm` does not take this dtype, width or transform; None if it does."""
     if is_forward_mode():
         return (
             "has no forward-mode derivative, which torch.func.jvp asks for; set experts.backend to 'loop', "

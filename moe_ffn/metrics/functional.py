@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_ffn.balancing.sums import takes_routing
 from moe_ffn.config.base import require_count
-from moe_ffn.outputs import FFNOutput, Routing, takes_routing
+from moe_ffn.outputs import FFNOutput, ListedRouting, Routing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -120,7 +121,7 @@ def top1_margin(scores_TE: Tensor) -> Tensor:
 @takes_routing
 def logit_max(routing: Routing) -> Tensor:
     """Scalar: the largest |logit| of a real token. Infinity counts for nothing: see `nonfinite_tokens`."""
-    if routing.logits_N is not None:
+    if isinstance(routing, ListedRouting):
         sizes_N = routing.logits_N.abs()
         counted_N = sizes_N.isfinite() & routing.real_N
         return torch.where(counted_N, sizes_N, 0).max() if len(sizes_N) else sizes_N.sum()
@@ -137,7 +138,7 @@ def logit_max(routing: Routing) -> Tensor:
 def nonfinite_tokens(routing: Routing) -> Tensor:
     """Scalar: the number of real tokens with a logit that is NaN or infinite."""
     # A sum is finite where all of it is. (One that overflows is of logits that are as good as infinite.)
-    if routing.logits_N is not None:
+    if isinstance(routing, ListedRouting):
         zeros_T = routing.logits_N.new_zeros(routing.num_tokens)
         broken_T = ~zeros_T.index_add(0, routing.token_ids_N, routing.logits_N).isfinite()
     else:

@@ -1,4 +1,4 @@
-"""How a metric of a sparse layer is measured: statistics of batches, which add up, and a value from the sums.
+"""Measurement of a sparse layer's metrics: statistics of batches, which add up, and a value from the sums.
 
 T tokens, E experts, B sequences
 """
@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.losses import (
+from moe_ffn.balancing.sums import (
     load_times_scores,
     normalized_scores,
     pairs_per_expert,
@@ -33,11 +33,18 @@ class LayerBatch:
 
     Args:
         shared_share: the layer's in `FFNOutput.shared_shares`; None without a shared expert.
+        places: pairs that an expert takes; None without a capacity.
     """
 
-    def __init__(self, routing: Routing, shared_share: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        routing: Routing,
+        shared_share: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> None:
         self.routing = routing
         self.shared_share = shared_share
+        self.places = places
 
     @cached_property
     def num_tokens(self) -> Tensor:
@@ -132,10 +139,9 @@ def load_of_pairs(pairs_E: Tensor) -> Tensor:
 
 
 def num_places(batch: LayerBatch) -> Tensor:
-    capacity = batch.routing.capacity
-    if capacity is None:
+    if batch.places is None:
         return torch.zeros_like(batch.num_tokens)
-    return capacity * batch.routing.num_experts
+    return batch.places * batch.routing.num_experts
 
 
 PLACES = counted("num_places", num_places)

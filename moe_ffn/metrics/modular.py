@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from moe_ffn.balancing.sums import check_routing
 from moe_ffn.config.base import require_count
 from moe_ffn.metrics.measures import LayerBatch
 from moe_ffn.metrics.table import Measured, compute, measured_in, statistics_of
 from moe_ffn.metrics.table import Metric as TableMetric
-from moe_ffn.outputs import Routing, check_routing
+from moe_ffn.outputs import Routing
 
 
 class _RoutingMetrics(Metric):
@@ -26,7 +27,7 @@ class _RoutingMetrics(Metric):
     full_state_update = False
     measured: ClassVar[tuple[Measured, ...]]
     is_listed: ClassVar[bool] = False
-    """Whether it takes routings without a number for each expert, and no others."""
+    """True where it takes listed routings alone; otherwise it takes routings with tables."""
 
     def __init__(self, num_experts: int, **of_metric: Any) -> None:
         super().__init__(**of_metric)
@@ -35,8 +36,18 @@ class _RoutingMetrics(Metric):
         for statistic in statistics_of(self._metrics()):
             self.add_state(statistic.name, statistic.zeros(num_experts), statistic.reduce)
 
-    def update(self, routing: Routing, shared_share: Tensor | None = None) -> None:
-        """Add a batch; `shared_share` is from `FFNOutput.shared_shares`, None without a shared expert."""
+    def update(
+        self,
+        routing: Routing,
+        shared_share: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            shared_share: the layer's in `FFNOutput.shared_shares`; None without a shared expert.
+            places: pairs that an expert takes, `CapacityConfig.places`; None without a capacity.
+        """
         name = type(self).__name__
         check_routing(routing, f"{name}.update")
         if routing.num_experts != self.num_experts:
@@ -50,7 +61,7 @@ class _RoutingMetrics(Metric):
                 f"but this one has {'them' if self.is_listed else 'the listed pairs alone'}; use "
                 f"{'LoadMetrics and TokenMetrics' if self.is_listed else 'ListMetrics'}"
             )
-        batch = LayerBatch(routing.detach(), shared_share)
+        batch = LayerBatch(routing.detach(), shared_share, places)
         for statistic in statistics_of(self._metrics()):
             before = getattr(self, statistic.name)
             setattr(self, statistic.name, statistic.add(before, batch))
@@ -94,7 +105,7 @@ class ListMetrics(_RoutingMetrics):
 
 
 class CoactivationMetrics(_RoutingMetrics):
-    """How often each two experts are chosen together: an (E, E) state, and a matrix product per batch."""
+    """Number of tokens that chose each two experts: an (E, E) state, and a matrix product per batch."""
 
     measured = ("validation",)
 

@@ -1,4 +1,4 @@
-"""Plotly's heat maps, for wandb and the report, and the title, colours and fonts of all figures."""
+"""Heat maps by plotly, for wandb and the report, and the title, colours and fonts of all figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from html import escape
 from typing import Any
 
 import plotly.graph_objects as go
-import plotly.io as pio
 
 LOAD_SCALE = {
     "load-none": (0.0, "#123f8c"),
@@ -28,10 +27,7 @@ LOAD_OPTIONS: dict[str, Any] = {
     "zmax": 4,
     "colorscale": [[place, colour] for place, colour in LOAD_SCALE.values()],
 }
-"""How `heat_figure` draws loads, as multiples of the even share: alike for all layers, steps and runs."""
-
-JUPYTER_RENDERER = "plotly_mimetype"
-"""Plotly's default in Jupyter."""
+"""Options of `heat_figure` for loads as multiples of the even share, the same for all layers and runs."""
 
 TITLE_HEIGHT = 44
 """Pixels of a figure's title; the page has a heading instead, and subtracts them."""
@@ -57,14 +53,14 @@ def heat_figure(
     height: int | None = None,
     **of_trace: Any,
 ) -> go.Figure:
-    """A heat map whose rows stand from the top.
+    """Return a heat map whose first row is on top.
 
     Args:
         x: steps, or the numbers of experts as a range.
-        y: the number or the name of each row.
-        bar: options of the colour bar; its title is a text.
-        hover: what is said of a cell, as plotly's `hovertemplate`.
-        height: without the title; None for one by the number of rows.
+        y: number or name of each row.
+        bar: options of the colour bar, with a text as title.
+        hover: text of a cell, as plotly's `hovertemplate`.
+        height: pixels without the title; None for one by the number of rows.
         of_trace: more options of `go.Heatmap`.
     """
     # Above the plot and as wide as it, so that a phone keeps its width for the plot.
@@ -110,38 +106,14 @@ def heat_figure(
 
 
 def label(text: str) -> str:
-    """A name for a legend: plotly reads tags in it, and a long one leaves no room for the plot."""
+    """Return a name for a legend, escaped since plotly reads tags, and cut to leave room for the plot."""
     return escape(text if len(text) <= 44 else f"{text[:20]}…{text[-23:]}", quote=False)
 
 
-class Figure(go.Figure):
-    """A plotly figure that a page exported from a notebook shows too.
-
-    Plotly gives Jupyter only a format of its own, which `jupyter nbconvert --to html` leaves blank; HTML that
-    loads plotly's script is added. Another renderer in `plotly.io.renderers.default` is kept.
-    """
-
-    __module__ = go.Figure.__module__  # wandb knows a figure by the name of its class
-
-    def __reduce__(self) -> Any:
-        return go.Figure, super().__reduce__()[1]  # what is pickled is one of plotly's
-
-    def _ipython_display_(self) -> None:
-        if pio.renderers.default == JUPYTER_RENDERER:
-            raise NotImplementedError  # IPython then asks for `_repr_mimebundle_`
-        super()._ipython_display_()
-
-    def _repr_mimebundle_(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        bundle = super()._repr_mimebundle_(*args, **kwargs)
-        if pio.renderers.default == JUPYTER_RENDERER:
-            bundle["text/html"] = self.to_html(full_html=False, include_plotlyjs="cdn")
-        return bundle
-
-
 def figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str) -> go.Figure:
-    """`meta` of its layout holds title and note as plain text.
+    """Return a figure; `meta` of its layout holds title and note as plain text.
 
-    Checked by plotly once, as a whole: its `update_` methods take a hundred times as long.
+    Plotly checks it once, as a whole: its `update_` methods take a hundred times as long.
     """
     margin = {**layout["margin"], "t": layout["margin"]["t"] + TITLE_HEIGHT}
     own = {
@@ -159,7 +131,7 @@ def figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str)
         },
         "meta": {"title": title, "note": note},
     }
-    return Figure(list(traces), {**layout, **own})
+    return go.Figure(list(traces), {**layout, **own})
 
 
 def axis_title(text: str) -> dict[str, Any]:

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.listed import entropy_of_list, num_used, usage_kl
-from moe_ffn.balancing.losses import (
-    load_balancing_loss,
-    router_z_loss,
-    token_entropy,
-)
+from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
+from moe_ffn.balancing.sums import token_entropy
 from moe_ffn.metrics.functional import (
     churn,
     coactivation,
@@ -53,7 +50,7 @@ from moe_ffn.metrics.measures import (
     summed,
 )
 
-Measured = Literal["every batch", "last step", "validation", "row", "probe", "run"]
+Measured = Literal["every batch", "last step", "validation", "row", "probe"]
 
 WHERE: dict[Measured, str] = {
     "every batch": "training, validation",
@@ -81,15 +78,15 @@ class Metric:
     """One line of Markdown, E experts, k of them for a token, p its scores divided by their sum."""
     healthy: str
     healthy_range: tuple[float, float] | None = None
-    """Where `healthy` names numbers that hold for every layer and run: the lowest and the highest."""
+    """Lowest and highest healthy value; None where `healthy` names none that hold for every run."""
     source: str = ""
     """A link in Markdown."""
     requires: str = ""
-    """What a layer or run must have for it to be measured; empty where all have it."""
+    """Part that a layer or run must have for it to be measured; empty where all have it."""
     per: Literal["layer", "expert", "pair"] = "layer"
     """One number of a sparse layer, of each of its experts, or of each two of them."""
-    measured: Measured = "run"
-    """The batches it covers, see `WHERE`; `run` for a metric of the whole model."""
+    measured: Measured = "last step"
+    """The batches that a metric of a sparse layer covers, see `WHERE`."""
     rows: tuple[Literal["train", "validation"], ...] = ()
     """The rows that have a metric of the whole model."""
     measure: Measure | None = None
@@ -127,10 +124,16 @@ def _table(*metrics: Metric) -> dict[str, Metric]:
 
 
 OF_LIST = "a router that lists pairs, without a score for every expert (`product_key`)"
-LOGIT_MAX = Measure(
-    torch.clone, (Statistic("logit_max", lambda b: logit_max(b.routing), reduce="max"),)
-)
-NONFINITE = Measure(torch.clone, (counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing)),))
+
+
+def _for_both(measure: Measure) -> dict[str, Measure]:
+    """Options of a metric that is measured alike with and without a number for each expert."""
+    return {"measure": measure, "of_list": measure}
+
+
+def _value_of(statistic: Statistic) -> Measure:
+    return Measure(torch.clone, (statistic,))
+
 
 LAYER_METRICS = _table(
     Metric(
@@ -192,7 +195,6 @@ LAYER_METRICS = _table(
         formula="entropy of p, the router's distribution over experts, mean over tokens: low where it is "
         "sure",
         healthy="falls from log E as the router decides",
-        measured="last step",
         measure=summed("entropies", lambda b: token_entropy(b.scores_TE).sum()),
         of_list=per_token("entropies", entropy_of_list),
         label="entropy",
@@ -204,7 +206,6 @@ LAYER_METRICS = _table(
         unit="nats",
         formula="entropy of the mean of that distribution over all tokens",
         healthy="log E: together the tokens use everything",
-        measured="last step",
         measure=Measure(
             entropy_of_mean, (Statistic("scores_E", lambda b: b.scores_TE.sum(dim=0), "E"),)
         ),
@@ -241,9 +242,9 @@ LAYER_METRICS = _table(
         formula="largest absolute router logit",
         healthy="below 20 or so; growth without end comes before instability",
         healthy_range=(0, 20),
-        measured="last step",
-        measure=LOGIT_MAX,
-        of_list=LOGIT_MAX,
+        **_for_both(
+            _value_of(Statistic("logit_max", lambda b: logit_max(b.routing), reduce="max"))
+        ),
     ),
     Metric(
         key="top1_margin",
@@ -253,7 +254,6 @@ LAYER_METRICS = _table(
         formula="best minus second best of a token's normalised scores, mean over tokens",
         healthy="grows from 0 as the router decides",
         requires="at least two experts",
-        measured="last step",
         measure=summed("top1_margins", lambda b: top1_margin(b.scores_TE).sum()),
     ),
     Metric(
@@ -264,9 +264,7 @@ LAYER_METRICS = _table(
         formula="norm of the shared expert's output over the sum of both norms, mean over tokens",
         healthy="neither 0 nor 1",
         requires="a shared expert",
-        measured="last step",
-        measure=summed("shared_shares", shared_shares),
-        of_list=summed("shared_shares", shared_shares),
+        **_for_both(summed("shared_shares", shared_shares)),
     ),
     Metric(
         key="capacity_used",
@@ -298,7 +296,6 @@ LAYER_METRICS = _table(
         unit="dimensionless",
         formula="each sequence's own MaxVio, mean over sequences",
         healthy="higher than MaxVio where experts specialise by text",
-        measured="last step",
         measure=summed(
             "sequence_violations",
             lambda b: max_violation(b.pairs_BE.float()).clamp(min=0).sum(),
@@ -358,7 +355,6 @@ LAYER_METRICS = _table(
         unit="dimensionless",
         formula="the Switch loss of the layer before its weight, of each batch and rank by itself",
         healthy="1",
-        measured="last step",
         measure=summed("load_balance", load_balance),
         of_list=per_token("load_balance", load_balancing_loss),
     ),
@@ -370,9 +366,7 @@ LAYER_METRICS = _table(
         formula="mean of logsumexp(logits)² before its weight",
         healthy="does not grow",
         source="[2022](https://arxiv.org/abs/2202.08906)",
-        measured="last step",
-        measure=per_token("router_z", router_z_loss),
-        of_list=per_token("router_z", router_z_loss),
+        **_for_both(per_token("router_z", router_z_loss)),
     ),
     Metric(
         key="nonfinite_tokens",
@@ -383,8 +377,7 @@ LAYER_METRICS = _table(
         healthy="0",
         healthy_range=(0, 0),
         measured="every batch",
-        measure=NONFINITE,
-        of_list=NONFINITE,
+        **_for_both(_value_of(counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing)))),
     ),
     Metric(
         key="experts_used",
@@ -395,7 +388,6 @@ LAYER_METRICS = _table(
         healthy="near min(1, pairs / E)",
         source="[2019](https://arxiv.org/abs/1907.05242)",
         requires=OF_LIST,
-        measured="last step",
         of_list=per_token("experts_used", lambda r: num_used(r) / r.num_experts),
         label="experts used",
     ),
@@ -408,7 +400,6 @@ LAYER_METRICS = _table(
         healthy="small beside log E; at least log(E / pairs) where pairs are fewer than experts",
         source="[2019](https://arxiv.org/abs/1907.05242)",
         requires=OF_LIST,
-        measured="last step",
         of_list=per_token("usage_kl", usage_kl),
     ),
 )

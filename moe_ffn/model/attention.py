@@ -30,7 +30,7 @@ class LatentConfig(Config, frozen=True):
     query_rank: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Width of the normalised vector that queries are made from; null makes them from the token itself."""
     rotated_dim: int = Field(default=64, ge=1, le=MAX_COUNT)
-    """Width that each query, and a key that all heads share, has for positions, beside head_dim."""
+    """Width that each query, and a key that all heads share, has for positions, in addition to head_dim."""
     value_dim: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Width of a head's values; head_dim by default."""
 
@@ -112,7 +112,7 @@ class AttentionConfig(Config, frozen=True):
         )
 
     def biases(self, d_model: int) -> tuple[bool, ...]:
-        """Whether each of `projections` has a bias; the last is that of the output."""
+        """Return for each of `projections` if it has a bias; the last is the output's."""
         return (*[bool(self.bias)] * (len(self.projections(d_model)) - 1), self.bias is True)
 
     def widths(self, d_model: int) -> tuple[int, int]:
@@ -202,7 +202,7 @@ class SelfAttention(nn.Module):
 class LatentAttention(nn.Module):
     """Attention whose keys and values are made from one normalised vector of `kv_rank` for each token.
 
-    A key is what is made from that vector beside one rotated vector that all heads share; scores are scaled
+    A key joins what is made from that vector and one rotated vector that all heads share; scores are scaled
     by the root of both widths (DeepSeek-V2, arXiv:2405.04434, equations 9 to 19).
     """
 
@@ -257,7 +257,7 @@ class LatentAttention(nn.Module):
     def _mixed_latents(
         self, plain: Tensor, rotated: Tensor, kept: Tensor, seen: Tensor | None
     ) -> Tensor:
-        """What new tokens see, (B, S, H d), without making the keys and values of those before them.
+        """Attend from new tokens, (B, S, H d), without making the keys and values of earlier ones.
 
         q . (K c) = (K^T q) . c, and the sum of V c is V times the sum of c: both matrices meet the new token
         alone (section 2.1.2, "absorbed").
@@ -276,7 +276,7 @@ class LatentAttention(nn.Module):
 def _mixed(
     query: Tensor, key: Tensor, value: Tensor, mask_BS: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
-    """The values that each token sees, weighted and side by side, (B, S, H d); all (B, H, S, d)."""
+    """Return the weighted values that each token sees, (B, S, H d); arguments are (B, H, S, d)."""
     width = value.shape[-1]
     if key.shape[-1] > width:
         # Fused kernels take one width; without one, memory grows with the square of the length.
@@ -296,7 +296,7 @@ def _mixed(
 def _mixed_with_kept(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """What new tokens see of all that is kept, (B, H, S, d); one head of keys serves several of queries."""
+    """Attend from new tokens to all cached ones, (B, H, S, d); one head of keys serves several of queries."""
     num_heads, num_new, groups = query.shape[1], query.shape[2], query.shape[1] // key.shape[1]
     # The queries of a group stand below each other before their keys, which are not copied.
     query = query.reshape(len(query), key.shape[1], groups * num_new, query.shape[-1])
@@ -307,7 +307,7 @@ def _mixed_with_kept(
 
 
 def attention_mask(mask_BS: Tensor, causal: bool) -> Tensor:
-    """The tokens that each token may attend to, bool (B, 1, S, S).
+    """Return the tokens that each token may attend to, bool (B, 1, S, S).
 
     Every token may attend to itself, so that the row of a padded token is no softmax over nothing.
     """

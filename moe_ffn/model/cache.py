@@ -1,4 +1,4 @@
-"""What attention and feed-forward blocks keep of the tokens so far, so that new ones are computed alone.
+"""Memory of earlier tokens for attention and feed-forward blocks, so that only new tokens are computed.
 
 B batch, H heads, C capacity, S new tokens, L tokens so far, the new ones included, R tokens before, d width
 """
@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Where the tokens of one forward pass stand in their sequences."""
+    """Places of the tokens of one forward pass in their sequences."""
 
     places: slice | Tensor
-    """The positions of all rows, or those of each, int64 (B, S), where rows have different lengths."""
+    """Positions of all rows; or those of each row, int64 (B, S), if rows have different lengths."""
     end: int
     """L of the longest row."""
     is_first: bool
-    """True where nothing was kept before: the pass is that of whole sequences."""
+    """True if nothing was kept before: the pass computes whole sequences."""
     seen: Tensor | None
-    """bool (B or 1, 1, S, L), what each new token may attend to; None: one token, to all."""
+    """Tokens that each new token may attend to, bool (B or 1, 1, S, L); None: one token, which sees all."""
 
 
 _Call = tuple[nn.Module, int]
-"""A module, and how many calls came before in a pass: one that is run twice keeps the values of both."""
+"""A module, and its number of earlier calls in a pass: one that runs twice keeps both values."""
 
 
 class LayerCache:
@@ -46,7 +46,7 @@ class LayerCache:
         self._windows.clear()  # of a pass that failed
 
     def extend(self, *new: Tensor) -> list[Tensor]:
-        """Write (B, H, S, d) behind what is kept; views of all of it, (B, H, L, d)."""
+        """Write (B, H, S, d) after the kept values; return views of all of them, (B, H, L, d)."""
         if not self._kept:
             # Zeros: what is not seen has the weight 0, and 0 times a NaN of old memory is NaN.
             self._kept = [x.new_zeros(*x.shape[:2], self.capacity, x.shape[-1]) for x in new]
@@ -68,7 +68,7 @@ class LayerCache:
         return self._windows[call]
 
     def end(self, counts: Sequence[int]) -> None:
-        """So many of the new tokens are real ones, which stand first."""
+        """Keep the first `counts` tokens of each row; padding follows them."""
         for call, window in self._windows.items():
             rows_B1 = torch.arange(len(window), device=window.device).unsqueeze(-1)
             ends_B1 = torch.tensor(counts, device=window.device).unsqueeze(-1)
@@ -94,12 +94,12 @@ class KVCache:
     def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
         self.capacity = capacity
         self.lengths = [0] * batch_size
-        """The tokens that are kept of each row."""
+        """Number of kept tokens of each row."""
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self._counts = [0] * batch_size
 
     def begin(self, token_ids: Tensor, mask: Tensor | None) -> NewTokens:
-        """Where new tokens (B, S) stand; `end` counts them, once all layers have kept them.
+        """Return the places of new tokens (B, S); `end` counts them, once all layers have kept them.
 
         Raises:
             ValueError: they do not fit, or padding stands before a real token.
@@ -141,19 +141,19 @@ class KVCache:
         return NewTokens(places_BS, end, False, _seen(places_BS, end).unsqueeze(1))
 
     def end(self) -> None:
-        """The tokens of `begin` are in all layers."""
+        """Count the tokens of `begin`, which all layers have kept."""
         counted = zip(self.lengths, self._counts, strict=True)
         self.lengths = [length + count for length, count in counted]
         for layer in self.layers:
             layer.end(self._counts)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone, in this order."""
+        """Keep these rows alone, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
         for layer in self.layers:
             layer.keep(torch.tensor(rows, dtype=torch.int64))
 
 
 def _seen(places: Tensor, end: int) -> Tensor:
-    """Bool (..., L): the places up to each one."""
+    """Return the places up to each one, bool (..., L)."""
     return torch.arange(end, device=places.device) <= places.unsqueeze(-1)

@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ffn.config.base import MAX_COUNT, Config, require_count
-from moe_ffn.config.errors import ConfigError, Refusal, first_refusal
+from moe_ffn.config.errors import ConfigError, Refusal, Situation, first_refusal
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
 from moe_ffn.ffn.base import FFNBlock, RouterInfo
+from moe_ffn.ffn.routing_names import within
 from moe_ffn.model.attention import AttentionConfig
 from moe_ffn.model.cache import KVCache, LayerCache
 from moe_ffn.model.norm import NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Placed, PositionsConfig, RotaryConfig
-from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief, within
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief
 from moe_ffn.routing.base import Router
 
 
@@ -52,9 +53,9 @@ class DecoderConfig(Config, frozen=True):
     attention: AttentionConfig = AttentionConfig()
     """Self-attention."""
     positions: PositionsConfig = RotaryConfig()
-    """How positions enter the model."""
+    """Positions of the tokens."""
     norm: NormConfig = RMSNormConfig()
-    """How activations are normalised."""
+    """Normalisation of activations."""
     norm_placement: Literal["pre", "post"] = "pre"
     """Before each sublayer, x + f(norm(x)), or after the sum, norm(x + f(x)), as in 2017."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -64,8 +65,8 @@ class DecoderConfig(Config, frozen=True):
     scale_embeddings: bool = False
     """Multiply token embeddings by sqrt(d_model), as in 2017."""
     activation_checkpointing: Literal["ffn", "block"] | bool = False
-    """What the backward pass computes again, so that less is kept for it: `ffn`, the feed-forward blocks,
-    whose hidden units are most of it; `block`, or true, all of each layer but its input."""
+    """Parts that the backward pass recomputes to save memory: `ffn`, the feed-forward blocks, whose hidden
+    units are most of it; `block`, or true, all of each layer but its input."""
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> DecoderConfig:
@@ -76,7 +77,7 @@ class DecoderConfig(Config, frozen=True):
             )
         self.positions.check_widths(self.d_model, self.head_dim)
         for layer, ffn in enumerate(self.layer_ffns()):
-            if self.causal and (refusal := ffn.not_causal_because):
+            if self.causal and (refusal := ffn.refusal(Situation(causal=True))):
                 raise ValueError(
                     f"a causal model refuses the '{ffn.type}' block of layer {layer}: {refusal}, or set "
                     "model.causal: false"
@@ -89,11 +90,11 @@ class DecoderConfig(Config, frozen=True):
         return self.attention.rotated_width(self.d_model)
 
     def layer_ffns(self) -> list[FFNConfig]:
-        """The feed-forward config of each layer, first to last."""
+        """Return the feed-forward config of each layer, first to last."""
         return [ffn for _, ffn in self.ffns_by_option()]
 
     def ffns_by_option(self) -> list[tuple[str, FFNConfig]]:
-        """The block of each layer, after the option that it comes from: `ffn` or `ffn_at.1::2`."""
+        """Return the option of each layer's block, `ffn` or `ffn_at.1::2`, and the config of the block."""
         layers = [("ffn", self.ffn)] * self.num_layers
         for where, ffn in self.ffn_at.items():
             chosen = range(self.num_layers)[parse_slice(where)]
@@ -109,10 +110,10 @@ class DecoderConfig(Config, frozen=True):
     def with_solved_widths(
         self, seq_len: int, prefix: str = ""
     ) -> tuple[DecoderConfig, tuple[WidthMatch, ...]]:
-        """The config with a number for each `d_ff: {match: ..., of: ...}`, and how near these come.
+        """Return the config with a number for each `d_ff: {match: ..., of: ...}`, and how near these come.
 
         Args:
-            prefix: what the paths in messages begin with, such as `model.`.
+            prefix: the beginning of paths in messages, such as `model.`.
 
         Raises:
             ConfigError: a width cannot be solved; see `solve_widths`.
@@ -129,39 +130,25 @@ class DecoderConfig(Config, frozen=True):
         return self.model_copy(update={"ffn": solved["ffn"][0], "ffn_at": ffn_at}), matches
 
     def routers(self) -> dict[str, RouterInfo]:
-        """The routers of all layers, named as in `DecoderOutput.routings`."""
+        """Return the routers of all layers, named as in `DecoderOutput.routings`."""
         routers: dict[str, RouterInfo] = {}
         for layer, (option, ffn) in enumerate(self.ffns_by_option()):
             of_layer = {name: info.inside(option) for name, info in ffn.routers().items()}
             routers |= within(layer_name(layer), of_layer)
         return routers
 
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        """Why a token cannot be computed alone after those that a cache keeps; None where it can."""
-        if not self.causal:
+    def refusal(self, situation: Situation) -> Refusal | None:
+        """Return the first reason why the model cannot serve a situation; None if it can."""
+        if situation.cached and not self.causal:
             return Refusal("causal (false) lets a token see later ones", "set causal: true")
-        parts = {"positions": self.positions.not_cached_because}
         return first_refusal(
-            parts | {option: ffn.not_cached_because for option, ffn in self.ffns_by_option()}
-        )
-
-    def refusal_on(self, device: str) -> Refusal | None:
-        """Why a feed-forward block does not run on a kind of device, `cpu` or `cuda`."""
-        return first_refusal(
-            {option: ffn.refusal_on(device) for option, ffn in self.ffns_by_option()}
-        )
-
-    def refusal_over(self, num_ranks: int) -> Refusal | None:
-        """Why the experts of a block cannot be divided among so many ranks."""
-        return first_refusal(
-            {option: ffn.refusal_over(num_ranks) for option, ffn in self.ffns_by_option()}
+            {"positions": self.positions, **dict(self.ffns_by_option())}, situation
         )
 
     def build(
         self, vocab_size: int, max_seq_len: int, on_layer: Callable[[Block], None] | None = None
     ) -> Decoder:
-        """The module, freshly initialised, for sequences of up to `max_seq_len` tokens.
+        """Return the module, freshly initialised, for sequences of up to `max_seq_len` tokens.
 
         Args:
             on_layer: called with each block before the next one is built.
@@ -169,7 +156,7 @@ class DecoderConfig(Config, frozen=True):
         return Decoder(self, vocab_size, max_seq_len, on_layer)
 
     def build_empty(self, vocab_size: int, max_seq_len: int) -> Decoder:
-        """The module on torch's meta device: shapes, and no memory.
+        """Return the module on torch's meta device: shapes, and no memory.
 
         Raises:
             ConfigError: the code of a part needs numbers to be built; it is named.
@@ -206,7 +193,7 @@ class DecoderConfig(Config, frozen=True):
         return ffn + attention + linear_flops(self.d_model, vocab_size)
 
     def num_norm_params(self) -> int:
-        """Two norms a layer, and a last one where the stream itself is never normalised."""
+        """Parameters of two norms a layer, and of a last one if the stream itself is never normalised."""
         num_norms = 2 * self.num_layers + (self.norm_placement == "pre")
         return num_norms * self.norm.num_params(self.d_model)
 
@@ -227,12 +214,12 @@ _NAME = re.compile(r"layer_(\d{1,9})((?:/\w+)*)")
 
 
 def layer_name(index: int) -> str:
-    """`layer_03`: the name in the model of the routing that the block of a layer calls `routing`."""
+    """Return `layer_03`: the name in a model of the routing that the block of a layer calls `routing`."""
     return f"layer_{index:02d}"
 
 
 def layer_number(name: str) -> int:
-    """The layer that a routing belongs to."""
+    """Return the layer of a routing."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"a layer is called like 'layer_03' or 'layer_03/inner', got {name!r}")
@@ -240,18 +227,18 @@ def layer_number(name: str) -> int:
 
 
 def is_inner(name: str) -> bool:
-    """Whether the name is that of a block inside the block of a layer; a later round is none."""
+    """Return true for a block inside the block of a layer; a later round is none."""
     return any(not part.startswith("round_") for part in name.split("/")[1:])
 
 
 def short_name(name: str) -> str:
-    """`layer_03` as 3 and `layer_03/inner` as 3 inner; another name as it is."""
+    """Return `layer_03` as 3, `layer_03/inner` as 3 inner, and another name as it is."""
     match = _NAME.fullmatch(name)
     return f"{int(match[1])}{match[2].replace('/', ' ')}" if match else name
 
 
 def parse_slice(text: str) -> slice:
-    """`"1::2"` as a slice; a lone `"3"` is that one layer."""
+    """Return `"1::2"` as a slice; a lone `"3"` is that one layer."""
     try:
         numbers = [int(part) if part.strip() else None for part in text.split(":")]
     except ValueError:
@@ -267,10 +254,10 @@ def parse_slice(text: str) -> slice:
 
 
 def _build_apart(ffn: FFNConfig, d_model: int) -> FFNBlock:
-    """The block, its weights drawn from a seed of their own.
+    """Build a block whose weights are drawn from a seed of their own.
 
-    However many numbers it draws, the rest of the model begins with the same weights: two models of one
-    seed that differ in their feed-forward blocks differ in nothing else.
+    The rest of the model begins with the same weights, however many numbers the block draws: two models of
+    one seed differ in their feed-forward blocks alone.
     """
     seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     with torch.random.fork_rng(devices=[]):
@@ -302,7 +289,7 @@ class Block(nn.Module):
         context: TokenContext,
         cache: LayerCache | None = None,
     ) -> FFNOutput:
-        """The residual stream after this layer, and where its tokens were routed."""
+        """Return the residual stream after this layer, and the routings of its block."""
         if self.pre_norm:
             attended = self.attention(self.attention_norm(x), positions, context.mask, cache)
             x = x + self.dropout(attended)
@@ -319,10 +306,10 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class DecoderOutput:
-    """The predictions of the decoder, and where its tokens were routed."""
+    """The predictions of the decoder, and the routings of its tokens."""
 
     logits: Tensor
-    """(B, S, V), scores of the next token at each position; of the token itself, if not causal."""
+    """Scores of the next token at each position, (B, S, V); of the token itself, if not causal."""
 
     routings: dict[str, Routing]
     """The routing of each sparse layer, by name: `layer_03`, `layer_03/inner` for a sparse block inside a
@@ -388,7 +375,7 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         replay: Mapping[str, Tensor] | None = None,
     ) -> DecoderOutput:
-        """Logits over the vocabulary at every position.
+        """Return logits over the vocabulary at every position.
 
         Args:
             token_ids: integers (B, S), S at most `max_seq_len`; a model that is not causal also takes
@@ -400,7 +387,7 @@ class Decoder(nn.Module):
 
         Raises:
             TypeError, ValueError: a shape or a dtype is wrong, the sequence is longer than `max_seq_len`, or
-                an id is none of the vocabulary (which a GPU says in words of its own).
+                an id is not in the vocabulary (on a GPU the message is CUDA's own).
         """
         _check_batch(token_ids, mask)
         if token_ids.shape[-1] > self.max_seq_len:
@@ -437,23 +424,32 @@ class Decoder(nn.Module):
         return DecoderOutput(self.unembedding(self.final_norm(x)), routings, shared_shares)
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> KVCache:
-        """An empty cache of keys and values, for `forward`.
+        """Return an empty cache of keys and values, for `forward`.
 
         Args:
             capacity: the most tokens of a sequence, `max_seq_len` at most and by default.
 
         Raises:
-            ValueError: a token of this model cannot be computed alone; see `not_cached_because`.
+            ValueError: a token of this model cannot be computed alone; see `DecoderConfig.refusal`.
         """
-        if refusal := self.config.not_cached_because:
+        if refusal := self.config.refusal(Situation(cached=True)):
             raise ValueError(f"the model takes no cache: {refusal}, or leave the cache out")
         capacity = self.max_seq_len if capacity is None else min(capacity, self.max_seq_len)
         return KVCache(len(self.layers), batch_size, capacity)
 
-    def recorded_experts(self, output: DecoderOutput) -> dict[str, Tensor]:
-        """The experts of each token, int64 (B, S, K), by the name of the routing, for `replay`.
+    def places(self, routings: Mapping[str, Routing]) -> dict[str, Tensor]:
+        """Return the pairs that one expert of each layer with a capacity takes in a batch."""
+        found: dict[str, Tensor] = {}
+        for name, info in self.config.routers().items():
+            if name in routings:
+                places = info.capacity.places(routings[name], training=self.training)
+                found |= {} if places is None else {name: places}
+        return found
 
-        Of the routers that take them; others choose again.
+    def recorded_experts(self, output: DecoderOutput) -> dict[str, Tensor]:
+        """Return the experts of each token, int64 (B, S, K), by the name of the routing, for `replay`.
+
+        Routers that cannot replay choose again.
         """
         shape = output.logits.shape[:2]
         return {
@@ -463,7 +459,7 @@ class Decoder(nn.Module):
         }
 
     def _replaying(self, context: TokenContext, replay: Mapping[str, Tensor]) -> list[TokenContext]:
-        """The context of each layer."""
+        """Return the context of each layer."""
         taken = {name for name, router in self.routers().items() if _takes_replay(name, router)}
         infos = self.config.routers()
         for name, expert_ids in replay.items():
@@ -482,29 +478,28 @@ class Decoder(nn.Module):
         return [replace(context, expert_ids=replay.get(name)) for name in names]
 
     def routers(self) -> dict[str, Router]:
-        """The routers behind `DecoderOutput.routings`, under the same names."""
+        """Return the routers behind `DecoderOutput.routings`, under the same names."""
         routers: dict[str, Router] = {}
         for index, layer in enumerate(self.layers):
             routers |= within(layer_name(index), cast("Block", layer).ffn.routers())
         return routers
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        token_ids = token_ids.long()  # narrower ones are taken too
-        if self.mask_embedding is None:
-            return self._look_up(token_ids, token_ids)
-        masked = token_ids == self.mask_token_id
-        known = self._look_up(token_ids.masked_fill(masked, 0), token_ids)
-        return torch.where(masked.unsqueeze(-1), self.mask_embedding, known)
-
-    def _look_up(self, known_ids: Tensor, token_ids: Tensor) -> Tensor:
+        known_ids = token_ids = token_ids.long()  # narrower integers are accepted too
+        if self.mask_embedding is not None:
+            known_ids = token_ids.masked_fill(token_ids == self.mask_token_id, 0)
         try:
-            return self.embedding(known_ids)
+            embedded = self.embedding(known_ids)
         except IndexError as error:
             num_ids = self.mask_token_id + (self.mask_embedding is not None)
             raise ValueError(
                 f"token_ids must lie in [0, {num_ids}), but reach from {int(token_ids.min())} to "
                 f"{int(token_ids.max())}"
             ) from error
+        if self.mask_embedding is None:
+            return embedded
+        is_masked = (token_ids == self.mask_token_id).unsqueeze(-1)
+        return torch.where(is_masked, self.mask_embedding, embedded)
 
     def _run(self, layer: nn.Module, x: Tensor, context: TokenContext) -> FFNOutput:
         if self.config.activation_checkpointing in (True, "block"):
@@ -513,19 +508,19 @@ class Decoder(nn.Module):
 
 
 def _takes_replay(name: str, router: Router) -> bool:
-    """A block inside another sees tokens chosen anew, in other places; later rounds choose again."""
+    """Return true for a router of a layer that can replay; inner blocks and later rounds choose again."""
     return router.replays and "/" not in name
 
 
 def _recomputed(module: nn.Module, *inputs: Any) -> FFNOutput:
-    """What `module` returns; for the backward pass it is computed again from the inputs."""
+    """Run `module`; the backward pass recomputes it from the inputs."""
     if torch.is_grad_enabled():
         return cast("FFNOutput", checkpoint(module, *inputs, use_reentrant=False))
     return module(*inputs)
 
 
 def _check_batch(token_ids: Tensor, mask: Tensor | None) -> None:
-    """Refuse anything but tensors (B, S); `TokenContext` checks their dtypes."""
+    """Reject anything but tensors (B, S); `TokenContext` checks their dtypes."""
     for name, value in (("token_ids", token_ids), ("mask", mask)):
         if value is None and name == "mask":
             continue

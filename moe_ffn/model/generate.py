@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_ffn.config.errors import Situation
 from moe_ffn.model.decoder import Decoder, DecoderOutput
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn from the logits.
+    """The rule by which the next token is drawn from the logits.
 
     Raises:
         ValueError: a number is none of these.
@@ -27,10 +28,10 @@ class Sampling:
     temperature: float = 0.8
     """Divides the logits; 0 takes the most probable token."""
     top_k: int | None = 50
-    """Among this many most probable tokens; None takes all."""
+    """Number of most probable tokens to draw from; None takes all."""
     top_p: float | None = None
-    """Among the fewest most probable ones that have this probability together, of those that `top_k` leaves
-    (nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751, section 3.1); None takes all."""
+    """Probability that the most probable tokens must reach together: the fewest of those that `top_k` leaves
+    are drawn from (nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751, section 3.1); None takes all."""
 
     def __post_init__(self) -> None:
         if self.top_k is not None:
@@ -45,7 +46,7 @@ class Sampling:
             raise ValueError(f"top_p must be a number above 0 and at most 1, got {self.top_p!r}")
 
     def choose(self, logits_RV: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The next token of each row, int64 (R,).
+        """Draw the next token of each row, int64 (R,).
 
         Raises:
             RuntimeError: a row's largest logit is NaN or infinite.
@@ -77,7 +78,7 @@ class Decoding:
     Keys and values of earlier tokens are kept, so that a step computes new tokens alone. Two kinds of rows
     are computed again as a whole at every step, which takes as long as to read so many tokens: those that
     have outgrown `max_seq_len`, from their last `max_seq_len` tokens; and, one by one, those of a model whose
-    tokens cannot be computed alone (`DecoderConfig.not_cached_because`).
+    tokens cannot be computed alone (`DecoderConfig.refusal`).
     """
 
     def __init__(
@@ -105,20 +106,20 @@ class Decoding:
         self.model, self.num_tokens, self.sampling = model, num_tokens, sampling
         self.generator, self.observe = generator, observe
         self.tokens: list[list[int]] = [prompt_ids.tolist() for prompt_ids in prompts]
-        """The tokens of each row so far."""
+        """Tokens of each row so far."""
         self.open = list(range(len(prompts)))
-        """The rows that go on."""
+        """Rows that are not closed."""
         self._num_read = [0] * len(prompts)
         self._device = prompts[0].device if prompts else torch.device("cpu")
         self._cached: list[int] = []
-        self._is_cached = model.config.not_cached_because is None
+        self._is_cached = model.config.refusal(Situation(cached=True)) is None
         if self._is_cached:
             self._cached = list(self.open)
             longest = max(map(len, self.tokens), default=0)
             self._cache = model.new_cache(len(prompts), longest + num_tokens)
 
     def __iter__(self) -> Iterator[dict[int, int]]:
-        """The next token of each row that is open, by row, `num_tokens` times."""
+        """Yield the next token of each open row, by row, `num_tokens` times."""
         for _ in range(self.num_tokens):
             if not self.open:
                 return
@@ -134,7 +135,7 @@ class Decoding:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Logits of the token after each open row, (R, V)."""
+        """Return the logits of the token after each open row, (R, V)."""
         max_len = self.model.max_seq_len
         fit = [row for row in self._cached if row in self.open and len(self.tokens[row]) <= max_len]
         if fit != self._cached:
@@ -182,7 +183,7 @@ class Decoding:
 
 @contextmanager
 def evaluating(model: Decoder) -> Iterator[None]:
-    """The model is in evaluation meanwhile, and afterwards in the mode it was in."""
+    """Put a model into evaluation mode, and back into its mode before."""
     was_training = model.training
     if was_training:
         model.eval()
@@ -205,8 +206,8 @@ def generate(
     """Continue a prompt; see `Decoding` for what is fast, and `Sampling` for the options.
 
     Args:
-        prompt_ids: integers (S,), at least one token and at most `max_seq_len`. A longer text goes on from
-            its last `max_seq_len` tokens.
+        prompt_ids: integers (S,), at least one token and at most `max_seq_len`. A longer text continues
+            from its last `max_seq_len` tokens.
         num_tokens: how many to add.
 
     Raises:

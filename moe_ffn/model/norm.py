@@ -1,4 +1,4 @@
-"""How activations are normalised."""
+"""Normalisation of activations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_EPS = 1e-30
 
 
 class NormConfig(TaggedConfig, frozen=True):
-    """How activations are normalised."""
+    """Normalisation of activations."""
 
     @abstractmethod
     def build(self, d_model: int) -> nn.Module: ...
@@ -25,7 +25,7 @@ class NormConfig(TaggedConfig, frozen=True):
 
 
 class RMSNormConfig(NormConfig, frozen=True):
-    """x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """Scaling by the root mean square, x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
     type: Literal["rms_norm"] = "rms_norm"
     eps: float = Field(default=1e-6, ge=MIN_EPS)

@@ -15,22 +15,21 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 
 
 class PositionsConfig(TaggedConfig, frozen=True):
-    """How positions enter the model."""
+    """Positions of tokens in the model."""
 
     has_places: ClassVar[bool] = False
-    """True where `Positions.at` is there."""
+    """True if `Positions.at` is defined."""
 
     @abstractmethod
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions: ...
 
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        """Why one token cannot be placed by itself, as decoding with a cache asks for."""
-        if self.has_places:
+    def refusal(self, situation: Situation) -> Refusal | None:
+        """Return the reason why one token cannot be placed by itself, for decoding with a cache."""
+        if self.has_places or not situation.cached:
             return None
         return Refusal(
             f"type '{self.type}' does not say how one token is placed",
@@ -41,7 +40,7 @@ class PositionsConfig(TaggedConfig, frozen=True):
         return 0
 
     def check_widths(self, d_model: int, head_dim: int) -> None:
-        """ValueError, in one sentence, where these positions do not go with the widths of a model."""
+        """Raise ValueError, in one sentence, if these positions do not fit the widths of a model."""
 
 
 class RotaryConfig(PositionsConfig, frozen=True):
@@ -91,7 +90,7 @@ class LearnedConfig(PositionsConfig, frozen=True):
 
 
 class Placed(Protocol):
-    """What adds positions to tokens: `Positions` those from 0 on, others those of `Positions.at`."""
+    """A part that adds positions to tokens: `Positions` from 0 on, or those of `Positions.at`."""
 
     def embed(self, x_BSD: Tensor) -> Tensor: ...
 
@@ -102,15 +101,15 @@ class Positions(nn.Module):
     """Adds positions to embeddings, or to queries and keys; each kind overrides one of the two."""
 
     def embed(self, x_BSD: Tensor) -> Tensor:
-        """Token embeddings with their positions."""
+        """Return token embeddings with their positions."""
         return x_BSD
 
     def rotate(self, x_BHSd: Tensor) -> Tensor:
-        """Queries or keys with their positions."""
+        """Return queries or keys with their positions."""
         return x_BHSd
 
     def at(self, places: slice | Tensor) -> Placed:
-        """The same for tokens at the positions of a slice, or at those of each row, int64 (B, S)."""
+        """Return the same for tokens at the positions of a slice, or at those of each row, int64 (B, S)."""
         return self
 
 
@@ -119,7 +118,7 @@ class Added:
     """Vectors that are added to embeddings."""
 
     table: Tensor
-    """(S, D) or (B, S, D)."""
+    """Vectors, (S, D) or (B, S, D)."""
 
     def embed(self, x_BSD: Tensor) -> Tensor:
         return x_BSD + self.table
@@ -133,7 +132,7 @@ class Turned:
     """A rotation of queries and keys."""
 
     cos: Tensor
-    """(S, d), or (B, 1, S, d)."""
+    """Cosines, (S, d) or (B, 1, S, d)."""
     sin: Tensor
 
     def embed(self, x_BSD: Tensor) -> Tensor:

@@ -22,12 +22,12 @@ from moe_ffn.outputs import Plan
 class AllToAllDispatcher(Dispatcher):
     """An exchange of tokens between the ranks of a group, each of which holds its share of the experts.
 
-    A token is sent once to each rank that holds an expert of its own, however many those are, and comes back
-    as the weighted sum of what they made of it. So routing that is limited to groups sends less.
+    A token is sent once to each rank that holds at least one of its experts, and returns as the weighted sum
+    of their outputs. Routing that is limited to groups therefore sends less.
     """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        """Rank r of `group` holds experts r * E / P up to (r + 1) * E / P; P divides E."""
+        """Rank r of `group` holds experts r * E / P to (r + 1) * E / P; P divides E."""
         self.group = group
         self.num_ranks = dist.get_world_size(group)
         self.num_local, rest = divmod(num_experts, self.num_ranks)
@@ -56,7 +56,7 @@ class AllToAllDispatcher(Dispatcher):
         return _Traveling(x_RD, arrived, sent.token_ids_R, len(x_TD), x_TD.dtype, back)
 
     def _send(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Rows for each rank in turn against those from each; gradients take the way back."""
+        """Exchange rows with every rank; gradients take the way back."""
         if not x.is_floating_point():
             return collectives.all_to_all_single(x.contiguous(), received, sent, self.group)
         return collectives.all_to_all_single_autograd(x.contiguous(), received, sent, self.group)
@@ -72,10 +72,10 @@ class _Traveling(Dispatched):
     x_RD: Tensor
     plan: Plan
     token_ids_R: Tensor
-    """The token of each row that was sent."""
+    """Token of each row that was sent."""
     num_tokens: int
     dtype: torch.dtype
-    """The dtype of the tokens before they were sent."""
+    """Dtype of the tokens before they were sent."""
     back: Callable[[Tensor], Tensor]
 
     def rows(self) -> Tensor:
@@ -89,18 +89,18 @@ class _Traveling(Dispatched):
 
 
 def _wait(x: Tensor) -> Tensor:
-    """What a collective has brought: kernels read its pointer."""
+    """Wait for a collective, since kernels read the pointer of its result."""
     return collectives.wait_tensor(x)
 
 
 def _local_plan(
     labels_N2: Tensor, weights_N: Tensor, rows: list[int], pairs: list[int], num_experts: int
 ) -> Plan:
-    """The plan of the pairs that arrived, which come rank after rank and so by row.
+    """Return the plan of the pairs that arrived, which come rank after rank and so by row.
 
     Args:
         labels_N2: the row of each pair, counted from the first one of its rank, and its expert.
-        rows, pairs: how many came from each rank.
+        rows, pairs: number from each rank.
     """
     row_ids_N, expert_ids_N = labels_N2.unbind(1)
     device = labels_N2.device
@@ -111,20 +111,20 @@ def _local_plan(
 
 @dataclass(frozen=True)
 class _Parcels:
-    """What a rank sends to each of the others."""
+    """Rows that a rank sends to each of the others."""
 
     token_ids_R: Tensor
-    """The token of each row; rows are sorted by rank, then by token."""
+    """Token of each row; rows are sorted by rank, then by token."""
     rows_P: Tensor
-    """Rows for each rank."""
+    """Number of rows for each rank."""
     pair_ids_N: Tensor
-    """The pairs that are computed, by their places in the plan, sorted by row."""
+    """Computed pairs, by their places in the plan, sorted by row."""
     expert_ids_N: Tensor
-    """The expert of each of them."""
+    """Expert of each of these pairs."""
     row_ids_N: Tensor
-    """The row of each of them, counted from the first one of its rank."""
+    """Row of each of these pairs, counted from the first row of its rank."""
     pairs_P: Tensor
-    """Pairs for each rank."""
+    """Number of pairs for each rank."""
 
     @classmethod
     def of(cls, plan: Plan, num_tokens: int, num_ranks: int) -> _Parcels:

@@ -1,4 +1,4 @@
-"""How the processes of a run share its work: options, and the mesh that they ask for. No torch here."""
+"""Division of a run's work among processes: options, and the mesh that they ask for. No torch here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from moe_ffn.model.decoder import Block, Decoder
 
 REST = -1
-"""All processes that the other options leave."""
+"""Size of a dimension that takes all processes the other options leave."""
 
 
 class ParallelConfig(Config, frozen=True):
     """Processes as a mesh, data x shard x expert; every process reads its own part of a batch.
 
-    What is not an expert's weight is sharded over shard x expert and the same along data; an expert's
-    weights are on one rank of `expert`, sharded there over shard.
+    The weights of an expert are on one rank of `expert`, sharded over `shard`. All other weights are sharded
+    over shard x expert, and equal along `data`.
     """
 
     data: int = Field(default=REST, ge=REST, le=MAX_COUNT)
@@ -50,10 +50,10 @@ class ParallelConfig(Config, frozen=True):
         return self
 
     def layout(self, num_ranks: int) -> Layout:
-        """The sizes for a run of so many processes.
+        """Return the sizes for a run of `num_ranks` processes.
 
         Raises:
-            ConfigError: their product is another.
+            ConfigError: their product differs.
         """
         sizes = self.to_dict()
         known = math.prod(size for size in sizes.values() if size != REST)
@@ -71,7 +71,7 @@ class ParallelConfig(Config, frozen=True):
 
 
 SHARDED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
-"""The precisions in which a sharded model is trained."""
+"""Precisions in which a sharded model is trained."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +87,24 @@ class Layout:
         return math.prod(astuple(self))
 
     def describe(self) -> str:
-        """`4 processes: data 2 x shard 1 x expert 2`."""
+        """Return `4 processes: data 2 x shard 1 x expert 2`."""
         sizes = " x ".join(f"{name} {size}" for name, size in asdict(self).items())
         return f"{self.num_ranks} processes: {sizes}"
 
     def shards_each_expert(self, num_experts: int) -> bool:
-        """Whether the experts of a rank are fewer than the ranks that share them: then each is sharded.
+        """Return true if a rank has fewer experts than ranks share them: then each expert is sharded.
 
-        Only where experts are placed; without that FSDP shards between them, and leaves ranks without any.
+        Without expert parallelism FSDP shards between experts, and leaves some ranks without any.
         """
         return self.expert > 1 and num_experts // self.expert < self.shard
 
     @property
     def is_sharded(self) -> bool:
-        """Whether some rank lacks a part of the model."""
+        """True if no rank has the whole model."""
         return self.shard * self.expert > 1
 
     def refusal_of(self, decoder: Decoder) -> str | None:
-        """Why the weights of a decoder, which may be on the meta device, cannot be sharded so."""
+        """Return why this layout cannot shard the weights of a decoder, which may be on the meta device."""
         reasons: list[str] = []
 
         def note(experts: Experts, num_experts: int) -> Any:
@@ -129,4 +129,4 @@ class Layout:
 
 
 WHOLE = Layout()
-"""Every rank has the whole model."""
+"""Layout in which every rank has the whole model."""

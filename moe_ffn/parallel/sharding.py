@@ -1,4 +1,4 @@
-"""A decoder sharded over a mesh of ranks, by torch's FSDP2 and tensors that know where their parts are."""
+"""A decoder sharded over a mesh of ranks, by torch's FSDP2 and distributed tensors."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from moe_ffn.parallel.layout import Layout
 class Sharder:
     """Shards the weights of a decoder over a mesh of ranks, layer by layer and then the rest, in place.
 
-    Every rank builds them alike, and keeps its part. A layer may be sharded before the next one is built, so
-    that no rank ever has more than one of them whole.
+    Every rank builds the same layers, and keeps its part. A layer may be sharded before the next one is
+    built, so that no rank has more than one whole layer.
 
-    A backward pass adds gradients up over ranks and divides them by nothing: experts are on fewer ranks
-    than the rest, so that no mean is right for both. Give each rank its part of the loss, the sum over its
-    tokens divided by the tokens of all ranks.
+    A backward pass sums gradients over ranks and does not divide them: experts are on fewer ranks than the
+    rest, so no mean is right for both. Give each rank its part of the loss, the sum over its tokens divided
+    by the tokens of all ranks.
     """
 
     def __init__(self, layout: Layout, device: str) -> None:
-        """Of the ranks of the process group that is there.
+        """Make the meshes for the ranks of the current process group.
 
         Args:
             device: kind of device of the ranks, `cpu` or `cuda`.
@@ -59,7 +59,7 @@ class Sharder:
         self._shard(layer)
 
     def shard_rest(self, decoder: Decoder) -> None:
-        """Shard what is in no block, once every block is sharded."""
+        """Shard the parameters outside of blocks, once every block is sharded."""
         self._shard(decoder)
         for module in decoder.modules():
             if isinstance(module, FSDPModule):
@@ -92,7 +92,7 @@ def _shard_experts(experts: Experts, mesh: DeviceMesh) -> None:
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The Euclidean norm of gradients on any meshes, the same on every rank."""
+    """Return the Euclidean norm of gradients on any meshes, equal on all ranks."""
     norms = [full_tensor(torch.nn.utils.get_total_norm(found)) for found in _by_mesh(gradients)]
     if len(norms) == 1:  # whose square might overflow
         return norms[0]
@@ -106,7 +106,7 @@ def clip_by_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Ten
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Those of each mesh together, as torch's functions take them; those of none are one group."""
+    """Group tensors by mesh, as torch's functions take them; tensors without a mesh are one group."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -115,15 +115,12 @@ def _by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A distributed tensor put together on every rank, which all have to ask for; any other as it is."""
+    """Gather a distributed tensor on every rank, which all have to call; return any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
-    """A moment of a whole parameter, sharded as `parameter` is; of another shape it stays as it is.
-
-    Every rank has to hold the same whole one.
-    """
+    """Shard a moment as `parameter` is; return one of another shape as it is. Every rank has the same."""
     if (
         isinstance(parameter, DTensor)
         and isinstance(value, Tensor)
@@ -139,9 +136,9 @@ def shard_like(value: Any, parameter: Tensor) -> Any:
 
 
 def empty_shard_like(value: Any, parameter: Tensor) -> Any:
-    """Room for a moment of a parameter that is described on the meta device; anything else as it is.
+    """Return an empty tensor for a moment that is described on the meta device, and anything else as it is.
 
-    It is sharded as the parameter is; that of another shape is whole, on the CPU.
+    It is sharded as the parameter is; one of another shape is whole, on the CPU.
     """
     if not isinstance(value, Tensor) or not value.is_meta:
         return value
@@ -153,10 +150,10 @@ def empty_shard_like(value: Any, parameter: Tensor) -> Any:
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], part: Tensor, parameter: Tensor
 ) -> Tensor:
-    """The part on this rank of `function` of a parameter's matrices, each of which it takes whole.
+    """Apply a function of whole matrices to a sharded parameter; return this rank's part of the result.
 
     Args:
-        part: what is on this rank, sharded as `parameter`.
+        part: this rank's part, sharded as `parameter`.
     """
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -1,1 +1,1 @@
-"""What a run shows: figures, tables and pages, each a function of the run that `moe_ffn.runs.reader` read."""
+"""Figures, tables and pages: functions of a run that `moe_ffn.runs.reader` read, or of several."""

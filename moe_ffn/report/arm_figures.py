@@ -8,7 +8,7 @@
     arm_figures.frontier(comparison, "FLOPs")
     arm_figures.differences(comparison)
 
-An arm has one colour and one dash in all of them. Pages show the same figures.
+An arm has one colour and one dash in all of them. The pages of comparisons and of studies show these figures.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import plotly.graph_objects as go
 
-from moe_ffn.metrics.plotting import axis_title, figure, label
-from moe_ffn.report.drawing import LIGHT, SERIES, rounded, style_of
+from moe_ffn.config.sizes import TRAINING_FLOPS
+from moe_ffn.metrics.plotting import axis_title, label
+from moe_ffn.report.drawing import LIGHT, SERIES, curves_figure, rounded, scatter, style_of
 from moe_ffn.report.figures import NotMeasuredError
-from moe_ffn.studies.budget import TRAINING_FLOPS
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison, Tuning
 from moe_ffn.studies.result import Curve
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval
@@ -42,54 +42,56 @@ Loss = Literal["validation", "train"]
 
 LOSSES: dict[Loss, str] = {"validation": "Validation loss", "train": "Training loss"}
 
-WHOLE = 0.25
-"""The axis of a loss has the part of it that comes after this share of training."""
+LATE = 0.25
+"""Share of training after which losses decide the range of the loss axis."""
 
-MAX_LABELS = 16
-"""More arms than this are named in the legend of the frontier alone."""
+MAX_LABELS = 10
+"""Most arms that the frontier names beside their points; of more only the legend has the names."""
 
 _MIN_SPAN = 0.1
 """The shortest axis of costs, as a share of the largest cost."""
 
-_LOSS_AXIS: Mapping[str, Any] = {"title": axis_title("loss (nats per token)"), "automargin": True}
-_AT = "%{y:.4f} at %{x:,.4~s}"
-_LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
-_MARGIN = {"l": 62, "r": 16, "t": 14, "b": 48}
+LOSS_AXIS = "loss (nats per token)"
+AT = "%{y:.4f} at %{x:,.4~s}"
+
+Points = tuple[list[float | None], list[float | None]]
+"""Places and losses of a curve; None where a value is missing or not finite."""
 
 
 @dataclass(frozen=True)
 class ArmCurves:
-    """The losses of an arm over training, a curve for each seed."""
+    """Losses of an arm over training, one curve per seed."""
 
     name: str
     validation: Sequence[Curve]
     train: Sequence[Curve]
     flops_per_token: float | None = None
-    """FLOPs of the forward pass; None where they are not known."""
+    """FLOPs of the forward pass; None where unknown."""
     step_seconds: float | None = None
-    """Seconds of a step, measured apart from the runs; None where the runs' own clocks count."""
+    """Seconds of a step, timed apart from the runs; None to use the clocks of the runs."""
 
-    def curves(self, of: Loss, over: Over) -> list[tuple[list[float | None], list[float | None]]]:
-        """The places and the losses of each curve that has both."""
-        found: list[tuple[list[float | None], list[float | None]]] = []
+    def curves(self, of: Loss, over: Over) -> list[Points]:
+        """Return the places and losses of each curve that has both."""
+        found: list[Points] = []
         for curve in self.validation if of == "validation" else self.train:
-            places: list[float | None] = list(
-                curve.tokens if over == "FLOPs" else getattr(curve, over)
-            )
-            if over == "FLOPs":
-                cost = self.flops_per_token
-                places = [
-                    None if x is None or cost is None else TRAINING_FLOPS * cost * x for x in places
-                ]
-            if over == "seconds" and self.step_seconds is not None:
-                places = [step * self.step_seconds for step in curve.steps]
+            places = self._places(curve, over)
             if len(places) == len(curve.losses) and any(x is not None for x in places):
                 found.append((places, list(curve.losses)))
         return found
 
+    def _places(self, curve: Curve, over: Over) -> list[float | None]:
+        if over == "FLOPs":
+            if self.flops_per_token is None:
+                return []
+            per_token = TRAINING_FLOPS * self.flops_per_token
+            return [None if x is None else per_token * x for x in curve.tokens]
+        if over == "seconds" and self.step_seconds is not None:
+            return [step * self.step_seconds for step in curve.steps]
+        return list(getattr(curve, over))
+
 
 def curves_of(arms: Sequence[Arm]) -> list[ArmCurves]:
-    """What the runs of the arms measured over training."""
+    """Return the losses that the runs of each arm measured over training."""
     return [
         ArmCurves(
             arm.name,
@@ -103,7 +105,7 @@ def curves_of(arms: Sequence[Arm]) -> list[ArmCurves]:
 
 
 def axes_of(arms: Sequence[ArmCurves], of: Loss) -> list[Over]:
-    """What the losses can be drawn over: what every arm with one knows; nothing of one point each."""
+    """Return the axes that every arm with such a loss knows; none if each curve is a single point."""
     drawn = [arm for arm in arms if arm.curves(of, "steps")]
     if all(len(places) == 1 for arm in drawn for places, _ in arm.curves(of, "steps")):
         return []
@@ -115,18 +117,18 @@ def losses(
     over: Over = "tokens",
     of: Loss = "validation",
 ) -> go.Figure:
-    """The mean loss of each arm over training, with the 95 % interval of the mean over its seeds. An arm of
-    fewer than `MIN_SEEDS` has a line for each seed instead.
+    """Draw the mean loss of each arm over training, with its 95 % interval over seeds.
+
+    An arm of fewer than `MIN_SEEDS` seeds has a line per seed instead.
 
     Args:
-        of: the loss on the validation split, or in training.
+        of: loss on the validation split, or in training.
 
     Raises:
-        NotMeasuredError: no arm has such a loss over that.
+        NotMeasuredError: no arm has such a loss over that axis.
     """
     traces: list[go.Scatter] = []
-    late: list[float] = []
-    lowest: list[float] = []
+    late: list[Interval] = []
     seeds: set[int] = set()
     for number, arm in enumerate(arms):
         curves = arm.curves(of, over)
@@ -135,151 +137,97 @@ def losses(
         if not lines:
             continue
         seeds.add(len(curves))
-        traces += _lines(arm.name, number, lines)
-        for points in lines:
-            last = points[-1][0]
-            late += [y.value for x, y in points if x >= WHOLE * last]
-            lowest += [y.low for x, y in points if x >= WHOLE * last]
+        last = fmean(points[-1][1].value for points in lines)
+        for place, points in enumerate(lines):
+            traces += _band(arm.name, number, points)
+            traces.append(_curve(arm.name, number, points, f" {last:.4f}", showlegend=place == 0))
+            late += [loss for x, loss in points if x >= LATE * points[-1][0]]
     if not traces:
         raise NotMeasuredError(f"no arm has a {LOSSES[of].lower()} over {over}")
-    axis = dict(_LOSS_AXIS)
-    note = ""
-    if max(late) > min(lowest):
-        pad = 0.05 * (max(late) - min(lowest))
-        axis["range"] = [min(lowest) - pad, max(late) + pad]
-        note = f"Of the losses before {WHOLE:.0%} of training only what is as low as later ones."
-    if any(1 < count < MIN_SEEDS for count in seeds):
-        note = f"Fewer than {MIN_SEEDS} seeds have a line each, and no interval. {note}"
+    notes: list[str] = []
     if max(seeds) >= MIN_SEEDS:
-        note = f"Lines are means over seeds, bands their 95% intervals (Student's t). {note}"
+        notes.append("Lines are means over seeds, bands their 95% intervals (Student's t).")
+    if any(1 < count < MIN_SEEDS for count in seeds):
+        notes.append(f"Fewer than {MIN_SEEDS} seeds have a line each, and no interval.")
+    y_axis: dict[str, Any] = {}
+    top, bottom = max(loss.value for loss in late), min(loss.low for loss in late)
+    if top > bottom:
+        pad = 0.05 * (top - bottom)
+        y_axis["range"] = [bottom - pad, top + pad]
+        notes.append(f"Higher losses in the first {LATE:.0%} of training are cut off.")
     x_axis = {"title": axis_title(AXES[over]), "rangemode": "tozero", "exponentformat": "SI"}
-    return figure(traces, _layout(x_axis, axis), LOSSES[of], note.strip())
+    return arms_figure(traces, LOSSES[of], " ".join(notes), x_axis, y_axis)
 
 
-def _means(
-    curves: Sequence[tuple[list[float | None], list[float | None]]],
-) -> list[tuple[float, Interval]]:
-    """(mean place, mean loss with its interval) at each point that all curves have, by their order."""
+def _means(curves: Sequence[Points]) -> list[tuple[float, Interval]]:
+    """Return (mean place, mean loss with its interval) of each point that all curves have."""
     points: list[tuple[float, Interval]] = []
     for found in zip(*(zip(*curve, strict=True) for curve in curves), strict=False):
-        xs = [x for x, y in found if x is not None and y is not None]
-        ys = [y for x, y in found if x is not None and y is not None]
-        if len(xs) == len(curves):
-            mean = sum(ys) / len(ys)
-            interval = mean_interval(ys) or Interval(mean, mean, mean)
-            points.append((sum(xs) / len(xs), interval))
+        known = [(x, y) for x, y in found if x is not None and y is not None]
+        if len(known) == len(curves):
+            xs, ys = zip(*known, strict=True)
+            mean = fmean(ys)
+            points.append((fmean(xs), mean_interval(ys) or Interval(mean, mean, mean)))
     return points
 
 
-def _layout(x_axis: Mapping[str, Any], y_axis: Mapping[str, Any]) -> dict[str, Any]:
-    """The layout of a figure with a legend of the arms."""
-    return {
-        "height": 380,
-        "hovermode": "closest",
-        "showlegend": True,
-        "legend": _LEGEND,
-        "margin": _MARGIN,
-        "xaxis": x_axis,
-        "yaxis": y_axis,
-    }
-
-
-def _trace(
-    number: int, name: str, x: Any, y: Any, hover: str, shown: str = "", **options: Any
-) -> go.Scatter:
-    """The points of an arm, in the colour and the dash of its number; `shown` follows its name."""
-    role, dash = style_of(number)
-    return go.Scatter(
-        x=x,
-        y=y,
-        name=f"{label(name)}{shown}",
-        line={"color": LIGHT[f"series-{role}"], "dash": dash, "width": 2},
-        marker_color=LIGHT[f"series-{role}"],
-        hovertemplate=f"{label(name)}: {hover}<extra></extra>",
-        meta={"colour": role, "name": label(name)},
-        **options,
-    )
-
-
-def _error_bar(value: float, interval: Interval, number: int) -> dict[str, Any]:
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [interval.high - value],
-        "arrayminus": [value - interval.low],
-        "color": LIGHT[f"series-{style_of(number)[0]}"],
-    }
-
-
-def _lines(
-    name: str, number: int, lines: Sequence[Sequence[tuple[float, Interval]]]
-) -> list[go.Scatter]:
-    """An arm's line with its band, or the lines of its seeds; the legend has one, and the mean last loss."""
-    last = fmean(points[-1][1].value for points in lines)
-    found = [_line(name, number, points, last) for points in lines]
-    for traces in found[1:]:
-        traces[-1].showlegend = False
-    return [trace for traces in found for trace in traces]
-
-
-def _line(
-    name: str, number: int, points: Sequence[tuple[float, Interval]], last: float
-) -> list[go.Scatter]:
+def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> list[go.Scatter]:
+    """Return the area between the ends of the intervals, if there are any."""
+    if all(y.low == y.high for _, y in points):
+        return []
     xs = [rounded(x) for x, _ in points]
+    edge = [y.high for _, y in points] + [y.low for _, y in reversed(points)]
     role, _ = style_of(number)
-    traces: list[go.Scatter] = []
-    if any(y.low < y.high for _, y in points):
-        edge = [y.high for _, y in points] + [y.low for _, y in reversed(points)]
-        traces.append(
-            go.Scatter(
-                x=xs + xs[::-1],
-                y=[round(y, 5) for y in edge],
-                fill="toself",
-                fillcolor=f"{LIGHT[f'series-{role}']}24",
-                mode="none",
-                legendgroup=str(number),
-                showlegend=False,
-                hoverinfo="skip",
-                name=label(name),
-                meta={"fill": role, "name": label(name)},
-            )
-        )
-    ys = [round(y.value, 5) for _, y in points]
-    traces.append(
-        _trace(
-            number,
-            name,
-            xs,
-            ys,
-            _AT,
-            f" {last:.4f}",
-            marker_size=5,
-            mode="lines+markers" if len(xs) <= 40 else "lines",
+    return [
+        go.Scatter(
+            x=xs + xs[::-1],
+            y=[round(y, 5) for y in edge],
+            fill="toself",
+            fillcolor=f"{LIGHT[f'series-{role}']}24",
+            mode="none",
             legendgroup=str(number),
+            showlegend=False,
+            hoverinfo="skip",
+            name=label(name),
+            meta={"fill": role, "name": label(name)},
         )
+    ]
+
+
+def _curve(
+    name: str, number: int, points: Sequence[tuple[float, Interval]], shown: str, showlegend: bool
+) -> go.Scatter:
+    return arm_trace(
+        number,
+        name,
+        [rounded(x) for x, _ in points],
+        [round(y.value, 5) for _, y in points],
+        AT,
+        shown,
+        marker={"size": 5},
+        mode="lines+markers" if len(points) <= 40 else "lines",
+        legendgroup=str(number),
+        showlegend=showlegend,
     )
-    return traces
 
 
 def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
-    """Final loss against what training took, with intervals; a line joins the arms that none beats in both.
+    """Draw final losses over the cost of training; a line joins the arms that none beats in both.
 
     Args:
         cost: one of `COSTS`.
 
     Raises:
-        NotMeasuredError: it is not known of every arm.
+        NotMeasuredError: an arm does not know this cost.
     """
-    costs = [COSTS[cost](arm) for arm in comparison.arms]
+    arms = comparison.arms
+    costs = [COSTS[cost](arm) for arm in arms]
     known = [value for value in costs if value is not None]
     if len(known) < len(costs):
         raise NotMeasuredError(f"not every arm knows its {cost}")
     traces: list[go.Scatter] = []
-    best = sorted(
-        (x, arm.loss)
-        for x, arm in zip(known, comparison.arms, strict=True)
-        if arm.on_frontier.get(cost)
-    )
+    pairs = list(zip(known, arms, strict=True))
+    best = sorted((x, arm.loss) for x, arm in pairs if arm.on_frontier.get(cost))
     if len(best) > 1:
         traces.append(
             go.Scatter(
@@ -293,52 +241,49 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
                 meta={"colour": "quiet", "name": "frontier"},
             )
         )
-    for number, (x, arm) in enumerate(zip(known, comparison.arms, strict=True)):
-        has_text = len(comparison.arms) <= MAX_LABELS
+    for number, (x, arm) in enumerate(pairs):
         traces.append(
-            _trace(
+            arm_trace(
                 number,
                 arm.name,
                 [x],
                 [arm.loss],
-                _AT,
+                AT,
                 f" {arm.loss:.4f}",
                 marker={"size": 9, "symbol": number // len(SERIES)},
-                mode="markers+text" if has_text else "markers",
+                mode="markers+text" if len(arms) <= MAX_LABELS else "markers",
                 text=[_short(arm.name)],
                 textposition="top right" if number % 2 == 0 else "bottom right",
                 cliponaxis=False,
-                error_y=arm.interval and _error_bar(arm.loss, arm.interval, number),
+                error_y=arm.interval and error_bar(arm.loss, arm.interval, number),
             )
         )
-    is_wide = min(known) > 0 and max(known) / min(known) > 4
-    # Costs that are nearly equal are drawn near one another.
-    span = max(max(known) - min(known), _MIN_SPAN * max(known))
-    x_axis: dict[str, Any] = {
-        "title": axis_title(f"{cost} of training" if cost != "parameters" else cost),
-        "exponentformat": "SI",
-    }
-    # Room for the names on the right.
-    if is_wide:
-        low, high = math.log10(min(known)), math.log10(max(known))
-        x_axis |= {"type": "log", "range": [low - 0.05 * (high - low), high + 0.25 * (high - low)]}
-    else:
-        middle = (min(known) + max(known)) / 2
-        x_axis["range"] = [middle - 0.58 * span, middle + 0.8 * span]
-    layout = _layout(x_axis, _LOSS_AXIS)
-    over = {arm.interval_over for arm in comparison.arms if arm.interval is not None}
+    over = {arm.interval_over for arm in arms if arm.interval is not None}
     note = f"Bars are 95% intervals over {' or '.join(sorted(over))}." if over else ""
     if len(best) > 1:
         note += " On the dotted line no other arm has a lower loss at no more cost."
-    return figure(traces, layout, "Final loss against cost", note.strip())
+    title = f"{cost} of training" if cost != "parameters" else cost
+    x_axis = {"title": axis_title(title), "exponentformat": "SI", **_cost_range(known)}
+    return arms_figure(traces, "Final loss against cost", note.strip(), x_axis)
+
+
+def _cost_range(costs: Sequence[float]) -> dict[str, Any]:
+    """Return the scale and range of an axis of costs, with room for the names on the right."""
+    low, high = min(costs), max(costs)
+    if low > 0 and high / low > 4:
+        low, high = math.log10(low), math.log10(high)
+        return {"type": "log", "range": [low - 0.05 * (high - low), high + 0.25 * (high - low)]}
+    span, middle = max(high - low, _MIN_SPAN * high), (low + high) / 2
+    return {"range": [middle - 0.58 * span, middle + 0.8 * span]}
 
 
 def differences(comparison: Comparison) -> go.Figure:
-    """Each arm's paired difference from the baseline, with its 95 % interval: left of 0 it is better. An arm
-    of fewer than `MIN_SEEDS` has a point for each seed instead.
+    """Draw each arm's paired difference from the baseline with its 95 % interval; left of 0 is better.
+
+    An arm of fewer than `MIN_SEEDS` seeds has a point per seed instead.
 
     Raises:
-        NotMeasuredError: no arm has one.
+        NotMeasuredError: no arm has a difference.
     """
     rows = [
         (number, arm, arm.difference)
@@ -351,34 +296,23 @@ def differences(comparison: Comparison) -> go.Figure:
     for number, arm, found in rows:
         y = _short(arm.name)
         if found.interval is None:
-            by_seed = comparison.seed_differences(arm)
-            traces.append(
-                _trace(
-                    number,
-                    arm.name,
-                    by_seed,
-                    [y] * len(by_seed),
-                    "%{x:+.4f} in one seed",
-                    marker={"size": 8, "symbol": "circle-open"},
-                    mode="markers",
-                )
-            )
-            continue
-        mean, low, high = found.interval
-        traces.append(
-            _trace(
-                number,
-                arm.name,
-                [mean],
-                [y],
-                f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]",
-                marker={"size": 10, "symbol": "circle" if found.is_claimed else "circle-open"},
-                mode="markers+text",
-                text=[f"{mean:+.4f}"],
-                textposition="top center",
-                error_x=_error_bar(mean, found.interval, number),
-            )
-        )
+            xs = comparison.seed_differences(arm)
+            hover = "%{x:+.4f} in one seed"
+            options: dict[str, Any] = {
+                "marker": {"size": 8, "symbol": "circle-open"},
+                "mode": "markers",
+            }
+        else:
+            mean, low, high = found.interval
+            xs, hover = [mean], f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
+            options = {
+                "marker": {"size": 10, "symbol": "circle" if found.is_claimed else "circle-open"},
+                "mode": "markers+text",
+                "text": [f"{mean:+.4f}"],
+                "textposition": "top center",
+                "error_x": error_bar(mean, found.interval, number),
+            }
+        traces.append(arm_trace(number, arm.name, xs, [y] * len(xs), hover, **options))
     x_axis = {
         "title": axis_title(f"loss minus that of {_short(comparison.baseline)} (nats per token)"),
         "zeroline": True,
@@ -386,15 +320,10 @@ def differences(comparison: Comparison) -> go.Figure:
         "rangemode": "tozero",
     }
     y_axis = {
+        "title": None,
         "type": "category",
         "range": [len(rows) - 0.5, -0.7],  # the first on top, with room for its number
-        "automargin": True,
         "showgrid": False,
-    }
-    layout = _layout(x_axis, y_axis) | {
-        "height": 110 + 44 * len(rows),
-        "showlegend": False,
-        "margin": {**_MARGIN, "t": 26},
     }
     over = {found.over for _, _, found in rows if found.interval is not None}
     pairs = {"seeds": "seeds, paired", "windows": "windows of the text, in one seed"}
@@ -406,11 +335,14 @@ def differences(comparison: Comparison) -> go.Figure:
         )
     if any(found.interval is None for _, _, found in rows):
         note += f" Fewer than {MIN_SEEDS} seeds have a point each, and no interval."
-    return figure(traces, layout, f"Difference from {comparison.baseline}", note)
+    title = f"Difference from {comparison.baseline}"
+    return arms_figure(
+        traces, title, note, x_axis, y_axis, height=122 + 44 * len(rows), showlegend=False
+    )
 
 
 def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
-    """The final loss of each arm by the value of the option that was tuned.
+    """Draw the final loss of each arm by the value of the tuned option.
 
     Args:
         found: one of `comparison.tuning`.
@@ -426,33 +358,68 @@ def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
         values = [value for value in found.values if value in by_value]
         best = found.best[arm]
         traces.append(
-            _trace(
+            arm_trace(
                 names.index(arm),
                 arm,
                 values,
                 [by_value[value] for value in values],
                 "%{y:.4f} at %{x}",
                 f": {best}",
-                marker_size=[11 if value == best else 6 for value in values],
+                marker={"size": [11 if value == best else 6 for value in values]},
                 mode="lines+markers",
             )
         )
-    # As categories, evenly apart: most are powers of each other, and some are no numbers.
+    # Categories stand evenly apart: most values are powers of each other, and some are no numbers.
     x_axis = {
         "title": axis_title(found.option),
         "type": "category",
         "categoryorder": "array",
         "categoryarray": list(found.values),
     }
-    layout = _layout(x_axis, _LOSS_AXIS) | {"height": 340}
-    return figure(
-        traces,
-        layout,
-        f"Final loss by {found.option}",
-        f"{found.verdict}. The large point is an arm's best.",
-    )
+    note = f"{found.verdict}. The large point is an arm's best."
+    return arms_figure(traces, f"Final loss by {found.option}", note, x_axis)
+
+
+# -- parts of figures
+
+
+def arms_figure(
+    traces: Sequence[go.Scatter],
+    title: str,
+    note: str,
+    x_axis: Mapping[str, Any],
+    y_axis: Mapping[str, Any] | None = None,
+    **layout: Any,
+) -> go.Figure:
+    num_named = sum(trace.showlegend is not False for trace in traces)
+    layout = {"height": 380 + 12 * max(num_named - 6, 0)} | layout  # the legend of many takes room
+    y_axis = {"title": axis_title(LOSS_AXIS), **(y_axis or {})}
+    return curves_figure(traces, title, note, x_axis, y_axis, **layout)
+
+
+def arm_trace(
+    number: int,
+    name: str,
+    x: Sequence[Any],
+    y: Sequence[Any],
+    hover: str,
+    shown: str = "",
+    **options: Any,
+) -> go.Scatter:
+    hover = f"{label(name)}: {hover}<extra></extra>"
+    return scatter(name, x, y, style_of(number), hover, shown, **options)
+
+
+def error_bar(value: float, interval: Interval, number: int) -> dict[str, Any]:
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [interval.high - value],
+        "arrayminus": [value - interval.low],
+        "color": LIGHT[f"series-{style_of(number)[0]}"],
+    }
 
 
 def _short(name: str) -> str:
-    """A name beside its point."""
+    """Return a name that fits beside a point."""
     return label(name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}")

@@ -1,4 +1,4 @@
-"""The page of several runs: which block, by the evidence there is."""
+"""The page of several runs: verdict, tables and figures of their arms."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from pathlib import Path
 from urllib.parse import quote
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.report import run_summary
-from moe_ffn.report.arm_figures import ArmCurves, curves_of
+from moe_ffn.metrics.table import LAYER_METRICS
+from moe_ffn.report import arm_figures, figures, run_summary
+from moe_ffn.report.arm_figures import AXES, LOSSES, ArmCurves, curves_of
 from moe_ffn.report.comparison_tables import tables as tables_of
 from moe_ffn.report.comparison_tables import tuning_tables
 from moe_ffn.report.drawing import style_of
 from moe_ffn.report.html import write_page
-from moe_ffn.report.plots import plots_of_arms, render_plots, shared_script
+from moe_ffn.report.plots import (
+    FIRST,
+    Plot,
+    choice_of,
+    numbered,
+    plot_of,
+    render_plots,
+    shared_script,
+)
 from moe_ffn.runs.folder import REPORT_FILE, explaining
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
-from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.comparison import COSTS, Comparison
 from moe_ffn.studies.differences import what_differs
 from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.result import Curve, RunResult
@@ -28,21 +37,21 @@ from moe_ffn.studies.result import Curve, RunResult
 
 @dataclass(frozen=True)
 class Compared:
-    """What a page shows of several runs."""
+    """Contents of a page of several runs."""
 
     comparison: Comparison | None
-    """The comparison of the runs that are finished and compare; None where they do not."""
+    """Comparison of the finished runs; None where they do not compare."""
     problem: str = ""
-    """Why not."""
+    """Reason why they do not compare."""
     arms: Sequence[ArmCurves] = ()
-    """The arms of the comparison, then each run that is not in it; their place gives them their colour."""
+    """Arms of the comparison, then each run outside it; their place gives the colour."""
     results: Sequence[RunResult] = ()
     left_out: Sequence[str] = ()
-    """Why runs are not in the comparison, a sentence each."""
+    """Reason for each run that is not in the comparison."""
     runs: Sequence[Run] = ()
-    """The runs, where their folders are there."""
+    """Runs whose folders exist."""
     arm_names: Sequence[str] = ()
-    """The name of the arm of each of them."""
+    """Name of the arm of each run."""
 
 
 def write_comparison_page(
@@ -54,10 +63,10 @@ def write_comparison_page(
     """Write the page of a comparison of runs, or of their committed results.
 
     Args:
-        folders: shown name of a result -> folder of its run, to whose own page it links.
+        folders: shown name of a result -> folder of its run, for a link to its page.
 
     Raises:
-        ConfigError: plotly is not installed, or `path` cannot be written.
+        ConfigError: `path` cannot be written.
     """
     found = Compared(comparison, arms=curves_of(comparison.arms), results=results)
     html = comparison_html(found, links=links_to(folders or {}, path), script=shared_script(path))
@@ -72,7 +81,7 @@ def comparison_html(
     reload_every: float | None = None,
     script: str | None = None,
 ) -> str:
-    """The document.
+    """Return the page.
 
     Args:
         links: name of a run -> its own page.
@@ -89,7 +98,7 @@ def comparison_html(
         differs = {run.name: what_differs(runs[0].options, run.options) for run in runs}
     question = comparison.question if comparison else ""
     shown = [*tables_of(comparison), *tuning_tables(comparison)] if comparison else []
-    # Of several runs of one arm, which have no other name together.
+    # Several runs of one arm have no other name together.
     called = names if len(names) > 1 or not runs else [run.name for run in runs]
     joined = ", ".join(called)
     return render_plots(
@@ -112,8 +121,44 @@ def comparison_html(
     )
 
 
+def plots_of_arms(
+    comparison: Comparison | None,
+    arms: Sequence[ArmCurves],
+    runs: Mapping[str, Sequence[Run]],
+) -> dict[str, list[Plot]]:
+    """Return section of `runs.html` -> its plots.
+
+    Args:
+        comparison: None where the runs do not compare, so that only their curves are drawn.
+        arms: all arms with curves, in the order that gives them their colours.
+        runs: runs of each arm whose routing over training is known, in that order.
+    """
+    answer: list[Plot] = []
+    tuning: list[Plot] = []
+    if comparison is not None:
+        if any(arm.difference for arm in comparison.arms):
+            answer.append(plot_of(arm_figures.differences(comparison)))
+        known = [c for c, of in COSTS.items() if all(of(arm) for arm in comparison.arms)]
+        costs = {cost: arm_figures.frontier(comparison, cost) for cost in known}
+        answer += [choice_of(costs, choice="cost")] if costs else []
+        tuning = [plot_of(arm_figures.tuning(comparison, found)) for found in comparison.tuning]
+    curves = [
+        choice_of({AXES[axis]: arm_figures.losses(arms, axis, of) for axis in axes}, choice="over")
+        for of in LOSSES
+        if (axes := arm_figures.axes_of(arms, of))
+    ]
+    moving = [key for key in FIRST if _moves(runs, key)]
+    measures = [plot_of(figures.overlay_measure(runs, key)) for key in moving]
+    return numbered(answer=answer, curves=curves, tuning=tuning, measures=measures)
+
+
+def _moves(runs: Mapping[str, Sequence[Run]], key: str) -> bool:
+    means = [figures.mean_over_layers(of_arm, LAYER_METRICS[key]) for of_arm in runs.values()]
+    return len({value for series in means for value in series.values}) > 1
+
+
 def links_to(folders: Mapping[str, Path], page: Path) -> dict[str, str]:
-    """Name of a run -> its own page as seen from `page`, where there is one."""
+    """Return name of a run -> link from `page` to its own page, where that exists."""
     own = {name: folder / REPORT_FILE for name, folder in folders.items()}
     return {
         name: quote(os.path.relpath(file, page.parent))
@@ -123,7 +168,7 @@ def links_to(folders: Mapping[str, Path], page: Path) -> dict[str, str]:
 
 
 def compare_runs(runs: Sequence[Run]) -> Compared:
-    """What the folders of these runs allow to say of them together, finished or not."""
+    """Compare runs, as far as their folders allow, finished or not."""
     comparison, problem = None, ""
     gathered = Gathered([])
     try:
@@ -146,7 +191,7 @@ def compare_runs(runs: Sequence[Run]) -> Compared:
 
 
 def _curves_of(run: Run) -> ArmCurves:
-    """Of a run that is not compared: over its steps, and over more where it says what they take."""
+    """Return the losses of a run outside the comparison, over its steps and the costs that it knows."""
     try:
         own = RunResult.of_run(run)
     except ConfigError:

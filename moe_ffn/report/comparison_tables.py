@@ -1,4 +1,4 @@
-"""A comparison as tables of text: for the terminal, as Markdown, and as data."""
+"""A comparison as tables of text: for the terminal, as Markdown, and as CSV."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_ffn.studies.comparison import COSTS, Arm, Comparison, p_text
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval
 
 CSV_OPENING, MARKDOWN_OPENING = "arm,baseline,seeds,", "<!-- comparison of runs -->"
-"""How such files begin."""
+"""Beginnings of such files."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Table:
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     legend: str
-    """What its columns are."""
+    """Explanation of the columns."""
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """What there is to show of the compared runs, the most important first."""
+    """Return the tables of a comparison, the most important first."""
     arms = comparison.arms
     found = [_losses(comparison), _costs(comparison)]
     if any(arm.mean("max_violation") is not None or arm.alarms for arm in arms):
@@ -175,7 +175,6 @@ def _reached(comparison: Comparison) -> Table:
 
 
 def _margin(arm: Arm) -> str:
-    """` ±12`: of the steps in which it came there."""
     interval = arm.reached and arm.reached.interval
     return f" ±{(interval.high - interval.low) / 2:,.0f}" if interval and arm.base else ""
 
@@ -202,7 +201,7 @@ def _share(
 
 
 def tuning_tables(comparison: Comparison) -> Iterator[Table]:
-    """A table for each of `comparison.tuning`."""
+    """Return a table for each of `comparison.tuning`."""
     for tuning in comparison.tuning:
         rows = [
             [arm, *(number(losses.get(value)) for value in tuning.values)]
@@ -220,7 +219,7 @@ def tuning_tables(comparison: Comparison) -> Iterator[Table]:
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Tables, what differs, and the verdicts."""
+    """Print tables, differences of configs, and verdicts."""
 
     def say(text: str, style: str = "") -> None:
         console.print(Text(printable(text, also="\n"), style=style))
@@ -254,7 +253,7 @@ def _difference_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """The same as Markdown."""
+    """Return the same as Markdown."""
     lines = [MARKDOWN_OPENING, ""]
     lines += [plain(comparison.question), ""] if comparison.question else []
     lines += [*(f"- {plain(sentence)}" for sentence in comparison.verdicts), ""]
@@ -270,14 +269,14 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def markdown(table: Table) -> str:
-    """With its title above and its legend below."""
+    """Return a table in Markdown with its title and legend."""
     head, *rows = [[plain(cell) for cell in row] for row in (table.headers, *table.rows)]
     legend = plain(table.legend.rstrip("."))
     return f"**{plain(table.title)}**\n\n{markdown_table(head, rows)}\n\n{legend}."
 
 
 def to_csv(comparison: Comparison) -> str:
-    """One row an arm, every number in full; a cell without a value is empty."""
+    """Return CSV with a row per arm, and every number in full."""
     rows = [_record(arm, comparison.base_of(arm)) for arm in comparison.arms]
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")

@@ -1,7 +1,7 @@
-"""A workspace of wandb: every panel, section by section, in the order in which they are looked at.
+"""A workspace of wandb: every panel, section by section.
 
-A metric that each sparse layer has is one panel for all of them: a regular expression picks the layers,
-so that models of any depth fit. The expressions use nothing that differs between dialects.
+A metric of sparse layers is one panel for all layers: a regular expression picks the layers of models of any
+depth. The expressions use nothing that differs between dialects.
 """
 
 from __future__ import annotations
@@ -12,25 +12,21 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.config.errors import ConfigError, explain, first_line
+from moe_ffn.config.errors import ConfigError, first_line
+from moe_ffn.ffn.routing_names import ROUTING_SUFFIX
 from moe_ffn.metrics.table import RUN_METRICS, Metric, layer_measures, result_columns
-from moe_ffn.outputs import ROUTING_SUFFIX
 from moe_ffn.training.monitoring.loggers import LOAD_FIGURE, WANDB_STEP
 
 ANSWER_SECONDS = 6
-"""For each answer of wandb's server; without it the library waits for 19 s, more than once."""
+"""Timeout of each answer of wandb's server; the library's own is 19 s, several times."""
 
-# wandb reads both while it is imported. Whether runs are logged has no bearing on a workspace, and
-# an empty WANDB_MODE is an error to it.
+# wandb reads both while it is imported. WANDB_MODE does not concern a workspace; an empty one is an error.
 os.environ.pop("WANDB_MODE", None)
 if not os.environ.get("WANDB_HTTP_TIMEOUT", "").isdecimal():
     os.environ["WANDB_HTTP_TIMEOUT"] = str(ANSWER_SECONDS)
 
-# wandb-workspaces is written for an older pydantic, which says so in warnings that a user can do
-# nothing about.
+# wandb-workspaces is written for an older pydantic; a user can do nothing about the warnings.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import wandb
@@ -40,13 +36,12 @@ with warnings.catch_warnings():
 
 DEFAULT_NAME = "Feed-forward blocks"
 DEFAULT_LAYERS = (0,)
-"""The one layer of every model, however deep the runs of the project are."""
+"""Layers that every model has."""
 
 SPEED = RUN_METRICS["tokens_per_second"]
 
 LAYER = f"layer_[0-9]+{ROUTING_SUFFIX}"
-"""A sparse layer, the sparse block inside a mixture of depths, or a later round of a chain of experts:
-`layer_03`, `layer_03/inner`, `layer_03/round_2`."""
+"""Regular expression of a routing: `layer_03`, `layer_03/inner`, `layer_03/round_2`."""
 
 
 def training_panels() -> list[PanelTypes]:
@@ -58,7 +53,7 @@ def training_panels() -> list[PanelTypes]:
 
 
 def efficiency_panels() -> list[PanelTypes]:
-    """Speed, and the last validation loss against what a run costs."""
+    """Return speed, and the last validation loss against the costs of a run."""
     costs = {
         "num_active_params": "active parameters",
         "num_params": "parameters in all",
@@ -86,10 +81,10 @@ def efficiency_panels() -> list[PanelTypes]:
 
 
 def routing_panels(layers: Sequence[int]) -> list[PanelTypes]:
-    """Load first, as heat maps, then what is measured of each layer.
+    """Return loads as heat maps, then the metrics of each layer.
 
     Args:
-        layers: those whose load has a heat map of its own over the steps.
+        layers: layers whose load has a heat map of its own over the steps.
     """
     return [
         reports.MediaBrowser(
@@ -109,7 +104,6 @@ def routing_panels(layers: Sequence[int]) -> list[PanelTypes]:
 
 
 def _of_run(metric: Metric) -> reports.LinePlot:
-    """Training and validation in one panel, where a metric has both."""
     return _lines(metric.title, metric.axis(), *(f"{row}/{metric.key}" for row in metric.rows))
 
 
@@ -120,7 +114,7 @@ def _of_layers(metric: Metric, prefix: str = "") -> reports.LinePlot:
 
 
 def _lines(title: str, unit: str, *keys: str, regex: str | None = None) -> reports.LinePlot:
-    """Metrics over the steps, by their keys, or all whose whole key the expression matches."""
+    """Return a plot of metrics over the steps, by their keys, or all whose key `regex` matches."""
     plot = reports.LinePlot(
         title=title,
         x=WANDB_STEP,
@@ -142,31 +136,11 @@ COLUMNS = (
     "summary:validation/loss",
     "summary:train/tokens_per_second",
 )
-"""Columns of the list of runs, beside their names; each can be sorted and filtered by."""
-
-GROUP_COLORS = {
-    "identity": "#7f7f7f",
-    "dense": "#1f77b4",
-    "swiglu": "#ff7f0e",
-    "geglu": "#bcbd22",
-    "geglu_tanh": "#dbdb8d",
-    "clamped_swiglu": "#ffbb78",
-    "soft_capped_swiglu": "#ff9896",
-    "reglu": "#8c564b",
-    "glu": "#c7a76c",
-    "bilinear": "#e377c2",
-    "conv": "#17becf",
-    "moe": "#2ca02c",
-    "chain_of_experts": "#98df8a",
-    "mixture_of_depths": "#9467bd",
-    "soft_moe": "#d62728",
-    "ngram_memory": "#aec7e8",
-}
-"""FFN type -> its colour in every panel; of other types wandb chooses one."""
+"""Columns of the list of runs, for sorting and filtering."""
 
 PANELS_IN_A_ROW = 3
 MAX_LINES = 20
-"""Runs, or groups of them, that a panel draws."""
+"""Runs, or groups of runs, that a panel draws."""
 
 
 def build_workspace(
@@ -175,13 +149,11 @@ def build_workspace(
     layers: Sequence[int] = DEFAULT_LAYERS,
     name: str = DEFAULT_NAME,
 ) -> ws.Workspace:
-    """The workspace, not yet saved: training, efficiency and routing, grouped by FFN type.
-
-    Nothing is filtered out: the columns are what to filter by.
+    """Return the workspace, not yet saved: training, efficiency and routing, grouped by FFN type.
 
     Args:
         layers: layers whose load has a heat map of its own, expert x step.
-        name: of the saved view.
+        name: name of the saved view.
     """
     panels = {
         "Training": training_panels(),
@@ -209,19 +181,18 @@ def build_workspace(
         settings=ws.WorkspaceSettings(max_runs=MAX_LINES, **over_steps),
         runset_settings=ws.RunsetSettings(
             groupby=[ws.Config("ffn_type")],
-            group_colors={**GROUP_COLORS},
             pinned_columns=list(COLUMNS),
         ),
     )
 
 
 def to_json(workspace: ws.Workspace) -> str:
-    """What saving would send: whose project, the view's name, and its specification."""
+    """Return the request that saving would send: project, name of the view, and its specification."""
     return workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)
 
 
 def save(workspace: ws.Workspace, replace: str | None = None) -> str:
-    """Save the workspace as a new view, or over the one at the URL `replace`; returns its URL.
+    """Save the workspace as a new view, or over the one at the URL `replace`; return its URL.
 
     Raises:
         ConfigError: without a key or an answer, and where the server refuses.
@@ -245,11 +216,9 @@ def save(workspace: ws.Workspace, replace: str | None = None) -> str:
 
 
 def _has_key() -> bool:
-    """Whether a key is configured; asks neither for it nor the network."""
+    """Return True if a key is configured; asks neither the user nor the network."""
     try:
         wandb.setup(wandb.Settings(silent=True))
         return bool(wandb.api.api_key)
-    except ValidationError as error:  # WANDB_SILENT=maybe
-        raise ConfigError(f"wandb's settings: {'; '.join(explain(error))}") from error
     except Exception as error:  # a malformed key
         raise ConfigError(f"wandb cannot be used: {first_line(error)}") from error

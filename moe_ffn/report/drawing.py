@@ -1,8 +1,7 @@
-"""How series are drawn by plotly: averaged, as lines, in colours by role."""
+"""Series as plotly figures: averaged, as lines, in colours by role."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,25 +16,24 @@ from moe_ffn.runs.rows import Series
 
 STEP_AXIS = "optimizer step"
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-"""Beside the colour, so that lines are told apart in print and by people who see no red or green."""
+"""Dashes distinguish lines in print, and for people who see no red or green."""
 
 SERIES = (
     *("#0072b2", "#d55e00", "#00875f", "#b5509a", "#b37a00"),
     *("#3a9bd6", "#5b3a9e", "#6b6f75", "#a3123f", "#5d7a00"),
 )
-"""Colours on a light ground: Okabe and Ito's, told apart without red or green, made darker, and two more.
-Their roles are `series-0` and on; report.css has those on a dark ground."""
+"""Colours on a light background: Okabe and Ito's, which need no red or green, made darker, and two more.
+Their roles are `series-0` and so on; report.css has the colours on a dark background."""
 
 LIGHT = {f"series-{number}": colour for number, colour in enumerate(SERIES)}
 LIGHT |= {role: colour for role, (_, colour) in LOAD_SCALE.items()}
-"""Role -> colour on a light ground."""
+"""Role -> colour on a light background."""
 
 HEALTHY = "#1a7f37"
 """The colour, almost transparent, behind healthy values; page.js takes it from the style sheet."""
 
 Value = float | None
 """None where nothing finite was measured: JSON has no NaN, and plotly draws a gap."""
-
 
 _FORMS = {
     "share": ".2%",
@@ -45,27 +43,27 @@ _FORMS = {
     "bits per byte": ".4f",
     "tokens per second": ",.0f",
 }
-"""Unit of a metric -> how a value of it reads (d3)."""
+"""Unit of a metric -> format of its values (d3)."""
 
 
 def form_of(metric: Metric) -> str:
-    """How a value reads (d3)."""
+    """Return the format of a value (d3)."""
     return _FORMS.get(metric.unit, ",.4~g")
 
 
 def text_of(metric: Metric, value: float) -> str:
-    """A value of a metric, as it reads beside its line."""
+    """Return a value of a metric as text."""
     return format(value, form_of(metric).replace("~", ""))
 
 
 def style_of(number: int) -> tuple[int, str]:
-    """The number of a colour in `SERIES`, and a dash: together different for the first 60 numbers."""
+    """Return the number of a colour in `SERIES`, and a dash; the first 60 pairs differ."""
     turn, colour = divmod(number, len(SERIES))
     return colour, DASHES[(colour + turn) % len(DASHES)]
 
 
 def scale_of(metric: Metric) -> tuple[str, str | None]:
-    """The title of an axis of its values, and how its ticks read (d3); a share is drawn as percent."""
+    """Return the title and the tick format (d3) of an axis of its values; shares are percent."""
     return (metric.axis("percent"), ".2~%") if metric.is_share else (metric.axis(), None)
 
 
@@ -81,10 +79,10 @@ class Grid:
 
 
 def average(rows: Sequence[Series], max_points: int) -> Grid:
-    """Series over common steps, at most `max_points` of them; a bin without a row is left out.
+    """Return series over at most `max_points` common steps.
 
-    Where the rows have more different steps, a point is the mean of the finite values in its bin, at
-    the mean of its steps.
+    If the rows have more steps, a point is the mean of the finite values in its bin, at the mean of its
+    steps. A bin without a row is left out.
     """
     all_steps = np.unique(np.concatenate([np.asarray(series.steps) for series in rows]))
     if len(all_steps) > max_points:
@@ -106,21 +104,20 @@ def _means(bins: np.ndarray, series: Series, num_bins: int) -> list[Value]:
     values = np.asarray(series.values)
     kept = np.isfinite(values)
     counts = np.bincount(bins[kept], minlength=num_bins)
-    # Each divided before they are added, so that no sum is beyond a float.
+    # Divided before they are added, so that no sum exceeds a float.
     parts = values[kept] / counts[bins[kept]]
     means = np.bincount(bins[kept], weights=parts, minlength=num_bins)
-    means = np.clip(means, -sys.float_info.max, sys.float_info.max)  # rounding may go beyond
     return [rounded(mean) if count else None for mean, count in zip(means, counts, strict=True)]
 
 
 def rounded(value: float) -> float:
-    """Seven significant digits: more cannot be seen, and would double the page."""
+    """Return seven significant digits: nobody sees more, and they would double the page."""
     value = float(f"{value:.7g}")
     return int(value) if value == int(value) else value
 
 
 def describe_points(found: Sequence[Series], max_points: int, what: str = "point") -> str:
-    """Says so where points are means of rows, and where a value could not be drawn."""
+    """Return a note where points are means of rows, or where a value could not be drawn."""
     notes: list[str] = []
     longest = max(map(len, found))
     if longest > max_points:
@@ -143,6 +140,59 @@ class Line:
     """Chooses colour and dash, the same for the same thing in every plot."""
 
 
+def scatter(
+    name: str,
+    x: Sequence[Any],
+    y: Sequence[Any],
+    look: tuple[int | str, str],
+    hover: str,
+    shown: str = "",
+    **options: Any,
+) -> go.Scatter:
+    """Return points and lines of one thing.
+
+    Args:
+        look: number of a colour in `SERIES`, or the role of another in style.css; and a dash.
+        hover: plotly's `hovertemplate`.
+        shown: text behind the name in the legend.
+        options: more options of `go.Scatter`.
+    """
+    role, dash = look
+    colour = LIGHT.get(f"series-{role}", "gray")
+    return go.Scatter(
+        x=list(x),
+        y=list(y),
+        name=f"{label(name)}{shown}",
+        line={"color": colour, "dash": dash, "width": 2},
+        marker={"color": colour, **options.pop("marker", {})},
+        hovertemplate=hover,
+        meta={"colour": role, "name": label(name)},
+        **options,
+    )
+
+
+def curves_figure(
+    traces: Sequence[Any],
+    title: str,
+    note: str,
+    x_axis: Mapping[str, Any],
+    y_axis: Mapping[str, Any],
+    height: int = 380,
+    **layout: Any,
+) -> go.Figure:
+    """Return a figure with axes, and a legend above it, which wraps on a phone."""
+    own = {
+        "height": height,
+        "hovermode": "closest",
+        "showlegend": True,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "margin": {"l": 62, "r": 16, "t": 14, "b": 48},
+        "xaxis": x_axis,
+        "yaxis": {"automargin": True, **y_axis},
+    }
+    return figure(traces, own | layout, title, note)
+
+
 def line_figure(
     lines: Sequence[Line],
     metric: Metric,
@@ -151,59 +201,53 @@ def line_figure(
     levels: Mapping[str, float] = MappingProxyType({}),
     note: str = "",
 ) -> go.Figure:
-    """Lines over steps; the legend stands above, where it wraps on a phone, with the last values.
+    """Draw lines over steps; the legend has the last values.
 
     Args:
-        max_points: of a line, see `average`.
-        levels: horizontal lines to compare with by their names, such as the entropy of an even choice.
+        max_points: points of a line, see `average`.
+        levels: name -> height of a horizontal line to compare with, such as the entropy of an even choice.
     """
-    found = [line.series for line in lines]
     traces: list[go.Scatter] = []
     for line in lines:
         grid = average([line.series], max_points)
-        traces.append(_line(grid.steps, grid.values[0], line.name, metric, *style_of(line.number)))
+        traces.append(_line(grid.steps, grid.values[0], line.name, metric, style_of(line.number)))
+    found = [line.series for line in lines]
     span = [step for series in found for step in series.steps]
     for name, value in levels.items():
-        traces.append(_line([min(span), max(span)], [value, value], name, metric, "quiet", "dot"))
-    # From the first step on: of a single validation plotly would make an axis from 99 to 101.
-    x_options: dict[str, Any] = {
+        ends = [min(span), max(span)]
+        traces.append(_line(ends, [value, value], name, metric, ("quiet", "dot")))
+    # From the first step on: plotly would draw a single validation on an axis from 99 to 101.
+    x_axis = {
         "title": axis_title(STEP_AXIS),
         "hoverformat": ",~r",
         "rangemode": "tozero",
         "unifiedhovertitle": {"text": "step %{x:,~r}"},
     }
-    axis, ticks = scale_of(metric)
-    layout = {
-        "height": 300,
-        "hovermode": "x unified",
-        "showlegend": True,
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "margin": {"l": 62, "r": 12, "t": 14, "b": 48},
-        "xaxis": x_options,
-        "yaxis": {"title": axis_title(axis), "tickformat": ticks, "automargin": True},
-    }
+    title, ticks = scale_of(metric)
+    y_axis: dict[str, Any] = {"title": axis_title(title), "tickformat": ticks}
+    layout: dict[str, Any] = {}
     if metric.healthy_range is not None:
-        low, high = metric.healthy_range
-        layout["yaxis"]["rangemode"] = "tozero"
-        layout["shapes"] = [healthy_band(low, high)]
+        y_axis["rangemode"] = "tozero"
+        layout["shapes"] = [healthy_band(*metric.healthy_range)]
     note = f"{note} {describe_points(found, max_points)}".strip()
-    return figure(traces, layout, metric.title, note)
+    return curves_figure(
+        traces, metric.title, note, x_axis, y_axis, height=300, hovermode="x unified", **layout
+    )
 
 
 def healthy_band(low: float, high: float) -> dict[str, Any]:
-    """A ground behind the values from low to high."""
-    across = {"xref": "paper", "x0": 0, "x1": 1}
-    # Where one value alone is healthy it is a line.
-    line = {"width": 0 if high > low else 3, "color": HEALTHY}
+    """Return a background behind the values from low to high; a line if only one value is healthy."""
     return {
         "type": "rect",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
         "y0": low,
         "y1": high,
         "fillcolor": HEALTHY,
-        "line": line,
+        "line": {"width": 0 if high > low else 3, "color": HEALTHY},
         "opacity": 0.1 if high > low else 0.35,
         "layer": "below",
-        **across,
     }
 
 
@@ -212,22 +256,18 @@ def _line(
     values: Sequence[Value],
     name: str,
     metric: Metric,
-    role: int | str,
-    dash: str,
+    look: tuple[int | str, str],
 ) -> go.Scatter:
-    """`role` is the number of a colour in `SERIES`, or the role of another in style.css."""
-    colour = LIGHT.get(f"series-{role}", "gray")
-    # A point alone is no line, and few of them show where the rows are.
-    has_markers = len(steps) <= 40 and role != "quiet"
+    # A single point is no line, and a few points show where the rows are.
+    has_markers = len(steps) <= 40 and look[0] != "quiet"
     measured = [value for value in values if value is not None]
-    last = f" {text_of(metric, measured[-1])}" if measured else ""
-    return go.Scatter(
-        x=list(steps),
-        y=list(values),
-        name=f"{label(name)}{last}",
+    return scatter(
+        name,
+        steps,
+        values,
+        look,
+        f"%{{y:{form_of(metric)}}}<extra>{label(name)}</extra>",
+        f" {text_of(metric, measured[-1])}" if measured else "",
         mode="lines+markers" if has_markers else "lines",
-        line={"dash": dash, "width": 2, "color": colour},
-        marker={"size": 5, "color": colour},
-        hovertemplate=f"%{{y:{form_of(metric)}}}<extra>{label(name)}</extra>",
-        meta={"colour": role, "name": label(name)},
+        marker={"size": 5},
     )

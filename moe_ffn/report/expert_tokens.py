@@ -1,4 +1,4 @@
-"""What each expert takes: its tokens with their contexts, on the validation split.
+"""Tokens that each expert takes, with their contexts, on the validation split.
 
     run = moe_ffn.load_run("runs/x")
     routed = route_validation(run)
@@ -20,8 +20,9 @@ from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.prepare import cached_validation
 from moe_ffn.model.decoder import short_name
+from moe_ffn.report.assignments import Assignment, add_batch
 from moe_ffn.report.run_summary import evenly_chosen
-from moe_ffn.report.trace import origin, visible
+from moe_ffn.report.trace import visible
 from moe_ffn.runs.reader import Run
 
 MAX_FLOPS = 2e10
@@ -30,7 +31,7 @@ MAX_FLOPS = 2e10
 MAX_TOKENS, BATCH_TOKENS = 32_768, 4096
 
 MIN_COUNT = 5
-"""A token that came to an expert less often says nothing of what the expert prefers."""
+"""Fewest times that a token comes to an expert to count as typical."""
 
 CONTEXT = 24
 """Bytes of text before a token; half as many after it."""
@@ -41,42 +42,41 @@ NOWHERE = -1
 
 @dataclass(frozen=True, eq=False)
 class RoutedLayer:
-    """The experts of a layer's router, and what they computed."""
+    """Experts of a layer's router, and the tokens that they computed."""
 
     experts: tuple[str, ...]
-    """The name of each: its number, after a word such as `zero` where it has no network; `through` of a
-    mixture of depths."""
+    """Name of each: its number, after a word such as `zero` without a network; or `through` of a gate."""
     token_ids_N: np.ndarray
-    """The place in the text of the token of each pair that an expert computed, in [0, T)."""
+    """Place in the text of each pair's token, in [0, T)."""
     expert_ids_N: np.ndarray
     heaviest_T: np.ndarray
-    """The expert with the largest weight at each token; `NOWHERE` where none computed it."""
+    """Expert with the largest weight at each token; `NOWHERE` where none computed it."""
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedText:
-    """Tokens of the validation split, in windows of one length, and where each layer sent them."""
+    """Tokens in windows of one length, and the experts that each layer sent them to."""
 
     vocabulary: tuple[bytes, ...]
     ids_T: np.ndarray
-    """The token at each place, window after window."""
+    """Token at each place, window after window."""
     seq_len: int
     """Tokens of a window."""
     layers: Mapping[str, RoutedLayer]
-    """By name: `layer_03`, and `layer_03/inner` inside a mixture of depths."""
+    """Name, such as `layer_03` or `layer_03/inner` -> layer."""
 
     def text(self, start: int, end: int) -> bytes:
         return b"".join(self.vocabulary[token] for token in self.ids_T[start:end])
 
 
 def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
-    """Send windows spread over the validation split through the best weights of a run, in evaluation.
+    """Route windows spread over the validation split by the best weights of a run, in evaluation.
 
     Args:
-        num_tokens: at most so many, but a window at least; None for as many as take a second or two.
+        num_tokens: most tokens, but at least a window; None for as many as take a second or two.
 
     Raises:
-        ConfigError: the run has no good checkpoint, or the text it was validated on is in no cache any more.
+        ConfigError: the run has no good checkpoint, or its validation text is no longer in the cache.
     """
     saved = run.saved_model
     data, decoder = saved.config.data, saved.decoder
@@ -91,44 +91,20 @@ def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
     starts = spread_starts(len(tokens), data.seq_len, max(num_tokens // data.seq_len, 1))
     ids_WS = np.stack([tokens[start : start + data.seq_len] for start in starts]).astype(np.int64)
     infos = saved.config.model.routers()
-    gates = [name for name, info in infos.items() if info.is_gate]
-    pairs: dict[str, list[tuple[np.ndarray, ...]]] = {}
-    names: dict[str, tuple[str, ...]] = {}
-    per_batch = max(BATCH_TOKENS // data.seq_len, 1)
-    for first, ids_BS in enumerate(torch.from_numpy(ids_WS).split(per_batch)):
+    assignments: dict[str, Assignment] = {}
+    first = 0
+    for ids_BS in torch.from_numpy(ids_WS).split(max(BATCH_TOKENS // data.seq_len, 1)):
         with torch.no_grad():
             routings = decoder(ids_BS).routings
-        for name, routing in routings.items():
-            if routing.is_listed:  # of too many experts for a list of each one's tokens
-                continue
-            computed_N = routing.computed_N
-            places_N = routing.token_ids_N[computed_N]
-            came_from = origin(routings, name, gates)
-            if came_from is not None:
-                places_N = came_from[places_N]
-            parts = (
-                places_N + first * per_batch * data.seq_len,
-                routing.expert_ids_N[computed_N],
-                routing.weights_N[computed_N].float(),
-            )
-            pairs.setdefault(name, []).append(tuple(part.numpy() for part in parts))
-            info = infos.get(name)
-            numbers = tuple(map(str, range(routing.num_experts)))
-            known = info.expert_names() if info is not None else numbers
-            names[name] = ("through",) if info is not None and info.is_gate else known
-    layers = {name: _layer(names[name], found, ids_WS.size) for name, found in pairs.items()}
+        add_batch(assignments, routings, infos, first, ids_WS.size, with_dropped=False)
+        first += ids_BS.numel()
+    layers = {name: routed_layer(found) for name, found in assignments.items()}
     return RoutedText(saved.tokenizer.token_bytes, ids_WS.reshape(-1), data.seq_len, layers)
 
 
-def _layer(
-    experts: tuple[str, ...], found: list[tuple[np.ndarray, ...]], num_tokens: int
-) -> RoutedLayer:
-    token_ids_N, expert_ids_N, weights_N = map(np.concatenate, zip(*found, strict=True))
-    heaviest_T = np.full(num_tokens, NOWHERE)
-    # Of several values for one place the last stays.
-    order_N = np.argsort(weights_N, kind="stable")
-    heaviest_T[token_ids_N[order_N]] = expert_ids_N[order_N]
-    return RoutedLayer(experts, token_ids_N, expert_ids_N, heaviest_T)
+def routed_layer(found: Assignment) -> RoutedLayer:
+    heaviest_T = np.where(found.first_T < found.num_experts, found.first_T, NOWHERE)
+    return RoutedLayer(found.expert_names, *found.pairs, heaviest_T)
 
 
 # -- what an expert takes
@@ -139,41 +115,39 @@ class TopToken:
     """One token of the vocabulary, at one expert."""
 
     token: str
-    """The token as `visible` writes it."""
+    """Text from `visible`."""
     count: int
-    """How often the expert computed it."""
+    """Number of times that the expert computed it."""
     share: float
-    """Its share of all the tokens that the expert computed."""
+    """Share of the tokens that the expert computed."""
     lift: float
-    """That share over the token's share of the text: above 1 the expert has more of it than chance gives."""
+    """Share over the token's share of the text: above 1 the expert has more of it than by chance."""
     contexts: tuple[tuple[str, str, str], ...]
-    """Some places where the expert computed it: the text before, the token, the text after."""
+    """Some places where the expert computed it: text before, token, text after."""
 
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """What one expert of a layer computes."""
+    """Tokens that one expert of a layer computes."""
 
     expert: str
-    """Its name."""
     share: float
-    """Its share of the pairs that the experts of the layer computed."""
+    """Share of the pairs that the experts of the layer computed."""
     most_frequent: tuple[TopToken, ...]
-    """By their counts."""
     most_typical: tuple[TopToken, ...]
-    """By share x log lift, what a token adds to the divergence (Kullback and Leibler) of the expert's tokens
-    from the text; of those that came at least `MIN_COUNT` times, and more often than by chance."""
+    """Tokens with the largest share x log lift, their part of the expert's Kullback-Leibler divergence
+    from the text; each came at least `MIN_COUNT` times, and more often than by chance."""
 
 
 def expert_tokens(
     routed: RoutedText, layer: str, *, num_tokens: int = 8, num_contexts: int = 3
 ) -> list[ExpertTokens]:
-    """The tokens that each expert of a layer takes most often, and those it takes more often than chance.
+    """Return the tokens that each expert of a layer takes most often, and more often than by chance.
 
     Args:
         layer: a name in `routed.layers`.
-        num_tokens: of each list.
-        num_contexts: places in the text for each token, spread over those there are.
+        num_tokens: length of each list.
+        num_contexts: places in the text for each token, evenly spread.
     """
     here = routed.layers[layer]
     vocab_size = len(routed.vocabulary)
@@ -214,13 +188,12 @@ def expert_tokens(
 
 
 def _spread(items: np.ndarray, max_items: int) -> np.ndarray:
-    """At most so many of them, evenly chosen."""
     count = min(max_items, len(items))
     return items[(2 * np.arange(count) + 1) * len(items) // max(2 * count, 1)]
 
 
 def _context(routed: RoutedText, place: int) -> tuple[str, str, str]:
-    """The text before a token, the token, and the text after, within its window."""
+    """Return the text before a token, the token, and the text after, within its window."""
     start = place - place % routed.seq_len
     before = routed.text(max(start, place - CONTEXT), place)[-CONTEXT:]
     after = routed.text(place + 1, min(start + routed.seq_len, place + CONTEXT))[: CONTEXT // 2]
@@ -229,7 +202,7 @@ def _context(routed: RoutedText, place: int) -> tuple[str, str, str]:
 
 
 def stretches(routed: RoutedText, layer: str, window: int) -> list[tuple[int, bytes]]:
-    """A window as text, cut where the expert with the largest weight changes: (expert, text)."""
+    """Return a window as (expert, text), cut where the expert with the largest weight changes."""
     places = slice(window * routed.seq_len, (window + 1) * routed.seq_len)
     ids, experts = routed.ids_T[places], routed.layers[layer].heaviest_T[places]
     pairs = zip(experts.tolist(), ids.tolist(), strict=True)
@@ -247,20 +220,20 @@ MAX_LAYERS, MAX_EXPERTS, TEXT_TOKENS = 8, 32, 768
 
 @dataclass(frozen=True)
 class LayerView:
-    """A layer as the page shows it."""
+    """A layer on the page."""
 
     title: str
     names: Sequence[str]
-    """The names of its experts."""
+    """Names of its experts."""
     windows: Sequence[Sequence[tuple[int, str]]]
     """Stretches of text by expert, see `stretches`."""
     experts: Sequence[tuple[int, ExpertTokens]]
-    """The busiest, by their number."""
+    """Busiest experts and their numbers."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What a page shows of what experts take; or why it does not."""
+    """Tokens of experts on a page, or the reason why they are absent."""
 
     num_tokens: int = 0
     layers: Sequence[LayerView] = ()
@@ -268,7 +241,7 @@ class View:
 
 
 def view(run: Run) -> View | None:
-    """None of a run without sparse layers, or that is being trained: its processor has other work."""
+    """Return the tokens of experts; None for a run without sparse layers, or still in training."""
     if not run.layers or run.is_going_on:
         return None
     try:
@@ -276,9 +249,7 @@ def view(run: Run) -> View | None:
         layers = [
             _layer_view(routed, name) for name in evenly_chosen(list(routed.layers), MAX_LAYERS)
         ]
-    except (
-        Exception
-    ) as error:  # of any kind, as of code from outside: the rest of the page is not lost to it
+    except Exception as error:  # custom code may raise anything; the page has other parts
         return View(problem=first_line(error))
     if not layers:
         return View(problem="routers list pairs of too many experts to show each")

@@ -1,4 +1,4 @@
-"""Figures of a run, or of several: functions that return a plotly figure, which a notebook shows.
+"""Figures of a run: functions that return a plotly figure, which a notebook shows.
 
     import moe_ffn
     from moe_ffn.report import figures
@@ -8,7 +8,7 @@
     figures.load(run, layer=3)
     figures.measure(run, "max_violation")
 
-`figure.layout.meta["note"]` says how to read one. The page of a run shows the same figures.
+`figure.layout.meta["note"]` explains a figure. The page of a run shows the same figures.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 
 MAX_POINTS = 500
-"""Points of a curve: more than a screen has pixels for."""
+"""Most points of a curve."""
 
 MAX_LAYER_POINTS = 250
-"""Points of a curve where each layer has one."""
+"""Most points of a curve where each layer has one."""
 
 MAX_LINES = 6
-"""More layers than this become rows of a heat map."""
+"""Most layers that are lines; more become rows of a heat map."""
 
 MAX_TEXTS = 12
-"""More experts than this have no numbers in the cells of their co-activation."""
+"""Most experts that have numbers in the cells of their co-activation."""
 
 MAX_CELLS = 4000
-"""Cells of a heat map of layers."""
+"""Most cells of a heat map of layers."""
 
 MAX_LOADS = 240_000
-"""Cells of the load heat maps of all layers together: a page of a large run has under a megabyte of data."""
+"""Most cells of the load heat maps of all layers: a page of a large run has under a megabyte of data."""
 
 ROW_NAMES = {"train": "training", "validation": "validation"}
 
@@ -64,16 +64,16 @@ class NotMeasuredError(LookupError):
     """The run has nothing to draw in this figure."""
 
 
-# -- one run: what it learned, how fast, and with which step sizes
+# -- curves of the whole model
 
 
 def loss(run: Run) -> go.Figure:
-    """Training and validation loss, beside what a model that only counts tokens scores."""
+    """Draw training and validation loss, and the loss of a model that only counts tokens."""
     return curve(run, "loss")
 
 
 def curve(run: Run, key: str) -> go.Figure:
-    """A metric of the whole model over the steps.
+    """Draw a metric of the whole model over the steps.
 
     Args:
         key: such as `gradient_norm`; see `moe_ffn.metrics.table.RUN_METRICS`.
@@ -97,11 +97,11 @@ BEFORE_WEIGHTS = Metric(
     formula="every loss of `BALANCING_LOSSES`",
     healthy="",
 )
-"""The axis of the balancing losses together."""
+"""Title and axis of the balancing losses together."""
 
 
 def balancing_losses(run: Run) -> go.Figure:
-    """Every balancing loss that the run has, before its weight.
+    """Draw every balancing loss that the run has, before its weight.
 
     Raises:
         NotMeasuredError: it has none.
@@ -124,7 +124,6 @@ def _curves(
     note: str = "",
     levels: Mapping[str, float] = MappingProxyType({}),
 ) -> go.Figure:
-    """The measured columns by their names; `keys` maps a name to its key."""
     lines = [Line(name, run.series(key), n) for n, (name, key) in enumerate(keys.items())]
     lines = [line for line in lines if line.series]
     if not lines:
@@ -133,11 +132,11 @@ def _curves(
     return line_figure(lines, metric, MAX_POINTS, levels=levels, note=note)
 
 
-# -- one run: where its tokens went
+# -- layers and their experts
 
 
 def load(run: Run, layer: int | str) -> go.Figure:
-    """The load of each expert of a layer over time, as a multiple of the even share.
+    """Draw the load of each expert of a layer over time, as a multiple of the even share.
 
     Args:
         layer: its number, or its name, such as `layer_03/inner`.
@@ -166,7 +165,7 @@ def load(run: Run, layer: int | str) -> go.Figure:
 
 
 def measure(run: Run, key: str) -> go.Figure:
-    """A metric of every sparse layer over the steps: a line each, or a row each where they are many.
+    """Draw a metric of every sparse layer over the steps, as lines, or as rows of a heat map of many layers.
 
     Args:
         key: such as `max_violation`; see `moe_ffn.metrics.table.LAYER_METRICS`.
@@ -203,7 +202,7 @@ def measure(run: Run, key: str) -> go.Figure:
 
 
 def coactivation(run: Run, layer: int | str) -> go.Figure:
-    """Which experts of a layer share tokens, on the validation split, at the end of the run.
+    """Draw how often experts of a layer share tokens, on the validation split at the end of the run.
 
     Args:
         layer: its number, or its name, such as `layer_03/inner`.
@@ -216,7 +215,7 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
     metric = LAYER_METRICS["coactivation"]
     experts = range(len(found[name]))
     shares = np.array(found[name], dtype=float)
-    # That an expert shares all tokens with itself would leave the rest one colour.
+    # An expert shares all tokens with itself; next to that the rest would be one colour.
     np.fill_diagonal(shares, np.nan)
     k = run.validated[name].get("experts_per_token")
     even = ""
@@ -234,14 +233,13 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
         height=440,
         colorscale="Cividis",
         zmin=0,
-        # Where there is room, numbers need no pointer.
         texttemplate="%{z:.0%}" if len(experts) <= MAX_TEXTS else None,
         meta={"is_packed": True},
     )
 
 
 def coactivations(run: Run) -> dict[str, list[list[float | None]]]:
-    """Sparse layer -> for each expert, the share of its tokens that went to each other expert too."""
+    """Return sparse layer -> for each expert, the share of its tokens that each other expert also took."""
     matrices: dict[str, Any] = {
         layer: values.get("coactivation") for layer, values in run.validated.items()
     }
@@ -249,7 +247,6 @@ def coactivations(run: Run) -> dict[str, list[list[float | None]]]:
 
 
 def _is_square(matrix: Any) -> bool:
-    """Whether it is a matrix with as many rows as columns."""
     if not isinstance(matrix, list) or not matrix:
         return False
     return all(isinstance(row, list) and len(row) == len(matrix) for row in matrix)
@@ -259,10 +256,10 @@ def _is_square(matrix: Any) -> bool:
 
 
 def overlay_measure(arms: Mapping[str, Sequence[Run]], key: str) -> go.Figure:
-    """A metric of sparse layers, a line for each arm: the mean over the layers of its runs.
+    """Draw a metric of sparse layers as a line per arm: the mean over the layers of its runs.
 
     Args:
-        arms: the runs of each, such as one for each seed; their order gives them their colours.
+        arms: name -> its runs, such as one per seed; their order gives the colours.
 
     Raises:
         NotMeasuredError: there is no such metric, or no layer of any run has it.
@@ -280,10 +277,7 @@ def overlay_measure(arms: Mapping[str, Sequence[Run]], key: str) -> go.Figure:
 
 
 def mean_over_layers(runs: Sequence[Run], metric: Metric) -> Series:
-    """A metric averaged over the layers that have it, of all runs, at each step; NaN where one of them is.
-
-    Blocks inside the blocks of layers are left out.
-    """
+    """Return a metric averaged over the layers of all runs at each step, without blocks inside blocks."""
     found = [
         series
         for run in runs
@@ -299,11 +293,10 @@ def mean_over_layers(runs: Sequence[Run], metric: Metric) -> Series:
     return Series(array("q", kept.tolist()), array("d", means.tolist()))
 
 
-# -- what they share
+# -- parts
 
 
 def _bar(metric: Metric) -> dict[str, Any]:
-    """The colour bar of a metric."""
     title, ticks = scale_of(metric)
     return {"title": title, "tickformat": ticks} if ticks else {"title": title}
 

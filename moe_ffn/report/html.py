@@ -1,7 +1,7 @@
-"""HTML pages from the templates beside this file: one file each, with nothing in it that must be fetched.
+"""HTML pages from templates: one file each, which fetches nothing.
 
-Whatever a template shows is escaped, and its control characters are made visible: what a run wrote can do
-nothing on a page.
+A template escapes every value and makes control characters visible, so that a run's texts can do nothing on
+a page.
 """
 
 from __future__ import annotations
@@ -18,27 +18,24 @@ from moe_ffn.files import write_whole
 from moe_ffn.model.decoder import short_name
 
 OPENING = "<!doctype html>"
-"""How every page begins."""
+"""Beginning of every page."""
 
 NONE = "-"
-"""Stands where a value is absent."""
+"""Text of an absent value."""
 
 
 def render(template: str, **values: Any) -> str:
-    """A page as text.
+    """Return a page.
 
     Args:
         template: name of a file in `templates/`.
-        values: what the template shows, plain; a value that it lacks is an error.
+        values: plain values for the template; a missing one is an error.
     """
     return ENVIRONMENT.get_template(template).render(values)
 
 
 def write_page(path: Path, html: str) -> None:
-    """Put the page in its place whole: a reader who opens it meanwhile sees the old one.
-
-    The bytes of a file's name that are not UTF-8 stand in it as escapes.
-    """
+    """Write a page atomically; bytes of file names that are not UTF-8 are escaped."""
     write_whole(path, html.encode(errors="backslashreplace"))
 
 
@@ -46,20 +43,20 @@ def write_page(path: Path, html: str) -> None:
 
 
 def finite(value: Any) -> float | None:
-    """A number as it is; None for anything else."""
+    """Return a finite number; None for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else None
 
 
 def number(value: Any, form: str = ".4f") -> str:
-    """Formatted; a dash where it is absent, `NaN` where it is not finite."""
+    """Return a number as text; a dash where it is absent, `NaN` or `infinite`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return NONE
     return format(value, form) if math.isfinite(value) else "NaN" if value != value else "infinite"
 
 
 def compact(count: Any, unit: str = "") -> str:
-    """2,450,000 as `2.45 M`, and with a unit as `2.45 MB`; a dash where it is no finite number."""
+    """Return 2,450,000 as `2.45 M`, with a unit as `2.45 MB`; a dash for no finite number."""
     size = finite(count)
     if size is None:
         return NONE
@@ -73,12 +70,12 @@ def compact(count: Any, unit: str = "") -> str:
 
 
 def plain(value: object) -> str:
-    """For an attribute: control characters escaped, without the colour that they have in a text."""
+    """Return text with control characters escaped, for an attribute."""
     return printable(str(value), also="\n\t")
 
 
 def _shown(value: Any) -> Any:
-    """What stands in a page for a value of a template: HTML as it is, all else escaped."""
+    """Return a value of a template: HTML as it is, everything else escaped."""
     if isinstance(value, Markup):
         return value
     text = str(value)
@@ -91,12 +88,11 @@ def _shown(value: Any) -> Any:
 
 
 def _script(source: str) -> Markup:
-    """JavaScript between tags: it would end at the first `</script`, wherever it stands, in a string too."""
+    """Return JavaScript that `</script` inside a string does not end."""
     return Markup(source.replace("</script", "<\\/script"))
 
 
 def _file(name: str) -> Markup:
-    """A style sheet or script of ours."""
     return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
 
 

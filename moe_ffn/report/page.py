@@ -1,13 +1,11 @@
-"""The page of one run, or of several beside each other: written whole, and kept current while they go on."""
+"""The page of one run, or of several together; it can follow runs in progress."""
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe_ffn.config.errors import ConfigError
 from moe_ffn.report import run_summary
 from moe_ffn.report.html import write_page
 from moe_ffn.runs.folder import explaining
@@ -23,18 +21,17 @@ def write_report(
     reload_every: float | None = None,
     has_ended: bool = False,
 ) -> list[Run]:
-    """Write the page of these runs, whole or not at all; returns what it shows.
+    """Write the page of these runs, atomically; return the runs.
 
     Args:
-        reload_every: seconds after which the page loads itself anew, while a run is going on; None
-            for a page that stays as it is.
-        has_ended: these runs are not being trained. The files of an interrupted run show that only after
+        reload_every: seconds after which the page reloads itself while a run is in progress; None for a
+            page that never reloads.
+        has_ended: these runs are not being trained; the files of an interrupted run show that only after
             a long silence.
 
     Raises:
-        ConfigError: a folder is no run, plotly is not installed, or `output` cannot be written.
+        ConfigError: a folder is no run, or `output` cannot be written.
     """
-    check_plotly()
     runs = read_runs(folders, has_ended=has_ended)
     html = report_html(runs, reload_every=reload_every, output=output)
     with explaining(f"'{output}' cannot be written", "choose another file with --output"):
@@ -42,34 +39,24 @@ def write_report(
     return runs
 
 
-def check_plotly() -> None:
-    """
-    Raises:
-        ConfigError: plotly is not installed.
-    """
-    try:
-        importlib.import_module("plotly.graph_objects")
-    except ImportError as error:
-        raise ConfigError("the report needs plotly; install it with: pip install plotly") from error
-
-
 def report_html(
     runs: Sequence[Run], *, reload_every: float | None = None, output: Path | None = None
 ) -> str:
-    """The document.
+    """Return the page.
 
     Args:
-        output: where it will stand: a script that is shared there is not put into it, see `shared_script`.
+        output: its path; a script that is shared there is left out of the page, see `shared_script`.
     """
-    # Only now: without plotly the import of this module should still succeed.
+    # Only now: training imports this module, and should not wait for plotly.
     from moe_ffn.report import expert_tokens
-    from moe_ffn.report.comparison_page import compare_runs, comparison_html, links_to
     from moe_ffn.report.plots import plots_of_run, render_plots, shared_script
     from moe_ffn.report.trace_view import PALETTE
 
     reload_every = reload_every if any(run.is_going_on for run in runs) else None
     script = None if output is None else shared_script(output)
     if len(runs) > 1:
+        from moe_ffn.report.comparison_page import compare_runs, comparison_html, links_to
+
         links = {} if output is None else links_to({run.name: run.folder for run in runs}, output)
         found = compare_runs(runs)
         return comparison_html(found, links=links, reload_every=reload_every, script=script)
@@ -97,19 +84,18 @@ def watch(
     say: Callable[[str], None],
     sleep: Callable[[float], None] | None = None,
 ) -> None:
-    """Write the page again whenever a file of a run changed; return when no run is going on.
+    """Write the page again whenever a file of a run changes; return when no run is in progress.
 
-    A run that has not begun is waited for. However it ends, the page that is left no longer reloads.
+    A run that has not begun is waited for. However it ends, the last page no longer reloads.
 
     Args:
         every: seconds between two looks.
 
     Raises:
-        ConfigError: what is given is there and is no run, or the first page cannot be written.
+        ConfigError: a path exists and is no run, or the page cannot be written.
     """
     sleep = sleep or time.sleep
     runs: list[Run] = []
-    said = ""
     try:
         for folder in folders:
             if not _has_begun(folder):
@@ -126,38 +112,26 @@ def watch(
             while stamp_of(folders) == seen and time.monotonic() - start < PATIENCE_SECONDS:
                 sleep(every)
             seen = stamp_of(folders)
-            try:
-                runs = write_report(folders, output, reload_every=every)
-            except ConfigError as error:  # a folder that is being moved, a disk that is full
-                if str(error) != said:
-                    say(f"{error}; looking again every {every:g} s")
-                said = str(error)
-                seen = None
-                sleep(every)
+            runs = write_report(folders, output, reload_every=every)
     except KeyboardInterrupt:
         if not runs:
-            say(f"no longer waited for; {output} was not written")
+            say(f"stopped waiting; {output} was not written")
             return
         write_report(folders, output)
-        say(f"no longer followed: {output}")
+        say(f"stopped: {output}")
     else:
         interrupted = [run.name for run in runs if run.state == "interrupted"]
-        ended = "interrupted" if len(interrupted) == len(runs) else "finished"
-        if interrupted and ended == "finished":
-            ended += f", but {', '.join(interrupted)} was interrupted"
+        ended = f"{', '.join(interrupted)} was interrupted" if interrupted else "finished"
         say(f"{ended}: {output}")
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether there is something to judge: a run's folder is made before the files in it."""
-    try:
-        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    except OSError:  # `check_is_run` says why
-        return True
+    """Return whether a run's folder has files, or something else is in its place."""
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
 
 
 def stamp_of(folders: Sequence[Path]) -> Stamp:
-    """Time and size of every file that the page is made of; None for one that is absent."""
+    """Return time and size of every file that the page is made of; None for an absent file."""
     stamps: Stamp = []
     for path in (folder / name for folder in folders for name in WATCHED):
         try:

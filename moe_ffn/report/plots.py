@@ -1,4 +1,4 @@
-"""The plots of a page: which figures of a run it shows, in what order, and as its script draws them."""
+"""Plots of a page: the figures in their order, as the page's script draws them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from plotly.offline import get_plotlyjs
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.files import write_whole
 from moe_ffn.metrics.plotting import TITLE_HEIGHT
-from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS
+from moe_ffn.metrics.table import RUN_METRICS
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report import arm_figures, figures, run_summary
-from moe_ffn.report.arm_figures import AXES, LOSSES, ArmCurves
+from moe_ffn.report import figures, run_summary
 from moe_ffn.report.drawing import LIGHT
 from moe_ffn.report.html import render
 from moe_ffn.runs.reader import Run
-from moe_ffn.studies.comparison import COSTS, Comparison
 
 MAX_PAIRS = 200_000
-"""Pairs of experts in all co-activation heat maps together; beyond it some layers are left out."""
+"""Most pairs of experts in all co-activation heat maps; of more some layers are left out."""
 
 NOT_DRAWN = {
     "bits_per_byte": "the loss in another unit",
@@ -32,38 +31,38 @@ NOT_DRAWN = {
     "load_cv": "as MaxVio",
     "entropy_of_mean": "as MaxVio",
 }
-"""Metrics that say what another one does; the page has no plot of them, the rows have them."""
+"""Metrics without a plot -> the metric that shows the same."""
 
 FOLDED = {"tokens_per_second", "learning_rate"}
-"""Curves that the reader unfolds: a card has the throughput, the config the schedule."""
+"""Curves that the reader unfolds."""
 
 FIRST = ("max_violation", "dropped_fraction", "entropy", "logit_max", "churn", "dead_experts")
-"""The metrics of layers that the page shows at once; the others are below them, folded."""
+"""Metrics of layers that the page shows at once; the others are folded."""
 
 NOT_MEASURED = 65535
-"""In the packed shares of a heat map; the shares themselves end one below."""
+"""Missing value in the packed shares of a heat map."""
 
 
 @dataclass
 class Plot:
-    """A place on the page for one figure, or for several behind one choice, such as a heat map per layer."""
+    """A place for one figure, or for several behind one choice, such as a heat map per layer."""
 
     figures: Sequence[dict[str, Any]]
-    """The figures, as the page's script draws them."""
+    """Figures as the page's script draws them."""
     choices: Sequence[str]
-    """What is chosen, a name for each figure."""
+    """Name of each figure, for the reader to choose."""
     title: str
     note: str
-    """How to read it."""
+    """Explanation below the plot."""
     choice: str = "layer"
-    """What the choices are."""
+    """Label of the choices."""
     is_wide: bool = False
     name: str = ""
-    """The id of its element, once all are on the page."""
+    """Id of its element, set when all plots are known."""
 
 
 def plots_of_run(run: Run) -> dict[str, list[Plot]]:
-    """Each section of `run.html`, in its order -> its plots, each only where it was measured."""
+    """Return section of `run.html` -> plots of what the run measured."""
     keys = [key for key in RUN_METRICS if key not in NOT_DRAWN and _has_values(run, key)]
     curves = [
         plot_of(figures.curve(run, key), is_wide=key == "loss") for key in keys if key not in FOLDED
@@ -84,44 +83,8 @@ def plots_of_run(run: Run) -> dict[str, list[Plot]]:
     )
 
 
-def plots_of_arms(
-    comparison: Comparison | None,
-    arms: Sequence[ArmCurves],
-    runs: Mapping[str, Sequence[Run]],
-) -> dict[str, list[Plot]]:
-    """Each section of `runs.html`, in its order -> its plots.
-
-    Args:
-        comparison: None where the runs do not compare, so that their curves alone are drawn.
-        arms: all that have curves, in the order that gives them their colours.
-        runs: those of each arm whose routing over training is known, in that order.
-    """
-    answer: list[Plot] = []
-    tuning: list[Plot] = []
-    if comparison is not None:
-        if any(arm.difference for arm in comparison.arms):
-            answer.append(plot_of(arm_figures.differences(comparison)))
-        known = [c for c, of in COSTS.items() if all(of(arm) for arm in comparison.arms)]
-        costs = {cost: arm_figures.frontier(comparison, cost) for cost in known}
-        answer += [choice_of(costs, choice="cost")] if costs else []
-        tuning = [plot_of(arm_figures.tuning(comparison, found)) for found in comparison.tuning]
-    curves = [
-        choice_of({AXES[axis]: arm_figures.losses(arms, axis, of) for axis in axes}, choice="over")
-        for of in LOSSES
-        if (axes := arm_figures.axes_of(arms, of))
-    ]
-    moving = [key for key in FIRST if _moves(runs, key)]
-    measures = [plot_of(figures.overlay_measure(runs, key)) for key in moving]
-    return numbered(answer=answer, curves=curves, tuning=tuning, measures=measures)
-
-
-def _moves(runs: Mapping[str, Sequence[Run]], key: str) -> bool:
-    means = [figures.mean_over_layers(of_arm, LAYER_METRICS[key]) for of_arm in runs.values()]
-    return len({value for series in means for value in series.values}) > 1
-
-
 def numbered(**sections: list[Plot]) -> dict[str, list[Plot]]:
-    """The sections of a page, whose plots have their names now."""
+    """Name the plots of the sections of a page, and return the sections."""
     for number, plot in enumerate(plot for plots in sections.values() for plot in plots):
         plot.name = f"plot-{number}"
     return sections
@@ -132,20 +95,19 @@ def plot_of(figure: Any, **options: Any) -> Plot:
 
 
 def choice_of(found: Mapping[Any, Any], **options: Any) -> Plot:
-    """What is chosen -> what is drawn; title and note are those of the first figure, or in `options`."""
+    """Return a plot of name -> figure, with title and note of the first figure unless `options` has them."""
     plain = [plain_figure(figure) for figure in found.values()]
     about = next(iter(found.values())).layout.meta
     return Plot(plain, list(found), **{**about, **options})
 
 
 def _has_values(run: Run, key: str) -> bool:
-    """False where a metric was always 0, as the steps skipped."""
+    """Return False where a metric was always 0, such as the skipped steps."""
     found = [run.series(f"{row}/{key}").values for row in RUN_METRICS[key].rows]
     return any(value for values in found for value in values)
 
 
 def _loads(run: Run) -> list[Plot]:
-    """One heat map with a choice of sparse layer."""
     found: dict[str, Any] = {layer_title(layer): figures.load(run, layer) for layer in run.loads}
     if not found:
         return []
@@ -154,7 +116,6 @@ def _loads(run: Run) -> list[Plot]:
 
 
 def _coactivations(run: Run) -> list[Plot]:
-    """One heat map with a choice of layer."""
     found = figures.coactivations(run)
     if not found:
         return []
@@ -176,7 +137,7 @@ def layer_title(name: str) -> str:
 # -- pages with plots, and the script that draws them
 
 SHARED_SCRIPT = "plotly.min.js"
-"""Plotly's 4.8 MB, once for all pages of a folder and of the folders in it."""
+"""File with plotly's script, which the pages of a folder and of the folders in it can share."""
 
 
 def render_plots(
@@ -187,8 +148,6 @@ def render_plots(
     Args:
         script: address of plotly's script; None puts it into the page, which then needs no other file.
     """
-    from plotly.offline import get_plotlyjs
-
     return render(
         template,
         plots=plots,
@@ -200,23 +159,25 @@ def render_plots(
     )
 
 
-def share_script(folder: Path) -> None:
-    """Put plotly's script there, for pages in the folder and in those in it; OSError where that fails."""
-    from plotly.offline import get_plotlyjs
+def figures_page(title: str, figures: Sequence[Any], script: str | None = None) -> str:
+    """Return a page of plotly figures alone; `script` as of `render_plots`."""
+    plots = numbered(figures=[plot_of(figure) for figure in figures])
+    return render_plots("figures.html", plots, script=script, title=title, reload_every=None)
 
+
+def share_script(folder: Path) -> None:
+    """Write plotly's script for the pages of a folder and of the folders in it; raises OSError."""
     write_whole(folder / SHARED_SCRIPT, get_plotlyjs())
 
 
 def shared_script(page: Path) -> str | None:
-    """The address of the script that `share_script` put beside a page or a folder higher; None without."""
-    from plotly.offline import get_plotlyjs
-
+    """Return the address of the script that `share_script` wrote next to a page or a folder above, if any."""
     folder = page.resolve().parent
     for address, path in (
         (SHARED_SCRIPT, folder / SHARED_SCRIPT),
         (f"../{SHARED_SCRIPT}", folder.parent / SHARED_SCRIPT),
     ):
-        # That of another version of plotly may draw something else.
+        # Another version of plotly may draw something else.
         if path.is_file() and path.stat().st_size == len(get_plotlyjs().encode()):
             return address
     return None
@@ -226,9 +187,9 @@ def shared_script(page: Path) -> str | None:
 
 
 def plain_figure(figure: Any) -> dict[str, Any]:
-    """A figure as plain values: without its title and template, since the page has a heading and colours.
+    """Return a figure as plain values, without title and template: the page has a heading and colours.
 
-    Shares go into the page packed, since there are by far the most of them; page.js unpacks them.
+    Shares are packed, since they are by far the most numbers; page.js unpacks them.
     """
     found = figure.to_plotly_json()
     layout = found["layout"]
@@ -246,7 +207,7 @@ def plain_figure(figure: Any) -> dict[str, Any]:
 
 
 def pack_shares(shares: Any) -> str:
-    """Shares of 1 as base64 of little-endian 16-bit integers, row after row; NaN is `NOT_MEASURED`."""
+    """Return shares as base64 of little-endian 16-bit integers, row after row; NaN is `NOT_MEASURED`."""
     values = np.asarray(shares, dtype=float)
     packed = np.rint(np.clip(values, 0, 1) * (NOT_MEASURED - 1))
     packed = np.where(np.isnan(values), NOT_MEASURED, packed)

@@ -1,4 +1,4 @@
-"""What a page says of runs beside its figures, as plain values: their heads, alarms, tables and texts."""
+"""Texts of a run's page next to its figures: heads, alarms, tables and samples, as plain values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from moe_ffn.config.sizes import TRAINING_FLOPS
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, layer_measures, result_columns
@@ -18,13 +19,12 @@ from moe_ffn.report.html import NONE, finite, number
 from moe_ffn.runs.json_files import Alarm
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
-from moe_ffn.studies.budget import TRAINING_FLOPS
 from moe_ffn.training.config import AlarmsConfig
 
 Item = TypeVar("Item")
 
 MAX_COLUMNS = 16
-"""More experts than this stand in a block of their own under each layer's row."""
+"""Most experts that are columns; more stand in a block under each layer's row."""
 
 MAX_SAMPLES = 40
 """Samples shown of a long run: the first, the last, and evenly between them."""
@@ -34,16 +34,15 @@ IN_SUMMARY = {
     "validation/bits_per_byte": "validation_bits_per_byte",
     "train/tokens_per_second": "tokens_per_second",
 }
-"""Column of the rows -> what a summary calls its last value, or the mean of the whole run."""
+"""Column of the rows -> field of a summary with its last value, or the mean of the whole run."""
 
 # -- the values of a run
 
 
 def final(run: Run, key: str) -> float | None:
-    """A column's value in the summary of a finished run, NaN where it was not finite; or its last so far.
+    """Return a column of `IN_SUMMARY` at the end of a finished run, or its last value so far.
 
-    Args:
-        key: one of `IN_SUMMARY`.
+    NaN means that the value was not finite.
     """
     name = IN_SUMMARY[key]
     if run.summary.has(name):
@@ -53,7 +52,7 @@ def final(run: Run, key: str) -> float | None:
 
 
 def measured(run: Run, metric: Metric) -> dict[str, Series]:
-    """Sparse layer -> the metric's series, for the layers that have it."""
+    """Return sparse layer -> series of the metric, for the layers that have it."""
     layers = run.validated_layers if metric.measured == "validation" else run.layers
     return {
         layer: series
@@ -63,20 +62,20 @@ def measured(run: Run, metric: Metric) -> dict[str, Series]:
 
 
 def constant(found: Mapping[str, Series]) -> float | None:
-    """The one value of a metric at all steps, in all layers; None where it moved, or has one row."""
+    """Return the value that a metric has at all steps in all layers; None where it moved, or has one row."""
     values = {value for series in found.values() for value in series.values}
     rows = max(map(len, found.values()), default=0)
     return values.pop() if len(values) == 1 and rows > 1 and math.isfinite(min(values)) else None
 
 
 def moving_measures(run: Run) -> list[str]:
-    """The keys of the metrics of layers that changed in the run; `constant_measures` has the rest."""
+    """Return the keys of layer metrics that changed in the run; `constant_measures` has the rest."""
     found = {metric.key: measured(run, metric) for metric in layer_measures()}
     return [key for key, layers in found.items() if layers and constant(layers) is None]
 
 
 def constant_measures(run: Run) -> list[str]:
-    """`dropped 0%`, for each metric that had one value in all layers and at all steps."""
+    """Return texts such as `dropped 0%` of the metrics that had one value in all layers and at all steps."""
     values = {metric: constant(measured(run, metric)) for metric in layer_measures()}
     return [
         f"{metric.title if metric.title.startswith('MaxVio') else metric.title.lower()} "
@@ -94,11 +93,11 @@ STATES = {
     "interrupted": ("bad", "interrupted"),
     "finished": ("good", "finished"),
 }
-"""State of a run -> a class of the style sheet, and what is said of it."""
+"""State of a run -> class of the style sheet, and text."""
 
 
 def ffn_type(run: Run) -> str:
-    """The type of the feed-forward block, its experts, and the types of layers that differ."""
+    """Return the type of the feed-forward block, its experts, and the layers that differ."""
     ffn = run.option("model.ffn")
     if not isinstance(ffn, dict):
         return "unknown block"
@@ -116,14 +115,14 @@ def ffn_type(run: Run) -> str:
 
 
 def progress(run: Run) -> str:
-    """`240 of 600`; the whole is not known of a run without its options."""
+    """Return `240 of 600`, or `240` of a run without its options."""
     planned = run.option("trainer.max_steps")
     done = f"{run.step or 0:,}"
     return f"{done} of {planned:,}" if isinstance(planned, int) and planned > 0 else done
 
 
 def best_loss(run: Run) -> float | None:
-    """The lowest validation loss of a run, where its last is higher."""
+    """Return the lowest validation loss of a run whose last one is higher."""
     values = [value for value in run.series("validation/loss").values if value == value]
     last = final(run, "validation/loss")
     if not values or last is None or min(values) >= last - 5e-5:
@@ -132,7 +131,7 @@ def best_loss(run: Run) -> float | None:
 
 
 def beside_unigram(run: Run) -> str:
-    """`0.8448 below it (27%)`: the validation loss beside the unigram model's; empty where one is lost."""
+    """Return `0.8448 below it (27%)` of the validation loss and the unigram model's; empty without both."""
     loss, unigram = finite(final(run, "validation/loss")), finite(run.summary.unigram_loss)
     if loss is None or not unigram:
         return ""
@@ -141,27 +140,27 @@ def beside_unigram(run: Run) -> str:
 
 
 def tokens_per_step(run: Run) -> int | None:
-    """Tokens of an optimizer step, of all ranks; None where the options are lost."""
+    """Return the tokens of an optimizer step on all ranks; None without the options."""
     options = "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches"
     counts = [run.option(option) for option in options]
     return math.prod(counts) if all(isinstance(count, int) for count in counts) else None
 
 
 def tokens_seen(run: Run) -> float | None:
-    """Tokens trained on so far."""
+    """Return the tokens trained on so far."""
     known = finite(run.summary.num_tokens)
     per_step = tokens_per_step(run)
     return known if known is not None or per_step is None else per_step * (run.step or 0)
 
 
 def training_flops(run: Run) -> float | None:
-    """The FLOPs of all tokens seen, forward and backward."""
+    """Return the FLOPs of all tokens seen, forward and backward."""
     tokens, cost = tokens_seen(run), finite(run.facts.flops_per_token)
     return None if tokens is None or cost is None else TRAINING_FLOPS * tokens * cost
 
 
 def duration(seconds: float | None) -> str:
-    """`1 h 23 min`, `4 min 5 s`, `12.3 s`; a dash where it is not known."""
+    """Return `1 h 23 min`, `4 min 5 s` or `12.3 s`; a dash where the time is unknown."""
     if finite(seconds) is None or seconds is None:
         return NONE
     if seconds < 60:
@@ -172,7 +171,7 @@ def duration(seconds: float | None) -> str:
 
 
 def hardware(run: Run) -> tuple[str, str]:
-    """`2 CPU cores`, and what they are; of a run on a GPU its name first. Dashes where that is not known."""
+    """Return `2 CPU cores` and the processor, or the GPU and both; dashes for what is unknown."""
     found = run.facts.hardware
     processor, cores, gpu = (found.get(key) for key in ("processor", "num_cpus", "gpu"))
     count = f"{cores} CPU core{'' if cores == 1 else 's'}" if cores else NONE
@@ -186,16 +185,16 @@ def hardware(run: Run) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Health:
-    """A metric of the layers at the end of a run, or so far, beside its healthy range."""
+    """A metric of the layers at the end of a run, or so far, and its healthy range."""
 
     title: str
     layers: Sequence[Cell]
-    """A text for each layer, empty where it has no such metric; and `bad` where it is out of the range."""
+    """Text of each layer, empty without the metric; and `bad` where the value is out of the range."""
     healthy: str
 
 
 def health(run: Run) -> list[Health]:
-    """The metrics with a healthy range that the run has, in the last row that has them."""
+    """Return the metrics with a healthy range, from the last row that has them."""
     found: list[Health] = []
     for metric in LAYER_METRICS.values():
         measured_here = measured(run, metric)
@@ -216,7 +215,7 @@ def health(run: Run) -> list[Health]:
 
 
 def concerns(run: Run) -> list[tuple[str, str]]:
-    """What is wrong without an alarm, and which alarms could not have been raised yet.
+    """Return problems without an alarm, and alarms that it is too early to raise.
 
     Each is a class of the style sheet and a sentence.
     """
@@ -248,7 +247,7 @@ def concerns(run: Run) -> list[tuple[str, str]]:
 
 
 def alarm_groups(run: Run) -> list[list[Alarm]]:
-    """Every alarm of a run; those of one kind at one step together, in all layers."""
+    """Return the alarms of a run, grouped by step and kind over all layers."""
     groups: dict[tuple[int, str], list[Alarm]] = {}
     for alarm in run.alarms:
         groups.setdefault((alarm.step, alarm.kind), []).append(alarm)
@@ -259,8 +258,8 @@ def alarm_groups(run: Run) -> list[list[Alarm]]:
 
 
 Cell = tuple[str, str]
-"""A text and what it says of a share: `high` over 1.5 times the even share, `low` under 1 / 1.5 of it, `none`
-at 0, otherwise empty."""
+"""Text of a share, and its kind: `high` over 1.5 times the even share, `low` under 1 / 1.5 of it, `none` at
+0, otherwise empty."""
 
 EXTREMES = ("experts", "busiest", "median", "idlest", "unused")
 
@@ -271,15 +270,15 @@ class ExpertRow:
 
     layer: str
     shares: Sequence[Cell]
-    """The share of each expert in percent, with more digits where an even share is small."""
+    """Share of each expert in percent, with more digits where an even share is small."""
     extremes: Sequence[Cell]
-    """One for each of `EXTREMES`: how many experts, the shares of three, how many experts have no pair."""
+    """Cells of `EXTREMES`: number of experts, three shares, number of experts without a pair."""
     measures: Sequence[str]
-    """One for each of `result_columns`."""
+    """Texts of `result_columns`."""
 
 
 def expert_rows(validated: Mapping[str, Mapping[str, Any]]) -> list[ExpertRow]:
-    """The layers whose load was measured; takes `Run.validated`."""
+    """Return a row per layer whose load was measured, from `Run.validated`."""
     return [
         _expert_row(short_name(layer), values)
         for layer, values in validated.items()
@@ -288,7 +287,6 @@ def expert_rows(validated: Mapping[str, Mapping[str, Any]]) -> list[ExpertRow]:
 
 
 def _expert_row(layer: str, values: Mapping[str, Any]) -> ExpertRow:
-    # None for a share that was not measured, which is not the same as no pair.
     load = [finite(share) for share in values["load"]]
     digits = percent_digits(len(load))
 
@@ -320,7 +318,7 @@ def _measure(metric: Metric, value: float | None) -> str:
 
 
 def result_headers() -> list[str]:
-    """Headers of the columns beside the shares of the experts."""
+    """Return the headers of the columns after the shares of the experts."""
     return [f"{m.label} (nats)" if m.unit == "nats" else m.label for m in result_columns()]
 
 
@@ -328,7 +326,7 @@ def result_headers() -> list[str]:
 
 
 def documents(run: Run) -> dict[str, str]:
-    """The resolved config, and the facts that stand beside it; those that there are."""
+    """Return the resolved config and the other facts, where they exist."""
     facts = run.facts.model_dump(exclude_unset=True, exclude=set(run.options))
     found = {
         "config.yaml": run.config_text.strip(),
@@ -338,7 +336,7 @@ def documents(run: Run) -> dict[str, str]:
 
 
 def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
-    """At most `max_items` of them (2 or more), evenly chosen, with the first and the last."""
+    """Return at most `max_items` (2 or more) items, evenly chosen, with the first and the last."""
     if len(items) <= max_items:
         return list(items)
     last = len(items) - 1
@@ -349,13 +347,13 @@ def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
 
 
 def best_runs(runs: Sequence[Run]) -> list[bool]:
-    """Whether the loss of a run is the lowest; of one run nothing is the best."""
+    """Return True for each run with the lowest loss of several."""
     losses = [finite(final(run, "validation/loss")) for run in runs]
     found = [loss for loss in losses if loss is not None]
     return [len(found) > 1 and loss == min(found) for loss in losses]
 
 
 def precisions(runs: Sequence[Run]) -> str:
-    """The number format of each run in order, or of all where it is the same."""
+    """Return the number format of each run in order, or one that all share."""
     names = [str(run.fact("precision") or "unknown") for run in runs]
     return ", ".join(names) if len(set(names)) > 1 else names[0]

@@ -1,4 +1,4 @@
-"""Of runs that begin with a trained model: losses over the FLOPs of all training, and where arms cross."""
+"""Losses over the FLOPs of all training, for runs that begin with a trained model, and where arms cross."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from moe_ffn.report import study_figures as figures
+from moe_ffn.report.arm_sizes import SizedLine, over_sizes
 from moe_ffn.report.html import NONE, compact
 from moe_ffn.report.markdown import markdown_table, with_interval
-from moe_ffn.report.study_figures import Line
 from moe_ffn.report.study_fits import Image
 from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
@@ -21,7 +20,7 @@ Lines = Mapping[str, Sequence[Point]]
 
 
 def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
-    """The section; empty where the study does not give `initial_flops`."""
+    """Return the section; empty where the study does not give `initial_flops`."""
     if study.initial_flops is None:
         return ""
     runs = [run for arm in arms for run in arm.results]
@@ -31,8 +30,8 @@ def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> 
         for seed in dict.fromkeys(run.seed for run in runs)
     ]
     drawn = [
-        Line(name, {point.flops: point.losses for point in points}, number)
-        for number, (name, points) in enumerate(lines.items())
+        SizedLine(name, {point.flops: point.losses for point in points})
+        for name, points in lines.items()
     ]
     title = "Final loss over the FLOPs of all training"
     losses = [
@@ -49,7 +48,7 @@ def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> 
     parts = [
         f"The model that runs began with (`init_from`) had taken {compact(study.initial_flops)} FLOPs; "
         "here they are counted. Above, each run's own training is compared alone.",
-        image("all-flops", figures.against(drawn, "FLOPs of all training"), title),
+        image("all-flops", over_sizes(drawn, "FLOPs of all training", title=title), title),
         markdown_table(["arm", "FLOPs of all training", "loss"], losses),
         markdown_table(head.split("|"), crossings, num_texts=2),
         "Between points the loss is a line in log FLOPs. Differences: of the loss, at the fewest and at the "
@@ -61,7 +60,7 @@ def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> 
 
 
 def _crossing(lines: Lines, seeds: Sequence[Lines], one: str, other: str) -> list[str]:
-    """The row of two arms, the one first that is below at the most FLOPs that both have."""
+    """Return the row of two arms; the first is the one that is lower at the most FLOPs that both have."""
     if gaps(lines[one], lines[other])[-1][1] > 0:
         one, other = other, one
     found = crossover(lines[one], lines[other])

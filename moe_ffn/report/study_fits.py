@@ -1,4 +1,4 @@
-"""What a study fits to its runs: a section of its page for each of `fit`, with its figure."""
+"""Fits to the runs of a study: a section of its page for each name in `fit`, with its figure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from statistics import fmean
+from typing import Any
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.report import study_figures as figures
+from moe_ffn.report.arm_sizes import SizedLine, over_sizes
 from moe_ffn.report.html import NONE, compact
 from moe_ffn.report.markdown import markdown_table, with_interval
-from moe_ffn.report.study_figures import Line
 from moe_ffn.report.study_points import (
     AXIS_NAMES,
     axis_name,
@@ -25,52 +25,49 @@ from moe_ffn.report.study_points import (
 )
 from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
-from moe_ffn.studies.isoflop import fit_isoflop, fit_parabola
+from moe_ffn.studies.isoflop import Parabola, fit_isoflop, fit_parabola
 from moe_ffn.studies.leverage import LEVERAGE_LIMITS, leverage
-from moe_ffn.studies.scaling_laws import CLARK, GRANULARITY, Fit, Law, fit, power_law
+from moe_ffn.studies.scaling_laws import CLARK, Fit, Law, fit, power_law
 
-Image = Callable[[str, str, str], str]
-"""Name, SVG and alternative text of a figure -> the figure in Markdown; empty where it is not shown."""
+Image = Callable[[str, Any, str], str]
+"""Name, plotly figure, alternative text -> the figure in Markdown; empty where the page does not show it."""
 
 
 def _isoflop(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
     axis = study.axis if study.axis in AXIS_NAMES else "active_params"
-    groups: dict[str, list[Line]] = {}
+    parts: list[str] = []
     rows: list[list[str]] = []
-    notes: list[str] = []
     for line in dict.fromkeys(line_of(arm) for arm in arms):
         runs = [run for arm in arms if line_of(arm) == line for run in arm.results]
         flops = [float(run.budget.training_flops) for run in runs]
         found = fit_isoflop(flops, sizes_of(runs, axis), [loss_of(run) for run in runs])
-        for number, budget in enumerate(sorted({*found.parabolas, *found.refusals})):
+        for budget in sorted({*found.parabolas, *found.refusals}):
             parabola = found.parabolas.get(budget)
-            minimum = parabola.minimum if parabola else None
-            best = with_interval(minimum, compact)
+            best = with_interval(parabola.minimum if parabola else None, compact)
             rows.append([line, f"{budget:.3g}", best, found.refusals.get(budget, "")])
-            if parabola is not None:
-                by_size: dict[float, list[float]] = {}
-                for size, loss in zip(parabola.sizes, parabola.losses, strict=True):
-                    by_size.setdefault(size, []).append(loss)
-                groups.setdefault(line, []).append(
-                    Line(
-                        f"{budget:.2g} FLOPs",
-                        by_size,
-                        number,
-                        curve=parabola.curve,
-                        minimum=minimum,
-                    )
-                )
+        drawn = [
+            _line_of_fit(f"{budget:.2g} FLOPs", parabola)
+            for budget, parabola in sorted(found.parabolas.items())
+        ]
+        if drawn:
+            title = f"Final loss of {line} over {axis_name(axis)} at each budget"
+            parts.append(
+                image(f"isoflop-{line}", over_sizes(drawn, axis_name(axis), title=title), title)
+            )
+        growth = ""
         if found.exponent is not None:
             k = with_interval(found.exponent, "{:.2f}".format)
-            notes.append(f"{line}: the best size grows as FLOPs to the power {k}. {found.limits}")
-        else:
-            notes.append(f"{line}: {found.limits}")
-    picture = ""
-    if groups:
-        svg = figures.panels(groups, axis_name(axis))
-        picture = image("isoflop", svg, f"Final loss over {axis_name(axis)} at each budget")
+            growth = f"the best size grows as FLOPs to the power {k}. "
+        parts.append(f"{line}: {growth}{found.limits}")
     head = ["line", "training FLOPs", f"best {axis_name(axis)}", "why none"]
-    return "\n\n".join(filter(None, [picture, markdown_table(head, rows), *notes]))
+    return "\n\n".join(filter(None, [markdown_table(head, rows), *parts]))
+
+
+def _line_of_fit(name: str, found: Parabola) -> SizedLine:
+    by_size: dict[float, list[float]] = {}
+    for size, loss in zip(found.sizes, found.losses, strict=True):
+        by_size.setdefault(size, []).append(loss)
+    return SizedLine(name, by_size, found.curve, found.minimum)
 
 
 def _clark(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
@@ -89,9 +86,8 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
     axis = axis_of(study)
     if axis is None:
         return "No fit: the study names no `axis` that is the granularity."
-    parts: list[str] = []
     rows: list[list[str]] = []
-    drawn: list[Line] = []
+    drawn: list[SizedLine] = []
     for line in lines_over(arms, axis):
         pairs = [(x, loss) for x, losses in line.points.items() for loss in losses]
         try:
@@ -101,29 +97,23 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
             continue
         best = with_interval(found.minimum, "{:.1f}".format)
         rows.append([line.name, best, found.refusal])
-        drawn.append(
-            Line(line.name, line.points, line.number, curve=found.curve, minimum=found.minimum)
-        )
-    if drawn:
-        svg = figures.against(drawn, axis_name(axis))
-        parts.append(image("granularity", svg, "Final loss over granularity, with parabolas"))
-    parts.append(markdown_table(["line", "granularity with the lowest loss", "why none"], rows))
+        drawn.append(_line_of_fit(line.name, found))
+    title = "Final loss over granularity, with parabolas"
+    picture = (
+        image("granularity", over_sizes(drawn, axis_name(axis), title=title), title)
+        if drawn
+        else ""
+    )
     every = [run for arm in arms for run in arm.results]
     runs = [run for run in every if not math.isnan(size_of(run, axis))]
-    variables = {
-        "G": sizes_of(runs, axis),
-        "N": sizes_of(runs, "params"),
-        "D": [float(run.budget.tokens) for run in runs],
-    }
-    vary = {name: len(set(values)) > 1 for name, values in variables.items()}
-    if vary["N"] and vary["D"]:
-        law, note = GRANULARITY, "G is the axis; N all parameters; D training tokens."
-    else:
-        law = power_law("G", "granularity")
-        note = "At one size and one number of tokens Krajewski's form is this one in G alone."
-        variables = {"G": variables["G"]}
-    parts.append(_fitted(variables, [loss_of(run) for run in runs], law, note))
-    return "\n\n".join(filter(None, parts))
+    law = _fitted(
+        {"G": sizes_of(runs, axis)},
+        [loss_of(run) for run in runs],
+        power_law("G", "granularity"),
+        "At one size and one number of tokens Krajewski's form is this one in G alone.",
+    )
+    table = markdown_table(["line", "granularity with the lowest loss", "why none"], rows)
+    return "\n\n".join(filter(None, [picture, table, law]))
 
 
 def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
@@ -164,11 +154,12 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
         rows.append([arm.name, dense.name, *cells])
     if not rows:
         return f"No arm beside those of {line}."
+    title = "Efficiency leverage over the number of experts"
+    lines = [SizedLine(name, points) for name, points in drawn.items() if len(points) > 1]
     picture = ""
-    lines = [Line(n, points, k) for k, (n, points) in enumerate(drawn.items()) if len(points) > 1]
     if lines:
-        svg = figures.against(lines, AXIS_NAMES["expansion"], y_label="leverage")
-        picture = image("leverage", svg, "Efficiency leverage over the number of experts")
+        figure = over_sizes(lines, AXIS_NAMES["expansion"], "leverage", title)
+        picture = image("leverage", figure, title)
     head = ["arm", "beside", "within the runs", *(["by final losses"] if whole else [])]
     note = (
         "C_dense / C_arm: training FLOPs that the dense model takes over those of the arm, at the same loss "
@@ -191,10 +182,10 @@ def _fitted(
     note: str,
     held: Sequence[str] = (),
 ) -> str:
-    """A table of the parameters of a fit, or why there is none.
+    """Return a table of the parameters of a fit, or the reason why there is none.
 
     Args:
-        held: parameters that are held at their published values where the runs do not determine them.
+        held: parameters to hold at their published values where the runs do not determine them.
     """
     fixed = {name: law.published[name] for name in held}
     found = None
@@ -244,4 +235,4 @@ FITS: Mapping[str, tuple[str, Callable[[Image, StudyConfig, Sequence[Arm]], str]
     "granularity": ("Best granularity", _granularity),
     "leverage": ("Efficiency leverage", _leverage),
 }
-"""What a study may ask for in `fit` -> title and text of its section."""
+"""Name in a study's `fit` -> title and text of its section."""

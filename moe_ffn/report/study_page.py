@@ -1,35 +1,35 @@
-"""The page of a study as Markdown: what was asked, how, what came of it, and what it does not show.
+"""The page of a study as Markdown: question, design, results and limits; its figures are a page of their own.
 
-Numbers, tables and figures are computed from the results of its runs; the prose is the study file's.
+Numbers, tables and figures are computed from the results of its runs. The prose comes from the study's file.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import stdev
+from typing import Any
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.files import read_text, write_whole
-from moe_ffn.report import study_figures as figures
+from moe_ffn.report.arm_figures import (
+    axes_of,
+    curves_of,
+    differences,
+    frontier,
+    losses,
+    tuning,
+)
+from moe_ffn.report.arm_sizes import over_sizes
 from moe_ffn.report.comparison_tables import markdown, tables, tuning_tables
-from moe_ffn.report.html import NONE, compact
+from moe_ffn.report.html import NONE, compact, write_page
 from moe_ffn.report.markdown import markdown_row, markdown_table
+from moe_ffn.report.plots import figures_page, shared_script
 from moe_ffn.report.study_crossover import loss_by_all_flops
 from moe_ffn.report.study_fits import FITS
-from moe_ffn.report.study_points import (
-    axis_name,
-    axis_of,
-    curves_of,
-    line_of,
-    lines_over,
-    lines_through,
-    numbers_of,
-    without_seeds,
-)
+from moe_ffn.report.study_points import axis_name, axis_of, lines_over, without_seeds
 from moe_ffn.runs.folder import explaining
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import StudyConfig
@@ -38,8 +38,10 @@ from moe_ffn.studies.result import RESULTS_FILE, RunResult
 from moe_ffn.studies.statistics import detectable_difference
 
 SUMMARY_FILE = "README.md"
-"""The table of all studies, beside their pages."""
+"""File of the table of all studies, next to their pages."""
 
+FIGURES_FILE = "figures.html"
+"""Page of all figures of a study, in its folder."""
 
 _CENTRED = (
     "Final losses are taken here less what their seed does to all arms alike, which moves no minimum and no "
@@ -53,35 +55,36 @@ class StudyPage:
 
     name: str
     shown: Sequence[str]
-    """Files of the figures that the page shows."""
+    """Pictures that the page shows, such as `axis.svg`."""
     markdown: str = ""
-    figures: dict[str, str] = field(default_factory=dict)
-    """Name of a file in the study's folder -> SVG."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Name -> plotly figure."""
     summary: str = ""
     """Its row in the table of all studies."""
 
-    def image(self, name: str, svg: str, alt: str) -> str:
-        """A figure in Markdown; empty where the page does not show it. It is written either way."""
-        file = f"{name}.svg"
-        self.figures[file] = svg
-        return f"![{alt}]({self.name}/{file})" if file in self.shown else ""
+    def image(self, name: str, figure: Any, alt: str) -> str:
+        """Keep a figure; return it in Markdown, or nothing where the page does not show it."""
+        self.figures[name] = figure
+        return f"![{alt}]({self.name}/{name}.svg)" if f"{name}.svg" in self.shown else ""
 
     def write(self, folder: Path) -> list[Path]:
-        """Write `NAME.md` and `NAME/*.svg`, and its row of the table of all studies; returns page and table.
+        """Write `NAME.md`, `NAME/figures.html` and the study's row in the table of all studies.
 
         Raises:
             ConfigError: a file cannot be written.
         """
-        page = folder / f"{self.name}.md"
+        page, figures = folder / f"{self.name}.md", folder / self.name / FIGURES_FILE
         table = folder / SUMMARY_FILE
         with explaining(f"'{page}' cannot be written", "choose another folder"):
-            (folder / self.name).mkdir(parents=True, exist_ok=True)
-            for name, svg in self.figures.items():
-                write_whole(folder / self.name / name, svg)
+            figures.parent.mkdir(parents=True, exist_ok=True)
+            drawn = [*self.figures.values()]
+            write_page(
+                figures, figures_page(f"Figures of {self.name}", drawn, shared_script(figures))
+            )
             write_whole(page, self.markdown)
             before = read_text(table) if table.is_file() else ""
             write_whole(table, with_row(before, self.summary))
-        return [page, table]
+        return [page, figures, table]
 
 
 def study_page(
@@ -90,7 +93,7 @@ def study_page(
     step_seconds: Mapping[str, float] | None = None,
     file: str = "",
 ) -> StudyPage:
-    """The page of a study from the results of its runs, all of them finished.
+    """Return the page of a study from the results of its runs, all of them finished.
 
     Args:
         step_seconds: arm -> seconds of a step, where they were measured apart from the runs.
@@ -126,10 +129,9 @@ def study_page(
         "What this does not show": _limits(arms),
         "How it was made": _machine(page, ours, file or f"configs/studies/{study.name}.yaml"),
     }
-    if absent := set(study.figures) - page.figures.keys():
-        raise ConfigError(
-            f"figures: {min(absent)} is not drawn; there are {', '.join(page.figures)}"
-        )
+    drawn = [f"{name}.svg" for name in page.figures]
+    if absent := set(study.figures) - {*drawn}:
+        raise ConfigError(f"figures: {min(absent)} is not drawn; there are {', '.join(drawn)}")
     page.markdown = "\n\n".join(
         f"## {title}\n\n{text}" if title else text for title, text in sections.items() if text
     )
@@ -141,7 +143,7 @@ def study_page(
 
 
 def _short_verdict(comparison: Comparison) -> str:
-    """What is said of the arm that is the furthest below its baseline."""
+    """Return the verdict on the arm that is the furthest below its baseline."""
     found = [arm for arm in comparison.arms if arm.base]
     below = [arm.loss - comparison.base_of(arm).loss for arm in found]
     return comparison.verdicts[below.index(min(below)) if below else 0]
@@ -209,7 +211,7 @@ def _design(comparison: Comparison) -> str:
 
 
 def _pairing(runs: Sequence[RunResult]) -> str:
-    """What runs of one seed have in common."""
+    """Return a sentence about what runs of one seed share."""
     if len(runs) == 1:
         return ""
     orders = {(run.option("data.batch_size"), run.option("data.seq_len")) for run in runs}
@@ -229,7 +231,7 @@ def _beside(value: int, other: int) -> str:
 
 
 def _same(runs: Sequence[RunResult], options: Mapping[str, str]) -> str:
-    """`d_model 64, layers 4`: those options that all runs share."""
+    """Return the options that all runs share, as `d_model 64, layers 4`."""
     found: list[str] = []
     for name, path in options.items():
         values = {run.option(path) for run in runs}
@@ -239,30 +241,30 @@ def _same(runs: Sequence[RunResult], options: Mapping[str, str]) -> str:
 
 
 def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> str:
-    arms, numbers = comparison.arms, numbers_of(comparison.arms)
-    forest = figures.forest(arms, [numbers[line_of(arm)] for arm in arms])
-    parts = [
-        "\n".join(f"- {verdict}" for verdict in comparison.verdicts),
-        page.image("losses", forest, "Final loss of each arm"),
-    ]
+    arms = comparison.arms
+    parts = ["\n".join(f"- {verdict}" for verdict in comparison.verdicts)]
+    if any(arm.difference for arm in arms):
+        title = f"Difference from {comparison.baseline}"
+        parts.append(page.image("differences", differences(comparison), title))
+    parts.append(page.image("cost", frontier(comparison), "Final loss over training FLOPs"))
     parts += map(markdown, tables(comparison))
     parts += [f"Note: {note}" for note in comparison.notes]
     if len(arms) == 1 and len(arms[0].losses) > 2:
         parts.append(_detectable(list(arms[0].losses.values())))
     axis = axis_of(study)
     if axis is not None and (lines := lines_over(arms, axis)):
-        svg = figures.against(lines, axis_name(axis))
-        parts.append(page.image("axis", svg, f"Final loss against {axis_name(axis)}"))
-    same_cost = len({arm.budget.model.flops_per_token for arm in arms}) == 1
-    by, label = ("tokens", "training tokens") if same_cost else ("flops", "training FLOPs")
-    if lines := curves_of(arms, by):
-        svg = figures.curves(lines, label)
-        parts.append(page.image("curves", svg, f"Validation loss over {label}"))
+        title = f"Final loss against {axis_name(axis)}"
+        parts.append(page.image("axis", over_sizes(lines, axis_name(axis), title=title), title))
+    curves = curves_of(arms)
+    over = "tokens" if len({arm.budget.model.flops_per_token for arm in arms}) == 1 else "FLOPs"
+    if over in axes_of(curves, "validation"):
+        title = f"Validation loss over training {over}"
+        parts.append(page.image("curves", losses(curves, over), title))
     return "\n\n".join(filter(None, parts))
 
 
 def _detectable(losses: Sequence[float]) -> str:
-    """Of one arm alone: what its scatter means for studies with several."""
+    """Return the meaning of a single arm's scatter for studies with several arms."""
     sd = stdev(losses)
     rows = [[str(n), f"{detectable_difference(sd * math.sqrt(2), n):.4f}"] for n in (3, 5, 10, 20)]
     return (
@@ -276,22 +278,17 @@ def _detectable(losses: Sequence[float]) -> str:
 
 
 def _tuning(page: StudyPage, comparison: Comparison) -> str:
-    """Whether the optimum of what was tuned moves between arms."""
+    """Return the losses by the values of each tuned option, and the arms whose optimum is at an end."""
     parts: list[str] = []
-    for tuning, table in zip(comparison.tuning, tuning_tables(comparison), strict=True):
-        ends = (tuning.values[0], tuning.values[-1])
-        at_an_end = [name for name, best in tuning.best.items() if best in ends]
+    for found, table in zip(comparison.tuning, tuning_tables(comparison), strict=True):
+        ends = (found.values[0], found.values[-1])
+        at_an_end = [name for name, best in found.best.items() if best in ends]
         if at_an_end:
             parts.append(f"The best value is at an end of those tried: {', '.join(at_an_end)}.")
-        with suppress(ValueError):  # not of numbers
-            points = {
-                name: {float(x): [loss] for x, loss in losses.items() if float(x) > 0}
-                for name, losses in tuning.losses.items()
-            }
-            if lines := lines_through(comparison.arms, points):
-                name = f"tuning-{tuning.option.rpartition('.')[2]}"
-                svg = figures.against(lines, tuning.option)
-                parts.append(page.image(name, svg, f"Final loss by {tuning.option}"))
+        if any(found.losses.values()):
+            name = f"tuning-{found.option.rpartition('.')[2]}"
+            title = f"Final loss by {found.option}"
+            parts.append(page.image(name, tuning(comparison, found), title))
         parts.append(markdown(table))
     return "\n\n".join(filter(None, parts))
 
@@ -343,7 +340,8 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> str:
     table = f"{page.name}/{RESULTS_FILE}"
     results = (
         f"Each run is a line of [{table}]({table}): config, budget, curves. Without `--runs` the second "
-        f"command makes this page from it, and draws into `{page.name}/`: {', '.join(page.figures)}."
+        f"command makes this page from it, and `{page.name}/{FIGURES_FILE}`, where all figures are: "
+        f"{', '.join(page.figures)}."
     )
     return f"{commands}\n\n{before}{markdown_table(['', ''], rows)}\n\n{results}"
 
@@ -368,7 +366,7 @@ TITLE = (
 
 
 def with_row(text: str, row: str) -> str:
-    """The table of all studies with this row, in the place of the one of the same study."""
+    """Return the table of all studies with this row in place of the same study's older one."""
     name = row.split("|")[1]
     rows = [line for line in text.splitlines() if line.startswith("| [")]
     rows = [row if line.split("|")[1] == name else line for line in rows]

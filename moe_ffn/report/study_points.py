@@ -1,15 +1,15 @@
-"""What the runs of a study say, as points and lines of its figures."""
+"""Points and lines of a study's figures, read from its results."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from moe_ffn.config.sizes import TRAINING_FLOPS
+from moe_ffn.report.arm_sizes import SizedLine
 from moe_ffn.report.html import finite
-from moe_ffn.report.study_figures import Line
-from moe_ffn.studies.budget import TRAINING_FLOPS
 from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.leverage import Curve
@@ -19,38 +19,14 @@ AXIS_NAMES = {
     "params": "parameters",
     "active_params": "active parameters",
     "flops_per_token": "forward FLOPs per token",
-    "expansion": "parameters of the feed-forward blocks over those that a token uses",
+    "expansion": "total over active parameters of the feed-forward blocks",
 }
-"""Axes that are no option of a run."""
+"""Axis that is no option of a run -> its title."""
 
 
 def line_of(arm: Arm) -> str:
-    """Its name up to the first comma: arms that agree in it are one line of a figure."""
+    """Return an arm's name up to the first comma: arms that agree in it are one line of a figure."""
     return arm.name.partition(",")[0]
-
-
-def numbers_of(arms: Sequence[Arm]) -> dict[str, int]:
-    """Line -> its number, which chooses colour and marker, the same in all figures."""
-    lines = dict.fromkeys(map(line_of, arms))
-    return {line: number for number, line in enumerate(lines)}
-
-
-def lines_through(
-    arms: Sequence[Arm], points: Mapping[str, Mapping[float, Sequence[float]]]
-) -> list[Line]:
-    """Arm -> its points as lines of the colour of its line, told apart by dashes."""
-    numbers = numbers_of(arms)
-    ends = list(dict.fromkeys(arm.name.partition(",")[2] for arm in arms))
-    return [
-        Line(
-            arm.name,
-            points[arm.name],
-            numbers[line_of(arm)],
-            ends.index(arm.name.partition(",")[2]),
-        )
-        for arm in arms
-        if len(points.get(arm.name, {})) > 1
-    ]
 
 
 def loss_of(run: RunResult) -> float:
@@ -58,7 +34,7 @@ def loss_of(run: RunResult) -> float:
 
 
 def size_of(run: RunResult, axis: str) -> float:
-    """Its place on an axis; NaN where it has none."""
+    """Return a run's place on an axis; NaN where it has none."""
     model, ffn = run.budget.model, run.budget.ffn
     if axis == "expansion":
         value = ffn.params / ffn.active_params if ffn.active_params else None
@@ -70,17 +46,21 @@ def size_of(run: RunResult, axis: str) -> float:
     return float(number) if number is not None and number > 0 else math.nan
 
 
-def without_seeds(arms: Sequence[Arm]) -> Sequence[Arm]:
-    """The arms with losses less what their seed does to all alike, which moves no minimum and no slope.
+def sizes_of(runs: Sequence[RunResult], axis: str) -> list[float]:
+    return [size_of(run, axis) for run in runs]
 
-    `arms` itself where not all have the same seeds, or there is one.
+
+def without_seeds(arms: Sequence[Arm]) -> Sequence[Arm]:
+    """Return the arms with losses less the effect that their seed has on all arms alike.
+
+    That effect moves no minimum and no slope. Arms that do not share their seeds stay as they are.
     """
     seeds = arms[0].seeds
     if len(arms) == 1 or any(arm.seeds != seeds for arm in arms):
         return arms
     means = {seed: fmean(arm.losses[seed] for arm in arms) for seed in seeds}
     whole = fmean(means.values())
-    # The means that are taken off took their share of the scatter, of A arms 1 / A of the variance.
+    # Of A arms, the subtracted means also took 1 / A of the variance.
     scale = math.sqrt(len(arms) / (len(arms) - 1))
 
     def moved(run: RunResult, arm: Arm) -> RunResult:
@@ -91,11 +71,8 @@ def without_seeds(arms: Sequence[Arm]) -> Sequence[Arm]:
     return [replace(arm, results=[moved(run, arm) for run in arm.results]) for arm in arms]
 
 
-def sizes_of(runs: Sequence[RunResult], axis: str) -> list[float]:
-    return [size_of(run, axis) for run in runs]
-
-
 def axis_of(study: StudyConfig) -> str | None:
+    """Return the axis that a study names, or the only option of its grid with several numbers."""
     numeric = [
         key
         for key, values in study.grid.items()
@@ -108,11 +85,10 @@ def axis_name(axis: str) -> str:
     return AXIS_NAMES.get(axis, axis)
 
 
-def lines_over(arms: Sequence[Arm], axis: str) -> list[Line]:
-    """Their final losses over an axis; none where all are at one place of it, or at none.
+def lines_over(arms: Sequence[Arm], axis: str) -> list[SizedLine]:
+    """Return final losses over an axis; no line where fewer than two places of it are known.
 
-    A line is what an arm's name begins with, or, where that is what moves along the axis, what is behind its
-    first comma.
+    An arm's name begins with its line; where that part moves along the axis, the rest is the line.
     """
     every = {arm.name: size_of(arm.results[0], axis) for arm in arms}
     places = {name: x for name, x in every.items() if not math.isnan(x)}
@@ -131,24 +107,12 @@ def lines_over(arms: Sequence[Arm], axis: str) -> list[Line]:
         if arm.name in places:
             points = found.setdefault(arm.name.partition(",")[part], {})
             points.setdefault(places[arm.name], []).extend(arm.losses.values())
-    return [Line(name or "all arms", points, k) for k, (name, points) in enumerate(found.items())]
+    return [SizedLine(name or "all arms", points) for name, points in found.items()]
 
 
-def curves_of(arms: Sequence[Arm], by: str) -> list[Line]:
-    """Their validations over training, where all seeds have them at the same tokens."""
-    found: dict[str, dict[float, list[float]]] = {}
-    for arm in arms:
-        points: dict[float, list[float]] = {}
-        for run in arm.results:
-            for x, loss in zip(*curve_of(run, by), strict=True):
-                points.setdefault(x, []).append(loss)
-        found[arm.name] = {x: y for x, y in points.items() if len(y) == len(arm.results)}
-    return lines_through(arms, found)
-
-
-def curve_of(run: RunResult, by: str = "flops") -> Curve:
-    """Its validations: training FLOPs, or tokens, and losses."""
-    per_token = TRAINING_FLOPS * run.budget.model.flops_per_token if by == "flops" else 1
+def curve_of(run: RunResult) -> Curve:
+    """Return the training FLOPs and losses of a run's validations."""
+    per_token = TRAINING_FLOPS * run.budget.model.flops_per_token
     pairs = [
         (float(tokens * per_token), loss)
         for tokens, loss in zip(run.validation.tokens, run.validation.losses, strict=True)

@@ -1,4 +1,4 @@
-"""Which experts each token of a text goes to, layer by layer.
+"""Experts that each token of a text goes to, layer by layer.
 
 T tokens, E experts, N (token, expert) pairs
 """
@@ -30,26 +30,26 @@ class Choice:
 
     expert: int
     weight: float
-    """What the expert's output is multiplied by."""
+    """Factor of the expert's output."""
     score: float
-    """What the router gave this expert, after its normalisation."""
+    """Router's score of this expert, normalised."""
     dropped: bool
-    """True where the expert was full, so that it never saw the token."""
+    """True where the expert was full and never saw the token."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What one router decided about one token."""
+    """Decision of one router about one token."""
 
     choices: tuple[Choice, ...]
-    """The heaviest first; none where the router chose no expert."""
+    """Heaviest first; empty where the router chose no expert."""
     entropy: float | None
-    """Entropy of the token's normalised scores, in nats; None for a single expert, or if all are 0."""
+    """Entropy of the token's normalised scores in nats; None for a single expert, or if all are 0."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The token that the model held to be the most probable next one."""
+    """Most probable next token."""
 
     token: str
     probability: float
@@ -59,57 +59,54 @@ class Prediction:
 class TokenTrace:
     position: int
     token: str
-    """The text that `visible` makes of it."""
+    """Text from `visible`."""
     visits: Mapping[str, Visit | None]
-    """By the name of the layer; None for padding, and for tokens the surrounding mixture of depths
-    skipped."""
+    """Name of a layer -> visit; None for padding, and for tokens that a gate around it skipped."""
     prediction: Prediction | None
     """None in a model that sees both sides."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A router, and what it chooses from."""
+    """A router and its experts."""
 
     name: str
     """`layer_03`, and `layer_03/inner` inside a mixture of depths."""
     experts: tuple[str, ...]
-    """The name of each expert: its number, after a word such as `zero` where it has no network."""
+    """Name of each expert: its number, after a word such as `zero` where it has no network."""
     capacity: str
-    """How many tokens an expert takes: `dropless`, or the capacity factor and its number of places."""
+    """`dropless`, or the capacity factor and the places of an expert."""
     shared_expert: str | None = None
-    """The type of the block that every token passes through beside its experts."""
+    """Type of the block that every token also passes through."""
     is_gate: bool = False
     """True for the router of a mixture of depths, which lets a token through a block or past it."""
 
     @property
     def title(self) -> str:
-        """`layer_03/inner` as `layer 3 inner`."""
+        """Return `layer_03/inner` as `layer 3 inner`."""
         return f"layer {short_name(self.name)}"
 
 
 @dataclass(frozen=True)
 class TextTrace:
-    """A text, and what the routers of a run decided about each of its tokens."""
+    """A text, and the decisions of a run's routers about its tokens."""
 
     run: str
     layers: tuple[Layer, ...]
     tokens: tuple[TokenTrace, ...]
     unrouted: Mapping[str, str]
-    """Layers that route nothing, by title, and the type of their block."""
+    """Title of each layer that routes nothing -> type of its block."""
 
     @property
     def predicts(self) -> bool:
-        """Whether its tokens have a prediction."""
         return any(token.prediction for token in self.tokens)
 
     def visits(self, layer: Layer) -> list[Visit]:
-        """What the layer's router decided about the tokens that came to it."""
         found = (token.visits[layer.name] for token in self.tokens)
         return [visit for visit in found if visit is not None]
 
     def mean_entropy(self, layer: Layer) -> float | None:
-        """Mean over the tokens at a layer's router, in nats; None where no token has an entropy."""
+        """Return the mean over the tokens at a router in nats; None where no token has an entropy."""
         found = [visit.entropy for visit in self.visits(layer) if visit.entropy is not None]
         return fmean(found) if found else None
 
@@ -118,11 +115,11 @@ def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> Te
     """Trace `text` through the run in `folder`, in evaluation, with its best weights.
 
     Args:
-        layers: show these alone; None shows all that route.
+        layers: only these layers; None for all that route.
 
     Raises:
-        ConfigError: no run with a checkpoint, a run that routes nothing, a text that is too long for
-            it, or a layer that it does not route in.
+        ConfigError: the folder has no checkpoint, the run routes nothing or not in one of the layers, or
+            the text is too long.
     """
     run = load_model(folder)
     ids = run.tokenizer.encode(text).tolist()
@@ -131,7 +128,7 @@ def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> Te
 
 
 def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Routing]) -> None:
-    """ConfigError where an output of the model in `folder` has no routing, or none with tables."""
+    """Raise a ConfigError where an output of the model in `folder` has no routing with a score per expert."""
     if any(not routing.is_listed for routing in routings.values()):
         return
     if routings:
@@ -156,13 +153,12 @@ def trace_of_decoder(
     outputs: Sequence[tuple[DecoderOutput, int]],
     layers: Sequence[int] | None = None,
 ) -> TextTrace:
-    """The trace of tokens that a decoder read at once, or as it wrote them.
+    """Return the trace of tokens that a decoder read at once, or as it wrote them.
 
     Args:
-        folder: where it was read from.
-        ids: the tokens.
-        outputs: of the decoder, one row each, and how many of the tokens each adds, its last ones.
-        layers: as of `follow`.
+        folder: folder of the decoder.
+        outputs: outputs of the decoder, one row each, and the number of last tokens that each adds.
+        layers: see `follow`.
 
     Raises:
         ConfigError: the decoder routes nothing, or not in one of the layers.
@@ -198,10 +194,10 @@ def trace_of(
     infos: Mapping[str, RouterInfo],
     layers: Sequence[int] | None,
 ) -> TextTrace:
-    """The trace of one sequence of tokens; of the layers `layers` alone, where they are given.
+    """Return the trace of one sequence of tokens, in `layers` alone where they are given.
 
     Raises:
-        ConfigError: one of them routes nothing.
+        ConfigError: one of the layers routes nothing.
     """
     numbers = {name: layer_number(name) for name in routings}
     for layer in layers or ():
@@ -233,13 +229,13 @@ def _predictions(logits_SV: Tensor, token_bytes: Sequence[bytes]) -> list[Predic
 def visits_by_layer(
     routings: Mapping[str, Routing], gates: Sequence[str] = ()
 ) -> dict[str, list[Visit | None]]:
-    """What each router decided about each token of one sequence, (T,) for every layer.
+    """Return the decision of each router about each token of one sequence, (T,) for every layer.
 
-    A block inside a mixture of depths sees the tokens that were let through, moved together in their
-    order; here they stand where they came from.
+    A block inside a mixture of depths sees only the tokens that were let through; here they stand in their
+    places in the sequence.
 
     Args:
-        gates: the routings of mixtures of depths.
+        gates: names of the routings of mixtures of depths.
     """
     visits: dict[str, list[Visit | None]] = {}
     for name, routing in routings.items():
@@ -254,12 +250,12 @@ def visits_by_layer(
 
 
 def origin(routings: Mapping[str, Routing], name: str, gates: Sequence[str]) -> Tensor | None:
-    """Where each token of a block inside a mixture of depths came from, in the batch; -1 for padding.
+    """Return the place in the batch of each token of a block inside a mixture of depths; -1 for padding.
 
-    None of other blocks, whose tokens are in their places.
+    None for other blocks, whose tokens are in their places.
 
     Args:
-        gates: the routings of mixtures of depths, an outer one before those inside.
+        gates: names of the routings of mixtures of depths, an outer one before those inside.
     """
     gate = next((gate for gate in reversed(gates) if name.startswith(f"{gate}/")), None)
     if gate is None:
@@ -276,7 +272,7 @@ def origin(routings: Mapping[str, Routing], name: str, gates: Sequence[str]) -> 
 
 
 def visits_of(routing: Routing) -> list[Visit | None]:
-    """What a router decided about each of its tokens, (T,); None for padding."""
+    """Return the decision of a router about each of its tokens, (T,); None for padding."""
     scores_TE = routing.require("scores_TE", "a trace")
     choices: list[list[Choice]] = [[] for _ in range(routing.num_tokens)]
     pairs = (
@@ -292,7 +288,7 @@ def visits_of(routing: Routing) -> list[Visit | None]:
         choices[token].append(Choice(*choice))
     normalized_TE = normalized_scores(routing)
     entropies = torch.special.entr(normalized_TE).sum(dim=-1).tolist()
-    # A token that every expert scored 0, as ReLU may, has no distribution; nor has a single expert.
+    # ReLU may score every expert 0, which is no distribution.
     has_entropy_T = (normalized_TE.sum(dim=-1) > 0) & (routing.num_experts > 1)
     mask_T = torch.ones_like(has_entropy_T) if routing.mask_T is None else routing.mask_T
     return [
@@ -306,18 +302,17 @@ def visits_of(routing: Routing) -> list[Visit | None]:
 
 
 def unrouted_layers(ffns: Sequence[FFNConfig], routings: Mapping[str, Routing]) -> dict[str, str]:
-    """The title of each layer that returned no routing, and the type of its block."""
+    """Return title -> type of block, of the layers that returned no routing."""
     routed = set(map(layer_number, routings))
     return {f"layer {index}": ffn.type for index, ffn in enumerate(ffns) if index not in routed}
 
 
 def _layer(name: str, routing: Routing, info: RouterInfo | None) -> Layer:
-    """`info` is None for a router that its block does not name."""
     capacity = "dropless"
-    if routing.capacity is not None:
-        places = int(routing.capacity)
-        capacity = f"{places} place{'' if places == 1 else 's'} per expert"
-        if info is not None and info.capacity.eval_factor is not None:
+    places = None if info is None else info.capacity.places(routing, training=False)
+    if info is not None and places is not None:
+        capacity = f"{int(places)} place{'' if places == 1 else 's'} per expert"
+        if info.capacity.eval_factor is not None:
             capacity = f"factor {info.capacity.eval_factor}, {capacity}"
     if info is None:
         return Layer(name, tuple(map(str, range(routing.num_experts))), capacity)
@@ -334,9 +329,9 @@ END_OF_DOCUMENT = "<end>"
 
 
 def visible(token: bytes) -> str:
-    r"""A space as `␣`, a newline as `\n`, a byte that is no UTF-8 as `\xc3`, a backslash doubled.
+    r"""Return a space as `␣`, a newline as `\n`, a byte that is no UTF-8 as `\xc3`, a backslash doubled.
 
-    What would join its neighbours or not be seen at all, such as an accent alone, is escaped too.
+    Invisible and combining characters, such as an accent alone, are escaped too.
     """
     if not token:
         return END_OF_DOCUMENT

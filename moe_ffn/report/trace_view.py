@@ -22,7 +22,7 @@ _MAX_TOKEN_WIDTH = 16
 
 
 def page(trace: TextTrace) -> str:
-    """The page as HTML."""
+    """Return the page."""
     lines = legend(trace)
     if any(not layer.is_gate for layer in trace.layers):
         lines.append(
@@ -43,10 +43,9 @@ def page(trace: TextTrace) -> str:
 
 
 def table(trace: TextTrace, width: int) -> RenderableType:
-    """A row for each token, a column for each layer, and the legend.
+    """Return a row per token, a column per layer, and the legend.
 
-    Layers that do not fit beside each other in `width` characters come in tables below each other; a line is
-    longer than that only where a single pair does not fit.
+    Layers that do not fit into `width` characters come in further tables below.
     """
     tokens = [_clip(token.token) for token in trace.tokens]
     guesses = [token.prediction for token in trace.tokens]
@@ -96,7 +95,7 @@ def _block(
 
 
 def _cells(trace: TextTrace, layer: Layer, room: int) -> list[Text]:
-    """A layer's cell for each token: its (expert, weight) pairs, as many in a line as there is room for."""
+    """Return the cell of each token: its (expert, weight) pairs, as many in a line as fit."""
     chosen = [choice for visit in trace.visits(layer) for choice in visit.choices]
     name = max((len(layer.experts[choice.expert]) for choice in chosen), default=1)
     number = max((len(short(choice.weight)) for choice in chosen), default=1)
@@ -131,7 +130,7 @@ def _clip(token: str) -> str:
 
 
 def short(number: float) -> str:
-    """A weight or a probability in two or three characters: `.62`, `1.0`, `25`."""
+    """Return a weight or a probability in two or three characters: `.62`, `1.0`, `25`."""
     if not math.isfinite(number):
         return str(number)
     text = f"{number:.2f}"
@@ -141,7 +140,7 @@ def short(number: float) -> str:
 
 
 def empty_cell(visit: Visit | None, layer: Layer) -> str:
-    """The text of a cell whose token was sent to no expert."""
+    """Return the text of a cell whose token was sent to no expert."""
     return ABSENT if visit is None else PAST if layer.is_gate else NONE
 
 
@@ -149,7 +148,7 @@ def empty_cell(visit: Visit | None, layer: Layer) -> str:
 
 
 def legend(trace: TextTrace) -> list[str]:
-    """What a reader has to know to read the table: one sentence each, and only of what is in it."""
+    """Return the sentences that explain the contents of this table."""
     routed = [layer for layer in trace.layers if not layer.is_gate]
     at_routers = [visit for layer in routed for visit in trace.visits(layer)]
     at_gates = [visit for layer in trace.layers if layer.is_gate for visit in trace.visits(layer)]
@@ -213,7 +212,7 @@ def legend(trace: TextTrace) -> list[str]:
 
 
 def _by_layer(values: Mapping[str, str]) -> list[str]:
-    """Title of a layer -> value, as `swiglu (layer 0)`, `dense (layers 2, 3 inner)`, `moe (layers 4-11)`."""
+    """Return values with layers: `swiglu (layer 0)`, `dense (layers 2, 3 inner)`, `moe (layers 4-9)`."""
     layers: dict[str, list[str]] = {}
     for title, value in values.items():
         layers.setdefault(value, []).append(title.removeprefix("layer "))
@@ -224,7 +223,7 @@ def _by_layer(values: Mapping[str, str]) -> list[str]:
 
 
 def _span(titles: Sequence[str]) -> str:
-    """`0-11` where more than two follow each other, otherwise `0, 2 inner`."""
+    """Return `0-11` where more than two follow each other, otherwise `0, 2 inner`."""
     start = int(titles[0]) if titles[0].isdigit() else 0
     if len(titles) > 2 and list(titles) == [str(start + place) for place in range(len(titles))]:
         return f"{titles[0]}-{titles[-1]}"
@@ -237,9 +236,9 @@ PALETTE = (
     *("#66c5cc", "#f6cf71", "#f89c74", "#dcb0f2", "#87c55f", "#9eb9f3", "#fe88b1", "#c9db74"),
     *("#8be0a4", "#b497e7", "#ffffb3", "#fb8072", "#d9d9d9", "#80b1d3", "#fccde5", "#ccebc5"),
 )
-"""Grounds to write on in black: `Pastel` and `Set3` of plotly.colors.qualitative."""
+"""Backgrounds for black text: `Pastel` and `Set3` of plotly.colors.qualitative."""
 
 
 def ground(expert: int) -> str:
-    """`#rrggbb`, a ground to write on in black; the same for experts that are 16 apart."""
+    """Return a background for black text, `#rrggbb`; the same for experts that are 16 apart."""
     return PALETTE[expert % len(PALETTE)]

@@ -1,4 +1,4 @@
-"""WHO: which token goes to which expert, with what weight. One file per router, config and module together.
+"""Routers: the experts of each token and their weights. One file per router, config and module together.
 
 A new router is one file in this folder, and one line here.
 """

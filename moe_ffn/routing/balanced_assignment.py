@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.kernels.torch_modes import needs_static_shapes
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
@@ -33,11 +33,12 @@ class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
 
     by_token: ClassVar[bool] = True
 
-    @property
-    def not_causal_because(self) -> Refusal:
-        return Refusal(
-            "type 'balanced_assignment' balances tokens against later ones", "use 'top_k'"
-        )
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if situation.causal:
+            return Refusal(
+                "type 'balanced_assignment' balances tokens against later ones", "use 'top_k'"
+            )
+        return super().refusal(situation)
 
     def experts_per_token(self, num_experts: int) -> float:
         return 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig, describe_options
-from moe_ffn.config.errors import ConfigError, Refusal
+from moe_ffn.config.errors import ConfigError, Refusal, Situation
 from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
 from moe_ffn.kernels.native.routing import wide_linear, wide_linear_backward
 from moe_ffn.kernels.torch_modes import without_autocast
@@ -23,10 +23,10 @@ from moe_ffn.outputs import Routing, TokenContext
 
 
 class RouterConfig(TaggedConfig, frozen=True):
-    """Chooses which experts each token goes to, and with what weight."""
+    """Chooses the experts of each token, and their weights."""
 
     has_selection_probs: ClassVar[bool] = False
-    """True where it returns `Routing.selection_probs_TE`, which the loss `load_cv2` needs."""
+    """True where it returns a `NoisyRouting` in training, which the loss `load_cv2` needs."""
     learns: ClassVar[bool] = True
     """False where the assignment is fixed beforehand, so that neither a loss nor a rule can change it."""
     by_token: ClassVar[bool] = False
@@ -34,20 +34,17 @@ class RouterConfig(TaggedConfig, frozen=True):
     is_listed: ClassVar[bool] = False
     """True where experts are too many for a number of each, so that its routings are lists of pairs alone."""
 
-    @property
-    def not_causal_because(self) -> Refusal | None:
-        """Why a later token can change where an earlier one goes, and what to use instead; None if causal."""
-        return None
+    def refusal(self, situation: Situation) -> Refusal | None:
+        """Return the reason why this router cannot serve a situation; None if it can.
 
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        """Why, in evaluation, a token routed alone may go elsewhere than in its sequence; None if not."""
-        if self.by_token:
-            return None
-        return self.not_causal_because or Refusal(
-            f"type '{self.type}' does not say that it routes each token by itself",
-            "set by_token in its config if it does",
-        )
+        By default it refuses `cached` unless `by_token`.
+        """
+        if situation.cached and not self.by_token:
+            return Refusal(
+                f"type '{self.type}' does not say that it routes each token by itself",
+                "set by_token in its config if it does",
+            )
+        return None
 
     @property
     def fixed_by(self) -> str | None:
@@ -107,7 +104,7 @@ class RouterMLPConfig(Config, frozen=True):
 
 
 class RouterNormConfig(Config, frozen=True):
-    """An RMS norm with a learned scale, of what the router reads."""
+    """RMS norm with a learned scale, of the router's input."""
 
     eps: float = Field(default=1e-6, gt=0, lt=1)
     """Added to the mean of squares."""
@@ -188,7 +185,7 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        """Route flattened tokens; `context` is flattened too (`outputs.flatten_tokens`)."""
+        """Route flattened tokens; `context` is flattened too (`ffn.inputs.flatten_tokens`)."""
 
     def max_tokens(self, sequence_length: int) -> int:
         """The most tokens of one sequence that an expert can take."""
@@ -206,7 +203,7 @@ class Router(nn.Module, ABC):
         )
 
     def observe(self, routing: Routing) -> Tensor | None:
-        """What a training step adds up over batches and ranks for `update`; None where nothing is to move.
+        """Return the tensor that a training step adds up for `update`; None where no buffer moves.
 
         Args:
             routing: what `forward` returned for one batch.
@@ -389,6 +386,9 @@ class _WideLinear(torch.autograd.Function):
         return tangent_TE if tangent_E is None else tangent_TE + tangent_E
 
 
+Kind = TypeVar("Kind", bound=Routing)
+
+
 def routing_of_pairs(
     weights_TK: Tensor,
     expert_ids_TK: Tensor,
@@ -397,18 +397,16 @@ def routing_of_pairs(
     context: TokenContext,
     *,
     num_experts: int | None = None,
-    chosen_TK: Tensor | None = None,
-    capacity_k: float | None = None,
-    target_k: float | None = None,
-    selection_probs_TE: Tensor | None = None,
-    logits_TK: Tensor | None = None,
-) -> Routing:
-    """The Routing of a router that lists K experts for every token: N = T*K pairs, token-major.
+    kind: type[Kind] = Routing,
+    **more: Any,
+) -> Kind:
+    """Return the routing of a router that lists K experts for every token: N = T*K pairs, token-major.
 
     Args:
         logits_TE: None, and `scores_TE` too, where there are too many experts for a table of them.
         num_experts: E; read from `logits_TE` when None.
-        logits_TK: those of the listed experts, where there is no table.
+        kind: class of the routing, such as `ChosenRouting`.
+        more: its further fields, such as `chosen_N`.
     """
     num_tokens, k = expert_ids_TK.shape
     if num_experts is None:
@@ -416,7 +414,7 @@ def routing_of_pairs(
             raise ValueError("routing_of_pairs without logits_TE needs num_experts")
         num_experts = logits_TE.shape[1]
     token_ids_T1 = torch.arange(num_tokens, device=expert_ids_TK.device).unsqueeze(-1)
-    return Routing(
+    return kind(
         token_ids_N=token_ids_T1.expand(num_tokens, k).flatten(),
         expert_ids_N=expert_ids_TK.flatten(),
         weights_N=weights_TK.flatten(),
@@ -427,12 +425,7 @@ def routing_of_pairs(
         mask_T=context.mask,
         logits_TE=logits_TE,
         scores_TE=scores_TE,
-        chosen_N=None if chosen_TK is None else chosen_TK.flatten(),
-        capacity_k=capacity_k,
-        target_k=target_k,
-        selection_probs_TE=selection_probs_TE,
-        logits_N=None if logits_TK is None else logits_TK.flatten(),
-        listed_k=k,
+        **more,
     )
 
 

@@ -14,9 +14,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, Config
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import ceil_of_share, share_of
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import ChosenRouting, Routing
 
 
 class CapacityConfig(Config, frozen=True):
@@ -52,32 +52,39 @@ class CapacityConfig(Config, frozen=True):
     def is_limited(self) -> bool:
         return not (self.factor is None and self.eval_factor is None and self.per_sequence is None)
 
-    @property
-    def not_causal_because(self) -> Refusal | None:
-        """Why a later token can displace an earlier one, and what to use instead; None if it cannot."""
-        if self.drop == "position" or not self.is_limited:
-            return None
-        return Refusal(
-            f"drop '{self.drop}' lets later tokens displace earlier ones", "use 'position'"
-        )
-
-    @property
-    def not_cached_because(self) -> Refusal | None:
-        """Why, in evaluation, a token computed alone may be kept where its sequence drops it."""
+    def refusal(self, situation: Situation) -> Refusal | None:
+        """Return the reason why one token can displace another; None if it cannot."""
+        if situation.causal and self.drop != "position" and self.is_limited:
+            return Refusal(
+                f"drop '{self.drop}' lets later tokens displace earlier ones", "use 'position'"
+            )
         for option in ("eval_factor", "per_sequence"):
-            if (value := getattr(self, option)) is not None:
+            value = getattr(self, option)
+            if situation.cached and value is not None:
                 return Refusal(
                     f"{option} ({value:g}) lets tokens displace each other", "set it to null"
                 )
         return None
 
-    def limit(self, routing: Routing, *, training: bool) -> Routing:
-        """Apply `limit` with these options; nothing is random in evaluation."""
+    def places(self, routing: Routing, *, training: bool) -> Tensor | None:
+        """Return the pairs that one expert takes, int64 scalar; None if dropless.
+
+        Args:
+            routing: before or after `limit`.
+        """
+        if self.per_sequence is not None:
+            num_sequences = _num_sequences(routing)
+            return torch.tensor(self.per_sequence * num_sequences, device=routing.dropped_N.device)
         factor = self.factor if training else self.eval_factor
+        return None if factor is None else capacity_of(routing, factor)
+
+    def limit(self, routing: Routing, *, training: bool) -> Routing:
+        """Mark as dropped what exceeds the capacity; nothing is random in evaluation."""
         drop = self.drop if training or self.drop != "random" else "position"
         priority, renormalize = DROP_POLICIES[drop], self.renormalize
         if self.per_sequence is not None:
             return limit_sequences(routing, self.per_sequence, priority, renormalize=renormalize)
+        factor = self.factor if training else self.eval_factor
         return limit(routing, factor, priority, renormalize=renormalize)
 
 
@@ -85,53 +92,57 @@ Priority = Callable[[Routing], Tensor]
 """Routing -> (N,): the pairs with the lowest values are served first; equal ones in pair order."""
 
 
-def limit(
-    routing: Routing, factor: float | None, priority: Priority, *, renormalize: bool = False
-) -> Routing:
-    """Mark as dropped what exceeds each expert's capacity C = ceil(factor * N / E).
+def capacity_of(routing: Routing, factor: float) -> Tensor:
+    """Return each expert's capacity C = ceil(factor * N / E), int64 scalar.
 
     N counts the pairs of real tokens, so C is what a perfectly balanced router would need, times
     `factor` (k is inside N, as in Megatron-LM and DeepSpeed; Switch and ST-MoE leave it out). Where the
-    number of pairs depends on the data, N is `capacity_k` pairs for every real token. None is dropless and
-    returns the routing as it is.
+    number of pairs depends on the data, N is `ChosenRouting.capacity_k` pairs for every real token.
+    """
+    capacity_k = routing.capacity_k if isinstance(routing, ChosenRouting) else None
+    if capacity_k is None:
+        return ceil_of_share(routing.real_N.sum(), share_of(factor, parts=routing.num_experts))
+    share = share_of(factor, capacity_k, parts=routing.num_experts)
+    return ceil_of_share(routing.num_real_tokens, share)
+
+
+def limit(
+    routing: Routing, factor: float | None, priority: Priority, *, renormalize: bool = False
+) -> Routing:
+    """Mark as dropped what exceeds each expert's capacity; see `capacity_of`.
 
     Args:
         routing: nothing dropped yet.
-        factor: the capacity factor.
+        factor: the capacity factor; None drops nothing.
         priority: the order in which pairs are served, such as `by_position`: see `DROP_POLICIES`.
         renormalize: scale a token's surviving weights up to the sum they had; without it, what is
             dropped loses its weight.
     """
     if factor is None:
         return routing
-    if routing.capacity_k is None:
-        count, factors = routing.real_N.sum(), (factor,)
-    else:
-        count, factors = routing.num_real_tokens, (factor, routing.capacity_k)
-    capacity = ceil_of_share(count, share_of(*factors, parts=routing.num_experts))
     place_N = place_in_queue(routing, priority(routing))
-    limited = replace(routing, dropped_N=routing.real_N & (place_N >= capacity), capacity=capacity)
+    dropped_N = routing.real_N & (place_N >= capacity_of(routing, factor))
+    limited = replace(routing, dropped_N=dropped_N)
     return renormalize_survivors(limited) if renormalize else limited
 
 
 def limit_sequences(
     routing: Routing, count: int, priority: Priority, *, renormalize: bool = False
 ) -> Routing:
-    """Mark as dropped what exceeds `count` pairs of one sequence at an expert; other arguments as of `limit`.
-
-    `Routing.capacity` is that of an expert for all sequences together.
-    """
-    length = max(routing.sequence_length, 1)
-    num_sequences = max(-(-routing.num_tokens // length), 1)
+    """Mark as dropped what exceeds `count` pairs of one sequence at an expert; see `limit`."""
+    length, num_sequences = max(routing.sequence_length, 1), _num_sequences(routing)
     # The same experts again for each sequence, so that each has queues of its own.
     queues_N = routing.expert_ids_N * num_sequences + routing.token_ids_N // length
     by_queue = replace(
         routing, expert_ids_N=queues_N, num_experts=routing.num_experts * num_sequences
     )
     place_N = place_in_queue(by_queue, priority(routing))
-    capacity = torch.tensor(count * num_sequences, device=place_N.device)
-    limited = replace(routing, dropped_N=routing.real_N & (place_N >= count), capacity=capacity)
+    limited = replace(routing, dropped_N=routing.real_N & (place_N >= count))
     return renormalize_survivors(limited) if renormalize else limited
+
+
+def _num_sequences(routing: Routing) -> int:
+    return max(-(-routing.num_tokens // max(routing.sequence_length, 1)), 1)
 
 
 def by_position(routing: Routing) -> Tensor:

@@ -12,9 +12,9 @@ from einops import rearrange, repeat
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import ceil_of_share, share_of
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.outputs import ChosenRouting, Routing, TokenContext
 from moe_ffn.routing.base import FixedKConfig, LinearRouter, LinearRouterConfig, Router, comparable
 
 
@@ -33,9 +33,10 @@ class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Turns logits into weights: softmax over the experts, or a sigmoid of each."""
 
-    @property
-    def not_causal_because(self) -> Refusal:
-        return Refusal("type 'expert_choice' ranks tokens against later ones", "use 'top_k'")
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if situation.causal or situation.cached:
+            return Refusal("type 'expert_choice' ranks tokens against later ones", "use 'top_k'")
+        return None
 
     def check_num_experts(self, num_experts: int) -> None:
         super().check_num_experts(num_experts)
@@ -92,7 +93,7 @@ class ExpertChoiceRouter(LinearRouter):
         chosen_N = repeat(chosen_BC, "b c -> (b e c)", e=num_experts)
         order_N = token_ids_N.argsort(stable=True)  # token-major, as all pairs are
         token_ids_N, expert_ids_N = token_ids_N[order_N], expert_ids_N[order_N]
-        return Routing(
+        return ChosenRouting(
             token_ids_N=token_ids_N,
             expert_ids_N=expert_ids_N,
             weights_N=scores_TE[token_ids_N, expert_ids_N],

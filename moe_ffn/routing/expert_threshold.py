@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.sizes import ceil_of_share, share_of
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.outputs import ChosenRouting, Routing, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
     LinearRouter,
@@ -42,7 +42,7 @@ class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True)
     warmup_steps: int = Field(default=1, ge=1, le=MAX_COUNT)
     """The first optimizer steps, in which thresholds are estimated and each token takes its k best experts (k
     rounded up; in a mixture of depths, all tokens pass). The paper has 4,000 of expert choice, which looks at
-    later tokens. A training loop of one's own calls `Router.update` after each step, or they never end."""
+    later tokens. Your own training loop calls `Router.update` after each step, or they never end."""
 
     by_token: ClassVar[bool] = True
 
@@ -86,7 +86,8 @@ class ExpertThresholdRouter(LinearRouter):
             logits_TE,
             scores_TE,
             context,
-            chosen_TK=torch.where(is_estimated_E, reaches_TE, is_best_TE),
+            kind=ChosenRouting,
+            chosen_N=torch.where(is_estimated_E, reaches_TE, is_best_TE).flatten(),
             capacity_k=self.config.k,
         )
 

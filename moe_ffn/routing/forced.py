@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
 
@@ -30,9 +30,10 @@ class ForcedRouterConfig(LinearTopKConfig, frozen=True):
 
     learns: ClassVar[bool] = False
 
-    @property
-    def not_cached_because(self) -> Refusal:
-        return Refusal("type 'forced' routes by position", "use 'top_k'")
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if situation.cached:
+            return Refusal("type 'forced' routes by position", "use 'top_k'")
+        return None
 
     def describe(self) -> str:
         return f"{self.type} k={self.k} skew={self.skew:g}"

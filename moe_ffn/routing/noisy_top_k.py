@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.sizes import linear_params
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.outputs import NoisyRouting, Routing, TokenContext
 from moe_ffn.routing.base import (
     LinearRouter,
     LinearTopKConfig,
@@ -71,20 +71,15 @@ class NoisyTopKRouter(LinearRouter):
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
         k = self.config.k
-        noisy_TE, selection_probs_TE = logits_TE, None
+        noisy_TE, kind = logits_TE, {}
         if self.training:
             scale_TE = F.softplus(self.noise(x_TD)) + MIN_NOISE
             noisy_TE = logits_TE + torch.randn_like(logits_TE) * scale_TE
-            selection_probs_TE = selection_probabilities(logits_TE, noisy_TE, scale_TE, k)
+            probs_TE = selection_probabilities(logits_TE, noisy_TE, scale_TE, k)
+            kind = {"kind": NoisyRouting, "selection_probs_TE": probs_TE}
         top_TK, expert_ids_TK = noisy_TE.topk(k, dim=-1)
-        return routing_of_pairs(
-            top_TK.softmax(dim=-1),
-            expert_ids_TK,
-            logits_TE,
-            noisy_TE.softmax(dim=-1),
-            context,
-            selection_probs_TE=selection_probs_TE,
-        )
+        weights_TK, scores_TE = top_TK.softmax(dim=-1), noisy_TE.softmax(dim=-1)
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context, **kind)
 
 
 def selection_probabilities(

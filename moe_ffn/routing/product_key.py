@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_ffn.config.base import MAX_COUNT, describe_options
 from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
 from moe_ffn.kernels.torch_modes import without_autocast
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.outputs import ListedRouting, Routing, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
     Router,
@@ -55,7 +55,7 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     query_norm: RouterNormConfig | None = None
     """An RMS norm of each query with a learned scale; none by default."""
     keys: Literal["shared", "per_head"] = "shared"
-    """Whether all heads have the same sub-keys (PEER), or each has its own (Lample et al.)."""
+    """Sub-keys: the same for all heads (PEER), or a set for each head (Lample et al.)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """The weights of a head's k experts, of their scores."""
 
@@ -181,7 +181,9 @@ class ProductKeyRouter(Router):
             None,
             context,
             num_experts=self.num_experts,
-            logits_TK=logits_THK.flatten(1),
+            kind=ListedRouting,
+            logits_N=logits_THK.flatten(),
+            listed_k=ids_THK.flatten(1).shape[1],
         )
 
     def extra_repr(self) -> str:

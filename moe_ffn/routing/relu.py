@@ -12,7 +12,7 @@ from einops import repeat
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.outputs import Routing, SteeredRouting, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
     LinearRouter,
@@ -55,7 +55,8 @@ class ReLURouter(LinearRouter):
             scores_TE,
             context,
             # Not `> 0`: a token whose logits are NaN must not pass as one that chose no expert.
-            chosen_TK=~(logits_TE <= 0),
+            kind=SteeredRouting,
+            chosen_N=~(logits_TE <= 0).flatten(),
             capacity_k=self.config.k,
             target_k=self.config.k,
         )

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.kernels.torch_modes import needs_static_shapes
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
@@ -41,9 +41,10 @@ class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
 
     by_token: ClassVar[bool] = True
 
-    @property
-    def not_causal_because(self) -> Refusal:
-        return Refusal("type 'sinkhorn' balances tokens against later ones", "use 'top_k'")
+    def refusal(self, situation: Situation) -> Refusal | None:
+        if situation.causal:
+            return Refusal("type 'sinkhorn' balances tokens against later ones", "use 'top_k'")
+        return super().refusal(situation)
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return SinkhornRouter(self, d_model, num_experts)

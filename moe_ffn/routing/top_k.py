@@ -93,7 +93,7 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     learned_scale: Literal["global", "expert"] | None = None
     """A learned factor of the weights, one for all (Inkling), or one of each expert (Gemma 4); 1 at first."""
     select_by: Literal["score", "logit"] = "score"
-    """What chooses the experts, and what the correction bias is added to; the score weighs all the same."""
+    """Values that choose the experts, plus the correction bias; the score is the weight in both cases."""
     num_always: int = Field(default=0, ge=0, le=MAX_COUNT)
     """The last so many experts are every token's, beside the k that it chooses, and are weighed and
     normalised together with these: shared experts within the router (Inkling)."""

@@ -1,1 +1,1 @@
-"""The folder of a run: made, locked, written, read, and gone on with."""
+"""The folder of a run: made, locked, written, read and resumed."""

@@ -1,4 +1,4 @@
-"""The parts of a training run, made from its config: model, data, Trainer, callbacks, loggers."""
+"""The parts of a training run, built from its config: model, data, Trainer, callbacks, loggers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,18 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
-from moe_ffn.config.environment import check_number_of_processes, processes_here
-from moe_ffn.config.errors import ConfigError, first_line
-from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData, validation_batches
-from moe_ffn.parallel.layout import SHARDED_PRECISIONS, WHOLE, Layout
+from moe_ffn.parallel.layout import WHOLE, Layout
+from moe_ffn.runs.checkpoints import RUN_ID, checkpoint_identity, tokenizer_sha256
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.contract import check_outside_parts
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
     METRICS_FILE,
     SAMPLES_FILE,
-    SAVED_FILE,
     git_revision,
 )
-from moe_ffn.runs.json_files import Saved
 from moe_ffn.runs.outside_code import portable_options
-from moe_ffn.runs.record import RUN_ID, checkpoint_identity, tokenizer_sha256
-from moe_ffn.training.config import FASTEST, resolve_precision
 from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice, AlarmLog, AlarmRules
@@ -47,7 +39,7 @@ from moe_ffn.training.monitoring.callbacks import (
 from moe_ffn.training.monitoring.hardware import describe_hardware
 from moe_ffn.training.monitoring.loggers import MetricsFile, wandb_logger
 from moe_ffn.training.monitoring.progress import progress_display
-from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper, KeptFiles
+from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.recovery.stopping import (
     EarlyStoppingByOptions,
     StepTimer,
@@ -66,109 +58,14 @@ class RunCallbacks:
     samples: SampleLog
     steps: StepLogger
     validation: ValidationLogger
-    kept: KeptFiles
     checkpoints: CheckpointKeeper
     stop: StopOnRequest
     profile: ProfileReport
 
-
-LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
-"""Variables of which torchrun, SLURM, LSF and MPI set at least one for the processes that they start."""
-
-
-def check_trainer(config: TrainConfig) -> tuple[str, Layout]:
-    """The precision to train in and the layout of the ranks, once Lightning has accepted its arguments.
-
-    The precision is still `fastest` where that is to be timed.
-
-    Raises:
-        ConfigError: it refuses them, or they do not go with the rest of the config, or a part from outside
-            the package does not keep its contract.
-    """
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    arguments = lightning_arguments(config)
-    num_nodes = config.trainer.num_nodes
-    if num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
-        raise ConfigError(
-            f"trainer.num_nodes ({num_nodes}): nobody has started this program on the other machines, so "
-            f"that it would wait for ever; start it on each with torchrun --nnodes {num_nodes} "
-            "--nproc_per_node DEVICES --rdzv_backend c10d --rdzv_endpoint HOST:PORT -m experiments.train, or "
-            "with srun"
-        )
-    try:
-        trial = Trainer(**(quiet | arguments))
-    except Exception as error:  # of whatever kind: what is wrong is in what was passed on
-        given = "".join(f" {name}: {value}," for name, value in arguments.items()).rstrip(",")
-        raise ConfigError(
-            f"trainer: lightning.Trainer refuses{given}: {first_line(error)}"
-        ) from error
-    check_number_of_processes(trial.num_devices, trial.num_nodes)
-    require_equal_shares(config.data.batch_size, trial.world_size)
-    device = trial.strategy.root_device.type
-    precision = resolve_precision(config.trainer.precision, device)
-    if precision == "16-mixed" and device == "cpu":
-        raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
-    if precision == FASTEST and (trial.world_size > 1 or config.trainer.compile):
-        beside = "trainer.compile" if config.trainer.compile else f"{trial.world_size} processes"
-        raise ConfigError(
-            f"trainer.precision (fastest) times eager steps in one process, which does not go with {beside}; "
-            "use auto, 32-true or bf16-mixed"
-        )
-    layout = check_layout(config, trial.world_size, precision)
-    check_outside_parts(config, trial.strategy.root_device)
-    if refusal := config.model.refusal_on(device):
-        raise ConfigError(f"model.{refusal}")
-    return precision, layout
-
-
-def lightning_arguments(config: TrainConfig) -> dict[str, Any]:
-    """What `lightning.Trainer` is told: of its options, and how many processes torchrun has started."""
-    arguments = config.trainer.lightning_arguments()
-    if config.trainer.devices == "auto" and (count := processes_here()):
-        arguments["devices"] = count
-    return arguments
-
-
-def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
-    """How the ranks of a run share its model.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    if config.parallel is None:
-        return Layout(data=num_ranks)
-    layout = config.parallel.layout(num_ranks)
-    if layout.expert > 1 and not config.model.routers():
-        raise ConfigError(
-            f"parallel.expert ({layout.expert}) divides the experts that a router chooses from, but no layer "
-            "has a router; use parallel.shard"
-        )
-    if refusal := config.model.refusal_over(layout.expert):
-        raise ConfigError(f"model.{refusal}")
-    if layout.is_sharded and config.trainer.strategy != "auto":
-        raise ConfigError(
-            f"trainer.strategy ({config.trainer.strategy}) holds the whole model on each rank, but parallel "
-            "divides it; leave one of them out"
-        )
-    if layout.is_sharded and precision not in SHARDED_PRECISIONS:
-        raise ConfigError(
-            f"trainer.precision ({precision}) does not go with parallel.shard and parallel.expert; use one "
-            f"of {', '.join(SHARDED_PRECISIONS)}"
-        )
-    if layout.is_sharded and not config.optimizer.takes_shards:
-        raise ConfigError(
-            f"optimizer.type ({config.optimizer.type}) looks at whole matrices, which parallel.shard and "
-            "parallel.expert divide; use adamw or muon"
-        )
-    if layout.expert > 1:
-        empty = config.model.build_empty(*config.data.text_sizes)
-        if reason := layout.refusal_of(empty):
-            raise ConfigError(reason)
-    return layout
+    @property
+    def saved(self) -> tuple[Callback, ...]:
+        """The callbacks whose state a checkpoint holds."""
+        return self.samples, self.steps, self.validation, self.checkpoints
 
 
 def build_module(config: TrainConfig, data: PreparedData, layout: Layout = WHOLE) -> LanguageModel:
@@ -201,30 +98,20 @@ def make_callbacks(
     config: TrainConfig,
     data: PreparedData,
     folder: Path,
-    files: Mapping[str, str] | None = None,
-    identity: Mapping[str, Any] | None = None,
+    run_id: str | None = None,
 ) -> RunCallbacks:
-    """Rows every few steps, a text at every validation, checkpoints, and an end when one is asked for.
+    """Make what logs rows, samples, validates, saves, and ends a run early.
 
     Args:
-        files: what the run is begun with, to be put back where it is removed; nothing by default.
-        identity: the `checkpoint_identity` of the run; by default that of a run without an id.
+        run_id: id that every checkpoint holds.
     """
     advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
     rules = AlarmRules(config.logging.alarms, advice)
-    kept = KeptFiles(folder, files or {})
-    identity = identity or checkpoint_identity(config, data)
-
-    def record(step: int) -> None:
-        if SAVED_FILE in kept.files:
-            kept.change(SAVED_FILE, Saved(run_id=identity[RUN_ID], last_saved_step=step).to_text())
-
     checkpoints = CheckpointKeeper(
         folder / CHECKPOINTS_FOLDER,
         config.checkpoints,
         config.trainer.validate_every_n_steps,
-        identity,
-        record,
+        checkpoint_identity(config, data, run_id),
     )
     return RunCallbacks(
         SampleLog(
@@ -236,7 +123,6 @@ def make_callbacks(
         ),
         StepLogger(config.logging, rules, AlarmLog(folder / ALARMS_FILE)),
         ValidationLogger(),
-        kept,
         checkpoints,
         StopOnRequest(StopRequest(), checkpoints),
         ProfileReport(),
@@ -267,13 +153,13 @@ def build_trainer(
                 "validation/loss", patience=stopping.patience, min_delta=stopping.min_delta
             )
         )
-    given = lightning_arguments(config)
+    given = options.lightning_arguments()
     if (max_time := given.pop("max_time", None)) is not None:
         callbacks.append(StepTimer(max_time))
     if layout.is_sharded:
         given["strategy"] = ShardedStrategy(layout.num_ranks)
     # Last, so that what is saved is what all the others have made of the step.
-    callbacks += [run_callbacks.kept, run_callbacks.checkpoints, run_callbacks.stop]
+    callbacks += [run_callbacks.checkpoints, run_callbacks.stop]
     arguments: dict[str, Any] = {
         "max_steps": options.max_steps,
         "max_epochs": -1,
@@ -327,7 +213,7 @@ def ffn_types(config: TrainConfig) -> list[str]:
 def run_facts(
     config: TrainConfig, data: PreparedData, precision: str, run_id: str = ""
 ) -> dict[str, Any]:
-    """What a run is filtered by later: its options, its code, its corpus and its size."""
+    """Return the facts that runs are filtered by: options, code revision, corpus and size."""
     vocab_size, seq_len = data.tokenizer.vocab_size, config.data.seq_len
     d_model, ffns = config.model.d_model, config.model.layer_ffns()
     return {

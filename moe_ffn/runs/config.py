@@ -1,4 +1,4 @@
-"""Everything that a training run can be told."""
+"""The options of a training run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moe_ffn.training.sampling import SampleConfig
 
 
 def not_a_folder_name(name: str) -> str:
-    """Why no folder is given this name; empty where one may be."""
+    """Return why no folder can have this name; empty if one can."""
     is_one = name.isprintable() and not set("/\\") & set(name) and name not in ("", ".", "..")
     if is_one and len(name.encode()) <= 200:
         return ""
@@ -33,7 +33,7 @@ def not_a_folder_name(name: str) -> str:
 
 
 class RunConfig(Config, frozen=True):
-    """Where a run is written."""
+    """The folder of a run."""
 
     name: str | None = None
     """Folder of this run; made of the FFN type and the time when null. Never overwritten."""
@@ -54,32 +54,32 @@ class TrainConfig(Config, frozen=True):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights, the data order, dropout and sampling."""
     run: RunConfig = RunConfig()
-    """Where the run is written."""
+    """The folder of the run."""
     init_from: str | None = Field(default=None, min_length=1)
     """Folder of a model, or of a run, whose weights it begins with; a resumed run reads its checkpoint.
-    What this model has and that one lacks is drawn anew."""
+    Weights that it lacks are drawn at random."""
     model: DecoderConfig = DecoderConfig()
     """The Transformer, and its feed-forward block."""
     data: DataConfig = DataConfig()
-    """What it reads."""
+    """The text that it reads."""
     objective: ObjectiveConfig = ObjectiveConfig()
-    """What is minimised."""
+    """The loss that is minimised."""
     optimizer: OptimizerConfig = MuonConfig()
-    """How it is minimised."""
+    """The optimizer and its learning rate."""
     trainer: TrainerConfig = TrainerConfig()
     """The training loop, and arguments of lightning.Trainer."""
     parallel: ParallelConfig | None = None
-    """How several processes share the model; null: each holds all of it."""
+    """Division of the model among processes; null: each holds all of it."""
     checkpoints: CheckpointsConfig = CheckpointsConfig()
-    """What a run is resumed from."""
+    """The checkpoints that a run is resumed from."""
     logging: LoggingConfig = LoggingConfig()
-    """What is written while training."""
+    """The log that is written while training."""
     sample: SampleConfig = SampleConfig()
     """The text that the trained model writes at the end."""
 
     @cached_property
     def matches(self) -> tuple[WidthMatch, ...]:
-        """How near the widths that were given as `d_ff: {match: ..., of: ...}` come to their budgets.
+        """The widths solved from `d_ff: {match: ..., of: ...}`, and how near they come to their budgets.
 
         The options hold the numbers alone, so a config that is read back has none of these.
         """
@@ -112,12 +112,12 @@ class TrainConfig(Config, frozen=True):
 
 @dataclass(frozen=True)
 class Resume:
-    """A run that is to go on, and with which options."""
+    """A run that is resumed, and its options."""
 
     folder: Path
     config: TrainConfig
     changes: Mapping[str, tuple[Any, Any]]
-    """What differs from the run's own options: dotted key -> value before and now."""
+    """Options that differ from the run's own: dotted key -> value before and now."""
     own: TrainConfig
     """The options in the run's folder."""
 

@@ -1,20 +1,21 @@
-"""The folder of one run: made once, never written over, held by one process; what a reader may find in it."""
+"""The folder of one run: made once, never overwritten, locked by one process."""
 
 from __future__ import annotations
 
 import os
 import platform
+import secrets
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError, command, expand_path
-from moe_ffn.files import DAMAGED, kind_of, open_file, read_object, reason, write_file
+from moe_ffn.files import kind_of, open_file, read_object, reason, write_file
 from moe_ffn.runs.config import TrainConfig
 
 try:
@@ -34,22 +35,11 @@ RESUMES_FILE = "resumes.jsonl"
 CODE_FILE = "code.json"
 CODE_FOLDER = "code"
 REPORT_FILE = "report.html"
-SAVED_FILE = "saved.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_FOLDER = "model"
 
 LOCK_FILE = ".lock"
 """Holds the name of the machine on which the run was trained last."""
-
-_LOGS = (METRICS_FILE, ALARMS_FILE, SAMPLES_FILE)
-FILES = (
-    *(CONFIG_FILE, FACTS_FILE, SUMMARY_FILE, TOKENIZER_FILE, DOCUMENTS_FILE, RESUMES_FILE),
-    *(CODE_FILE, SAVED_FILE, LOCK_FILE, "sample.txt", "profile.txt", REPORT_FILE),
-    *_LOGS,
-    *(f"{name}{DAMAGED}" for name in _LOGS),
-)
-FOLDERS = (CHECKPOINTS_FOLDER, CODE_FOLDER, MODEL_FOLDER, "wandb")
-"""With the files above all that a run makes; what else is in its folder is never opened."""
 
 _PATIENCE_SECONDS = 1.0
 """A reader that asks whether the lock is held has it for a moment."""
@@ -58,7 +48,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 def named_run_folder(config: TrainConfig) -> Path:
-    """Where a run that has a name is, or would be."""
+    """Return the folder of a run that has a name."""
     assert config.run.name is not None
     return output_dir(config) / config.run.name
 
@@ -132,6 +122,11 @@ def _safe(tag: str) -> str:
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in tag.rpartition(":")[2])
 
 
+def new_run_id() -> str:
+    """Return the id by which a run's checkpoints are recognised."""
+    return secrets.token_hex(8)
+
+
 def git_revision() -> str | None:
     """The commit the code is at, with `-dirty` where it was changed; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -172,7 +167,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in this folder came to its end."""
+    """Return whether the run in this folder is finished."""
     return (folder / SUMMARY_FILE).is_file()
 
 
@@ -182,7 +177,6 @@ def check_is_run(folder: Path) -> None:
         if not folder.is_dir():
             what = "is a file, not the folder of a run" if folder.exists() else "does not exist"
             raise ConfigError(f"'{folder}' {what}; give the folder of a run, such as runs/my-run")
-        check_entries(folder)
         if _is_run(folder):
             return
         inside = sorted(path.name for path in folder.iterdir() if is_run(path))
@@ -193,7 +187,7 @@ def check_is_run(folder: Path) -> None:
 
 
 def of_library(folder: Path) -> str:
-    """What reads a model folder, for the end of a sentence; empty where it is of no library."""
+    """Return the command that reads a model folder, as the end of a sentence; empty if unknown."""
     config = folder / "config.json"
     if (found := read_object(config)) is None:
         return f"its {config.name} is damaged; copy it again" if config.is_file() else ""
@@ -204,40 +198,10 @@ def of_library(folder: Path) -> str:
     return "" if kind is None else f"it is a model of transformers: {makes}"
 
 
-def check_entries(folder: Path) -> None:
-    """ConfigError where something else stands in the place of a file of a run, or of a folder.
-
-    A program would wait at a pipe. What is in `checkpoints` is judged when it is read.
-    """
-    with reading(folder):
-        code: list[Path] = []
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            code += (folder / CODE_FOLDER).glob("*.py")
-        wanted = dict.fromkeys((folder / name for name in FOLDERS), "a folder")
-        wanted |= dict.fromkeys([*(folder / name for name in FILES), *code], "a file")
-        for path, kind in wanted.items():
-            if (found := kind_of(path)) not in (None, kind):
-                raise ConfigError(
-                    f"'{path}' is {found}, and has to be {kind}; put back what it was, or remove it"
-                )
-
-
-def check_can_be_read(folder: Path, names: Iterable[str] = (*FILES, *FOLDERS)) -> None:
-    """ConfigError where the permission lacks to read one of these files and folders of a run."""
-    for path in (folder, *(folder / name for name in names)):
-        with reading(path):
-            if path.is_dir():
-                next(path.iterdir(), None)
-            elif path.exists():
-                open_file(path).close()
-
-
 def check_has_weights(folder: Path) -> None:
-    """ConfigError where no trained model can be read from this folder."""
+    """Raise ConfigError if no trained model can be read from this folder."""
     check_is_run(folder)
-    needed = (CONFIG_FILE, TOKENIZER_FILE, CHECKPOINTS_FOLDER)
-    check_can_be_read(folder, needed)
-    for name in needed:
+    for name in (CONFIG_FILE, TOKENIZER_FILE, CHECKPOINTS_FOLDER):
         if not (folder / name).exists():
             if (folder / name).is_symlink():
                 raise ConfigError(
@@ -269,14 +233,13 @@ def locked(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # it cannot be written, or is no file of ours
             file = stack.enter_context(open_file(folder / LOCK_FILE, "ab")).fileno()
             _hold(file, folder)
-            if os.fstat(file).st_nlink == 1:  # else what it holds belongs to another name too
-                os.truncate(file, 0)
-                os.write(file, platform.node().encode())  # nothing is left to write at the end
+            os.truncate(file, 0)
+            os.write(file, platform.node().encode())  # nothing is left to write at the end
         yield
 
 
 def is_trained_here(folder: Path) -> bool | None:
-    """Whether a process trains the run now; None where that cannot be told from this machine."""
+    """Return whether a process trains the run now; None if this machine cannot know."""
     with suppress(OSError), _opened(folder) as descriptor:
         if _is_held(descriptor):
             return True

@@ -1,4 +1,4 @@
-"""What the JSON files of a run's folder hold, each as one typed model.
+"""The JSON files of a run's folder, each as one typed model.
 
 A disk or an editor may have damaged any of them. A value of a wrong type counts as absent, so that the rest
 can still be used; `JsonFile.has` tells null from absent.
@@ -6,7 +6,6 @@ can still be used; `JsonFile.has` tells null from absent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -21,7 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.files import parse_object, read_object
 from moe_ffn.training.config import PRECISIONS, Precision
 from moe_ffn.training.monitoring.json_lines import Line
@@ -49,39 +47,24 @@ class JsonFile(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What a file holds; empty where it cannot be read or holds no JSON object."""
+        """Read a file; empty if it cannot be read or holds no JSON object."""
         return cls.model_validate(read_object(path) or {})
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What the text of such a file holds."""
+        """Parse the text of such a file."""
         return cls.model_validate(parse_object(text) or {})
 
     def __bool__(self) -> bool:
         return bool(self.model_fields_set)
 
     def has(self, key: str) -> bool:
-        """Whether the file has a value of the right type there, which may be null."""
+        """Return whether the file has a value of the right type there, which may be null."""
         return key in self.model_fields_set
 
 
-class Saved(JsonFile):
-    """`saved.json`: which checkpoint is there, unless it was lost."""
-
-    run_id: str = Field(default="", min_length=1)
-    last_saved_step: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    """Step of the newest checkpoint that was written; None before the first."""
-
-    @property
-    def is_whole(self) -> bool:
-        return self.has("run_id") and self.has("last_saved_step")
-
-    def to_text(self) -> str:
-        return json.dumps(self.model_dump()) + "\n"
-
-
 class Facts(JsonFile):
-    """`facts.json`: what a run is, beside its options, which stand there too."""
+    """`facts.json`: the options of a run, and facts about its code, data and model."""
 
     run_id: str = Field(default="", min_length=1)
     precision: Precision | None = None
@@ -90,28 +73,28 @@ class Facts(JsonFile):
     corpus_sha256: str | None = None
     tokenizer_sha256: str | None = None
     validation_sha256: str | None = None
-    """Of the windows of every validation."""
+    """Hash of the windows of every validation."""
     num_params: Count | None = None
     num_active_params: Count | None = None
     flops_per_token: Count | None = None
     ffn_params: Count | None = None
-    """Of all feed-forward blocks together, as the next two."""
+    """Parameters of all feed-forward blocks together, as the next two."""
     ffn_active_params: Count | None = None
     ffn_flops_per_token: Count | None = None
     num_threads: Count | None = None
     versions: dict[str, str] = {}
-    """Of Python and torch."""
+    """Versions of Python and torch."""
     hardware: dict[str, str | int | None] = {}
     """Processor, cores, GPU."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it says what a run that goes on has to know."""
+        """Return whether it holds what a resumed run needs."""
         return self.precision in PRECISIONS
 
 
 class LayerSummary(JsonFile):
-    """What was measured of a sparse layer on the validation split."""
+    """Measures of a sparse layer on the validation split."""
 
     __pydantic_extra__: dict[str, Value]  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -127,14 +110,14 @@ class Summary(JsonFile):
     """Nats per token."""
     validation_bits_per_byte: float | None = None
     unigram_loss: float | None = None
-    """What a model that knows only the frequencies scores, in nats per token."""
+    """Loss of a model that knows only the frequencies of tokens, in nats per token."""
     tokens_per_second: float | None = None
     num_tokens: Count | None = None
     """Tokens trained on, of all ranks, those of a resumed run counted once."""
     train_seconds: float | None = None
-    """Of training steps alone."""
+    """Seconds of training steps alone."""
     wall_seconds: float | None = None
-    """From the first step to the end, validations and checkpoints included, over all processes of the run."""
+    """Seconds from the first step to the end, with validations and checkpoints, over all parts of the run."""
     peak_memory_bytes: Count | None = None
     """On a GPU of tensors, else of the process; the most of all processes of a resumed run, on rank 0."""
     window_losses: list[float | None] = []
@@ -155,16 +138,6 @@ class Alarm(Line):
     advice: str = ""
 
 
-class Resumption(Line):
-    """A line of `resumes.jsonl`: the run went on after this step."""
-
-    checkpoint: str | None = None
-    passed_over: list[str] = Field(default_factory=list)
-    changes: dict[str, list[Any]] = Field(default_factory=dict)
-    """Dotted key of an option -> its value before and now."""
-    git_revision: str | None = None
-
-
 def _require_path(value: Any) -> str:
     """Text, even where it is not UTF-8, which pydantic's own strings have to be."""
     if not isinstance(value, str) or "\0" in value:
@@ -173,7 +146,7 @@ def _require_path(value: Any) -> str:
 
 
 class CodeEntry(BaseModel):
-    """Where a piece of code from outside came from."""
+    """Origin of a file or module of custom code."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

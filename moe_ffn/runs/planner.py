@@ -1,4 +1,4 @@
-"""What a step of a run takes on ranks that share its model: memory of each, bytes that travel, seconds.
+"""Cost of a step on ranks that share a model: memory of each rank, bytes sent, seconds.
 
 Nothing is run. The model is built without numbers, and torch's own tracker follows a step of it; what a
 layout divides is divided by arithmetic.
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, Situation
 from moe_ffn.data.batches import require_equal_shares
+from moe_ffn.ffn import ChainOfExpertsConfig, FFNConfig, MixtureOfDepthsConfig, MoEConfig
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
 from moe_ffn.runs.config import TrainConfig
@@ -114,7 +115,7 @@ class Sizes:
 
 
 def _state_bytes(config: TrainConfig, decoder: Decoder) -> dict[int, int]:
-    """What the optimizer keeps of each parameter, by its id: found by a step without numbers."""
+    """Return the bytes of the optimizer's state by the parameter's id, from a step without numbers."""
     optimizer = config.optimizer.build(decoder)
     for parameter in decoder.parameters():
         parameter.grad = torch.empty_like(parameter)
@@ -142,13 +143,13 @@ def _expert_parameters(decoder: Decoder) -> set[int]:
 
 @dataclass(frozen=True)
 class Activations:
-    """What the forward pass of one rank keeps for the backward pass, in bytes."""
+    """Bytes that the forward pass of one rank keeps for the backward pass."""
 
     outside: float
     """Beside the layers, with the logits and their gradient: the peak of a step is where these are made."""
     by_layer: tuple[float, ...]
     recomputed: float
-    """What one layer is computed again with, where its activations are not kept."""
+    """Bytes to compute one layer again, if its activations are not kept."""
 
     def with_more(self, of_layer: float, *, is_kept: bool) -> Activations:
         """With so many bytes more of each layer, which are kept, or computed again."""
@@ -277,15 +278,15 @@ class LayoutPlan:
     memory: Memory
     traffic: Traffic
     compute_seconds: float
-    """Of the products of a step."""
+    """Seconds of the products of a step."""
     expert_seconds: float
-    """Those of them that are of routed experts."""
+    """Seconds of the products of routed experts."""
     beside_seconds: float
-    """Of weights and gradients, which travel beside them."""
+    """Seconds to send weights and gradients, at the same time as the products."""
     between_seconds: float
-    """Of tokens, for which the products wait."""
+    """Seconds to send tokens, which the products wait for."""
     tokens: int
-    """Of a step, of all ranks."""
+    """Tokens of a step, of all ranks."""
 
     @property
     def fits(self) -> bool:
@@ -293,11 +294,11 @@ class LayoutPlan:
 
     @property
     def seconds(self) -> float:
-        """Of a step in perfect balance."""
+        """Seconds of a step in perfect balance."""
         return self.seconds_at(0.0)
 
     def seconds_at(self, max_violation: float) -> float:
-        """Of a step in which the others wait for the busiest rank, with so much more than its share of pairs.
+        """Return the seconds of a step in which all ranks wait for the busiest one.
 
         Args:
             max_violation: load of the busiest of the ranks that share the experts over their mean, less one.
@@ -310,6 +311,19 @@ class LayoutPlan:
         return self.tokens / self.seconds
 
 
+def routed_flops_per_token(ffn: FFNConfig, d_model: int, seq_len: int) -> int:
+    """Return the FLOPs of a block for one token that run on the ranks of its experts."""
+    if isinstance(ffn, MoEConfig):
+        return ffn.routed_flops_per_token(d_model, seq_len)
+    if isinstance(ffn, ChainOfExpertsConfig):
+        return ffn.rounds * routed_flops_per_token(ffn.ffn, d_model, seq_len)
+    if isinstance(ffn, MixtureOfDepthsConfig):
+        share, inner_length = ffn.inner_tokens(seq_len)
+        return round(share * routed_flops_per_token(ffn.ffn, d_model, inner_length))
+    inner = ffn.inner_blocks().values()
+    return sum(routed_flops_per_token(block, d_model, seq_len) for block in inner)
+
+
 def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
     """Every layout of so many ranks that the model and its precision allow."""
     if _precision(config) not in SHARDED_PRECISIONS:
@@ -317,7 +331,9 @@ def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
         return
     empty = config.model.build_empty(*config.data.text_sizes)
     for expert in _divisors(num_ranks):
-        if expert > 1 and (not config.model.routers() or config.model.refusal_over(expert)):
+        if expert > 1 and (
+            not config.model.routers() or config.model.refusal(Situation(num_ranks=expert))
+        ):
             continue
         for shard in _divisors(num_ranks // expert):
             layout = Layout(num_ranks // expert // shard, shard, expert)
@@ -377,7 +393,7 @@ def _plan(
         activations = activations.with_more(sent * numbers, is_kept=is_kept)
 
     def pace(num_neighbours: int) -> float:
-        """Of a group whose ranks lie within so many neighbours: within a machine, or across."""
+        """Return the bytes per second between `num_neighbours` ranks, on one machine or across machines."""
         return device.link if num_neighbours <= device.per_machine else device.network
 
     beside = (traffic.weights + traffic.gradients) / pace(layout.shard * layout.expert)
@@ -385,7 +401,7 @@ def _plan(
     ffns = model.layer_ffns()
     forward = model.flops_per_token(*config.data.text_sizes)
     of_ffns = sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
-    routed = sum(ffn.routed_flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
+    routed = sum(routed_flops_per_token(ffn, model.d_model, data.seq_len) for ffn in ffns)
     # Backward is twice forward, and what is not kept is computed once more.
     again = {"ffn": of_ffns, False: 0}.get(model.activation_checkpointing, forward)
     per_flop = tokens / device.flops / efficiency
@@ -405,7 +421,7 @@ def _plan(
 def _memory(
     sizes: Sizes, layout: Layout, item: int, activations: Activations, num_batches: int
 ) -> Memory:
-    """Of numbers of `item` bytes."""
+    """Return the memory of a rank; numbers have `item` bytes."""
     local = item * _local(sizes.all, layout)
     state = item / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
     outside = item * _gathered(sizes.outside, layout)
@@ -425,7 +441,7 @@ def _memory(
 def _traffic(
     config: TrainConfig, sizes: Sizes, layout: Layout, item: int, sent: int, tokens: int
 ) -> Traffic:
-    """Of numbers of `item` bytes, of tokens of `sent`, in a step of so many tokens of a rank."""
+    """Return the traffic of a rank; numbers have `item` bytes, and `sent` bytes in tokens."""
     sharded = item * sum(_moved_once(w, layout) for w in sizes.all)
     of_layers = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
     numbers_sent = _numbers_received(config, layout, tokens) * (1 - 1 / layout.expert)
@@ -477,7 +493,7 @@ def _numbers_received(config: TrainConfig, layout: Layout, tokens: int) -> float
 
 @dataclass(frozen=True)
 class RecordedLoads:
-    """Where the tokens of a run went, at each of its rows."""
+    """Loads of the experts of a run, at each of its rows."""
 
     run: str
     """Its name."""

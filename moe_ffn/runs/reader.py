@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -21,10 +21,16 @@ from moe_ffn.config.import_path import explaining_outside_errors
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_yaml
 from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.ffn.routing_names import ROUTING_SUFFIX
 from moe_ffn.files import read_text
 from moe_ffn.model.decoder import Decoder, DecoderOutput
-from moe_ffn.outputs import ROUTING_SUFFIX, Routing
-from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_of_weights
+from moe_ffn.outputs import Routing
+from moe_ffn.runs.checkpoints import (
+    best_checkpoint,
+    identity_of_weights,
+    newest_good,
+    refusal_of_weights,
+)
 from moe_ffn.runs.config import TrainConfig, own_config
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
@@ -41,19 +47,18 @@ from moe_ffn.runs.folder import (
     reading,
 )
 from moe_ffn.runs.json_files import Alarm, Facts, Summary
-from moe_ffn.runs.outside_code import say_changed_code
-from moe_ffn.runs.record import RunRecord, identity_of_weights
+from moe_ffn.runs.outside_code import warn_if_code_changed
 from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
 from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,
-    IDENTITY,
-    CheckpointError,
-    likely_step,
+    SavedTensors,
     newest_first,
+    step_of,
 )
-from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
 from moe_ffn.training.sampling import encode_text
+
+log = logging.getLogger(__name__)
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """The files that the page is made of."""
@@ -103,13 +108,13 @@ class Run:
     """Unique among the runs that were read together."""
     state: State
     rows: Rows
-    """What was logged while it trained, as a table."""
+    """Rows of the training log, as a table."""
     facts: Facts
-    """What it is: revision, corpus, precision, sizes."""
+    """Revision, corpus, precision, sizes."""
     summary: Summary
-    """How it ended; empty before that."""
+    """Results at its end; empty before that."""
     samples: Sequence[Sample]
-    """What the model wrote at each validation."""
+    """Texts that the model wrote at each validation."""
     alarms: Sequence[Alarm]
     options: Mapping[str, Any]
     """Every option as plain values; `config` has them typed."""
@@ -152,9 +157,7 @@ class Run:
     @property
     def saved_steps(self) -> list[int]:
         """The optimizer steps whose checkpoints the folder holds, good or not, ascending."""
-        return sorted(
-            {likely_step(path) for path in newest_first(self.folder / CHECKPOINTS_FOLDER)}
-        )
+        return sorted(map(step_of, newest_first(self.folder / CHECKPOINTS_FOLDER)))
 
     def model_at(self, step: int) -> Decoder:
         """The decoder as it was at one of `saved_steps`; ConfigError where that checkpoint is not good."""
@@ -162,7 +165,7 @@ class Run:
             return load_model(self.folder, step).decoder
 
     def routing(self, text: str | bytes) -> Mapping[str, Routing]:
-        """Which experts the tokens of a text go to, by the name of the layer, such as `layer_03`.
+        """Return the experts of the tokens of a text, by the name of the layer, such as `layer_03`.
 
         Raises:
             ConfigError: the text is longer than the sequences of the run, or see `saved_model`.
@@ -350,7 +353,7 @@ def load_model(folder: Path, step: int | None = None) -> SavedModel:
     """
     check_has_weights(folder)
     config = own_config(folder / CONFIG_FILE)
-    say_changed_code(folder)
+    warn_if_code_changed(folder)
     tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     with explaining_outside_errors():
         decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
@@ -377,27 +380,17 @@ def read_weights(
     Raises:
         ConfigError: none of its checkpoints is good.
     """
-    checkpoints, expected = folder / CHECKPOINTS_FOLDER, identity_of_weights(config, tokenizer)
-    record = RunRecord.read(folder, config)
-
-    def of_decoder(values: Mapping[str, Any]) -> Mapping[str, Any]:
-        state = values.get("state_dict")
-        if isinstance(state, SavedTensors):
-            return state.under("decoder.")
-        if not isinstance(state, Mapping):
-            raise CheckpointError("lacks 'state_dict', so it is no checkpoint of a run")
-        ours = {name: value for name, value in state.items() if str(name).startswith("decoder.")}
-        return {name.removeprefix("decoder."): value for name, value in ours.items()}
+    checkpoints, run_id = folder / CHECKPOINTS_FOLDER, Facts.read(folder / FACTS_FILE).run_id
+    expected = identity_of_weights(config, tokenizer, run_id or None)
 
     def refusal(values: Mapping[str, Any]) -> str | None:
-        weights = {**values, "state_dict": of_decoder(values)}
-        why = refusal_of_weights(weights, expected, decoder)
-        return why or record.refusal(values[IDENTITY])
+        return refusal_of_weights({**values, "state_dict": _of_decoder(values)}, expected, decoder)
 
-    best, steps = best_checkpoint(checkpoints), newest_first(checkpoints)
+    with reading(checkpoints):
+        best, steps = best_checkpoint(checkpoints), newest_first(checkpoints)
     candidates = [*best, *steps]
     if step is not None:
-        candidates = [path for path in steps if likely_step(path) == step]
+        candidates = [path for path in steps if step_of(path) == step]
     found, skipped = newest_good(candidates, refusal)
     if step is None and steps and not best:
         skipped = [f"there is no {BEST_NAME}", *skipped]
@@ -410,8 +403,17 @@ def read_weights(
             "first validation"
         )
     if why:
-        print(f"{checkpoints}: {why}; taking {found.path.name}", file=sys.stderr)
-    return of_decoder(found.values)
+        log.warning("%s: %s; taking %s", checkpoints, why, found.path.name)
+    return _of_decoder(found.values)
+
+
+def _of_decoder(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the weights of the decoder in a checkpoint, by their names in it."""
+    state = values.get("state_dict", {})
+    if isinstance(state, SavedTensors):
+        return state.under("decoder.")
+    prefix = "decoder."
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
 
 
 def _read_tokenizer(path: Path, config: TrainConfig) -> Tokenizer:

@@ -1,14 +1,11 @@
-"""A run that goes on: from the newest of its checkpoints that is good, its folder brought back to that step.
-
-Logs are cut, what is damaged is written anew, and a line says what is lost.
-"""
+"""Resuming a run: find its newest good checkpoint, and cut its folder back to that step."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +20,13 @@ from moe_ffn.files import (
     write_whole,
 )
 from moe_ffn.runs.assemble import make_callbacks
-from moe_ffn.runs.checkpoint_checks import require_training
-from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_of_weights
-from moe_ffn.runs.config import Resume, TrainConfig, differences
+from moe_ffn.runs.checkpoints import (
+    RUN_ID,
+    checkpoint_identity,
+    newest_good,
+    refusal_of_weights,
+)
+from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
@@ -36,22 +37,13 @@ from moe_ffn.runs.folder import (
     METRICS_FILE,
     RESUMES_FILE,
     SAMPLES_FILE,
-    SAVED_FILE,
     SUMMARY_FILE,
     TOKENIZER_FILE,
     git_revision,
+    reading,
 )
-from moe_ffn.runs.json_files import CodeEntries, Facts, Saved
+from moe_ffn.runs.json_files import CodeEntries, Facts
 from moe_ffn.runs.outside_code import code_files
-from moe_ffn.runs.record import (
-    CHANGEABLE,
-    PRECISION,
-    RUN_ID,
-    RunRecord,
-    changeable_options,
-    identity,
-)
-from moe_ffn.training.config import PRECISIONS
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.json_lines import (
     AnyLine,
@@ -60,296 +52,194 @@ from moe_ffn.training.monitoring.json_lines import (
     Sample,
     cut_lines,
     num_damaged,
-    read_lines,
 )
 from moe_ffn.training.recovery.checkpoint_file import (
     IDENTITY,
-    is_misnamed,
-    likely_step,
     newest_first,
-    pass_over,
-    step_inside,
+    set_skipped_aside,
     step_name,
-    step_of,
 )
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
+from moe_ffn.training.recovery.guard import StepGuard
 
-# -- where it goes on
+log = logging.getLogger(__name__)
+
+# -- the resume point
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on."""
+    """The point that a run is resumed from."""
 
-    step: int
-    checkpoint: Path | None
-    """The file; None where none was saved yet, to go on from the first step."""
-    passed_over: tuple[str, ...]
-    callbacks: Mapping[str, Any]
-    """The states of the callbacks, by their names."""
+    step: int = 0
+    checkpoint: Path | None = None
+    """File of the checkpoint; None before the first save, to resume from the first step."""
     run_id: str | None = None
-    """The run's id; None where it is lost."""
-    made_with: Mapping[str, Any] = field(default_factory=dict)
-    """The identity in the checkpoint."""
-
-    @property
-    def saved_step(self) -> int | None:
-        return None if self.checkpoint is None else self.step
-
-    def require_steps_left(self, max_steps: int) -> None:
-        """ConfigError where the run has come further than it is to go."""
-        if self.step > max_steps:
-            raise ConfigError(
-                f"trainer.max_steps ({max_steps}): the run is at step {self.step} already; give at least that"
-            )
+    """Id of the run; None where its files are lost."""
+    validated_step: int = -1
+    """Step of the last validation before the checkpoint: that of its own step may be still to come."""
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints that are not good, each with the reason."""
 
     def describe(self, folder: Path) -> str:
-        """Which checkpoint, and why this one."""
         if self.checkpoint is None:
-            return f"resuming {folder} from the start: no checkpoint was saved before it ended"
-        name, why = self.checkpoint.name, "; ".join(self.passed_over)
-        if is_misnamed(self.checkpoint, self.step):
-            name = f"{name}, which {_holds(self.checkpoint, self.step)}"
-        which = (
-            f"passed over, since {why}; the newest good one"
-            if why
-            else "its newest checkpoint, and good"
-        )
-        return f"resuming {folder} after step {self.step}, from {name}: {which}"
+            return f"resuming {folder} from the start: it has no checkpoint"
+        why = f"; skipped, since {'; '.join(self.skipped)}" if self.skipped else ""
+        return f"resuming {folder} after step {self.step}, from {self.checkpoint.name}{why}"
 
 
-def find_start(folder: Path, own: TrainConfig, data: PreparedData, module: LanguageModel) -> Start:
-    """The newest checkpoint that is whole and of this very run.
+def find_start(
+    folder: Path, own: TrainConfig, data: PreparedData, module: LanguageModel, max_steps: int
+) -> Start:
+    """Return the newest checkpoint that is intact and belongs to this run.
 
     Args:
-        folder: of the run.
-        own: the options in it.
-        module: of the run, as it begins, which the checkpoint has to fit.
+        own: the options in the folder.
+        module: of the run, as it begins; its weights have the names and shapes of the checkpoint's.
+        max_steps: the run's new number of steps.
 
     Raises:
-        ConfigError: there are checkpoints, and none is good; or there are none, and there were.
+        ConfigError: there are checkpoints, and none is good; or the run has passed `max_steps`.
     """
-    checkpoints, record = folder / CHECKPOINTS_FOLDER, RunRecord.read(folder, own)
-    candidates = newest_first(checkpoints)
-    refusal = refusal_to_start(folder, own, data, module, record)
-    found, passed_over = newest_good(candidates, refusal)
-    if found is not None:
-        others = candidates[candidates.index(found.path) + 1 :]
-        same_step = [path for path in others if step_inside(path) == found.step]
-        passed_over += [f"{path.name} {_holds(path, found.step)}" for path in same_step]
-        if lost := _lost_checkpoint(record, found.step, candidates):
-            passed_over.insert(0, f"{lost} is missing")
-        made_with, callbacks = found.values[IDENTITY], found.values["callbacks"]
-        passed = tuple(passed_over)
-        return Start(found.step, found.path, passed, callbacks, made_with[RUN_ID], made_with)
-    if passed_over:
-        more = f"; and {len(passed_over) - 1} more" if len(passed_over) > 1 else ""
-        raise ConfigError(
-            f"'{checkpoints}' has no checkpoint to go on from: {passed_over[0]}{more}; put back what was "
-            "there, or start a new run"
-        )
-    _require_that_none_was_saved(folder, own, record)
-    return Start(0, None, (), {}, record.run_id)
-
-
-def refusal_to_start(
-    folder: Path, own: TrainConfig, data: PreparedData, module: LanguageModel, record: RunRecord
-) -> Callable[[Mapping[str, Any]], str | None]:
-    """A function of the values in a checkpoint: why a run cannot go on from it, or None where it can.
-
-    It raises a CheckpointError where they are malformed.
-    """
-    whose, made = identity(own, data), make_callbacks(own, data, folder)
-    callbacks = (made.samples, made.steps, made.validation, made.checkpoints)
+    checkpoints, run_id = (
+        folder / CHECKPOINTS_FOLDER,
+        Facts.read(folder / FACTS_FILE).run_id or None,
+    )
+    expected = checkpoint_identity(own, data, run_id)
 
     def refusal(values: Mapping[str, Any]) -> str | None:
-        why = refusal_of_weights(values, whose, module) or record.refusal(values[IDENTITY])
-        if why is None:
-            require_training(values, module, callbacks, own.trainer.accumulate_grad_batches)
-        return why
+        refused = refusal_of_weights(values, expected, module)
+        return refused or _refusal_of_state(values, own, data, folder)
 
-    return refusal
-
-
-def _holds(path: Path, step: int) -> str:
-    return f"holds step {step}, not {step_of(path)}"
-
-
-def _lost_checkpoint(record: RunRecord, step: int, candidates: Sequence[Path]) -> str:
-    """The name of the checkpoint that was saved last, where it is later than `step` and not there."""
-    saved = None if record.saved is None else record.saved.last_saved_step
-    if saved is None or saved <= step or any(likely_step(path) >= saved for path in candidates):
-        return ""
-    return step_name(saved)
-
-
-def _require_that_none_was_saved(folder: Path, own: TrainConfig, record: RunRecord) -> None:
-    """ConfigError where a run without a checkpoint had one: as it wrote down itself, or by its rows."""
-    saved, checkpoints = record.saved, folder / CHECKPOINTS_FOLDER
-    if saved is not None and saved.last_saved_step is not None:
-        why = f"though {SAVED_FILE} says that {step_name(saved.last_saved_step)} was saved; put it back"
-    elif saved is None and _has_come_to_a_save(folder, own):
-        why = (
-            f"though the run came further than its first, and {SAVED_FILE}, which says whether that was "
-            "saved, is missing or damaged; put them back"
+    with reading(checkpoints):
+        found, skipped = newest_good(newest_first(checkpoints), refusal)
+    if found is None:
+        if skipped:
+            more = f"; and {len(skipped) - 1} more" if len(skipped) > 1 else ""
+            raise ConfigError(
+                f"'{checkpoints}' has no checkpoint to resume from: {skipped[0]}{more}; put back what was "
+                "there, or start a new run"
+            )
+        return Start(run_id=run_id)
+    if found.step > max_steps:
+        raise ConfigError(
+            f"trainer.max_steps ({max_steps}): the run is at step {found.step} already; give at least that"
         )
-    else:
-        return
-    best = best_checkpoint(checkpoints)
-    but = f" ({best[0].name} holds weights alone)" if best else ""
-    raise ConfigError(
-        f"'{checkpoints}' has no checkpoint to go on from{but}, {why}, or start a new run"
+    return Start(
+        found.step,
+        found.path,
+        found.values[IDENTITY].get(RUN_ID),
+        found.values["callbacks"]["ValidationLogger"]["last_step"],
+        tuple(skipped),
     )
 
 
-def _has_come_to_a_save(folder: Path, own: TrainConfig) -> bool:
-    first_saved = own.checkpoints.every_n_steps or own.trainer.validate_every_n_steps
-    rows = read_lines(folder / METRICS_FILE, Row)
-    return (folder / SUMMARY_FILE).exists() or any(row.step > first_saved for row in rows)
+def _refusal_of_state(
+    values: Mapping[str, Any], own: TrainConfig, data: PreparedData, folder: Path
+) -> str | None:
+    """Return why training cannot resume from a state: fresh copies of what is saved try to load it."""
+    for name in ("global_step", "loops", "optimizer_states", "lr_schedulers", "guard", "callbacks"):
+        if name not in values:
+            return f"lacks '{name}', so no run can be resumed from it"
+    made = make_callbacks(own, data, folder)
+    saved = {callback.state_key: callback for callback in made.saved}
+    try:
+        StepGuard(own.trainer.guard).load_state_dict(values["guard"])
+        for name, callback in saved.items():
+            callback.load_state_dict(values["callbacks"][name])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        return f"holds a state that this version cannot load ({error!r})"
+    return None
 
 
-def first_precision(folder: Path, start: Start, precision: str) -> str:
-    """What `auto` or `fastest` was resolved to when the run began; `precision` where that is lost."""
-    known = [Facts.read(folder / FACTS_FILE).precision, start.made_with.get(PRECISION)]
-    return next((str(name) for name in PRECISIONS if name in known), precision)
-
-
-def how_to_go_on(folder: Path, keeper: CheckpointKeeper) -> str:
-    """The command that goes on, and the checkpoint it will begin from."""
+def resume_hint(folder: Path, keeper: CheckpointKeeper) -> str:
+    """Return the command that resumes a run, and the checkpoint that it begins from."""
     step = keeper.last_saved_step
     saved = "no checkpoint was saved" if step < 0 else f"saved {step_name(step)}"
-    return f"{saved}; go on with: {command('train')} --resume {folder}"
+    return f"{saved}; resume with: {command('train')} --resume {folder}"
 
 
-# -- the folder brought back
+# -- the folder
 
 
-def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str, str]:
-    """Remove what was written after the checkpoint, and note down that the run goes on.
-
-    What is damaged is written anew, with a line about it.
+def rewind(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str, str]:
+    """Remove what was written after the checkpoint, and record that the run is resumed.
 
     Args:
-        files: what the run would be begun with now, by name.
+        files: the files that a new run would begin with, name -> text.
 
     Returns:
-        the same, with what is known of its beginning.
+        the same, with what is known of the run's beginning.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    folder, made_with = resume.folder, start.made_with.get(CHANGEABLE)
-    now = changeable_options(resume.config)
-    since = {} if made_with is None else differences(made_with, now)
-    line: dict[str, Any] = {
+    folder = resume.folder
+    line = {
         "step": start.step,
         "checkpoint": None if start.checkpoint is None else start.checkpoint.name,
-        "passed_over": start.passed_over,
-        "changes": {**since, **resume.changes},
+        "skipped": start.skipped,
+        "changes": resume.changes,
         "git_revision": git_revision(),
     }
     try:
         remove_unfinished(folder)
-        # Read again one day, they would be of another past.
-        for path in newest_first(folder / CHECKPOINTS_FOLDER):
-            if likely_step(path) >= start.step and path != start.checkpoint:
-                pass_over(path)
-        _cut_logs(folder, start.step, start.callbacks)
+        set_skipped_aside(folder / CHECKPOINTS_FOLDER, start.step)
+        _cut(folder / METRICS_FILE, Row, lambda row: row.step <= _last_step(row, start))
+        _cut(folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= start.validated_step)
+        _cut(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= start.step)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         write_whole(folder / RESUMES_FILE, f"{_text(folder / RESUMES_FILE)}{json.dumps(line)}\n")
-        return _repair_files(resume, files)
+        return _update_files(resume, files)
     except OSError as error:
         raise ConfigError(
-            f"'{folder}' cannot be written ({reason(error)}), so the run cannot go on there; make room, or "
-            "fix its permissions"
+            f"'{folder}' cannot be written ({reason(error)}), so the run cannot be resumed there; make room, "
+            "or fix its permissions"
         ) from error
 
 
-def _cut_logs(folder: Path, step: int, callbacks: Mapping[str, Any]) -> None:
-    """Remove from metrics, samples and alarms what was written after optimizer step `step`.
-
-    Args:
-        callbacks: their states in the checkpoint, which know what has to be there.
-    """
-    steps, text = callbacks.get("StepLogger", {}), callbacks.get("SampleLog", {}).get("last")
-    # The validation of that very step may be still to come, and with it a row and a text.
-    validated = callbacks.get("ValidationLogger", {}).get("last_step", -1)
-    rows = _cut(
-        folder / METRICS_FILE,
-        Row,
-        lambda row: row.step <= (validated if row.is_of_validation else step),
-    )
-    samples = _cut(folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= validated)
-    alarms = _cut(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= step)
-    lost: dict[str, str] = {}
-    last, expected = max((row.step for row in rows or ()), default=0), steps.get("last_row_step", 0)
-    if rows is not None and last < expected:
-        lost[METRICS_FILE] = f"ends at step {last}, not {expected}"
-    if samples is not None and text and text not in [sample.text for sample in samples[-1:]]:
-        lost[SAMPLES_FILE] = "does not end with the newest text"
-    expected = steps.get("alarm_log", {}).get("num_alarms", 0)
-    if alarms is not None and len(alarms) < expected:
-        lost[ALARMS_FILE] = f"has {len(alarms)} alarms, not {expected}"
-    for name, what in lost.items():
-        print(f"'{folder / name}' {what}; the rest is lost, and the run goes on", file=sys.stderr)
+def _last_step(row: Row, start: Start) -> int:
+    return start.validated_step if row.is_of_validation else start.step
 
 
-def _cut(
-    path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]
-) -> list[AnyLine] | None:
-    """Keep some lines of a log; returns them, or None where it was damaged, which a line says."""
-    number = num_damaged(path, kind)
-    if number:
-        kept = set_aside(path)
-        print(
-            f"'{path}' is damaged: {number} of its lines cannot be read and are left out; {kept.name} has "
-            "it as it was",
-            file=sys.stderr,
+def _cut(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
+    """Keep some lines of a log; of a damaged log a copy is kept too."""
+    if number := num_damaged(path, kind):
+        log.warning(
+            "'%s' is damaged: %d of its lines cannot be read and are left out; %s has it as it was",
+            path,
+            number,
+            set_aside(path).name,
         )
     cut_lines(path, kind, is_kept)
-    return None if number else list(read_lines(path, kind))
 
 
-def _repair_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
-    """The files that a run is begun with, as they have to be; written where they are not, with a line."""
+def _update_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
+    """Write the files of a run's beginning where they are missing, damaged, or have other options now."""
     entries = CodeEntries.read(resume.folder / CODE_FILE).entries
     facts = _facts_now(resume, files[FACTS_FILE])
-    repaired = {**files, FACTS_FILE: facts, **code_files(resume.config, entries)}
-    for name, text in repaired.items():
+    updated = {**files, FACTS_FILE: facts, **code_files(resume.config, entries)}
+    for name, text in updated.items():
         path = resume.folder / name
-        found = _text(path)
-        if found == text or (name == CONFIG_FILE and not resume.changes):
+        if _text(path) == text or (name == CONFIG_FILE and not resume.changes):
             continue
-        if (
-            name in (TOKENIZER_FILE, DOCUMENTS_FILE)
-            or (name == FACTS_FILE and not Facts.read(path).is_whole)
-            or (name == SAVED_FILE and not Saved.read(path).is_whole)
-            or (name == CODE_FILE and not entries)
-        ):
-            what = "is not what this run was begun with" if found else "is missing or empty"
-            print(f"'{path}' {what}; it is written anew", file=sys.stderr)
+        is_lost = name == FACTS_FILE and not Facts.read(path).is_whole
+        if is_lost or name in (TOKENIZER_FILE, DOCUMENTS_FILE):
+            log.warning("'%s' is missing or damaged; it is recreated", path)
         write_file(resume.folder, name, text)
-    return repaired
-
-
-def _text(path: Path) -> str:
-    """Empty where there is no file."""
-    return read_text(path, errors="replace") if path.exists() else ""
+    return updated
 
 
 def _facts_now(resume: Resume, fresh: str) -> str:
-    """What was known of the run when it began, with the options and the id that it has now."""
+    """Return the facts of the run's beginning, with the options and the id of now."""
     facts = Facts.read(resume.folder / FACTS_FILE)
     if not facts.is_whole:
         return fresh
-    known, options = facts.model_dump(exclude_unset=True), resume.config.to_dict()
-    now = {key: value for key, value in json.loads(fresh).items() if key in {*options, RUN_ID}}
-    before = {key: known.get(key) for key in now if key in options}
-    for key, (old, new) in differences(before, {key: now[key] for key in before}).items():
-        if key not in resume.changes:
-            print(
-                f"'{resume.folder / CONFIG_FILE}' has {key} {new}, {FACTS_FILE} has {old}: one of them was "
-                f"edited or damaged; going on with {new}",
-                file=sys.stderr,
-            )
-    return json.dumps({**known, **now}, indent=2) + "\n"
+    options = {*resume.config.to_dict(), RUN_ID}
+    now = {key: value for key, value in json.loads(fresh).items() if key in options}
+    return json.dumps({**facts.model_dump(exclude_unset=True), **now}, indent=2) + "\n"
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file; empty if there is none."""
+    return read_text(path, errors="replace") if path.exists() else ""

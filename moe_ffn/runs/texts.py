@@ -1,4 +1,4 @@
-"""Texts to look at a trained model with: those of its run, or a file of one's own."""
+"""Texts to evaluate a trained model on: those of its run, or a file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import numpy as np
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import text_documents
 from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.data.split import Documents, changed
 from moe_ffn.data.token_files import SUFFIXES, TokenRow
 from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.files import read_object
+from moe_ffn.runs.folder import DOCUMENTS_FILE
 from moe_ffn.runs.reader import Run
-from moe_ffn.runs.record import check_documents
 
 
 def prepare_data(run: Run, instead: str) -> PreparedData:
@@ -34,6 +36,22 @@ def prepare_data(run: Run, instead: str) -> PreparedData:
             f"data.corpus: is not what '{run.folder}' began with; put back what it was, or {instead}"
         )
     return data
+
+
+def check_documents(folder: Path, now: Documents, instead: str = "start a new run") -> None:
+    """Raise ConfigError with the first document that is not what the run began with.
+
+    Args:
+        instead: the alternative to putting the corpus back.
+    """
+    try:
+        began_with = Documents.from_dict(read_object(folder / DOCUMENTS_FILE))
+    except ConfigError:
+        return
+    if change := changed(began_with, now):
+        raise ConfigError(
+            f"data.corpus: {change}, since '{folder}' began; put back what it was, or {instead}"
+        )
 
 
 def tokens_of_path(path: Path, tokenizer: Tokenizer, option: str) -> np.ndarray:

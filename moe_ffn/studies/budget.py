@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_ffn.config.sizes import TRAINING_FLOPS as TRAINING_FLOPS
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.parameter_counts import check_counts
-
-TRAINING_FLOPS = 3
-"""FLOPs of a training step over those of its forward pass: the backward pass costs two more."""
+from moe_ffn.runs.custom_parts import check_counts
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,9 @@ def is_finished(config: TrainConfig) -> bool:
 
     Raises:
         UnreadableRunError: the options of the finished run cannot be read.
-        ConfigError: its folder holds a finished run with other options, or something else than files.
+        ConfigError: its folder holds a finished run with other options.
     """
     folder = run_folder.named_run_folder(config)
-    run_folder.check_entries(folder)
     if not run_folder.is_finished(folder):
         return False
     for key, (before, now) in _differences(folder, config).items():

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from moe_ffn.config.base import MAX_COUNT, Config
+from moe_ffn.config.environment import processes_here
 from moe_ffn.config.errors import show
 from moe_ffn.training.recovery.guard import GuardConfig
 
@@ -56,7 +57,7 @@ class _LoopConfig(Config, frozen=True):
     early_stopping: EarlyStoppingConfig | None = None
     """Stop when the validation loss no longer falls; off by default."""
     guard: GuardConfig = GuardConfig()
-    """Which optimizer steps are skipped, and how many in a row end the run."""
+    """Limits of the steps that are skipped, and of how many in a row end the run."""
 
 
 class TrainerConfig(_LoopConfig, frozen=True):
@@ -65,7 +66,7 @@ class TrainerConfig(_LoopConfig, frozen=True):
     # Lightning looks at some of them late or never: `detect_anomaly: "no"` would detect anomalies.
 
     accelerator: str = "auto"
-    """What to train on: auto, cpu, gpu or cuda, mps."""
+    """Device to train on: auto, cpu, gpu or cuda, mps."""
     benchmark: bool | None = None
     """Let cuDNN time its algorithms for convolutions and take the fastest."""
     detect_anomaly: bool = False
@@ -80,7 +81,7 @@ class TrainerConfig(_LoopConfig, frozen=True):
     ] = "auto"
     """Number of processes that train, or the list of GPUs to use."""
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
-    """What gradient_clip_val limits: the norm of the whole gradient (the default), or each value in it."""
+    """The quantity that gradient_clip_val limits: norm of the whole gradient (default), or each value."""
     inference_mode: bool = True
     """Validate under torch.inference_mode; when false, under torch.no_grad."""
     max_time: Annotated[
@@ -93,12 +94,15 @@ class TrainerConfig(_LoopConfig, frozen=True):
     """Write where the time went into profile.txt; simple: by callback and hook, advanced: by function."""
     # Strategies that start processes of their own (`ddp_spawn`) would leave what is measured in them behind.
     strategy: Literal["auto", "ddp", "ddp_find_unused_parameters_true"] = "auto"
-    """How several processes train together. auto: ddp; ddp_find_unused_parameters_true: ddp for a block of
-    your own that does not use all its weights in each step."""
+    """Strategy of several processes. auto: ddp; ddp_find_unused_parameters_true: ddp for a custom block that
+    does not use all its weights in each step."""
 
     def lightning_arguments(self) -> dict[str, Any]:
-        """The arguments of `lightning.Trainer` that differ from its defaults."""
-        return self.model_dump(exclude=set(_LoopConfig.model_fields), exclude_defaults=True)
+        """Return the arguments of `lightning.Trainer` that differ from its defaults."""
+        arguments = self.model_dump(exclude=set(_LoopConfig.model_fields), exclude_defaults=True)
+        if self.devices == "auto" and (count := processes_here()):
+            arguments["devices"] = count  # torchrun has started so many
+        return arguments
 
 
 class WandbConfig(Config, frozen=True):
@@ -155,7 +159,7 @@ class AlarmsConfig(Config, frozen=True):
 
 
 class CheckpointsConfig(Config, frozen=True):
-    """What a run is resumed from; the weights of the lowest validation loss are kept beside it."""
+    """Checkpoints that a run is resumed from; those of the lowest validation loss are kept too."""
 
     every_n_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps between checkpoints; null saves at every validation."""
@@ -164,7 +168,7 @@ class CheckpointsConfig(Config, frozen=True):
 
 
 class LoggingConfig(Config, frozen=True):
-    """What is written while training."""
+    """The log that is written while training."""
 
     every_n_steps: int = Field(default=10, ge=1, le=MAX_COUNT)
     """Optimizer steps between two rows of metrics; a row covers all steps since the one before."""

@@ -34,7 +34,7 @@ from moe_ffn.training.objective import (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of a model on a text."""
+    """Measures of a model on a text."""
 
     loss: float
     """Nats per predicted token."""
@@ -125,12 +125,13 @@ def evaluate(
         targets = target_ids.flatten()
         counted = targets != IGNORED_TARGET
         language.update(nats[counted], lengths_V[targets[counted]])
+        places = decoder.places(output.routings)
         for name, routing in output.routings.items():
             if name not in layers:
                 kinds = (ListMetrics,) if routing.is_listed else (LoadMetrics, TokenMetrics)
                 layers[name] = [kind(routing.num_experts).to(device) for kind in kinds]
             for metrics in layers[name]:
-                metrics.update(routing, output.shared_shares.get(name))
+                metrics.update(routing, output.shared_shares.get(name), places.get(name))
     found = language.compute()
     return Evaluation(
         loss=found["loss"].item(),
@@ -142,7 +143,7 @@ def evaluate(
 
 
 def autocast_of(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """What a `trainer.precision` that mixes formats computes in."""
+    """Return the autocast of a `trainer.precision` that mixes formats."""
     if not precision.endswith("-mixed"):
         return nullcontext()
     dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16

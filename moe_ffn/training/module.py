@@ -14,7 +14,6 @@ from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
-import torch.distributed
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -22,9 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from moe_ffn.balancing.losses import StepTotals, count_step
+from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig, DecoderOutput
-from moe_ffn.outputs import Routing, on_this_rank
+from moe_ffn.outputs import Routing
 from moe_ffn.parallel.layout import WHOLE, Layout
 from moe_ffn.parallel.sharding import Sharder, clip_by_norm_, total_norm
 from moe_ffn.training.objective import (
@@ -285,20 +285,27 @@ class LanguageModel(LightningModule):
         # Lightning frees gradients after the next forward pass only, beside whose activations they would be.
         self.zero_grad(set_to_none=True)
 
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._take_or_skip_step()
+
     def configure_gradient_clipping(
         self,
         optimizer: Optimizer,
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        # The norm is of the whole gradient before it is clipped, and wanted where nothing is.
-        norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
+        if all(p.grad is None for p in self.parameters()):
+            return  # the step is skipped
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
-            clip_by_norm_(self.parameters(), gradient_clip_val, norm)
+            clip_by_norm_(self.parameters(), gradient_clip_val, self.gradient_norm)
         else:
             super().configure_gradient_clipping(
                 optimizer, gradient_clip_val, gradient_clip_algorithm
             )
+
+    def _take_or_skip_step(self) -> None:
+        """Measure the gradient, and discard it if the guard rejects the step."""
+        norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
         self.gradient_norm = norm.detach()
         if self._allows_step():
             self.balance_updater.step(self.decoder.routers(), self._sum_over_ranks, self._num_ranks)
@@ -308,7 +315,7 @@ class LanguageModel(LightningModule):
         self._forget_step()
 
     def _allows_step(self) -> bool:
-        """Whether the guard accepts the loss, the mean over batches and ranks, and the gradient norm."""
+        """Return whether the guard accepts the loss, a mean over batches and ranks, and the gradient norm."""
         loss = torch.stack(self._step_losses).mean().float()
         numbers = torch.stack([loss, self.gradient_norm.to(loss)])
         # Equal on all ranks. Only here does a step wait for the device.
@@ -324,7 +331,7 @@ class LanguageModel(LightningModule):
             return False  # not an error: float16's scaler halves its scale until gradients fit
         began_in = None
         if not (math.isfinite(mean) and math.isfinite(norm)) and self.guard.began_in is None:
-            # Before the repetition overwrites them. Clipped by an infinite norm, finite gradients are 0 now.
+            # Before the repetition overwrites them.
             gradients = (p.grad for p in self.parameters() if p.grad is not None)
             is_finite = all(on_this_rank(gradient).isfinite().all() for gradient in gradients)
             began_in = self._find_nan_source(scale)
@@ -354,17 +361,10 @@ class LanguageModel(LightningModule):
         # A sharded model has gathered weights only while its own hooks run, which a gradient needs.
         scale = None if self._layout.is_sharded else gradient_scale / len(batches)
         with torch.set_grad_enabled(scale is not None):
-            found = find_nan_source(self, batches, scale, self._found_on_any_rank)
+            found = find_nan_source(self, batches, scale)
         if isinstance(self.decoder, FSDPModule):
             self.decoder.reshard()  # what is outside of layers stays gathered, and has other gradients
         return found
-
-    def _found_on_any_rank(self, found: str | None) -> str | None:
-        if self._num_ranks == 1:
-            return found
-        of_ranks: list[str | None] = [None] * self._num_ranks
-        torch.distributed.all_gather_object(of_ranks, found)
-        return next((found for found in of_ranks if found is not None), None)
 
     def _forget_step(self) -> None:
         self.balance_updater.forget()
@@ -419,7 +419,7 @@ class LanguageModel(LightningModule):
 
     @property
     def _counts_ahead(self) -> bool:
-        """Whether the global-batch rule needs counts of batches that are still to come."""
+        """Return whether the global-batch rule needs counts of later batches of the step."""
         accumulates = self._trainer is not None and self.trainer.accumulate_grad_batches > 1
         return needs_step_totals(self.objective_config) and accumulates
 

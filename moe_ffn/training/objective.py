@@ -27,7 +27,7 @@ from moe_ffn.balancing.losses import (
     pairs_per_expert,
 )
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import Routing, SteeredRouting
 from moe_ffn.routing.base import Router
 
 IGNORED_TARGET = -100
@@ -117,7 +117,7 @@ def objective(
 
 
 def needs_step_totals(weights: ObjectiveConfig) -> bool:
-    """Whether a loss counts all batches and ranks of an optimizer step."""
+    """Return whether a loss counts all batches and ranks of an optimizer step."""
     return any(
         loss.scope == "step" and getattr(weights, name) for name, loss in BALANCING_LOSSES.items()
     )
@@ -165,7 +165,7 @@ def inputs_and_targets(
     masked_fraction: float,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What a model is given and what it has to predict: the next tokens, or if not causal masked ones.
+    """Return inputs and targets: the next tokens, or masked ones if the model is not causal.
 
     Args:
         next_ids_BS: the tokens one later; where it is `IGNORED_TARGET` nothing is predicted.
@@ -218,7 +218,7 @@ class BalanceUpdater(nn.Module):
             own = routers[name].observe(routing) if name in routers else None
             if own is not None:
                 self._observed_by_routers[name] = own + self._observed_by_routers.get(name, 0)
-            if routing.target_k is not None:
+            if isinstance(routing, SteeredRouting):
                 used = pairs_per_expert(routing).sum() / routing.target_k
                 counts = torch.stack([used, routing.num_real_tokens])
                 self._densities[name] = counts + self._densities.get(name, 0)

@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.outputs import on_this_rank
+from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.training.schedule import CosineConfig, ScheduleConfig
 
 MAX_RATE = 1e9
-"""float32 holds it, with room for a factor."""
+"""Largest learning rate: float32 holds it, with room for a factor."""
 
 Rate = Annotated[float, Field(gt=0, le=MAX_RATE)]
 _FullRate = Annotated[Rate, Field(description="Peak learning rate, at the end of the warm-up.")]
@@ -46,7 +46,7 @@ DecoupledDecay = Annotated[
 
 
 class OptimizerConfig(TaggedConfig, frozen=True):
-    """The rule by which gradients move the weights; Muon where no type is given.
+    """The rule by which gradients change the weights; Muon by default.
 
     Weight decay concerns matrices (of experts, attention, routers, and an output matrix that is not tied),
     and never norms, biases and embeddings.
@@ -56,10 +56,10 @@ class OptimizerConfig(TaggedConfig, frozen=True):
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay of every matrix; norms, biases and embeddings have none."""
     schedule: ScheduleConfig = CosineConfig()
-    """How the learning rate changes over the run."""
+    """Change of the learning rate over the run."""
 
     takes_shards: ClassVar[bool] = True
-    """Whether it moves weights of which a rank has only a part."""
+    """True if it can train weights that are sharded over ranks."""
 
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
@@ -70,11 +70,10 @@ class OptimizerConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def build(self, model: nn.Module) -> Optimizer:
-        """A fresh optimizer of all parameters of `model`.
+        """Return a fresh optimizer of all parameters of `model`.
 
-        What is in its groups, but for the rate, is taken for options, which a resumed run may change; what
-        is remembered from step to step belongs into its state. Its first group's rate is the one that is
-        logged.
+        Its groups hold options, which a resumed run may change; values that change from step to step belong
+        into its state. The rate of its first group is logged.
         """
 
 
@@ -83,7 +82,7 @@ class _TorchConfig(OptimizerConfig, frozen=True):
 
     in_torch: ClassVar[Callable[..., Optimizer]]
     always: ClassVar[Mapping[str, Any]] = {}
-    """Arguments that are no options here."""
+    """Fixed arguments."""
     weight_decay: float = Field(default=0.0, ge=0)
     """L2 decay of every matrix: this times the matrix is added to its gradient; norms, biases and
     embeddings have none."""
@@ -117,7 +116,7 @@ class NAdamConfig(_AdamConfig, frozen=True):
     type: Literal["nadam"] = "nadam"
     weight_decay: DecoupledDecay = 0.1
     momentum_decay: float = Field(default=4e-3, ge=0)
-    """How fast the momentum reaches its full value."""
+    """Speed at which the momentum reaches its full value."""
 
 
 class RAdamConfig(_AdamConfig, frozen=True):
@@ -212,8 +211,8 @@ class AdafactorConfig(_TorchConfig, frozen=True):
 class MuonConfig(OptimizerConfig, frozen=True):
     """Orthogonalised momentum for the matrices of the layers, AdamW for all else (Jordan et al. 2024).
 
-    Every expert's matrix is one of its own, and so are gate and up. All else is embeddings, an untied output
-    matrix, norms and biases.
+    Each expert's matrices are orthogonalised one by one, gate and up apart. AdamW updates embeddings, an
+    untied output matrix, norms and biases.
     """
 
     type: Literal["muon"] = "muon"
@@ -265,16 +264,16 @@ class MuonConfig(OptimizerConfig, frozen=True):
 
 
 def build_schedule(optimizer: Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR:
-    """The learning rate as a function of the optimizer step alone, so that resuming needs no state."""
+    """Return the learning rate as a function of the optimizer step alone; resuming needs no state."""
     return LambdaLR(optimizer, lambda step: config.schedule.multiplier(step, max_steps))
 
 
 def restate_options(
     checkpoint: dict[str, Any], model: nn.Module, config: OptimizerConfig, max_steps: int
 ) -> None:
-    """Make a checkpoint, in place, one of a run with these options, so that a resumed run obeys them.
+    """Put these options into a checkpoint, in place, so that a resumed run obeys them.
 
-    torch would restore the rates and decays that the checkpoint was saved with, and say nothing.
+    torch would silently restore the rates and decays that the checkpoint was saved with.
     """
     (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     multiplier = config.schedule.multiplier(schedule["last_epoch"], max_steps)
@@ -309,7 +308,7 @@ def load_scalars_exactly(optimizer: Optimizer) -> None:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups of parameters for an optimizer: those that decay and those that don't."""
+    """Return the parameter groups of an optimizer: one with weight decay and one without."""
     decayed, kept = split_by_decay(model)
     return [
         {"params": list(decayed.values()), "weight_decay": weight_decay},
@@ -320,7 +319,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def split_by_decay(
     model: nn.Module,
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """The parameters that decay and those that don't, by name; a tied parameter appears once.
+    """Return the parameters with and without weight decay, by name; a tied parameter appears once.
 
     An embedding is recognised by its module, since it is a matrix too; stacked biases (E, F) by their
     name.
@@ -341,7 +340,7 @@ def split_by_decay(
 
 
 LAYERS = "layers."
-"""The prefix of the names of a decoder's hidden parameters."""
+"""Prefix of the names of a decoder's hidden parameters."""
 
 FUSED = {"gate_up": 2}
 """Number of concatenated matrices, by the name of the parameter or of its layer."""
@@ -381,7 +380,7 @@ class Muon(optim.AdamW):
         state, momentum = self.state[parameter], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        # Of a parameter that is sharded over ranks, each moves its part.
+        # Each rank updates its part of a sharded parameter.
         part, update = on_this_rank(parameter), on_this_rank(gradient)
         buffer = on_this_rank(state["momentum_buffer"]).lerp_(update, 1 - momentum)
         update = update.lerp(buffer, momentum) if group["nesterov"] else buffer
@@ -403,7 +402,7 @@ class Muon(optim.AdamW):
 
 
 def _orthogonal(update: Tensor, num_fused: int, num_steps: int) -> Tensor:
-    """The matrices of a parameter's update, each made orthogonal."""
+    """Orthogonalise each matrix of a parameter's update."""
     matrices_MOI = rearrange(update, "... (m o) i -> (... m) o i", m=num_fused)
     return orthogonalize(matrices_MOI, num_steps).reshape(update.shape)
 

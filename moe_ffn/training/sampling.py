@@ -72,7 +72,7 @@ def encode_text(tokenizer: Tokenizer, text: str | bytes, max_seq_len: int, where
 
 
 def run_prompt(options: SampleConfig, data: PreparedData, seq_len: int) -> str:
-    """What a run continues at each validation: the prompt that is given, or the first words that fit.
+    """Return the text that a run continues at each validation: its prompt, or the first words that fit.
 
     Raises:
         ConfigError: the prompt that is given has more than `seq_len` tokens.

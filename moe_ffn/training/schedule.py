@@ -14,7 +14,7 @@ _WARMUP_FRACTION = 0.05
 
 
 class ScheduleConfig(TaggedConfig, frozen=True):
-    """How the learning rate changes: a linear warm-up from zero, then by type."""
+    """The learning rate over a run: a linear warm-up from zero, then by type."""
 
     warmup_fraction: float = Field(default=_WARMUP_FRACTION, ge=0, lt=1)
     """Fraction of trainer.max_steps in which the learning rate rises linearly to its peak."""

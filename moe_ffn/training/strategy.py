@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from moe_ffn.parallel.sharding import empty_shard_like, shard_like
-from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
-from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
+from moe_ffn.training.recovery.checkpoint_file import SavedTensors, read_checkpoint
 
 
 class ShardedStrategy(ModelParallelStrategy):

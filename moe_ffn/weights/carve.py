@@ -19,6 +19,7 @@ from moe_ffn.config.yaml_files import validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import GatedFFN
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
+from moe_ffn.ffn.networks import memories, networks
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import TokenContext
@@ -32,6 +33,7 @@ from moe_ffn.weights.initialiser import (
     run_with_hook,
     with_blocks,
 )
+from moe_ffn.weights.upcycle import as_experts
 
 _MAX_ROUNDS = 20
 
@@ -72,7 +74,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
                 dense: FFNBlock = dense,
                 active: list[Tensor] = active,
             ) -> None:
-                (memory,) = dense.memories(x, context)
+                (memory,) = memories(dense, x, context)
                 active.append(most_active(memory.activations_NF, self.active_units))
 
             run_with_hook(source, layer, ids_BS, hook)
@@ -86,7 +88,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
         Raises:
             ConfigError: the block is no SwiGLU without biases, or its width cannot be divided.
         """
-        experts = config.as_experts(d_model)
+        experts = as_experts(config, d_model)
         options = {} if experts is None else experts.to_dict()
         if options.get("type") != "swiglu" or options["bias"]:
             raise ConfigError(
@@ -167,7 +169,7 @@ def carve(
         generator: of weights that the others replace.
     """
     made = cast("MoEFFN", build_block(config, dense, d_model, generator))
-    source, into = dense.networks(), made.networks()
+    source, into = networks(dense), networks(made)
     assert source is not None
     assert into is not None
     for expert, units in enumerate(partition.experts_EM):

@@ -18,7 +18,7 @@ from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.ffn.moe import MoEConfig, MoEFFN
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
 from moe_ffn.outputs import TokenContext
 
@@ -120,6 +120,19 @@ def run_with_hook(decoder: Decoder, layer: int, ids_BS: Tensor, hook: InputHook)
         handle.remove()
 
 
+def with_num_experts(config: FFNConfig, num_experts: int, d_model: int) -> MoEConfig | None:
+    """Return the block with so many experts, each as wide as now; None where it is no mixture of experts.
+
+    Raises:
+        ValueError: its router cannot serve so few.
+    """
+    if not isinstance(config, MoEConfig):
+        return None
+    experts = config.experts.with_fixed_width(d_model, config.experts_per_token)
+    options = {**dict(config), "num_experts": num_experts, "experts": experts}
+    return type(config).model_validate(options)
+
+
 def resized_layers(
     decoder: Decoder, num_experts: int, option: str
 ) -> dict[int, tuple[FFNConfig, MoEFFN]]:
@@ -134,7 +147,7 @@ def resized_layers(
         if stack is None:
             continue
         try:
-            smaller = config.with_num_experts(num_experts, decoder.config.d_model)
+            smaller = with_num_experts(config, num_experts, decoder.config.d_model)
         except ValueError as error:
             why = str(error).split("Value error, ")[-1].split(" [type=")[0]
             raise ConfigError(

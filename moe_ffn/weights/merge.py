@@ -13,13 +13,16 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Generator, Tensor
 
+from moe_ffn.balancing.sums import count_pairs
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.inputs import flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.ffn.networks import networks
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import TokenContext, count_pairs, flatten_tokens
+from moe_ffn.outputs import TokenContext
 from moe_ffn.weights.initialiser import (
     InitialiserConfig,
     build_block,
@@ -129,7 +132,7 @@ def merge_experts(
         ConfigError: the experts are of a kind that cannot be averaged, or scipy is missing.
     """
     made = cast("MoEFFN", build_block(config, block, d_model, generator))
-    source, into, rows = block.networks(), made.networks(), block.router.rows()
+    source, into, rows = networks(block), networks(made), block.router.rows()
     if source is None or into is None:
         raise ConfigError(
             "method.type: the experts are of a kind of their own, whose units cannot be aligned; use prune"

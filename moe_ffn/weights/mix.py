@@ -13,6 +13,7 @@ from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.networks import networks
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.routing import RouterConfig, TopKRouterConfig
 from moe_ffn.weights.initialiser import InitialiserConfig, layer_blocks, prefix_errors, with_blocks
@@ -46,7 +47,7 @@ class MixConfig(InitialiserConfig, frozen=True):
         layers = [layer_blocks(source) for source in sources]
         d_model, num_experts = first.config.d_model, len(sources) * self.granularity
         for layer, (config, dense) in enumerate(layers[0]):
-            if dense.networks() is None:
+            if networks(dense) is None:
                 continue  # it is averaged
             target = experts_like(
                 config, d_model, num_experts, self.granularity, self.router, layer

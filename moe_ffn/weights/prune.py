@@ -16,9 +16,11 @@ from torch import Generator, Tensor
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.inputs import flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.ffn.networks import networks
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import TokenContext, flatten_tokens
+from moe_ffn.outputs import TokenContext
 from moe_ffn.weights.initialiser import (
     InitialiserConfig,
     build_block,
@@ -82,7 +84,7 @@ def observe_use(decoder: Decoder, layer: int, block: MoEFFN, ids_BS: Tensor) -> 
     Raises:
         ConfigError: they are of a kind whose outputs cannot be asked for.
     """
-    weights = block.networks()
+    weights = networks(block)
     if weights is None:
         raise ConfigError(
             f"method.by: the experts of layer {layer} are of a kind of their own, whose outputs cannot be "

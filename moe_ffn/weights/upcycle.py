@@ -19,8 +19,23 @@ from torch import Generator, Tensor
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import validate
+from moe_ffn.experts import (
+    ClampedSwiGLUExpertsConfig,
+    ExpertsConfig,
+    GatedExpertsConfig,
+    MLPExpertsConfig,
+    SoftCappedSwiGLUExpertsConfig,
+)
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.dense import (
+    ClampedSwiGLUConfig,
+    DenseConfig,
+    GatedConfig,
+    HiddenWidthConfig,
+    SoftCappedSwiGLUConfig,
+)
 from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.ffn.networks import networks
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.model.decoder import Decoder, parse_slice
 from moe_ffn.outputs import TokenContext
@@ -100,7 +115,7 @@ def experts_like(
     Raises:
         ConfigError: that block is of another kind, or the router cannot serve so many.
     """
-    experts = dense.as_experts(d_model)
+    experts = as_experts(dense, d_model)
     if experts is None:
         raise ConfigError(
             f"method.layers: the block of layer {layer} is of type '{dense.type}', which no kind of expert "
@@ -116,6 +131,26 @@ def experts_like(
     given = {"num_experts": num_experts, "router": router.to_dict(), "experts": options}
     with prefix_errors("method"):
         return validate(MoEConfig, given)
+
+
+_EXPERTS: dict[type[FFNConfig], type[ExpertsConfig]] = {
+    DenseConfig: MLPExpertsConfig,
+    GatedConfig: GatedExpertsConfig,
+    ClampedSwiGLUConfig: ClampedSwiGLUExpertsConfig,
+    SoftCappedSwiGLUConfig: SoftCappedSwiGLUExpertsConfig,
+}
+"""Dense block -> the kind of expert that is the same network."""
+
+
+def as_experts(config: FFNConfig, d_model: int) -> ExpertsConfig | None:
+    """Return experts each of which is a network such as this block; None where there is no such kind."""
+    kind = _EXPERTS.get(type(config))
+    if kind is None or not isinstance(config, HiddenWidthConfig):
+        return None
+    options = {name: value for name, value in config if name in kind.model_fields}
+    if kind is not GatedExpertsConfig:
+        del options["type"]
+    return kind.model_validate({**options, "d_ff": config.width(d_model)})
 
 
 def upcycle(
@@ -153,7 +188,7 @@ def stack_networks(
 ) -> FFNBlock:
     """`upcycle` of several dense blocks in turn: copy c is one of block c % their number."""
     made = build_block(config, blocks[0], d_model, generator)
-    found, into = [block.networks() for block in blocks], made.networks()
+    found, into = [networks(block) for block in blocks], networks(made)
     if into is None or config.shared_expert is not None or config.zero_computation.total:
         raise ConfigError(
             "upcycling makes a layer of routed experts alone: leave shared_expert and zero_computation out, "
@@ -163,7 +198,7 @@ def stack_networks(
     if len(sources) < len(found) or any(_kind(s) != _kind(into) for s in sources):
         raise ConfigError(
             f"experts.type: the experts compute {_words(into)}, the block they are made of "
-            f"{_words(found[0])}; use the experts that its config gives (`as_experts`)"
+            f"{_words(found[0])}; use the experts that `as_experts` gives for its config"
         )
     shards, rest = divmod(sources[0].d_ff, into.d_ff)
     num_copies, left_over = divmod(config.num_experts, max(shards, 1))

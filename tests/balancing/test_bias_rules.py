@@ -1,4 +1,4 @@
-"""The rules without a loss: which way a bias or a weight moves, and that it ends in balance."""
+"""Rules without a loss: published examples, sums over batches, and what holds of every rule."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from moe_ffn.balancing.bias_rules import (
     BiasRuleConfig,
     QuantileRuleConfig,
     SignRuleConfig,
-    sparsity_weight_after,
 )
 from moe_ffn.balancing.losses import pairs_per_expert
 from moe_ffn.metrics.functional import max_violation
@@ -20,47 +20,88 @@ from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import SigmoidTopKRouterConfig
 from moe_ffn.routing.base import Router
 
-NUM_EXPERTS = 8
+# A sum of a few float32 numbers of the order of 1e-3.
+FLOAT32 = 1e-9
+
+RULES: list[BiasRuleConfig] = [
+    SignRuleConfig(rate=0.01),
+    SignRuleConfig(rate=0.01, centre=True),
+    QuantileRuleConfig(ema=0.0),
+    QuantileRuleConfig(ema=0.9),
+]
+IDS = ["sign", "sign_centred", "quantile", "quantile_averaged"]
 
 
-def uneven_router(k: int = 2) -> Router:
-    """Logits as given; expert e starts with e / 2 added, so the last ones have nearly everything."""
-    router = SigmoidTopKRouterConfig(k=k, renormalize=False, bias=True).build(
-        NUM_EXPERTS, NUM_EXPERTS
-    )
+def sigmoid_router(num_experts: int, k: int, bias_E: Tensor | None = None) -> Router:
+    """Its logits are its input, its correction bias is this one."""
+    config = SigmoidTopKRouterConfig(k=k, renormalize=False)
+    router = config.build(num_experts, num_experts)
     with torch.no_grad():
-        router.get_parameter("projection.weight").copy_(torch.eye(NUM_EXPERTS))
-        router.get_parameter("projection.bias").copy_(torch.arange(NUM_EXPERTS) / 2)
+        router.get_parameter("projection.weight").copy_(torch.eye(num_experts))
+        if bias_E is not None:
+            assert router.correction_bias_E is not None
+            router.correction_bias_E.copy_(bias_E)
     return router
 
 
-def tokens(seed: int, num_tokens: int = 2048) -> Tensor:
-    return torch.randn(num_tokens, NUM_EXPERTS, generator=torch.Generator().manual_seed(seed))
+def route(logits_TE: Tensor, k: int, bias_E: Tensor, mask: Tensor | None = None) -> Routing:
+    return sigmoid_router(logits_TE.shape[-1], k, bias_E)(logits_TE, TokenContext(mask=mask))
 
 
-def apply(rule: BiasRuleConfig, router: Router, steps: int) -> list[float]:
-    """MaxVio before each step and after the last, every step on fresh tokens."""
-    found = []
-    for step in range(steps + 1):
-        routing = router(tokens(step), TokenContext())
-        found.append(max_violation(pairs_per_expert(routing).float()).item())
-        bias_E = router.correction_bias_E
-        assert bias_E is not None
-        bias_E.copy_(rule.update(bias_E, rule.observe(routing, bias_E), 1))
-    return found
+def lopsided_logits(num_tokens: int = 512, num_experts: int = 8, seed: int = 0) -> Tensor:
+    """Later experts are preferred by nearly everybody."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_TE = torch.randn(num_tokens, num_experts, generator=generator)
+    return logits_TE + torch.linspace(-1, 1, num_experts)
 
 
-# -- sign
+def step(rule: BiasRuleConfig, bias_E: Tensor, routing: Routing) -> Tensor:
+    """A step of one batch."""
+    return rule.update(bias_E, rule.observe(routing, bias_E), num_batches=1)
 
 
-def test_the_sign_rule_moves_every_bias_by_its_rate(make_routing: Any) -> None:
-    # 3, 1, 2 and 2 pairs; the mean is 2.
-    ids = [[0], [0], [0], [1], [2], [2], [3], [3]]
-    rule = SignRuleConfig(rate=0.25)
-    bias_E = torch.tensor([1.0, 0.0, -1.0, 0.5])
-    observed_E = rule.observe(make_routing(ids, 4), bias_E)
-    assert observed_E.tolist() == [3, 1, 2, 2]
-    assert rule.update(bias_E, observed_E, 1).tolist() == [0.75, 0.25, -1.0, 0.5]
+def violation(logits_TE: Tensor, k: int, bias_E: Tensor) -> float:
+    return max_violation(pairs_per_expert(route(logits_TE, k, bias_E)).float()).item()
+
+
+# ------------------------------------------------------------------------------- the sign rule
+
+
+@pytest.mark.parametrize(
+    ("centre", "moves"),
+    [
+        (False, [-1.0, 1.0, 1.0, 1.0]),  # Megatron-LM, OLMo-core: sign(25 - n)
+        (True, [-1.5, 0.5, 0.5, 0.5]),  # torchtitan: minus their mean, 2/4
+    ],
+    ids=["megatron", "torchtitan"],
+)
+def test_the_move_is_that_of_the_published_example(centre: bool, moves: list[float]) -> None:
+    rule = SignRuleConfig(rate=1e-3, centre=centre)
+    bias = torch.tensor([0.5, -0.25, 0.0, 1.0])
+    moved = rule.update(torch.zeros(4), torch.tensor([97, 1, 1, 1]), num_batches=1)
+    assert moved.tolist() == pytest.approx([1e-3 * move for move in moves], abs=FLOAT32)
+    added = rule.update(bias, torch.tensor([97, 1, 1, 1]), num_batches=1)
+    torch.testing.assert_close(added, bias + moved, rtol=0, atol=0)
+
+
+def test_counts_of_batches_and_ranks_add_up(make_routing: Any) -> None:
+    # (2, 0) and (0, 3) make (2, 3): expert 1 is ahead, though expert 0 is in the first batch.
+    rule = SignRuleConfig(rate=1e-3)
+    bias = torch.zeros(2)
+    first = rule.observe(make_routing([[0], [0]], 2), bias)
+    second = rule.observe(make_routing([[1], [1], [1]], 2), bias)
+    assert (first + second).tolist() == [2, 3]
+    moved = rule.update(bias, first + second, num_batches=2)
+    assert moved.tolist() == pytest.approx([1e-3, -1e-3], abs=FLOAT32)
+
+
+@pytest.mark.parametrize("spare", [1, -1], ids=["one_more", "one_less"])
+def test_one_pair_in_very_many_still_has_its_sign(spare: int) -> None:
+    # 2^40 + 1 is no float32 number, and the mean, 2^40 + 1/4, is not even a whole one.
+    observed = torch.full((4,), 2**40)
+    observed[2] += spare
+    moved = SignRuleConfig(rate=1e-3).update(torch.zeros(4), observed, num_batches=1)
+    assert (moved.sign() * spare).tolist() == [1, 1, -1, 1]
 
 
 def test_the_sign_rule_counts_before_dropping_and_without_padding(make_routing: Any) -> None:
@@ -74,59 +115,37 @@ def test_the_sign_rule_counts_before_dropping_and_without_padding(make_routing: 
     assert rule.observe(dropped, torch.zeros(2)).tolist() == [2, 0]
 
 
-def test_large_counts_keep_their_sign() -> None:
-    # In float32 the mean of these would be one of them.
-    observed_E = torch.tensor([2**40, 2**40 + 1, 2**40 + 2])
-    moved = SignRuleConfig(rate=1.0).update(torch.zeros(3), observed_E, 1)
-    assert moved.tolist() == [1, 0, -1]
-
-
 def test_the_sign_rule_balances_an_uneven_router() -> None:
-    violations = apply(SignRuleConfig(rate=0.01), uneven_router(), steps=100)
-    assert violations[0] > 1.2
-    assert violations[-1] < 0.2
+    rule, bias = SignRuleConfig(rate=0.01), torch.zeros(8)
+    for seed in range(100):
+        bias = step(rule, bias, route(lopsided_logits(2048, seed=seed), 2, bias))
+    logits = lopsided_logits(2048, seed=100)
+    assert violation(logits, 2, torch.zeros(8)) > 0.8
+    assert violation(logits, 2, bias) < 0.2
 
 
-# -- quantile
+# ------------------------------------------------------------------------------- the quantile rule
 
 
-def test_one_step_to_the_quantile_balances_at_once() -> None:
-    violations = apply(QuantileRuleConfig(ema=0.0), uneven_router(), steps=6)
-    assert violations[0] > 1.2
-    assert violations[1] < 0.5 * violations[0]
-    # 512 pairs an expert: its count deviates by 1 / 23, the quantile of other tokens by as much, and the
-    # largest of eight such sums by about twice that.
-    assert violations[-1] < 0.2
+def test_the_average_keeps_its_share_of_the_old_bias_and_takes_the_mean_of_the_batches() -> None:
+    # Two batches observed (.3, -.1) together: fresh is -(.15, -.05); .9 * (.2, -.2) + .1 * fresh is
+    # (.165, -.175), less its mean -.005: (.17, -.17).
+    rule = QuantileRuleConfig(ema=0.9)
+    bias = rule.update(torch.tensor([0.2, -0.2]), torch.tensor([0.3, -0.1]), num_batches=2)
+    torch.testing.assert_close(bias, torch.tensor([0.17, -0.17]), rtol=0, atol=1e-7)
 
 
-def test_a_moving_average_gets_there_more_slowly() -> None:
-    violations = apply(QuantileRuleConfig(ema=0.9), uneven_router(), steps=60)
-    assert violations[1] > 0.5 * violations[0]
-    assert violations[-1] < 0.2
-
-
-def test_the_quantile_is_where_an_expert_gets_its_share() -> None:
-    # k = 1 of 2 experts, 4 tokens, no bias. Expert 0's scores minus what it takes to be chosen, the
-    # second largest score: .5 - .2, .6 - .3, .7 - .1, and for the last token .3 - .3 = 0.
-    # Descending: .6, .3, .3, 0; the (4 * 1 / 2 + 1)-th is .3. Expert 1 was second in the first three,
-    # .6 - .3 = .3 ahead in the last: .3, 0, 0, 0; the third is 0.
-    scores = torch.tensor([[0.5, 0.2], [0.6, 0.3], [0.7, 0.1], [0.3, 0.6]])
-    routing = Routing(
-        token_ids_N=torch.arange(4),
-        expert_ids_N=torch.tensor([0, 0, 0, 1]),
-        weights_N=torch.ones(4),
-        dropped_N=torch.zeros(4, dtype=torch.bool),
-        logits_TE=scores,
-        scores_TE=scores,
-        num_tokens=4,
-        num_experts=2,
-        sequence_length=4,
-    )
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_one_quantile_step_takes_most_of_the_imbalance_and_a_few_nearly_all(k: int) -> None:
+    logits, bias = lopsided_logits(), torch.zeros(8)
     rule = QuantileRuleConfig(ema=0.0)
-    observed_E = rule.observe(routing, torch.zeros(2))
-    assert observed_E.tolist() == pytest.approx([0.3, 0.0])
-    # The bias is the negative of it, minus the mean.
-    assert rule.update(torch.zeros(2), observed_E, 1).tolist() == pytest.approx([-0.15, 0.15])
+    violations = [violation(logits, k, bias)]
+    for _ in range(10):
+        bias = step(rule, bias, route(logits, k, bias))
+        violations.append(violation(logits, k, bias))
+    assert violations[0] > 0.8
+    assert violations[1] < violations[0] / 3, violations
+    assert violations[-1] < 0.05, violations
 
 
 @pytest.mark.parametrize(
@@ -160,51 +179,79 @@ def test_a_share_that_is_no_whole_number_is_rounded_down(
         assert observed_E[expert].item() == pytest.approx(sorted(excess, reverse=True)[place])
 
 
-def test_padding_does_not_move_the_quantile() -> None:
-    router, rule = uneven_router(), QuantileRuleConfig()
-    bias_E = torch.linspace(-0.1, 0.1, NUM_EXPERTS)
-    x = tokens(0, 40)
-    alone = rule.observe(router(x, TokenContext()), bias_E)
-    padded = torch.cat([x, 9 * tokens(1, 24)])
-    mask = torch.arange(64) < 40
-    with_padding = rule.observe(router(padded, TokenContext(mask=mask)), bias_E)
-    torch.testing.assert_close(with_padding, alone)
+def test_the_bias_that_the_routing_was_made_with_is_taken_into_account() -> None:
+    # Balanced already, by a bias: the rule finds it again, whatever constant is added to it.
+    logits, bias = lopsided_logits(), torch.zeros(8)
+    rule = QuantileRuleConfig(ema=0.0)
+    for _ in range(200):
+        bias = step(rule, bias, route(logits, 2, bias))
+    for constant in (0.0, 0.5):
+        again = step(rule, bias + constant, route(logits, 2, bias + constant))
+        # The quantiles of 512 tokens are a hundredth or so apart.
+        torch.testing.assert_close(again, bias, rtol=0, atol=0.01)
 
 
-@pytest.mark.parametrize("case", ["no tokens", "padding only", "k is all experts"])
-def test_with_nothing_to_choose_the_bias_stays(case: str) -> None:
-    router = uneven_router(k=NUM_EXPERTS if case == "k is all experts" else 2)
-    x = tokens(0, 0 if case == "no tokens" else 6)
-    mask = torch.zeros(6, dtype=torch.bool) if case == "padding only" else None
-    bias_E = torch.linspace(-0.5, 0.5, NUM_EXPERTS)
-    rule = QuantileRuleConfig()
-    observed_E = rule.observe(router(x, TokenContext(mask=mask)), bias_E)
-    torch.testing.assert_close(rule.update(bias_E, observed_E, 1), bias_E)
+# ------------------------------------------------------------------------------- both
 
 
-# -- every rule
+@pytest.mark.parametrize("config", [c for c in RULES if c != RULES[0]], ids=IDS[1:])
+def test_the_mean_of_the_bias_stays_zero(config: BiasRuleConfig) -> None:
+    # Except under the plain sign rule, whose example above moves by 2 in all.
+    rule, bias = config, torch.zeros(8)
+    for seed in range(5):
+        bias = step(rule, bias, route(lopsided_logits(seed=seed), 2, bias))
+        assert bias.count_nonzero() > 0
+        assert bias.mean().abs() < 1e-7
 
 
-@pytest.mark.parametrize("rule", BiasRuleConfig.members)
-def test_what_a_rule_observes_has_no_gradient_and_changes_nothing(rule: str) -> None:
-    built = BiasRuleConfig.model_validate(rule)
-    router = uneven_router()
-    bias_E = torch.zeros(NUM_EXPERTS)
-    routing = router(tokens(0).requires_grad_(), TokenContext())
-    observed_E = built.observe(routing, bias_E)
-    assert not observed_E.requires_grad
-    assert observed_E.shape == (NUM_EXPERTS,)
-    updated_E = built.update(bias_E, observed_E, 1)
-    assert updated_E.dtype == torch.float32
-    assert bias_E.count_nonzero() == 0
+@pytest.mark.parametrize("config", RULES, ids=IDS)
+def test_padding_is_not_observed(config: BiasRuleConfig) -> None:
+    logits = lopsided_logits(num_tokens=64)
+    padded = torch.cat([torch.full((9, 8), 50.0), logits, -logits[:30]])
+    mask = torch.tensor([False] * 9 + [True] * 64 + [False] * 30)
+    bias, rule = torch.linspace(-0.1, 0.1, 8), config
+    expected = rule.observe(route(logits, 2, bias), bias)
+    assert torch.equal(rule.observe(route(padded, 2, bias, mask), bias), expected)
 
 
-# -- sparsity
+@pytest.mark.parametrize("case", ["k_is_all", "no_tokens", "padding_only"])
+@pytest.mark.parametrize("config", RULES, ids=IDS)
+def test_where_there_is_nothing_to_choose_the_bias_stays(config: BiasRuleConfig, case: str) -> None:
+    num_tokens, k, mask = {
+        "k_is_all": (6, 4, None),
+        "no_tokens": (0, 2, None),
+        "padding_only": (6, 2, torch.zeros(6, dtype=torch.bool)),
+    }[case]
+    bias = torch.tensor([0.25, -0.25, 0.5, -0.5])
+    routing = route(lopsided_logits(num_tokens, 4), k, bias, mask)
+    # The average of a bias with itself: a unit in the last place of 0.5.
+    torch.testing.assert_close(step(config, bias, routing), bias, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize(("density", "expected"), [(1.5, 1.2), (0.5, 1 / 1.2), (1.0, 1.0)])
-def test_the_sparsity_weight_rises_above_its_target_and_falls_below(
-    density: float, expected: float
+@pytest.mark.parametrize("config", RULES, ids=IDS)
+def test_the_bias_keeps_its_dtype_and_has_no_gradient(config: BiasRuleConfig) -> None:
+    logits = lopsided_logits(16).double().requires_grad_()
+    bias = torch.zeros(8)
+    routing = route(logits, 2, bias)
+    rule = config
+    observed = rule.observe(routing, bias)
+    assert not observed.requires_grad
+    assert observed.shape == (8,)
+    assert rule.update(bias, observed, num_batches=1).dtype == torch.float32
+    assert bias.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "where", "message"),
+    [
+        ({"type": "sign", "rate": 0.0}, "rate", "greater than 0"),
+        ({"type": "quantile", "ema": 1.0}, "ema", "less than 1"),
+        ({"type": "quantile", "ema": -0.1}, "ema", "greater than or equal to 0"),
+    ],
+    ids=["rate_0", "ema_1", "ema_negative"],
+)
+def test_a_rule_that_would_never_move_is_refused(
+    rule: dict[str, Any], where: str, message: str
 ) -> None:
-    found = sparsity_weight_after(torch.tensor(1.0), torch.tensor(density), factor=1.2)
-    assert found.item() == pytest.approx(expected)
+    with pytest.raises(ValidationError, match=rf"(?s){where}.*{message}"):
+        BiasRuleConfig.model_validate(rule)

@@ -23,9 +23,18 @@ from moe_ffn.balancing.losses import (
     sequence_load_balancing_loss,
 )
 from moe_ffn.metrics import logit_max, nonfinite_tokens
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import ListedRouting, Routing
 
 NUM_EXPERTS, B, S, K = 9, 3, 4, 5
+
+
+def as_list(logits_TK: Tensor) -> dict[str, Any]:
+    return {
+        "num_experts": NUM_EXPERTS,
+        "kind": ListedRouting,
+        "logits_N": logits_TK.flatten(),
+        "listed_k": logits_TK.shape[1],
+    }
 
 
 def listed(padded: bool = True) -> tuple[Routing, Tensor]:
@@ -39,7 +48,7 @@ def listed(padded: bool = True) -> tuple[Routing, Tensor]:
         mask_T[2 * S :] = False
     context = TokenContext(mask_T if padded else None, sequence_length=S)
     weights_TK = 3 * logits_TK.sigmoid()
-    more: dict[str, Any] = {"num_experts": NUM_EXPERTS, "logits_TK": logits_TK}
+    more: dict[str, Any] = as_list(logits_TK)
     return routing_of_pairs(weights_TK, ids_TK, None, None, context, **more), logits_TK
 
 
@@ -83,7 +92,7 @@ def real_rows(routing: Routing, values_N: Tensor) -> Tensor:
 
 
 def z_loss(routing: Routing) -> Tensor:
-    assert routing.logits_N is not None
+    assert isinstance(routing, ListedRouting)
     return real_rows(routing, routing.logits_N).logsumexp(1).square().mean()
 
 
@@ -133,17 +142,14 @@ def test_balance_is_1_and_collapse_e_over_k() -> None:
     ids_TK = torch.arange(NUM_EXPERTS * 2).view(-1, 2) % NUM_EXPERTS
     even_TK = torch.ones(ids_TK.shape)
     for ids, expected in ((ids_TK, 1.0), (0 * ids_TK + torch.arange(2), NUM_EXPERTS / 2)):
-        routing = routing_of_pairs(
-            even_TK, ids, None, None, TokenContext(), num_experts=NUM_EXPERTS, logits_TK=even_TK
-        )
+        routing = routing_of_pairs(even_TK, ids, None, None, TokenContext(), **as_list(even_TK))
         assert load_balancing_loss(routing).item() == pytest.approx(expected)
 
 
 def test_no_token_is_no_loss() -> None:
     nothing = torch.zeros(0, 2)
-    routing = routing_of_pairs(
-        nothing, nothing.long(), None, None, TokenContext(), num_experts=4, logits_TK=nothing
-    )
+    more = as_list(nothing)
+    routing = routing_of_pairs(nothing, nothing.long(), None, None, TokenContext(), **more)
     found = {name: ours(routing).item() for name, (ours, _) in PAIRS.items() if name != "usage_kl"}
     assert found == dict.fromkeys(found, 0.0)
     assert num_used(routing) == 0

@@ -12,7 +12,13 @@ from torch import Tensor
 from moe_ffn.balancing.losses import load_balancing_loss
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import RouterConfig
-from tests.helpers.every_loss import LOAD_BALANCING, LOSSES, random_logits, routing_of
+from tests.helpers.every_loss import (
+    LOAD_BALANCING,
+    LOSSES,
+    for_every_loss,
+    random_logits,
+    routing_of,
+)
 
 READS: dict[str, str] = {
     **dict.fromkeys(LOAD_BALANCING, "scores_TE"),
@@ -123,7 +129,7 @@ def test_scores_of_zero_have_finite_values_and_gradients(
         built.get_parameter("projection.weight").copy_(torch.eye(3))
     logits_TE = torch.tensor(logits, requires_grad=True)
     routing = built(logits_TE, TokenContext())
-    loss = LOSSES[name](replace(routing, target_k=2))
+    loss = LOSSES[name](for_every_loss(routing, target_k=2))
     (gradient,) = torch.autograd.grad(loss, logits_TE)
     assert loss.isfinite()
     assert gradient.isfinite().all(), gradient

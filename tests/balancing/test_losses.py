@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import (
-    cv_squared,
     importance_cv2_loss,
     load_balancing_loss,
     load_cv2_loss,
-    mean_over_tokens,
-    normalized_scores,
-    pairs_per_expert,
-    pairs_per_sequence,
     pooled_load_balancing_loss,
     relu_sparsity_loss,
     router_entropy_loss,
     router_z_loss,
     sequence_load_balancing_loss,
+)
+from moe_ffn.balancing.sums import (
+    cv_squared,
+    mean_over_tokens,
+    normalized_scores,
+    pairs_per_expert,
+    pairs_per_sequence,
 )
 from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import ReLURouterConfig
@@ -272,7 +274,7 @@ def test_pooling_layers_of_different_sizes_is_refused() -> None:
 
 def test_the_load_loss_of_a_router_without_noise_is_refused(make_routing: Any) -> None:
     message = (
-        r"load_cv2 needs selection_probs_TE, which router\.type 'noisy_top_k' returns in training; "
+        r"load_cv2 needs a NoisyRouting, which router\.type 'noisy_top_k' returns in training; "
         r"use load_balance with other routers"
     )
     with pytest.raises(ValueError, match=message):
@@ -280,6 +282,6 @@ def test_the_load_loss_of_a_router_without_noise_is_refused(make_routing: Any) -
 
 
 def test_the_sparsity_loss_of_a_router_without_a_target_is_refused(make_routing: Any) -> None:
-    message = r"relu_sparsity needs a router that has a target_k, such as 'relu'"
+    message = r"relu_sparsity needs a SteeredRouting, with a target_k, such as router\.type 'relu' returns"
     with pytest.raises(ValueError, match=message):
         relu_sparsity_loss(make_routing([[0]], 2))

@@ -35,9 +35,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     for module in (generate, callbacks):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=look))
     monkeypatch.setattr(build, "load", load)
-    build.why_unavailable.cache_clear()
+    build.unavailable_reason.cache_clear()
     yield found
-    build.why_unavailable.cache_clear()
+    build.unavailable_reason.cache_clear()
 
 
 @pytest.mark.parametrize(

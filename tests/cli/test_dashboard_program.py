@@ -205,13 +205,6 @@ def test_a_malformed_key_is_named(dashboard: Callable[..., Answer]) -> None:
     assert "WANDB_API_KEY invalid: API key must have 40+ characters, has 3" in answer.refusal
 
 
-@pytest.mark.slow
-def test_a_setting_that_wandb_refuses_is_named(dashboard: Callable[..., Answer]) -> None:
-    answer = dashboard(*WHERE, WANDB_SILENT="maybe")
-
-    assert answer.refusal.startswith("wandb's settings: silent: ")
-
-
 # ------------------------------------------------------------------------------------ a server
 
 
@@ -234,7 +227,7 @@ def test_a_new_view_is_saved_and_its_address_printed(
 
 def without_ids(spec: dict[str, Any]) -> dict[str, Any]:
     """A view's specification without the random ids of its panels and of its list of runs."""
-    spec["section"].pop("customRunColors")
+    spec["section"].pop("customRunColors", None)
     spec["section"]["runSets"][0].pop("id")
     for section in spec["section"]["panelBankConfig"]["sections"]:
         for panel in section["panels"]:
@@ -266,7 +259,6 @@ def test_a_view_is_replaced_where_it_stands(
     section = json.loads(sent["spec"])["section"]
     names = [part["name"] for part in section["panelBankConfig"]["sections"]]
     assert names == ["Training", "Efficiency", "Routing"]
-    assert len(section["customRunColors"]) == len(other["section"]["customRunColors"])
 
 
 def test_a_refusal_of_the_server_is_passed_on(
@@ -295,15 +287,3 @@ def test_a_server_that_never_answers_is_given_up(
         "did not respond in time; check the network, the key and team/project, or use --json FILE"
     )
     assert 4 < answer.seconds < 20
-
-
-@pytest.mark.slow
-def test_where_nobody_listens_the_program_gives_up(
-    dashboard: Callable[..., Answer], server: WandbServer
-) -> None:
-    nobody = server.environment | {"WANDB_BASE_URL": "http://127.0.0.1:9"}
-
-    answer = dashboard(*WHERE, **nobody)
-
-    assert answer.refusal.startswith("wandb did not save the workspace: ")
-    assert answer.seconds < 20

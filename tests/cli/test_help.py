@@ -55,7 +55,7 @@ def test_the_short_page_has_every_section_and_what_is_set_most_often(show: Show)
     for flag in ("--config FILE", "--resume [RUN]", "--help [SECTION]", "--version", "--help all"):
         assert flag in printed
     assert "--optimizer.adamw_eps" not in printed
-    assert len(printed) < 3500, "it has to stay short"
+    assert len(printed) < 3600, "it has to stay short"
 
 
 def test_the_short_page_shows_the_values_that_were_given(show: Show) -> None:
@@ -69,7 +69,9 @@ def test_the_short_page_shows_the_values_that_were_given(show: Show) -> None:
 def test_a_section_has_its_own_options_alone(show: Show) -> None:
     printed = show("--help", "optimizer")
 
-    assert printed.startswith("optimizer: How it is minimised. --optimizer.type muon ")
+    assert printed.startswith(
+        "optimizer: The optimizer and its learning rate. --optimizer.type muon "
+    )
     assert "--optimizer.learning_rate 0.01 Peak learning rate" in printed
     assert "--optimizer.schedule.type cosine Half a cosine" in printed
     assert "--trainer" not in printed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
@@ -265,14 +264,3 @@ def test_a_corpus_that_is_not_what_it_was(
         )
     Path("own.txt").write_text("the cat sat on a mat\n" * 20)
     assert inspect(run.folder, "--text", "own.txt")[0] == 0
-
-
-def test_without_plotly_it_says_what_to_install(
-    inspect: Inspect, own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-
-    code, out, err = inspect(own)
-
-    assert (code, out) == (2, "")
-    assert err == "error: the report needs plotly; install it with: pip install plotly"

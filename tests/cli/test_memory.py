@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from moe_ffn import build_ffn, load_pretrained
-from moe_ffn.cli import memory
 from moe_ffn.cli.exit import EXIT_FAILED, exit_on_bad_input
-from moe_ffn.cli.memory import check_fits
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.kernels import memory as machine_memory
 from moe_ffn.kernels.memory import gigabytes, memory_limit, out_of_memory, require_table_memory
+from moe_ffn.runs import memory
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.memory import check_fits
 from tests.helpers.own_block import OWN_BLOCK
 from tests.helpers.tiny_runs import finished_copy
 

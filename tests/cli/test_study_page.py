@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -63,7 +62,10 @@ def test_a_trained_sweep_has_a_page_that_can_be_made_again_without_its_runs(
 
     done = page("which.yaml", "--runs", "runs/which")
 
-    written = "written: docs/studies/which.md\nwritten: docs/studies/README.md\n"
+    written = "".join(
+        f"written: docs/studies/{name}\n"
+        for name in ("which.md", "which/figures.html", "README.md")
+    )
     assert (done.code, done.stdout) == (0, written), done.stderr
     studies = tmp_path / "docs" / "studies"
     text = (studies / "which.md").read_text(encoding="utf-8")
@@ -72,7 +74,7 @@ def test_a_trained_sweep_has_a_page_that_can_be_made_again_without_its_runs(
     assert " nats per token in 2 seeds, too few for an interval" in text
     assert "| dense | 2 |" in text
     assert {path.name for path in (studies / "which").iterdir()} == {
-        *("results.jsonl", "study.yaml", "losses.svg", "curves.svg")
+        *("results.jsonl", "study.yaml", "figures.html")
     }
     assert names(studies / "which") == ["dense-seed0", "dense-seed1", "moe-seed0", "moe-seed1"]
     table = (studies / "which" / "results.jsonl").read_text(encoding="utf-8")
@@ -199,16 +201,3 @@ def test_bad_input_is_one_sentence(page: Callable[..., Finished], tmp_path: Path
     )
     (folder / "results.jsonl").write_text("{")
     assert "which/results.jsonl:1' is no result of a run" in refusal(page("which.yaml"))
-
-
-def test_without_matplotlib_it_says_what_to_install(
-    page: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "docs" / "studies" / "which"
-    folder.mkdir(parents=True)
-    add_results(folder, [make_result("dense", 0, options=DENSE)])
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert refusal(page("which.yaml")) == (
-        "figures need matplotlib; install with: pip install '.[studies]'"
-    )
-    assert not (tmp_path / "docs" / "studies" / "which.md").exists()

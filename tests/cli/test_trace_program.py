@@ -253,13 +253,6 @@ def test_neighbouring_layers_are_named_by_the_first_and_the_last() -> None:
     assert "Capacity in evaluation: dropless (layers 0-11)." in shown(wide_way(12, 2), 80)
 
 
-def test_four_layers_of_two_experts_stand_in_one_table_of_80_columns() -> None:
-    assert (
-        sum("layer 0" in line and "layer 3" in line for line in shown(wide_way(4, 2, first=7), 80))
-        == 1
-    )
-
-
 def test_an_expert_has_one_colour_and_a_dropped_one_none() -> None:
     console = Console(
         width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=False
@@ -377,19 +370,6 @@ def test_the_page_says_what_its_colours_mean(tmp_path: Path) -> None:
 
     assert colours in page(way)
     assert colours not in page(replace(way, layers=gates)), "a gate has none"
-
-
-def test_a_long_token_leaves_room_for_its_way(browser: Browser, tmp_path: Path) -> None:
-    way = wide_way(4, 8)
-    path = tmp_path / "way.html"
-    path.write_text(page(replace(way, tokens=(replace(way.tokens[0], token="␣" * 60),))), "utf-8")
-
-    with opened(browser, path, width=PHONE) as found:
-        assert found.overflow == 0
-        box = found.page.locator("tbody th").bounding_box()
-        assert box is not None
-        assert box["width"] < PHONE / 2
-        assert found.page.locator("tbody td").first.get_attribute("title", timeout=1000)
 
 
 # -- mistakes

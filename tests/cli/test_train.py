@@ -40,7 +40,6 @@ def test_the_run_succeeds_and_writes_what_it_lists(moe_run: Any) -> None:
         "samples.jsonl",
         "tokenizer.json",
         "documents.json",
-        "saved.json",
         "checkpoints/best.ckpt",
         "checkpoints/step_00000006.ckpt",
     }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, Situation
 from moe_ffn.config.yaml_files import read_config
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
@@ -59,7 +59,7 @@ def test_balancing_losses_are_logged_also_at_weight_zero(
 @pytest.mark.parametrize("block", sorted(FFNConfig.members))
 def test_the_block_is_swapped_by_one_word(run_train: RunTrain, tmp_path: Path, block: str) -> None:
     swap = ["--model.ffn.type", block, "--trainer.max_steps", "2"]
-    if FFNConfig.model_validate(block).not_causal_because is not None:
+    if FFNConfig.model_validate(block).refusal(Situation(causal=True)) is not None:
         swap += ["--model.causal", "false"]
     run = run_train(tmp_path, *swap)
 
@@ -67,7 +67,7 @@ def test_the_block_is_swapped_by_one_word(run_train: RunTrain, tmp_path: Path, b
     assert run.folder.name.startswith(f"{block}-")
     losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
     assert 4 < losses[0] < 7  # log 257 = 5.55 at random
-    is_sparse = FFNConfig.model_validate(block).is_sparse
+    is_sparse = bool(FFNConfig.model_validate(block).routers())
     assert any("routing/" in name for name in run.columns) == is_sparse
 
 

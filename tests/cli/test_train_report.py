@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 
 from moe_ffn.cli import training_run
 from moe_ffn.training.module import LanguageModel
-from tests.helpers.without_plotly import WITHOUT_PLOTLY
 
 RunTrain = Callable[..., Any]
 REPOSITORY = Path(__file__).parents[2]
@@ -81,39 +78,3 @@ def test_a_finished_run_is_not_lost_to_a_page_that_cannot_be_made(
     assert "report.html: in the page" in run.stderr.splitlines()
     assert (run.folder / "summary.json").exists()
     assert "Results in" in run.stdout
-
-
-def test_a_run_ends_well_where_plotly_cannot_be_imported(
-    run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("plotly", "plotly.graph_objects"):
-        monkeypatch.setitem(sys.modules, name, None)
-    run = run_train(tmp_path, "--trainer.max_steps", "2")
-
-    assert run.code == 0
-    said = "report.html: the report needs plotly; install it with: pip install plotly"
-    assert said in run.stderr.splitlines()
-    assert (run.folder / "summary.json").exists()
-    assert "report.html" not in run.stdout
-
-
-@pytest.mark.slow
-def test_a_whole_program_without_plotly_trains(tiny_yaml: Path, tmp_path: Path) -> None:
-    """In a process of its own, where no module was imported before."""
-    code = WITHOUT_PLOTLY + "from experiments.train import main; sys.exit(exit_on_bad_input(main))"
-    where = ["--run.output_dir", str(tmp_path / "runs"), "--data.cache_dir", str(tmp_path / "c")]
-    options = ["--config", str(tiny_yaml), "--trainer.max_steps", "2", *where]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *options],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stderr
-    said = "report.html: the report needs plotly; install it with: pip install plotly"
-    assert done.stderr.splitlines().count(said) == 1
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.glob("runs/*/summary.json"))
-    assert not list(tmp_path.glob("runs/*/report.html"))

@@ -53,7 +53,7 @@ def test_a_sentence_comes_before_torch(tmp_path: Path, script: str, said: str) -
         ({"SLURM_LOCALID": "1", "SLURM_PROCID": "1"}, False),
     ],
 )
-def test_a_mistake_is_said_once_on_each_machine(
+def test_a_mistake_is_reported_once_on_each_machine(
     variables: dict[str, str],
     is_first: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -70,7 +70,7 @@ def test_a_mistake_is_said_once_on_each_machine(
 
 
 @pytest.mark.parametrize(("rank", "said", "waits"), [("0", "error: no\n", 0), ("1", "", 1)])
-def test_under_torchrun_a_process_that_says_nothing_does_not_end_first(
+def test_under_torchrun_a_silent_process_does_not_end_first(
     rank: str,
     said: str,
     waits: int,

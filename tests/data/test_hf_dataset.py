@@ -176,7 +176,7 @@ def test_neither_a_path_nor_a_name_is_refused(tmp_path: Path) -> None:
         read("./rows.json")
 
 
-def test_no_network_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_network_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object, **__: object) -> None:
         raise OSError("Name or service not known")
 

@@ -158,7 +158,7 @@ def test_a_corpus_that_changes_meanwhile_is_refused(later: list[tuple[str, str]]
     ],
     ids=["too much", "too little", "as asked", "nearly"],
 )
-def test_a_share_of_the_text_that_was_not_asked_for_is_said(
+def test_an_unexpected_share_of_the_text_is_noted(
     size: int, percent: int, note: str | None
 ) -> None:
     names = map(str, range(10_000))
@@ -212,7 +212,7 @@ def test_a_change_is_named(now: Documents, sentence: str | None) -> None:
     assert changed(BEFORE, now) == sentence
 
 
-def test_two_documents_of_one_name_are_told_apart() -> None:
+def test_two_documents_of_one_name_are_distinguished() -> None:
     def twice(first: str, second: str) -> Documents:
         return Documents(first + second, 2, (("a", first), ("a", second)))
 

@@ -84,7 +84,7 @@ def test_a_tiny_run_from_end_to_end(
 ) -> None:
     folder = tmp_path / "bench"
     argv = ["--shape", TINY, "--rounds", "1", "--warmup", "0", "--output", str(folder)]
-    monkeypatch.setattr(program, "why_unavailable", lambda: "needs a compiler")
+    monkeypatch.setattr(program, "unavailable_reason", lambda: "needs a compiler")
     monkeypatch.setattr(sys, "argv", ["benchmark", *argv, "--backends", "loop", "--device", "cpu"])
 
     assert exit_on_bad_input(main) == 0
@@ -144,7 +144,7 @@ raise SystemExit(main({argv}))
 """
 
 ABSENT = {
-    *("wandb", "datasets", "pandas", "matplotlib"),
+    *("wandb", "datasets", "pandas"),
     *("transformers", "st_moe_pytorch", "mixture_of_experts"),
 }
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
+from moe_ffn.config.errors import Situation
 from moe_ffn.ffn import (
     BiasedConfig,
     ChainOfExpertsConfig,
@@ -145,7 +146,7 @@ def test_autocast_keeps_the_dtype_of_the_stream(config: dict[str, Any]) -> None:
 @every_variant
 def test_only_sparse_blocks_return_a_routing(config: dict[str, Any]) -> None:
     routing = build(config)(tokens(2, 5, 8, dtype=torch.float32)).routing
-    assert (routing is not None) == FFNConfig.model_validate(config).is_sparse
+    assert (routing is not None) == bool(FFNConfig.model_validate(config).routers())
 
 
 @every_variant
@@ -177,7 +178,7 @@ def test_a_block_is_causal_exactly_where_its_config_says(config: dict[str, Any])
     altered = x.clone()
     altered[:, 4:] = -3 * x[:, 4:] + 1
     difference = (ffn(altered).hidden - ffn(x).hidden)[:, :4].abs().max().item()
-    if FFNConfig.model_validate(config).not_causal_because is None:
+    if FFNConfig.model_validate(config).refusal(Situation(causal=True)) is None:
         assert difference < 1e-12
     else:
         assert difference > 1e-3

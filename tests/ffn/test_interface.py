@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn import FFNConfig, TokenContext, build_ffn
+from moe_ffn import FFNConfig, RouterConfig, TokenContext, build_ffn
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import Situation
 
 D_MODEL = 8
 CPU_EXPERTS = {"type": "swiglu", "backend": "cpu"}
@@ -28,7 +30,6 @@ def test_config_block_and_output_name_the_same_routings(block: Any) -> None:
     output = built(torch.randn(2, 6, D_MODEL), context)
     infos = config.routers()
     assert list(infos) == list(built.routers()) == list(output.routings)
-    assert config.is_sparse == bool(infos)
     for name, routing in output.routings.items():
         assert infos[name].num_experts == routing.num_experts
         assert len(infos[name].expert_names()) == routing.num_experts
@@ -71,11 +72,30 @@ def test_a_backend_is_refused_on_another_device_wherever_it_stands(
     block: Any, refusal: str
 ) -> None:
     config = FFNConfig.model_validate(block)
-    assert str(config.refusal_on("cuda")) == refusal
-    assert config.refusal_on("cpu") is None
+    assert str(config.refusal(Situation(device="cuda"))) == refusal
+    assert config.refusal(Situation(device="cpu")) is None
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_a_block_as_it_comes_runs_on_any_device(block: Any) -> None:
     config = FFNConfig.model_validate(block)
-    assert config.refusal_on("cpu") is config.refusal_on("cuda") is None
+    assert (
+        config.refusal(Situation(device="cpu")) is config.refusal(Situation(device="cuda")) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        (FFNConfig, {"not_causal_because", "refusal_on", "by_token", "reads_history"}),
+        (RouterConfig, {"not_causal_because", "not_cached_because"}),
+    ],
+)
+def test_a_custom_config_with_an_earlier_name_is_told_the_new_one(
+    family: type[TaggedConfig], names: set[str]
+) -> None:
+    for name in names:
+        with pytest.raises(
+            TypeError, match=rf"^Own\.{name} is not read any more; define refusal\("
+        ):
+            type("Own", (family,), {"__module__": __name__, name: property(lambda _: None)})

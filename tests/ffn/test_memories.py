@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_ffn import TokenContext, build_ffn
 from moe_ffn.ffn import FFNBlock
+from moe_ffn.ffn.networks import memories
 
 D, B, S = 8, 2, 6
 
@@ -55,10 +56,10 @@ def test_the_output_is_the_sum_of_activations_times_values(name: str, padded: bo
     context = TokenContext(mask=mask, token_ids=torch.randint(0, 50, (B, S)))
     with torch.no_grad():
         output = ffn(x, context)
-        memories = ffn.memories(x, context)
+        found = memories(ffn, x, context)
 
     sums = torch.zeros(B * S, D, dtype=torch.float64)
-    for memory in memories:
+    for memory in found:
         weights = torch.ones(len(memory.token_ids_N), dtype=torch.float64)
         routings: list[Any] = list(output.routings.values()) or [None]
         *outer, inner = routings
@@ -83,7 +84,7 @@ def test_a_convolution_s_value_is_what_a_unit_adds_at_its_own_position(
     causal: bool, own: int
 ) -> None:
     ffn: Any = built({"type": "conv", "kernel_size": 3, "causal": causal})
-    values_FD = ffn.memories(torch.randn(1, S, D, dtype=torch.float64))[0].values_FD
+    values_FD = memories(ffn, torch.randn(1, S, D, dtype=torch.float64))[0].values_FD
     hidden = torch.zeros(1, S, 4 * D, dtype=torch.float64)
     hidden[0, 3, 5] = 1
 
@@ -95,8 +96,8 @@ def test_a_convolution_s_value_is_what_a_unit_adds_at_its_own_position(
 def test_what_has_no_units_of_tokens_has_no_memories() -> None:
     x: Tensor = torch.randn(B, S, D, dtype=torch.float64)
 
-    assert built("identity").memories(x) == []
-    assert built("soft_moe").memories(x) == []
+    assert memories(built("identity"), x) == []
+    assert memories(built("soft_moe"), x) == []
 
 
 def test_dropout_is_not_part_of_an_activation() -> None:
@@ -104,13 +105,13 @@ def test_dropout_is_not_part_of_an_activation() -> None:
     x = torch.randn(B, S, D, dtype=torch.float64)
 
     torch.testing.assert_close(
-        ffn.memories(x)[0].activations_NF, ffn.eval().memories(x)[0].activations_NF
+        memories(ffn, x)[0].activations_NF, memories(ffn.eval(), x)[0].activations_NF
     )
 
 
 def test_names_say_which_network_it_is() -> None:
     ffn = built({"type": "moe", "num_experts": 2, "shared_expert": "dense"})
 
-    memories = ffn.memories(torch.randn(B, S, D, dtype=torch.float64))
+    found = memories(ffn, torch.randn(B, S, D, dtype=torch.float64))
 
-    assert [memory.name for memory in memories] == ["expert 0", "expert 1", "shared expert"]
+    assert [memory.name for memory in found] == ["expert 0", "expert 1", "shared expert"]

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn import ConfigError, TokenContext, build_ffn
+from moe_ffn import ConfigError, FFNBlock, TokenContext, build_ffn
 from moe_ffn.ffn import FFNConfig
+from moe_ffn.ffn.networks import memories, networks
 from moe_ffn.kernels.select import refusal
+from moe_ffn.weights.upcycle import as_experts
 from tests.helpers.refusing import refuses
 
 D, E = 8, 4
@@ -179,8 +181,11 @@ def test_the_config_knows_its_size_and_what_padding_holds_reaches_nothing(
     broken = x_BSD.masked_fill(~mask.unsqueeze(-1), torch.nan)
     moe(broken, TokenContext(mask=mask)).hidden[mask].sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in moe.parameters())
-    has_networks = config in [CONFIGS[name] for name in ("biased", "average-k1")]
-    assert (moe.networks() is not None) == has_networks
+    has_networks = config == CONFIGS["average-k1"]
+    assert (networks(moe) is not None) == has_networks
+    shared_alone = config.get("shared_expert") == DENSE
+    has_memories = has_networks or shared_alone or config == CONFIGS["biased"]
+    assert bool(memories(moe, x_BSD)) == has_memories
 
 
 def test_a_latent_space_makes_experts_and_their_products_narrower() -> None:
@@ -270,6 +275,12 @@ def test_old_names_with_their_defaults_are_read_from_older_runs() -> None:
     assert older == FFNConfig.model_validate(moe())
 
 
+def weights(block: FFNBlock) -> Any:
+    found = networks(block)
+    assert found is not None
+    return found.parameters
+
+
 @pytest.mark.parametrize("kind", ["clamped_swiglu", "soft_capped_swiglu"])
 def test_dense_blocks_have_the_gates_of_experts(kind: str) -> None:
     """One expert of weight 1 is the dense block with its weights."""
@@ -277,12 +288,12 @@ def test_dense_blocks_have_the_gates_of_experts(kind: str) -> None:
     options |= {"limit": 0.3, "added": 0.5} if kind[:7] == "clamped" else {"gate_cap": 0.3}
     dense: Any = build_ffn(options, D).double()
     config = FFNConfig.model_validate(options)
-    experts = config.as_experts(D)
+    experts = as_experts(config, D)
     assert experts is not None
     assert experts.type == kind
     only = {"type": "moe", "num_experts": 1, "router": {"type": "top_k", "k": 1}}
     moe: Any = build_ffn({**only, "experts": experts.to_dict()}, D).double()
-    for ours, theirs in zip(moe.networks().parameters, dense.networks().parameters, strict=True):
+    for ours, theirs in zip(weights(moe), weights(dense), strict=True):
         ours.data.copy_(theirs)
     x_TD = torch.randn(5, D, dtype=torch.float64)
     torch.testing.assert_close(moe(x_TD).hidden, dense(x_TD).hidden, rtol=0, atol=1e-12)
@@ -301,6 +312,8 @@ def test_dense_blocks_have_the_gates_of_experts(kind: str) -> None:
 )
 def test_a_backend_without_a_kernel_for_a_gate_says_so(experts: Any, gate: str) -> None:
     moe: Any = build_ffn({"type": "moe", "experts": experts}, D)
-    assert refusal("triton", torch.zeros(1, D), moe.networks()) == (
+    known = networks(moe)
+    assert known is not None
+    assert refusal("triton", torch.zeros(1, D), known) == (
         f"has no kernel for the gate {gate}; use 'auto'"
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import ConfigError, DecoderConfig, FFNConfig, TokenContext, build_ffn
+from moe_ffn.config.errors import Situation
 from moe_ffn.ffn.ngram_memory import (
     NgramMemoryConfig,
     NgramMemoryFFN,
@@ -304,7 +305,7 @@ def test_what_stands_inside_is_answered_for() -> None:
     build_ffn({"type": "moe", "shared_expert": SMALL | {"ffn": "dense"}}, D)
     looks_ahead = FFNConfig.model_validate(
         {**SMALL, "ffn": {"type": "conv", "causal": False}}
-    ).not_causal_because
+    ).refusal(Situation(causal=True))
     assert str(looks_ahead).startswith("ffn.causal (false) with kernel_size (3) looks ahead")
 
 

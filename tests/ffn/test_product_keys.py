@@ -18,11 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn
 from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.config.errors import Situation
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.kernels import memory
 from moe_ffn.metrics import ListMetrics, LoadMetrics
-from moe_ffn.runs.assemble import check_layout
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.validate import check_layout
 
 D_MODEL, NUM_EXPERTS = 8, 25
 
@@ -194,7 +195,7 @@ def test_experts_of_rows_are_those_of_a_sorted_plan_too() -> None:
 def test_a_token_depends_on_itself_alone(form: str, training: bool) -> None:
     options = config(form)
     block, x_BSD = build(options).train(training), tokens(2, 6)
-    assert FFNConfig.model_validate(options).not_causal_because is None
+    assert FFNConfig.model_validate(options).refusal(Situation(causal=True)) is None
     whole = block(x_BSD).hidden
     for position in range(6):
         alone = block(x_BSD[:, position : position + 1]).hidden

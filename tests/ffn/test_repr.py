@@ -49,7 +49,7 @@ def test_an_output_is_one_to_three_short_lines(config: str) -> None:
 def test_an_output_says_how_many_pairs_were_dropped() -> None:
     assert repr(output_of(WITH_CAPACITY)).splitlines() == [
         "FFNOutput(hidden=float32[2, 6, 16] on cpu,",
-        "    routing=Routing(num_tokens=12, sequence_length=6, num_experts=4, num_pairs=24, capacity=6, "
+        "    routing=Routing(num_tokens=12, sequence_length=6, num_experts=4, num_pairs=24, "
         "dropped=50.0%, float32 on cpu))",
     ]
 
@@ -57,11 +57,10 @@ def test_an_output_says_how_many_pairs_were_dropped() -> None:
 def test_an_output_says_how_many_of_its_pairs_are_real() -> None:
     mask = torch.ones(2, 6, dtype=torch.bool)
     mask[0, 1:] = False  # 7 real tokens, 14 pairs, C = ceil(14 / 4) = 4: 8 of 14 are computed
-    assert (
-        "num_pairs=24, num_real_tokens=7, num_real_pairs=14, capacity=4, dropped=42.9%, "
-        in repr(output_of(WITH_CAPACITY, mask))
+    assert "num_pairs=24, num_real_tokens=7, num_real_pairs=14, dropped=42.9%, " in repr(
+        output_of(WITH_CAPACITY, mask)
     )
-    assert "num_pairs=24, dropless, " in repr(output_of({**WITH_CAPACITY, "capacity": {}}))
+    assert "num_pairs=24, dropped=0.0%, " in repr(output_of({**WITH_CAPACITY, "capacity": {}}))
 
 
 def test_a_block_inside_a_block_has_a_line_of_its_own() -> None:
@@ -69,7 +68,7 @@ def test_a_block_inside_a_block_has_a_line_of_its_own() -> None:
     first, routing, inner = text.splitlines()
     assert first == "FFNOutput(hidden=float32[2, 6, 16] on cpu,"
     assert routing.startswith(
-        "    routing=Routing(num_tokens=12, sequence_length=6, num_experts=1, "
+        "    routing=ChosenRouting(num_tokens=12, sequence_length=6, num_experts=1, "
     )
     assert inner.startswith("    inner=Routing(num_tokens=6, sequence_length=3, num_experts=8, ")
 

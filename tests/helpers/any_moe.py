@@ -19,10 +19,11 @@ from moe_ffn import TokenContext, build_ffn
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn import CombineConfig
+from moe_ffn.ffn.inputs import flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.activations import Activation
 from moe_ffn.kernels.select import BACKENDS
-from moe_ffn.outputs import FFNOutput, Routing, flatten_tokens
+from moe_ffn.outputs import FFNOutput, Routing
 from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.expert_threshold import ExpertThresholdRouter
 

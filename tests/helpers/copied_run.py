@@ -30,7 +30,8 @@ def expected() -> tuple[TrainConfig, PreparedData, LanguageModel]:
 
 
 def start_of(folder: Path) -> Start:
-    return find_start(folder, *expected())
+    config, data, module = expected()
+    return find_start(folder, config, data, module, config.trainer.max_steps)
 
 
 def resume(folder: Path, *argv: str) -> Finished:

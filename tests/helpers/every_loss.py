@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES, BalancingLoss
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.outputs import NoisyRouting, Routing, SteeredRouting, TokenContext
 from moe_ffn.routing.base import routing_of_pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingForEveryLoss(NoisyRouting, SteeredRouting):
+    """Routing that has what any loss reads."""
+
+
+def for_every_loss(routing: Routing, **more: Any) -> RoutingForEveryLoss:
+    """Return a routing with a target and selection probabilities added, where it has none."""
+    added = {
+        "chosen_N": torch.ones_like(routing.dropped_N),
+        "target_k": 2,
+        "selection_probs_TE": routing.scores_TE,
+    }
+    own = {field.name: getattr(routing, field.name) for field in fields(routing)}
+    return RoutingForEveryLoss(**{**added, **own, **more})
 
 
 def of_one_layer(loss: BalancingLoss) -> Callable[[Routing], Tensor]:
@@ -41,15 +58,9 @@ def routing_of(
     """Softmax top-k, with a `target_k` and the selection probabilities of some noise."""
     scores_TE = logits_TE.softmax(dim=-1)
     weights_TK, expert_ids_TK = scores_TE.topk(k, dim=-1)
-    return routing_of_pairs(
-        weights_TK,
-        expert_ids_TK,
-        logits_TE,
-        scores_TE,
-        TokenContext(mask=mask, sequence_length=sequence_length),
-        target_k=k,
-        selection_probs_TE=logits_TE.sigmoid(),
-    )
+    context = TokenContext(mask=mask, sequence_length=sequence_length)
+    routing = routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+    return for_every_loss(routing, target_k=k, selection_probs_TE=logits_TE.sigmoid())
 
 
 def collapsed(num_tokens: int, k: int, num_experts: int, first: int = 0) -> Routing:
@@ -70,15 +81,10 @@ def balanced(k: int, num_experts: int) -> Routing:
 
 def _decided(scores_TE: Tensor, k: int) -> Routing:
     weights_TK, expert_ids_TK = scores_TE.topk(k, dim=-1)
-    return routing_of_pairs(
-        weights_TK,
-        expert_ids_TK,
-        scores_TE.log(),
-        scores_TE,
-        TokenContext(),
-        target_k=k,
-        selection_probs_TE=k * scores_TE,
+    routing = routing_of_pairs(
+        weights_TK, expert_ids_TK, scores_TE.log(), scores_TE, TokenContext()
     )
+    return for_every_loss(routing, target_k=k, selection_probs_TE=k * scores_TE)
 
 
 def random_logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:

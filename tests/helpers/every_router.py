@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from moe_ffn import build_ffn
+from moe_ffn.config.errors import Situation
+from moe_ffn.ffn.inputs import flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.outputs import FFNOutput, Routing, TokenContext, flatten_tokens
+from moe_ffn.outputs import FFNOutput, ListedRouting, Routing, TokenContext
 from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.base import Router
 
@@ -79,7 +81,7 @@ def config_of(router: dict[str, Any]) -> RouterConfig:
 
 
 def is_causal(router: dict[str, Any]) -> bool:
-    return config_of(router).not_causal_because is None
+    return config_of(router).refusal(Situation(causal=True)) is None
 
 
 def build_layer(router: dict[str, Any], seed: int = 0) -> MoEFFN:
@@ -160,12 +162,12 @@ def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_
         assert getattr(routing, name).shape == (num_pairs,), name
     assert routing.dropped_N.dtype == routing.real_N.dtype == torch.bool
     assert not routing.dropped_N.any()
-    assert routing.capacity is None
     shapes = {name: tuple(tensor.shape) for name, tensor in scores_of(routing).items()}
     table = (num_tokens, num_experts)
     assert shapes in ({"logits_TE": table, "scores_TE": table}, {"logits_N": (num_pairs,)})
     assert (routing.token_ids_N.diff() >= 0).all()
-    if (k := routing.listed_k) is not None:
+    if isinstance(routing, ListedRouting):
+        k = routing.listed_k
         assert routing.token_ids_N.tolist() == [t for t in range(num_tokens) for _ in range(k)]
     assert ((routing.token_ids_N >= 0) & (routing.token_ids_N < num_tokens)).all()
     assert ((routing.expert_ids_N >= 0) & (routing.expert_ids_N < num_experts)).all()
@@ -177,5 +179,5 @@ def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_
 
 def scores_of(routing: Routing) -> dict[str, Tensor]:
     """Its tables, or what it has of the listed pairs in their place."""
-    found = {name: getattr(routing, name) for name in ("logits_TE", "scores_TE", "logits_N")}
+    found = {n: getattr(routing, n, None) for n in ("logits_TE", "scores_TE", "logits_N")}
     return {name: tensor for name, tensor in found.items() if tensor is not None}

@@ -19,7 +19,7 @@ class Written:
 
     def __init__(self, *folders: Path) -> None:
         # The script of plotly is megabytes, which these tests would read again and again.
-        with patch("plotly.offline.get_plotlyjs", return_value=""):
+        with patch("moe_ffn.report.plots.get_plotlyjs", return_value=""):
             self.html = report_html(read_runs(folders))
         found = re.search(r'id="plots">(.*?)</script>', self.html, re.DOTALL)
         assert found

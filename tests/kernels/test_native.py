@@ -20,12 +20,14 @@ from moe_ffn.kernels.activations import ClampedSwiGLU
 from moe_ffn.kernels.autograd import Gradients, Implementation, run
 from moe_ffn.kernels.base import Backend, ExpertWeights
 from moe_ffn.kernels.native import experts as backend
-from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.kernels.native.experts import NATIVE, native
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.outputs import Plan
 
-pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=f"native {why_unavailable()}")
+pytestmark = pytest.mark.skipif(
+    unavailable_reason() is not None, reason=f"native {unavailable_reason()}"
+)
 
 NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")
 LEFT_OUT = 7

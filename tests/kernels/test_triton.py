@@ -318,7 +318,7 @@ def test_torch_compile_takes_the_operator_whole(make_weights: Any, make_plan_of:
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_it_says_what_it_does_not_take(
+def test_unsupported_inputs_are_rejected_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, make_weights: Any, make_plan_of: Any
 ) -> None:
     plan, weights = make_plan_of(PLANS["one_pair"], 3), make_weights()

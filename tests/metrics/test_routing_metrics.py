@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -14,17 +15,19 @@ from torchmetrics import Metric
 from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
 from moe_ffn.metrics.modular import CoactivationMetrics, LoadMetrics, TokenMetrics
 from moe_ffn.outputs import Routing
-from moe_ffn.routing.capacity import by_position, limit
+from moe_ffn.routing.capacity import by_position, capacity_of, limit
 
 KINDS = (LoadMetrics, TokenMetrics, CoactivationMetrics)
 
 
-def measure(num_experts: int, *routings: Routing) -> dict[str, Tensor]:
+def measure(
+    num_experts: int, *routings: Routing, factors: Sequence[float] = ()
+) -> dict[str, Tensor]:
     """What all of them say of some batches of a layer."""
     values: dict[str, Tensor] = {}
     for metric in (kind(num_experts) for kind in KINDS):
-        for routing in routings:
-            metric.update(routing)
+        for routing, factor in zip_longest(routings, factors):
+            metric.update(routing, places=None if factor is None else capacity_of(routing, factor))
         values |= metric.compute()
     return values
 
@@ -37,6 +40,7 @@ def test_values_are_means_over_batches(make_routing: Any) -> None:
         limit(make_routing([[0]] * 4, 2), 1.0, by_position),
         # C = ceil(1.5 * 4 / 2) = 3: a quarter is dropped, 3 of 6 places taken.
         limit(make_routing([[1]] * 4, 2), 1.5, by_position),
+        factors=(1.0, 1.5),
     )
     assert values["load"].tolist() == [0.5, 0.5]
     assert values["max_violation"].item() == 0

@@ -81,17 +81,17 @@ def test_the_page_says_what_the_tables_say() -> None:
 
 @pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.key)
 def test_an_entry_says_all_that_readers_need(metric: Metric) -> None:
-    table = LAYER_METRICS if metric.measured != "run" else RUN_METRICS
+    table = RUN_METRICS if metric.rows else LAYER_METRICS
     assert table[metric.key] is metric
     assert all((metric.title, metric.formula, metric.healthy))
     assert metric.axis() or metric.per == "expert"
     assert "\n" not in metric.formula
     assert "|" not in metric.formula + metric.healthy
     assert not metric.formula.endswith(".")
-    assert bool(metric.rows) == (metric.measured == "run")
-    is_of_routings = metric.measured in ("every batch", "last step", "validation")
+    is_at_row_end = not metric.rows and metric.measured in ("row", "probe")
+    assert (metric.row_end is not None) == is_at_row_end
+    is_of_routings = not metric.rows and not is_at_row_end
     assert ((metric.measure or metric.of_list) is not None) == is_of_routings
-    assert (metric.row_end is not None) == (metric.measured in ("row", "probe"))
 
 
 def test_titles_and_axes_tell_metrics_apart() -> None:

@@ -247,7 +247,7 @@ def test_latent_attention_equals_that_of_transformers(
 
 @pytest.mark.parametrize("query_rank", [5, None])
 @pytest.mark.parametrize("value_dim", [3, None])
-def test_latent_attention_costs_what_its_config_says(
+def test_latent_attention_costs_as_much_as_its_config_counts(
     query_rank: int | None, value_dim: int | None
 ) -> None:
     module = latent_attention(query_rank=query_rank, value_dim=value_dim)
@@ -278,7 +278,7 @@ def test_padding_changes_nothing_of_latent_attention_before_it() -> None:
         ({"bias": True}, r"bias \(True\) goes with"),
     ],
 )
-def test_options_of_other_keys_and_values_are_refused_beside_latent(
+def test_options_that_contradict_latent_attention_are_rejected(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn import Decoder, DecoderConfig, TokenContext
+from moe_ffn.config.errors import Situation
 from moe_ffn.model.cache import KVCache
 from moe_ffn.model.generate import Sampling, generate_batch
 from moe_ffn.routing import RouterConfig
@@ -70,8 +71,8 @@ NOT_CACHED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "inside a mixture of depths": (
         {**FFNS["depths"], "ffn": FFNS["ngrams in a shared expert"]},
-        r"ffn.ffn.type \('moe'\) reads earlier tokens, and those not chosen are missing; put the mixture of "
-        "depths inside 'ngram_memory'",
+        r"ffn.ffn.shared_expert.type 'ngram_memory' reads earlier tokens, and those not chosen are "
+        "missing; put the mixture of depths inside 'ngram_memory'",
     ),
 }
 
@@ -122,9 +123,7 @@ def greedy(model: Decoder, prompt_ids: Tensor, num_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize(("positions", "kind", "ffn"), CASES, ids=map("-".join, CASES))
 @torch.no_grad()
-def test_token_by_token_gives_what_the_whole_sequence_gives(
-    positions: str, kind: str, ffn: str
-) -> None:
+def test_token_by_token_equals_the_whole_sequence(positions: str, kind: str, ffn: str) -> None:
     model = decoder(positions, ATTENTION[kind], FFNS[ffn])
     ids = token_ids(2, MAX_LEN)
     whole = model(ids)
@@ -148,9 +147,7 @@ def test_token_by_token_gives_what_the_whole_sequence_gives(
         *(("rope", "heads", ffn) for ffn in FFNS if "ngrams" in ffn),
     ],
 )
-def test_rows_of_different_lengths_write_what_each_writes_alone(
-    positions: str, kind: str, ffn: str
-) -> None:
+def test_rows_of_different_lengths_equal_each_alone(positions: str, kind: str, ffn: str) -> None:
     model = decoder(positions, ATTENTION[kind], FFNS[ffn])
     prompts = [token_ids(9)[:length] for length in (3, 9, 1, 9)]
     alone = [greedy(model, prompt_ids, 7) for prompt_ids in prompts]  # two outgrow the context
@@ -163,7 +160,7 @@ def test_rows_of_different_lengths_write_what_each_writes_alone(
 
 @pytest.mark.parametrize("length", range(1, 6))
 @torch.no_grad()
-def test_a_history_of_any_length_is_that_of_the_whole_sequence(length: int) -> None:
+def test_a_history_of_any_length_equals_the_whole_sequence(length: int) -> None:
     model, ids = decoder(ffn=FFNS["ngrams"]), token_ids(2, 10)
     cache = model.new_cache(2)
     parts = [ids[:, :length], *ids[:, length:].split(1, dim=1)]
@@ -206,7 +203,7 @@ def test_a_module_that_is_run_twice_in_a_pass_has_two_histories() -> None:
 
 @pytest.mark.parametrize("ffn", ["top_k", "ngrams"])
 @torch.no_grad()
-def test_rows_of_different_lengths_go_on_by_several_tokens(ffn: str) -> None:
+def test_rows_of_different_lengths_continue_by_several_tokens(ffn: str) -> None:
     model, ids = decoder(attention=ATTENTION["grouped"], ffn=FFNS[ffn]), token_ids(2, 9)
     cache = model.new_cache(2)
     mask = torch.tensor([[True] * 4, [True] * 2 + [False] * 2])
@@ -221,7 +218,7 @@ def test_rows_of_different_lengths_go_on_by_several_tokens(ffn: str) -> None:
 
 
 @pytest.mark.parametrize(("ffn", "why"), NOT_CACHED.values(), ids=NOT_CACHED)
-def test_what_looks_at_other_tokens_is_computed_as_a_whole(ffn: dict[str, Any], why: str) -> None:
+def test_blocks_that_look_at_other_tokens_are_recomputed(ffn: dict[str, Any], why: str) -> None:
     model = decoder(ffn=ffn)
     with pytest.raises(ValueError, match=f"^the model takes no cache: {why}"):
         model.new_cache(1)
@@ -266,7 +263,7 @@ def test_a_router_is_decoded_with_the_cache_exactly_where_it_routes_by_token(rou
         alone = torch.cat([ffn(x, TokenContext(token_ids=ids)).hidden for x, ids in parts], 1)
         whole = ffn(x, TokenContext(token_ids=ids)).hidden
         changed = max(changed, (alone - whole).abs().max().item())
-        assert (model.config.not_cached_because is None) == (causal and by_token)
+        assert (model.config.refusal(Situation(cached=True)) is None) == (causal and by_token)
         if not causal:
             continue
         counts: list[int] = []
@@ -279,7 +276,7 @@ def test_a_router_is_decoded_with_the_cache_exactly_where_it_routes_by_token(rou
     assert by_token == (changed < 1e-12)
 
 
-def test_what_a_cache_cannot_hold_is_refused() -> None:
+def test_tokens_that_do_not_fit_a_cache_are_rejected() -> None:
     model, ids = decoder(), token_ids(1, 4)
     with pytest.raises(ValueError, match=r"^a cache has no gradient: call .* torch.no_grad\(\)"):
         model(ids, cache=model.new_cache(1))
@@ -347,7 +344,7 @@ def test_recorded_experts_give_the_run_again_and_others_another(router: dict[str
 
 
 @torch.no_grad()
-def test_what_was_decoded_with_a_cache_is_replayed_as_a_sequence() -> None:
+def test_experts_of_cached_decoding_are_replayed_as_a_sequence() -> None:
     model, ids = decoder(), token_ids(1, 8)
     cache = model.new_cache(1)
     parts = [model(part, cache=cache) for part in ids.split([3, 1, 1, 1, 1, 1], dim=1)]
@@ -356,7 +353,7 @@ def test_what_was_decoded_with_a_cache_is_replayed_as_a_sequence() -> None:
     assert torch.equal(model(ids, replay=recorded).logits, model(ids).logits)
 
 
-def test_experts_that_cannot_be_replayed_are_refused() -> None:
+def test_experts_that_cannot_be_replayed_are_rejected() -> None:
     model, ids = decoder(ffn_at={"1": FFNS["depths"]}), token_ids(1, 3)
     recorded = model.recorded_experts(model(ids))
     assert list(recorded) == ["layer_00"]

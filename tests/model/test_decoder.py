@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import Decoder, DecoderConfig, FFNConfig, TokenContext
+from moe_ffn.config.errors import Situation
 from moe_ffn.ffn import DenseConfig
 from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.model.norm import NormConfig
@@ -63,7 +64,7 @@ FFNS: dict[str, Any] = {
 CAUSAL = {
     name: ffn
     for name, ffn in FFNS.items()
-    if FFNConfig.model_validate(ffn).not_causal_because is None
+    if FFNConfig.model_validate(ffn).refusal(Situation(causal=True)) is None
 }
 PADDABLE = {name: ffn for name, ffn in FFNS.items() if "forced" not in name}
 """Without the router that goes by a token's place in the batch."""
@@ -79,7 +80,7 @@ def build(seed: int = 0, **config: Any) -> Decoder:
     small = {"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}}
     ffn = FFNConfig.model_validate(config.get("ffn", "moe"))
     parsed = DecoderConfig.model_validate(
-        {**small, "causal": ffn.not_causal_because is None, **config}
+        {**small, "causal": ffn.refusal(Situation(causal=True)) is None, **config}
     )
     return parsed.build(vocab_size=VOCAB, max_seq_len=MAX_LEN)
 
@@ -165,7 +166,7 @@ def test_a_mask_that_hides_nothing_changes_nothing() -> None:
     torch.testing.assert_close(masked, model(ids).logits, rtol=0, atol=1e-12)
 
 
-def test_an_integer_mask_is_refused() -> None:
+def test_an_integer_mask_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"mask must be bool.*use mask\.bool\(\)"):
         build()(some_ids(2, 6), torch.ones(2, 6, dtype=torch.int64))
 
@@ -254,7 +255,7 @@ def a_block_and_its_input(**config: Any) -> tuple[Any, Any, Tensor]:
 
 
 @pytest.mark.parametrize("norm", NormConfig.members)
-def test_pre_norm_adds_what_the_normed_stream_gives(norm: str) -> None:
+def test_pre_norm_adds_the_output_of_the_normed_stream(norm: str) -> None:
     block, positions, x = a_block_and_its_input(ffn="moe", norm=norm, norm_placement="pre")
     output = block(x, positions, TokenContext())
     stream = x + block.attention(block.attention_norm(x), positions, None)
@@ -328,7 +329,7 @@ def kept_for_backward(**options: Any) -> int:
 
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
 @pytest.mark.parametrize("ffn", ["swiglu", "moe"])
-def test_what_is_computed_again_is_not_kept(ffn: str, norm_placement: str) -> None:
+def test_recomputed_parts_are_not_kept(ffn: str, norm_placement: str) -> None:
     options: dict[str, Any] = {"ffn": ffn, "norm_placement": norm_placement}
     nothing, of_ffn, of_block, of_true = (
         kept_for_backward(activation_checkpointing=what, **options)
@@ -373,9 +374,7 @@ def test_dropout_is_for_training_only() -> None:
 
 @pytest.mark.parametrize("silent", ["attention", "ffn"])
 @pytest.mark.parametrize("placement", ["pre", "post"])
-def test_dropout_falls_on_what_each_sublayer_adds_and_not_on_the_stream(
-    placement: str, silent: str
-) -> None:
+def test_dropout_falls_on_each_sublayer_and_not_on_the_stream(placement: str, silent: str) -> None:
     # One sublayer adds nothing, the other 3 to every unit: with p = 1/4 that becomes 0 or 4.
     block, positions, _ = a_block_and_its_input(
         ffn="identity", dropout=0.25, norm_placement=placement
@@ -472,7 +471,7 @@ def test_num_params_counts_the_built_model(
 
 
 @pytest.mark.parametrize("ffn", ["dense", "swiglu", "conv", "moe"])
-def test_flops_per_token_equal_what_torch_counts(ffn: str) -> None:
+def test_flops_per_token_equal_the_count_of_torch(ffn: str) -> None:
     model = build(ffn=ffn, attention={"num_heads": 4, "num_kv_heads": 2})
     # The fused attention of a CPU is not counted, its separate products are.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

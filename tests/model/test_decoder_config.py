@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from moe_ffn import DecoderConfig
-from moe_ffn.config.errors import explain
+from moe_ffn.config.errors import Situation, explain
 
 
 def types(ffn_at: dict[Any, Any], num_layers: int = 5) -> str:
@@ -50,14 +50,14 @@ def test_layers_by_slice_and_the_last_wins(ffn_at: dict[Any, Any], layers: str) 
 @pytest.mark.parametrize(
     "where", ["one", "", "1.5", "0:1:0", "0:1:2:3", "a:b", "1,2", "None"], ids=repr
 )
-def test_bad_slices_are_refused(where: str) -> None:
+def test_bad_slices_are_rejected(where: str) -> None:
     message = f"ffn_at '{where}' must be a layer or a Python slice, such as '0' or '1::2'"
     with pytest.raises(ValidationError, match=re.escape(message)):
         types({where: "moe"})
 
 
 @pytest.mark.parametrize("where", ["5", "-6", "3:2", "7:"], ids=repr)
-def test_slices_that_name_no_layer_are_refused(where: str) -> None:
+def test_slices_without_a_layer_are_rejected(where: str) -> None:
     message = f"ffn_at '{where}' names none of the 5 layers (0 to 4)"
     with pytest.raises(ValidationError, match=re.escape(message)):
         types({where: "moe"})
@@ -164,7 +164,7 @@ def test_options_of_a_layer_are_checked_under_their_path() -> None:
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value)[:60],
 )
-def test_bad_options_are_refused_by_path(config: dict[str, Any], message: str) -> None:
+def test_bad_options_are_rejected_by_path(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         DecoderConfig.model_validate(config)
     (line,) = explain(caught.value)
@@ -173,7 +173,7 @@ def test_bad_options_are_refused_by_path(config: dict[str, Any], message: str) -
 
 def test_a_centred_window_of_one_position_is_causal() -> None:
     ffn = {"type": "conv", "causal": False, "kernel_size": 1}
-    assert DecoderConfig.model_validate({"ffn": ffn}).ffn.not_causal_because is None
+    assert DecoderConfig.model_validate({"ffn": ffn}).ffn.refusal(Situation(causal=True)) is None
 
 
 def test_yaml_layers_go_to_a_dict_and_back() -> None:
@@ -183,12 +183,12 @@ def test_yaml_layers_go_to_a_dict_and_back() -> None:
     assert DecoderConfig.model_validate(plain) == config
 
 
-def test_a_backend_of_another_device_is_refused_by_the_option_of_its_layer() -> None:
+def test_a_backend_of_another_device_is_rejected_by_its_option() -> None:
     moe = {"type": "moe", "experts": {"type": "swiglu", "backend": "cpu"}}
     inside = {"type": "mixture_of_depths", "ffn": moe, "router": {"type": "relu", "k": 0.5}}
     config = DecoderConfig.model_validate({"ffn": "dense", "ffn_at": {"1::2": inside}})
-    assert config.refusal_on("cpu") is None
-    assert str(config.refusal_on("cuda")) == (
+    assert config.refusal(Situation(device="cpu")) is None
+    assert str(config.refusal(Situation(device="cuda"))) == (
         "ffn_at.1::2.ffn.experts.backend (cpu) runs on cpu, but this run is on cuda; use auto"
     )
 
@@ -196,4 +196,4 @@ def test_a_backend_of_another_device_is_refused_by_the_option_of_its_layer() -> 
 def test_a_block_that_no_layer_has_is_not_asked() -> None:
     moe = {"type": "moe", "experts": {"type": "swiglu", "backend": "cpu"}}
     config = DecoderConfig.model_validate({"ffn": moe, "ffn_at": {":": "dense"}})
-    assert config.refusal_on("cuda") is None
+    assert config.refusal(Situation(device="cuda")) is None

@@ -28,7 +28,7 @@ class Fixed(nn.Module):
     """Answers with given logits, and notes what it was shown."""
 
     max_seq_len = 4
-    config = SimpleNamespace(not_cached_because="it keeps nothing")
+    config = SimpleNamespace(refusal=lambda _: "it keeps nothing")
 
     def __init__(self, logits_V: list[float]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_top_p_chooses_among_the_fewest_that_have_it_together() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.1, "a", float("nan")])
-def test_a_top_p_that_is_no_share_is_refused(value: Any) -> None:
+def test_a_top_p_outside_its_range_is_rejected(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^top_p must be a number above 0 and at most 1, got "):
         sample(Fixed([0.0]), top_p=value)
 
@@ -157,7 +157,7 @@ def test_no_tokens_to_write_give_an_empty_text() -> None:
     assert generate(decoder(), torch.tensor([1]), 0).shape == (0,)
 
 
-def test_a_prompt_longer_than_the_context_is_refused() -> None:
+def test_a_prompt_longer_than_the_context_is_rejected() -> None:
     message = (
         r"^prompt_ids has 7 tokens, but the model was built for max_seq_len \(6\); give a shorter "
         "prompt, such as its last 6 tokens$"
@@ -172,7 +172,7 @@ def test_a_batch_of_no_prompts_gives_no_texts() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (1, 3), ()], ids=str)
-def test_an_empty_prompt_or_a_batch_is_refused(shape: tuple[int, ...]) -> None:
+def test_an_empty_prompt_or_a_batch_is_rejected(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"prompt_ids must be \(S,\) with S >= 1, got \("):
         generate(decoder(), torch.zeros(shape, dtype=torch.int64), 2)
 

@@ -125,7 +125,7 @@ def test_tables_are_in_no_checkpoint(member: str) -> None:
     ],
     ids=["rope", "sinusoidal"],
 )
-def test_odd_widths_are_refused(config: dict[str, Any], message: str) -> None:
+def test_odd_widths_are_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecoderConfig.model_validate(config)
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from moe_ffn.ffn.routing_names import round_name, within
 from moe_ffn.model.decoder import is_inner, layer_name, layer_number, short_name
-from moe_ffn.outputs import round_name, within
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,6 @@ def test_a_later_round_of_a_chain_is_no_block_inside_another() -> None:
     assert is_inner("layer_03/inner/round_2")
 
 
-def test_what_is_no_layer_is_refused() -> None:
+def test_other_names_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"a layer is called like 'layer_03' .*, got 'layer_x'"):
         layer_number("layer_x")

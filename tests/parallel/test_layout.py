@@ -6,8 +6,8 @@ import pytest
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.parallel.layout import Layout, ParallelConfig
-from moe_ffn.runs.assemble import check_layout
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.validate import check_layout
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_minus_one_is_the_rest(options: dict[str, int], num_ranks: int, layout: 
     assert ParallelConfig.model_validate(options).layout(num_ranks) == layout
 
 
-def test_a_product_that_is_not_the_number_of_processes_is_refused() -> None:
+def test_sizes_must_multiply_to_the_number_of_processes() -> None:
     with pytest.raises(ConfigError) as raised:
         ParallelConfig(data=2, expert=2).layout(2)
     assert str(raised.value) == (
@@ -89,7 +89,9 @@ MOE = {"type": "moe", "num_experts": 6, "router": {"type": "top_k", "k": 2}}
         ),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(options: dict[str, object], sentence: str) -> None:
+def test_weights_that_ranks_cannot_share_are_rejected(
+    options: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         check_layout(TrainConfig.model_validate(options), 4, "32-true")
     assert str(raised.value) == sentence

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.outputs import on_this_rank
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.parallel.sharding import Sharder, full_tensor, shard_like
 from tests.helpers.memory import peak_above
@@ -69,7 +69,7 @@ def built_on_a_rank(rank: int, layout: Layout) -> tuple[dict[str, Tensor], float
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_rank_builds_its_part_of_what_one_process_builds(layout: Layout, tmp_path: Path) -> None:
+def test_a_rank_builds_its_part_of_the_model_of_one_process(layout: Layout, tmp_path: Path) -> None:
     of_ranks = on_ranks(layout.num_ranks, tmp_path, built_on_a_rank, layout)
 
     torch.manual_seed(3)

@@ -61,15 +61,6 @@ FILE = "--config mine.yaml"
 GOOD = (REPOSITORY / "configs/moe.yaml").read_bytes()
 
 
-def laughs(last: bytes) -> bytes:
-    """Nine anchors, each of nine times the one before: half a billion values in a few hundred bytes."""
-    lines = [b"a: &a [x, x, x, x, x, x, x, x, x]\n"]
-    lines += [
-        b"%c: &%c [%s]\n" % (n, n, b", ".join([b"*%c" % (n - 1)] * 9)) for n in range(98, 107)
-    ]
-    return b"".join(lines) + last
-
-
 FILES: dict[str, Wrong] = {
     name: (content, FILE)
     for name, content in {
@@ -94,18 +85,6 @@ FILES: dict[str, Wrong] = {
         "a mapping that holds itself": b"&a\nmodel: *a\n",
         "a block that holds itself": b"model:\n  ffn: &f {type: mixture_of_depths, ffn: *f}\n",
         "a mapping merged into itself": b"model: &a {<<: *a}",
-        "a billion laughs": laughs(b""),
-        "a billion laughs, in an option": laughs(b"seed: *j\n"),
-        "a billion laughs, merged": b"a: &a {x: 1}\n"
-        + b"".join(
-            b"%c: &%c {<<: [%s]}\n" % (n, n, b", ".join([b"*%c" % (n - 1)] * 9))
-            for n in range(98, 107)
-        ),
-        "deep lists": b"[" * 99_000,
-        "deep mappings": b"{a: " * 24_000,
-        "deep blocks": b"\n".join(b" " * level + b"a:" for level in range(400)),
-        "many values": b"seed: [" + b"1, " * 33_000 + b"1]",
-        "many keys": b"".join(b"%d: 1\n" % number for number in range(11_000)),
         "one long word": b"x" * 99_999,
         "a mapping as a key": b"? {a: b}\n: 3\n",
         "10 MB": b"# a comment\n" * 900_000,

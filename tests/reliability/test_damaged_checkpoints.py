@@ -5,7 +5,6 @@ over for the newest good one; none is loaded silently, and no code in it is run.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 import pickle
@@ -19,7 +18,6 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.recovery.checkpoint_file import (
-    CheckpointError,
     read_checkpoint,
     write_checkpoint,
 )
@@ -62,19 +60,6 @@ class Hostile:
 HOSTILE: Any = {"state_dict": Hostile()}
 
 
-def sealed(path: Path, content: bytes) -> None:
-    path.write_bytes(content + b"sha256:" + hashlib.sha256(content).hexdigest().encode())
-
-
-def sealed_pickle(path: Path) -> None:
-    sealed(path, pickle.dumps(HOSTILE))
-
-
-def sealed_list(path: Path) -> None:
-    torch.save([1, 2, 3], path)
-    sealed(path, path.read_bytes())
-
-
 def instead(make: Do) -> Do:
     """Something that is no file."""
 
@@ -103,7 +88,7 @@ UNSEALED = "does not end in its checksum"
 WEIGHTS_ARE_GOOD = True
 """Only what a run needs to go on is damaged, and the model can be used still."""
 DAMAGES: dict[str, tuple[Do, str, bool]] = {
-    **{f"cut to {tenths}/10": (cut(tenths / 10), CUT_SHORT, False) for tenths in range(1, 10)},
+    **{f"cut to {tenths}/10": (cut(tenths / 10), CUT_SHORT, False) for tenths in (1, 5, 9)},
     "without its last byte": (cut(1), CUT_SHORT, False),
     "empty": (holding(b""), "is empty", False),
     "garbage of the same size": (garbage, UNSEALED, False),
@@ -124,16 +109,14 @@ DAMAGES: dict[str, tuple[Do, str, bool]] = {
     "without its loops": (
         lambda p: rewrite(p, lambda values: values.pop("loops", None)), "lacks 'loops'", WEIGHTS_ARE_GOOD
     ),
-    "a list in the place of the state": (sealed_list, "holds a list", False),
     "a pickle that runs code": (holding(pickle.dumps(HOSTILE)), UNSEALED, False),
     "an archive that runs code": (lambda p: torch.save(HOSTILE, p), UNSEALED, False),
     "a sealed archive that runs code": (
-        lambda p: write_checkpoint(HOSTILE, p), "GLOBAL posix.system", False
+        lambda p: write_checkpoint(HOSTILE, p), "is no checkpoint of", False
     ),
-    "a sealed pickle that runs code": (sealed_pickle, "is no checkpoint of", False),
-    "a folder": (instead(Path.mkdir), "is no file", False),
-    "a pipe": (instead(os.mkfifo), "is no file", False),
-    "a link to a device without end": (instead(lambda p: p.symlink_to("/dev/zero")), "is no file", False),
+    "a folder": (instead(Path.mkdir), "no file, but", False),
+    "a pipe": (instead(os.mkfifo), "no file, but", False),
+    "a link to a device without end": (instead(lambda p: p.symlink_to("/dev/zero")), "no file, but", False),
     "a link to nothing": (instead(lambda p: p.symlink_to("nowhere")), "No such file", False),
     "a link to itself": (instead(lambda p: p.symlink_to(p.name)), "symbolic links", False),
 }  # fmt: skip
@@ -182,7 +165,7 @@ def check_start(folder: Path, reason: str) -> None:
     """It is that of the older checkpoint, and says of the newest why it is not gone on from."""
     start = start_of(folder)
     assert start.checkpoint == folder / CHECKPOINTS_FOLDER / OLDER
-    (said,) = start.passed_over
+    (said,) = start.skipped
     check_sentence(said, NEWEST, reason)
 
 
@@ -199,22 +182,6 @@ def load(folder: Path) -> tuple[dict[str, Any], str]:
     """The weights of a run, and what was said of them."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return load_model(folder).decoder.state_dict(), said.getvalue()
-
-
-@pytest.mark.slow
-def test_flipped_bits(tmp_path: Path) -> None:
-    """Spread over the whole file, the last byte among them."""
-    folder, num_flips = finished_copy(tmp_path), 100
-    path = folder / CHECKPOINTS_FOLDER / NEWEST
-    good = path.read_bytes()
-    for number in range(num_flips):
-        damaged = bytearray(good)
-        damaged[(len(good) - 1) * number // (num_flips - 1)] ^= 1 << number % 8
-        path.write_bytes(damaged)
-        with pytest.raises(CheckpointError):
-            read_checkpoint(path)
-        if number % 10 == 0:
-            check_start(folder, "checksum")
 
 
 def test_a_checkpoint_that_may_not_be_read() -> None:
@@ -239,7 +206,7 @@ def test_a_run_goes_on_from_the_one_before_a_damaged_one(tmp_path: Path) -> None
 
     assert done.code == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("resuming "))
-    assert f"from {OLDER}: passed over, since {NEWEST} does not end in its checksum" in line
+    assert f"from {OLDER}; skipped, since {NEWEST} does not end in its checksum" in line
     require_same(trained(), folder)
 
 

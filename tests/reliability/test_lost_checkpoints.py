@@ -1,4 +1,4 @@
-"""A run that lost its checkpoints is not begun anew, and one that never had any is."""
+"""Checkpoints that are lost, of another run, or of a state that training cannot load."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.runs.json_files import Saved
+from moe_ffn.runs.reader import load_model
 from moe_ffn.training.recovery import checkpoint_keeper
-from tests.helpers.copied_run import Do, lose, resume, start_of
+from tests.helpers.copied_run import resume, rewrite, start_of
 from tests.helpers.own_disk import ALONE, mounting
 from tests.helpers.same_run import differences
-from tests.helpers.snapshot import snapshot
 from tests.helpers.tiny_runs import (
     NEWEST,
     OLDER,
@@ -37,95 +36,91 @@ def folder(tmp_path: Path) -> Path:
     return unfinished_copy(tmp_path)
 
 
-def without_checkpoints(folder: Path) -> None:
-    shutil.rmtree(folder / "checkpoints")
-
-
-def best_alone(folder: Path) -> None:
-    for name in (OLDER, NEWEST):
-        (folder / "checkpoints" / name).unlink()
-
-
-def renamed_all(folder: Path) -> None:
-    for path in (folder / "checkpoints").iterdir():
-        path.rename(path.with_name(f"{path.name}.passed-over"))
-
-
-def saved(text: str) -> Do:
-    return lambda folder: (folder / "saved.json").write_text(text)
-
-
-def saved_step(step: Any) -> Do:
-    def do(folder: Path) -> None:
-        run_id = json.loads((folder / "facts.json").read_text())["run_id"]
-        (folder / "saved.json").write_text(
-            json.dumps({"run_id": run_id}).replace("}", f', "last_saved_step": {step}}}')
+def another_run(folder: Path) -> None:
+    for name in (NEWEST, "best.ckpt"):
+        rewrite(
+            folder / "checkpoints" / name,
+            lambda values: values["identity"].update(run_id="f" * 16),
         )
 
-    return do
 
+def test_a_checkpoint_of_another_run_is_skipped(folder: Path) -> None:
+    another_run(folder)
+    said = f"{NEWEST} was made with run_id ffffffffffffffff, but this run has "
 
-SAID = f"though saved.json says that {NEWEST} was saved; put it back, or start a new run"
-GUESSED = (
-    "though the run came further than its first, and saved.json, which says whether that was saved, is "
-    "missing or damaged; put them back, or start a new run"
-)
-LOST: dict[str, tuple[list[Do], str]] = {
-    "the folder": ([without_checkpoints], f"has no checkpoint to go on from, {SAID}"),
-    "all but the best": (
-        [best_alone], f"has no checkpoint to go on from (best.ckpt holds weights alone), {SAID}"
-    ),
-    "all passed over": ([renamed_all], SAID),
-    "and the rows": ([without_checkpoints, lose("metrics.jsonl")], SAID),
-    "and the facts": ([without_checkpoints, lose("facts.json")], SAID),
-    "and saved.json": ([without_checkpoints, lose("saved.json")], GUESSED),
-    **{
-        f"and saved.json has {step}": ([without_checkpoints, saved_step(step)], GUESSED)
-        for step in (
-            "-1", "true", '"12"', "12.0", "1e400", "NaN", "[12]", "{}", "9" * 400, "9" * 5000, "1000000001"
-        )
-    },
-    **{
-        f"and saved.json is {text[:20]!r}": ([without_checkpoints, saved(text)], GUESSED)
-        for text in ("", "{", "null", "[]", "12", "\0", "[" * 99_000, '{"last_saved_step": 12}')
-    },
-    "and saved.json is another run's": (
-        [without_checkpoints, saved('{"run_id": "ffffffffffffffff", "last_saved_step": null}')], GUESSED
-    ),
-    "and saved.json is a folder": (
-        [without_checkpoints, lose("saved.json"), lambda folder: (folder / "saved.json").mkdir()], GUESSED
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("do", "said"), LOST.values(), ids=LOST)
-def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(
-    folder: Path, do: list[Do], said: str
-) -> None:
-    for change in do:
-        change(folder)
-    before = snapshot(folder, ".lock")
-
-    with pytest.raises(ConfigError) as error:
+    assert (start := start_of(folder)).step == 8
+    assert said in start.describe(folder)
+    (folder / "checkpoints" / OLDER).unlink()
+    with pytest.raises(ConfigError, match=said) as resumed:
         start_of(folder)
-
-    assert said in str(error.value)
-    assert str(error.value).startswith(f"'{folder}/checkpoints' ")
-    assert "\n" not in str(error.value)
-    assert snapshot(folder, ".lock") == before
+    with pytest.raises(ConfigError, match=r"best\.ckpt was made with run_id f+, but"):
+        load_model(folder)
+    assert str(resumed.value).endswith("; put back what was there, or start a new run")
 
 
-def test_the_program_refuses_it_and_touches_nothing(folder: Path) -> None:
-    without_checkpoints(folder)
-    before = snapshot(folder, ".lock")
+def without_guard(values: dict[str, Any]) -> None:
+    del values["guard"]
+
+
+def with_old_guard(values: dict[str, Any]) -> None:
+    del values["guard"]["losses"]
+
+
+def with_old_keeper(values: dict[str, Any]) -> None:
+    del values["callbacks"]["CheckpointKeeper"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_guard, "lacks 'guard', so no run can be resumed from it"),
+        (with_old_guard, "holds a state that this version cannot load (KeyError('losses'))"),
+        (
+            with_old_keeper,
+            "holds a state that this version cannot load (KeyError('CheckpointKeeper'))",
+        ),
+    ],
+)
+def test_a_state_that_training_cannot_load_is_skipped(
+    folder: Path, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    rewrite(folder / "checkpoints" / NEWEST, change)
+
+    assert start_of(folder).skipped == (f"{NEWEST} {said}",)
+
+
+def test_a_run_whose_checkpoints_are_lost_restarts_and_ends_the_same(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
 
     done = resume(folder)
 
-    assert done.code == 2
-    assert done.own_lines == [
-        f"error: '{folder}/checkpoints' has no checkpoint to go on from, {SAID}"
-    ]
-    assert snapshot(folder, ".lock") == before
+    assert done.code == 0, done.stderr
+    assert f"resuming {folder} from the start: it has no checkpoint" in done.stdout
+    assert differences(trained(), folder) == []
+
+
+def test_a_run_gets_its_id_back(folder: Path) -> None:
+    run_id = json.loads((folder / "facts.json").read_text())["run_id"]
+    (folder / "facts.json").unlink()
+
+    done = resume(folder)
+
+    assert done.code == 0, done.stderr
+    assert f"'{folder / 'facts.json'}' is missing or damaged; it is recreated" in done.stderr
+    assert json.loads((folder / "facts.json").read_text())["run_id"] == run_id
+
+
+@pytest.mark.slow
+def test_a_rate_may_be_changed_again_and_again(folder: Path) -> None:
+    """Each time from the checkpoint of step 8, made with the first of them."""
+    for rate in ("0.007", "0.02", "0.01"):
+        (folder / "checkpoints" / NEWEST).unlink()
+        (folder / "summary.json").unlink(missing_ok=True)
+        done = resume(folder, "--optimizer.learning_rate", rate)
+        assert done.code == 0, done.stderr
+        assert f"from {OLDER}" in done.stdout
+
+    assert not [d for d in differences(trained(), folder) if "alarms" not in d]
 
 
 # -- disks that take no checkpoint
@@ -158,49 +153,8 @@ def test_after_a_disk_too_small_for_any_checkpoint_the_advice_works(
     done = resume(folder)
 
     assert done.code == 0, done.stderr
-    assert (
-        f"resuming {folder} from the start: no checkpoint was saved before it ended" in done.stdout
-    )
+    assert f"resuming {folder} from the start: it has no checkpoint" in done.stdout
     assert differences(trained(), folder) == []
-
-
-@pytest.mark.slow
-def test_a_record_that_the_disk_does_not_take_is_written_at_the_next_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, tried = checkpoint_keeper.write_file, []
-
-    def fail_twice(folder: Path, name: str, text: str) -> None:
-        tried.append(name)
-        if len(tried) < 3:
-            raise OSError(errno.EIO, "Input/output error")
-        write(folder, name, text)
-
-    monkeypatch.setattr(checkpoint_keeper, "write_file", fail_twice)
-    done = run_here(*options(tmp_path, run__name="run", checkpoints__every_n_steps="3"))
-
-    assert done.code == 0, done.stderr
-    folder = tmp_path / "runs" / "run"
-    found = Saved.read(folder / "saved.json")
-    assert found.is_whole
-    assert found.last_saved_step == 12
-    assert [line for line in done.stderr.splitlines() if line.startswith("disk: ")] == [
-        f"disk: '{folder}' cannot be written (Input/output error); training goes on and tries again",
-        f"disk: '{folder}' is written again",
-    ]
-
-
-@pytest.mark.parametrize("removed", ["saved.json", "facts.json"])
-def test_a_file_that_comes_back_claims_what_was_saved(tmp_path: Path, removed: str) -> None:
-    kept = checkpoint_keeper.KeptFiles(tmp_path, {"saved.json": "null", "facts.json": "{}"})
-    kept.put_back()
-    kept.change("saved.json", "8")
-    (tmp_path / removed).unlink()
-
-    kept.put_back()
-
-    assert (tmp_path / "saved.json").read_text() == "8"
-    assert (tmp_path / "facts.json").read_text() == "{}"
 
 
 ROOMS = {
@@ -227,5 +181,5 @@ def test_once_there_is_room_on_a_real_disk_the_advice_works(tmp_path: Path, room
     assert "ended 1\n" in done.stdout, done.stderr
     assert f"fix that, then: python -m experiments.train --resume {runs}/run\n" in done.stderr
     assert done.code == 0, done.stderr
-    assert f"resuming {runs}/run from the start: no checkpoint was saved" in done.stdout
+    assert f"resuming {runs}/run from the start: it has no checkpoint" in done.stdout
     assert differences(trained(), tmp_path / "copied" / "run") == []

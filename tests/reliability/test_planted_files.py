@@ -8,8 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from itertools import product
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
@@ -19,31 +18,19 @@ import yaml
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import read_yaml, to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.files import set_aside, write_file, write_whole
+from moe_ffn.files import write_file
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     DOCUMENTS_FILE,
     FACTS_FILE,
-    FILES,
-    FOLDERS,
-    LOCK_FILE,
     METRICS_FILE,
     TOKENIZER_FILE,
     check_is_run,
-    is_trained_here,
-    locked,
-)
-from moe_ffn.training.monitoring.json_lines import JsonLines, Line, cut_lines
-from moe_ffn.training.monitoring.loggers import MetricsFile
-from moe_ffn.training.recovery.checkpoint_file import (
-    CheckpointError,
-    newest_first,
-    read_checkpoint,
 )
 from tests.helpers.snapshot import snapshot
-from tests.helpers.tiny_runs import finished_copy, run_here, trained, write_corpus
+from tests.helpers.tiny_runs import finished_copy, run_here, write_corpus
 
 # -- what is planted
 
@@ -82,11 +69,6 @@ def _file(path: Path, mine: Path) -> None:
     path.write_text("mine")
 
 
-IN_THE_PLACE_OF_A_FILE = {
-    "a pipe": _pipe,
-    "a socket": _socket,
-    "a folder": _folder,
-}
 IN_THE_PLACE_OF_A_FOLDER = {
     "a pipe": _pipe,
     "a file": _file,
@@ -159,73 +141,7 @@ def _plant(path: Path, plant: Callable[[Path, Path], None], mine: Path) -> None:
     plant(path, mine)
 
 
-def _refused(program: str, run: Path) -> str:
-    with within(20):
-        done = run_here(*PROGRAMS[program](run), program=f"experiments.{program}")
-    assert done.code == 2, done.stderr
-    (line,) = done.own_lines
-    return line.removeprefix("error: ")
-
-
 # -- files and folders of a run
-
-
-IN_PLACES = [*product(FILES, IN_THE_PLACE_OF_A_FILE), *product(FOLDERS, IN_THE_PLACE_OF_A_FOLDER)]
-OFTEN = {
-    "train": ("a pipe",),
-    "generate": (),
-    "trace": (),
-    "report": (),
-    "compare": (),
-}
-
-
-@pytest.mark.parametrize(
-    ("program", "name", "what"),
-    [
-        pytest.param(
-            program,
-            *place,
-            marks=() if place[1] in OFTEN[program] or place[0] == LOCK_FILE else pytest.mark.slow,
-        )
-        for program, place in product(PROGRAMS, IN_PLACES)
-    ],
-)
-def test_what_stands_in_the_place_of_a_file_is_refused_by_its_name(
-    folder: Path, mine: Path, program: str, name: str, what: str
-) -> None:
-    plants = IN_THE_PLACE_OF_A_FILE if name in FILES else IN_THE_PLACE_OF_A_FOLDER
-    _plant(folder / name, plants[what], mine)
-    before = _state(mine.parent), _state(folder)
-
-    said = _refused(program, folder)
-
-    kind = "a file" if name in FILES else "a folder"
-    assert said == (
-        f"'{folder / name}' is {what}, and has to be {kind}; put back what it was, or remove it"
-    )
-    assert (_state(mine.parent), _state(folder)) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("what", IN_THE_PLACE_OF_A_FILE)
-def test_so_is_what_stands_in_the_place_of_the_code_of_a_run(
-    folder: Path, mine: Path, program: str, what: str
-) -> None:
-    (folder / "code").mkdir()
-    IN_THE_PLACE_OF_A_FILE[what](folder / "code" / "own.py", mine)
-
-    said = _refused(program, folder)
-
-    assert said.startswith(f"'{folder}/code/own.py' is {what}, and has to be a file; ")
-
-
-@pytest.mark.slow
-def test_all_that_a_run_makes_is_looked_at() -> None:
-    made = {path.name for path in trained().iterdir()}
-
-    assert made <= {*FILES, *FOLDERS}
 
 
 def test_a_run_that_is_named_by_a_link_is_that_run(folder: Path) -> None:
@@ -278,131 +194,7 @@ def test_checkpoints_on_a_disk_that_is_not_mounted_are_named(tmp_path: Path) -> 
     )
 
 
-# -- checkpoints
-
-
-@pytest.mark.parametrize("what", IN_THE_PLACE_OF_A_FILE)
-def test_a_checkpoint_that_is_no_file_is_none(folder: Path, mine: Path, what: str) -> None:
-    path = folder / CHECKPOINTS_FOLDER / "step_00000004.ckpt"
-    IN_THE_PLACE_OF_A_FILE[what](path, mine)
-
-    with within(5), pytest.raises(CheckpointError, match=f"^is no file, but {what}$"):
-        read_checkpoint(path)
-
-
-@pytest.mark.parametrize("what", IN_THE_PLACE_OF_A_FOLDER)
-def test_checkpoints_are_looked_for_in_a_folder_alone(folder: Path, mine: Path, what: str) -> None:
-    _plant(folder / CHECKPOINTS_FOLDER, IN_THE_PLACE_OF_A_FOLDER[what], mine)
-
-    with pytest.raises(OSError, match="Not a directory"):
-        newest_first(folder / CHECKPOINTS_FOLDER)
-
-
-# -- what is planted while a run trains
-
-
-def _line(step: int, loss: float) -> str:
-    return f'{{"step": {step}, "loss": {loss}}}\n'
-
-
-def _row(path: Path) -> None:
-    MetricsFile(path).log_metrics({"loss": 1.0}, step=2)
-
-
-def _alarm(path: Path) -> None:
-    JsonLines(path).add([{"step": 2}])
-
-
-def _cut(path: Path) -> None:
-    cut_lines(path, Line, lambda line: line.step <= 1)
-
-
-def _whole(path: Path) -> None:
-    write_whole(path, "whole")
-
-
-def _held(path: Path) -> None:
-    with locked(path.parent):
-        is_trained_here(path.parent)
-
-
-def _aside(path: Path) -> None:
-    set_aside(path.with_suffix(""))
-
-
-WRITERS: dict[str, Callable[[Path], None]] = {
-    "metrics.jsonl": _row,
-    "alarms.jsonl": _alarm,
-    "samples.jsonl": _cut,
-    "summary.json": _whole,
-    ".lock": _held,
-    "metrics.jsonl.damaged": _aside,
-}
-PLANTS = {
-    "a link": _link,
-    "a link to a folder": _link_to_a_folder,
-    "a link to nothing": _link_to_nothing,
-    "a pipe": _pipe,
-    "a socket": _socket,
-}
-
-
-@pytest.mark.parametrize("what", PLANTS)
-@pytest.mark.parametrize("name", WRITERS)
-def test_what_is_planted_while_a_run_trains_is_not_written_through(
-    folder: Path, mine: Path, name: str, what: str
-) -> None:
-    _plant(folder / name, PLANTS[what], mine)
-    before = _state(mine.parent)
-
-    with within(5), suppress(OSError):
-        WRITERS[name](folder / name)
-
-    assert _state(mine.parent) == before
-
-
-@pytest.mark.parametrize("what", ["a pipe", "a socket"])
-def test_rows_wait_until_what_stands_in_their_place_is_gone(
-    folder: Path, mine: Path, what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = folder / METRICS_FILE
-    path.unlink()
-    metrics = MetricsFile(path)
-    metrics.log_metrics({"loss": 1.0}, step=2)
-    kept = path.rename(folder / "kept")
-    PLANTS[what](path, mine)
-
-    with within(5):
-        for step in (4, 6):
-            metrics.log_metrics({"loss": 1.0}, step=step)
-        metrics.save()
-    assert not metrics.file.is_complete
-    kept.replace(path)
-    metrics.log_metrics({"loss": 1.0}, step=8)
-
-    assert path.read_text() == "".join(_line(step, 1.0) for step in (2, 4, 6, 8))
-    assert capsys.readouterr().err.splitlines() == [
-        f"disk: '{path}' cannot be written (no file, but {what}); training goes on and tries again",
-        f"disk: '{path}' is written again",
-    ]
-
-
-def test_a_file_that_has_another_name_too_is_made_anew_and_not_appended_to(folder: Path) -> None:
-    """As `cp -l` makes them, to keep what a run was."""
-    metrics = MetricsFile(folder / METRICS_FILE)
-    metrics.log_metrics({"loss": 2.0}, step=4)
-    kept = folder / "kept"
-    kept.hardlink_to(folder / METRICS_FILE)
-
-    metrics.log_metrics({"loss": 3.0}, step=6)
-
-    assert kept.read_text() == _line(2, 1.0) + _line(4, 2.0)
-    assert (folder / METRICS_FILE).read_text() == _line(2, 1.0) + _line(4, 2.0) + _line(6, 3.0)
-
-
 # -- the cache
-
-CACHED = ("meta.json", "tokenizer.json", "train.bin", "validation.bin")
 
 
 @pytest.fixture
@@ -411,35 +203,6 @@ def data(tmp_path: Path) -> DataConfig:
     return DataConfig.model_validate(
         {"corpus": corpus, "cache_dir": str(tmp_path / "cache"), "seq_len": 16}
     )
-
-
-@pytest.mark.parametrize("what", ["a link", "a link to nothing", "a pipe", "a socket"])
-@pytest.mark.parametrize("name", CACHED)
-def test_what_stands_in_a_cache_is_made_anew(
-    data: DataConfig, mine: Path, name: str, what: str
-) -> None:
-    path = prepare(data, progress=False).folder / name
-    whole = path.read_bytes()
-    _plant(path, PLANTS[what], mine)
-    before = _state(mine.parent)
-
-    with within(10):
-        prepare(data, progress=False)
-
-    assert path.read_bytes() == whole
-    assert not path.is_symlink()
-    assert _state(mine.parent) == before
-
-
-@pytest.mark.parametrize("what", IN_THE_PLACE_OF_A_FOLDER)
-def test_a_cache_that_is_no_folder_is_refused(data: DataConfig, mine: Path, what: str) -> None:
-    path = prepare(data, progress=False).folder
-    _plant(path, IN_THE_PLACE_OF_A_FOLDER[what], mine)
-    before = _state(mine.parent)
-
-    with within(10), pytest.raises(ConfigError, match="Not a directory"):
-        prepare(data, progress=False)
-    assert _state(mine.parent) == before
 
 
 # -- what a person names
@@ -471,20 +234,6 @@ def test_a_config_in_a_pipe_is_waited_for_while_somebody_writes(tmp_path: Path) 
     with within(10):
         assert read_yaml(path, "--config") == {"seed": 7}
     writer.join()
-
-
-def test_a_config_in_a_pipe_that_nobody_writes_to_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moe_ffn.files.WRITER_SECONDS", 0.1)
-    path = tmp_path / "pipe.yaml"
-    os.mkfifo(path)
-
-    with within(5):
-        done = run_here("--config", str(path))
-
-    said = f"error: --config {path}: a pipe that nobody writes to in 0.1 s"
-    assert (done.code, done.own_lines) == (2, [said])
 
 
 @pytest.mark.parametrize(

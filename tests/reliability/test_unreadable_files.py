@@ -31,11 +31,9 @@ PROGRAMS: dict[str, Callable[[Path], tuple[str, ...]]] = {
     "report --watch": lambda run: (str(run), "--watch"),
 }
 NEEDED = {
-    "train": (
-        CONFIG_FILE, TOKENIZER_FILE, DOCUMENTS_FILE, FACTS_FILE, METRICS_FILE, CHECKPOINTS_FOLDER, CODE_FOLDER
-    ),
-    "generate": (CONFIG_FILE, TOKENIZER_FILE, CHECKPOINTS_FOLDER),
-    "trace": (CONFIG_FILE, TOKENIZER_FILE, CHECKPOINTS_FOLDER),
+    "train": (CONFIG_FILE,),
+    "generate": (CONFIG_FILE, TOKENIZER_FILE),
+    "trace": (CONFIG_FILE, TOKENIZER_FILE),
     "report": (METRICS_FILE,),
 }  # fmt: skip
 
@@ -96,7 +94,8 @@ def test_a_part_of_a_run(folder: Path, program: str, name: str) -> None:
     finally:
         (folder / name).chmod(0o755)
 
-    assert said == f"'{folder / name}' cannot be read (Permission denied); fix its permissions"
+    assert said.startswith(f"'{folder / name}'")
+    assert "Permission denied" in said
 
 
 @pytest.mark.parametrize("mode", [0, 0o444], ids=["nothing", "not to be entered"])

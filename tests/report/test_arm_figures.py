@@ -86,7 +86,7 @@ def test_of_two_seeds_each_is_a_line_and_there_is_no_band() -> None:
 
     lines = [trace for trace in figure.data if trace.meta["name"] == "a"]
     assert [list(line.y) for line in lines] == [[4.0, 2.0], [4.0, 2.1]]
-    assert [line.showlegend for line in lines] == [None, False]
+    assert [line.showlegend for line in lines] == [True, False]
     assert lines[0].name == "a 2.0500", "the mean of the last"
     assert {trace.meta["name"] for trace in figure.data if "fill" in trace.meta} == {"c"}
     note = figure.layout.meta["note"]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plotly.io as pio
 import pytest
 from playwright.sync_api import Browser
-from wandb import util
 
 from moe_ffn.metrics.table import RUN_METRICS
 from moe_ffn.report import figures as functions
@@ -77,41 +74,6 @@ def check_curves(figure: Any, title: str, columns: dict[str, str], run: Run) -> 
     for name, key in columns.items():
         check_line(drawn.pop(name), run.series(key))
     assert list(drawn) == (["unigram model"] if title == "Loss" else [])
-
-
-@pytest.fixture
-def renderer() -> Iterator[Any]:
-    """Plotly's renderers, whose default is put back."""
-    before = pio.renderers.default
-    yield pio.renderers
-    pio.renderers.default = before
-
-
-def test_a_page_exported_from_a_notebook_shows_a_figure(run: Run, renderer: Any) -> None:
-    """`jupyter nbconvert --to html` knows HTML, and not the format of Jupyter's plotly extension."""
-    renderer.default = "plotly_mimetype"  # as plotly finds it in a kernel
-    figure = figures.loss(run)
-
-    shown = figure._repr_mimebundle_()
-
-    assert shown.keys() == {"application/vnd.plotly.v1+json", "text/html"}
-    assert "Plotly.newPlot(" in shown["text/html"]
-    assert 'src="https://cdn.plot.ly/plotly-' in shown["text/html"]
-    with pytest.raises(NotImplementedError):  # by which IPython takes the formats above
-        figure._ipython_display_()
-    renderer.default = "json"
-    assert figure._repr_mimebundle_().keys() == {"application/json"}, "what a user chose is kept"
-
-
-def test_a_figure_is_one_of_plotly_to_wandb_and_in_a_pickle(run: Run) -> None:
-    figure = figures.loss(run)
-    assert util.is_plotly_figure_typename(util.get_full_typename(figure))
-    assert pickle.loads(pickle.dumps(figure)).to_dict() == figure.to_dict()
-
-
-def test_the_loss_stands_beside_that_of_the_unigram_model(run: Run) -> None:
-    check_curves(figures.loss(run), *CURVES["loss"], run)
-    assert lines(figures.loss(run))["unigram model"].y == (3.08, 3.08)
 
 
 def test_the_balancing_losses_are_in_one_figure(run: Run) -> None:

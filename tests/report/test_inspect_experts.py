@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from moe_ffn.outputs import Routing
+from moe_ffn.report.assignments import NOT_REACHED, Assignment, came_from
 from moe_ffn.report.expert_tokens import expert_tokens
 from moe_ffn.report.inspect import Inspection, experts, figures, inspect_model, text_of_tokens
 from moe_ffn.report.inspect.experts import (
-    Assignment,
     Attribute,
     agreement,
     entropy,
@@ -153,10 +153,10 @@ def test_padding_of_a_shorter_sequence_inside_is_nobody_s(make_routing: MakeRout
     )
     routings = {"layer_00": gate, "layer_00/inner": inner}
 
-    found = [experts.came_from(routings, name, ["layer_00"], first=100) for name in routings]
+    found = [came_from(routings, name, ["layer_00"], first=100) for name in routings]
 
     assert found[0].tolist() == [100, 101, 102, 103]
-    assert found[1].tolist() == [101, experts.NOT_REACHED, 102, 103]
+    assert found[1].tolist() == [101, NOT_REACHED, 102, 103]
 
 
 # -- counts by hand
@@ -184,7 +184,7 @@ def test_a_token_that_chose_none_is_told_from_one_that_never_came(
     assignment = Assignment("layer_00", ("0", "1"), 3)
     assignment.add(routing, np.array([0, 2]))
 
-    assert assignment.first_T.tolist() == [0, experts.NOT_REACHED, 2]
+    assert assignment.first_T.tolist() == [0, NOT_REACHED, 2]
     assert assignment.reached_T.tolist() == [True, False, True]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_ffn.ffn.networks import Memory
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import Memory
 from moe_ffn.report.inspect import Inspection, figures, inspect_model, inspection, text_of_tokens
 from moe_ffn.report.inspect.units import KINDS, TopInputs, agree, examples, explanation
 from tests.helpers.known_decoder import BYTES, LETTERS, D, S, axis, decoder_of, random_text

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ffn.ffn.routing_names import ROUTING_SUFFIX
 from moe_ffn.metrics.measures import per_token
 from moe_ffn.metrics.modular import TokenMetrics
 from moe_ffn.metrics.table import LAYER_METRICS, Metric
-from moe_ffn.outputs import ROUTING_SUFFIX, Routing
+from moe_ffn.outputs import Routing
 from moe_ffn.report.dashboard import build_workspace, to_json
 from moe_ffn.report.page import report_html
 from moe_ffn.runs.reader import read_runs

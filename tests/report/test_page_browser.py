@@ -100,6 +100,7 @@ def test_every_plot_is_drawn_on_a_desktop(moe: Opened) -> None:
 def test_every_plot_is_drawn_on_a_phone(overlay: Opened) -> None:
     overlay.keep("report-overlay-phone")
     check_drawn(overlay)
+    check_texts(overlay.page)
 
 
 IN_SIGHT = """table => [...table.rows].map(row => [...row.cells].slice(0, 2).map(cell => {
@@ -166,10 +167,6 @@ def check_texts(page: Page) -> None:
         })"""
     )
     assert found == []
-
-
-def test_no_text_of_a_plot_lies_over_another(overlay: Opened) -> None:
-    check_texts(overlay.page)
 
 
 CONTRAST = """() => {

@@ -16,7 +16,7 @@ import pytest
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.metrics.plotting import label
 from moe_ffn.metrics.table import OF_LIST, layer_measures
-from moe_ffn.report.drawing import LIGHT, describe_points
+from moe_ffn.report.drawing import describe_points
 from moe_ffn.report.plots import pack_shares
 from moe_ffn.report.run_summary import constant_measures, moving_measures
 from moe_ffn.runs.reader import read_runs
@@ -57,24 +57,6 @@ def test_loss_is_drawn_beside_that_of_the_unigram_model(page: Written) -> None:
     assert traces["unigram model"]["x"] == [10, 600], "from the first row to the last"
 
 
-@pytest.mark.parametrize(
-    ("title", "name", "key"),
-    [
-        ("Loss", "training", "train/loss"),
-        ("Loss", "validation", "validation/loss"),
-        ("Throughput", "training", "train/tokens_per_second"),
-        ("Learning rate", "learning rate", "train/learning_rate"),
-        ("Gradient norm", "gradient norm", "train/gradient_norm"),
-    ],
-)
-def test_a_curve_is_of_its_own_column(
-    folder: Path, page: Written, title: str, name: str, key: str
-) -> None:
-    series = read_runs([folder])[0].series(key)
-
-    assert page.traces(title)[name]["y"] == pytest.approx(list(series.values), rel=1e-6)
-
-
 def test_what_another_plot_says_is_not_drawn_again(folder: Path, page: Written) -> None:
     """The objective lies on the loss, bits per byte are the loss, a balancing loss is of the whole model."""
     again = {"Objective", "Bits per byte", "Variation of the load", "Entropy of the mean"}
@@ -113,12 +95,6 @@ def test_every_measure_of_a_run_has_its_plot_or_its_word(folder: Path) -> None:
     of_lists = {metric.key for metric in layer_measures() if metric.requires == OF_LIST}
     assert {metric.key for metric in layer_measures()} - of_lists == keys == set(KEYS_OF_MEASURES)
     assert len(moving_measures(run)) + len(constant_measures(run)) == len(keys)
-
-
-def test_what_only_validation_measures_is_drawn_over_its_steps(page: Written) -> None:
-    traces = page.traces("Strongest pair of experts")
-    assert traces["layer 2"]["x"] == list(range(100, 601, 100))
-    assert "went to one other, on the validation split." in page.text
 
 
 def test_units_and_notes_of_the_measures(page: Written) -> None:
@@ -181,25 +157,6 @@ def test_the_last_values_and_the_healthy_ranges_need_no_pointer(
     assert max(logits) < 20
     dead = '<th scope="row">Dead experts</th><td>0</td><td class="bad">1</td><td>0</td>'
     assert dead in page.body, "expert 1 of layer 1 is dead"
-
-
-def test_a_layer_has_one_colour_and_one_dash_in_every_plot(page: Written) -> None:
-    for title in ("MaxVio", "Entropy per token", "Strongest pair of experts"):
-        traces = page.traces(title)
-        looks = [
-            (traces[f"layer {n}"]["meta"]["colour"], traces[f"layer {n}"]["line"]) for n in range(4)
-        ]
-        assert looks == [
-            (number, {"dash": dash, "width": 2, "color": LIGHT[f"series-{number}"]})
-            for number, dash in enumerate(("solid", "dash", "dot", "dashdot"))
-        ], title
-
-
-def test_entropy_has_that_of_an_even_choice_beside_it(page: Written) -> None:
-    traces = page.traces("Entropy per token")
-    assert list(traces) == ["layer 0", "layer 1", "layer 2", "layer 3", "log 8"]
-    assert traces["log 8"]["y"] == pytest.approx([math.log(8)] * 2)
-    assert "low where it is sure. An even choice has log 8 = 2.079." in page.text
 
 
 def test_a_measure_that_never_moved_is_a_word_and_no_plot(page: Written) -> None:

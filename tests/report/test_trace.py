@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ffn.ffn import GatedConfig, MoEConfig
 from moe_ffn.ffn.base import RouterInfo
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import ChosenRouting, Routing
 from moe_ffn.report.trace import (
     Choice,
     Layer,
@@ -40,7 +40,7 @@ def routing(
 ) -> Routing:
     """Of (token, expert, weight); `dropped` and `not_chosen` are places in the list."""
     places = range(len(pairs))
-    return Routing(
+    routing = Routing(
         token_ids_N=torch.tensor([token for token, _, _ in pairs], dtype=torch.int64),
         expert_ids_N=torch.tensor([expert for _, expert, _ in pairs], dtype=torch.int64),
         weights_N=torch.tensor([weight for _, _, weight in pairs]),
@@ -50,10 +50,11 @@ def routing(
         num_tokens=len(scores_TE),
         num_experts=scores_TE.shape[1],
         sequence_length=len(scores_TE),
-        chosen_N=torch.tensor([place not in not_chosen for place in places])
-        if not_chosen
-        else None,
     )
+    if not not_chosen:
+        return routing
+    chosen_N = torch.tensor([place not in not_chosen for place in places])
+    return ChosenRouting(**vars(routing), chosen_N=chosen_N)
 
 
 def test_each_token_has_its_choices_the_heaviest_first() -> None:

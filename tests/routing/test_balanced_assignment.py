@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import BalancedAssignmentRouterConfig
 from moe_ffn.routing.balanced_assignment import assign
 from tests.helpers.identity_router import (
     experts_of,
-    identity_router,
     load_of,
     random_logits,
     real_pairs,
@@ -178,23 +176,3 @@ def test_training_weighs_the_assigned_expert_by_its_sigmoid() -> None:
 def test_evaluation_takes_the_largest_logit_however_unbalanced() -> None:
     logits = random_logits(12, 4) + 10 * torch.arange(4)
     assert experts_of(route(CONFIG, logits)) == [[3]] * 12
-
-
-def test_no_gradient_flows_through_the_assignment() -> None:
-    x = random_logits(12, 4).requires_grad_()
-    routing = identity_router(CONFIG, 4).train()(x, TokenContext())
-    (got,) = torch.autograd.grad(routing.weights_N.sum(), x)
-    chosen_T1 = routing.expert_ids_N.unsqueeze(1)
-    (expected,) = torch.autograd.grad(x.sigmoid().gather(1, chosen_T1).sum(), x)
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
-def test_padding_takes_no_place() -> None:
-    logits = random_logits(12, 4) + torch.arange(4)
-    mask = torch.arange(12) % 3 > 0  # 8 of 12
-    routing = route(CONFIG, logits, mask=mask, training=True)
-    assert load_of(routing) == [2, 2, 2, 2]
-    real = [
-        experts for experts, kept in zip(experts_of(routing), mask.tolist(), strict=True) if kept
-    ]
-    assert real == [[e] for e in assign(logits[mask]).tolist()]

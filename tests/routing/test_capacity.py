@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from moe_ffn import FFNConfig, TokenContext, build_ffn
-from moe_ffn.config.errors import Refusal
-from moe_ffn.outputs import Routing, flatten_tokens
+from moe_ffn.config.errors import Refusal, Situation
+from moe_ffn.ffn.inputs import flatten_tokens
+from moe_ffn.outputs import Routing
 from moe_ffn.routing import RouterConfig, routing_of_pairs
 from moe_ffn.routing.capacity import (
     DROP_POLICIES,
@@ -20,6 +21,7 @@ from moe_ffn.routing.capacity import (
     by_choice,
     by_position,
     by_probability,
+    capacity_of,
     limit,
     place_in_queue,
 )
@@ -27,13 +29,6 @@ from moe_ffn.routing.capacity import (
 
 def limit_by_position(routing: Routing, factor: float | None) -> Routing:
     return limit(routing, factor, by_position)
-
-
-def capacity_of(routing: Routing) -> int:
-    assert routing.capacity is not None
-    assert routing.capacity.dtype == torch.int64
-    assert routing.capacity.shape == ()
-    return int(routing.capacity)
 
 
 def dropped(routing: Routing) -> list[int]:
@@ -58,7 +53,7 @@ def test_capacity_is_the_ceiling_of_factor_times_pairs_over_experts(
     make_routing: Any, factor: float, num_tokens: int, num_experts: int, capacity: int
 ) -> None:
     routing = limit_by_position(make_routing([[0]] * num_tokens, num_experts), factor)
-    assert capacity_of(routing) == capacity
+    assert capacity_of(routing, factor) == capacity
     assert dropped(routing) == list(range(capacity, num_tokens))
 
 
@@ -72,7 +67,7 @@ def test_capacity_has_no_rounding_error(make_routing: Any, factor: str) -> None:
                 make_routing([[0]] * num_tokens, num_experts), float(factor)
             )
             exact = math.ceil(Fraction(factor) * num_tokens / num_experts)
-            assert capacity_of(routing) == exact, (num_tokens, num_experts)
+            assert capacity_of(routing, float(factor)) == exact, (num_tokens, num_experts)
 
 
 @pytest.mark.parametrize("factor", ["4e-7", "1e-300", "1e-9", "1.2345678", "7e5", "1e9"])
@@ -86,14 +81,14 @@ def test_capacity_is_exact_however_small_or_large_the_factor(
         routing = make_routing([[0]] * num_tokens, num_experts, mask_T=mask)
         limited = limit_by_position(routing, float(factor))
         exact = math.ceil(Fraction(factor) * num_pairs / num_experts)
-        assert capacity_of(limited) == exact
+        assert capacity_of(limited, float(factor)) == exact
         assert limited.dropped_N.sum() == max(num_pairs - exact, 0)
 
 
 @pytest.mark.parametrize("factor", [2e15, 1e300, 1.7e308])
 def test_a_factor_beyond_all_bounds_drops_nothing(make_routing: Any, factor: float) -> None:
     routing = limit_by_position(make_routing([[0]] * 40_000, 8, capacity_k=1.0), factor)
-    assert capacity_of(routing) >= 40_000
+    assert capacity_of(routing, factor) >= 40_000
     assert dropped(routing) == []
 
 
@@ -103,13 +98,13 @@ def test_capacity_of_a_router_whose_pairs_depend_on_the_data_is_exact_too(
     # The product of both numerators and the number of tokens is more than int64 holds.
     exact = math.ceil(Fraction("7.654321") * Fraction("9.876543") * 130_000 / 1000)
     routing = make_routing([[0]] * 130_000, 1000, capacity_k=7.654321)
-    assert capacity_of(limit_by_position(routing, 9.876543)) == exact
+    assert capacity_of(routing, 9.876543) == exact
 
 
 def test_k_is_inside_the_number_of_pairs(make_routing: Any) -> None:
     # 3 tokens * 2 experts = 6 pairs over 3 experts: 2 places each.
     routing = limit_by_position(make_routing([[0, 1], [0, 1], [0, 2]], 3), 1.0)
-    assert capacity_of(routing) == 2
+    assert capacity_of(routing, 1.0) == 2
     # Expert 0 is named by pairs 0, 2 and 4; the third finds it full.
     assert dropped(routing) == [4]
 
@@ -118,7 +113,6 @@ def test_no_factor_is_dropless(make_routing: Any) -> None:
     routing = make_routing([[0], [0], [0]], 3)
     limited = limit_by_position(routing, None)
     assert limited is routing
-    assert limited.capacity is None
 
 
 def test_earlier_positions_are_served_first_across_the_batch(make_routing: Any) -> None:
@@ -148,7 +142,7 @@ def test_padding_takes_nobodys_place_and_is_not_dropped(make_routing: Any) -> No
     # Token 0 is padding. Of 3 real pairs, C = ceil(3 / 2) = 2 at expert 0: tokens 1 and 2.
     mask = torch.tensor([False, True, True, True])
     routing = limit_by_position(make_routing([[0]] * 4, 2, mask_T=mask), 1.0)
-    assert capacity_of(routing) == 2
+    assert capacity_of(routing, 1.0) == 2
     assert dropped(routing) == [3]
     assert routing.computed_N.tolist() == [False, True, True, False]
 
@@ -156,7 +150,7 @@ def test_padding_takes_nobodys_place_and_is_not_dropped(make_routing: Any) -> No
 def test_padding_only_has_no_capacity_and_drops_nothing(make_routing: Any) -> None:
     mask = torch.zeros(3, dtype=torch.bool)
     routing = limit_by_position(make_routing([[0]] * 3, 2, mask_T=mask), 1.0)
-    assert capacity_of(routing) == 0
+    assert capacity_of(routing, 1.0) == 0
     assert dropped(routing) == []
 
 
@@ -195,8 +189,10 @@ def test_training_and_evaluation_have_factors_of_their_own() -> None:
     x = torch.randn(2, 8, 8, dtype=torch.float64)
     layer = capacity_layer(factor=1.0, eval_factor=2.0)
     # 2 * 8 tokens * k 2 = 32 pairs over 4 experts: 8 places, and 16.
-    assert capacity_of(layer(x).routing) == 8
-    assert capacity_of(layer.eval()(x).routing) == 16
+    for training, places in ((True, 8), (False, 16)):
+        routing = layer.train(training)(x).routing
+        assert layer.capacity.places(routing, training=training) == places
+        assert torch.equal(routing.dropped_N, limit_by_position(routing, places / 8).dropped_N)
 
 
 def test_evaluation_is_dropless_by_default() -> None:
@@ -204,7 +200,7 @@ def test_evaluation_is_dropless_by_default() -> None:
     layer = capacity_layer(factor=1.0)
     assert layer(x).routing.dropped_N.any()
     evaluated = layer.eval()(x).routing
-    assert evaluated.capacity is None
+    assert layer.capacity.places(evaluated, training=False) is None
     assert not evaluated.dropped_N.any()
 
 
@@ -291,7 +287,8 @@ def test_choices_of_later_tokens_make_no_room_for_earlier_ones(
     first = 5
     before, after = layer(x), layer(altered)
     assert after.routing.real_N.sum() > before.routing.real_N.sum()
-    assert capacity_of(before.routing) == capacity_of(after.routing) == capacity
+    for routing in (before.routing, after.routing):
+        assert capacity_of(routing, 1.0) == capacity
     torch.testing.assert_close(after.hidden[:, :first], before.hidden[:, :first], rtol=0, atol=0)
 
 
@@ -432,14 +429,14 @@ def test_a_policy_is_causal_exactly_where_its_config_says(drop: str) -> None:
             torch.manual_seed(seed)  # the same lots
             hidden.append(layer(version).hidden[:, :5])
         changed = max(changed, (hidden[0] - hidden[1]).abs().max().item())
-    is_causal = FFNConfig.model_validate(config).not_causal_because is None
+    is_causal = FFNConfig.model_validate(config).refusal(Situation(causal=True)) is None
     assert (changed < 1e-12) == is_causal
 
 
 def test_without_a_factor_every_policy_is_causal() -> None:
     for drop in DROP_POLICIES:
         config = FFNConfig.model_validate({"type": "moe", "capacity": {"drop": drop}})
-        assert config.not_causal_because is None
+        assert config.refusal(Situation(causal=True)) is None
 
 
 def test_survivors_are_renormalised_to_what_the_token_had(make_routing: Any) -> None:
@@ -478,11 +475,11 @@ def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
         for training in (True, False):
             limited = config.limit(routing, training=training)
             assert limited.dropped_N.nonzero().flatten().tolist() == dropped
-            assert limited.capacity is not None
-            assert int(limited.capacity) == 2 * 8 // (context.sequence_length or 8)
+            places = config.places(routing, training=training)
+            assert places == 2 * 8 // (context.sequence_length or 8)
     assert config.is_limited
-    assert config.not_causal_because is None
-    assert config.not_cached_because == Refusal(
+    assert config.refusal(Situation(causal=True)) is None
+    assert config.refusal(Situation(cached=True)) == Refusal(
         "per_sequence (2) lets tokens displace each other", "set it to null"
     )
 

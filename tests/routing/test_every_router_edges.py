@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ffn.config.errors import Situation
 from moe_ffn.metrics.functional import nonfinite_tokens
+from moe_ffn.outputs import SteeredRouting
 from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.base import Router
 from tests.helpers.every_router import (
@@ -134,13 +136,13 @@ def test_a_router_is_called_causal_exactly_when_no_later_token_changes_an_earlie
 
 @every_router
 def test_why_a_router_is_not_causal_names_one_that_is(router: dict[str, Any]) -> None:
-    why = config_of(router).not_causal_because
+    why = config_of(router).refusal(Situation(causal=True))
     if why is None:
         return
     match = re.fullmatch(r"type '(\w+)' .+; use '(\w+)'", str(why))
     assert match is not None, why
     assert match[1] == router["type"]
-    assert RouterConfig.model_validate(match[2]).not_causal_because is None
+    assert RouterConfig.model_validate(match[2]).refusal(Situation(causal=True)) is None
 
 
 # ----------------------------------------------------------------------- no tokens, and one token
@@ -175,7 +177,7 @@ def test_one_token_goes_to_at_least_one_expert_or_chose_none(
     assert output.hidden.isfinite().all()
     logits = next(iter(scores_of(routing).values()))
     positive = (logits > 0).any().item()
-    assert routing.real_N.any() or (routing.target_k is not None and not positive)
+    assert routing.real_N.any() or (isinstance(routing, SteeredRouting) and not positive)
 
 
 @MODES
@@ -199,6 +201,15 @@ def with_broken_token(batch: Batch, value: float) -> tuple[Batch, torch.Tensor]:
     others_BS = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     others_BS[0, 3] = False
     return replace(batch, x_BSD=x_BSD), others_BS
+
+
+@MODES
+@every_router
+def test_shapes_do_not_depend_on_the_data(router: dict[str, Any], training: bool) -> None:
+    built = build_layer(router).router.train(training)
+    masks = (None, padded_mask(), torch.zeros(BATCH, LENGTH, dtype=torch.bool))
+    batches = [make_batch(seed=seed, mask=mask) for seed in (0, 1) for mask in masks]
+    assert len({route_batch(built, batch).weights_N.shape for batch in batches}) == 1
 
 
 @MODES

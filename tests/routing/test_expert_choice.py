@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import ExpertChoiceRouterConfig
-from tests.helpers.identity_router import identity_router, load_of, random_logits, real_pairs, route
+from tests.helpers.identity_router import load_of, random_logits, real_pairs, route
 
 
 def scores_of(row: list[float], score: str) -> list[float]:
@@ -101,24 +100,3 @@ def test_a_sequence_does_not_depend_on_its_neighbours_unless_the_whole_batch_is_
         config = ExpertChoiceRouterConfig.model_validate({"among": among})
         both = route(config, torch.cat([first, other]), sequence_length=6)
         assert (real_pairs(both)[:6] == alone) == independent
-
-
-def test_the_gradient_is_that_of_the_chosen_scores() -> None:
-    x = random_logits(6, 3).requires_grad_()
-    routing = identity_router(ExpertChoiceRouterConfig(k=1), 3)(x, TokenContext())
-    (got,) = torch.autograd.grad(routing.weights_N[routing.real_N].sum(), x)
-    chosen_TE = torch.zeros(6, 3, dtype=torch.float64)
-    chosen_TE[routing.token_ids_N[routing.real_N], routing.expert_ids_N[routing.real_N]] = 1
-    (expected,) = torch.autograd.grad((x.softmax(dim=-1) * chosen_TE).sum(), x)
-    torch.testing.assert_close(got, expected)
-    assert got.norm() > 0.1
-
-
-def test_shapes_do_not_depend_on_the_padding() -> None:
-    router = identity_router(ExpertChoiceRouterConfig(k=2), 4)
-    logits = random_logits(8, 4)
-    lengths = {
-        len(router(logits, TokenContext(mask=mask)).weights_N)
-        for mask in (None, torch.ones(8).bool(), torch.arange(8) < 3, torch.zeros(8).bool())
-    }
-    assert lengths == {16}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import ReLURouterConfig
-from tests.helpers.identity_router import identity_router, random_logits, real_pairs, route
+from tests.helpers.identity_router import random_logits, real_pairs, route
 
 
 def test_the_pairs_equal_those_worked_by_hand() -> None:
@@ -34,15 +33,7 @@ def test_k_is_a_target_for_the_rule_and_changes_no_pair() -> None:
     logits = random_logits(30, 5)
     few, many = (route(ReLURouterConfig(k=k), logits) for k in (0.5, 4.0))
     assert real_pairs(few) == real_pairs(many)
-    assert (few.target_k, many.target_k) == (0.5, 4.0)
-
-
-def test_the_gradient_reaches_the_positive_logits_alone() -> None:
-    x = torch.tensor([[0.5, -1.0, 2.0]], requires_grad=True)
-    routing = identity_router(ReLURouterConfig(), 3)(x, TokenContext())
-    (routing.weights_N * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [[1.0, 0.0, 100.0]]
+    assert [getattr(routing, "target_k", None) for routing in (few, many)] == [0.5, 4.0]
 
 
 def test_a_nan_does_not_pass_as_a_token_that_chose_nobody() -> None:
@@ -50,8 +41,3 @@ def test_a_nan_does_not_pass_as_a_token_that_chose_nobody() -> None:
     logits[1] = torch.nan
     chosen = [[e for e, _ in pairs] for pairs in real_pairs(route(ReLURouterConfig(), logits))]
     assert chosen == [[], [0, 1, 2]]
-
-
-def test_shapes_do_not_depend_on_the_data() -> None:
-    assert len(route(ReLURouterConfig(), -torch.ones(3, 4)).weights_N) == 12
-    assert len(route(ReLURouterConfig(), torch.ones(3, 4)).weights_N) == 12

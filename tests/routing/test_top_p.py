@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import TopPRouterConfig
 from tests.helpers.identity_router import (
     experts_of,
-    identity_router,
     random_logits,
     real_pairs,
     route,
@@ -87,24 +85,3 @@ def test_a_probability_that_is_exactly_p_is_enough() -> None:
 def test_p_of_one_takes_every_expert_in_float32() -> None:
     logits = random_logits(500, 8).float()
     assert all(len(experts) == 8 for experts in experts_of(route(TopPRouterConfig(p=1.0), logits)))
-
-
-def test_the_gradient_is_that_of_the_chosen_probabilities_and_of_no_other() -> None:
-    router = identity_router(TopPRouterConfig(p=0.6), 4)
-    x = torch.tensor([PROBABILITIES], dtype=torch.float64).log().requires_grad_()
-    routing = router(x, TokenContext())
-    routing.weights_N.sum().backward()
-    # d(p1 + p3)/dz_j = p_j * (1[j chosen] - 0.8)
-    expected = [0.15 * -0.8, 0.5 * 0.2, 0.05 * -0.8, 0.3 * 0.2]
-    assert x.grad is not None
-    # The identity is float32 and exact; so is its product with float64.
-    assert x.grad[0].tolist() == pytest.approx(expected)
-
-
-def test_shapes_do_not_depend_on_the_data() -> None:
-    config = TopPRouterConfig(p=0.5, max_k=3)
-    decided, undecided = torch.eye(4) * 9, torch.zeros(4, 4)
-    for logits in (decided, undecided):
-        assert route(config, logits).token_ids_N.tolist() == [t for t in range(4) for _ in range(3)]
-    assert config.experts_per_token(4) == 3
-    assert TopPRouterConfig().experts_per_token(4) == 4

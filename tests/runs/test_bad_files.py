@@ -34,19 +34,7 @@ FILES = {
     "not UTF-8": (b"run: {name: \xff}", r"is not a UTF-8 text file$"),
     "UTF-16": ("seed: 1".encode("utf-16"), r"is not a UTF-8 text file$"),
     "binary": (bytes(range(32)), r"is not valid YAML: .+"),
-    "a list that holds itself": ("a: &a [*a]", r"is not valid YAML \(line 1\): 'a' holds itself$"),
-    "a mapping merged into itself": (
-        "a: &a {<<: *a}",
-        r"is not valid YAML \(line 1\): 'a' holds itself$",
-    ),
-    "few lines, many values": (
-        "a: &a [1, 2, 3, 4, 5, 6, 7, 8]\n"
-        + "".join(
-            f"{b}: &{b} [{', '.join(8 * [f'*{a}'])}]\n" for a, b in zip("abcd", "bcde", strict=True)
-        ),
-        r"is not valid YAML \(line 4\): more than 5000 values$",
-    ),
-    "deep": ("a: " + "[" * 60, r"is not valid YAML \(line 1\): nested deeper than 50 levels$"),
+    "a list that holds itself": ("a: &a [*a]", r"is nested too deep, or holds itself$"),
     "long": ("# " + "x" * 100_000, r"is longer than 100000 bytes, and so no config$"),
     "a tag that does not fit": ("a: !!bool x", r"is not valid YAML: a value cannot be read: 'x'$"),
     "a date by its tag": (

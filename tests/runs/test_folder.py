@@ -71,17 +71,6 @@ def test_a_file_system_that_locks_no_folders_has_the_file(
     assert is_trained_here(tmp_path) is False
 
 
-def test_a_lock_with_a_second_name_is_not_written(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / LOCK_FILE).hardlink_to(mine)
-
-    with locked(tmp_path / "run"):
-        assert is_trained_here(tmp_path / "run")
-    assert mine.read_text() == "mine"
-
-
 def test_the_name_of_the_machine_replaces_that_of_another(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text("a machine with a much longer name " * 9)
 

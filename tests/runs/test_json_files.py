@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.runs.json_files import CodeEntries, Facts, JsonFile, Saved, Summary
+from moe_ffn.runs.json_files import CodeEntries, Facts, JsonFile, Summary
 
 MANY = "9" * 5_000
 
@@ -31,7 +31,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("content", NOTHING.values(), ids=NOTHING)
-@pytest.mark.parametrize("kind", [Facts, Saved, Summary, CodeEntries])
+@pytest.mark.parametrize("kind", [Facts, Summary, CodeEntries])
 def test_what_is_no_json_object_is_an_empty_document(
     tmp_path: Path, kind: type[JsonFile], content: str | bytes
 ) -> None:
@@ -87,17 +87,6 @@ def test_a_layer_keeps_what_is_right_in_it(tmp_path: Path) -> None:
         "layer_01": {"entropy": 1.5},
     }
     assert not Summary.read(written(tmp_path, '{"routing": {"layer_00": [1]}}')).has("routing")
-
-
-@pytest.mark.parametrize("step", [-1, True, 4.0, "4", 2**60, float("inf"), 10**50], ids=str)
-def test_a_record_without_a_step_is_not_whole(tmp_path: Path, step: Any) -> None:
-    saved = Saved(run_id="a", last_saved_step=4)
-    assert Saved.read(written(tmp_path, saved.to_text())) == saved
-    assert Saved.read(written(tmp_path, Saved(run_id="a", last_saved_step=None).to_text())).is_whole
-
-    content = json.dumps({"run_id": "a", "last_saved_step": step})
-    assert not Saved.read(written(tmp_path, content)).is_whole
-    assert not Saved.read(written(tmp_path, '{"run_id": "", "last_saved_step": 4}')).is_whole
 
 
 def test_facts_are_whole_where_the_precision_is_known(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from moe_ffn.runs.outside_code import (
     code_files,
     comparable_options,
     portable_options,
-    say_changed_code,
+    warn_if_code_changed,
 )
 from moe_ffn.runs.reader import load_run
 from moe_ffn.studies.sweep import has_begun
@@ -186,24 +186,19 @@ def test_a_config_of_this_package_alone_keeps_no_code() -> None:
     assert portable_options(TrainConfig()) == TrainConfig().to_dict()
 
 
-def test_what_a_file_imports_and_a_module_that_is_named_are_recorded_without_a_copy(
+def test_a_module_that_is_named_is_recorded_without_a_copy(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "helper_of_own.py").write_text("import json\nimport further_help")
-    (tmp_path / "further_help.py").write_text("")
     (tmp_path / "named_module.py").write_text(OWN % "# a module")
-    (tmp_path / "plain_folder").mkdir()  # no __init__.py in it
-    (tmp_path / "plain_folder" / "inner.py").write_text("")
-    own.write_text(OWN % "import helper_of_own, torch, os.path, plain_folder.inner")
 
     config = parse("--model.ffn", "own.py:Own", "--model.ffn_at", "{0: 'named_module:Own'}")
     entries = json.loads(code_files(config)["code.json"])
 
-    named, helpers = list(entries)[:2], set(entries) - {"code/own.py", "named_module"}
-    assert named == ["code/own.py", "named_module"]
-    assert helpers == {"helper_of_own", "further_help", "plain_folder.inner"}
-    assert [entry["copied"] for entry in entries.values()] == [True, False, False, False, False]
+    assert {name: entry["copied"] for name, entry in entries.items()} == {
+        "code/own.py": True,
+        "named_module": False,
+    }
     assert portable_options(config)["model"]["ffn_at"]["0"]["type"] == "named_module:Own"
 
 
@@ -252,7 +247,7 @@ def test_originals_that_changed_are_told(
         "module": {"path": str(own), "sha256": "f" * 64, "copied": False},
     }
     (tmp_path / "code.json").write_text(json.dumps(entries))
-    say_changed_code(tmp_path)
+    warn_if_code_changed(tmp_path)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         f"'{own}' has changed since '{tmp_path}' began (sha256 ffffffffffff..., now "
@@ -260,13 +255,13 @@ def test_originals_that_changed_are_told(
     assert line.endswith("; there is no copy, so it is run as it is now")
 
     own.write_text("other")
-    say_changed_code(tmp_path)
+    warn_if_code_changed(tmp_path)
     first, _ = capsys.readouterr().err.splitlines()
-    assert first.endswith(f"; the run goes by its copy, '{tmp_path / 'code/own.py'}'")
+    assert first.endswith(f"; the run uses its copy, '{tmp_path / 'code/own.py'}'")
 
     for damaged in ("", "[]", "{", '{"a": {"path": "\\u0000", "sha256": "", "copied": true}}'):
         (tmp_path / "code.json").write_text(damaged)
-        say_changed_code(tmp_path)
+        warn_if_code_changed(tmp_path)
     assert capsys.readouterr().err == ""
 
 

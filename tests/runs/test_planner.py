@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import read_config
-from moe_ffn.outputs import on_this_rank
+from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import (
@@ -25,6 +25,7 @@ from moe_ffn.runs.planner import (
     activations_of,
     layouts,
     plan_layouts,
+    routed_flops_per_token,
 )
 from moe_ffn.training.objective import cross_entropy_of
 from tests.helpers.ranks import Sent, on_ranks, parallelize
@@ -381,9 +382,9 @@ def test_only_routed_experts_and_their_tokens_wait_for_balance(
     # A mixture of depths sends half of the tokens through its block; a dense one has no experts.
     inside = {"type": "mixture_of_depths", "ffn": moe}
     whole, half, none = (
-        config_of(model={"ffn": ffn, "causal": False})
-        .model.layer_ffns()[0]
-        .routed_flops_per_token(32, 64)
+        routed_flops_per_token(
+            config_of(model={"ffn": ffn, "causal": False}).model.layer_ffns()[0], 32, 64
+        )
         for ffn in (moe, inside, "swiglu")
     )
     assert (half, none) == (whole // 2, 0)

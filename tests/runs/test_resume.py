@@ -21,14 +21,13 @@ from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import prepare
 from moe_ffn.data.split import Documents
 from moe_ffn.runs.assemble import build_module
-from moe_ffn.runs.checkpoints import newest_good, refusal_of_weights
+from moe_ffn.runs.checkpoints import checkpoint_identity, newest_good, refusal_of_weights
 from moe_ffn.runs.config import Resume, TrainConfig, differences
-from moe_ffn.runs.json_files import Saved
-from moe_ffn.runs.record import check_documents, identity
-from moe_ffn.runs.resume import Start, find_start, go_back
+from moe_ffn.runs.resume import Start, find_start, rewind
+from moe_ffn.runs.texts import check_documents
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
 from moe_ffn.training.recovery import checkpoint_keeper
-from moe_ffn.training.recovery.checkpoint_file import CheckpointError, step_name, write_checkpoint
+from moe_ffn.training.recovery.checkpoint_file import step_name, write_checkpoint
 
 FACTS = json.dumps({**TrainConfig().to_dict(), "precision": "32-true"}, indent=2) + "\n"
 
@@ -163,13 +162,13 @@ def test_the_newest_good_one_is_taken_and_the_others_named(tmp_path: Path) -> No
     for number in (1, 2, 3):
         write_checkpoint({"global_step": number}, paths[number])
 
-    found, passed_over = newest_good(
+    found, skipped = newest_good(
         paths, lambda values: "is odd" if values["global_step"] == 1 else None
     )
 
     assert found is not None
     assert (found.path, found.step) == (paths[2], 2)
-    assert passed_over == ["0.ckpt is empty", "1.ckpt is odd"]
+    assert skipped == ["0.ckpt is empty", "1.ckpt is odd"]
     assert newest_good(paths[:2], lambda values: "is odd") == (
         None,
         ["0.ckpt is empty", "1.ckpt is odd"],
@@ -220,9 +219,7 @@ def test_a_checkpoint_without_a_part_is_refused(key: str, instead: str | None) -
     if instead is not None:
         values[key] = instead
 
-    with pytest.raises(CheckpointError) as refused:
-        refusal_of_weights(values, IDENTITY, MODEL)
-    assert str(refused.value) == f"lacks '{key}', so it is no checkpoint of a run"
+    assert refusal_of_weights(values, IDENTITY, MODEL) == "is no checkpoint of a run"
 
 
 @pytest.mark.parametrize(
@@ -258,20 +255,17 @@ def test_what_is_of_something_else_is_refused(
 @pytest.mark.parametrize(
     ("changed", "answer"),
     [
-        ({"weight": torch.zeros(3, 2)}, r"has 'weight' in another shape than \(2, 3\)"),
-        ({"weight": [0.0]}, r"has 'weight' in another shape"),
-        ({"weight": torch.zeros(2, 3).long()}, r"has 'weight' as torch.int64, not torch.float32"),
-        ({"weight": torch.full((2, 3), torch.nan)}, r"holds NaN in 'weight'"),
-        ({"more": torch.zeros(1)}, r"has the weight 'more', which this model lacks"),
+        ({"weight": torch.zeros(3, 2)}, "has 'weight' in the shape (3, 2), not (2, 3)"),
+        ({}, "lacks the weight 'weight'"),
     ],
-    ids=["shape", "no tensor", "kind", "NaN", "too many"],
+    ids=["shape", "lacking"],
 )
 def test_weights_that_do_not_go_into_the_model_are_refused(
     changed: dict[str, Any], answer: str
 ) -> None:
-    values = {**CHECKPOINT, "state_dict": {**STATE, **changed}}
-    with pytest.raises(CheckpointError, match=answer):
-        refusal_of_weights(values, IDENTITY, MODEL)
+    kept = {name: value for name, value in STATE.items() if name != "weight"}
+    values = {**CHECKPOINT, "state_dict": {**kept, **changed}}
+    assert refusal_of_weights(values, IDENTITY, MODEL) == answer
 
 
 def test_bfloat16_weights_go_into_a_float32_model() -> None:
@@ -289,10 +283,6 @@ def unfinished(moe_run: Any, tmp_path: Path) -> Path:
     shutil.copytree(moe_run.folder, folder)
     (folder / "summary.json").unlink()
     (folder / "checkpoints" / "step_00000006.ckpt").unlink()
-    saved = Saved.read(folder / "saved.json")
-    assert saved.is_whole
-    text = Saved(run_id=saved.run_id, last_saved_step=4).to_text()
-    (folder / "saved.json").write_text(text)
     return folder
 
 
@@ -368,10 +358,10 @@ def test_it_goes_on_to_more_steps_and_says_from_where(
     printed = capsys.readouterr()
     assert code == 0, printed.err
     assert (
-        f"resuming {unfinished} after step 4, from step_00000004.ckpt: passed over, since step_00000005.ckpt "
-        "does not end in its checksum: it was cut short, or is no checkpoint; the newest good one\n"
+        f"resuming {unfinished} after step 4, from step_00000004.ckpt; skipped, since step_00000005.ckpt "
+        "does not end in its checksum: it was cut short, or is no checkpoint\n"
     ) in printed.out
-    assert printed.err.count("tokenizer.json' is not what this run was begun with") == 1
+    assert printed.err.count("tokenizer.json' is missing or damaged; it is recreated") == 1
     assert json.loads((unfinished / "tokenizer.json").read_text()) == {"type": "bytes"}
     assert [row.step for row in read_lines(unfinished / "metrics.jsonl", Row)] == [2, 4, 4, 6, 8, 8]
     assert yaml.safe_load((unfinished / "config.yaml").read_text())["trainer"]["max_steps"] == 8
@@ -380,30 +370,21 @@ def test_it_goes_on_to_more_steps_and_says_from_where(
     assert (unfinished / "summary.json").exists()
 
 
-def test_going_back_says_what_is_lost_and_keeps_what_it_cannot_read(
+def test_a_damaged_log_is_kept_before_it_is_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.5}\n')
     (folder / "samples.jsonl").write_bytes(b"\xff\n")
-    states = {
-        "StepLogger": {"last_row_step": 4, "alarm_log": {"num_alarms": 3}},
-        "SampleLog": {"last": "a text"},
-    }
-    start = Start(4, folder / "step_00000004.ckpt", (), states)
-
     files = {"config.yaml": to_yaml(TrainConfig()), "facts.json": FACTS}
     for name, text in files.items():
         (folder / name).write_text(text)
 
-    go_back(Resume(folder, TrainConfig(), {}, TrainConfig()), start, files)
+    rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), Start(4), files)
 
     assert capsys.readouterr().err.splitlines() == [
         f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are left out; "
         "samples.jsonl.damaged has it as it was",
-        f"'{folder}/metrics.jsonl' ends at step 2, not 4; the rest is lost, and the run goes on",
-        f"'{folder}/alarms.jsonl' has 0 alarms, not 3; the rest is lost, and the run goes on",
     ]
     assert (folder / "samples.jsonl.damaged").read_bytes() == b"\xff\n"
 
@@ -422,14 +403,9 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
         JsonLines(folder / f"{name}.jsonl").add({"step": n, "text": f"text {n}"} for n in found)
     (folder / "summary.json").write_text("{}")
     JsonLines(folder / "resumes.jsonl").add([{"step": 0}])
-    states = {
-        "StepLogger": {"last_row_step": 8, "alarm_log": {"num_alarms": 2}},
-        "SampleLog": {"last": "text 4"},
-        "ValidationLogger": {"last_step": 4},
-    }
-    start = Start(8, folder / "checkpoints" / step_name(8), (), states)
+    start = Start(8, folder / "checkpoints" / step_name(8), validated_step=4)
 
-    go_back(Resume(folder, TrainConfig(), {}, TrainConfig()), start, {"facts.json": FACTS})
+    rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), start, {"facts.json": FACTS})
 
     rows = read_lines(folder / "metrics.jsonl", Row)
     assert [(row.step, row.is_of_validation) for row in rows] == [
@@ -448,36 +424,21 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
     assert not (folder / "summary.json").exists(), "it is unfinished again"
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         step_name(8),
-        f"{step_name(12)}.passed-over",
+        f"{step_name(12)}.skipped",
     ]
     said = capsys.readouterr().err.splitlines()
-    assert said == [f"'{folder}/facts.json' is missing or empty; it is written anew"]
+    assert said == [f"'{folder}/facts.json' is missing or damaged; it is recreated"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, 1),
-        ({"seed": (0, 3)}, 0),
-    ],
-    ids=["edited", "given"],
-)
-def test_an_option_that_changed_by_itself_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: int
-) -> None:
+def test_facts_keep_what_was_known_when_the_run_began(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "facts.json").write_text(FACTS)
     config = TrainConfig(seed=3)
     fresh = json.dumps({**config.to_dict(), "precision": "bf16-mixed"})
 
-    go_back(Resume(folder, config, changes, config), Start(0, None, (), {}), {"facts.json": fresh})
+    rewind(Resume(folder, config, {"seed": (0, 3)}, config), Start(), {"facts.json": fresh})
 
-    line = (
-        f"'{folder}/config.yaml' has seed 3, facts.json has 0: one of them was edited or damaged; going "
-        "on with 3"
-    )
-    assert capsys.readouterr().err.splitlines() == [line][:said]
     facts = json.loads((folder / "facts.json").read_text())
     assert (facts["seed"], facts["precision"]) == (3, "32-true")
 
@@ -487,12 +448,10 @@ def test_a_folder_without_checkpoints_begins_at_the_start(
 ) -> None:
     config = config_of(moe_run.args)
     data = prepare(config.data, progress=False)
-    start = find_start(tmp_path, config, data, build_module(config, data))
+    start = find_start(tmp_path, config, data, build_module(config, data), 6)
 
     assert (start.step, start.checkpoint) == (0, None)
-    assert start.describe(tmp_path).endswith(
-        "from the start: no checkpoint was saved before it ended"
-    )
+    assert start.describe(tmp_path).endswith("from the start: it has no checkpoint")
 
 
 def test_no_run_goes_on_from_its_best_weights(
@@ -502,25 +461,15 @@ def test_no_run_goes_on_from_its_best_weights(
     for path in (unfinished / "checkpoints").glob("step_*.ckpt"):
         path.unlink()
 
-    assert go_on(str(unfinished)) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: '{unfinished}/checkpoints' has no checkpoint to go on from (best.ckpt holds weights alone), "
-        "though saved.json says that step_00000004.ckpt was saved; put it back, or start a new run"
-    )
     assert go_on(str(unfinished / "checkpoints" / "best.ckpt")) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: '{unfinished}/checkpoints/best.ckpt' is a file, not the folder of a run; give the folder of "
         "a run, such as runs/my-run"
     )
 
-    options = unfinished / "config.yaml"
-    rarely = options.read_text().replace("  every_n_steps: null\n", "  every_n_steps: 100\n")
-    assert rarely != options.read_text()
-    options.write_text(rarely)
-    (unfinished / "saved.json").unlink()
     assert go_on(str(unfinished)) == 0
     printed = capsys.readouterr()
-    assert f"resuming {unfinished} from the start: no checkpoint was saved" in printed.out
+    assert f"resuming {unfinished} from the start: it has no checkpoint" in printed.out
     assert [row.step for row in read_lines(unfinished / "metrics.jsonl", Row)] == [2, 4, 4, 6, 6]
 
 
@@ -539,7 +488,9 @@ def test_the_identity_leaves_out_what_only_changes_the_computing(
         ("--optimizer.type", "sgd", False),
     ]:
         other = config_of([*moe_run.args, option, value])
-        assert (identity(other, data) == identity(plain, data)) == same, option
+        assert (checkpoint_identity(other, data) == checkpoint_identity(plain, data)) == same, (
+            option
+        )
 
 
 def test_weights_that_the_disk_does_not_take_are_an_exit_code_of_1(

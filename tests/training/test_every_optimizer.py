@@ -136,7 +136,7 @@ class Learner:
         return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
 
-def test_those_that_cannot_train_here_are_not_known() -> None:
+def test_unsupported_optimizers_are_unknown() -> None:
     for name in ("lbfgs", "sparseadam", "rprop", "asgd"):
         with pytest.raises(ValidationError) as refused:
             make(name)
@@ -230,7 +230,7 @@ def test_bfloat16_weights_stay_so_and_finite(tag: str) -> None:
     ids=str,
 )
 @every_type
-def test_going_on_is_exact(tag: str, dtype: torch.dtype) -> None:
+def test_resuming_is_exact(tag: str, dtype: torch.dtype) -> None:
     unbroken, first, second = (Learner(make(tag), seed=s, dtype=dtype) for s in (0, 0, 1))
     losses = [unbroken.step() for _ in range(6)]
     before = [first.step() for _ in range(3)]
@@ -244,7 +244,7 @@ def test_going_on_is_exact(tag: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "tag", [tag if tag == "nadam" else pytest.param(tag, marks=pytest.mark.slow) for tag in TYPES]
 )
-def test_whoever_goes_on_in_another_format_takes_its_moments_along(tag: str) -> None:
+def test_moments_are_kept_when_resuming_in_another_dtype(tag: str) -> None:
     narrow, wide = Learner(make(tag)), Learner(make(tag), dtype=torch.float64)
     for _ in range(3):
         narrow.step()
@@ -256,7 +256,7 @@ def test_whoever_goes_on_in_another_format_takes_its_moments_along(tag: str) -> 
 
 
 @every_type
-def test_whoever_goes_on_obeys_the_options_given_now(tag: str) -> None:
+def test_a_resumed_optimizer_obeys_the_new_options(tag: str) -> None:
     own = set(type(make(tag)).model_fields) - set(OptimizerConfig.model_fields)
     assert set(CHANGED[tag]) == own, "every option has another value here"
     first = Learner(make(tag))
@@ -294,7 +294,7 @@ def test_options_reach_the_optimizer(tag: str) -> None:
         assert all(group[key] == value for group in found), name
 
 
-def test_sgd_may_take_up_momentum_on_the_way() -> None:
+def test_sgd_may_gain_momentum_when_resumed() -> None:
     first, second = Learner(SGDConfig(momentum=0.0)), Learner(SGDConfig(momentum=0.9), seed=1)
     first.step()
 
@@ -328,7 +328,7 @@ def test_a_run_is_trained_clipped_accumulated_and_reports_its_rate(
 
 
 @pytest.mark.parametrize("tag", ["muon", "nadam", "adafactor"])
-def test_a_run_that_is_cut_goes_on_to_the_bit(
+def test_a_resumed_run_is_exact(
     make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path, tag: str
 ) -> None:
     """Those that remember most, by the whole way of `--resume`."""
@@ -367,7 +367,9 @@ def test_the_docs_have_every_schedule() -> None:
     assert sorted(found) == sorted(ScheduleConfig.members)
 
 
-def test_one_of_your_own_is_named_by_its_file(fit: Callable[..., Fitted], tmp_path: Path) -> None:
+def test_a_custom_optimizer_is_named_by_its_file(
+    fit: Callable[..., Fitted], tmp_path: Path
+) -> None:
     """The one of the docs."""
     blocks = re.findall(r"^```python\n(.*?)^```", DOCS, re.DOTALL | re.MULTILINE)
     (code,) = [block for block in blocks if "SignConfig" in block]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.runs.assemble import LAUNCHED, check_trainer
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.validate import LAUNCHED, require_valid
 from tests.helpers.own_block import OWN_BLOCK
 
 RunTrain = Callable[..., Any]
@@ -146,7 +146,7 @@ def test_machines_that_a_launcher_has_started_are_taken(
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=r"^trainer\.num_nodes \(2\): .* torchrun "):
-        check_trainer(config)
+        require_valid(config)
 
     monkeypatch.setenv(variable, "2")
-    check_trainer(config)
+    require_valid(config)

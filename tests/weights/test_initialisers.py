@@ -12,6 +12,7 @@ from torch import Generator, Tensor
 from moe_ffn import ConfigError, DecoderConfig, build_ffn
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
+from moe_ffn.ffn.networks import memories, networks
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights import (
     CarveConfig,
@@ -226,7 +227,7 @@ def test_a_carved_block_with_every_expert_on_is_the_dense_one(num_shared: int) -
 
 def test_the_router_of_a_carved_block_is_a_unit_of_each_expert() -> None:
     dense = block_of(DENSE["swiglu"])
-    (memory,) = dense.memories(tokens())
+    (memory,) = memories(dense, tokens())
     partition = partition_units(most_active(memory.activations_NF, 4), 4, 2)
     config = carved_with(2, 2).target(dense.config, D, 0)  # pyright: ignore[reportArgumentType]
     routing = carve(dense, config, D, partition, seeded())(tokens()).routing
@@ -337,7 +338,7 @@ def test_experts_stay_as_wide_as_they_are_where_the_width_was_a_default() -> Non
     source = decoder_of({"type": "moe", "num_experts": 6, "zero_computation": {"num_copy": 2}})
     made = PruneConfig(num_experts=4).initialise([source], ids(), seeded())
 
-    widths = [as_moe(layer.ffn).networks() for d in (source, made) for layer in d.layers]
+    widths = [networks(as_moe(layer.ffn)) for d in (source, made) for layer in d.layers]
     assert len({weights.d_ff for weights in widths if weights is not None}) == 1
 
 
@@ -378,7 +379,7 @@ def test_reap_is_the_mean_of_weight_times_norm_over_the_tokens_of_an_expert() ->
 
 def permuted_copies(block: MoEFFN, groups: list[list[int]], *, rows: bool) -> None:
     """Make the experts of each group the first of it with its units in another order."""
-    weights = block.networks()
+    weights = networks(block)
     assert weights is not None
     with torch.no_grad():
         for group in groups:
@@ -422,7 +423,7 @@ def test_merging_equal_experts_leaves_the_function(
 
 def test_merged_weights_are_the_mean_by_how_often_experts_were_chosen() -> None:
     block = moe_of({"type": "top_k", "k": 2, "renormalize": True})
-    weights, router = block.networks(), block.router.rows()["projection.weight"]
+    weights, router = networks(block), block.router.rows()["projection.weight"]
     assert weights is not None
     with torch.no_grad():  # alike enough for units to keep their places
         weights.up_EHD[1:] = weights.up_EHD[0] + torch.arange(1, 6).double().view(-1, 1, 1) * 1e-3
@@ -434,7 +435,7 @@ def test_merged_weights_are_the_mean_by_how_often_experts_were_chosen() -> None:
     counts = torch.tensor([3, 1, 0, 0, 0, 0])
     made = as_moe(merge_experts(block, target, D, [[0, 1], [2, 3, 4, 5]], counts, seeded()))
 
-    found = made.networks()
+    found = networks(made)
     assert found is not None
     assert_same(found.up_EHD[0], 0.75 * weights.up_EHD[0] + 0.25 * weights.up_EHD[1])
     assert_same(found.up_EHD[1], weights.up_EHD[2:].mean(dim=0))

@@ -11,7 +11,6 @@ the compiler and its flags, so that a folder which several machines share holds 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -23,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -35,64 +33,57 @@ HERE = Path(__file__).parent
 SOURCES = ("experts.cpp", "backward.h", "layer.h", "passes.h", "routing.h")
 
 VARIABLE = "MOE_FFN_NATIVE"
-"""Set to 0, this variable of the environment turns the compiled kernels off."""
+"""Environment variable; 0 turns the compiled kernels off."""
 
 INSTRUCTION_SETS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c",
     "AVX2": "-mavx2 -mfma -mf16c",
     "DEFAULT": "-DAT_BUILD_ARM_VEC256_WITH_SLEEF",
 }
-"""The flags of each kind of CPU that at::vec has vectors for. Named one by one, so that a library never holds
-an instruction that another CPU of the same kind lacks. Every ARM has NEON, which is in the last, with torch's
-exponential function of vectors; SVE would need flags of its own."""
+"""Flags of each kind of CPU that at::vec has vectors for.
+
+They are named one by one, so that a library never holds an instruction that another CPU of the kind lacks.
+The last one serves every ARM with NEON and torch's vector exponential; SVE would need its own flags.
+"""
 
 FLAGS = "-O3 -std=c++20 -shared -fPIC -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
 FLAGS_OF_GCC = (
     "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -pipe --param=ggc-min-heapsize=1000000"
 )
-"""Without the passes that take long and gain nothing, and without looking for memory to use again below 1 GB;
-Clang does not know these flags."""
+"""Flags that skip slow passes without gain, and garbage collection below 1 GB; Clang lacks them."""
 TIMEOUT_SECONDS = 300
 _TRANSIENT = re.compile(
     r"^.*(?:no space left|quota exceeded|input/output error|killed|terminated program|out of memory"
     r"|memory exhausted|cannot allocate memory).*$",
     re.IGNORECASE | re.MULTILINE,
 )
-"""A line of a compiler that fails for what may be gone the next time; such a failure is not remembered."""
+"""Line of a compiler that failed for a reason that may be gone next time; it is not remembered."""
 VERSION_TIMEOUT_SECONDS = 30
 
 
 @cache
-def why_unavailable() -> str | None:
-    """Why the operators are not available, as the rest of a sentence; None once they are loaded, or compiled.
+def unavailable_reason() -> str | None:
+    """Return why the operators are not available, as the rest of a sentence; None once they are loaded.
 
-    A failure is said on stderr, once in a process; of several processes on a machine by the first. What the
-    user turned off is not.
+    Compiles them if need be. The first process of a machine logs a failure, unless the user turned them off.
     """
     if os.environ.get(VARIABLE) == "0":
         return f"is turned off by {VARIABLE}=0"
     why = load()
     if why is not None and is_first_here():
-        _say(f"the compiled CPU kernel {why}; the slower ones of torch are used")
+        _say(f"the compiled CPU kernel {why}; the slower loop over experts is used")
     return why
 
 
 def load() -> str | None:
-    """Load the operators, compiled first if need be; the rest of a sentence where that fails.
-
-    Whatever the variable says; nothing is printed but that it compiles.
-    """
+    """Compile the operators, unless that was done before, and load them; return why that failed."""
     if sys.platform == "win32":
         return "is not compiled on Windows"
-    given = os.environ.get("CXX", "")  # it may be `ccache g++`
     try:
-        compiler = shlex.split(given)
-    except ValueError as error:
-        return f"needs a C++ compiler: CXX is '{given}', which a shell does not read ({error})"
-    compiler = compiler or [name for name in ("g++", "clang++") if shutil.which(name)][:1]
-    if not compiler:
-        return "needs a C++ compiler: neither g++ nor clang++ was found"
-    try:
+        compiler = shlex.split(os.environ.get("CXX", ""))  # it may be `ccache g++`
+        compiler = compiler or [name for name in ("g++", "clang++") if shutil.which(name)][:1]
+        if not compiler:
+            return "needs a C++ compiler: neither g++ nor clang++ was found"
         command, place = _command(compiler)
         failure = place.with_suffix(".failed")
         library = _library(place)
@@ -101,13 +92,13 @@ def load() -> str | None:
         if library is None:
             return f"could not be compiled, as '{failure}' says; remove that file to try again"
         torch.ops.load_library(library)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return f"could not be compiled and loaded: {error.__cause__ or error}"
     return None
 
 
 def _command(compiler: list[str]) -> tuple[list[str], Path]:
-    """What compiles, but for the names of files; folder and beginning of the name of what is kept of it."""
+    """Return the compiler's command without files, and the beginning of the library's path."""
     version = _run([*compiler, "--version"], VERSION_TIMEOUT_SECONDS)
     command = [*compiler, *_flags(is_clang="clang" in version)]
     parts = [torch.__version__, platform.machine(), version, *command]
@@ -132,7 +123,7 @@ def _flags(is_clang: bool) -> list[str]:
 
 
 def _library(place: Path) -> Path | None:
-    """The library, if it is whole: to load a part of one (a full disk, a copy cut short) ends the process."""
+    """The library, if its bytes are intact: loading a damaged one would end the process."""
     for path in sorted(place.parent.glob(f"{place.name}-*.so")):
         if path.name == _name(place, path.read_bytes()):
             return path
@@ -145,45 +136,50 @@ def _name(place: Path, content: bytes) -> str:
 
 def _build(command: list[str], place: Path, failure: Path) -> Path | None:
     """Compile the library, or write what the compiler said; wait for another process that does so."""
+    import fcntl  # not on Windows
+
     place.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(place.with_suffix(".lock")) as is_locked:
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
         library = _library(place)
         if library is not None or failure.exists():
             return library
         prefix = f".{place.name}-"
-        if is_locked:  # what a killed process has left
-            for folder in place.parent.glob(f"{prefix}*"):
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in place.parent.glob(f"{prefix}*"):  # left by a process that was killed
+            shutil.rmtree(folder, ignore_errors=True)
         _say("compiling the CPU kernels, once (10 to 20 s)")
         start = time.monotonic()
-        with tempfile.TemporaryDirectory(
-            dir=place.parent, prefix=prefix, ignore_cleanup_errors=True
-        ) as folder:
-            target = Path(folder) / "native.so"
-            source = str(HERE / SOURCES[0])
-            whole = [*command, source, "-o", str(target), "-ltorch_cpu", "-lc10"]
-            try:
-                _run(whole, TIMEOUT_SECONDS)
-                if target.exists():
-                    library = place.with_name(_name(place, target.read_bytes()))
-                    target.replace(library)  # whole or not there, whoever else looks
-                    _say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")
-                    return library
-            except subprocess.CalledProcessError as error:
-                found = _TRANSIENT.search(error.output)
-                if found or not error.output.strip():
-                    why = found[0].strip() if found else f"exit code {error.returncode}"
-                    raise RuntimeError(f"the compiler ended with '{why}'") from None
-                target.write_text(f"{shlex.join(whole)}\n\n{error.output}\n", encoding="utf-8")
-                target.replace(failure)
-                return None
-            except subprocess.TimeoutExpired as error:
-                raise RuntimeError(f"the compiler was not done after {error.timeout:g} s") from None
-        raise RuntimeError("the compiler made no file")
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=prefix) as folder:
+            library = _compile(command, Path(folder) / "native.so", place, failure)
+        if library is not None:
+            _say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")
+        return library
+
+
+def _compile(command: list[str], target: Path, place: Path, failure: Path) -> Path | None:
+    """Run the compiler; the library, or `failure` with what the compiler said, appears atomically.
+
+    Raises:
+        RuntimeError: it failed for a reason that may be gone the next time.
+    """
+    whole = [*command, str(HERE / SOURCES[0]), "-o", str(target), "-ltorch_cpu", "-lc10"]
+    try:
+        _run(whole, TIMEOUT_SECONDS)
+    except subprocess.CalledProcessError as error:
+        found = _TRANSIENT.search(error.output)
+        if found or not error.output.strip():
+            why = found[0].strip() if found else f"exit code {error.returncode}"
+            raise RuntimeError(f"the compiler ended with '{why}'") from None
+        target.write_text(f"{shlex.join(whole)}\n\n{error.output}\n", encoding="utf-8")
+        target.replace(failure)
+        return None
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"the compiler was not done after {error.timeout:g} s") from None
+    return target.replace(place.with_name(_name(place, target.read_bytes())))
 
 
 def _run(command: list[str], timeout: float) -> str:
-    """What a program writes to stdout; CalledProcessError, with stderr, where it fails."""
+    """Return a program's stdout; CalledProcessError, with stderr, where it fails."""
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -197,8 +193,7 @@ def _run(command: list[str], timeout: float) -> str:
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:  # it takes too long, or the user interrupts it
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command, out + err)
@@ -206,19 +201,4 @@ def _run(command: list[str], timeout: float) -> str:
 
 
 def _say(what: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # stderr is full, or closed
-        print(what, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _locked(lock: Path) -> Iterator[bool]:
-    """Hold a lock. False where the file system has none: two processes then do the same work, unharmed."""
-    import fcntl  # not on Windows
-
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-        else:
-            yield True
+    print(what, file=sys.stderr, flush=True)

@@ -12,21 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.kernels.torch_modes import is_dispatch_mode_on, is_transform_on, without_autocast
 
 NARROW = (torch.bfloat16, torch.float16)
 
 MAX_K = 32
-"""Up to this k the compiled top-k, which inserts every score into a list of k, is the quicker one."""
+"""Maximum k of the compiled top-k, which inserts every score into a list of k; torch's is faster above."""
 
 
 def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """`F.linear` in float32, the dtype of the weight, of tokens in bfloat16 or float16; without a gradient.
+    """Compute `F.linear` in float32, the dtype of the weight, of bfloat16 or float16 tokens; no gradient.
 
-    The compiled loop converts a few tokens at a time, so that no float32 copy of all of them is written.
+    The compiled loop converts a few tokens at a time, without a float32 copy of all.
     """
-    # Of other shapes and dtypes, from a router of one's own, torch says what it takes.
+    # torch explains what is wrong with other shapes and dtypes of a custom router.
     is_narrow = x_TD.dtype in NARROW and x_TD.ndim == weight_ED.ndim == 2
     if is_narrow and weight_ED.dtype == torch.float32 and _is_compiled(x_TD, weight_ED):
         return _operators().wide_linear(x_TD.detach(), weight_ED.detach())
@@ -37,7 +37,7 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def wide_linear_backward(
     grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x, in its dtype, and of the weight in `wide_linear`; None where not wanted."""
+    """Return the gradients of x, in its dtype, and of the weight in `wide_linear`; None if not wanted."""
     is_narrow = x_TD.dtype in NARROW and grad_TE.ndim == x_TD.ndim == weight_ED.ndim == 2
     is_wide = grad_TE.dtype == weight_ED.dtype == torch.float32
     compiled = is_narrow and is_wide and _is_compiled(grad_TE, x_TD, weight_ED)
@@ -54,9 +54,9 @@ def wide_linear_backward(
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """int64 (T, K), the experts with the largest scores, the largest first; without a gradient.
+    """Experts with the largest scores, int64 (T, K), the largest first; without a gradient.
 
-    Of equal scores, the compiled loop takes the expert with the lower number; torch names no order.
+    The compiled loop prefers the lower expert among equal scores; torch promises no order.
     """
     if k <= MAX_K and scores_TE.dtype == torch.float32 and _is_compiled(scores_TE):
         return _operators().top_k(scores_TE.detach(), k)
@@ -64,9 +64,9 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The order (N,) that sorts pairs by expert, and int32 (E,), where each expert's pairs end.
+    """Return the order (N,) that sorts pairs by expert, and int32 (E,), the end of each expert's pairs.
 
-    The sort is stable. Ids are 0 to `num_experts`; pairs of the last, which is no expert, come last.
+    The sort is stable. Id `num_experts` means no expert; such pairs come last.
     """
     if expert_ids_N.dtype == torch.int64 and _is_compiled(expert_ids_N):
         return _operators().sort_by_expert(expert_ids_N, num_experts)
@@ -76,19 +76,19 @@ def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def _is_compiled(*tensors: Tensor) -> bool:
-    """Whether the compiled loops take these tensors: on the CPU, with data, outside graphs and transforms."""
+    """Return True for tensors of the compiled loops: on the CPU, with data, outside graphs and transforms."""
     return (
         not torch.compiler.is_compiling()
         and all(x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter) for x in tensors)
         and not is_dispatch_mode_on()
         and not is_transform_on()
-        and why_unavailable() is None
+        and unavailable_reason() is None
     )
 
 
 @cache
 def _operators() -> Any:
-    """The compiled operators; torch is told once what those of this file make of tensors without numbers."""
+    """Compiled operators; registers their shapes, for tensors without data, once."""
 
     def shapes(name: str) -> Any:
         return torch.library.register_fake(f"moe_ffn_cpu::{name}")

@@ -29,10 +29,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """No loop and no host synchronisation; float32, bfloat16 and float16 of any width.
+    """Run all experts without host synchronisation, in float32, bfloat16 or float16 of any width.
 
-    The first call with a pair of widths does wait: it compiles the kernels and times their tile
-    sizes. It keeps for backward the inputs, the pre-activations and, with dropout, the mask (N, F).
+    The first call with a pair of widths waits: it compiles the kernels and times their tile sizes. Inputs,
+    pre-activations and the dropout mask (N, F) are kept for backward.
     """
     from moe_ffn.kernels.triton.launch import experts  # imports triton, which is optional
 
@@ -56,7 +56,7 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    """Why `triton` does not take these tokens; it needs a GPU or its interpreter, and one of `DTYPES`."""
+    """Reason why `triton` does not take these tokens; None if it does."""
     if not INSTALLED:
         return "needs the package triton, which is not installed; use 'auto'"
     if x_TD.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -88,9 +88,10 @@ def _too_old(device: torch.device) -> str | None:
 
 
 def _pairs_of_tokens(plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Where each pair of the routing's list stands in the plan; where the pairs of each token start.
+    """Return the place in the plan of each pair of the routing's list, and the start of each token's
+    pairs.
 
-    That list is sorted by token, so its T + 1 starts are all that is needed.
+    That list is sorted by token, so its T + 1 starts are enough.
     """
     num_pairs, device = plan.pair_ids_N.shape[0], plan.pair_ids_N.device
     ranks_N = torch.empty_like(plan.pair_ids_N).scatter_(

@@ -40,7 +40,7 @@ def hidden_gradient_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """With y = w (down h + b): d_pre_NH, w h (N, F), and what each tile of units adds to dw.
+    """Compute d_pre_NH, w h (N, F), and what each tile of units adds to dw, of y = w (down h + b).
 
     dw = <dy, down h + b> = <down^T dy, h> + <dy, b>: taken on the side of the hidden units, where
     no result of the expert is needed, and where w is multiplied with only once.
@@ -119,7 +119,7 @@ def _through_activation(
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Writes d_pre and w h of these units; returns what they add to dw."""
+    """Write d_pre and w h of these units; return what they add to dw."""
     pre_ptr, d_pre_ptr, hidden_ptr, dropout_ptr = pointers
     H: tl.constexpr = 2 * F if GATED else F
     UP: tl.constexpr = H - F

@@ -53,8 +53,7 @@ PRODUCT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (64, 128, 64, 4, 
 WEIGHT_GRADIENT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (128, 64, 64, 4, 4))
 
 FLOAT32 = _configs((64, 64, 32, 3, 4))
-"""The one tile of every kernel in float32: those above would take twice the shared memory, and the many
-multiplications of full precision take long to compile."""
+"""Tile of every kernel in float32: the others would take twice the shared memory and long to compile."""
 
 INTERPRETED = _configs((16, 16, 16, 1, 1))
 """The smallest tile, so that tests of small layers have several."""
@@ -96,7 +95,7 @@ _bias_gradient_kernel: Any = bias_gradient_kernel
 _combine_kernel: Any = combine_kernel
 
 _FUSED = {"enable_fp_fusion": True}
-"""Multiply and add in one instruction; given, since Triton's default is about to change."""
+"""Fused multiply-add, set explicitly because Triton's default is about to change."""
 
 
 # ------------------------------------------------------------------------------- launches
@@ -104,12 +103,12 @@ _FUSED = {"enable_fp_fusion": True}
 
 @dataclass(frozen=True)
 class Rows:
-    """The pairs, in the plan's order."""
+    """Pairs in the plan's order."""
 
     token_ids_N: Tensor
     offsets_E: Tensor
     dtype: torch.dtype
-    """The dtype of everything that has a row per pair."""
+    """Dtype of everything with a row per pair."""
 
     def __len__(self) -> int:
         return self.token_ids_N.shape[0]

@@ -1,4 +1,4 @@
-"""What each expert takes, and what its router goes by.
+"""Tokens that each expert takes, and attributes that explain its router's choice.
 
 T tokens of a text, N (token, expert) pairs, E experts, A attributes' labels, L routers
 """
@@ -7,40 +7,36 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from moe_ffn.outputs import Routing
+from moe_ffn.report.assignments import Assignment
 from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text
-from moe_ffn.report.trace import origin
 
 NUM_PERMUTATIONS = 5
-"""Permutations of a label over the tokens, whose mean mutual information is what chance gives."""
+"""Permutations of a label over the tokens; their mean mutual information is chance."""
 
 MAX_DOCUMENTS = 16
-"""Documents of the profile by document, the largest; the rest are one label."""
+"""Largest documents of the profile by document; the rest are one label."""
 
 CHUNK = 8192
-"""Tokens whose experts are held as a table at once."""
-
-NOT_REACHED = -1
-"""In `first_T`: the token did not come to this router."""
+"""Tokens whose experts are in memory as a table at once."""
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """A label of each token, by which routing may go."""
+    """A label of each token that may explain routing."""
 
     name: str
     labels_T: np.ndarray
     names: tuple[str, ...] = ()
-    """The names of the labels; empty where they are too many for a profile, as token ids."""
+    """Names of the labels; empty where they are too many for a profile, as token ids."""
 
 
 def attributes(text: Text) -> list[Attribute]:
-    """What is known of each token of a text, without the model."""
+    """Return the attributes of each token that a text has without the model."""
     ids, position, column = text.ids_T, text.position_T, text.column_T
     previous = np.where(position > 0, np.roll(ids, 1), -1)
     found = [
@@ -71,60 +67,11 @@ def attributes(text: Text) -> list[Attribute]:
     return found
 
 
-@dataclass
-class Assignment:
-    """Which experts each token of the text chose at one router, gathered while batches pass."""
-
-    name: str
-    """`layer_03`, `layer_03/inner`."""
-    expert_names: tuple[str, ...]
-    num_tokens: int
-    """T"""
-    first_T: np.ndarray = field(init=False)
-    """The expert of the largest weight; E where the router chose none, NOT_REACHED where the token never
-    came."""
-    _pairs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.first_T = np.full(self.num_tokens, NOT_REACHED, dtype=np.int32)
-
-    def add(self, routing: Routing, came_from: np.ndarray) -> None:
-        """Count a batch, before any pair is dropped.
-
-        Args:
-            came_from: (routing.num_tokens,) the place in the text of each token; NOT_REACHED for padding.
-        """
-        real = routing.real_N
-        tokens = came_from[routing.token_ids_N[real].cpu().numpy()].astype(np.int32)
-        experts = routing.expert_ids_N[real].cpu().numpy().astype(np.int32)
-        weights = routing.weights_N[real].detach().float().cpu().numpy()
-        self.first_T[came_from[came_from >= 0]] = routing.num_experts
-        # The heaviest is written last; of equal ones the first that the router lists.
-        order = np.lexsort((-np.arange(len(weights)), weights))
-        self.first_T[tokens[order]] = experts[order]
-        self._pairs.append((tokens, experts))
-
-    @property
-    def num_experts(self) -> int:
-        """E"""
-        return len(self.expert_names)
-
-    @property
-    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The token and the expert of each pair, (N,)."""
-        tokens, experts = zip(*self._pairs, strict=True)
-        return np.concatenate(tokens), np.concatenate(experts)
-
-    @property
-    def reached_T(self) -> np.ndarray:
-        return self.first_T != NOT_REACHED
-
-
 # -- agreement
 
 
 def mutual_information(a_N: np.ndarray, b_N: np.ndarray) -> float:
-    """I(a; b) in nats, of whole numbers from 0 on: the plug-in estimate from how often each pair occurs."""
+    """Return I(a; b) in nats of non-negative integers: the plug-in estimate from counts of pairs."""
     if not len(a_N):
         return 0.0
     width = int(b_N.max()) + 1
@@ -133,7 +80,7 @@ def mutual_information(a_N: np.ndarray, b_N: np.ndarray) -> float:
 
 
 def entropy(a_N: np.ndarray) -> float:
-    """H(a) in nats."""
+    """Return H(a) in nats."""
     return _entropy_of(np.bincount(a_N)) if len(a_N) else 0.0
 
 
@@ -144,21 +91,21 @@ def _entropy_of(counts: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How much of a router's choice an attribute knows: I(expert; attribute) / H(expert)."""
+    """Share of a router's choice that an attribute explains: I(expert; attribute) / H(expert)."""
 
     share: float
-    """1 where the attribute alone decides; nan where there is no choice, since H is 0."""
+    """1 where the attribute alone decides; nan where H is 0."""
     chance: float
-    """The same with the attribute permuted over the tokens, which is above 0 where labels are many."""
+    """The same with the attribute permuted over the tokens; above 0 where labels are many."""
 
     @property
     def above_chance(self) -> float:
-        """(share - chance) / (1 - chance): 0 at chance, 1 where the attribute decides."""
+        """Return (share - chance) / (1 - chance): 0 at chance, 1 where the attribute decides."""
         return (self.share - self.chance) / (1 - self.chance) if self.chance < 1 else math.nan
 
 
 def agreement(expert_N: np.ndarray, label_N: np.ndarray) -> Agreement:
-    """How much of the experts the labels know; both whole numbers from 0 on."""
+    """Return the share of the expert choices that the labels explain; both are non-negative integers."""
     choice = entropy(expert_N)
     if choice <= 1e-12:
         return Agreement(math.nan, math.nan)
@@ -173,9 +120,9 @@ def agreement(expert_N: np.ndarray, label_N: np.ndarray) -> Agreement:
 
 
 def same_tokens(a: Assignment, b: Assignment) -> float:
-    """2 I(a; b) / (H(a) + H(b)) of two routers' first choices, over the tokens that came to both.
+    """Return 2 I(a; b) / (H(a) + H(b)) of two routers' first choices, over the tokens that came to both.
 
-    1 where one is a renaming of the other; the numbers of the experts do not matter.
+    It is 1 where one is a renaming of the other.
     """
     both = a.reached_T & b.reached_T
     first, second = a.first_T[both], b.first_T[both]
@@ -184,7 +131,7 @@ def same_tokens(a: Assignment, b: Assignment) -> float:
 
 
 def depth_matrix(assignments: Sequence[Assignment]) -> np.ndarray:
-    """(L, L) of `same_tokens`."""
+    """Return `same_tokens` of all pairs, (L, L)."""
     size = len(assignments)
     found = np.ones((size, size))
     for i in range(size):
@@ -195,17 +142,17 @@ def depth_matrix(assignments: Sequence[Assignment]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TokenPrediction:
-    """How often the first choice is the one that a token's id had most often elsewhere in the text."""
+    """Accuracy of guessing the first choice by a token's most frequent expert elsewhere in the text."""
 
     accuracy: float
-    """Counted on every second window, judged on the windows between; a token that was not counted is given
-    the most frequent expert."""
+    """Accuracy on every second window with counts from the windows between; an uncounted token gets the most
+    frequent expert."""
     most_frequent: float
-    """The accuracy of always guessing the most frequent expert."""
+    """Accuracy of always guessing the most frequent expert."""
 
 
 def predict_by_token(assignment: Assignment, text: Text) -> TokenPrediction | None:
-    """None where the text has one window alone."""
+    """Return the accuracies; None where the text has a single window."""
     reached = assignment.reached_T
     is_even = (np.arange(len(text)) // text.seq_len) % 2 == 0
     fit, judge = reached & is_even, reached & ~is_even
@@ -226,7 +173,7 @@ def predict_by_token(assignment: Assignment, text: Text) -> TokenPrediction | No
 
 
 def profile(assignment: Assignment, attribute: Attribute) -> np.ndarray:
-    """(E, A) pairs of each expert with each label."""
+    """Return the number of pairs of each expert with each label, (E, A)."""
     tokens, experts = assignment.pairs
     counts = np.zeros((assignment.num_experts, len(attribute.names)), dtype=np.int64)
     np.add.at(counts, (experts, attribute.labels_T[tokens]), 1)
@@ -234,7 +181,7 @@ def profile(assignment: Assignment, attribute: Attribute) -> np.ndarray:
 
 
 def lift(counts_EA: np.ndarray) -> np.ndarray:
-    """P(label | expert) / P(label): 1 where an expert takes its even part; nan where it has no pair."""
+    """Return P(label | expert) / P(label): 1 where an expert takes its even part, nan without a pair."""
     counts = counts_EA.astype(float)
     with np.errstate(divide="ignore", invalid="ignore"):
         return (
@@ -245,10 +192,10 @@ def lift(counts_EA: np.ndarray) -> np.ndarray:
 
 
 def coactivation_lift(assignment: Assignment) -> np.ndarray | None:
-    """(E, E) how often two experts share a token, over how often they would if pairs were drawn by load.
+    """Return how often two experts share a token over how often their loads give by chance, (E, E).
 
-    count(i, j) / (c n_i n_j), c such that observed and expected pairs are equally many; nan on the diagonal.
-    None where no token has two experts.
+    count(i, j) / (c n_i n_j), with c such that observed and expected pairs are equally many; nan on the
+    diagonal. None where no token has two experts.
     """
     tokens, experts = assignment.pairs
     size = assignment.num_experts
@@ -267,14 +214,3 @@ def coactivation_lift(assignment: Assignment) -> np.ndarray | None:
     expected *= counts.sum() / expected.sum()
     np.fill_diagonal(counts, np.nan)
     return np.divide(counts, expected, out=np.full_like(counts, np.nan), where=expected > 0)
-
-
-def came_from(
-    routings: Mapping[str, Routing], name: str, gates: Sequence[str], first: int
-) -> np.ndarray:
-    """Where in the text the tokens of a routing stand, in a batch whose first token has number `first`."""
-    inside = origin(routings, name, gates)
-    if inside is None:
-        return np.arange(routings[name].num_tokens) + first
-    places = inside.cpu().numpy()
-    return np.where(places < 0, NOT_REACHED, places + first)

@@ -1,4 +1,4 @@
-"""Figures of what feed-forward blocks store: functions that return a plotly figure, for a notebook too."""
+"""Figures of the contents of feed-forward blocks: functions that return a plotly figure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SUFFIX = Metric(
 
 
 def suffixes(units: Sequence[LayerUnits]) -> go.Figure:
-    """Share of units whose top inputs have the same last n tokens, by layer, beside chance."""
+    """Draw the share of units whose top inputs have the same last n tokens, by layer, and by chance."""
     note = (
         f"At least {AGREE:.0%} of a unit's top inputs end in the same n tokens. Chance: inputs drawn at "
         "random from those that the unit's network saw."
@@ -59,13 +59,13 @@ def suffixes(units: Sequence[LayerUnits]) -> go.Figure:
     figure: Any = line_figure(lines, _SUFFIX, MAX_SUFFIX_LENGTH, note=note)
     axis = figure.layout.xaxis
     axis.title.text, axis.unifiedhovertitle.text = "n, tokens", "last %{x}"
-    for line in figure.data:  # without the last value, which of suffixes is not what counts
+    for line in figure.data:  # the last value says nothing here
         line.name = line.meta["name"]
     return figure
 
 
 def agreements(found: Inspection) -> go.Figure:
-    """How much each attribute of a token knows of the router's first choice, above chance.
+    """Draw the share of the router's first choice that each attribute of a token explains, above chance.
 
     Raises:
         NotMeasuredError: no block that was looked at routes.
@@ -73,10 +73,10 @@ def agreements(found: Inspection) -> go.Figure:
     routers = _routers(found)
     names = [attribute.name for attribute in found.attributes]
     values = [[router.agreement[name].above_chance for router in routers] for name in names]
-    figure = heat_figure(
-        range(len(routers)),
+    return _heat(
+        [short_name(router.name) for router in routers],
         names,
-        _plain(values),
+        values,
         ("layer", ""),
         title="Agreement of the first choice with what a token is",
         note="Mutual information of the first choice and the attribute, over the entropy of the choice; 0 is "
@@ -87,11 +87,10 @@ def agreements(found: Inspection) -> go.Figure:
         zmin=0,
         zmax=1,
     )
-    return _named_x(figure, [short_name(router.name) for router in routers])
 
 
 def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure:
-    """What part of each label's tokens an expert takes, as a multiple of its part of all tokens.
+    """Draw an expert's part of each label's tokens, as a multiple of its part of all tokens.
 
     Args:
         router_name: such as `layer_03`.
@@ -107,24 +106,22 @@ def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure
     occurs = np.flatnonzero(counts.sum(axis=0))
     lift = experts.lift(counts)[:, occurs].T
     shares = (counts[:, occurs] / np.maximum(counts.sum(axis=1, keepdims=True), 1)).T
-    figure = heat_figure(
-        range(router.assignment.num_experts),
+    return _heat(
+        router.assignment.expert_names,
         [_short(attribute.names[label]) for label in occurs],
-        _plain(lift),
+        lift,
         ("expert", ""),
         title=f"By {attribute.name}",
         note="",
         hover=f"expert %{{x}}, {attribute.name} %{{y}}: <b>%{{z:.2f}}</b> times its part of the text,"
         "<br><b>%{customdata:.1%}</b> of what the expert takes",
         customdata=_plain(shares),
-        meta={"stops": {role: place for role, (place, _) in LOAD_SCALE.items()}},
-        **LOAD_OPTIONS | {"bar": LOAD_OPTIONS["bar"] | {"title": "times its part of the text"}},
+        **_scaled("times its part of the text", "even"),
     )
-    return _named_x(figure, router.assignment.expert_names)
 
 
 def together(router: Router) -> go.Figure:
-    """How often two experts share a token, as a multiple of what their loads give.
+    """Draw how often two experts share a token, as a multiple of chance.
 
     Raises:
         NotMeasuredError: no token has two experts.
@@ -133,30 +130,21 @@ def together(router: Router) -> go.Figure:
     if lift is None:
         raise NotMeasuredError(f"no token of {router.name} has two experts")
     names = router.assignment.expert_names
-    figure = heat_figure(
+    return _heat(
+        names,
         range(len(names)),
-        range(len(names)),
-        _plain(lift),
+        lift,
         ("expert j", "expert i"),
         title="Experts that share tokens",
         note="Tokens that chose both, over what two experts of their loads would share by chance.",
         hover="experts %{y} and %{x}: <b>%{z:.2f}</b> times chance",
         height=440,
-        meta={"stops": {role: place for role, (place, _) in LOAD_SCALE.items()}},
-        **LOAD_OPTIONS
-        | {
-            "bar": {
-                "title": "times chance",
-                "tickvals": [0, 1, 2, 3, 4],
-                "ticktext": ["0", "1 = chance", "2", "3", "≥ 4"],
-            }
-        },
+        **_scaled("times chance", "chance"),
     )
-    return _named_x(figure, names)
 
 
 def depth(found: Inspection) -> go.Figure:
-    """How much the first choices of two layers know of each other.
+    """Draw the mutual information of the first choices of two layers.
 
     Raises:
         NotMeasuredError: fewer than two routers were looked at.
@@ -167,13 +155,12 @@ def depth(found: Inspection) -> go.Figure:
     values = found.depth.copy()
     np.fill_diagonal(values, np.nan)
     known = values[np.isfinite(values)]
-    # Of one number, a scale that ended there would make any of them the brightest.
     low, high = (known.min(), known.max()) if np.unique(known).size > 1 else (0, 1)
     names = [short_name(router.name) for router in routers]
-    figure = heat_figure(
-        range(len(names)),
+    return _heat(
         names,
-        _plain(values),
+        names,
+        values,
         ("layer", "layer"),
         title="The same tokens together in two layers",
         note="2 I(a; b) / (H(a) + H(b)) of the first choices of two layers: 1 where one is a renaming of the "
@@ -186,7 +173,6 @@ def depth(found: Inspection) -> go.Figure:
         zmax=float(high),
         texttemplate="%{z:.2f}" if len(names) <= MAX_TEXTS else None,
     )
-    return _named_x(figure, names)
 
 
 def _routers(found: Inspection) -> list[Router]:
@@ -203,11 +189,25 @@ def _one(known: Any, name: str, what: str) -> Any:
     return known[name]
 
 
-def _named_x(figure: go.Figure, names: Sequence[str]) -> go.Figure:
-    """Columns called by these names, of which a few are shown where they are many."""
-    shown = range(0, len(names), max(-(-len(names) // 16), 1))
+def _scaled(title: str, one: str) -> dict[str, Any]:
+    """Return the colours of loads for multiples of something else."""
+    bar = {**LOAD_OPTIONS["bar"], "title": title, "ticktext": ["0", f"1 = {one}", "2", "3", "≥ 4"]}
+    stops = {role: place for role, (place, _) in LOAD_SCALE.items()}
+    return {**LOAD_OPTIONS, "bar": bar, "meta": {"stops": stops}}
+
+
+def _heat(
+    columns: Sequence[str],
+    rows: Sequence[int] | Sequence[str],
+    values: Any,
+    axes: tuple[str, str],
+    **options: Any,
+) -> go.Figure:
+    """Return a heat map with named columns; of many columns a few have their name."""
+    figure = heat_figure(range(len(columns)), rows, _plain(values), axes, **options)
+    shown = range(0, len(columns), max(-(-len(columns) // 16), 1))
     axis: Any = figure.layout["xaxis"]
-    axis.tickvals, axis.ticktext = list(shown), [names[place] for place in shown]
+    axis.tickvals, axis.ticktext = list(shown), [columns[place] for place in shown]
     return figure
 
 
@@ -216,7 +216,6 @@ def _short(name: str, width: int = 22) -> str:
 
 
 def _plain(values: Any) -> list[list[float | None]]:
-    """JSON has no NaN."""
     return [
         [round(float(value), 4) if np.isfinite(value) else None for value in row] for row in values
     ]

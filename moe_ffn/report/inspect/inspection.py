@@ -1,4 +1,4 @@
-"""A run looked at with a text: every layer's units and routers, as one value.
+"""Units and routers of every layer of a run on a text, as one value.
 
 T tokens of a text
 """
@@ -17,21 +17,24 @@ from torch import nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
+from moe_ffn.ffn.networks import memories
+from moe_ffn.ffn.routing_names import within
 from moe_ffn.model.decoder import Block, Decoder, layer_name
-from moe_ffn.outputs import FFNOutput, within
-from moe_ffn.report.expert_tokens import NOWHERE, RoutedLayer, RoutedText
+from moe_ffn.outputs import FFNOutput
+from moe_ffn.report.assignments import Assignment, add_batch
+from moe_ffn.report.expert_tokens import RoutedText, routed_layer
 from moe_ffn.report.inspect import experts
-from moe_ffn.report.inspect.experts import Agreement, Assignment, Attribute, TokenPrediction
+from moe_ffn.report.inspect.experts import Agreement, Attribute, TokenPrediction
 from moe_ffn.report.inspect.text import Text
 from moe_ffn.report.inspect.units import LayerUnits, TopInputs, layer_units
 from moe_ffn.runs.reader import Run
 
 BATCH_TOKENS = 4096
-"""At once through the model, in whole windows, so that memory does not grow with the text."""
+"""Tokens of a batch."""
 
 
 HISTORY_TOKENS = 8192
-"""Tokens of the text that go through the model of each checkpoint."""
+"""Tokens that go through the model of each checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +45,7 @@ class Router:
     is_gate: bool
     """True for the router of a mixture of depths, which lets a token through a block or past it."""
     agreement: Mapping[str, Agreement]
-    """Name of an attribute -> how much of the first choice it knows."""
+    """Name of an attribute -> share of the first choice that it explains."""
     by_token: TokenPrediction | None
 
     @property
@@ -52,20 +55,20 @@ class Router:
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """What the feed-forward blocks of a run store."""
+    """Contents of the feed-forward blocks of a run."""
 
     text: Text
     layers: tuple[int, ...]
-    """The layers that were looked at."""
+    """Layers that were inspected."""
     types: Mapping[int, str]
-    """The type of the block of each."""
+    """Layer -> type of its block."""
     units: tuple[LayerUnits, ...]
-    """The units of the layers whose blocks have some that see tokens."""
+    """Units of the layers whose hidden units see single tokens."""
     routers: Mapping[str, Router]
     attributes: tuple[Attribute, ...]
     history: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """Optimizer step of a checkpoint -> router -> the share of tokens whose first choice was then what it is
-    at the newest step; empty where there are fewer than two."""
+    """Step of a checkpoint -> router -> share of tokens whose first choice was that of the newest step; empty
+    with fewer than two checkpoints."""
 
     def __repr__(self) -> str:
         return f"Inspection({len(self.layers)} layers, {len(self.routers)} routers)"
@@ -77,28 +80,25 @@ class Inspection:
 
     @cached_property
     def routed(self) -> RoutedText:
-        """The text and where its pairs went, before any dropping, for `expert_tokens.expert_tokens`."""
-        text, layers = self.text, dict[str, RoutedLayer]()
-        for name, router in self.routers.items():
-            one = router.assignment
-            heaviest_T = np.where(one.first_T < one.num_experts, one.first_T, NOWHERE)
-            layers[name] = RoutedLayer(one.expert_names, *one.pairs, heaviest_T)
+        """Return the text and its pairs, dropped ones included, for `expert_tokens.expert_tokens`."""
+        text = self.text
+        layers = {name: routed_layer(router.assignment) for name, router in self.routers.items()}
         return RoutedText(text.tokenizer.token_bytes, text.ids_T, text.seq_len, layers)
 
     @cached_property
     def depth(self) -> np.ndarray:
-        """See `experts.depth_matrix`; the routers in order."""
+        """Return `experts.depth_matrix` of the routers in order."""
         return experts.depth_matrix([router.assignment for router in self.routers.values()])
 
 
 def inspect_run(
     run: Run, text: Text, layers: Sequence[int] | None = None, *, top_k: int = 10
 ) -> Inspection:
-    """Look at a run's best weights with a text, in evaluation.
+    """Inspect the best weights of a run with a text, in evaluation.
 
     Args:
-        layers: these alone; None for all.
-        top_k: inputs kept of each unit.
+        layers: only these layers; None for all.
+        top_k: inputs to keep of each unit.
 
     Raises:
         ConfigError: a layer that the model lacks, or a text with fewer than `top_k` tokens.
@@ -110,7 +110,7 @@ def inspect_run(
 def inspect_model(
     decoder: Decoder, text: Text, layers: Sequence[int] | None = None, *, top_k: int = 10
 ) -> Inspection:
-    """The same of any decoder in evaluation, such as that of another checkpoint; it has no history."""
+    """Inspect any decoder in evaluation, such as that of another checkpoint; the result has no history."""
     ffns = decoder.config.layer_ffns()
     for layer in layers or ():
         if layer >= len(ffns):
@@ -151,31 +151,21 @@ def inspect_model(
 def observe(
     decoder: Decoder, text: Text, layers: Sequence[int], top_k: int
 ) -> tuple[dict[int, dict[str, TopInputs]], dict[str, Assignment]]:
-    """Run the windows of a text: the top inputs of each network of each layer, and where tokens went.
+    """Run the windows of a text; return the top inputs of each layer's networks, and each router's choices.
 
-    Of activations the k largest of each unit are kept, never all of them; with `top_k` 0 units are not looked
-    at.
+    Only the `top_k` largest activations of each unit are kept; 0 skips the units.
     """
     networks: dict[int, dict[str, TopInputs]] = {layer: {} for layer in layers}
     assignments: dict[str, Assignment] = {}
     infos = decoder.config.routers()
-    gates = [name for name, info in infos.items() if info.is_gate]
     first = 0
 
     def watch(layer: int) -> Callable[..., None]:
         def look(ffn: nn.Module, args: tuple[Any, ...], output: FFNOutput) -> None:
-            for memory in cast("FFNBlock", ffn).memories(*args) if top_k else ():
+            for memory in memories(cast("FFNBlock", ffn), *args) if top_k else ():
                 networks[layer].setdefault(memory.name, TopInputs(top_k)).add(memory, first)
             routings = within(layer_name(layer), output.routings)
-            for name, routing in routings.items():
-                if routing.is_listed:  # of too many experts to look at each
-                    continue
-                if name not in assignments:
-                    names = tuple(map(str, range(routing.num_experts)))
-                    if name in infos and not infos[name].is_gate:
-                        names = infos[name].expert_names()
-                    assignments[name] = Assignment(name, names, len(text))
-                assignments[name].add(routing, experts.came_from(routings, name, gates, first))
+            add_batch(assignments, routings, infos, first, len(text))
 
         return look
 
@@ -195,10 +185,7 @@ def observe(
 
 
 def history(run: Run, text: Text, layers: Sequence[int]) -> dict[int, dict[str, float]]:
-    """How much of today's first choices each checkpoint made already; see `Inspection.history`.
-
-    Expert numbers mean the same along one run. Checkpoints that are not good are left out.
-    """
+    """Return the share of the newest first choices that each readable checkpoint made."""
     text, choices = text.head(HISTORY_TOKENS), dict[int, dict[str, np.ndarray]]()
     for step in run.saved_steps:
         with suppress(ConfigError):

@@ -1,10 +1,11 @@
-"""The page of what a run's feed-forward blocks store, and the same as numbers."""
+"""The page of an inspection, and its numbers."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from moe_ffn.report import figures as run_figures
 from moe_ffn.report.expert_tokens import expert_tokens
 from moe_ffn.report.inspect import experts, figures
 from moe_ffn.report.inspect.inspection import HISTORY_TOKENS, Inspection
+from moe_ffn.report.inspect.text import Text
 from moe_ffn.report.inspect.units import AGREE, KINDS, NEAR, LayerUnits, examples, explanation
 from moe_ffn.report.plots import Plot, choice_of, layer_title, numbered, plot_of, render_plots
 from moe_ffn.runs.reader import Run
@@ -24,15 +26,11 @@ _WORDS = {
     "position in line": "a position in the line",
     "position in sequence": "a position in the sequence",
 }
-"""What units of a kind answer to."""
+"""Kind of unit -> name of its explanation."""
 
 
 def inspection_html(found: Inspection, run: Run, script: str | None = None) -> str:
-    """The document.
-
-    Args:
-        script: see `render_plots`.
-    """
+    """Return the page; `script` as of `render_plots`."""
     return render_plots(
         "inspect.html",
         _plots(found, run),
@@ -79,13 +77,13 @@ def _plots(found: Inspection, run: Run) -> dict[str, list[Plot]]:
 
 
 class PageParts:
-    """What the template shows of an inspection, as texts."""
+    """Texts of an inspection for the template."""
 
     def __init__(self, found: Inspection) -> None:
         self.found = found
 
     def findings(self) -> list[str]:
-        """The main numbers in sentences."""
+        """Return the main numbers in sentences."""
         found, lines = self.found, list[str]()
         known = [r for r in found.routers.values() if not math.isnan(r.agreement["token"].share)]
         if known:
@@ -144,7 +142,7 @@ class PageParts:
         ]
 
     def agreement_rows(self) -> list[list[str]]:
-        """A router a row: share (chance) of each attribute, and how well the token predicts."""
+        """Return a row per router: share (chance) of each attribute, and accuracy by token."""
         rows: list[list[str]] = []
         for router in self.found.routers.values():
             row = [short_name(router.name)]
@@ -167,7 +165,7 @@ class PageParts:
         return self.found.units[0].tokens_Uk.shape[1] if self.found.units else 0
 
     def blocks(self) -> str:
-        """`layers 0 to 3: moe`."""
+        """Return `moe in layer 0, 1`."""
         types = self.found.types
         return "; ".join(
             f"{kind} in layer {', '.join(str(layer) for layer in types if types[layer] == kind)}"
@@ -175,7 +173,7 @@ class PageParts:
         )
 
     def absent(self) -> list[str]:
-        """What has no units to show, and why."""
+        """Return a sentence per layer without units."""
         return [
             f"Layer {layer} ({self.found.types[layer]}) is not shown: it has no network "
             "whose hidden units see single tokens."
@@ -183,7 +181,7 @@ class PageParts:
         ]
 
     def history_rows(self) -> list[list[str]]:
-        """A router a row, a checkpoint a column: the share of first choices that are those of the newest."""
+        """Return a row per router, a column per checkpoint: share of the newest first choices."""
         history = self.found.history
         return [
             [short_name(name), *(_percent(shares[name]) for shares in history.values())]
@@ -196,7 +194,7 @@ def _distinct(tokens_k: np.ndarray) -> list[int]:
 
 
 def _by_layer(shares: Sequence[float], layers: Sequence[str]) -> str:
-    """`65%, 40% (layer 0, 1)`; of many the range and the mean."""
+    """Return `65%, 40% (layer 0, 1)`, or range and mean of many."""
     if len(shares) > 6:
         low, high, mean = min(shares), max(shares), sum(shares) / len(shares)
         return f"{low:.0%} to {high:.0%} (mean of {len(shares)}: {mean:.0%})"
@@ -210,76 +208,73 @@ def _percent(share: float) -> str:
 
 
 def numbers(found: Inspection) -> dict[str, Any]:
-    """All of it as plain values, fit for JSON; nan is None."""
+    """Return the inspection as values for JSON; nan is None."""
     text = found.text
-    layers: list[dict[str, Any]] = []
-    for units in found.units:
-        kinds = units.kind_U
-        layers.append(
-            {
-                "layer": units.layer,
-                "num_units": len(units),
-                "num_judged": units.num_judged,
-                "share": {kind: _finite(units.share(kind)) for kind in KINDS},
-                "chance": {kind: _finite(units.chance[kind]) for kind in KINDS},
-                "suffix_share": [_finite(share) for share in units.suffix_shares()],
-                "suffix_chance": [_finite(share) for share in units.suffix_chance],
-                "next_agreement": _finite(units.next_agreement),
-                "next_chance": _finite(units.next_chance),
-                "units": [
-                    {
-                        "name": units.name(unit),
-                        "kind": kinds[unit] if units.judged_U[unit] else None,
-                        "suffix": int(units.suffix_U[unit]),
-                        "activations": [_finite(a) for a in units.activations_Uk[unit]],
-                        "contexts": [
-                            "".join(text.context(t)) for t in _distinct(units.tokens_Uk[unit])[:3]
-                        ],
-                        "promotes": [text.token(int(v)) for v in units.promoted_Up[unit]],
-                    }
-                    for unit in range(len(units))
-                ],
-            }
-        )
-    routers: dict[str, Any] = {}
-    for name, router in found.routers.items():
-        profiles: dict[str, Any] = {}
-        for attribute in (a for a in found.attributes if a.names):
-            counts = experts.profile(router.assignment, attribute)
-            profiles[attribute.name] = {"labels": list(attribute.names), "pairs": counts.tolist()}
-        lift = experts.coactivation_lift(router.assignment)
-        guess = router.by_token
-        routers[name] = {
-            "experts": list(router.assignment.expert_names),
-            "agreement": {
-                key: {"share": _finite(one.share), "chance": _finite(one.chance)}
-                for key, one in router.agreement.items()
-            },
-            "token_predicts": None
-            if guess is None
-            else {"accuracy": guess.accuracy, "most_frequent": guess.most_frequent},
+    layers = [
+        {
+            "layer": units.layer,
+            "num_units": len(units),
+            "num_judged": units.num_judged,
+            "share": {kind: units.share(kind) for kind in KINDS},
+            "chance": units.chance,
+            "suffix_share": units.suffix_shares(),
+            "suffix_chance": units.suffix_chance,
+            "next_agreement": units.next_agreement,
+            "next_chance": units.next_chance,
+            "units": [_unit(units, unit, text) for unit in range(len(units))],
+        }
+        for units in found.units
+    ]
+    routers = {
+        name: {
+            "experts": router.assignment.expert_names,
+            "agreement": {key: asdict(one) for key, one in router.agreement.items()},
+            "token_predicts": router.by_token and asdict(router.by_token),
             "typical_tokens": [
-                [
-                    {"token": token.token, "share": token.share, "lift": _finite(token.lift)}
-                    for token in one.most_typical
-                ]
+                [{"token": t.token, "share": t.share, "lift": t.lift} for t in one.most_typical]
                 for one in expert_tokens(found.routed, name)
             ],
-            "pairs_by": profiles,
-            "coactivation": None
-            if lift is None
-            else [[_finite(value) for value in row] for row in lift],
+            "pairs_by": {
+                attribute.name: {
+                    "labels": attribute.names,
+                    "pairs": experts.profile(router.assignment, attribute).tolist(),
+                }
+                for attribute in found.attributes
+                if attribute.names
+            },
+            "coactivation": experts.coactivation_lift(router.assignment),
         }
+        for name, router in found.routers.items()
+    }
+    return _for_json(
+        {
+            "text": text.source,
+            "num_tokens": len(text),
+            "documents": text.documents,
+            "layers": layers,
+            "routers": routers,
+            "history": {str(step): shares for step, shares in found.history.items()},
+            "same_tokens": found.depth,
+        }
+    )
+
+
+def _unit(units: LayerUnits, unit: int, text: Text) -> dict[str, Any]:
     return {
-        "text": text.source,
-        "num_tokens": len(text),
-        "documents": list(text.documents),
-        "layers": layers,
-        "routers": routers,
-        "history": {str(step): dict(shares) for step, shares in found.history.items()},
-        "same_tokens": [[_finite(value) for value in row] for row in found.depth],
+        "name": units.name(unit),
+        "kind": units.kind_U[unit] if units.judged_U[unit] else None,
+        "suffix": int(units.suffix_U[unit]),
+        "activations": units.activations_Uk[unit],
+        "contexts": ["".join(text.context(t)) for t in _distinct(units.tokens_Uk[unit])[:3]],
+        "promotes": [text.token(int(v)) for v in units.promoted_Up[unit]],
     }
 
 
-def _finite(value: Any) -> float | None:
-    return float(f"{float(value):.6g}") if value is not None and math.isfinite(value) else None
+def _for_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _for_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_for_json(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

@@ -1,6 +1,6 @@
-"""The text that a model is looked at with: windows of the validation split, and what is known of each token.
+"""Text for an inspection: windows of the validation split, and properties of each token.
 
-W windows of S tokens side by side in T = W * S, A bytes of a document
+W windows of S tokens in T = W * S, A bytes of a document
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _UNKNOWN = SYNTAX_CLASSES.index("unknown")
 _INSTEAD = "give a text with --text"
 
 MAX_DOCUMENT, LOOK_BACK = 1 << 21, 4096
-"""Tokens. Of a longer document only the windows are read and what stands shortly before, for the start of the
-line, and its syntax is unknown."""
+"""Tokens. Longer documents are read only in the windows and shortly before, to find the start of the line;
+their syntax is unknown."""
 
 CHUNK = 1 << 22
-"""Tokens read at once: all may be more than fit into memory."""
+"""Tokens read at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,40 +47,40 @@ class Text:
 
     tokenizer: Tokenizer
     source: str
-    """What it is, for a reader."""
+    """Name for a reader."""
     seq_len: int
     """S, tokens of a window."""
     ids_T: np.ndarray
     next_T: np.ndarray
-    """The id of the token that follows."""
+    """Id of the token that follows."""
     column_T: np.ndarray
     """Tokens since the start of the line."""
     document_T: np.ndarray
     """Index in `documents`."""
     documents: tuple[str, ...]
-    """Their names, or numbers where a corpus does not say."""
+    """Names, or numbers where the corpus has no names."""
     byte_class_T: np.ndarray
     """Index in `BYTE_CLASSES`."""
     syntax_T: np.ndarray | None
     """Index in `SYNTAX_CLASSES`; None where the text is not known to be Python source."""
     no_syntax: str = ""
-    """Why there is no syntax."""
+    """Reason why there is no syntax."""
 
     def __len__(self) -> int:
         return len(self.ids_T)
 
     @property
     def position_T(self) -> np.ndarray:
-        """Position in the window, which is the sequence that the model sees."""
+        """Return the position in the window, which is the sequence that the model sees."""
         return np.arange(len(self)) % self.seq_len
 
     @property
     def windows(self) -> np.ndarray:
-        """(W, S) ids."""
+        """Return ids (W, S)."""
         return self.ids_T.reshape(-1, self.seq_len)
 
     def head(self, num_tokens: int) -> Text:
-        """The first windows alone, of `num_tokens` or a few less, one at least."""
+        """Return the first windows, with at most `num_tokens` tokens but one window at least."""
         length = max(num_tokens // self.seq_len, 1) * self.seq_len
         cut = {
             name: value[:length]
@@ -93,10 +93,10 @@ class Text:
         return visible(self.tokenizer.token_bytes[token_id])
 
     def context(self, place: int, before: int = 36, after: int = 12) -> tuple[str, str, str]:
-        """The tokens before one, itself, and those behind it, as far as its window goes.
+        """Return the tokens before one, itself, and the tokens after it, within its window.
 
         Args:
-            before, after: the most characters that are shown of those.
+            before, after: most characters of these.
         """
         start = place - place % self.seq_len
         left = self._fitting(range(place - 1, start - 1, -1), before)
@@ -104,7 +104,7 @@ class Text:
         return "".join(reversed(left)), self._shown(place), "".join(right)
 
     def _fitting(self, places: Iterable[int], width: int) -> list[str]:
-        """The first of these tokens, as many as fit, with plain spaces."""
+        """Return the first tokens that fit, with plain spaces."""
         shown: list[str] = []
         for place in places:
             shown.append(self._shown(place).replace("␣", " "))
@@ -117,7 +117,7 @@ class Text:
         return self.token(int(self.ids_T[place]))
 
     def suffixes(self, longest: int) -> Iterator[np.ndarray]:
-        """For n = 1 to `longest`, (T,) labels: equal where the last n tokens in the window are the same."""
+        """Yield labels (T,) for n = 1 to `longest`, equal where the last n tokens of the window are."""
         labels = self.ids_T.astype(np.int64)
         yield labels
         _, own = np.unique(labels, return_inverse=True)
@@ -125,12 +125,12 @@ class Text:
         for n in range(2, longest + 1):
             pairs = np.roll(labels, 1).astype(np.int64) * base + own
             _, labels = np.unique(pairs, return_inverse=True)
-            cut = self.position_T < n - 1  # what a window does not hold is equal to nothing
+            cut = self.position_T < n - 1  # a suffix beyond the window equals no other
             yield np.where(cut, -1 - np.arange(len(self)), labels)
 
 
 def text_of_run(run: Run, num_tokens: int) -> Text:
-    """Windows of the run's own validation split, spread evenly over it.
+    """Return windows of the run's validation split, spread evenly over it.
 
     Raises:
         ConfigError: the corpus cannot be read, or is not what the run was trained on.
@@ -150,7 +150,7 @@ def text_of_run(run: Run, num_tokens: int) -> Text:
 
 
 def text_of_file(run: Run, path: Path, num_tokens: int) -> Text:
-    """Windows of a text of one's own, spread evenly over it.
+    """Return windows of a text file, spread evenly over it.
 
     Raises:
         ConfigError: the file cannot be read, or has fewer than two tokens.
@@ -185,13 +185,13 @@ def text_of_tokens(
     names: Mapping[str, str] = MappingProxyType({}),
     no_syntax: str = "",
 ) -> Text:
-    """Windows of any tokens, two or more, spread evenly over them.
+    """Return windows of two or more tokens, spread evenly over them.
 
     Args:
         tokens: (num_tokens,) ids, which may be memory-mapped; each document ends with an end of document.
-        num_tokens: to look at, in whole windows.
+        num_tokens: tokens of the windows, which are whole.
         names: sha256 of the bytes of a document -> its name.
-        no_syntax: why the text is not read as Python source; empty where it is.
+        no_syntax: reason why the text is not read as Python source; empty where it is.
     """
     seq_len = min(seq_len, len(tokens) - 1)
     starts = spread_starts(len(tokens), seq_len, max(-(-num_tokens // seq_len), 1))
@@ -244,7 +244,6 @@ def text_of_tokens(
 
 
 def _places_of(tokens: np.ndarray, token_id: int) -> np.ndarray:
-    """Where a token stands."""
     found = [
         np.flatnonzero(tokens[start : start + CHUNK] == token_id) + start
         for start in range(0, len(tokens), CHUNK)
@@ -260,7 +259,7 @@ def _bytes_of(ids: np.ndarray, tokenizer: Tokenizer) -> tuple[bytes, np.ndarray]
 
 
 def _columns(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """How many tokens of its line stand before each token; the one that ends a line belongs to it."""
+    """Return the number of tokens before each one in its line; the token that ends a line belongs to it."""
     ends_line = np.array([b"\n" in token for token in tokenizer.token_bytes])[ids]
     places = np.arange(len(ids))
     last = np.maximum.accumulate(np.where(ends_line, places, -1))
@@ -268,9 +267,9 @@ def _columns(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _classes(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Of each token of the vocabulary: its byte class, and which of its bytes decides that.
+    """Return the byte class of each token of the vocabulary, and the place of the byte that decides it.
 
-    It is the first that is no space, or the last.
+    That is the first byte that is no space, or the last byte.
     """
     classes, shown = [], []
     for token in tokenizer.token_bytes:
@@ -309,10 +308,9 @@ _SYNTAX_OF_TYPE = {
 
 
 def syntax_of(source: bytes) -> np.ndarray:
-    """(A,) for each byte of Python source, its index in `SYNTAX_CLASSES`, by Python's `tokenize`.
+    """Return the index in `SYNTAX_CLASSES` of each byte of Python source, (A,), by Python's `tokenize`.
 
-    White space before the first token of a line is indentation. From where the source is no Python any more,
-    all is unknown.
+    White space before the first token of a line is indentation. Everything after a syntax error is unknown.
     """
     text = source.decode("utf-8", errors="surrogateescape")
     lines = io.StringIO(text, newline="").readlines()

@@ -1,4 +1,4 @@
-"""Hidden units as key-value memories: what activates each, what it promotes, and which a person can read.
+"""Hidden units as key-value memories: inputs that activate them, tokens that they promote, explanations.
 
 Geva et al. 2021 (arXiv:2012.14913), and 2022 (arXiv:2203.14680) for the promoted tokens.
 
@@ -17,31 +17,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_ffn.ffn.networks import Memory
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import Memory
 from moe_ffn.report.inspect.text import Text
 
 AGREE = 0.8
-"""A unit is explained by what at least this share of its top inputs has in common."""
+"""Smallest share of a unit's top inputs that an explanation covers."""
 
 MAX_SUFFIX_LENGTH = 8
 """Tokens."""
 
 NEAR = 16
-"""Positions are near each other within this part, 1 / NEAR, of a sequence."""
+"""Positions within 1 / NEAR of a sequence are near each other."""
 
 NUM_PROMOTED = 5
 CHUNK = 1024
-"""Value vectors at once through the unembedding."""
+"""Value vectors in a batch of the unembedding."""
 
 KINDS = ("suffix", "token", "position in line", "position in sequence")
-"""What may explain a unit; the first of them that does is its kind, and `none` where none does."""
+"""Explanations; the first one that fits is a unit's kind, or `none`."""
 
 
 class TopInputs:
-    """The k inputs that activate each unit of a network most, kept while batches pass.
+    """The k inputs that activate each unit of a network most, gathered batch by batch.
 
-    Of both signs apart, since a gated unit is as large below zero as above it.
+    Both signs are kept, since a gated unit is as large below zero as above.
     """
 
     def __init__(self, k: int) -> None:
@@ -49,11 +49,11 @@ class TopInputs:
         self.values_2Fk: Tensor | None = None
         self.tokens_2Fk = torch.empty(0)
         self.seen: list[Tensor] = []
-        """The tokens that came to the network, a tensor a batch."""
+        """Tokens that came to the network, a tensor per batch."""
         self.values_FD = torch.empty(0)
 
     def add(self, memory: Memory, first: int) -> None:
-        """Count a batch whose tokens are numbered from `first` on."""
+        """Add a batch whose tokens are numbered from `first` on."""
         places_N = memory.token_ids_N.cpu() + first
         self.seen.append(places_N.to(torch.int32))
         self.values_FD = memory.values_FD
@@ -71,9 +71,9 @@ class TopInputs:
             self.tokens_2Fk[sign] = tokens.gather(1, kept.indices)
 
     def of_main_sign(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Signed activations (F, k), largest first; their tokens, -1 for none; and each unit's sign, (F,).
+        """Return signed activations (F, k), largest first, their tokens, and each unit's sign, (F,).
 
-        The sign is that of the larger mean of the k; beyond the inputs that activate a unit are zeros.
+        The sign is that of the larger mean. Missing inputs have activation 0 and token -1.
         """
         assert self.values_2Fk is not None
         values = torch.where(self.values_2Fk > 0, self.values_2Fk, 0)
@@ -91,36 +91,36 @@ class TopInputs:
 
 @dataclass(frozen=True, eq=False)
 class LayerUnits:
-    """The hidden units of a layer, of all its networks one after another."""
+    """Hidden units of a layer, of all its networks one after another."""
 
     layer: int
     networks: tuple[str, ...]
-    """Their names; a single empty one where the block has one network."""
+    """Names of the networks; a single empty one where the block has one network."""
     network_U: np.ndarray
     """Index in `networks`."""
     number_U: np.ndarray
-    """The number of the unit in its network."""
+    """Number of the unit in its network."""
     activations_Uk: np.ndarray
     """Largest absolute value first; negative where the unit's sign is, 0 beyond its active inputs."""
     tokens_Uk: np.ndarray
-    """Which tokens of the text these are; -1 for none."""
+    """Tokens of the text with these activations; -1 for none."""
     promoted_Up: np.ndarray
-    """The ids of the tokens that the unit promotes most, at the sign of its activations."""
+    """Ids of the tokens that the unit promotes most, at the sign of its activations."""
     judged_U: np.ndarray
-    """bool: active at k inputs or more; the others are not counted in any share."""
+    """bool: active at k inputs or more; shares count only these."""
     suffix_U: np.ndarray
-    """The largest n such that AGREE of the top inputs have the same last n tokens; 0 for none."""
+    """Largest n such that AGREE of the top inputs have the same last n tokens; 0 for none."""
     explained: Mapping[str, np.ndarray]
-    """Kind -> bool (U,), whether it explains the unit; several may."""
+    """Kind -> bool (U,), True where it explains the unit; several may."""
     chance: Mapping[str, float]
-    """Kind -> the share of units that it explains where the inputs are drawn at random."""
+    """Kind -> share of units that it explains with random inputs."""
     suffix_chance: np.ndarray
-    """(MAX_SUFFIX_LENGTH,) the share at random, for n = 1 on."""
+    """(MAX_SUFFIX_LENGTH,) the share with random inputs, from n = 1 on."""
     next_agreement: float | None
-    """Share of judged units whose first promoted token is the one that follows the top input; None in a model
-    that sees both sides."""
+    """Share of judged units whose first promoted token follows the top input; None in a model that sees both
+    sides."""
     next_chance: float | None
-    """The same where the values are shuffled among the layer's units."""
+    """The same with values shuffled among the layer's units."""
 
     def __len__(self) -> int:
         return len(self.suffix_U)
@@ -130,24 +130,24 @@ class LayerUnits:
         return int(self.judged_U.sum())
 
     def share(self, kind: str) -> float:
-        """The share of the judged units that `kind` explains; nan where none is judged."""
+        """Return the share of the judged units that `kind` explains; nan where none is judged."""
         return _mean(self.explained[kind][self.judged_U])
 
     def suffix_shares(self) -> list[float]:
-        """The shares of the judged units whose top inputs have the last n tokens in common, for n = 1 on."""
+        """Return the shares of judged units whose top inputs share their last n tokens, from n = 1 on."""
         found = self.suffix_U[self.judged_U]
         return [_mean(found >= n) for n in range(1, MAX_SUFFIX_LENGTH + 1)]
 
     @property
     def kind_U(self) -> np.ndarray:
-        """The first of KINDS that explains each unit, or `none`."""
+        """Return the first of KINDS that explains each unit, or `none`."""
         kinds = np.full(len(self), "none", dtype=object)
         for kind in reversed(KINDS):
             kinds[self.explained[kind]] = kind
         return kinds
 
     def name(self, unit: int) -> str:
-        """`unit 17`, `expert 3, unit 17`."""
+        """Return `unit 17` or `expert 3, unit 17`."""
         network = self.networks[self.network_U[unit]]
         return f"{network}, unit {self.number_U[unit]}".removeprefix(", ")
 
@@ -155,10 +155,10 @@ class LayerUnits:
 def layer_units(
     layer: int, networks: Mapping[str, TopInputs], text: Text, decoder: Decoder
 ) -> LayerUnits:
-    """What the top inputs of all networks of a layer have in common, beside inputs drawn at random.
+    """Return the common properties of the top inputs of a layer's units, and of random inputs.
 
-    Those are drawn for each unit among the tokens that came to its network, k different ones: the units of an
-    expert that takes newlines alone would otherwise all count as explained by the token.
+    Random inputs are k different tokens that came to the unit's network: otherwise all units of an expert
+    for newlines would count as explained by the token.
     """
     found = [inputs.of_main_sign() for inputs in networks.values()]
     activations, tokens = (np.concatenate([one[i] for one in found]) for i in (0, 1))
@@ -212,7 +212,7 @@ def layer_units(
 
 
 def _explained(tokens_Uk: np.ndarray, text: Text) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Kind -> whether it explains each unit, and the longest common suffix of each."""
+    """Return kind -> True where it explains a unit, and the longest common suffix of each unit."""
     need = max(math.ceil(AGREE * tokens_Uk.shape[1] - 1e-9), 1)
     suffix = np.zeros(len(tokens_Uk), dtype=np.int64)
     for n, labels_T in enumerate(text.suffixes(MAX_SUFFIX_LENGTH), start=1):
@@ -227,7 +227,7 @@ def _explained(tokens_Uk: np.ndarray, text: Text) -> tuple[dict[str, np.ndarray]
 
 
 def agree(values_Uk: np.ndarray, need: int, within: int = 0) -> np.ndarray:
-    """Bool (U,): whether `need` of the k values of a row are equal, or at most `within` apart."""
+    """Return True for each row with `need` of its k values equal, or at most `within` apart, (U,)."""
     ordered = np.sort(values_Uk, axis=1)
     spans = ordered[:, need - 1 :] - ordered[:, : ordered.shape[1] - need + 1]
     return spans.min(axis=1) <= within
@@ -237,13 +237,12 @@ def agree(values_Uk: np.ndarray, need: int, within: int = 0) -> np.ndarray:
 def promoted_tokens(
     decoder: Decoder, values_FD: Tensor, sign_F: Tensor, among: np.ndarray
 ) -> np.ndarray:
-    """(F, p) ids: the tokens whose logits each value vector, times its sign, raises most; the highest first.
+    """Return the ids whose logits each value vector, times its sign, raises most, highest first, (F, p).
 
-    Ranked are the ids `among`: of tokens that hardly occur a model learns little, and they would stand above.
+    Only the ids `among` are ranked: a model learns little about tokens that hardly occur.
 
-    The vector goes through the final norm as if the stream were it alone, less what the norm makes of
-    nothing, its bias, and then through the unembedding. Of a norm's division by the size of the stream only
-    the scale is lost, which ranks nothing. Layers above, and the norms of a post-norm model, are left out.
+    The vector alone goes through the final norm, without the norm's bias, and through the unembedding. The
+    norm's scale ranks nothing. Layers above, and the norms of a post-norm model, are left out.
     """
     found: list[np.ndarray] = []
     num = min(NUM_PROMOTED, len(among))
@@ -257,7 +256,7 @@ def promoted_tokens(
 
 
 def examples(units: LayerUnits, per_kind: int = 3) -> list[int]:
-    """Units to show: of each kind those with the longest suffix, then the strongest; of `none` too."""
+    """Return units to show of each kind, `none` included: the longest suffix first, then the strongest."""
     strength = np.abs(units.activations_Uk).mean(axis=1)
     order = np.lexsort((-strength, -units.suffix_U))
     kinds = units.kind_U
@@ -268,7 +267,7 @@ def examples(units: LayerUnits, per_kind: int = 3) -> list[int]:
 
 
 def explanation(units: LayerUnits, unit: int, text: Text) -> str:
-    """What the top inputs of a unit have in common, in a few words."""
+    """Return the common property of a unit's top inputs in a few words."""
     kind = units.kind_U[unit]
     tokens = units.tokens_Uk[unit]
     if kind in ("suffix", "token"):

@@ -1,4 +1,4 @@
-"""Observing a run: rows of metrics, the routing of each layer, alarms, the progress display, wandb."""
+"""Observation of a run: rows of metrics, the routing of each layer, alarms, the progress display, wandb."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 
 class Checkpointed:
-    """Mixin: `state_dict` over the attributes in `in_checkpoint`."""
+    """Mixin with a `state_dict` of the attributes in `in_checkpoint`."""
 
     in_checkpoint: ClassVar[tuple[str, ...]]
     """Names of attributes that are numbers, tensors or `Checkpointed`; saved without a leading underscore."""
 
     def state_dict(self) -> dict[str, Any]:
-        """A collective: every rank has to call it."""
+        """Return the attributes. A collective: every rank has to call it."""
         found = {name.lstrip("_"): getattr(self, name) for name in self.in_checkpoint}
         return {
             name: value.state_dict() if isinstance(value, Checkpointed) else value

@@ -1,9 +1,9 @@
-"""Alarms: rules over a run's rows of metrics, options to try against each, and where they are reported."""
+"""Alarms: rules over a run's rows of metrics, options to try against each, and their log."""
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +25,8 @@ from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.recovery.guard import SkippedStep
 
+log = logging.getLogger(__name__)
+
 AlarmKind = Literal[
     "collapse",
     "dead_experts",
@@ -36,33 +38,32 @@ AlarmKind = Literal[
 ]
 
 LASTING: tuple[AlarmKind, ...] = ("collapse", "dropped")
-"""Kinds that must last `after_steps` steps before they are reported: at the start of a run they pass."""
+"""Kinds that must last `after_steps` steps to be reported: at the start of a run they pass."""
 
 MIN_COLLAPSE = 0.5
-"""MaxVio that is no collapse whatever the share: where most experts take most tokens, the highest possible
-is small."""
+"""Least MaxVio of a collapse: if most experts take most tokens, its highest possible value is small."""
 
 ROWS_OF_MEDIAN = 10
-"""A spike is measured against the median of so many rows before it."""
+"""Number of earlier rows whose median a loss is compared with."""
 
 RoutingValues = Mapping[str, Tensor]
-"""The values of one layer from a `RoutingWindow`."""
+"""Values of one layer from a `RoutingWindow`."""
 
 _Place = tuple[AlarmKind, str | None]
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One thing that went wrong, at one place."""
+    """One problem at one place."""
 
     step: int
     kind: AlarmKind
     layer: str | None
-    """The layer's name, as in the keys of metrics; None where the whole model is meant."""
+    """Name of the layer, as in the keys of metrics; None for the whole model."""
     message: str
-    """The problem, with the measured value and its limit, without the layer."""
+    """Problem with the measured value and its limit, without the layer."""
     advice: str
-    """The options to try, with their values now."""
+    """Options to try, with their current values."""
 
     def __str__(self) -> str:
         place = "" if self.layer is None else f"{self.layer}: "
@@ -71,7 +72,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Advice:
-    """The options to try against each kind of alarm, by their paths in the YAML."""
+    """Options to try against each kind of alarm, by their paths in the YAML."""
 
     model: DecoderConfig
     objective: ObjectiveConfig
@@ -79,7 +80,7 @@ class Advice:
     trainer: TrainerConfig
 
     def against(self, kind: AlarmKind, layer: str | None) -> str:
-        """Options with their values now; `layer` as in the keys of metrics."""
+        """Return options with their current values; `layer` is named as in the keys of metrics."""
         info = self.model.routers().get(layer or "")
         balance, capacity = self._balance(info), "the block's capacity"
         if info is not None:
@@ -101,7 +102,7 @@ class Advice:
         }[kind]
 
     def _balance(self, info: RouterInfo | None) -> str:
-        """`info` is None for a router that its block does not name."""
+        """Return options against imbalance; `info` is None for a router that its block does not name."""
         raise_loss = f"raise objective.load_balance (now {self.objective.load_balance:g})"
         if info is None:
             return raise_loss
@@ -118,7 +119,7 @@ class Advice:
 
 
 class AlarmRules(Checkpointed):
-    """Checks rows in order. An alarm is raised when a problem begins, not again while it lasts."""
+    """Checks rows in order. A problem is an alarm when it begins, and not while it lasts."""
 
     def __init__(self, config: AlarmsConfig, advice: Advice) -> None:
         self.config = config
@@ -130,13 +131,13 @@ class AlarmRules(Checkpointed):
     def check(
         self, step: int, num_steps: int, loss: float, routing: Mapping[str, RoutingValues]
     ) -> list[Alarm]:
-        """The problems that begin with a row of training.
+        """Return the problems that begin with a row of training.
 
         Args:
-            step: the optimizer step the row was written at.
-            num_steps: how many steps it covers.
-            loss: mean cross-entropy of those that were taken; nan where none was.
-            routing: what was measured of each sparse layer over them.
+            step: the optimizer step of the row.
+            num_steps: number of steps that it covers.
+            loss: mean cross-entropy of the steps that were taken; nan if none was.
+            routing: measured values of each sparse layer over these steps.
         """
         troubles: dict[_Place, str] = {("loss_spike", None): self._spike(loss)}
         for layer, values in routing.items():
@@ -154,7 +155,7 @@ class AlarmRules(Checkpointed):
         ]
 
     def skipped(self, skipped: SkippedStep) -> list[Alarm]:
-        """The alarm of a skipped step; none soon after another one."""
+        """Return the alarm of a skipped step; none soon after another one."""
         if not self._begins(skipped.step, 1, "skipped_step", None):
             return []
         limit = self.advice.trainer.guard.max_skipped_in_a_row
@@ -163,11 +164,11 @@ class AlarmRules(Checkpointed):
         return [Alarm(skipped.step, "skipped_step", None, message, advice)]
 
     def not_judged(self, num_steps: int, *, is_routed: bool) -> list[str]:
-        """`AlarmsConfig.not_judged` for the rows that were checked."""
+        """Return `AlarmsConfig.not_judged` for the rows that were checked."""
         return self.config.not_judged(num_steps, len(self._losses), is_routed=is_routed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses of earlier rows, and how long and when each problem was seen."""
+        """Return the losses of earlier rows, and the duration and last step of each problem."""
         return {
             "losses": list(self._losses),
             "lasted": [[*key, steps] for key, steps in self._lasted.items()],
@@ -180,13 +181,13 @@ class AlarmRules(Checkpointed):
         self._last_seen = {(kind, layer): step for kind, layer, step in state_dict["last_seen"]}
 
     def _begins(self, step: int, num_steps: int, kind: AlarmKind, layer: str | None) -> bool:
-        """Whether this was not seen for a while; a problem that comes and goes is one alarm."""
+        """Return true unless this was seen a short while ago: a problem that comes and goes is one alarm."""
         before = self._last_seen.get((kind, layer))
         self._last_seen[kind, layer] = step
         return before is None or step - before > max(self.config.after_steps, num_steps)
 
     def _spike(self, loss: float) -> str:
-        """The message about a loss far above those before it; empty otherwise."""
+        """Return the message about a loss far above those before it; empty otherwise."""
         if math.isnan(loss):  # no step was taken, which has an alarm of its own
             return ""
         before = list(self._losses)
@@ -231,7 +232,7 @@ class AlarmRules(Checkpointed):
 
 
 class AlarmLog(Checkpointed):
-    """Where alarms are reported: standard error, wandb, and the JSON lines at `path`."""
+    """Reports alarms on standard error, in wandb, and as JSON lines at `path`."""
 
     in_checkpoint = ("num_alarms",)
 
@@ -240,13 +241,13 @@ class AlarmLog(Checkpointed):
         self.file = JsonLines(path)
 
     def report(self, alarms: Sequence[Alarm], loggers: Sequence[Logger]) -> None:
-        """One line for each kind, however many layers it concerns; the file has them all."""
+        """Report one line for each kind, for any number of layers; the file has all alarms."""
         self.num_alarms += len(alarms)
         in_order = sorted(alarms, key=lambda alarm: alarm.kind)
         for kind, group in groupby(in_order, key=lambda alarm: alarm.kind):
             first, *others = group
             also = f" (and {', '.join(str(alarm.layer) for alarm in others)})" if others else ""
-            print(f"alarm: {first}{also}", file=sys.stderr)
+            log.warning("alarm: %s%s", first, also)
             title = kind.replace("_", " ")
             # wandb keeps back what comes under the same title too soon.
             title = title if first.layer is None else f"{title}, {first.layer}"

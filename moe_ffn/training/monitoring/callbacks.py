@@ -1,13 +1,13 @@
 """Callbacks that log: rows of metrics, the results of validations, and texts of the model.
 
-Nothing here calls `self.log`, which costs about 0.3 ms per key and step: tensors are added up and the
-loggers handed one row every `logging.every_n_steps`.
+They do not call `self.log`, which costs about 0.3 ms per key and step: tensors are summed, and the loggers
+receive one row every `logging.every_n_steps`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,14 +46,16 @@ from moe_ffn.training.monitoring.routing_window import (
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.sampling import SampleConfig, sample_text
 
+log = logging.getLogger(__name__)
+
 LoggedRow = dict[str, float | list[float]]
-"""Key -> value, or one value per expert; each logger writes such a vector in its own way."""
+"""Key -> value, or one value per expert, which each logger writes in its own way."""
 
 
 def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> LoggedRow:
-    """`{"layer_03": {"entropy": 1.2, "load": [...]}}` as `routing/layer_03/entropy`, `.../load`.
+    """Return `{"layer_03": {"entropy": 1.2, "load": [...]}}` as `routing/layer_03/entropy`, `.../load`.
 
-    Left out are nan, which says that a value does not exist, and matrices.
+    Matrices are left out, and nan, which marks a value that does not exist.
     """
     row: LoggedRow = {}
     for layer, metrics in values.items():
@@ -67,16 +69,16 @@ def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") ->
 
 
 def log_row(trainer: Trainer, row: LoggedRow) -> None:
-    """Hand one row to every logger, at the optimizer step the run has reached."""
+    """Give one row to every logger, at the current optimizer step."""
     values: Any = row  # Lightning's type knows no lists
     for logger in trainer.loggers:
         logger.log_metrics(values, trainer.global_step)
 
 
 class StepLogger(Checkpointed, Callback):
-    """Hands the loggers one row every few optimizer steps, covering all of them, and reports alarms.
+    """Gives the loggers one row every few optimizer steps, which covers all of them, and reports alarms.
 
-    In checkpoints is the row that is not full yet, and what later rows are compared with.
+    Checkpoints hold the row that is not full yet, and values that later rows are compared with.
     """
 
     in_checkpoint = (
@@ -96,19 +98,19 @@ class StepLogger(Checkpointed, Callback):
         self.rules = rules
         self.alarm_log = alarm_log
         self.last_row: LoggedRow = {}
-        """The newest row, for the progress display."""
+        """Newest row, for the progress display."""
         self.last_routing: ByLayer = {}
-        """For each sparse layer, the values behind the newest row."""
+        """Values of each sparse layer in the newest row."""
         self.num_skipped = 0
-        """Optimizer steps of the whole run that were not taken."""
+        """Number of skipped optimizer steps of the whole run."""
         self.total_tokens = 0
-        """Tokens of all batches so far, of all ranks: a function of the number of the batch."""
+        """Number of tokens of all batches and ranks so far."""
         self.total_seconds = 0.0
-        """Seconds of training steps alone."""
+        """Seconds of training steps, without validations."""
         self.validation_seconds = 0.0
-        """Seconds of validations, their texts, and checkpoints written between them and the step before."""
+        """Seconds of validations, their texts, and checkpoints between them and the step before."""
         self.peak_memory_bytes = 0
-        """See `peak_memory`; of a resumed run the most of all its processes."""
+        """Peak memory of all processes of a resumed run; see `peak_memory`."""
         self._routing = RoutingWindow(config)
         self._window = _LossWindow()
         self._clock = 0.0
@@ -117,21 +119,21 @@ class StepLogger(Checkpointed, Callback):
 
     @property
     def tokens_per_second(self) -> float:
-        """Mean over the run so far, validations left out."""
+        """Mean over the run so far, without validations."""
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
     @property
     def last_row_step(self) -> int:
-        """The step of the newest row."""
+        """Optimizer step of the newest row."""
         return self._last_row_step
 
     def not_judged(self) -> list[str]:
-        """Sentences about alarms that could not have been raised in so few rows."""
+        """Return sentences about alarms that need more rows than this run has."""
         return self.rules.not_judged(self._last_row_step, is_routed=bool(self.last_routing))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel)
-        self.num_skipped = pl_module.guard.num_skipped  # what a checkpoint knew
+        self.num_skipped = pl_module.guard.num_skipped  # of the checkpoint
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock = time.perf_counter()
@@ -141,7 +143,7 @@ class StepLogger(Checkpointed, Callback):
         self.peak_memory_bytes = max(self.peak_memory_bytes, peak_memory(pl_module.device))
 
     def _lap(self) -> float:
-        """Seconds since the last lap."""
+        """Return the seconds since the last lap."""
         before, self._clock = self._clock, time.perf_counter()
         return self._clock - before
 
@@ -165,7 +167,8 @@ class StepLogger(Checkpointed, Callback):
         self._window.add(outputs, tokens)
         step = batch["index"] // trainer.accumulate_grad_batches + 1
         ends_row = step % self.config.every_n_steps == 0 or step == trainer.max_steps
-        self._routing.update(outputs["routings"], ends_row, outputs["shared_shares"])
+        places = pl_module.decoder.places(outputs["routings"])
+        self._routing.update(outputs["routings"], ends_row, outputs["shared_shares"], places)
         row = None
         if trainer.global_step == step:  # this was the last batch of the step
             self.num_skipped = pl_module.guard.num_skipped
@@ -173,7 +176,7 @@ class StepLogger(Checkpointed, Callback):
             self._window.end_step(taken=skipped is None)
             if skipped is not None and trainer.is_global_zero:
                 self.alarm_log.report(self.rules.skipped(skipped), trainer.loggers)
-            # Reading the values waits for the device, so it belongs to the time that was worked.
+            # Reading the values waits for the device, so it is part of the step's time.
             row = self._values(trainer, pl_module) if ends_row else None
         seconds = self._lap()
         self._window.seconds += seconds
@@ -186,7 +189,7 @@ class StepLogger(Checkpointed, Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if isinstance(exception, Diverged):  # whose last steps are what a person will look at
+        if isinstance(exception, Diverged):  # a person will look at its last steps
             self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -230,20 +233,20 @@ class StepLogger(Checkpointed, Callback):
 
 @dataclass
 class _LossWindow(Checkpointed):
-    """Sums since the last row, over the steps that were taken."""
+    """Sums over the taken steps since the last row."""
 
     in_checkpoint = ("num_batches", "num_skipped", "tokens", "seconds", "step_seconds")
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     num_batches: int = 0
     num_skipped: int = 0
-    """Steps that were not taken."""
+    """Number of skipped steps."""
     tokens: int = 0
     seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
-    """Seconds of each step, taken or not."""
+    """Seconds of each step, skipped ones included."""
     of_step: list[dict[str, Tensor]] = field(default_factory=list)
-    """The batches of the step that has not ended."""
+    """Batches of the current step."""
 
     def add(self, outputs: TrainStepOutput, tokens: int) -> None:
         losses = outputs["objective"]
@@ -255,7 +258,7 @@ class _LossWindow(Checkpointed):
     def end_step(self, *, taken: bool) -> None:
         for values in self.of_step:
             for name, value in values.items():
-                # NaN of a step that was not taken must not spread to the row's mean.
+                # NaN of a skipped step must not spread to the row's mean.
                 counted = value if taken else torch.zeros_like(value)
                 before = self.sums.get(name)
                 self.sums[name] = counted if before is None else before.to(counted.device) + counted
@@ -267,14 +270,14 @@ class _LossWindow(Checkpointed):
         self.step_seconds.append(self.seconds - sum(self.step_seconds))
 
     def means(self, trainer: Trainer) -> dict[str, float]:
-        """Mean losses over the row's batches and ranks; nan where no step was taken."""
+        """Return mean losses over the row's batches and ranks; nan if no step was taken."""
         means = torch.stack(list(self.sums.values())) / self.num_batches
         means = trainer.strategy.reduce(means, reduce_op="mean")
         assert isinstance(means, Tensor)
         return {f"train/{key}": value for key, value in zip(self.sums, means.tolist(), strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The attributes, and the sums of each rank. A collective: every rank has to call it."""
+        """Return the attributes, and the sums of each rank. A collective: every rank has to call it."""
         sums = {name: all_gather_scalar(value) for name, value in self.sums.items()}
         return super().state_dict() | {"sums": sums}
 
@@ -285,7 +288,7 @@ class _LossWindow(Checkpointed):
 
 
 class ValidationLogger(Checkpointed, Callback):
-    """Adds each validation to the loggers, and keeps the last one."""
+    """Gives each validation to the loggers, and keeps the last one."""
 
     in_checkpoint = ("last", "last_step", "routing", "window_losses")
 
@@ -293,11 +296,11 @@ class ValidationLogger(Checkpointed, Callback):
         self.last: dict[str, float] = {}
         """`loss` and `bits_per_byte` of the newest validation."""
         self.last_step = -1
-        """The optimizer step it was made at; -1 before the first."""
+        """Optimizer step of the newest validation; -1 before the first."""
         self.routing: ByLayer = {}
-        """For each sparse layer, what was measured of it over the newest validation."""
+        """Values of each sparse layer over the newest validation."""
         self.window_losses = torch.zeros(0)
-        """(num_windows,), the mean loss of each sequence of the newest validation, in their order."""
+        """Mean loss of each sequence of the newest validation, (num_windows,), in their order."""
         self._routing = RoutingByLayer("every batch", "last step", "validation")
         self._of_batches: dict[int, Tensor] = {}
 
@@ -311,7 +314,9 @@ class ValidationLogger(Checkpointed, Callback):
         dataloader_idx: int = 0,
     ) -> None:
         counted = batch["index"] != FILLER
-        self._routing.update(outputs["routings"], counted, outputs["shared_shares"])
+        assert isinstance(pl_module, LanguageModel)
+        places = pl_module.decoder.places(outputs["routings"])
+        self._routing.update(outputs["routings"], counted, outputs["shared_shares"], places)
         if counted:
             self._of_batches[batch["index"]] = outputs["window_losses"]
 
@@ -329,7 +334,7 @@ class ValidationLogger(Checkpointed, Callback):
 
 
 class SampleLog(Checkpointed, Callback):
-    """Continues the prompt at every validation, always with the same seed, and keeps the texts."""
+    """Continues the prompt at every validation, with the same seed, and logs the texts."""
 
     in_checkpoint = ("last",)
 
@@ -342,29 +347,27 @@ class SampleLog(Checkpointed, Callback):
         self.seed = seed
         self.file = JsonLines(path)
         self.last = ""
-        """The newest text, without the prompt; empty where the model can write none."""
+        """Newest text, without the prompt; empty if the model cannot write."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel)
         self.last = ""
-        # A model that has diverged has no probabilities to draw from, and one that sees both sides
-        # writes no text from left to right.
+        # A diverged model has no probabilities, and one that sees both sides cannot write left to right.
         loss = trainer.callback_metrics["validation/loss"].item()
         writes = pl_module.decoder.config.causal and self.options.num_tokens and math.isfinite(loss)
         if not writes:
             return
         try:
-            # By every rank, each of which may hold a part of the model alone. Of every length there is
-            # once: nothing that a compiled model should be compiled for.
+            # Every rank takes part, since each may hold a part of the model. Every length occurs once, so a
+            # compiled model must not be compiled for it.
             with torch.compiler.set_stance("force_eager"):
                 text = sample_text(
                     pl_module.decoder, self.tokenizer, self.prompt, self.options, self.seed
                 )
         except RuntimeError as error:  # a temperature, or logits, that make no probabilities
             if trainer.is_global_zero:
-                print(
-                    f"sample: no text at step {trainer.global_step}: {first_line(error)}",
-                    file=sys.stderr,
+                log.warning(
+                    "sample: no text at step %d: %s", trainer.global_step, first_line(error)
                 )
             return
         if not trainer.is_global_zero:
@@ -375,16 +378,16 @@ class SampleLog(Checkpointed, Callback):
 
 
 class ProfileReport(Callback):
-    """Keeps what Lightning's profiler says at the end of training, before Lightning drops it."""
+    """Keeps the table of Lightning's profiler at the end of training, before Lightning drops it."""
 
     text = ""
-    """Empty without a profiler."""
+    """Table of the profiler; empty without one."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step + 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = trainer.profiler.summary()  # pyright: ignore[reportAttributeAccessIssue]  # set late
-        # Of a resumed run it is the steps since then alone.
+        # A resumed run has profiled only its own steps.
         steps = f"optimizer steps {self._first_step} to {trainer.global_step}\n"
         self.text = steps + found if found else ""

@@ -1,4 +1,4 @@
-"""What a run is computed on, and how much memory it takes there."""
+"""Hardware of a run and its peak memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has had: on a GPU of tensors, else of everything, libraries included.
+    """Return the peak memory of this process in bytes: of tensors on a GPU, else of everything.
 
-    0 where the system does not say (Windows).
+    It is 0 on Windows, which does not report it.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -28,12 +28,12 @@ def peak_memory(device: torch.device) -> int:
 
 
 def num_cores() -> int:
-    """The CPU cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe_hardware() -> dict[str, Any]:
-    """The name of the processor, how many cores this process may use, and the name of a GPU, if any."""
+    """Return the name of the processor, its number of usable cores, and the name of a GPU, if any."""
     name = platform.processor() or platform.machine()
     with suppress(OSError):  # Linux alone has it
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Logs of one JSON object a line, each with the optimizer step it belongs to: metrics, samples, alarms."""
+"""Logs of one JSON object a line, with its optimizer step: metrics, samples, alarms."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from moe_ffn.files import (
 )
 
 STEP_KEY = "step"
-"""The key of the optimizer step in every line."""
+"""Key of the optimizer step in every line."""
 VALIDATION_LOSS = "validation/loss"
-"""A key of the rows of validations alone."""
+"""Key that only rows of validations have."""
 TRAIN_SECONDS = "train/seconds"
-"""The key of the seconds that training has taken so far, validations left out, in rows of training."""
+"""Key of the seconds of training so far, without validations, in rows of training."""
 STEP_SECONDS = "train/step_seconds"
-"""The key of the median seconds of the row's optimizer steps, which a pause of the machine does not move."""
-
+"""Key of the median seconds of the row's optimizer steps; a pause of the machine does not change it."""
 
 Cell = float | list[float | None] | None
 """A value of a row; a number may be NaN or infinite."""
@@ -39,11 +38,11 @@ class Line(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     step: Annotated[int, Field(ge=0, le=2**53)]
-    """The optimizer step; a float does not tell a larger one from the next."""
+    """Optimizer step; a float cannot distinguish larger ones."""
 
 
 class Row(Line):
-    """A row of metrics: beside its step numbers, and lists with a number for each expert."""
+    """A row of metrics: numbers, and lists with a number for each expert."""
 
     __pydantic_extra__: dict[str, Cell]  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -57,7 +56,7 @@ class Row(Line):
 
 
 class Sample(Line):
-    """The text that the model wrote after the prompt at an optimizer step."""
+    """A text that the model wrote after the prompt at an optimizer step."""
 
     prompt: str = ""
     text: str = ""
@@ -67,12 +66,12 @@ AnyLine = TypeVar("AnyLine", bound=Line)
 
 
 class JsonLines:
-    """Appends to a log, which appears with its first line; what cannot be written waits for the next time."""
+    """Appends to a log, and keeps lines that the disk rejects until the next attempt."""
 
     def __init__(self, path: Path, *, is_synced: bool = True) -> None:
         """
         Args:
-            is_synced: every line is on the disk when `add` returns; otherwise when `sync` does.
+            is_synced: every line is on the disk when `add` returns; otherwise when `sync` returns.
         """
         self.path = path
         self._is_synced = is_synced
@@ -82,17 +81,17 @@ class JsonLines:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the disk took every line."""
+        """True if every line is written."""
         return not self._pending
 
     def add(self, values: Iterable[Mapping[str, Any]]) -> None:
-        """Write each as a line."""
+        """Write each value as a line."""
         self._pending.extend(f"{json.dumps(value)}\n".encode() for value in values)
         with self._failures.expected():
             self._write_pending()
 
     def sync(self) -> None:
-        """Return when every line is on the disk, or was said not to be."""
+        """Return when every line is on the disk, or the failure is reported."""
         with self._failures.expected():
             self._write_pending()
             if self.path.exists():
@@ -103,8 +102,7 @@ class JsonLines:
         if not self._pending:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A copy of links (`cp -l`, `cp -s`) keeps the file as it was.
-        if self.path.exists() and (self.path.is_symlink() or self.path.stat().st_nlink > 1):
+        if self.path.is_symlink() and self.path.exists():  # its target stays as it is
             write_whole(self.path, read_bytes(self.path))
         with open_file(self.path, "ab") as file:
             descriptor, size = file.fileno(), file.tell()
@@ -129,21 +127,21 @@ class JsonLines:
 
 
 def read_lines(path: Path, kind: type[AnyLine]) -> Iterator[AnyLine]:
-    """The lines of a log, one after the other as they are read; none where there is no file.
+    """Yield the lines of a log as they are read; none if there is no file.
 
-    A last line without its end is left out, since its writer died or is about to end it. So is a line that
-    is no such object; see `num_damaged`.
+    A last line without its end is left out, since its writer died or is about to end it. So is a damaged
+    line; see `num_damaged`.
     """
     return (value for _, value in _read(path, kind) if value is not None)
 
 
 def num_damaged(path: Path, kind: type[Line]) -> int:
-    """The number of whole lines of a log that are no such objects."""
+    """Number of complete lines of a log that are no such objects."""
     return sum(value is None for _, value in _read(path, kind))
 
 
 def cut_lines(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
-    """Remove the lines that a resumed run will write again, and those that are damaged."""
+    """Remove the lines that a resumed run will write again, and damaged lines."""
     kept = [line for line, value in _read(path, kind) if value is not None and is_kept(value)]
     if kept:
         write_whole(path, b"".join(kept))

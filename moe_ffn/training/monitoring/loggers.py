@@ -1,11 +1,12 @@
 """The loggers of a run: `metrics.jsonl`, and Weights & Biases.
 
-Without an account or a network wandb's run is kept offline, on disk. An exception of wandb ends its logging
-and not the training; waiting for it is limited by the constants below.
+Without an account or a network wandb's run is kept offline, on disk. An exception of wandb ends its logging,
+but not the training; the constants below limit the waiting.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -28,12 +29,14 @@ from moe_ffn.metrics.plotting import LOAD_OPTIONS, heat_figure
 from moe_ffn.training.config import WandbConfig
 from moe_ffn.training.monitoring.json_lines import STEP_KEY, JsonLines
 
+log = logging.getLogger(__name__)
+
 INIT_TIMEOUT_SECONDS = 8
-"""How long the server may take to accept a run; wandb's own 90 make a run without a network hang."""
+"""Seconds that the server may take to accept a run; wandb's own 90 look like a hang without a network."""
 FINISH_TIMEOUT_SECONDS = 10
-"""How long the last rows may take to be uploaded; wandb itself would wait without end."""
+"""Seconds that the upload of the last rows may take; wandb itself would wait forever."""
 SERVICE_TIMEOUT_SECONDS = 10
-"""How long wandb's own process, which writes and uploads, may take to start."""
+"""Seconds that wandb's own process, which writes and uploads, may take to start."""
 
 _MAX_ALERT_TITLE = 63
 
@@ -41,20 +44,20 @@ _RUN_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 
 _MODES = {mode: mode for mode in ("online", "offline", "disabled")}
 _MODES |= {"shared": "online", "run": "online", "dryrun": "offline"}
-"""The values of WANDB_MODE, with their meanings."""
+"""Values of WANDB_MODE, with their meanings."""
 
 MAX_BINS = 512
-"""The most bins that a histogram of wandb may have."""
+"""Largest number of bins of a histogram of wandb."""
 
 WANDB_STEP = "trainer/global_step"
-"""The key under which Lightning's logger writes the optimizer step."""
+"""Key under which Lightning's logger writes the optimizer step."""
 
 LOAD_FIGURE = "routing/load_heatmap"
-"""The key under which each validation logs it; its panel has a slider over the steps."""
+"""Key of the heat map of each validation; its panel has a slider over the steps."""
 
 
 class MetricsFile(Logger):
-    """`metrics.jsonl`: one line for every row of metrics, as soon as it is known."""
+    """Writes `metrics.jsonl`: one line for every row of metrics, as soon as it is known."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -69,7 +72,7 @@ class MetricsFile(Logger):
         return ""
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: a run's `config.yaml` has them."""
+        """Do nothing: a run's `config.yaml` has them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -78,7 +81,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Return when every row is on the disk, or was said not to be."""
+        """Return when every row is on the disk, or the failure is reported."""
         self.file.sync()
 
     @rank_zero_only
@@ -87,11 +90,11 @@ class MetricsFile(Logger):
 
 
 class WandbRun(WandbLogger):
-    """Lightning's logger for a run that has been started.
+    """Lightning's logger for a started run.
 
     Args:
-        run: what `wandb.init` returned.
-        online: whether rows are uploaded as they come.
+        run: the result of `wandb.init`.
+        online: upload rows as they come.
     """
 
     def __init__(self, run: Any, online: bool) -> None:
@@ -100,18 +103,18 @@ class WandbRun(WandbLogger):
         self._failed = False
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """A row, in the form of `wandb_row`."""
+        """Log a row, in the form of `wandb_row`."""
         with self._harmless("metrics go to metrics.jsonl alone"):
             super().log_metrics(wandb_row(metrics), step)
 
     def alert(self, title: str, text: str) -> None:
-        """Have wandb send its user a message, where it is online."""
+        """Send the user a message through wandb, if it is online."""
         if self.online:
             with self._harmless("metrics go to metrics.jsonl alone"):
                 self.experiment.alert(title[:_MAX_ALERT_TITLE], text)
 
     def finish(self, status: str) -> None:
-        """End the run; what was not uploaded in time stays on disk, which a line says.
+        """End the run; rows that were not uploaded in time stay on disk, and a line tells how to upload them.
 
         Args:
             status: `success` or `failed`.
@@ -127,19 +130,19 @@ class WandbRun(WandbLogger):
             yield
         except Exception as error:  # its process may have died, its disk be full
             if not self._failed:
-                print(f"wandb: {_reason(error)}; {remedy}", file=sys.stderr)
+                log.warning("wandb: %s; %s", _reason(error), remedy)
             self._failed = True
 
 
 def wandb_logger(
     config: WandbConfig, run_dir: Path, tags: list[str], facts: Mapping[str, Any]
 ) -> tuple[WandbRun | None, str]:
-    """A started run, or None, and one line that says what a person can do with it.
+    """Return a started run, or None, and one line that tells a person where it is.
 
-    The run that wandb kept in `run_dir` before, if any, goes on under its id.
+    An earlier run that wandb kept in `run_dir` is resumed under its id.
 
     Args:
-        facts: what is stored as the run's config: the resolved options, revision, parameter counts.
+        facts: values stored as the run's config: the resolved options, revision, parameter counts.
     """
     mode = _requested_mode(config)
     if mode == "disabled":
@@ -155,7 +158,7 @@ def wandb_logger(
     earlier_id = max(kept.values())[1] if kept else None
 
     def start(mode: str) -> Any:
-        # It warns, as of an upload that broke off, and asks nothing: it raises where there is no key.
+        # Without a key it raises instead of asking.
         service = {"show_info": False, "x_service_wait": SERVICE_TIMEOUT_SECONDS}
         wandb.setup(wandb.Settings(mode=mode, **service))
         run = wandb.init(
@@ -188,7 +191,7 @@ def wandb_logger(
         try:
             run = start("online")
             return WandbRun(run, online=True), f"wandb: online, {run.url}"
-        except Exception as error:  # of whatever kind: it is only wandb
+        except Exception as error:  # any: training does not depend on wandb
             why_offline = f" ({_reason(error)})"
             for folder in _kept(run_dir).keys() - kept.keys():  # of the attempt, with no rows
                 shutil.rmtree(folder, ignore_errors=True)
@@ -203,22 +206,22 @@ def wandb_logger(
 
 
 def _kept(run_dir: Path) -> dict[Path, tuple[str, str]]:
-    """Folders of wandb for this run, each with the time and the id in its name."""
+    """Return the folders of wandb for this run, each with the time and the id in its name."""
     folders = (run_dir / "wandb").glob("*run-*")
     matches = {folder: _RUN_FOLDER.fullmatch(folder.name) for folder in folders}
     return {folder: (match[1], match[2]) for folder, match in matches.items() if match}
 
 
 def _reason(error: Exception) -> str:
-    """Why wandb refused, in one line without a full stop."""
+    """Return the error of wandb in one line without a full stop."""
     text = explain(error)[0] if isinstance(error, ValidationError) else first_line(error)
     return text.rstrip(".")
 
 
 def command_line(command: str, run: Any) -> str:
-    """`wandb sync runs/mine/wandb/run-1`, as a person would type it where the program was started.
+    """Return `wandb sync runs/mine/wandb/run-1`, as a person would type it where the program was started.
 
-    Where no environment is activated, with the path of the client beside this Python.
+    If no environment is activated, it has the path of the client next to this Python.
     """
     client = "wandb" if shutil.which("wandb") else _from_here(Path(sys.executable).parent / "wandb")
     return f"{client} {command} {_from_here(Path(run.dir).parent)}"
@@ -230,19 +233,19 @@ def _from_here(path: Path) -> str:
 
 
 def _requested_mode(config: WandbConfig) -> str:
-    """The option, or WANDB_MODE where that is `auto`; a value that wandb would refuse is unset."""
+    """Return the option, or WANDB_MODE if that is `auto`; a value that wandb rejects is unset."""
     environment = os.environ.get("WANDB_MODE", "")
     if environment not in _MODES:
         os.environ.pop("WANDB_MODE", None)
         if environment:
             known = ", ".join(_MODES)
-            print(f"wandb: WANDB_MODE '{environment}' is ignored; known: {known}", file=sys.stderr)
+            log.warning("wandb: WANDB_MODE '%s' is ignored; known: %s", environment, known)
     return _MODES.get(environment, "auto") if config.mode == "auto" else config.mode
 
 
 def _import_wandb() -> Any:
-    """The wandb package; None where it is absent (a leftover `./wandb` folder is no package)."""
-    # Its reports about itself are waited for at exit: 20 seconds where the server does not answer.
+    """Return the wandb package; None if it is absent (a leftover `./wandb` folder is no package)."""
+    # It waits for its error reports at exit: 20 seconds if the server does not answer.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     # A key that was read from a file ends in a newline, which wandb refuses.
     if "WANDB_API_KEY" in os.environ:
@@ -255,8 +258,8 @@ def _import_wandb() -> Any:
 
 
 def wandb_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`row` with each list of numbers as one histogram over their places, and with a picture of the load
-    on the validation split.
+    """Return `row` with each list of numbers as one histogram over their places, and with a heat map of the
+    load on the validation split.
 
     One key per layer instead of one per expert: a project should hold less than 10,000.
     """
@@ -277,10 +280,10 @@ def wandb_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_heatmap(loads: Mapping[str, Sequence[float]]) -> Figure:
-    """A heat map of load over the even share, a row for each layer and a column for each expert.
+    """Return a heat map of load over the even share, with a row for each layer and a column for each expert.
 
-    Layers may differ in their number of experts; a load that is not finite, of a layer that no token
-    reached, is left blank.
+    Layers may differ in their number of experts. A load that is not finite, of a layer that no token reached,
+    is left blank.
 
     Args:
         loads: layer -> share of the layer's pairs that went to each expert, summing to 1.
@@ -308,17 +311,17 @@ def load_heatmap(loads: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def alert(loggers: Iterable[Logger], title: str, text: str) -> None:
-    """A message through wandb where it is online; it neither raises nor waits for the network."""
+    """Send a message through wandb if it is online; this neither raises nor waits for the network."""
     for logger in loggers:
         if isinstance(logger, WandbRun):
             logger.alert(title, text)
 
 
 def close(loggers: Iterable[Logger], status: str = "success") -> None:
-    """Write out what is pending. wandb's run ends here, so that a process may hold several.
+    """Write pending rows, and end the run of wandb, so that a process may hold several.
 
     Args:
-        status: how the run ended, `success` or `failed`.
+        status: end of the run, `success` or `failed`.
     """
     with ExitStack() as stack:  # which ends all of them, even where one fails, as on a full disk
         for logger in loggers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import textwrap
 import time
@@ -29,27 +30,29 @@ from moe_ffn.model.decoder import short_name
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.callbacks import LoggedRow, StepLogger, ValidationLogger
 
+log = logging.getLogger(__name__)
+
 SECONDS_BETWEEN_LINES = 15.0
 
 MAX_BARS = 32
-"""More experts in a layer than this are summed up in words: a terminal has 80 columns."""
+"""Largest number of experts in a layer that are shown as bars; the loads of more are summed up in words."""
 
 MAX_LOAD_LINES = 4
-"""The most lines for loads; where all layers need more, the least balanced are shown."""
+"""Largest number of lines for loads; if all layers need more, the least balanced are shown."""
 
 _LOAD = "load  "
 _SPACE = "\N{NO-BREAK SPACE}"
 
 
 def progress_display(steps: StepLogger, validation: ValidationLogger) -> Callback:
-    """The display for where standard error goes."""
+    """Return a bar if standard error is a terminal, else plain lines."""
     display = ProgressBar if sys.stderr.isatty() else ProgressLines
     return display(steps, validation)
 
 
 class ProgressBar(Callback):
-    """Steps and time left, the batches of a validation while it lasts, losses, and the health of the routing,
-    on a few lines that stay in place.
+    """Shows steps and time left, the batches of a validation, losses, and the health of the routing, on a few
+    lines that stay in place.
     """
 
     def __init__(self, steps: StepLogger, validation: ValidationLogger) -> None:
@@ -125,7 +128,7 @@ class ProgressBar(Callback):
             self._bars.update(task, visible=False)
 
     def _show(self, validation: str = "") -> None:
-        """The newest row, and `validation`, or the newest validation's loss where that is empty."""
+        """Show the newest row, and `validation`, or the newest validation's loss if that is empty."""
         if not validation and self.validation.last:
             step, loss = self.validation.last_step, self.validation.last["loss"]
             validation = f"validation loss {loss:.3f} (step {step})"
@@ -140,7 +143,7 @@ class ProgressBar(Callback):
 
 
 class ProgressLines(Callback):
-    """Plain lines, for logs and pipes: one every quarter of a minute, and the loss of each validation."""
+    """Writes plain lines, for logs and pipes: one every 15 seconds, and the loss of each validation."""
 
     def __init__(self, steps: StepLogger, validation: ValidationLogger) -> None:
         self.steps = steps
@@ -148,7 +151,7 @@ class ProgressLines(Callback):
         self._validation_began_at = self._printed_at = 0.0
         self._first_step = 0
         self._first_ended_at: float | None = None
-        """When the first step ended; it prepares what later ones use, and says nothing of their time."""
+        """Time at which the first step ended, whose preparations later steps do not repeat."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._printed_at = time.monotonic()
@@ -196,7 +199,7 @@ class ProgressLines(Callback):
 
     def _print(self, line: str) -> None:
         self._printed_at = time.monotonic()
-        print(line, file=sys.stderr, flush=True)
+        log.info(line)
 
 
 def _seconds_left(began_at: float, num_done: int, num_left: int) -> float:
@@ -204,20 +207,20 @@ def _seconds_left(began_at: float, num_done: int, num_left: int) -> float:
 
 
 def num_batches(trainer: Trainer) -> int:
-    """Batches of one validation, on this rank."""
+    """Number of batches of one validation, on this rank."""
     return int(sum(trainer.num_val_batches))
 
 
 def loss_so_far(module: LightningModule) -> float:
-    """Loss of the validation that is going on, in nats per token, over this rank's batches."""
+    """Loss of the current validation, in nats per token, over this rank's batches."""
     assert isinstance(module, LanguageModel)
     return float(module.validation_metrics.loss_so_far)
 
 
 def status(steps: StepLogger, step: int | None = None) -> list[str]:
-    """The newest row as `loss 2.310`, `MaxVio 0.65 (layer 0)`, `12,345 tokens/s`; empty before the first.
+    """Return the newest row as `loss 2.310`, `MaxVio 0.65 (layer 0)`, `12,345 tokens/s`, if there is one.
 
-    The loss says of which step it is where that is not `step`.
+    The loss has its step, if that is not `step`.
     """
     if not steps.last_row:
         return []
@@ -232,9 +235,9 @@ def status(steps: StepLogger, step: int | None = None) -> list[str]:
 
 
 def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """The layer with the worst balance and, where there are any, dropped pairs and dead experts.
+    """Return the layer with the worst balance and, if there are any, dropped pairs and dead experts.
 
-    Of layers without a load of each expert, whose routers list pairs, the one that uses fewest of them.
+    Routers that list pairs measure no load; of their layers it is the one that uses the fewest experts.
     """
     if not routing:
         return []
@@ -257,9 +260,9 @@ def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
 
 
 def load_lines(routing: Mapping[str, Mapping[str, Tensor]], width: int = 80) -> list[str]:
-    """`load  0 ▃▅█▁  1 ▄▄▄▄`: the share of each expert, half a block for the even one; lines of `width`.
+    """Return `load  0 ▃▅█▁  1 ▄▄▄▄` in lines of `width`: the share of each expert, the even one half a block.
 
-    Of many experts the busiest, the median, the idlest and how many had no token.
+    Many experts are summed up by the busiest, the median, the idlest and the number of unused ones.
     """
     routing = {layer: values for layer, values in routing.items() if "load" in values}
     by_balance = sorted(routing, key=lambda layer: routing[layer]["max_violation"].item())
@@ -279,7 +282,7 @@ def load_lines(routing: Mapping[str, Mapping[str, Tensor]], width: int = 80) -> 
 
 
 def flow(parts: Sequence[str], width: int) -> list[str]:
-    """The parts, two spaces between them, on lines of `width`; no line break within a part."""
+    """Return the parts, two spaces between them, in lines of `width`; no part is broken."""
     text = "  ".join(part.replace(" ", _SPACE) for part in parts)
     lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
     return [line.replace(_SPACE, " ") for line in lines]
@@ -299,5 +302,5 @@ def _load(load: list[float]) -> str:
 
 
 def _block(ratio: float) -> str:
-    """A block as high as the share over the even share; full at twice the even one, a dot at none."""
+    """Return a block as high as the share over the even share; full at twice the even one, a dot at none."""
     return "\N{MIDDLE DOT}" if ratio == 0 else "▁▂▃▄▅▆▇█"[min(int(ratio * 4), 7)]

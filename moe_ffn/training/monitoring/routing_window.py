@@ -1,4 +1,4 @@
-"""Routing metrics of a row of training: over the batches it covers, and those that remember earlier rows.
+"""Routing metrics of a row of training: over its batches, and metrics that remember earlier rows.
 
 E experts, R ranks
 """
@@ -26,14 +26,14 @@ from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring import Checkpointed
 
 ByLayer = dict[str, dict[str, Tensor]]
-"""Values by their names, for each sparse layer."""
+"""Values of each sparse layer, by their names."""
 
 
 class RoutingByLayer(Checkpointed):
-    """The metrics of each sparse layer over batches and ranks; a layer begins when it is first seen.
+    """Metrics of each sparse layer over batches and ranks; a layer begins when it is first seen.
 
     Args:
-        measured: which metrics, see `metrics.table`.
+        measured: kinds of metrics, see `metrics.table`.
     """
 
     def __init__(self, *measured: Measured) -> None:
@@ -50,6 +50,7 @@ class RoutingByLayer(Checkpointed):
         routings: Mapping[str, Routing],
         counted: bool = True,
         shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
+        places: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Add a batch; one not `counted` only begins its layers, so that all ranks reduce the same."""
         for layer, routing in routings.items():
@@ -61,12 +62,13 @@ class RoutingByLayer(Checkpointed):
                 device = routing.token_ids_N.device
                 self.sums[layer] = {name: value.to(device) for name, value in begun.items()}
             if counted:
-                sums, batch = self.sums[layer], LayerBatch(routing, shared_shares.get(layer))
+                sums = self.sums[layer]
+                batch = LayerBatch(routing, shared_shares.get(layer), places.get(layer))
                 for statistic in statistics:
                     sums[statistic.name] = statistic.add(sums[statistic.name], batch)
 
     def close(self) -> ByLayer:
-        """The values of each layer over all batches and ranks, on the CPU; then the sums are zero."""
+        """Return the values of each layer over all batches and ranks, on the CPU, and reset the sums."""
         sums, self.sums = self._of_all_ranks(), {}
         return {
             layer: compute(self.metrics[self._is_listed[layer]], found)
@@ -74,19 +76,17 @@ class RoutingByLayer(Checkpointed):
         }
 
     def state_dict(self) -> ByLayer:
-        """The sums since `close`, over all ranks. A collective: every rank has to call it."""
+        """Return the sums since `close`, over all ranks. A collective: every rank has to call it."""
         return self._loaded | self._of_all_ranks()
 
     def load_state_dict(self, state_dict: ByLayer) -> None:
-        """Continue from these sums. Only rank 0 takes them, since ranks are added up."""
+        """Continue from these sums. Only rank 0 takes them, since ranks are summed."""
         is_first = not distributed.is_initialized() or distributed.get_rank() == 0
         self.sums = {}
         self._loaded = dict(state_dict) if is_first else {}
 
     def _of_all_ranks(self) -> ByLayer:
-        """The statistics of all ranks together, on the CPU: one exchange and one copy of the sums, and one of
-        the maxima.
-        """
+        """Reduce the statistics over all ranks: one exchange and copy of sums, and one of maxima."""
         found: ByLayer = {layer: {} for layer in sorted(self.sums)}
         for reduce in ("sum", "max"):
             keys = [
@@ -114,7 +114,7 @@ def num_ranks() -> int:
 
 
 def all_gather_scalar(value: Tensor) -> Tensor:
-    """(R,), the scalar of each rank. A collective: every rank has to call it."""
+    """Return the scalar of each rank, (R,). A collective: every rank has to call it."""
     if num_ranks() == 1:
         return value.reshape(1)
     values = [torch.empty_like(value) for _ in range(num_ranks())]
@@ -123,7 +123,7 @@ def all_gather_scalar(value: Tensor) -> Tensor:
 
 
 def own_rank(values_R: Tensor) -> Tensor:
-    """Scalar, this rank's of `all_gather_scalar`; the mean where the number of ranks has changed.
+    """Return this rank's scalar of `all_gather_scalar`; the mean if the number of ranks has changed.
 
     Each rank continues its own sum, so that a resumed run rounds as the unbroken one does.
     """
@@ -133,7 +133,7 @@ def own_rank(values_R: Tensor) -> Tensor:
 
 
 def gather_by_index(of_batches: Mapping[int, Tensor]) -> Tensor:
-    """The values of the batches of all ranks in the order of their index, on the CPU. A collective."""
+    """Return the values of the batches of all ranks by their index, on the CPU. A collective."""
     of_ranks: list[Mapping[int, list[float]]] = [{}] * num_ranks()
     own = {index: values.tolist() for index, values in of_batches.items()}
     if num_ranks() == 1:
@@ -145,17 +145,17 @@ def gather_by_index(of_batches: Mapping[int, Tensor]) -> Tensor:
 
 
 PART_OF_BATCH = 1 / 4
-"""A look at a quarter of a batch costs about a twelfth of a training step on all of it."""
+"""Part of a batch to route: a quarter costs about a twelfth of a training step on all of it."""
 
 MAX_TOKENS = 1024
-"""More would hardly make the churn more exact, and checkpoints hold a bool for each token and expert."""
+"""Largest number of tokens to route: checkpoints hold a bool for each token and expert."""
 
 
 @torch.no_grad()
 def probe(module: LanguageModel) -> dict[str, Tensor]:
-    """`chosen_experts`, bool (T, E), of each sparse layer for the first sequences of the run's batch 0.
+    """Return `chosen_experts`, bool (T, E), of each sparse layer for the first sequences of batch 0.
 
-    On the CPU, and in evaluation mode: nothing is random and no generator moves.
+    It is on the CPU. The model is in evaluation mode: nothing is random and no generator moves.
     """
     if not module.decoder.routers():
         return {}
@@ -178,7 +178,7 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
 
 
 class RoutingWindow(Checkpointed):
-    """Values of each sparse layer since the last row: load of all steps, and the tokens of the last step.
+    """Values of each sparse layer since the last row: loads of all steps, and tokens of the last step.
 
     Checkpoints are written between steps, when the sums over tokens are empty.
     """
@@ -199,22 +199,23 @@ class RoutingWindow(Checkpointed):
         routings: Mapping[str, Routing],
         in_last_step: bool,
         shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
+        places: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Add a batch.
 
         Args:
-            in_last_step: whether it belongs to the step that ends the window.
+            in_last_step: true if it belongs to the step that ends the window.
         """
-        self._load.update(routings)
+        self._load.update(routings, places=places)
         if in_last_step:
             self._tokens.update(routings, shared_shares=shared_shares)
 
     def close(self, step: int, num_steps: int, module: LanguageModel, num_ranks: int) -> ByLayer:
-        """The values of each layer, on every rank; the next batch opens a new window.
+        """Return the values of each layer, on every rank; the next batch opens a new window.
 
         Args:
-            step: the optimizer step that has been made.
-            num_steps: how many of them the window covers.
+            step: the current optimizer step.
+            num_steps: number of steps that the window covers.
         """
         values = self._load.close()
         # Empty where training ended before the last step of the row.
@@ -223,7 +224,7 @@ class RoutingWindow(Checkpointed):
         looks: dict[str, tuple[Tensor, Tensor]] = {}
         if step - self._last_look >= self.churn_every_n_steps:
             before, self._probe, self._last_look = self._probe, probe(module), step
-            # A mixture of depths hands a number of tokens on that differs from look to look.
+            # A mixture of depths passes a varying number of tokens to its inner layer.
             looks = {
                 layer: (before[layer], now_TE)
                 for layer, now_TE in self._probe.items()
@@ -231,9 +232,7 @@ class RoutingWindow(Checkpointed):
             }
         routers, infos = module.decoder.routers(), module.decoder.config.routers()
         for layer, of_layer in values.items():
-            if (
-                "load" not in of_layer
-            ):  # the router lists pairs, and nothing is kept for each expert
+            if "load" not in of_layer:  # the router lists pairs
                 continue
             load_E = of_layer["load"]
             idle_E = self._idle_steps.get(layer, torch.zeros_like(load_E, dtype=torch.int64))

@@ -1,200 +1,198 @@
-"""One checkpoint on a disk: whole or not there, and never read when it is not what was written.
+"""Checkpoints on a disk: written atomically, and never read when they differ from what was written.
 
-The file is an archive of `torch.save`. Its comment, the last bytes of any zip archive, holds the optimizer
-step and the SHA-256 of all that stands before, so that one rename puts everything in its place, the step is
-known without reading the weights, and `torch.load` and `unzip` read it still. Tensors that are sharded over
-ranks are in a folder beside it; see `checkpoint_shards`.
+A checkpoint is an archive of `torch.save`, which `torch.load` and `unzip` can read. Its comment, the last
+bytes of any zip archive, holds the SHA-256 of everything before it. A folder next to the file has the tensors
+that are sharded over ranks: each rank writes its own parts as safetensors, and no rank gathers them. The file
+is written after its folder, which it names, and holds the SHA-256 of each file in there.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import os
 import re
+import secrets
+import shutil
 import struct
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
-from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.files import kind_of, make_folder, open_file, reason, replacing
-from moe_ffn.training.recovery.checkpoint_shards import (
-    FOLDER,
-    SHARDS,
-    CheckpointError,
-    is_sharded,
-    read_shards,
-    remove_shards_except,
-    verify_shards,
-    write_shards,
+from moe_ffn.files import (
+    kind_of,
+    make_folder,
+    open_file,
+    reason,
+    replacing,
+    sha256_of,
+    split_into_files,
+    sync_folder,
 )
 
 IDENTITY = "identity"
-"""The key of what a run has to agree with to go on from a checkpoint."""
+"""The key of the options and data that a run must share with a checkpoint to resume from it."""
 
-_ADVICE = re.compile(r"^Weights only load failed|weights_only")
-"""Lines in which torch says how to load a file all the same."""
+BEST_NAME = "best.ckpt"
+"""File with the weights of the lowest validation loss; no run resumes from it."""
 
-_ARCHIVE = b"PK\3\4"
-"""The first bytes of every file that `torch.save` writes, and the sign by which `torch.load` knows it."""
+MAX_FILE_BYTES = 2**26
+"""Size limit of a file of shards, for each rank: it is made in memory. A larger tensor has its own file."""
 
-_COMMENT = re.compile(
-    rb"(?:shards:(?P<shards>%s) )?(?:step:(?=.{10} )(?P<step> *[0-9]+) )?sha256:[0-9a-f]{64}\Z"
-    % FOLDER.pattern.encode()
-)
-_MAX_COMMENT_BYTES = 200
+_STEP_NAME = re.compile(r"step_([0-9]{8,})\.ckpt")
+_SHARDS = "shards"
+"""The key of the folder of shards and the digests of its files."""
+_FOLDER_NAME = re.compile(r"[0-9a-f]{16}\.shards")
+
 _LABEL = b"sha256:"
 _SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
+_SHARDS_LABEL = re.compile(rb"shards:(%s) \Z" % _FOLDER_NAME.pattern.encode())
+_SHARDS_LABEL_BYTES = len("shards:0123456789abcdef.shards ")
 _NO_COMMENT = struct.pack("<H", 0)
 
 
-def write_checkpoint(values: dict[str, Any], path: Path) -> None:
-    """Put `values` in the place of `path`, and return when they are on the disk.
+class CheckpointError(Exception):
+    """The reason why a checkpoint cannot be used: a phrase that follows the name of its file."""
 
-    Where they hold tensors that are sharded over ranks, every rank has to call this.
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}.ckpt"
+
+
+def step_of(path: Path) -> int:
+    """Return the optimizer step of a checkpoint, from its name."""
+    match = _STEP_NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """Return the checkpoints, good or not, newest step first; empty if there is no folder.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    if kind_of(folder) is None:
+        return []
+    found = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def set_skipped_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoints after `step`, which a resumed run skipped, to `NAME.skipped`.
+
+    A later resume would find them again, and they belong to another past.
+
+    Raises:
+        OSError: a file cannot be renamed.
+    """
+    for path in newest_first(folder):
+        if step_of(path) > step:
+            path.replace(path.with_name(f"{path.name}.skipped"))
+
+
+def write_checkpoint(values: dict[str, Any], path: Path) -> None:
+    """Replace `path` by `values`, and return when they are on the disk.
+
+    If weights are sharded over ranks, every rank has to call this.
 
     Raises:
         OSError: they cannot be written; `path` is what it was before.
     """
-    if is_sharded(values):
-        values = write_shards(values, path.parent)
+    weights = values.get("state_dict")
+    if isinstance(weights, Mapping) and any(isinstance(w, DTensor) for w in weights.values()):
+        values = _write_shards(values, path.parent)
         if dist.get_rank() != 0:
             return
     make_folder(path.parent)
     with replacing(path) as file:
         try:
             torch.save(values, file)
-        except RuntimeError as error:  # what torch makes of a full disk
+        except RuntimeError as error:  # torch's own error on a full disk
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
-        _seal(file, values.get("global_step"), values.get(SHARDS))
+        _seal(file, values.get(_SHARDS))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What was written to `path`, on the CPU; tensors in shards are `SavedTensors`. Runs no code in it.
+    """Read a checkpoint to the CPU without running code; tensors in shards are `SavedTensors`.
 
     Raises:
         CheckpointError: it cannot be read, or is not what was written.
     """
     with _explaining():
-        values = _in_file(path)
-        return read_shards(values, path.parent) if SHARDS in values else values
+        values = _load(path)
+        return _read_shards(values, path.parent) if _SHARDS in values else values
+
+
+def read_all(path: Path) -> dict[str, Any]:
+    """Read a checkpoint to the CPU with every sharded tensor whole; see `read_checkpoint`."""
+    values = read_checkpoint(path)
+    for holder, key in _holders_of_tensors(values):
+        holder[key] = dict(holder[key])
+    return values
 
 
 def verify(path: Path) -> None:
-    """Read a file, and its shards, against their checksums.
+    """Compare a checkpoint, and its shards, with their checksums.
 
     Raises:
         CheckpointError: one does not match, or cannot be read.
     """
     with _explaining():
-        with _open(path) as file:
+        with open_file(path) as file:
             _require_seal(file)
-            shards, _ = _labels(file)
+            shards = _shards_named_in(file)
         if shards:
-            verify_shards(_in_file(path), path.parent)
-
-
-def step_inside(path: Path) -> int | None:
-    """The optimizer step of a checkpoint, read without the rest; None where it has none.
-
-    Whether the rest of the file is good is not looked at.
-    """
-    try:
-        with _open(path) as file:
-            return _labels(file)[1]
-    except (CheckpointError, OSError):
-        return None
+            _verify_shards(_load(path)[_SHARDS], path.parent)
 
 
 def remove_unused_shards(folder: Path) -> None:
-    """Remove the shards that no checkpoint in `folder` names, whatever that is called."""
+    """Remove the folders of shards in `folder` that no file there names."""
     with suppress(OSError):
         entries = list(folder.iterdir())
-        if not any(FOLDER.fullmatch(path.name) for path in entries):
-            return
-        used: list[str | None] = []
-        for path in entries:
+        unused = {path for path in entries if _FOLDER_NAME.fullmatch(path.name)}
+        for path in entries if unused else ():
             if kind_of(path) == "a file":
-                with _open(path) as file:
-                    used.append(_labels(file)[0])
-        remove_shards_except(folder, used)
+                with open_file(path) as file:
+                    unused.discard(folder / (_shards_named_in(file) or ""))
+        for path in unused:
+            shutil.rmtree(path)
 
 
 @contextmanager
 def _explaining() -> Iterator[None]:
-    """Whatever is wrong with a checkpoint is a CheckpointError."""
+    """Turn every error of reading into a CheckpointError."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle that is refused in the next moment
-            yield
+        yield
     except OSError as error:
         raise CheckpointError(f"cannot be read ({reason(error)})") from error
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:  # of many kinds: pickle's, zip's, torch's
-        raise CheckpointError(
-            f"is no checkpoint of tensors and plain values ({_why(error)})"
-        ) from error
+    except Exception as error:  # pickle's, zip's or torch's, whose advice is to run the code in it
+        raise CheckpointError("is no checkpoint of tensors and plain values") from error
 
 
-def _in_file(path: Path) -> dict[str, Any]:
-    """The values in a file that matches its checksum; of tensors that are in shards the shapes."""
-    with _open(path) as file:
+def _load(path: Path) -> dict[str, Any]:
+    with open_file(path) as file:
         _require_seal(file)
-        shards, step = _labels(file)
-        file.seek(0)
-        # Of anything else `torch.load` would guess what it is, and it has advice on loading each.
-        if file.read(len(_ARCHIVE)) != _ARCHIVE:
-            raise ValueError("no archive of torch.save")
-        file.seek(0)
-        values = torch.load(file, map_location="cpu", weights_only=True)
-    if not isinstance(values, dict):
-        raise CheckpointError(f"holds a {type(values).__name__}, not the state of a run")
-    if step is not None and step != values.get("global_step"):
-        raise CheckpointError(f"says that it is of step {step}, and holds another")
-    if shards is not None and SHARDS not in values:
-        raise CheckpointError(f"says that its tensors are in '{shards}', and does not know them")
-    return values
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _labels(file: BinaryIO) -> tuple[str | None, int | None]:
-    """The folder with the shards of a checkpoint, and its optimizer step, as its comment says."""
-    size = file.seek(0, 2)
-    file.seek(max(size - _MAX_COMMENT_BYTES, 0))
-    found = _COMMENT.search(file.read())
-    if found is None:
-        return None, None
-    shards, step = found["shards"], found["step"]
-    return None if shards is None else shards.decode(), None if step is None else int(step)
+# -- the comment of the archive
 
 
-def _why(error: Exception) -> str:
-    """What torch found wrong with a file, without its advice to load it all the same."""
-    lines = [line.strip() for line in str(error).splitlines() if not _ADVICE.search(line)]
-    found = next(filter(None, lines), type(error).__name__)
-    return found.removeprefix("WeightsUnpickler error: ").partition(" Please use ")[0]
-
-
-def _open(path: Path) -> BinaryIO:
-    if (kind := kind_of(path)) not in (None, "a file"):
-        raise CheckpointError(f"is no file, but {kind}")
-    return open_file(path)
-
-
-def _seal(file: BinaryIO, step: Any, shards: Any) -> None:
-    """Write the step, the shards and the digest of all there is into the comment of the archive."""
-    has_step = type(step) is int and 0 <= step <= MAX_COUNT
-    label = b"step:%10d " % step if has_step else b""
-    if shards:
-        label = b"shards:%s " % shards["folder"].encode() + label
+def _seal(file: BinaryIO, shards: Any) -> None:
+    """Write the name of the shards and the digest of everything else into the comment of the archive."""
+    label = b"shards:%s " % shards["folder"].encode() if shards else b""
     file.seek(-len(_NO_COMMENT), 2)
     if file.read() != _NO_COMMENT:
         raise RuntimeError("torch.save wrote an archive that does not end in an empty comment")
@@ -205,7 +203,7 @@ def _seal(file: BinaryIO, step: Any, shards: Any) -> None:
 
 
 def _require_seal(file: BinaryIO) -> None:
-    """CheckpointError unless a file matches its checksum; it is at its beginning then."""
+    """Raise CheckpointError unless a file matches its checksum; leave it at its beginning."""
     size = file.seek(0, 2)
     if size == 0:
         raise CheckpointError("is empty")
@@ -218,8 +216,15 @@ def _require_seal(file: BinaryIO) -> None:
     file.seek(0)
 
 
+def _shards_named_in(file: BinaryIO) -> str | None:
+    """Return the name of the folder of shards of a checkpoint, without reading its values."""
+    file.seek(max(file.seek(0, 2) - _SEAL_BYTES - _SHARDS_LABEL_BYTES, 0))
+    found = _SHARDS_LABEL.fullmatch(file.read(_SHARDS_LABEL_BYTES))
+    return found[1].decode() if found else None
+
+
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """SHA-256 of the first `size` bytes, in hexadecimal; leaves the file behind them."""
+    """Return the SHA-256 of the first `size` bytes, in hexadecimal; leave the file after them."""
     digest = hashlib.sha256()
     file.seek(0)
     while size:
@@ -231,104 +236,209 @@ def _digest(file: BinaryIO, size: int) -> bytes:
     return digest.hexdigest().encode()
 
 
-# -- names
+# -- shards
 
 
-BEST_NAME = "best.ckpt"
-"""The weights of the lowest validation loss, without what a run needs to go on."""
-
-_STEP_NAME = re.compile(r"step_([0-9]{8,})\.ckpt")
-
-
-def step_name(step: int) -> str:
-    return f"step_{step:08d}.ckpt"
-
-
-def step_of(path: Path) -> int:
-    """The optimizer step that a checkpoint's name says."""
-    match = _STEP_NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
-
-
-def likely_step(path: Path) -> int:
-    """The step inside, or of a file that cannot be read the one in its name."""
-    step = step_inside(path)
-    return step_of(path) if step is None else step
-
-
-def is_misnamed(path: Path, step: int) -> bool:
-    """Whether the name of a checkpoint of `step` says another."""
-    return path.name != step_name(step)
-
-
-def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints, good or not, newest step first; empty where there is no folder.
-
-    Of two of one step the one that is named by it is first.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
-
-    def rank(path: Path) -> tuple[int, bool, str]:
-        step = likely_step(path)
-        return step, not is_misnamed(path, step), path.name
-
-    if kind_of(folder) is None:
-        return []
-    found = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
-    return sorted(found, key=rank, reverse=True)
-
-
-def pass_over(path: Path, name: str | None = None) -> Path:
-    """Give a checkpoint a name under which none is looked for; nothing is written over.
+def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
+    """Write the parts of this rank into a folder in `parent`, together with all other ranks.
 
     Args:
-        name: what it was called; its own name by default.
-    """
-    stem = f"{(name or path.name)[:200]}.passed-over"  # file systems take 255
-    names = chain([stem], (f"{stem}-{number}" for number in count(2)))
-    return path.rename(_first_free(path.parent, names))
-
-
-def fix_names(folder: Path) -> list[tuple[str, str]]:
-    """Name every good checkpoint by the step inside it.
-
-    At any moment each has the name of some step, so that a process that dies in between leaves nothing in
-    doubt. Of two of one step the second of `newest_first` is passed over.
+        parent: a folder; the first rank's counts.
 
     Returns:
-        the names of those that were misnamed, before and now.
+        `values` with shapes in place of the tensors that were written, and `_SHARDS`.
 
     Raises:
-        OSError: a file cannot be renamed.
+        OSError: on every rank, if one could not write, or wrote on another disk.
     """
-    waiting: list[tuple[str, Path, int]] = []
-    for path in newest_first(folder):
-        step = _good_step(path)
-        if step is not None and is_misnamed(path, step):
-            # Steps that no run comes to.
-            free = _first_free(folder, (step_name(number) for number in count(MAX_COUNT + 1)))
-            waiting.append((path.name, path.rename(free), step))
-    renamed: list[tuple[str, str]] = []
-    for name, path, step in waiting:
-        place = folder / step_name(step)
-        if os.path.lexists(place) and _good_step(place) != step:
-            pass_over(place)  # damaged, or it would be waiting too
-        now = pass_over(path, name) if os.path.lexists(place) else path.rename(place)
-        renamed.append((name, now.name))
-    return renamed
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-
-def _good_step(path: Path) -> int | None:
-    """The step inside a checkpoint that matches its checksum."""
+    is_first = dist.get_rank() == 0
+    folder = _from_first_rank(parent.absolute() / f"{secrets.token_hex(8)}.shards")
+    tensors: dict[str, Tensor] = {}
+    shapes: dict[Any, Tensor] = {}
+    for path, value in tree_flatten_with_path(values)[0]:
+        if isinstance(value, DTensor) and _memory(value) not in shapes:
+            # One object for a tensor that has several names, which `torch.save` keeps as one.
+            shapes[_memory(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            tensors[_name(path)] = value
+    digests: dict[str, str] | OSError | None
     try:
-        verify(path)
-    except (CheckpointError, OSError):
-        return None
-    return step_inside(path)
+        # The writer makes the folder too, and turns an error of one rank into one of all.
+        writer = HuggingFaceStorageWriter(
+            str(folder), _file_numbers(tensors), save_distributed=True
+        )
+        save(tensors, storage_writer=writer)
+        own = f"shard-{dist.get_rank() + 1:05d}-"
+        digests = {p.name: sha256_of(p) for p in folder.iterdir() if p.name.startswith(own)}
+    except OSError as error:
+        digests = error
+    except CheckpointException as error:
+        failures = [failure for failure, _ in error.failures.values()]
+        digests = next((found for found in failures if isinstance(found, OSError)), None)
+        if digests is None:
+            raise
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, digests)
+    problem = next((found for found in of_ranks if isinstance(found, OSError)), None)
+    if problem is None:
+        digests = {name: digest for found in of_ranks for name, digest in found.items()}
+        if not _from_first_rank(all((folder / name).exists() for name in digests)):
+            problem = OSError(errno.ENOENT, "a rank wrote on a disk of its own", str(folder))
+    if problem is not None:
+        if is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise problem
+    if is_first:
+        sync_folder(folder)
+        sync_folder(parent)
+    described = tree_map_only(DTensor, lambda value: shapes[_memory(value)], values)
+    return {**described, _SHARDS: {"folder": folder.name, "sha256": digests}}
 
 
-def _first_free(folder: Path, names: Iterable[str]) -> Path:
-    return next(path for name in names if not os.path.lexists(path := folder / name))
+def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the number of the file of each tensor, from 1 on; equal on all ranks."""
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    files = split_into_files(sizes, MAX_FILE_BYTES * dist.get_world_size())
+    return {name: number for number, names in enumerate(files, start=1) for name in names}
+
+
+def _from_first_rank(value: Any) -> Any:
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+class SavedTensors(Mapping[Any, Any]):
+    """Values whose tensors are in shards, read one value at a time when they are asked for."""
+
+    def __init__(
+        self,
+        described: Mapping[Any, Any],
+        names: Mapping[int, str],
+        parts: Mapping[str, list[tuple[Any, Path]]],
+    ) -> None:
+        """
+        Args:
+            described: the same values, with tensors of the meta device in place of those in shards.
+            names: name in the shards of each of these tensors, by its `id`.
+            parts: name -> the offsets of each part in its tensor, and its file.
+        """
+        self.described = described
+        self._names = names
+        self._parts = parts
+
+    def __getitem__(self, key: Any) -> Any:
+        return tree_map_only(Tensor, self._read, self.described[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.described)
+
+    def __len__(self) -> int:
+        return len(self.described)
+
+    def _read(self, shape: Tensor) -> Tensor:
+        from safetensors import safe_open
+
+        name = self._names.get(id(shape))
+        if name is None:
+            return shape  # it is in no shard
+        whole = torch.empty(shape.shape, dtype=shape.dtype)
+        for offsets, path in self._parts[name]:
+            with safe_open(path, framework="pt") as file:
+                part = file.get_tensor(name)
+            place = (slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
+            whole[tuple(place)] = part
+        return whole
+
+    def under(self, prefix: str) -> SavedTensors:
+        """Return the tensors whose names begin with `prefix`, without it."""
+        described = {
+            name.removeprefix(prefix): shape
+            for name, shape in self.described.items()
+            if str(name).startswith(prefix)
+        }
+        return SavedTensors(described, self._names, self._parts)
+
+    def read_into(self, tensors: Mapping[Any, Any]) -> None:
+        """Fill tensors with the saved ones under their keys; read only this rank's part of sharded ones.
+
+        Args:
+            tensors: nested as the values are.
+        """
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        wanted: dict[str, Tensor] = {}
+        for path, target in tree_flatten_with_path(dict(tensors))[0]:
+            found: Any = self.described
+            for key in path:
+                found = found[_key(key)]
+            if not isinstance(target, Tensor):
+                continue
+            if (name := self._names.get(id(found))) is None:
+                target.copy_(found)
+            else:
+                wanted[name] = target  # any name of a tensor that has several
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            (folder,) = {path.parent for parts in self._parts.values() for _, path in parts}
+            # Every rank reads for itself, and none waits for another.
+            load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+def _read_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
+    """Return the values of a sharded checkpoint, weights and optimizer states as `SavedTensors`."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    folder = _verify_shards(values.pop(_SHARDS), parent)
+    names: dict[int, str] = {}
+    for path, value in tree_flatten_with_path(values)[0]:
+        if isinstance(value, Tensor) and value.is_meta:
+            names.setdefault(id(value), _name(path))
+    parts: dict[str, list[tuple[Any, Path]]] = {name: [] for name in names.values()}
+    written = HuggingFaceStorageReader(str(folder)).read_metadata()
+    for index, info in written.storage_data.items():
+        parts[index.fqn].append((index.offset, folder / Path(info.relative_path).name))
+    for holder, key in _holders_of_tensors(values):
+        holder[key] = SavedTensors(holder[key], names, parts)
+    return values
+
+
+def _holders_of_tensors(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each mapping whose tensors may be sharded, as the dictionary that holds it and its key there."""
+    yield values, "state_dict"
+    for state in values.get("optimizer_states", ()):
+        yield state, "state"
+
+
+def _verify_shards(shards: Mapping[str, Any], parent: Path) -> Path:
+    """Return the folder of shards; raise CheckpointError unless each file matches its checksum."""
+    folder = parent / shards["folder"]
+    for name, digest in shards["sha256"].items():
+        file = folder / name
+        if kind_of(file) is None:
+            raise CheckpointError(f"lacks its tensors: '{folder.name}/{name}' is missing")
+        if sha256_of(file) != digest:
+            raise CheckpointError(
+                f"does not match the checksum of '{folder.name}/{name}': it was damaged"
+            )
+    return folder
+
+
+def _memory(tensor: DTensor) -> tuple[Any, ...]:
+    """Return the place of this rank's part in memory, which is equal for all names of one tensor."""
+    local = tensor.to_local()
+    return local.untyped_storage()._cdata, local.storage_offset(), local.shape, tensor.shape
+
+
+def _name(path: Any) -> str:
+    """Return `state_dict.decoder.norm.weight` for a path through nested values."""
+    return ".".join(str(_key(key)) for key in path)
+
+
+def _key(step: Any) -> Any:
+    """Return the key of a mapping, or the place in a list, of one step of such a path."""
+    return getattr(step, "key", getattr(step, "idx", step))

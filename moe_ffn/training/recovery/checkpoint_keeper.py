@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,33 +16,34 @@ from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 
-from moe_ffn.files import WriteFailures, reason, remove_unfinished, write_file
-from moe_ffn.outputs import on_this_rank
+from moe_ffn.files import WriteFailures, reason, remove_unfinished
+from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.training.config import CheckpointsConfig
 from moe_ffn.training.module import LoadedBatch
 from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,
     IDENTITY,
     CheckpointError,
-    fix_names,
-    likely_step,
     newest_first,
-    read_checkpoint,
+    read_all,
     remove_unused_shards,
     step_name,
+    step_of,
     verify,
     write_checkpoint,
 )
-from moe_ffn.training.recovery.checkpoint_shards import read_all
+from moe_ffn.training.recovery.guard import found_on_any_rank
+
+log = logging.getLogger(__name__)
 
 SLOW_SECONDS, SLOW_SHARE = 10.0, 0.25
-"""A line is printed about a save that takes longer than both: seconds, share of the time since the last."""
+"""A save that takes longer than both is reported: seconds, share of the time since the last save."""
 
 
 class SealedCheckpointIO(CheckpointIO):
-    """How Lightning writes and reads checkpoints here.
+    """Lightning's way to this project's checkpoints.
 
-    A failed save is remembered and not raised: the other ranks wait for the one that writes.
+    A failed save is remembered and not raised, since the other ranks wait for the one that writes.
     """
 
     def __init__(self) -> None:
@@ -52,25 +53,24 @@ class SealedCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
+        self.failure = None
         try:
             write_checkpoint(checkpoint, Path(path))
         except OSError as error:
             self.failure = error
-        else:
-            self.failure = None
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return read_all(read_checkpoint(Path(path)))
+        return read_all(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)
 
 
 class CheckpointKeeper(Callback):
-    """Saves every few steps, and the weights of the lowest validation loss; keeps the last few.
+    """Save every few steps, and the weights of the lowest validation loss; keep the last few.
 
-    A save that fails is tried again after the next step, then two, four and more steps later. The one
-    checkpoint that is good is never removed.
+    A failed save is repeated after the next step, then two, four and more steps later. The newest good
+    checkpoint is never removed.
     """
 
     def __init__(
@@ -79,50 +79,39 @@ class CheckpointKeeper(Callback):
         config: CheckpointsConfig,
         validate_every_n_steps: int,
         identity: Mapping[str, Any],
-        on_saved: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """A keeper that writes into `folder`.
-
+        """
         Args:
+            folder: of the checkpoints.
             identity: plain values that every checkpoint holds.
-            on_saved: called with the step of each new checkpoint, on the rank that writes.
         """
         self.folder = folder
         self.config = config
         self.validate_every_n_steps = validate_every_n_steps
         self.identity = dict(identity)
-        self.on_saved = on_saved
         self.io = SealedCheckpointIO()
         self.best_loss = float("inf")
         self.missed_loss = float("inf")
-        """The lowest loss whose weights could not be written."""
+        """Lowest loss whose weights could not be written."""
         self.last_saved_step = -1
-        """The optimizer step of the newest save that succeeded; -1 before the first."""
+        """Optimizer step of the newest successful save; -1 before the first."""
         self.problem = ""
-        """Why the newest step is not saved; empty where it is."""
-        self._patience = 0  # steps to wait after a save that failed; 0 where none did
+        """The reason why the newest step is not saved; empty if it is."""
+        self._patience = 0  # steps to wait after a failed save; 0 after a successful one
         self._failed_at = -1
         self._failures = WriteFailures(folder)
-        self._had_stopped = False  # early, when the checkpoint was made from which the run goes on
+        self._had_stopped = False  # early, before the checkpoint that the run resumes from
         self._should_stop = False
         self._saved_at = time.monotonic()
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def is_between_steps(self, trainer: Trainer, batch: LoadedBatch) -> bool:
-        """Whether an optimizer step is over with this batch: its last one, and no validation follows."""
+        """Return true after the last batch of an optimizer step, unless a validation follows."""
         is_last = (batch["index"] + 1) % trainer.accumulate_grad_batches == 0
         return is_last and trainer.global_step % self.validate_every_n_steps != 0
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Only now are the files renamed: every rank has read the one that it goes on from."""
-        trainer.strategy.barrier()
-        if trainer.is_global_zero:
-            with suppress(OSError):  # they are known by what is in them, and only misleading
-                for before, now in fix_names(self.folder):
-                    print(f"checkpoint: {before} is {now} now, by the step in it", file=sys.stderr)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Unless it goes on with more patience, or without that rule.
+        # A resumed run trains on if its patience was raised, or its rule removed.
         still = any(rule.wait_count >= rule.patience for rule in trainer.early_stopping_callbacks)
         trainer.should_stop = trainer.should_stop or (self._had_stopped and still)
         if trainer.is_global_zero:
@@ -142,7 +131,7 @@ class CheckpointKeeper(Callback):
             if self._write(trainer, BEST_NAME, partial(self._save_weights, trainer, loss)):
                 self.missed_loss = min(loss, self.missed_loss)
             else:
-                self.best_loss = loss  # that of the file, which a later one has to beat
+                self.best_loss = loss  # of the weights in the file
                 self.missed_loss = self.missed_loss if self.lacks_best else float("inf")
         if trainer.state.fn == "fit" and self._is_due(trainer.global_step):
             self.save(trainer)
@@ -151,10 +140,10 @@ class CheckpointKeeper(Callback):
         self.save(trainer)
 
     def save(self, trainer: Trainer) -> bool:
-        """Save the step that was made, unless it is saved already; every rank has to call it.
+        """Save the newest step, unless it is saved already; every rank has to call this.
 
         Returns:
-            whether there is a checkpoint of it.
+            true if there is a checkpoint of it.
         """
         step = trainer.global_step
         if step == self.last_saved_step:
@@ -167,7 +156,6 @@ class CheckpointKeeper(Callback):
         self._patience = 0
         self.last_saved_step = step
         if trainer.is_global_zero:
-            self.on_saved(step)
             self._remove_old(step)
             remove_unused_shards(self.folder)
         return True
@@ -193,7 +181,7 @@ class CheckpointKeeper(Callback):
 
     @property
     def lacks_best(self) -> bool:
-        """Whether the weights of the lowest validation loss are not in the file of the best."""
+        """True if `best.ckpt` does not hold the weights of the lowest validation loss."""
         return self.missed_loss < self.best_loss
 
     @property
@@ -206,7 +194,7 @@ class CheckpointKeeper(Callback):
         return step % self._every == 0
 
     def _save_weights(self, trainer: Trainer, validation_loss: float, path: Path) -> None:
-        """Save the weights with their run and step, without what only training needs."""
+        """Save the weights with their run and step, without the state of training."""
         values = {
             "state_dict": trainer.strategy.lightning_module_state_dict(),
             "hyper_parameters": dict(trainer.lightning_module.hparams),
@@ -218,16 +206,14 @@ class CheckpointKeeper(Callback):
         trainer.strategy.barrier()
 
     def _write(self, trainer: Trainer, name: str, save: Callable[[Path], None]) -> str:
-        """Have `save` write a file, unless weights are broken.
+        """Write a file by `save`, unless weights are broken.
 
         Returns:
-            on every rank, why it is not there, or nothing.
+            on every rank, the reason why it is not written, or the empty string.
         """
-        broken = _first_broken(trainer.lightning_module)
-        if not trainer.strategy.reduce_boolean_decision(broken is None):
-            if broken is None:
-                return "another rank's are broken"
-            self._say_once(
+        broken = found_on_any_rank(_first_broken(trainer.lightning_module))
+        if broken is not None:
+            self._report_once(
                 f"checkpoint: none of step {trainer.global_step}, nor until that is fixed: '{broken}' holds "
                 f"NaN or infinity; those in '{self.folder}' stay"
             )
@@ -235,88 +221,50 @@ class CheckpointKeeper(Callback):
         self._should_stop = trainer.should_stop
         start = time.monotonic()
         for logger in trainer.loggers:
-            logger.save()  # a run that goes on from here has to find the rows before
+            logger.save()  # a run that resumes from here needs the rows before
         save(self.folder / name)
         failure = self.io.failure
         if trainer.is_global_zero:
-            self._say_if_slow(time.monotonic() - start)
+            self._report_if_slow(time.monotonic() - start)
             with self._failures.expected():
                 if failure is not None:
                     raise failure
         return trainer.strategy.broadcast("" if failure is None else reason(failure))
 
-    def _say_if_slow(self, seconds: float) -> None:
+    def _report_if_slow(self, seconds: float) -> None:
         now = time.monotonic()
         share, self._saved_at = seconds / max(now - self._saved_at, seconds), now
         if seconds > SLOW_SECONDS and share > SLOW_SHARE:
-            self._say_once(
+            self._report_once(
                 f"disk: a checkpoint took {seconds:.0f} s, {share:.0%} of the time since the last one; "
                 f"raise checkpoints.every_n_steps (now {self._every})"
             )
 
-    def _say_once(self, line: str) -> None:
-        """Lines that begin alike are one; each says its subject there."""
+    def _report_once(self, line: str) -> None:
+        """Report the first line about each subject, its first word."""
         subject = line.partition(" ")[0]
-        if subject not in self._said:
-            self._said.add(subject)
-            print(line, file=sys.stderr, flush=True)
+        if subject not in self._reported:
+            self._reported.add(subject)
+            log.warning(line)
 
     def _remove_old(self, step: int) -> None:
-        """All but the newest few before `step`, once the file of `step` is known to be good."""
+        """Remove all but the newest few before `step`, after verifying the file of `step`."""
         try:
-            old = [path for path in newest_first(self.folder) if likely_step(path) < step]
+            old = [path for path in newest_first(self.folder) if step_of(path) < step]
             too_old = old[self.config.keep_last - 1 :]
             if too_old:
                 verify(self.folder / step_name(step))
         except (CheckpointError, OSError):
             return
         for path in too_old:
-            with suppress(OSError):  # what cannot be removed now is seen again at the next save
+            with suppress(OSError):  # the next save tries again
                 path.unlink(missing_ok=True)
 
 
 def _first_broken(module: torch.nn.Module) -> str | None:
-    """The first parameter of this rank that is not finite, or buffer with NaN: masks hold infinities."""
+    """Return the first parameter that is not finite, or buffer with NaN; masks may hold infinities."""
     parameters = (
         (name, on_this_rank(value).isfinite().all()) for name, value in module.named_parameters()
     )
     buffers = ((name, ~value.isnan().any()) for name, value in module.named_buffers())
     return next((name for name, is_good in chain(parameters, buffers) if not is_good), None)
-
-
-class KeptFiles(Callback):
-    """Writes the files that a checkpoint needs again at every save, where they are missing."""
-
-    def __init__(self, folder: Path, files: Mapping[str, str]) -> None:
-        """Keep these files of `folder`: name -> text."""
-        self.folder = folder
-        self.files = dict(files)
-        self._changed: set[str] = set()  # since they were written
-        self._failures = WriteFailures(folder)
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        if trainer.is_global_zero:
-            self.put_back()
-
-    def change(self, name: str, text: str) -> None:
-        """Replace the text of a file; if that cannot be written now, the next save tries again."""
-        self.files[name] = text
-        self._changed.add(name)
-        self.put_back()
-
-    def put_back(self) -> None:
-        """Write the files that are missing, which a line says, and those that were changed."""
-        with self._failures.expected():
-            missing = [name for name in self.files if not (self.folder / name).exists()]
-            for name in {**dict.fromkeys(missing), **dict.fromkeys(self._changed)}:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_file(self.folder, name, self.files[name])
-                self._changed.discard(name)
-            if missing:
-                print(
-                    f"disk: '{self.folder}' had lost {', '.join(missing)}; written again",
-                    file=sys.stderr,
-                    flush=True,
-                )

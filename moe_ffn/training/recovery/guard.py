@@ -1,4 +1,4 @@
-"""Which optimizer steps are taken, and when a run has to end: plain numbers, no trainer."""
+"""Rules that skip an optimizer step or end a run: plain numbers, no trainer."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moe_ffn.config.base import Config
-from moe_ffn.outputs import on_this_rank
+from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.training.objective import Objective
 
 
 class GuardConfig(Config, frozen=True):
-    """Which optimizer steps are skipped: always where the loss or gradient is NaN or infinite, and where the
-    loss is far too high.
+    """Optimizer steps to skip: those with a NaN or infinite loss or gradient, and those with a far too high
+    loss.
     """
 
     max_loss_ratio: float | None = Field(default=10.0, gt=1)
@@ -33,7 +34,7 @@ class GuardConfig(Config, frozen=True):
 
 
 STEPS_OF_MEDIAN, STEPS_BEFORE_JUDGING = 32, 5
-"""A loss is too high beside the median of the steps taken before it, once there are a few."""
+"""Number of earlier steps whose median a loss is compared with, and the least number of them."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class SkippedStep:
     """An optimizer step that was not taken: parameters, moments and biases are what they were."""
 
     step: int
-    """Counted from 1, as in rows and alarms."""
+    """Number of the step, from 1 on, as in rows and alarms."""
     reason: str
-    """What is wrong with its numbers: `its loss is nan`."""
+    """Problem with its numbers, such as `its loss is nan`."""
     began_in: str | None
-    """The module, parameter or loss where that began; None where it is not known."""
+    """Module, parameter or loss where the problem began; None if unknown."""
     num_in_a_row: int
-    """How many steps were skipped since the last one that was taken, with this one."""
+    """Number of steps skipped since the last taken one, this one included."""
 
     def __str__(self) -> str:
         place = f", which began in {self.began_in}" if self.began_in else ""
@@ -55,10 +56,10 @@ class SkippedStep:
 
 
 class Diverged(RuntimeError):  # noqa: N818 - what the run has done
-    """The run cannot go on, or no longer learns."""
+    """The run cannot continue, or no longer learns."""
 
     def __init__(self, step: int, problem: str) -> None:
-        """A run that ends at optimizer step `step` with a problem: what happened, and where it began."""
+        """End a run at optimizer step `step`; `problem` tells what happened, and where it began."""
         super().__init__(f"step {step}: {problem}")
         self.step = step
         self.problem = problem
@@ -77,11 +78,11 @@ class StepGuard:
         self.num_in_a_row = 0
         """Skipped steps since the last step that was taken."""
         self.began_in: str | None = None
-        """Where the first NaN or infinity of these skipped steps was found; None if not known."""
+        """Place of the first NaN or infinity of these skipped steps; None if unknown."""
         self._losses: deque[float] = deque(maxlen=STEPS_OF_MEDIAN)
 
     def check(self, loss: float, gradient_norm: float) -> str | None:
-        """Why a step with these numbers has to be skipped; None where it may be taken."""
+        """Return why a step with these numbers has to be skipped; None if it may be taken."""
         if not math.isfinite(loss):
             return f"its loss is {loss}"
         if not math.isfinite(gradient_norm):
@@ -103,21 +104,21 @@ class StepGuard:
         self.began_in = None
 
     def skip(self, step: int, reason: str, began_in: str | None) -> SkippedStep:
-        """Count a step that is not taken; `began_in` where that was looked for and found."""
+        """Count a skipped step; `began_in` is the place of its first NaN, if one was found."""
         self.num_skipped += 1
         self.num_in_a_row += 1
         self.began_in = self.began_in or began_in
         return SkippedStep(step, reason, self.began_in, self.num_in_a_row)
 
     def require_progress(self, skipped: SkippedStep) -> None:
-        """Raise Diverged where too many steps were skipped in a row."""
+        """Raise Diverged after too many skipped steps in a row."""
         limit = self.config.max_skipped_in_a_row
         if skipped.num_in_a_row >= limit:
             steps = "1 step was" if limit == 1 else f"{limit} steps in a row were"
             raise Diverged(skipped.step, f"{steps} skipped; the last because {skipped}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, which a checkpoint loads without running code."""
+        """Return plain values, which a checkpoint loads without running code."""
         return {
             "num_skipped": self.num_skipped,
             "num_in_a_row": self.num_in_a_row,
@@ -136,49 +137,55 @@ def find_nan_source(
     model: nn.Module,
     batches: Iterable[Callable[[], Objective]],
     gradient_scale: float | None = 1.0,
-    agree: Callable[[str | None], str | None] = lambda found: found,
 ) -> str | None:
-    """The first thing of a step that is not finite, by a name a person can look up; None if all is.
+    """Return the name of the first value of a step that is not finite; None if all are.
 
-    Leaves no hook and no gradient behind. Every rank has to call it.
+    No hook and no gradient stays behind. Every rank has to call this, and all stop at the same place.
 
     Args:
         model: the module whose parts are named, by their paths in it.
-        batches: for each batch of the step a forward pass of it, with the randomness it had.
-        gradient_scale: what the loss was multiplied by before backward; None where a backward pass cannot be
-            repeated, so that nothing is found in it.
-        agree: what was found on any rank, from what was found on this one: a forward pass may need all of
-            them, so that all have to stop looking at once.
+        batches: a forward pass for each batch of the step, with the randomness it had.
+        gradient_scale: factor of the loss before backward; None if a backward pass cannot be repeated, and
+            is not searched.
     """
     name = nonfinite_value(model.state_dict())
-    if found := agree(name and f"the parameter {name}"):
+    if found := found_on_any_rank(name and f"the parameter {name}"):
         return found
     for forward in batches:
         losses, name = _forward_and_source(model, forward)
         if name is None and not _is_finite(losses.total):
             parts = {"cross_entropy": losses.cross_entropy, **losses.balancing}
             name = f"the objective's {nonfinite_value(parts) or 'total'}"
-        if found := agree(name):
+        if found := found_on_any_rank(name):
             return found
         if gradient_scale is not None:
-            name = next(iter(_of_gradients(model, losses.total * gradient_scale)), None)
-            if found := agree(name and f"the gradient of {name}"):
+            name = next(iter(_nonfinite_gradients(model, losses.total * gradient_scale)), None)
+            if found := found_on_any_rank(name and f"the gradient of {name}"):
                 return found
     return None
 
 
+def found_on_any_rank(found: str | None) -> str | None:
+    """Return the first text that a rank has found. A collective: every rank has to call it."""
+    if not dist.is_initialized():
+        return found
+    of_ranks: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    return next((found for found in of_ranks if found is not None), None)
+
+
 def nonfinite_value(state: Mapping[str, Any]) -> str | None:
-    """The name of the first tensor in `state` with NaN or infinity; None without any."""
+    """Return the name of the first tensor in `state` with NaN or infinity; None without any."""
     return next((name for name, value in state.items() if not _is_finite(value)), None)
 
 
 def _forward_and_source(
     model: nn.Module, forward: Callable[[], Objective]
 ) -> tuple[Objective, str | None]:
-    """The losses of a forward pass, and the first module that makes NaN or infinity in it.
+    """Return the losses of a forward pass, and the first module that makes NaN or infinity in it.
 
-    Where none does, the first that is handed some, unless its output is finite: a mask of infinities does no
-    harm.
+    If no module does, it is the first that receives some, unless its output is finite: a mask of infinities
+    does no harm.
     """
     makers, handed = list[str](), dict[str, str]()
 
@@ -203,8 +210,8 @@ def _forward_and_source(
     return losses, next(iter((*makers, *handed.values())), None)
 
 
-def _of_gradients(model: nn.Module, loss: Tensor) -> list[str]:
-    """The parameters whose gradient is not finite, in the order in which backward reaches them."""
+def _nonfinite_gradients(model: nn.Module, loss: Tensor) -> list[str]:
+    """Return the parameters whose gradient is not finite, in the order of the backward pass."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: list[str] = []
 
@@ -221,7 +228,7 @@ def _of_gradients(model: nn.Module, loss: Tensor) -> list[str]:
 
 
 def _is_finite(values: Any) -> bool:
-    """Whether what is on this rank of every tensor in `values` is; integers always are."""
+    """Return true if this rank's part of every tensor in `values` is finite."""
     return all(
         bool(on_this_rank(value).isfinite().all())
         for value in tree_leaves(values)

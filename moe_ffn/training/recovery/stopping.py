@@ -1,6 +1,6 @@
-"""Ends a run before its last step: on a signal, when its time is up, when the loss stops falling.
+"""Early ends of a run: on a signal, when its time is up, or when the loss stops falling.
 
-The current step is finished first, and a checkpoint of it saved. A rank that is lost ends a run at once.
+The current step is finished first, and saved. A lost rank ends a run at once.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Interrupted(Exception):  # noqa: N818 - nothing went wrong
 
 @contextmanager
 def ending_at_once(waits_for: str) -> Iterator[None]:
-    """Within this, where torch waits for other processes without Python, signals end this one at once.
+    """Let signals end this process at once while torch waits for other processes outside of Python.
 
     Args:
-        waits_for: what is said after ten seconds.
+        waits_for: named in a line after ten seconds.
     """
     line = f"waiting for {waits_for}\n"
     clock = threading.Timer(10, lambda: os.write(sys.stderr.fileno(), line.encode()))
@@ -59,15 +59,15 @@ def ending_at_once(waits_for: str) -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether a signal has asked this process to end; Ctrl-C a second time ends it at once."""
+    """Remembers a signal that asks this process to end; a second Ctrl-C ends it at once."""
 
     def __init__(self) -> None:
         self.signum = 0
-        """The signal, or 0."""
+        """Number of the signal, or 0."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within this, SIGINT, SIGTERM and SIGHUP are noted instead of ending the process."""
+        """Remember SIGINT, SIGTERM and SIGHUP, which do not end the process meanwhile."""
         before = {signum: signal.getsignal(signum) for signum in _ASKING}
         self.listen()
         try:
@@ -94,10 +94,10 @@ class StopRequest:
 
 
 class StopOnRequest(Callback):
-    """Saves and raises `Interrupted` on every rank, once one was asked to end.
+    """Save and raise `Interrupted` on every rank, once one was asked to end.
 
-    Only between steps, and after the validation of a step that has one, so that a resumed run repeats the
-    unbroken one.
+    This happens between steps, and after the validation of a step that has one, so that a resumed run equals
+    the unbroken one.
     """
 
     def __init__(self, request: StopRequest, keeper: CheckpointKeeper) -> None:
@@ -105,8 +105,7 @@ class StopOnRequest(Callback):
         self.keeper = keeper
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning has put its own handlers in the place of those that were there. Of several ranks they
-        # would end one while the others wait for it.
+        # Lightning has installed its own handlers, which would end one rank while the others wait for it.
         self.request.listen()
 
     def on_train_batch_end(
@@ -116,7 +115,7 @@ class StopOnRequest(Callback):
             self._stop_before_the_next_step(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.request.listen()  # Lightning has done it again where this is no part of a fit
+        self.request.listen()  # Lightning does so again outside of a fit
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
@@ -125,7 +124,7 @@ class StopOnRequest(Callback):
             self._stop_if_asked(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop_if_asked(trainer)  # what is left, a last validation, may take long
+        self._stop_if_asked(trainer)  # a last validation may take long
 
     def _stop_before_the_next_step(self, trainer: Trainer) -> None:
         if trainer.global_step < trainer.max_steps and not trainer.should_stop:
@@ -142,9 +141,9 @@ class StopOnRequest(Callback):
 
 
 class StepTimer(Timer):
-    """Ends a run that has had its time, after the step it is at.
+    """End a run whose time is up, after the current step.
 
-    Lightning's own ends it after any batch, and what is accumulated of a step would be lost.
+    Lightning's own timer ends it after any batch, and would lose the accumulated part of a step.
     """
 
     def on_train_batch_end(
@@ -155,30 +154,30 @@ class StepTimer(Timer):
 
 
 class EarlyStoppingByOptions(EarlyStopping):
-    """Early stopping with the patience of the options, though a run may have begun with another."""
+    """Early stopping with the patience of the options, also in a run that began with another."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})
 
 
 def _is_main_thread() -> bool:
-    """Only there may a process say what it does with signals."""
+    """Return true in the only thread that may set signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
 _LOST = re.compile(
     r"(closed|reset) by peer|socket closed|broken pipe|remote process|timed? ?out", re.I
 )
-"""What gloo and NCCL say where a process that they wait for is no more."""
+"""Words of gloo and NCCL when a process that they wait for has ended."""
 
-SECONDS_TO_END = 2.0
-"""The connection to a process is gone a moment before it is."""
+EXIT_GRACE_SECONDS = 2.0
+"""Seconds between the loss of the connection to a process and its end."""
 
 
 def lost_rank(error: RuntimeError, trainer: Trainer) -> str | None:
-    """A sentence on the rank whose end is why a collective failed; None where another error did it.
+    """Return a sentence about the rank whose end made a collective fail; None for another error.
 
-    The ranks that this process has started are no more then.
+    The ranks that this process started are ended too.
     """
     if trainer.world_size == 1 or not _LOST.search(str(error)):
         return None
@@ -187,7 +186,7 @@ def lost_rank(error: RuntimeError, trainer: Trainer) -> str | None:
         return (
             f"a rank has ended, or cannot be reached ({first_line(error)}); its launcher names it"
         )
-    deadline = time.monotonic() + SECONDS_TO_END
+    deadline = time.monotonic() + EXIT_GRACE_SECONDS
     while time.monotonic() < deadline and all(p.poll() is None for p in launcher.procs):
         time.sleep(0.05)
     ended = {rank: process.returncode for rank, process in enumerate(launcher.procs, start=1)}

@@ -5,7 +5,6 @@ Most compilers here are shell scripts, and what they write is no library: nothin
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import resource
@@ -104,9 +103,9 @@ def test_it_is_compiled_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     compiler(WRITES)
-    assert build.why_unavailable.__wrapped__() is None
+    assert build.unavailable_reason.__wrapped__() is None
     assert capsys.readouterr().err.splitlines() == SAID
-    assert build.why_unavailable.__wrapped__() is None
+    assert build.unavailable_reason.__wrapped__() is None
     assert capsys.readouterr() == ("", "")
     assert calls(tmp_path) == 1
     assert kinds(folder) == [".lock", ".so"]
@@ -124,7 +123,7 @@ def test_it_can_be_turned_off(
 ) -> None:
     compiler(WRITES)
     monkeypatch.setenv("MOE_FFN_NATIVE", "0")
-    assert build.why_unavailable.__wrapped__() == "is turned off by MOE_FFN_NATIVE=0"
+    assert build.unavailable_reason.__wrapped__() == "is turned off by MOE_FFN_NATIVE=0"
     assert (capsys.readouterr(), loaded, folder.exists()) == (("", ""), [], False)
 
 
@@ -137,24 +136,20 @@ LOST = "could not be compiled and loaded: "
     [
         ("needs a C++ compiler: neither g++ nor clang++ was found", "no compiler"),
         (LOST + "[Errno 2] No such file or directory: '/nowhere/c++'", "another"),
-        (
-            "needs a C++ compiler: CXX is 'g++ \"', which a shell does not read (No closing quotation)",
-            "unreadable",
-        ),
+        (LOST + "No closing quotation", "unreadable"),
         (LOST + "Command '['{cxx}', '--version']' timed out after 0.1 seconds", "no version"),
         (REMEMBERED, FAILS),
-        (LOST + "the compiler made no file", "exit 0"),
         (LOST + "the compiler was not done after 0.1 s", "sleep 60"),
         (LOST + "{}: file too short", WRITES),
         (LOST + "[Errno 17] File exists: '{}'", "no folder"),
         (LOST + "Could not determine home directory.", "no home"),
     ],
     ids=[
-        *("absent", "misnamed", "misquoted", "no version", "fails", "silent", "slow"),
+        *("absent", "misnamed", "misquoted", "no version", "fails", "slow"),
         *("no library", "no folder", "no home"),
     ],
 )
-def test_whatever_goes_wrong_cpu_computes_and_one_line_says_so(
+def test_a_failure_is_logged_once_and_cpu_still_computes(
     why: str,
     body: str,
     folder: Path,
@@ -184,7 +179,7 @@ def test_whatever_goes_wrong_cpu_computes_and_one_line_says_so(
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
 
-    monkeypatch.setattr(choice, "why_unavailable", cache(build.why_unavailable.__wrapped__))
+    monkeypatch.setattr(choice, "unavailable_reason", cache(build.unavailable_reason.__wrapped__))
     x_TD, up = torch.randn(3, 2), torch.randn(1, 4, 2)
     weights = ExpertWeights("silu", up.requires_grad_(), torch.randn(1, 2, 4))
     ids_N = torch.arange(3)
@@ -196,7 +191,9 @@ def test_whatever_goes_wrong_cpu_computes_and_one_line_says_so(
 
     suffix = "failed" if why == REMEMBERED else "so"
     path = next(folder.glob(f"*.{suffix}"), folder)
-    said = f"the compiled CPU kernel {why.format(path, cxx=cxx)}; the slower ones of torch are used"
+    said = (
+        f"the compiled CPU kernel {why.format(path, cxx=cxx)}; the slower loop over experts is used"
+    )
     out, err = capsys.readouterr()
     assert [line for line in err.splitlines() if line not in SAID] == [said]
     assert out == ""
@@ -213,7 +210,7 @@ def test_of_several_processes_on_a_machine_the_first_one_speaks(
     assert build.load() is not None
     capsys.readouterr()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert build.why_unavailable.__wrapped__() is not None
+    assert build.unavailable_reason.__wrapped__() is not None
     assert capsys.readouterr().err == ""
 
 
@@ -332,17 +329,6 @@ def test_clang_gets_no_flags_that_it_refuses(
     assert {flag in command for flag in build.FLAGS_OF_GCC.split()} == {given}
 
 
-def test_two_kinds_of_cpu_share_a_folder(
-    folder: Path, compiler: Compiler, loaded: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler(WRITES)
-    for kind in ("AVX2", "AVX512", "AVX2"):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda kind=kind: kind)
-        assert build.load() is None
-    assert loaded[0] == loaded[2] != loaded[1]
-    assert kinds(folder) == [".lock", ".lock", ".so", ".so"]
-
-
 def test_of_two_at_once_one_compiles_and_the_other_waits(
     folder: Path, compiler: Compiler, loaded: list[Path], tmp_path: Path
 ) -> None:
@@ -359,7 +345,7 @@ def test_of_two_at_once_one_compiles_and_the_other_waits(
 
 
 @pytest.mark.parametrize("damage", [b"", b"a lib", b"another\n"], ids=["empty", "cut", "changed"])
-def test_a_damaged_library_is_not_loaded_but_made_anew(
+def test_a_damaged_library_is_compiled_again(
     damage: bytes, folder: Path, compiler: Compiler, tmp_path: Path
 ) -> None:
     compiler(WRITES)
@@ -391,40 +377,11 @@ def test_a_killed_process_leaves_nothing_that_is_loaded_or_stays(
     assert kinds(folder) == [".lock", of_another.name, ".so"]
 
 
-def test_where_a_file_system_has_no_locks_nobody_is_disturbed(
-    folder: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(*_: object) -> None:
-        raise OSError("No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    compiler(WRITES)
-    at_work = place_of(os.environ["CXX"])
-    at_work = at_work.with_name(f".{at_work.name}-x")
-    at_work.mkdir(parents=True)
-    assert build.load() is None
-    assert kinds(folder) == [".lock", at_work.name, ".so"]
-
-
 def test_a_cache_is_not_in_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/a/home")
     for given in ("", "relative"):  # which is to be ignored, says the XDG standard
         monkeypatch.setenv("XDG_CACHE_HOME", given)
         assert place_of("true").parent == Path("/a/home/.cache/moe_ffn")
-
-
-def test_a_full_or_closed_stderr_stops_nobody(
-    folder: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler(WRITES)
-    with Path("/dev/full").open("w") as full:
-        monkeypatch.setattr(sys, "stderr", full)
-        assert build.load() is None
-        with pytest.raises(OSError, match="No space left"):
-            full.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
-    shutil.rmtree(folder)
-    assert build.load() is None  # it is closed now
 
 
 @pytest.mark.parametrize("error", [subprocess.TimeoutExpired("c++", 1), KeyboardInterrupt()])
@@ -490,11 +447,11 @@ COMPUTES = """
 import torch
 from pathlib import Path
 from moe_ffn.kernels.cpu import cpu
-from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.build import unavailable_reason
 from tests.kernels.test_cpu import *
 
 torch.set_num_threads(2)
-assert why_unavailable() is None
+assert unavailable_reason() is None
 results = (compute(b, inputs(True), gated=True, activation="silu") for b in (cpu, loop))
 torch.testing.assert_close(*results)
 maps = Path("/proc/self/maps").read_text().splitlines()

@@ -9,13 +9,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn.kernels.native import routing
-from moe_ffn.kernels.native.build import why_unavailable
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.kernels.native.routing import MAX_K, sort_by_expert, top_k
 from moe_ffn.routing.base import RouterLinear
 
 pytestmark = pytest.mark.skipif(
-    why_unavailable() is not None,
-    reason=f"the compiled kernel {why_unavailable()}: there is one way alone",
+    unavailable_reason() is not None,
+    reason=f"the compiled kernel {unavailable_reason()}: there is one way alone",
 )
 
 INF = math.inf
@@ -129,7 +129,7 @@ def test_sorting_is_that_of_torch(
         order_N, offsets_E = sort_by_expert(ids_N, 7)
     finally:
         torch.set_num_threads(1)
-    monkeypatch.setattr(routing, "why_unavailable", lambda: "is turned off")
+    monkeypatch.setattr(routing, "unavailable_reason", lambda: "is turned off")
     expected_N, expected_E = sort_by_expert(ids_N, 7)
     assert torch.equal(order_N, expected_N)
     assert torch.equal(offsets_E, expected_E)

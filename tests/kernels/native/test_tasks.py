@@ -20,7 +20,7 @@ from moe_ffn.kernels.native import build
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(build.why_unavailable() is not None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(build.unavailable_reason() is not None, reason="needs a C++ compiler"),
 ]
 
 D_MODEL, D_FF, NUM_ROWS, NUM_EXPERTS = 512, 512, 16384, 8

@@ -75,7 +75,7 @@ SINGLE: dict[str, tuple[dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize("kind", SINGLE)
-def test_what_need_not_last_is_raised_at_once(rules: AlarmRules, kind: str) -> None:
+def test_single_problems_raise_an_alarm_at_once(rules: AlarmRules, kind: str) -> None:
     row, text = SINGLE[kind]
     (alarm,) = watch(rules, row)
     assert (alarm.kind, alarm.layer, alarm.step) == (kind, "layer_03", 10)
@@ -103,7 +103,7 @@ def test_dropping_is_raised_when_it_lasts(rules: AlarmRules) -> None:
     )
 
 
-def test_what_passes_by_itself_is_no_alarm(rules: AlarmRules) -> None:
+def test_passing_problems_are_no_alarm(rules: AlarmRules) -> None:
     assert watch(rules, COLLAPSED, values(), COLLAPSED, values(), COLLAPSED) == []
 
 
@@ -112,7 +112,7 @@ def test_a_row_that_covers_enough_steps_suffices(rules: AlarmRules) -> None:
     assert alarm.message.endswith("for 100 steps")
 
 
-def test_balance_of_one_expert_or_of_all_for_every_token_is_no_collapse(rules: AlarmRules) -> None:
+def test_one_expert_or_all_experts_for_every_token_is_no_collapse(rules: AlarmRules) -> None:
     single = values(load=[1.0], experts_per_token=0.5)
     everybody = values(experts_per_token=4.0)
     assert watch(rules, single, single, everybody, everybody, everybody) == []
@@ -127,17 +127,17 @@ def test_a_loss_spike_is_measured_against_the_median_of_the_rows_before(rules: A
     )
 
 
-def test_a_loss_that_falls_or_wavers_is_none(rules: AlarmRules) -> None:
+def test_a_falling_or_wavering_loss_is_no_spike(rules: AlarmRules) -> None:
     assert watch(rules, 5.5, 4.0, 3.0, 2.5, 2.2, 2.4, 2.1, 2.6, 2.0) == []
 
 
-def test_a_row_without_a_loss_is_passed_over(rules: AlarmRules) -> None:
+def test_a_row_without_a_loss_is_skipped(rules: AlarmRules) -> None:
     # None of its steps was taken, which is an alarm of its own: test_guard.py.
     assert watch(rules, float("nan"), 2.0, 2.0, float("nan"), 2.0, 2.0, 2.0, 2.5) == []
     assert len(watch(rules, float("nan"), 4.2)) == 1
 
 
-def test_a_trouble_is_raised_when_it_begins_and_not_while_it_lasts(rules: AlarmRules) -> None:
+def test_a_problem_is_an_alarm_when_it_begins_and_not_while_it_lasts(rules: AlarmRules) -> None:
     broken = values(nonfinite_tokens=1)
     assert len(watch(rules, *[broken] * 50)) == 1
     # It comes and goes: one alarm. It was gone for longer than `after_steps`: another.
@@ -145,7 +145,7 @@ def test_a_trouble_is_raised_when_it_begins_and_not_while_it_lasts(rules: AlarmR
     assert len(watch(rules, values(), values(), values(), broken, first=530)) == 1
 
 
-def test_a_trouble_that_lasts_is_raised_once_however_many_steps_a_row_covers(
+def test_a_lasting_problem_is_one_alarm_for_rows_of_any_length(
     rules: AlarmRules,
 ) -> None:
     dead = values(dead_experts=1)
@@ -162,9 +162,7 @@ def test_a_trouble_that_lasts_is_raised_once_however_many_steps_a_row_covers(
     ],
     ids=["it lasted", "it was seen", "losses"],
 )
-def test_rules_that_were_resumed_ring_as_if_nothing_had_been(
-    before: list[Any], then: list[Any]
-) -> None:
+def test_resumed_rules_raise_the_same_alarms(before: list[Any], then: list[Any]) -> None:
     unbroken, resumed = make_rules(), make_rules()
     watch(unbroken, *before)
     resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
@@ -180,7 +178,7 @@ def test_a_loss_of_zero_has_no_spikes(rules: AlarmRules) -> None:
     assert watch(rules, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1) == []
 
 
-def test_where_most_experts_take_most_tokens_little_imbalance_is_no_collapse(
+def test_little_imbalance_of_many_chosen_experts_is_no_collapse(
     rules: AlarmRules,
 ) -> None:
     # 7.5 of 8 experts per token: MaxVio is 0.07 at worst.
@@ -207,7 +205,7 @@ def test_where_most_experts_take_most_tokens_little_imbalance_is_no_collapse(
     ],
     ids=["bias", "forced", "table", "one layer"],
 )
-def test_advice_names_what_the_layer_has(model: dict[str, Any], advice: str) -> None:
+def test_advice_names_the_options_of_the_layer(model: dict[str, Any], advice: str) -> None:
     assert watch(make_rules(model), COLLAPSED, COLLAPSED)[0].advice == advice
 
 
@@ -251,7 +249,7 @@ def test_advice_where_nothing_is_clipped() -> None:
     assert "or set trainer.gradient_clip_val, or" in alarm.advice
 
 
-def test_layers_ring_each_for_itself(rules: AlarmRules) -> None:
+def test_each_layer_has_its_own_alarm(rules: AlarmRules) -> None:
     broken = values(logit_max=99.0)
     alarms = rules.check(10, 10, 2.0, {"layer_00": broken, "layer_01/inner": broken})
     assert [alarm.layer for alarm in alarms] == ["layer_00", "layer_01/inner"]
@@ -265,7 +263,7 @@ def alarm() -> Alarm:
     return Alarm(30, "loss_spike", None, "train/loss is nan", "lower it")
 
 
-def test_the_bell_prints_keeps_and_tells_wandb(
+def test_an_alarm_is_logged_written_and_sent_to_wandb(
     alarm: Alarm,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -324,7 +322,7 @@ def test_many_layers_are_one_line_and_one_alert(
     assert alarm_log.num_alarms == 3
 
 
-def test_a_bell_that_cannot_write_still_prints(
+def test_an_alarm_that_cannot_be_written_is_still_logged(
     alarm: Alarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -338,7 +336,7 @@ def test_a_bell_that_cannot_write_still_prints(
     ]
 
 
-def test_what_could_not_ring_yet_is_said(rules: AlarmRules) -> None:
+def test_alarms_that_need_more_steps_are_named(rules: AlarmRules) -> None:
     # These rules want 20 steps; rows are ten steps apart.
     watch(rules, values())
     assert rules.not_judged(10, is_routed=True) == [

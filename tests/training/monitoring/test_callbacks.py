@@ -167,7 +167,7 @@ def test_the_peak_memory_is_in_bytes() -> None:
     assert found > 0.99 * 1024 * kibibytes
 
 
-def test_the_seconds_of_a_step_are_those_of_all_its_batches(
+def test_the_seconds_of_a_step_cover_all_its_batches(
     fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fitted = fit(
@@ -186,7 +186,7 @@ def test_a_row_has_the_tokens_of_all_steps_so_far(fit: Callable[..., Fitted]) ->
     assert [(step, row["train/tokens"]) for step, row in rows] == [(4, 512), (6, 768)]
 
 
-def test_tokens_are_those_of_all_ranks(
+def test_tokens_of_all_ranks_are_counted(
     make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
 ) -> None:
     config = make_config(model={"ffn": "dense"}, logging={"every_n_steps": 100})
@@ -203,7 +203,7 @@ def test_tokens_are_those_of_all_ranks(
     assert steps.total_tokens == 2 * 64
 
 
-def test_a_row_cut_on_two_ranks_is_to_the_bit_what_it_would_have_been(
+def test_a_row_resumed_on_two_ranks_is_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before, after = torch.tensor([[0.1, 0.7], [0.3, 1.9]]), torch.tensor([[1.1, 0.01], [0.6, 0.3]])
@@ -257,7 +257,7 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_resumed_run_goes_on_counting(
+def test_a_resumed_run_continues_its_counts(
     fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Tokens, seconds, skipped steps and alarms, of a row that is cut in two and of the whole run."""
@@ -280,7 +280,7 @@ def test_a_resumed_run_goes_on_counting(
         assert (steps.num_skipped, steps.alarm_log.num_alarms) == (1, 1)
 
 
-def test_what_callbacks_see_holds_no_graph(fit: Callable[..., Fitted]) -> None:
+def test_callbacks_receive_detached_outputs(fit: Callable[..., Fitted]) -> None:
     output = fit(model=MOE).spy.outputs[0]
 
     assert not output["objective"].total.requires_grad

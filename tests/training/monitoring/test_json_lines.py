@@ -86,7 +86,7 @@ def take_three_bytes() -> Callable[[int, bytes], int]:
     [("fsync", lambda: fail), ("write", take_three_bytes), ("write", lambda: fail)],
     ids=["not synced", "half a line", "nothing"],
 )
-def test_what_a_full_disk_does_not_take_is_written_later(
+def test_lines_that_a_full_disk_rejects_are_written_later(
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -171,7 +171,7 @@ def test_two_lines_that_are_the_same_are_two(path: Path, monkeypatch: pytest.Mon
     assert steps(path) == [2, 2, 2, 2]
 
 
-def test_a_folder_that_was_removed_is_made_again(path: Path) -> None:
+def test_a_removed_folder_is_made_again(path: Path) -> None:
     file = JsonLines(path)
     file.add([{"step": 2}])
     path.unlink()
@@ -193,7 +193,7 @@ def test_after_half_a_line_of_a_process_that_died_another_begins(path: Path) -> 
 
 
 @pytest.mark.parametrize("is_synced", [True, False])
-def test_lines_are_on_the_disk_when_that_was_promised(
+def test_lines_are_synced_by_add_or_by_sync(
     path: Path, monkeypatch: pytest.MonkeyPatch, is_synced: bool
 ) -> None:
     file = JsonLines(path, is_synced=is_synced)
@@ -208,7 +208,7 @@ def test_lines_are_on_the_disk_when_that_was_promised(
     assert synced[-1:] == [path.stat().st_size]
 
 
-def test_a_resumed_run_goes_on_after_its_step(path: Path) -> None:
+def test_lines_after_a_step_are_cut(path: Path) -> None:
     JsonLines(path).add([{"step": step} for step in (2, 4, 6)])
     with path.open("a") as file:
         file.write('{"step": 8')  # the process died within a line
@@ -253,9 +253,7 @@ OF_ROWS = {
     + [(Sample, b'{"step": 6, "text": 3}')],
     ids=[*(f"{name} {n}" for n in range(3) for name in DAMAGES), *OF_ROWS, "no text"],
 )
-def test_lines_that_nobody_can_read_are_counted_and_left_out(
-    path: Path, kind: type[Line], line: bytes
-) -> None:
+def test_damaged_lines_are_counted_and_left_out(path: Path, kind: type[Line], line: bytes) -> None:
     JsonLines(path).add([{"step": 2}, {"step": 4}])
     with path.open("ab") as file:
         file.write(line + b'\n{"step": 8}\n')
@@ -266,7 +264,7 @@ def test_lines_that_nobody_can_read_are_counted_and_left_out(
     assert path.read_text() == text(2, 4)
 
 
-def test_a_row_may_hold_what_is_no_finite_number(path: Path) -> None:
+def test_a_row_may_hold_nonfinite_numbers(path: Path) -> None:
     values = {"loss": float("nan"), "other": None, "load": [float("inf"), None]}
     JsonLines(path).add([{"step": 2, **values}])
 

@@ -73,7 +73,7 @@ def test_closing_ends_the_run(loggers: Any, status: str, exit_code: int) -> None
     assert run.exit_codes == [exit_code]
 
 
-def test_closing_says_how_to_upload_what_was_not(
+def test_closing_tells_how_to_upload_the_rest(
     loggers: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     close(loggers(StubRun(failing=TimeoutError("Timed out finishing run.")), online=True))

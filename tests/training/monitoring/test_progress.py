@@ -37,7 +37,7 @@ def values(load: list[float], **replaced: float) -> dict[str, Tensor]:
 EVEN, ONE_HAS_ALL = values([0.25] * 4), values([1.0, 0.0, 0.0, 0.0], dead_experts=3)
 
 
-def test_health_names_the_worst_layer_and_what_is_lost() -> None:
+def test_health_names_the_worst_layer_drops_and_dead_experts() -> None:
     assert routing_health({}) == []
     assert routing_health({"layer_00": EVEN}) == ["MaxVio 0.00 (layer 0)"]
     worse = values([0.25] * 4, dropped_fraction=0.125, dead_experts=1)
@@ -48,7 +48,7 @@ def test_health_names_the_worst_layer_and_what_is_lost() -> None:
     ]
 
 
-def test_of_layers_without_loads_the_one_that_uses_fewest_experts_is_named() -> None:
+def test_layers_without_loads_are_ranked_by_used_experts() -> None:
     routing = {
         f"layer_{n:02d}": {
             "experts_used": torch.tensor(used),
@@ -70,7 +70,7 @@ def test_without_routing_there_is_no_load() -> None:
     assert load_lines({"layer_00": values([float("nan")] * 4)}) == ["load  0 not measured"]
 
 
-def test_of_too_many_experts_for_bars_the_extremes_are_named() -> None:
+def test_many_experts_are_summed_up_by_their_extremes() -> None:
     # 15 of 64 experts have tokens, expert 40 a quarter of them, and the median expert none.
     load = [0.0] * 64
     load[40], load[3:17] = 0.25, [0.75 / 14] * 14
@@ -109,7 +109,7 @@ def test_the_load_of_any_model_fits_a_terminal(num_experts: int, num_layers: int
     assert is_whole != (f"(of {num_layers} layers the least balanced)" in "".join(lines))
 
 
-def test_parts_are_broken_nowhere() -> None:
+def test_parts_are_not_broken() -> None:
     assert flow(["loss 2.3", "MaxVio 1 (layer 0)", "9 tokens/s"], 28) == [
         "loss 2.3  MaxVio 1 (layer 0)",
         "9 tokens/s",

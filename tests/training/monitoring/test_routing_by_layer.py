@@ -69,7 +69,7 @@ def test_closing_begins_anew(layers: dict[str, Any]) -> None:
     assert plain(found.close())["layer_01"]["load"] == [0.75, 0.25]
 
 
-def test_two_ranks_that_saw_the_same_measure_what_one_does(
+def test_two_ranks_with_the_same_batch_measure_the_same_as_one(
     layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums are doubled and a maximum is not, so that every ratio stays what it was."""
@@ -83,7 +83,7 @@ def test_two_ranks_that_saw_the_same_measure_what_one_does(
     assert expected["layer_01"]["logit_max"] == 8
 
 
-def test_ranks_exchange_what_they_have_once(
+def test_ranks_exchange_statistics_once(
     layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank_of_two(monkeypatch, rank=0)
@@ -106,7 +106,7 @@ def test_ranks_exchange_what_they_have_once(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_ranks_had_together_is_gone_on_with_once(
+def test_the_sums_of_ranks_are_resumed_once(
     layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     before, after = RoutingByLayer("every batch"), RoutingByLayer("every batch")
@@ -123,7 +123,7 @@ def test_what_ranks_had_together_is_gone_on_with_once(
     assert pairs(after) == expected
 
 
-def test_what_was_loaded_is_saved_again_before_any_batch(layers: dict[str, Any]) -> None:
+def test_loaded_sums_are_saved_before_any_batch(layers: dict[str, Any]) -> None:
     """As of a run that is asked to end, resumed, and asked again at once."""
     first, second = RoutingByLayer("every batch"), RoutingByLayer("every batch")
     first.update(layers)

@@ -94,7 +94,7 @@ def test_looks_are_as_rare_as_asked(fit: Callable[..., Fitted]) -> None:
     assert all(0 <= row["routing/layer_01/churn"] <= 1 for step, row in rows if step in told)
 
 
-def test_what_outlasts_batches_is_one_entry_too(
+def test_a_metric_across_batches_is_one_entry(
     fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metric = Metric(
@@ -136,7 +136,7 @@ def test_tokens_are_measured_in_the_last_step_and_load_in_all(fit: Callable[...,
         assert row["routing/layer_01/load"] == pytest.approx(shares.tolist()), step
 
 
-def test_a_window_that_was_cut_short_says_nothing_of_tokens(module: LanguageModel) -> None:
+def test_a_window_that_ends_early_has_no_values_of_tokens(module: LanguageModel) -> None:
     window = RoutingWindow(LoggingConfig())
     assert "entropy" in values_of(module, window, 10)["layer_00"]
     assert module.batch_at is not None
@@ -184,7 +184,7 @@ def test_a_resumed_window_remembers_earlier_steps(module: LanguageModel) -> None
     assert found["churn"] == 0
 
 
-def test_a_window_that_was_cut_goes_on_with_its_load_and_its_looks(module: LanguageModel) -> None:
+def test_a_resumed_window_keeps_its_load_and_probe(module: LanguageModel) -> None:
     """Half of its pairs are of before; and the next look is due when it was."""
     config = LoggingConfig.model_validate({"churn_every_n_steps": 20})
     first, second = RoutingWindow(config), RoutingWindow(config)

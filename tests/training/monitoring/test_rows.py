@@ -5,7 +5,7 @@ import torch
 from moe_ffn.training.monitoring.callbacks import routing_row
 
 
-def test_a_row_has_one_key_for_a_load_and_none_for_what_does_not_exist() -> None:
+def test_a_row_has_one_key_for_a_load_and_none_for_nan() -> None:
     values = {
         "layer_03": {
             "entropy": torch.tensor(0.5),

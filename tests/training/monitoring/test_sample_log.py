@@ -125,7 +125,9 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize(("text", "prompt"), PROMPTS.values(), ids=PROMPTS)
-def test_the_prompt_is_what_validation_begins_with(tmp_path: Path, text: str, prompt: str) -> None:
+def test_the_default_prompt_is_the_beginning_of_the_validation_text(
+    tmp_path: Path, text: str, prompt: str
+) -> None:
     (tmp_path / "a.txt").write_text("the end " * 100)
     config = DataConfig(
         corpus=TextConfig(paths=(str(tmp_path / "a.txt"),)), seq_len=8, cache_dir=str(tmp_path)

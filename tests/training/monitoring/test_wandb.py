@@ -40,7 +40,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 # -- which mode, and which line
 
 
-def test_where_it_can_be_the_run_is_online(start: Any) -> None:
+def test_a_run_is_online_if_possible(start: Any) -> None:
     wandb = StubWandb()
 
     logger, line = start(wandb)
@@ -51,7 +51,7 @@ def test_where_it_can_be_the_run_is_online(start: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "online"])
-def test_elsewhere_it_is_kept_offline_and_the_line_says_why(start: Any, mode: Any) -> None:
+def test_without_a_connection_the_run_is_offline_with_the_reason(start: Any, mode: Any) -> None:
     wandb = StubWandb(failing=("online",))
 
     logger, line = start(wandb, WandbConfig(mode=mode))
@@ -61,7 +61,7 @@ def test_elsewhere_it_is_kept_offline_and_the_line_says_why(start: Any, mode: An
     assert line == f"wandb: offline (no connection); {COMMANDS}"
 
 
-def test_a_run_that_is_to_be_offline_needs_no_reason(start: Any) -> None:
+def test_an_offline_run_needs_no_reason(start: Any) -> None:
     assert start(StubWandb(), WandbConfig(mode="offline"))[1] == f"wandb: offline; {COMMANDS}"
 
 
@@ -84,7 +84,7 @@ def test_where_no_environment_is_activated_the_commands_name_its_wandb(
     )
 
 
-def test_where_nothing_works_the_run_goes_on_without(start: Any) -> None:
+def test_a_run_continues_without_wandb(start: Any) -> None:
     wandb = StubWandb(failing=("online", "offline"), why="the disk is full")
 
     logger, line = start(wandb)
@@ -130,7 +130,7 @@ def test_auto_follows_the_environment_and_empty_is_unset(
     assert os.environ.get("WANDB_MODE") != "", "wandb itself refuses the empty string"
 
 
-def test_an_environment_that_wandb_would_refuse_is_ignored_aloud(
+def test_an_invalid_wandb_mode_is_ignored_with_a_warning(
     start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "sometimes")

@@ -116,7 +116,7 @@ class KillAfterValidation(Callback):
         raise KilledError
 
 
-def test_a_resumed_run_goes_on_as_the_same_wandb_run(
+def test_a_resumed_run_resumes_its_wandb_run(
     real_wandb: Any,
     make_config: Callable[..., TrainConfig],
     prepared: PreparedData,

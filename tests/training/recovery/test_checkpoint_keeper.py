@@ -108,7 +108,7 @@ def test_the_last_few_and_the_best_are_kept(
     assert (folder / "best.ckpt").exists()
 
 
-def test_the_best_holds_weights_alone_and_whose_they_are(fit: Callable[..., Fitted]) -> None:
+def test_the_best_checkpoint_holds_weights_and_identity(fit: Callable[..., Fitted]) -> None:
     fitted = fit(model={"d_model": 64}, optimizer={"type": "adamw", "learning_rate": 0.01})
     folder = fitted.watchers.checkpoints.folder
 
@@ -164,7 +164,7 @@ def test_the_good_ones_stay_where_the_newest_is_damaged(
     assert steps(folder) == [*good, 8, 10]
 
 
-def test_what_cannot_be_removed_keeps_nothing_else(
+def test_a_file_that_cannot_be_removed_keeps_no_other(
     make: Callable[..., FakeTrainer], folder: Path
 ) -> None:
     trainer = make(every_n_steps=2, keep_last=1)
@@ -215,7 +215,7 @@ def test_a_save_that_fails_removes_nothing_and_is_tried_again(
     ]
 
 
-def test_the_best_of_what_could_be_written_is_the_best(
+def test_best_is_the_lowest_loss_that_was_written(
     make: Callable[..., FakeTrainer], folder: Path, full_disk: Callable[[], None]
 ) -> None:
     trainer = make(every_n_steps=100)
@@ -229,7 +229,7 @@ def test_the_best_of_what_could_be_written_is_the_best(
 
 
 @pytest.mark.parametrize("where", ["a parameter", "a buffer"])
-def test_broken_weights_are_not_saved_and_that_is_said_once(
+def test_broken_weights_are_not_saved_and_reported_once(
     make: Callable[..., FakeTrainer], folder: Path, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
     trainer = make(every_n_steps=2)
@@ -252,7 +252,7 @@ def test_broken_weights_are_not_saved_and_that_is_said_once(
     assert trainer.keeper.problem == f"'{name}' holds NaN or infinity"
 
 
-def test_broken_weights_are_not_the_fault_of_a_disk_that_was_full(
+def test_broken_weights_replace_the_report_of_a_full_disk(
     make: Callable[..., FakeTrainer], full_disk: Callable[[], None]
 ) -> None:
     trainer = make(every_n_steps=2)
@@ -265,7 +265,7 @@ def test_broken_weights_are_not_the_fault_of_a_disk_that_was_full(
     assert trainer.keeper.problem.endswith(" holds NaN or infinity")
 
 
-def test_a_slow_disk_is_said_once(
+def test_a_slow_disk_is_reported_once(
     make: Callable[..., FakeTrainer],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -301,9 +301,7 @@ def test_a_step_is_saved_once(make: Callable[..., FakeTrainer], folder: Path) ->
     assert (folder / step_name(2)).stat().st_mtime_ns == before
 
 
-def test_a_step_that_was_resumed_from_is_saved_already(
-    make: Callable[..., FakeTrainer], folder: Path
-) -> None:
+def test_the_resumed_step_is_already_saved(make: Callable[..., FakeTrainer], folder: Path) -> None:
     trainer: Any = make(every_n_steps=2)
     trainer.keeper.on_load_checkpoint(trainer, trainer.lightning_module, {"global_step": 4})
     trainer.global_step = 4

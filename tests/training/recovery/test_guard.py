@@ -48,7 +48,7 @@ def test_the_median_forgets() -> None:
     assert guard_after(*[1.0] * 32, *[6.0] * 17).check(50.0, 1.0) is None
 
 
-def test_a_negative_median_judges_nobody() -> None:
+def test_a_negative_median_skips_nothing() -> None:
     assert guard_after(*[-1.0] * 9).check(50.0, 1.0) is None
 
 
@@ -92,7 +92,7 @@ def test_one_may_be_too_many() -> None:
         guard.require_progress(guard.skip(1, "its loss is nan", None))
 
 
-def test_a_guard_goes_on_where_another_stopped() -> None:
+def test_a_guard_resumes_from_a_saved_state() -> None:
     guard = guard_after(*map(float, range(40)))
     guard.skip(41, "its loss is nan", "decoder.embedding")
     other = guard_after(1.0)
@@ -112,7 +112,7 @@ def test_a_guard_goes_on_where_another_stopped() -> None:
 # -- what is said
 
 
-def test_the_first_of_a_row_is_said_with_what_to_try() -> None:
+def test_the_first_of_consecutive_skips_is_an_alarm_with_advice() -> None:
     rules = make_rules(guard={"max_skipped_in_a_row": 3})
     (alarm,) = rules.skipped(SkippedStep(17, "its loss is nan", "decoder.embedding", 1))
     assert (alarm.kind, alarm.layer) == ("skipped_step", None)
@@ -122,7 +122,7 @@ def test_the_first_of_a_row_is_said_with_what_to_try() -> None:
     )
 
 
-def test_what_comes_soon_after_is_not_said_again() -> None:
+def test_skips_soon_after_raise_no_alarm() -> None:
     rules = make_rules()  # 20 steps
     told = [
         step

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.training.objective import Objective
+from moe_ffn.training.recovery import guard
 from moe_ffn.training.recovery.guard import find_nan_source, nonfinite_value
 
 
@@ -62,7 +63,7 @@ def test_the_innermost_module(model: nn.Module) -> None:
     assert find_nan_source(model, [batch(model)]) == "1.inner"
 
 
-def test_what_a_module_does_between_the_modules_in_it(model: nn.Module) -> None:
+def test_a_module_that_overflows_between_its_submodules(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
@@ -102,7 +103,7 @@ def test_a_mask_of_infinities_is_not_blamed_for_a_later_module(model: nn.Module)
     assert find_nan_source(masked, [batch(masked)]) == "2.inner"
 
 
-def test_nor_for_the_loss_or_a_gradient(model: nn.Module) -> None:
+def test_a_mask_of_infinities_is_not_blamed_for_the_loss_or_a_gradient(model: nn.Module) -> None:
     masked = nn.Sequential(Masked(), *model.children())
     assert find_nan_source(masked, [batch(masked)]) is None
     broken = batch(masked, loss=lambda y: y.mean() * torch.nan)
@@ -149,10 +150,12 @@ def test_a_gradient_that_only_its_scale_makes_overflow(model: nn.Module) -> None
 
 
 @pytest.mark.parametrize("place", range(3), ids=["parameters", "forward", "backward"])
-def test_what_another_rank_found_ends_the_search_here(model: nn.Module, place: int) -> None:
+def test_the_find_of_another_rank_ends_the_search(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
     answers = iter([None] * place + ["elsewhere"])
-    source = find_nan_source(model, [batch(model)], agree=lambda found: found or next(answers))
-    assert source == "elsewhere"
+    monkeypatch.setattr(guard, "found_on_any_rank", lambda found: found or next(answers))
+    assert find_nan_source(model, [batch(model)]) == "elsewhere"
     assert next(answers, None) is None
 
 
@@ -180,7 +183,7 @@ def test_nothing_is_left_behind(model: nn.Module, fails: bool) -> None:
     assert model.training
 
 
-def test_nonfinite_value_passes_integers_over() -> None:
+def test_nonfinite_value_ignores_integers() -> None:
     state = {"count": torch.tensor(3), "ratio": torch.tensor([1.0, torch.inf]), "none": None}
     assert nonfinite_value(state) == "ratio"
     assert nonfinite_value({"count": torch.tensor(3)}) is None

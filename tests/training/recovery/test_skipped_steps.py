@@ -78,7 +78,7 @@ class HalfPrecision(Callback):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3], ids=["plain", "accumulating 3"])
-def test_a_skipped_step_moves_nothing_and_the_next_one_goes_on(
+def test_a_skipped_step_changes_nothing_and_training_continues(
     fit: Callable[..., Fitted], accumulate: int
 ) -> None:
     watcher, broken = Watcher(), 3 * accumulate + accumulate // 2
@@ -110,7 +110,7 @@ def test_a_skipped_step_moves_nothing_and_the_next_one_goes_on(
     assert fitted.watchers.steps.num_skipped == 1
 
 
-def test_a_step_that_was_interrupted_counts_for_nothing(
+def test_an_interrupted_step_is_forgotten(
     make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
 ) -> None:
     class Interrupt(Callback):
@@ -137,7 +137,7 @@ def test_a_step_that_was_interrupted_counts_for_nothing(
     assert_same(weights, expected, "weights")
 
 
-def test_a_step_is_repeated_with_the_randomness_it_had(fit: Callable[..., Fitted]) -> None:
+def test_a_step_is_repeated_with_its_randomness(fit: Callable[..., Fitted]) -> None:
     class Outputs(Callback):
         def __init__(self) -> None:
             self.seen: list[Tensor] = []
@@ -163,7 +163,7 @@ def test_a_step_is_repeated_with_the_randomness_it_had(fit: Callable[..., Fitted
     assert not torch.equal(outputs.seen[8], outputs.seen[9])
 
 
-def test_a_row_is_of_the_steps_that_were_taken(fit: Callable[..., Fitted]) -> None:
+def test_a_row_covers_the_taken_steps(fit: Callable[..., Fitted]) -> None:
     fault = Fault("embedding", math.inf, range(2, 4))
 
     fitted = fit(
@@ -216,7 +216,7 @@ def test_a_loss_too_high_is_skipped_without_looking_for_a_layer(
     assert "began" not in record
 
 
-def test_clipping_by_value_leaves_the_step_out_too(fit: Callable[..., Fitted]) -> None:
+def test_clipping_by_value_skips_the_step_too(fit: Callable[..., Fitted]) -> None:
     options = {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}
     watcher = Watcher()
     fault = Fault("layers.0.attention_norm.weight", math.nan, range(2, 3))
@@ -228,7 +228,7 @@ def test_clipping_by_value_leaves_the_step_out_too(fit: Callable[..., Fitted]) -
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # scaler skips the first
-def test_the_search_for_a_float16_scale_is_no_trouble(fit: Callable[..., Fitted]) -> None:
+def test_the_search_for_a_float16_scale_is_no_problem(fit: Callable[..., Fitted]) -> None:
     half, watcher = HalfPrecision(2.0**26), Watcher()
 
     fitted = fit(
@@ -246,7 +246,7 @@ def test_the_search_for_a_float16_scale_is_no_trouble(fit: Callable[..., Fitted]
     assert fitted.module.guard.num_skipped == 0
 
 
-def test_a_nan_in_float16_is_trouble(fit: Callable[..., Fitted]) -> None:
+def test_a_nan_in_float16_is_skipped(fit: Callable[..., Fitted]) -> None:
     watcher = Watcher()
 
     fitted = fit(
@@ -259,7 +259,7 @@ def test_a_nan_in_float16_is_trouble(fit: Callable[..., Fitted]) -> None:
     assert f"began in decoder.{ROUTER}" in fitted.watchers.steps.alarm_log.file.path.read_text()
 
 
-def test_what_overflows_in_float16_alone_is_found(fit: Callable[..., Fitted]) -> None:
+def test_an_overflow_of_float16_is_found(fit: Callable[..., Fitted]) -> None:
     """A step is repeated in the precision that it had: no float16 is above 65504."""
 
     class Large(Callback):
@@ -298,7 +298,7 @@ def test_too_many_in_a_row_raise_after_the_last_row(fit: Callable[..., Fitted]) 
     assert [row["train/skipped_steps"] for row in rows] == [2, 1]
 
 
-def test_no_checkpoint_holds_what_is_not_finite(fit: Callable[..., Fitted], tmp_path: Path) -> None:
+def test_no_checkpoint_holds_nonfinite_weights(fit: Callable[..., Fitted], tmp_path: Path) -> None:
     class Breaker(Callback):
         def on_train_batch_start(
             self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -342,7 +342,7 @@ class Faulty(Recorder):
         self.guard = pl_module.guard.state_dict()
 
 
-def test_a_resumed_run_knows_what_was_skipped_and_what_a_loss_was(
+def test_a_resumed_run_remembers_skipped_steps_and_losses(
     make_config: Callable[..., TrainConfig],
     prepared: PreparedData,
     tmp_path: Path,
@@ -372,7 +372,7 @@ def test_a_resumed_run_knows_what_was_skipped_and_what_a_loss_was(
 
 
 @pytest.mark.parametrize("limit", [1.0, 0.0], ids=["clipped", "not clipped"])
-def test_a_norm_that_overflows_is_told_from_a_gradient_that_is_not_finite(
+def test_an_overflowing_norm_differs_from_a_nonfinite_gradient(
     fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str], limit: float
 ) -> None:
     class Large(Callback):

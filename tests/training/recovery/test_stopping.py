@@ -24,7 +24,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
-def test_a_signal_is_noted_and_said_once(
+def test_a_signal_is_reported_once(
     signum: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     request = StopRequest()
@@ -53,7 +53,7 @@ def test_ctrl_c_again_ends_at_once() -> None:
 @pytest.mark.parametrize(
     ("step", "should_stop", "ends"), [(7, False, True), (8, False, False), (7, True, False)]
 )
-def test_no_step_is_left_to_stop_before_at_the_end(
+def test_a_run_is_not_interrupted_after_its_last_step(
     step: int, should_stop: bool, ends: bool
 ) -> None:
     """A run that has made its last step comes to its end, with its results, rather than being interrupted."""

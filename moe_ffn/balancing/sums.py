@@ -1,0 +1,124 @@
+"""Sums and means over the pairs and tokens of a routing, of which losses and metrics are made.
+
+T tokens, E experts, N (token, expert) pairs, B sequences
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from moe_ffn.outputs import FFNOutput, Routing
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_routing(function: F) -> F:
+    """Check the first argument of a function of a Routing with `check_routing`."""
+
+    @wraps(function)
+    def checked(routing: Routing, *args: Any, **kwargs: Any) -> Any:
+        check_routing(routing, function.__name__)
+        return function(routing, *args, **kwargs)
+
+    return cast("F", checked)
+
+
+def check_routing(value: object, taker: str) -> None:
+    """TypeError where `value` is no Routing; most often it is None, from a dense block."""
+    if isinstance(value, Routing):
+        return
+    got = f"a value of type {type(value).__name__}"
+    if value is None:
+        got = "None, the routing of a block that routes nothing"
+    elif isinstance(value, FFNOutput):
+        got = "an FFNOutput; use output.routing"
+    raise TypeError(f"{taker} takes a Routing, but got {got}")
+
+
+def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
+    """int64 (E,): the number of pairs of each expert. No host synchronisation, unlike `bincount`."""
+    ones_N = torch.ones_like(expert_ids_N)
+    return expert_ids_N.new_zeros(num_experts).scatter_add_(0, expert_ids_N, ones_N)
+
+
+def divisor(sums: Tensor) -> Tensor:
+    """Sums of what is not negative, to divide by, none of them 0."""
+    # Larger than the least number there is, so that no gradient divided by it overflows.
+    limits = torch.finfo(sums.dtype)
+    return sums.clamp(min=limits.tiny / limits.eps)
+
+
+def finite_log(values: Tensor) -> Tensor:
+    """The logarithm of what is not negative, and of 0 that of the least number there is."""
+    return values.clamp(min=torch.finfo(values.dtype).tiny).log()
+
+
+def cv_squared(values_E: Tensor) -> Tensor:
+    """The square of the coefficient of variation, variance / mean^2; the variance is of a sample.
+
+    As in Tutel and fastmoe; 0 for a single value.
+    """
+    tiny = torch.finfo(values_E.dtype).tiny
+    variance = values_E.var(correction=min(len(values_E) - 1, 1))
+    return variance / values_E.mean().square().clamp(min=tiny)
+
+
+@takes_routing
+def pairs_per_expert(routing: Routing) -> Tensor:
+    """int64 (E,): the real pairs that name each expert, before dropping."""
+    expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
+    return count_pairs(expert_ids_N, routing.num_experts + 1)[:-1]
+
+
+@takes_routing
+def pairs_per_sequence(routing: Routing) -> Tensor:
+    """int64 (B, E): `pairs_per_expert` of each sequence."""
+    num_experts = routing.num_experts
+    length = max(routing.sequence_length, 1)
+    num_cells = routing.num_tokens // length * num_experts
+    cell_N = routing.token_ids_N // length * num_experts + routing.expert_ids_N
+    pairs = count_pairs(cell_N.masked_fill(~routing.real_N, num_cells), num_cells + 1)[:-1]
+    return rearrange(pairs, "(b e) -> b e", e=num_experts)
+
+
+def normalized_scores(routing: Routing, needed_by: str = "normalized_scores") -> Tensor:
+    """(T, E): each token's scores, divided by their sum; see `Routing.require`."""
+    scores_TE = routing.require("scores_TE", needed_by)
+    return scores_TE / divisor(scores_TE.sum(dim=-1, keepdim=True))
+
+
+def token_entropy(scores_TE: Tensor) -> Tensor:
+    """(T,): the entropy of each token's normalised scores, in nats."""
+    # Not `special.entr`: its gradient is infinite at a score of 0, such as ReLU's, and ends as NaN.
+    return -(scores_TE * finite_log(scores_TE)).sum(dim=-1)
+
+
+def mean_over_tokens(values: Tensor, routing: Routing) -> Tensor:
+    """The mean of (T, ...) values over the real tokens; 0 where there are none."""
+    return real_only(values, routing).sum(dim=0) / routing.num_real_tokens.clamp(min=1)
+
+
+def real_only(values: Tensor, routing: Routing) -> Tensor:
+    """(T, ...) values with 0 for padding."""
+    if routing.mask_T is None:
+        return values
+    return values.masked_fill(~routing.mask_T.view(-1, *[1] * (values.ndim - 1)), 0)
+
+
+def sum_of_scores(routing: Routing, needed_by: str) -> Tensor:
+    """(E,): each expert's normalised score, summed over the real tokens."""
+    return real_only(normalized_scores(routing, needed_by), routing).sum(dim=0)
+
+
+def load_times_scores(pairs_E: Tensor, scores_E: Tensor, num_tokens: Tensor | int) -> Tensor:
+    """E * sum_i f_i P_i from the sums behind f and P; leading axes are kept."""
+    pairs_E = pairs_E.to(scores_E.dtype)
+    load_E = pairs_E / pairs_E.sum(dim=-1, keepdim=True).clamp(min=1)
+    mean_E = scores_E / torch.as_tensor(num_tokens, device=scores_E.device).clamp(min=1)
+    return scores_E.shape[-1] * (load_E * mean_E).sum(dim=-1)

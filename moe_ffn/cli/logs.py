@@ -1,0 +1,60 @@
+"""Log lines of the programs: one logger, `moe_ffn`, written to stderr for people."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from typing import Any
+
+from moe_ffn.config.environment import is_first_rank
+
+LOGGER = logging.getLogger("moe_ffn")
+
+
+class _Formatter(logging.Formatter):
+    """Write the message alone; an error begins with `error: `, or with the `prefix` it was logged with."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        prefix = getattr(record, "prefix", "error")
+        return f"{prefix}: {line}" if record.levelno >= logging.ERROR else line
+
+
+class _Handler(logging.StreamHandler[Any]):
+    """Write to what `sys.stderr` is at that moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(_Formatter())
+        self.addFilter(lambda record: record.levelno >= logging.ERROR or is_first_rank())
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: Any) -> None:
+        """Ignore the stream that the base class sets."""
+
+
+def set_up_logging() -> None:
+    """Show what the package logs, from INFO on; of several ranks, the errors and what the first one logs."""
+    if not any(isinstance(handler, _Handler) for handler in LOGGER.handlers):
+        LOGGER.addHandler(_Handler())
+        LOGGER.propagate = False
+    LOGGER.setLevel(logging.INFO)
+
+
+class SetLevel(argparse.Action):
+    """Show more from `-v` on, and only errors from `-q` on; without either INFO is the least level."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        is_verbose = option_string in ("-v", "--verbose")
+        LOGGER.setLevel(logging.DEBUG if is_verbose else logging.ERROR)

@@ -1,0 +1,109 @@
+"""Figures of arms over a size, such as final losses over the number of experts, with fitted laws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from moe_ffn.metrics.plotting import axis_title
+from moe_ffn.report.arm_figures import AT, LOSS_AXIS, arm_trace, arms_figure, error_bar
+from moe_ffn.report.html import compact
+from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval
+
+MAX_TICKS = 8
+"""Most ticks of an axis of sizes."""
+
+
+@dataclass(frozen=True)
+class SizedLine:
+    """Values of the seeds at several sizes, such as final losses, and a law fitted to them."""
+
+    name: str
+    points: Mapping[float, Sequence[float]]
+    """Size -> value of each seed."""
+    curve: Callable[[Any], Any] | None = None
+    """Fitted law, drawn between the smallest and the largest size."""
+    minimum: Interval | None = None
+    """Size at which the law is lowest."""
+
+
+def over_sizes(
+    lines: Sequence[SizedLine], size: str, value: str = LOSS_AXIS, title: str = ""
+) -> go.Figure:
+    """Draw values over a size: a dot per seed, means with 95 % intervals, and fitted laws.
+
+    Args:
+        size, value: titles of the axes.
+    """
+    traces: list[go.Scatter] = []
+    for number, line in enumerate(lines):
+        traces += _sized(number, line)
+    ticks = _ticks(sorted({x for line in lines for x in line.points}))
+    x_axis = {
+        "title": axis_title(size),
+        "type": "log",
+        "tickvals": ticks,
+        "ticktext": [f"{tick:g}" if tick < 1000 else compact(tick) for tick in ticks],
+    }
+    note = (
+        f"Small points are seeds; bars are 95% intervals of their mean, from {MIN_SEEDS} seeds on."
+    )
+    if any(line.curve for line in lines):
+        note += " Curves are fits."
+    if any(line.minimum for line in lines):
+        note += " A triangle marks the lowest place of a fit, with its interval."
+    y_axis = {"title": axis_title(value)}
+    return arms_figure(traces, title or f"Final loss by {size}", note, x_axis, y_axis)
+
+
+def _ticks(sizes: Sequence[float]) -> Sequence[float]:
+    """Return the sizes themselves, or powers of 2 where the sizes are many or nearly equal."""
+    if len(sizes) <= MAX_TICKS and all(b / a > 1.1 for a, b in pairwise(sizes)):
+        return sizes
+    low, high = math.floor(math.log2(sizes[0])), math.ceil(math.log2(sizes[-1]))
+    return [2.0**power for power in range(low, high + 1, -(-(high - low) // MAX_TICKS) or 1)]
+
+
+def _sized(number: int, line: SizedLine) -> list[go.Scatter]:
+    xs = sorted(line.points)
+    means = [fmean(line.points[x]) for x in xs]
+    intervals = [mean_interval(line.points[x]) for x in xs]
+    margins = [found.high - found.value if found else 0 for found in intervals]
+    traces = [
+        arm_trace(
+            number,
+            line.name,
+            xs,
+            means,
+            AT,
+            marker={"size": 7},
+            mode="markers" if line.curve else "lines+markers",
+            error_y={"type": "data", "array": margins} if any(margins) else None,
+            legendgroup=str(number),
+        )
+    ]
+
+    def add(x: Sequence[float], y: Sequence[float], hover: str, **options: Any) -> None:
+        hidden = {"legendgroup": str(number), "showlegend": False}
+        traces.append(arm_trace(number, line.name, x, y, hover, **hidden, **options))
+
+    if any(len(found) > 1 for found in line.points.values()):
+        pairs = [(x, y) for x in xs for y in line.points[x]]
+        seeds = {"marker": {"size": 4, "opacity": 0.5}, "mode": "markers"}
+        add([x for x, _ in pairs], [y for _, y in pairs], f"{AT}, one seed", **seeds)
+    if line.curve is not None:
+        fine = np.geomspace(xs[0], xs[-1], 60)
+        add(fine.tolist(), np.asarray(line.curve(fine)).tolist(), f"{AT}, fitted", mode="lines")
+    if line.minimum is not None and line.curve is not None:
+        lowest = float(line.curve(np.array([line.minimum.value]))[0])
+        bar = {**error_bar(line.minimum.value, line.minimum, number), "thickness": 3}
+        marker = {"symbol": "triangle-down", "size": 11}
+        add([line.minimum.value], [lowest], AT, mode="markers", marker=marker, error_x=bar)
+    return traces

@@ -1,0 +1,89 @@
+"""Memory that a training run needs, and the sentence of an error that there is not enough."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.kernels.memory import gigabytes, memory_limit
+
+if TYPE_CHECKING:
+    from moe_ffn.runs.config import TrainConfig
+
+_FLOAT32 = 4
+_INT64 = 8
+_MAX_COPIES = 6
+"""Tensors of the size of a weight, at most: itself, its gradient, and what an optimizer keeps of it."""
+
+
+def check_fits(config: TrainConfig) -> None:
+    """Raise ConfigError if the model, or the token ids of one batch, exceed the memory of this process.
+
+    Of a model that is trained on the CPU count its weights, their gradients and what the optimizer keeps; on
+    a GPU, which has a memory of its own, the weights alone.
+    """
+    memory = memory_limit()
+    if memory is None:
+        return
+    if _is_on_cpu(config):
+        _check_training_fits(config, memory)
+    parts = {"model": _bytes_of_weights(config), "data": _bytes_of_batch(config)}
+    for section, num_bytes in parts.items():
+        if num_bytes > memory:
+            raise ConfigError(
+                f"{section}: {training_needs(config)}; this process may have {gigabytes(memory)} of memory"
+            )
+
+
+def _is_on_cpu(config: TrainConfig) -> bool:
+    kind, num_nodes = config.trainer.accelerator, config.trainer.num_nodes
+    has_other = torch.cuda.is_available() or torch.backends.mps.is_available()
+    return num_nodes == 1 and (kind == "cpu" or (kind == "auto" and not has_other))
+
+
+def _check_training_fits(config: TrainConfig, memory: int) -> None:
+    weights = _bytes_of_weights(config)
+    if weights * _MAX_COPIES <= memory:  # small enough for any optimizer
+        return
+    if weights > memory:  # `check_fits` refuses it, whatever is trained
+        return
+    from moe_ffn.runs.planner import Sizes  # half a second, which every other run does without
+
+    size = {"bf16-true": 0.5, "16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
+    state = sum(weight.state_bytes for weight in Sizes.of(config).all)
+    needed = int(size * (2 * weights + state))
+    if needed > memory:
+        raise ConfigError(
+            f"model: {weights // _FLOAT32:,} parameters take {gigabytes(int(size * weights))}, and with "
+            f"their gradients and what optimizer.type '{config.optimizer.type}' keeps {gigabytes(needed)}, "
+            f"but this process may have {gigabytes(memory)} of memory; make the model smaller, its largest "
+            "tables first, or train on a machine with more"
+        )
+
+
+def training_needs(config: TrainConfig) -> str:
+    """Return the parts of a run's memory, and the options that lower them."""
+    weights, model, data = _bytes_of_weights(config), config.model, config.data
+    params = Counter[str]()
+    for option, ffn in model.ffns_by_option():
+        params[option] += ffn.num_params(model.d_model)
+    ((option, largest),) = params.most_common(1)
+    is_most = 2 * _FLOAT32 * largest > weights > _bytes_of_batch(config)
+    most = f"model.{option}, which has {largest:,} of them, " if is_most else ""
+    return (
+        f"{weights // _FLOAT32:,} parameters and their gradients take {gigabytes(2 * weights)}, the token "
+        f"ids of a batch {gigabytes(_bytes_of_batch(config))}; the optimizer's states and the activations "
+        f"come on top: lower {most}data.batch_size ({data.batch_size}), data.seq_len ({data.seq_len}), "
+        f"model.num_layers ({model.num_layers}) or model.d_model ({model.d_model})"
+    )
+
+
+def _bytes_of_weights(config: TrainConfig) -> int:
+    return config.model.num_params(*config.data.text_sizes) * _FLOAT32
+
+
+def _bytes_of_batch(config: TrainConfig) -> int:
+    return config.data.batch_size * config.data.seq_len * _INT64

@@ -1,0 +1,190 @@
+"""Every check of a run's options and machine that comes before its data are read or its folder is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning import Trainer
+
+from moe_ffn.config.environment import check_number_of_processes, is_first_rank
+from moe_ffn.config.errors import ConfigError, Situation, first_line
+from moe_ffn.config.import_path import explaining_outside_errors
+from moe_ffn.data.batches import require_equal_shares
+from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.custom_parts import check_counts, check_custom_parts
+from moe_ffn.runs.folder import check_run_folder
+from moe_ffn.runs.memory import check_fits
+from moe_ffn.training.config import FASTEST, resolve_precision
+
+LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
+"""Variables of which torchrun, SLURM, LSF and MPI set at least one for the processes that they start."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The processes and devices of a run."""
+
+    device: torch.device
+    num_ranks: int
+    precision: str
+    """Number format; still `fastest` if that is to be timed."""
+    layout: Layout
+    """Division of the model among the ranks."""
+
+
+def validate(config: TrainConfig, *, is_new: bool = True) -> list[ConfigError]:
+    """Return the mistakes in a config, one error each; empty if the run may begin.
+
+    Args:
+        is_new: the run makes a folder; a resumed one has its own.
+    """
+    makes_folder = is_new and is_first_rank()
+    if mistakes := _collect(
+        *([partial(check_run_folder, config)] if makes_folder else []),
+        partial(_check_sizes, config),
+        partial(_check_launcher, config),
+    ):
+        return mistakes
+    try:
+        hardware = find_hardware(config)
+    except ConfigError as mistake:
+        return [mistake]
+    return _collect(
+        partial(require_equal_shares, config.data.batch_size, hardware.num_ranks),
+        partial(_check_precision, config, hardware),
+        partial(check_layout, config, hardware.num_ranks, hardware.precision),
+        partial(check_custom_parts, config, hardware.device),
+        partial(_check_device, config, hardware.device.type),
+    )
+
+
+def require_valid(config: TrainConfig, *, is_new: bool = True) -> None:
+    """Raise the mistakes in a config together, as one ConfigError."""
+    mistakes = validate(config, is_new=is_new)
+    if len(mistakes) == 1:
+        raise mistakes[0]
+    if mistakes:
+        raise ConfigError("\n".join(map(str, mistakes)))
+
+
+def _collect(*checks: Callable[[], object]) -> list[ConfigError]:
+    mistakes: list[ConfigError] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as mistake:
+            mistakes.append(mistake)
+    return mistakes
+
+
+def find_hardware(config: TrainConfig) -> Hardware:
+    """Return what Lightning makes of the options of the Trainer.
+
+    Raises:
+        ConfigError: it rejects them, or the launcher has started another number of processes.
+    """
+    arguments = config.trainer.lightning_arguments()
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary"), False
+    )
+    try:
+        trainer = Trainer(**{**quiet, **arguments})
+    except Exception as error:  # of any type: the user's arguments are wrong
+        given = "".join(f" {name}: {value}," for name, value in arguments.items()).rstrip(",")
+        raise ConfigError(
+            f"trainer: lightning.Trainer refuses{given}: {first_line(error)}"
+        ) from error
+    check_number_of_processes(trainer.num_devices, trainer.num_nodes)
+    device, num_ranks = trainer.strategy.root_device, trainer.world_size
+    precision = resolve_precision(config.trainer.precision, device.type)
+    return Hardware(device, num_ranks, precision, _layout_of(config, num_ranks))
+
+
+# -- single checks
+
+
+def _check_sizes(config: TrainConfig) -> None:
+    with explaining_outside_errors():
+        check_counts(config)
+        check_fits(config)
+
+
+def _check_launcher(config: TrainConfig) -> None:
+    num_nodes = config.trainer.num_nodes
+    if num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
+        raise ConfigError(
+            f"trainer.num_nodes ({num_nodes}): nobody has started this program on the other machines, so "
+            f"that it would wait for ever; start it on each with torchrun --nnodes {num_nodes} "
+            "--nproc_per_node DEVICES --rdzv_backend c10d --rdzv_endpoint HOST:PORT -m experiments.train, or "
+            "with srun"
+        )
+
+
+def _check_precision(config: TrainConfig, hardware: Hardware) -> None:
+    if hardware.precision == "16-mixed" and hardware.device.type == "cpu":
+        raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
+    if hardware.precision == FASTEST and (hardware.num_ranks > 1 or config.trainer.compile):
+        other = "trainer.compile" if config.trainer.compile else f"{hardware.num_ranks} processes"
+        raise ConfigError(
+            f"trainer.precision (fastest) times eager steps in one process, which does not go with {other}; "
+            "use auto, 32-true or bf16-mixed"
+        )
+
+
+def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
+    """Return how the ranks of a run share its model.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    layout = _layout_of(config, num_ranks)
+    if config.parallel is not None:
+        for problem in _problems_of_layout(config, layout, precision):
+            raise ConfigError(problem)
+    return layout
+
+
+def _layout_of(config: TrainConfig, num_ranks: int) -> Layout:
+    return Layout(data=num_ranks) if config.parallel is None else config.parallel.layout(num_ranks)
+
+
+def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> Iterable[str]:
+    if layout.expert > 1:
+        if not config.model.routers():
+            yield (
+                f"parallel.expert ({layout.expert}) divides the experts that a router chooses from, but no "
+                "layer has a router; use parallel.shard"
+            )
+        if refusal := config.model.refusal(Situation(num_ranks=layout.expert)):
+            yield f"model.{refusal}"
+    if layout.is_sharded:
+        if config.trainer.strategy != "auto":
+            yield (
+                f"trainer.strategy ({config.trainer.strategy}) holds the whole model on each rank, but "
+                "parallel divides it; leave one of them out"
+            )
+        if precision not in SHARDED_PRECISIONS:
+            yield (
+                f"trainer.precision ({precision}) does not go with parallel.shard and parallel.expert; use "
+                f"one of {', '.join(SHARDED_PRECISIONS)}"
+            )
+        if not config.optimizer.takes_shards:
+            yield (
+                f"optimizer.type ({config.optimizer.type}) looks at whole matrices, which parallel.shard and "
+                "parallel.expert divide; use adamw or muon"
+            )
+    if layout.expert > 1:
+        empty = config.model.build_empty(*config.data.text_sizes)
+        if reason := layout.refusal_of(empty):
+            yield reason
+
+
+def _check_device(config: TrainConfig, device: str) -> None:
+    if refusal := config.model.refusal(Situation(device=device)):
+        raise ConfigError(f"model.{refusal}")

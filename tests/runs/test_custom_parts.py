@@ -1,0 +1,670 @@
+"""A part from outside the package is tried once before training; what it breaks is said in a sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import validate
+from moe_ffn.runs import custom_parts
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.custom_parts import check_custom_parts, check_num_params
+from tests.helpers.documented import python_with
+
+BLOCKS = """
+import sys
+import torch
+from torch import nn
+from moe_ffn import FFNBlock, FFNConfig, FFNOutput, RouterConfig, Routing
+from moe_ffn.config.errors import Refusal
+
+class Good(FFNConfig, frozen=True):
+    rank: int = 3
+    def build(self, d_model): return globals()[type(self).__name__ + "FFN"](d_model, self.rank)
+    def num_params(self, d_model): return 2 * d_model * self.rank
+    def flops_per_token(self, d_model, seq_len): return 4 * d_model * self.rank
+
+class GoodFFN(FFNBlock):
+    def __init__(self, d_model, rank):
+        super().__init__()
+        self.down = nn.Linear(d_model, rank, bias=False)
+        self.up = nn.Linear(rank, d_model, bias=False)
+    def y(self, x): return self.up(self.down(x))
+    def forward(self, x, context=None): return FFNOutput(self.mixed(x))
+    def mixed(self, x): return self.y(x)
+
+class Bare(Good, frozen=True): pass
+class BareFFN(GoodFFN):
+    def forward(self, x, context=None): return self.y(x)
+
+class NoContext(Good, frozen=True): pass
+class NoContextFFN(GoodFFN):
+    def forward(self, x): return FFNOutput(self.y(x))
+
+class Wide(Good, frozen=True): pass
+class WideFFN(GoodFFN):
+    def mixed(self, x): return torch.cat([x, x], -1)
+
+class Ahead(Good, frozen=True): pass
+class AheadFFN(GoodFFN):
+    def mixed(self, x): return self.y(x.roll(-20, 1))
+
+class Chunks(Good, frozen=True): pass
+class ChunksFFN(GoodFFN):
+    def mixed(self, x):
+        size = min(16, x.shape[1])
+        return self.y(x.unflatten(1, (-1, size)).mean(2).repeat_interleave(size, 1))
+
+class Double(Good, frozen=True): pass
+class DoubleFFN(GoodFFN):
+    def mixed(self, x): return x.double()
+
+class NaN(Good, frozen=True): pass
+class NaNFFN(GoodFFN):
+    def mixed(self, x): return x.log()
+
+class Mixer(Good, frozen=True): pass
+class MixerFFN(GoodFFN):
+    def mixed(self, x): return x.mean(1, keepdim=True).expand_as(x)
+
+class Batch(Good, frozen=True): pass
+class BatchFFN(GoodFFN):  # sees the other sequences' later tokens
+    def mixed(self, x): return self.y(x) + x[:, -1:].flip(0)
+
+class Closed(Good, frozen=True):
+    def num_params(self, d_model): return super().num_params(d_model) + 1
+class ClosedFFN(GoodFFN):
+    def __init__(self, d_model, rank):
+        super().__init__(d_model, rank)
+        self.gate = nn.Parameter(torch.zeros(1))
+    def mixed(self, x): return self.y(x) + self.gate * x.mean(1, keepdim=True)
+
+class Past(Good, frozen=True):
+    def refusal(self, situation): return None
+class PastFFN(GoodFFN):  # a moving mean: causal, and not by token
+    def mixed(self, x): return self.y(x.cumsum(1))
+
+class Alone(Good, frozen=True):
+    def refusal(self, situation): return None
+class AloneFFN(GoodFFN): pass
+
+class Last(Good, frozen=True):
+    def refusal(self, situation):
+        needs_more = situation.cached and not situation.history
+        return Refusal("it reads earlier tokens", "keep them") if needs_more else None
+class LastFFN(GoodFFN):
+    def forward(self, x, context=None):
+        history = context and context.history
+        before = history.window(self, x, 1) if history else nn.functional.pad(x, (0, 0, 1, 0))
+        return FFNOutput(self.y(x - before[:, :-1]))
+
+class Forgets(Last, frozen=True): pass
+class ForgetsFFN(PastFFN): pass
+
+class KeepsZeros(Last, frozen=True): pass
+class KeepsZerosFFN(GoodFFN):
+    def forward(self, x, context):
+        ids, history = context.token_ids, context.history
+        before = nn.functional.pad(ids, (1, 0))[:, :-1]
+        if history: before = history.window(self, 0 * ids, 1)[:, :-1]
+        return FFNOutput(self.y(x) + before[..., None])
+
+class Training(Good, frozen=True): pass
+class TrainingFFN(GoodFFN):
+    def mixed(self, x): return x - x.mean(1, keepdim=True) if self.training else x
+
+class Noisy(Good, frozen=True): pass
+class NoisyFFN(GoodFFN):
+    def mixed(self, x): return self.y(nn.functional.dropout(x, 0.5, self.training))
+
+class Linear(Good, frozen=True): pass
+def LinearFFN(d_model, rank): return nn.Linear(d_model, d_model)
+
+class Nothing(Good, frozen=True): pass
+def NothingFFN(d_model, rank): return None
+
+class Raises(Good, frozen=True): pass
+class RaisesFFN(GoodFFN):
+    def mixed(self, x): return x @ x
+
+class Exits(Good, frozen=True): pass
+class ExitsFFN(GoodFFN):
+    def mixed(self, x): sys.exit(0)
+
+class BuildExits(Good, frozen=True): pass
+def BuildExitsFFN(d_model, rank): sys.exit(3)
+
+class NotRouting(Good, frozen=True): pass
+class NotRoutingFFN(GoodFFN):
+    def forward(self, x, context=None): return FFNOutput(x, {"routing": [1]})
+
+class NotRoutings(Good, frozen=True): pass
+class NotRoutingsFFN(GoodFFN):
+    def forward(self, x, context=None): return FFNOutput(x, [1])
+
+class Sizeless(Good, frozen=True):
+    def num_params(self, d_model): return {}["size"]
+class SizelessFFN(GoodFFN): pass
+
+class Fine(Good, frozen=True):
+    def model_post_init(self, context): 1 // 0
+"""
+
+PARTS = """
+import math
+from dataclasses import replace
+import torch
+from torch import nn
+from moe_ffn import Router, RouterConfig, routing_of_pairs
+from moe_ffn.outputs import ListedRouting
+from moe_ffn.balancing.bias_rules import BiasRuleConfig
+from moe_ffn.data.corpus import CorpusConfig
+from moe_ffn.experts.base import Experts
+from moe_ffn.experts import ExpertsConfig
+from moe_ffn.ffn.shared_expert import Combine
+from moe_ffn.ffn.shared_expert import CombineConfig
+from moe_ffn.model.norm import NormConfig
+from moe_ffn.model.positions import PositionsConfig
+from moe_ffn.model.positions import Positions
+from moe_ffn.training.optimizer import OptimizerConfig
+from moe_ffn.training.schedule import ScheduleConfig
+
+class Learns(RouterConfig, frozen=True):
+    how: str = "well"
+    learns = True
+    def build(self, d_model, num_experts): return LearnsRouter(self.how, d_model, num_experts)
+    def experts_per_token(self, num_experts): return 2
+    def num_params(self, d_model, num_experts): return d_model * num_experts
+    def flops_per_token(self, d_model, num_experts): return 2 * d_model * num_experts
+
+class Fixed(Learns, frozen=True):
+    learns = False
+
+class LearnsRouter(Router):
+    def __init__(self, how, d_model, num_experts):
+        super().__init__()
+        self.how, self.projection = how, nn.Linear(d_model, num_experts, bias=False)
+    def forward(self, x_TD, context):
+        logits_TE = self.projection(x_TD)
+        scores_TE = logits_TE.softmax(-1)
+        weights_TK, ids_TK = scores_TE.topk(1 if self.how == "constant" else 2)
+        if self.how == "detached": weights_TK = weights_TK.detach()
+        if self.how == "constant": weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if self.how == "swapped": logits_TE, scores_TE = scores_TE, logits_TE
+        return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context)
+
+class NoContext(Learns, frozen=True):
+    def build(self, d_model, num_experts): return NoContextRouter()
+
+class NoContextRouter(Router):
+    def forward(self, x_TD): return None
+
+class Routes(RouterConfig, frozen=True):
+    how: str = "well"
+    def build(self, d_model, num_experts): return RoutesRouter(self.how, num_experts)
+    def experts_per_token(self, num_experts): return 1
+    def num_params(self, d_model, num_experts): return 0
+    def flops_per_token(self, d_model, num_experts): return 0
+
+class Lists(Routes, frozen=True):
+    is_listed = True
+
+class RoutesAlone(Routes, frozen=True):
+    by_token = True
+
+class RoutesRouter(Router):
+    def __init__(self, how, num_experts):
+        super().__init__()
+        self.how, self.num_experts = how, num_experts
+    def forward(self, x_TD, context):
+        logits_TE = x_TD[:, : self.num_experts]
+        if self.how == "bare": return logits_TE
+        if self.how == "short": x_TD = x_TD[1:]
+        if self.how == "past":
+            logits_TE = logits_TE.unflatten(0, (-1, context.sequence_length)).cumsum(1).flatten(0, 1)
+        if self.how == "ahead": logits_TE = logits_TE.roll(-1, 0)
+        if self.how == "few": logits_TE = logits_TE[:, :2]
+        scores_TE = logits_TE.softmax(-1)
+        weights_TK, ids_TK = scores_TE.topk(1)
+        if self.how == "beyond": ids_TK = ids_TK + self.num_experts
+        listed_TK = None
+        if self.how == "no logits": logits_TE = None
+        if self.how in ("list", "list twice"): listed_TK = logits_TE.gather(1, ids_TK)
+        if self.how == "list of tokens": listed_TK = weights_TK[1:]
+        more = {}
+        if self.how.startswith("list"): logits_TE = scores_TE = None
+        if listed_TK is not None:
+            more = {"kind": ListedRouting, "logits_N": listed_TK.flatten(), "listed_k": 1}
+            if self.how == "list twice": more["listed_k"] = 2
+        return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context,
+                                num_experts=self.num_experts, **more)
+
+class Work(ExpertsConfig, frozen=True):
+    how: str = "well"
+    def build(self, d_model, num_experts, experts_per_token):
+        return nn.Linear(3, 3) if self.how == "plain" else WorkExperts(self.how)
+    def params_per_expert(self, d_model, experts_per_token): return 0
+    def flops_per_pair(self, d_model, experts_per_token): return 0
+
+class NoPlan(Work, frozen=True):
+    def build(self, d_model, num_experts, experts_per_token): return NoPlanExperts()
+
+class NoPlanExperts(Experts):
+    def forward(self, x_TD): return x_TD
+
+class WorkExperts(Experts):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+    def forward(self, x_TD, plan):
+        if self.how == "few": return x_TD[:3]
+        ids_N = plan.token_ids_N[: plan.offsets_E[-1]]
+        weights_N = 1 if self.how == "blind" else plan.weights_N[: len(ids_N), None]
+        if self.how == "detached": weights_N = weights_N.detach()
+        y_TD = torch.zeros_like(x_TD).index_add(0, ids_N, weights_N * x_TD[ids_N])
+        return y_TD / len(ids_N) if self.how == "mean" else y_TD
+
+class Join(CombineConfig, frozen=True):
+    def build(self, d_model, experts_per_token): return JoinCombine()
+
+class JoinCombine(Combine):
+    def forward(self, routed, shared, x): return routed
+
+class Norm(NormConfig, frozen=True):
+    how: str = "sequence"
+    def build(self, d_model): return Sequence(self.how)
+    def num_params(self, d_model): return 0
+
+class Sequence(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+    def forward(self, x): return x - x.mean(1, keepdim=True) if self.how == "sequence" else x[0]
+
+class Where(PositionsConfig, frozen=True):
+    def build(self, d_model, head_dim, max_seq_len): return Flat()
+
+class Added(PositionsConfig, frozen=True):
+    has_places = True
+    how: str = "well"
+    def build(self, d_model, head_dim, max_seq_len):
+        return AddedPositions(self.how, torch.arange(max_seq_len))
+
+class AddedPositions(Positions):
+    def __init__(self, how, numbers):
+        super().__init__()
+        self.how, self.numbers = how, numbers
+    def embed(self, x): return x + self.numbers[: x.shape[-2], None]
+    def at(self, places):
+        kept = self.how == "silent" or (self.how == "rows" and not isinstance(places, slice))
+        return self if kept else AddedPositions("well", self.numbers[places].flatten())
+
+class Flat(Positions):
+    def rotate(self, x_BHSd): return x_BHSd.flatten(2)
+
+class Rate(ScheduleConfig, frozen=True):
+    def after_warmup(self, step, warmup_steps, max_steps): return math.nan
+
+class Moves(OptimizerConfig, frozen=True):
+    learning_rate: float = 0.1
+    how: str = "well"
+    def build(self, model):
+        if self.how == "by layer":
+            groups = [{"params": layer.parameters()} for layer in model.layers]
+            rest = [p for name, p in model.named_parameters() if "layers." not in name]
+            return torch.optim.SGD([*groups, {"params": rest}], lr=self.learning_rate)
+        kept = [p for p in model.parameters() if p.ndim > 1 or self.how != "matrices"]
+        if self.how == "bare": return kept
+        rate = math.inf if self.how == "inf" else self.learning_rate
+        return (Breaks if self.how == "breaks" else torch.optim.SGD)(kept, lr=rate)
+
+class Breaks(torch.optim.SGD):
+    def step(self, closure=None): return 1 // 0
+
+class Rule(BiasRuleConfig, frozen=True):
+    def observe(self, routing, bias_E): return bias_E
+    def update(self, bias_E, observed_E, num_batches): return 3
+
+class Texts(CorpusConfig, frozen=True):
+    def documents(self): yield "text"
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Callable[..., None]:
+    """`check("model.ffn", {"type": "Bare"})`: the check of a small model with this part."""
+
+    def run(place: str, part: dict[str, Any], **more: Any) -> None:
+        path = tmp_path / "own.py"
+        path.write_text(BLOCKS if place == "model.ffn" else PARTS)
+        options: dict[str, Any] = {"model": {"d_model": 16, "num_layers": 1, **more}}
+        below = options
+        *keys, last = place.split(".")
+        for key in keys:
+            below = below.setdefault(key, {})
+        if keys and last in ("router", "experts", "combine"):
+            below["type"] = "moe"
+        if last == "combine":
+            below["shared_expert"] = "swiglu"
+        below[last] = {**part, "type": f"own.py:{part['type']}"}
+        config = validate(TrainConfig, options)
+        check_custom_parts(config, torch.device("cpu"))
+
+    return run
+
+
+BROKEN = {
+    "Bare": (
+        "forward returned a tensor of shape (2, 8, 16) and torch.float32, "
+        "but has to return an FFNOutput, as in FFNOutput(hidden)"
+    ),
+    "NoContext": (
+        "NoContextFFN.forward has to take x and context; write def forward(self, x, context=None)"
+    ),
+    "Wide": (
+        "hidden is a tensor of shape (2, 8, 32) and torch.float32, "
+        "but has to be like x, a tensor of shape (2, 8, 16) and torch.float32"
+    ),
+    "Double": (
+        "hidden is a tensor of shape (2, 8, 16) and torch.float64, "
+        "but has to be like x, a tensor of shape (2, 8, 16) and torch.float32"
+    ),
+    "NaN": "hidden holds NaN or infinity, though x is random of size 1",
+    "Mixer": (
+        "its output at position {p} changes when tokens from position 128 on do, "
+        "so a causal model would see what it has to guess; "
+        "look at earlier tokens alone, or set model.causal: false"
+    ),
+    "Ahead": "its output at position {p} changes when tokens from position 128 on do, so ",
+    "Chunks": "its output at position {p} changes when tokens from position 255 on do, so ",
+    "Batch": "its output at position {p} changes when tokens from position 128 on do, so ",
+    "Closed": "its output at position {p} changes when tokens from position 128 on do, so ",
+    "Training": (
+        "its output at position {p} changes when tokens from position 128 on do (in training), so "
+    ),
+    "Past": (
+        "its config does not refuse Situation(cached=True), but the token at position {p} becomes "
+        "something else alone than in its sequence, and text would be written so; refuse it in "
+        "refusal(situation), or leave by_token or has_places out"
+    ),
+    "Forgets": (
+        "its config does not refuse Situation(cached=True), but the token at position {p} becomes "
+        "something else alone than in its sequence, and text would be written so; refuse it in "
+        "refusal(situation), or leave by_token or has_places out"
+    ),
+    "KeepsZeros": "its config does not refuse Situation(cached=True), but the token at position {p} ",
+    "Linear": "build returned a Linear, but has to return an FFNBlock",
+    "Nothing": "build returned None, but has to return an FFNBlock",
+    "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
+    "Exits": "failed: SystemExit: 0 (own.py, line {p}, in mixed)",
+    "BuildExits": "failed: SystemExit: 3 (own.py, line {p}, in BuildExitsFFN)",
+    "NotRouting": (
+        "forward returned a list, but has to return a Routing; `moe_ffn.routing_of_pairs` makes one"
+    ),
+    "NotRoutings": (
+        "routings is a list, but has to be a dict, as in FFNOutput(hidden, {'routing': routing})"
+    ),
+    "Sizeless": "failed: KeyError: 'size' (own.py, line {p}, in num_params)",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_block_that_breaks_the_contract_is_refused(check: Callable[..., None], name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check("model.ffn", {"type": name})
+
+    expected = re.escape(f"model.ffn ('own.py:{name}')") + r":? " + as_pattern(BROKEN[name])
+    assert re.match(expected, str(refused.value)), str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def as_pattern(text: str) -> str:
+    return re.escape(text).replace(r"\{p\}", r"\d+").replace(r"\{any\}", ".*")
+
+
+@pytest.mark.parametrize("name", ["Good", "Noisy", "Alone", "Last"])
+def test_a_block_that_keeps_it_passes_without_a_word(
+    check: Callable[..., None], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    check("model.ffn", {"type": name})
+
+    assert capsys.readouterr().err in ("", "importing 'own.py', which runs its code\n")
+
+
+def test_what_sees_both_sides_may_mix(check: Callable[..., None]) -> None:
+    check("model.ffn", {"type": "Mixer"}, causal=False)
+
+
+def test_a_sequence_of_one_token_has_no_later_ones(
+    check: Callable[..., None], tmp_path: Path
+) -> None:
+    check("model.ffn", {"type": "Good"})
+    options = {
+        "model": {"d_model": 16, "num_layers": 1, "ffn": "own.py:Mixer"},
+        "data": {"seq_len": 1},
+    }
+    check_custom_parts(validate(TrainConfig, options), torch.device("cpu"))
+
+
+PLACES = {
+    ("model.ffn.router", "Routes", "bare"): (
+        "model.ffn.router ('own.py:Routes'): forward returned a tensor of shape (16, 8) and "
+        "torch.float32, but has to return a Routing; `moe_ffn.routing_of_pairs` makes one"
+    ),
+    ("model.ffn.router", "Routes", "ahead"): (
+        "model.ffn.router ('own.py:Routes'): its output at position 127 changes when tokens from "
+        "position 128 on do, so "
+    ),
+    ("model.ffn.router", "Routes", "few"): (
+        "model.ffn.router ('own.py:Routes'): its routing has logits_TE of shape (16, 2), "
+        "expected (16, 8)"
+    ),
+    ("model.ffn.router", "Routes", "beyond"): (
+        "model.ffn.router ('own.py:Routes'): its routing has expert_ids_N that are not int64 "
+        "from 0 to 7"
+    ),
+    ("model.ffn.router", "Lists", "list twice"): (
+        "model.ffn.router ('own.py:Lists'): its routing has listed_k 2, but token_ids_N are not "
+        "every token so many times"
+    ),
+    ("model.ffn.router", "Lists", "list without logits"): (
+        "model.ffn.router ('own.py:Lists'): its routing has no ListedRouting.logits_N, "
+        "expected of shape (16,)"
+    ),
+    ("model.ffn.router", "Routes", "no logits"): (
+        "model.ffn.router ('own.py:Routes'): its routing has no logits_TE, its scores before any "
+        "normalisation, expected of shape (16, 8)"
+    ),
+    ("model.ffn.router", "Lists", "list of tokens"): (
+        "model.ffn.router ('own.py:Lists'): its routing has logits_N of shape (15,), expected (16,)"
+    ),
+    ("model.ffn.router", "Routes", "list"): (
+        "model.ffn.router ('own.py:Routes'): its routing has no table scores_TE, but its config says "
+        "is_listed False; set is_listed: ClassVar[bool] = True"
+    ),
+    ("model.ffn.router", "Lists", "table"): (
+        "model.ffn.router ('own.py:Lists'): its routing has a table scores_TE, but its config says "
+        "is_listed True; set is_listed: ClassVar[bool] = False"
+    ),
+    **{
+        ("model.ffn.router", "Learns", how): (
+            "model.ffn.router ('own.py:Learns'): weights_N has no gradient by the parameters of its router; "
+            "weights_N must be computed from them without detach() or no_grad(), and not be a constant; a "
+            "router that is fixed says learns: ClassVar[bool] = False in its config"
+        )
+        for how in ("detached", "constant")
+    },
+    ("model.ffn.router", "Learns", "swapped"): (
+        "model.ffn.router ('own.py:Learns'): its routing has scores_TE below 0, but they are what a softmax "
+        "or the like makes of logits_TE; routing_of_pairs takes the logits first, then the scores"
+    ),
+    ("model.ffn.router", "NoContext", ""): (
+        "model.ffn.router ('own.py:NoContext'): NoContextRouter.forward has to take x_TD and context; write "
+        "def forward(self, x_TD, context)"
+    ),
+    ("model.ffn.experts", "NoPlan", ""): (
+        "model.ffn ('moe' with 'own.py:NoPlan'): NoPlanExperts.forward has to take x_TD and plan; write "
+        "def forward(self, x_TD, plan)"
+    ),
+    ("model.ffn.experts", "Work", "detached"): (
+        "model.ffn ('moe' with 'own.py:Work'): what its experts return has no gradient by plan.weights_N, "
+    ),
+    ("model.ffn.experts", "Work", "few"): (
+        "model.ffn ('moe' with 'own.py:Work'): what its experts return is a tensor of shape "
+        "(3, 16) and torch.float32, but has to be like x, a tensor of shape (16, 16)"
+    ),
+    ("model.ffn.experts", "Work", "blind"): (
+        "model.ffn ('moe' with 'own.py:Work'): what its experts return has no gradient by "
+        "plan.weights_N, through which the router learns; multiply each pair's result by its weight"
+    ),
+    ("model.ffn.experts", "Work", "mean"): (
+        "model.ffn ('moe' with 'own.py:Work'): what its experts return of a plan that drops every pair holds "
+        "NaN or infinity, though x is random of size 1"
+    ),
+    ("model.ffn.experts", "Work", "plain"): (
+        "model.ffn ('moe' with 'own.py:Work'): build returned a Linear, "
+        "but has to return an Experts"
+    ),
+    ("model.ffn.combine", "Join", ""): (
+        "model.ffn.combine ('own.py:Join'): forward returned a tensor of shape (2, 8, 16) and "
+        "torch.float32, but has to return a tuple"
+    ),
+    ("model.norm", "Norm", "sequence"): (
+        "model.norm ('own.py:Norm'): its output at position {p} changes when "
+    ),
+    ("model.norm", "Norm", "first"): (
+        "model.norm ('own.py:Norm'): what forward returns is a tensor of shape (8, 16) and "
+        "torch.float32, but has to be like x, "
+    ),
+    ("model.positions", "Where", ""): (
+        "model.positions ('own.py:Where'): what rotate returns is a tensor of "
+    ),
+    ("model.ffn.router", "RoutesAlone", "past"): (
+        "model.ffn.router ('own.py:RoutesAlone'): its config does not refuse Situation(cached=True), but "
+    ),
+    ("model.positions", "Added", "silent"): (
+        "model.positions ('own.py:Added'): its config does not refuse Situation(cached=True), but the "
+        "token at position 7 becomes something else alone than in its sequence, and text would be "
+    ),
+    (
+        "model.positions",
+        "Added",
+        "rows",
+    ): "model.positions ('own.py:Added'): its config does not refuse Situation(cached=True), but the",
+    ("optimizer.schedule", "Rate", ""): (
+        "optimizer.schedule ('own.py:Rate'): the multiplier of step 399 is nan, "
+        "but has to be a finite number"
+    ),
+    ("optimizer", "Moves", "bare"): (
+        "optimizer ('own.py:Moves'): build returned a list, but has to return an Optimizer"
+    ),
+    ("optimizer", "Moves", "matrices"): (
+        "optimizer ('own.py:Moves'): its groups hold {p} parameters of a model with {p}; "
+        "each has to be in one group, and in one alone"
+    ),
+    ("optimizer", "Moves", "breaks"): (
+        "optimizer ('own.py:Moves') failed: ZeroDivisionError: {any} (own.py, line {p}, in step)"
+    ),
+    ("optimizer", "Moves", "inf"): (
+        "optimizer ('own.py:Moves'): its first step makes NaN or infinity of 'embedding.weight', "
+        "though its gradient is random of size 1"
+    ),
+    ("objective.bias_rule", "Rule", ""): (
+        "objective.bias_rule ('own.py:Rule'): update returned 3, but has to return a Tensor"
+    ),
+    ("data.corpus", "Texts", ""): (
+        "data.corpus ('own.py:Texts'): documents returned 'text', but has to return a Document"
+    ),
+}
+
+
+@pytest.mark.parametrize(("place", "name", "how"), PLACES)
+def test_other_parts_are_held_to_theirs(
+    check: Callable[..., None], place: str, name: str, how: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(place, {"type": name} | ({"how": how} if how else {}))
+
+    expected = as_pattern(PLACES[place, name, how])
+    assert re.match(expected, str(refused.value)), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "part"),
+    [
+        ("model.ffn.router", {"type": "Learns"}),
+        ("model.ffn.router", {"type": "Fixed", "how": "detached"}),
+        ("model.ffn.router", {"type": "Routes"}),
+        ("model.ffn.router", {"type": "RoutesAlone"}),
+        ("model.ffn.router", {"type": "Lists", "how": "list"}),
+        ("model.positions", {"type": "Added"}),
+        ("model.ffn.experts", {"type": "Work"}),
+        ("optimizer", {"type": "Moves"}),
+        ("optimizer", {"type": "Moves", "how": "by layer"}),
+    ],
+)
+def test_parts_that_keep_theirs_pass(
+    check: Callable[..., None], place: str, part: dict[str, Any]
+) -> None:
+    check(place, part)
+
+
+def test_the_check_leaves_the_random_state_alone(check: Callable[..., None]) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+
+    torch.manual_seed(5)
+    check("model.ffn", {"type": "Noisy"})
+
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "place"),
+    [
+        ("README.md", "LowRankConfig", "ffn"),
+        ("README.md", "AdaptedConfig", "experts"),
+        ("docs/routing.md", "ThresholdConfig", "router"),
+    ],
+)
+def test_the_parts_of_the_documents_keep_the_contract(
+    tmp_path: Path, file: str, name: str, place: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(python_with(name, file))
+    ffn: Any = f"{name}.py:{name}"
+    options = {"model": {"ffn": ffn if place == "ffn" else {"type": "moe", place: ffn}}}
+    config = validate(TrainConfig, options)
+    check_custom_parts(config, torch.device("cpu"))
+    check_num_params(config.model.build(vocab_size=9, max_seq_len=8))
+
+
+def test_nothing_of_this_package_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        custom_parts, "_CHECKS", {TaggedConfig: lambda *_: pytest.fail("was tried")}
+    )
+
+    check_custom_parts(TrainConfig(), torch.device("cpu"))
+
+
+def test_a_broken_block_is_refused_before_anything_is_written(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(BLOCKS)
+
+    said = refuse("--model.ffn.type", "own.py:Mixer")
+
+    assert said.startswith("model.ffn ('own.py:Mixer'): its output at position ")
+    said = refuse("--model.ffn.type", "own.py:Sizeless")
+    assert re.fullmatch(
+        r"model.ffn \('own.py:Sizeless'\) failed: KeyError: 'size' \(own.py, line \d+, in num_params\)",
+        said,
+    )
+    said = refuse("--model.ffn.type", "own.py:Fine")
+    assert re.match(r"'own.py' failed: ZeroDivisionError: .* \(own.py, line \d+, in model", said)
