@@ -273,7 +273,9 @@ def _unit(units: LayerUnits, unit: int, text: Text) -> dict[str, Any]:
 def _for_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _for_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
+        return _for_json(value.tolist())
+    if isinstance(value, list | tuple):
         return [_for_json(item) for item in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
