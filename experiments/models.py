@@ -1,4 +1,4 @@
-"""How near our blocks are to the sparse blocks of transformers: writes docs/models.md.
+"""Compare our blocks with the sparse blocks of transformers, and write docs/models.md.
 
     python -m experiments.models [docs/models.md]
 
@@ -68,7 +68,7 @@ class Errors:
 
     output: float
     gradients: dict[str, float]
-    """By our name of a parameter; `x` is the input's."""
+    """Our name of a parameter -> error of its gradient; `x` is the input."""
 
     @property
     def largest(self) -> float:
@@ -175,7 +175,7 @@ PAPERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "nllb_moe": _paper_of_nllb,
     "doge": _paper_of_doge,
 }
-"""What the paper computes of the weights of a block that computes something else in evaluation too."""
+"""Formula of the paper, for each block whose code computes another one in evaluation too."""
 
 
 def compare(model: str, *, training: bool = False) -> Errors:

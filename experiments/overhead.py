@@ -1,4 +1,4 @@
-"""What Lightning, logging and metrics cost: the whole program against a bare PyTorch loop.
+"""Measure the cost of Lightning, logging and metrics: the program next to a bare PyTorch loop.
 
     python -m experiments.overhead [any option of experiments.train] [--rounds 5] [--steps 40]
 
@@ -159,7 +159,7 @@ def time_program(
 
 
 def _tokens_per_second(config: OverheadConfig, starts: list[float]) -> float:
-    """From the second start, once everything is warm, to the last."""
+    """Return tokens per second from the second start, when everything is warm, to the last."""
     tokens = config.data.batch_size * config.data.seq_len * (len(starts) - 2)
     return tokens / (starts[-1] - starts[1])
 

@@ -1,4 +1,4 @@
-"""How fast the layers and a training step are, beside the dense block and other libraries.
+"""Time layers and training steps, next to the dense block and other libraries.
 
     python -m experiments.benchmark --help
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from experiments.benchmark.shapes import Shape
 
 SAME, OTHER, REFERENCE = "same", "other function", "reference"
-"""How the function of a layer compares with that of our `loop` backend."""
+"""Relation of a layer's function to that of our `loop` backend."""
 
 
 @dataclass(frozen=True)

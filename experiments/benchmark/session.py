@@ -158,7 +158,7 @@ class Session:
 
     @property
     def limits_apply(self) -> bool:
-        """Whether this is a CPU, for which most limits were set."""
+        """True on a CPU; most limits were set for CPUs."""
         return self.device.type == "cpu"
 
     def say(self, text: str = "") -> None:
@@ -333,7 +333,7 @@ def ratio(results: Results, of: Key, to: Key) -> float | None:
 
 
 def profiled(step: Callable[[], object], times: int) -> Sequence[Any]:
-    """What torch's profiler counts of each operator on the CPU, over some steps."""
+    """Profile some steps: torch's counts for each operator on the CPU."""
     # Otherwise the profiler announces itself, line by line.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU]) as watched:
@@ -343,7 +343,7 @@ def profiled(step: Callable[[], object], times: int) -> Sequence[Any]:
 
 
 def why_not(results: Results, key: Key) -> str:
-    """Why a result can't be used for a promise; empty where it can."""
+    """Return the reason why a result cannot support a promise; empty if it can."""
     if key not in results:
         return f"no '{key[1]}' here"
     computes = results[key].computes

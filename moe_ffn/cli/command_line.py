@@ -40,7 +40,7 @@ from moe_ffn.config.yaml_files import (
 )
 
 EVERYTHING = "all"
-"""What `--help` is given for all sections."""
+"""Argument of `--help` that shows all sections."""
 
 HOW_TO_SET = """\
 Options by path, with their values here. Each is a key of the YAML file and a flag alike:
@@ -52,7 +52,7 @@ MORE_HELP = {
     "model.ffn": "the types of the feed-forward block, and what each takes",
     "method": "the ways in which a model is made, and what each takes",
 }
-"""What `--help` points to, of the options that a program has."""
+"""Options that the first lines of `--help` name, if the program has them."""
 
 COMMON_OPTIONS = (
     "model.ffn.type",

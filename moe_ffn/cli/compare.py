@@ -93,7 +93,7 @@ def _parser() -> Parser:
 
 
 def read(paths: Sequence[Path]) -> Gathered:
-    """What the folders hold, with a bar on a terminal while many runs are read."""
+    """Read the runs of the folders, with a progress bar on a terminal."""
     columns = (TextColumn("reading runs"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     with Progress(

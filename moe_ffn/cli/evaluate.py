@@ -44,11 +44,11 @@ from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 
 _OF_ANOTHER = ("corpus", "validation_percent", "validation_tokens", "cache_dir")
-"""What `--data config.yaml` takes of a config; how text becomes tokens and windows is the model's."""
+"""Options that `--data config.yaml` reads; tokenizer and window length come from the model."""
 
 
 class _Options(Config, frozen=True):
-    """What may be given by path."""
+    """Options that have a dotted path."""
 
     data: DataConfig = DataConfig()
 
@@ -239,7 +239,7 @@ def _is_same_text(one: DataConfig, other: DataConfig) -> bool:
 
 @dataclass(frozen=True)
 class Text:
-    """What is read, in batches."""
+    """The text to evaluate, in batches."""
 
     what: str
     batches: Iterable[Batch]

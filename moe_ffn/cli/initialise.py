@@ -74,10 +74,10 @@ class TextConfig(Config, frozen=True):
 
 
 class InitialiseConfig(TextConfig, frozen=True):
-    """How a model is made of trained ones."""
+    """Options for making a model from trained ones."""
 
     method: InitialiserConfig = UpcycleConfig()
-    """What is made of them."""
+    """Method that makes the new model."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -132,7 +132,7 @@ def _add_flags(parser: Parser) -> None:
 def _facts(
     source: Decoder, made: Decoder, ids_BS: Tensor | None, generator: Generator
 ) -> list[str]:
-    """How large the new model is, and how far its logits are from those of the (first) source."""
+    """Report the size of the new model, and the distance of its logits from those of the first source."""
     sizes = source.embedding.num_embeddings, source.max_seq_len
     old, new = source.config, made.config
     if ids_BS is None:

@@ -1,4 +1,4 @@
-"""What all command lines share: a parser of fixed options, numbers, files to write, wrapped text."""
+"""Shared parts of all command lines: the parser, numbers, files to write, wrapped text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_ffn.files import reason, write_whole
 
 
 def whole_number(text: str, least: int = 0, most: int = MAX_COUNT) -> int | None:
-    """What was typed, in the digits 0 to 9; None where it is no number within these limits."""
+    """Return the number in a text of digits 0 to 9; None if it is no number within the limits."""
     # Python reads other digits too, and takes long for very many of them.
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         return None
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
     """Answers `--version`, raises ConfigError for a mistake, and splits no word of its help."""
 
     def __init__(self, **options: Any) -> None:
-        """The options of `argparse.ArgumentParser`; a `moe-ffn NAME` in the description is said as typed."""
+        """Take the options of `argparse.ArgumentParser`; `moe-ffn NAME` in a description becomes the typed command."""
         description = as_typed(options.pop("description", None) or "")  # none in `python -OO`
         defaults = {"formatter_class": _Formatter, "allow_abbrev": False}
         super().__init__(description=description, **(defaults | options))

@@ -1,4 +1,4 @@
-"""How to divide a model among GPUs: of each layout the memory of one, its traffic and the time of a step.
+"""Plan a model on several GPUs: memory of a GPU, traffic and time of a step, for each layout.
 
 moe-ffn plan --model.d_model 4096 --model.num_layers 32 --data.batch_size 64 --gpus 64 --gpu h100
 """
@@ -139,7 +139,7 @@ def device_of(flags: Namespace) -> Device:
 
 
 def shown(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
-    """Those that fit, and the first of the others."""
+    """Return the layouts that fit, and the first few that do not."""
     fitting = [plan for plan in plans if plan.fits]
     return [*fitting, *[plan for plan in plans if not plan.fits][:MAX_REFUSED]]
 
@@ -183,7 +183,7 @@ def sent_by(traffic: Traffic) -> tuple[float, float, float]:
 
 
 def verdict(plans: Sequence[LayoutPlan]) -> str:
-    """Which layout is the fastest that fits, what it waits for, and how much the plain ones lack."""
+    """Name the fastest layout that fits and its bottleneck, and the memory that plain layouts lack."""
     best, limit = plans[0], plans[0].device.memory_bytes
     if not best.fits:
         return (
@@ -227,7 +227,7 @@ class Balance:
 
 
 def balances_of(plans: Sequence[LayoutPlan], recorded: RecordedLoads) -> list[Balance]:
-    """Of the fastest layout that fits for each number of ranks that share the experts.
+    """Return the balance of the fastest fitting layout, for each number of ranks that share the experts.
 
     Raises:
         ConfigError: there is none, or the recorded experts cannot be divided so.
@@ -244,7 +244,7 @@ def balances_of(plans: Sequence[LayoutPlan], recorded: RecordedLoads) -> list[Ba
 
 
 def balance_table(balances: Sequence[Balance], recorded: RecordedLoads) -> Table:
-    """What waiting for the busiest rank costs, in the first and in the last tenth of the recorded steps."""
+    """Tabulate the cost of waiting for the busiest rank, in the first and last tenth of the steps."""
     num_layers, num_experts, num_steps = recorded.loads_LET.shape
     tenth = max(1, num_steps // 10)
     parts = {"first": slice(0, tenth), "last": slice(-tenth, None)}

@@ -445,7 +445,7 @@ def train(sweep: Sweep) -> int:
 
 
 class Display:
-    """What is trained now, and the time left; on lines that stay in place where this is a terminal."""
+    """Status of the running runs and the time left; a terminal shows it in place."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep

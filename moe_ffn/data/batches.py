@@ -242,7 +242,7 @@ class ValidationBatches(_Batches):
 
     @property
     def sha256(self) -> str:
-        """Of every window in order, and of their length: equal where validations read the same."""
+        """Digest of every window in order and of their length; equal for equal validations."""
         windows = np.ascontiguousarray(self._windows(self._starts), dtype="<u4")
         return hashlib.sha256(f"{windows.shape} ".encode() + windows.tobytes()).hexdigest()
 

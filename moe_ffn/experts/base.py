@@ -19,18 +19,18 @@ from moe_ffn.outputs import Plan
 
 
 class ExpertsConfig(TaggedConfig, frozen=True):
-    """The kind of network that each of the E experts of a layer is.
+    """The kind of network of the E experts of a layer.
 
     By default the `experts_per_token` experts of a token share the width of the dense block, so that
-    a layer costs what the dense block costs.
+    a layer costs as much as the dense block.
 
-    Experts of your own subclass this in a file of your own, define `build`, `params_per_expert` and
-    `flops_per_pair`, and are named in YAML as `experts: {type: my_module:MyConfig}`; see the README.
+    Custom experts subclass this in any file, define `build`, `params_per_expert` and `flops_per_pair`, and are
+    named in YAML as `experts: {type: my_module:MyConfig}`; see the README.
     """
 
     divides_over_ranks: ClassVar[bool] = False
-    """Whether the module takes what is on its rank of weights that are distributed tensors; the first axis of
-    each of them counts the experts, so that none is shared."""
+    """True if the module computes with its rank's part of distributed weights. The first axis of each weight
+    has to count the experts, so that experts share no weight."""
     reads_input: ClassVar[bool] = True
     """False where an expert returns the same for every token."""
 

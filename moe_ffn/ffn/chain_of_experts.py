@@ -48,7 +48,7 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
         return self.ffn.num_params(d_model) + self._params_of_later_routers(d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        """As if the rounds chose different experts for a token, as far as there are any."""
+        """Number of active parameters if each round chooses other experts for a token."""
         stack = self.ffn.expert_stack
         chosen = min(self.rounds * stack.experts_per_token, stack.num_experts)
         more = stack.params_of(chosen, d_model) - stack.num_active_params(d_model)

@@ -47,7 +47,7 @@ class MoEConfig(FFNConfig, frozen=True):
     shared_expert: FFNConfig | None = None
     """A block that every token passes through beside its routed experts (DeepSeekMoE)."""
     combine: CombineConfig = SumConfig()
-    """How the shared expert's output joins the routed one."""
+    """Rule that adds the shared expert's output to the routed output."""
 
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:

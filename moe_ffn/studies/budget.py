@@ -1,4 +1,4 @@
-"""What a run costs, from its config alone."""
+"""Cost of a run, computed from its config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Budget:
-    """Of a run: the model, its feed-forward blocks alone, and what training it takes."""
+    """Cost of a run: the model, its feed-forward blocks, and training."""
 
     model: Cost
     ffn: Cost

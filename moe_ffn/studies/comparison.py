@@ -35,7 +35,7 @@ class Reached:
     num_seeds: int
     steps: float | None = None
     interval: Interval | None = None
-    """Of those steps, over seeds; None of fewer than `MIN_SEEDS`."""
+    """Interval over seeds; None with fewer than `MIN_SEEDS`."""
     flops: float | None = None
     seconds: float | None = None
 
@@ -50,9 +50,9 @@ class Arm:
     base: str | None = None
     """The arm that it is compared with; None of a baseline."""
     differs: Sequence[str] = ()
-    """What is different from that, a line each."""
+    """Options that differ from the compared arm, one line each."""
     difference: Difference | None = None
-    """From that; None where no pair was measured."""
+    """Difference from the compared arm; None if no pair was measured."""
     reached: Reached | None = None
     timed_step_seconds: float | None = None
     """Seconds of a step where they were measured apart from the runs."""
@@ -81,8 +81,9 @@ class Arm:
 
     @cached_property
     def interval(self) -> Interval | None:
-        """Of the mean over seeds, None of fewer than `MIN_SEEDS`; of one seed over the windows of its
-        validation, None where it has none.
+        """Interval of the mean over seeds, or of one seed over its validation windows.
+
+        None with two seeds up to `MIN_SEEDS`, or if one seed has no windows.
         """
         if len(self.losses) > 1:
             return mean_interval(list(self.losses.values()))
@@ -95,7 +96,7 @@ class Arm:
 
     @property
     def task(self) -> str:
-        """What it predicts; losses of two tasks do not compare."""
+        """Prediction task of the model; losses of two tasks cannot be compared."""
         first = self.results[0]
         if first.option("model.causal") is not False:
             return "next tokens"
@@ -111,7 +112,7 @@ class Arm:
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a step: measured apart, or the median of the runs' own."""
+        """Seconds of a step: timed separately, or the median of the runs' own steps."""
         return self.timed_step_seconds or self.mean("step_seconds")
 
     @property
@@ -127,7 +128,7 @@ class Arm:
 
     @property
     def training_seconds(self) -> float | None:
-        """Of all steps of a run at `step_seconds`."""
+        """Seconds of all steps of a run at `step_seconds` each."""
         return None if self.step_seconds is None else self.steps * self.step_seconds
 
     def mean(self, key: str) -> float | None:
@@ -190,7 +191,7 @@ class Tuning:
         return "; ".join([f"{self.option}: {first}", *gains])
 
     def _gain(self, arm: str) -> str:
-        """How much lower an arm is at its lowest mean than its compared runs are."""
+        """Describe how far the lowest mean of an arm is below its compared runs."""
         own = self.own[arm]
         lower = self.by_seed[arm][self.best[arm]]
         found = [loss - lower[seed] for seed, loss in self.by_seed[arm][own].items()]
@@ -213,9 +214,9 @@ class Comparison:
 
     arms: Sequence[Arm]
     baseline: str
-    """What the arms are compared with, in words: `gelu`, or `gelu at the same d_model`."""
+    """Name of the baseline: `gelu`, or `gelu at the same d_model`."""
     notes: Sequence[str] = ()
-    """What a reader has to know of the runs, a sentence each."""
+    """Remarks about the runs, one sentence each."""
     tuning: Sequence[Tuning] = ()
     question: str = ""
 
@@ -236,7 +237,7 @@ class Comparison:
 
     @property
     def verdicts(self) -> list[str]:
-        """What the intervals allow to say of each arm, a sentence each."""
+        """Verdicts that the intervals support, one sentence for each arm."""
         if len(self.arms) == 1:
             return [_alone(self.arms[0])]
         return [
@@ -346,7 +347,7 @@ def _bases(baseline: str, arms: Iterable[str]) -> dict[str, str | None]:
 
 
 def _over_windows(arm: Arm, base: Arm) -> Difference | None:
-    """Of the one seed that both have, window by window; None where there is none, or no windows."""
+    """Compare the one seed that both arms have, window by window; None without such a seed or windows."""
     if arm is base or arm.task != base.task:
         return None
     of_base = {result.seed: result for result in base.results}
@@ -483,7 +484,7 @@ def _is_on_frontier(arm: Arm, arms: Sequence[Arm], kind: str) -> bool:
 
 
 def _notes(arms: Sequence[Arm]) -> list[str]:
-    """What makes a comparison less than it looks, a sentence each."""
+    """List the weaknesses of a comparison, one sentence each."""
     notes: list[str] = []
     results = [result for arm in arms for result in arm.results]
     tokens = {arm.name: arm.budget.tokens for arm in arms}

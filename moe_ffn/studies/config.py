@@ -77,16 +77,16 @@ class StudyConfig(Config, frozen=True):
     name: str = "study"
     """Folder of the runs in run.output_dir; the stem of the study's file unless given."""
     question: str = ""
-    """What the study is to find out."""
+    """Question that the study answers."""
     published: str = ""
-    """What others have found, in numbers, with the source; for the study's page."""
+    """Published numbers with their source, for the study's page."""
     answer: str = ""
-    """What its author concludes, beside the verdict that the page computes."""
+    """Conclusion of the author; the page computes a verdict as well."""
     would_change_our_mind: str = ""
-    """What would; for the page."""
+    """Evidence that would change the conclusion, for the page."""
     axis: str | None = None
-    """What the final loss is drawn against: a dotted option, or one of params, active_params, flops_per_token
-    and expansion, the parameters of the feed-forward blocks over those that a token uses. By default the one
+    """Horizontal axis of the figure of final losses: a dotted option, params, active_params, flops_per_token
+    or expansion (parameters of the feed-forward blocks over those that a token uses). By default the one
     numeric option of the grid."""
     fit: Annotated[list[FitName], BeforeValidator(_one_is_a_list)] = Field(default=[])
     """Fits that the page shows: isoflop, clark, granularity or leverage."""
@@ -284,7 +284,7 @@ class StudyConfig(Config, frozen=True):
 class _Arm:
     name: str
     layers: Mapping[str, Options]
-    """Where options stand in the study file -> those options."""
+    """Key in the study file -> options under that key."""
 
 
 _FREE = ("config", "arms", "grid", "overrides")
@@ -371,7 +371,7 @@ def _located(line: str, given: Mapping[str, Options], arm: str) -> str:
 
 
 def _has(options: Any, path: Sequence[str]) -> bool:
-    """Whether the option at `path`, or what it is part of, is given."""
+    """Return whether the option at `path`, or a mapping around it, is given."""
     for name in path:
         if not isinstance(options, Mapping):
             return True

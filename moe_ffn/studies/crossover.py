@@ -16,7 +16,7 @@ class Point:
     """The runs of an arm that had one length."""
 
     flops: float
-    """Of all training, its beginning included."""
+    """FLOPs of all training, including that of the initial model."""
     losses: Sequence[float]
     """The final validation loss of each, in nats per token."""
 

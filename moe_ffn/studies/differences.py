@@ -1,4 +1,4 @@
-"""What differs between runs: their options in words, and whether their losses compare at all."""
+"""Differences between runs: their options in words, and whether their losses can be compared."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def identity(result: RunResult) -> str:
 
 
 def few_words(base: RunResult, other: RunResult) -> str:
-    """What differs as a name: `moe,learning_rate=0.001`; empty where nothing does."""
+    """Name a run by its differences, as in `moe,learning_rate=0.001`; empty if there are none."""
     parts: list[str] = []
     for path, _, new in differing(base.config, other.config):
         if isinstance(new, Mapping) and _type(new):

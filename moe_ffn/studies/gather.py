@@ -30,7 +30,7 @@ TIMING_FILE = "timing.json"
 
 @dataclass(frozen=True)
 class Gathered:
-    """What was found, in the order in which it was given."""
+    """The runs and studies found, in the order given."""
 
     results: Sequence[RunResult]
     left_out: Mapping[Path, str] = field(default_factory=dict)
@@ -44,11 +44,11 @@ class Gathered:
     study: StudyConfig | None = None
     """The study, where all are of one."""
     baselines: Sequence[str] = ()
-    """Those that their studies name, each once."""
+    """Baselines that the studies name, each once."""
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     """Arm -> seconds of a step; see `TIMING_FILE`."""
     timing_files: Sequence[Path] = ()
-    """Where those seconds stand."""
+    """Files of those timings."""
 
     def compare(self, baseline: str | None = None) -> Comparison:
         """The comparison of the results, with the arms, baseline and question of their study.
@@ -76,7 +76,7 @@ class Gathered:
         return replace(found, notes=notes)
 
     def _absent(self) -> Iterator[str]:
-        """What its study plans and was not found, tuning apart."""
+        """Name the planned runs that were not found, except tuning runs."""
         if self.study is None:
             return
         known = {result.name for result in self.results}
@@ -274,7 +274,7 @@ def read_timing(folder: Path) -> dict[str, float]:
 
 
 def _unfit(result: RunResult, path: Path) -> str:
-    """Why a run cannot be compared, as a verb phrase; empty where it can."""
+    """Return the reason why a run cannot be compared, as a verb phrase; empty if it can."""
     outcome = result.outcome
     if not outcome.is_finished:
         if (path / SUMMARY_FILE).exists():

@@ -29,9 +29,9 @@ class Parabola:
     sizes: tuple[float, ...]
     losses: tuple[float, ...]
     coefficients: tuple[float, float, float]
-    """Of log(size) squared, of log(size), and the constant."""
+    """Coefficients of log(size) squared, log(size), and the constant."""
     minimum: Interval | None
-    """The size with the lowest loss; None where `refusal` says why there is none."""
+    """The size with the lowest loss; None where `refusal` gives the reason."""
     refusal: str
     resampled: Array = field(repr=False, compare=False)
     """log of the size with the lowest loss in each resample, NaN where there is none."""
@@ -97,15 +97,15 @@ class IsoFlop:
     """The best size at each budget of FLOPs, and the power law of the best size over the budget."""
 
     parabolas: Mapping[float, Parabola]
-    """By training FLOPs, in their order."""
+    """Training FLOPs -> parabola, in ascending order."""
     refusals: Mapping[float, str]
     """Budgets without a parabola or a minimum, and why."""
     exponent: Interval | None
-    """Of the power law; None where fewer than two budgets have a minimum."""
+    """Exponent of the power law; None if fewer than two budgets have a minimum."""
 
     @property
     def limits(self) -> str:
-        """What the fit may not be used for, as one sentence."""
+        """Limits of the fit, as one sentence."""
         low, high = min(self.parabolas, default=0), max(self.parabolas, default=0)
         budgets = f"outside of {low:.3g} to {high:.3g}" if low < high else f"other than {low:.3g}"
         text = (

@@ -25,7 +25,7 @@ LEVERAGE_LIMITS = (
     "Not for larger budgets, at which leverage differs. In the middle of a run the learning rate has not "
     "decayed yet, and the loss is above what a shorter run ends at: leverage above 1 is a lower bound there."
 )
-"""What leverage may not be used for."""
+"""Limits of leverage."""
 
 Curve = tuple[Sequence[float], Sequence[float]]
 """Training FLOPs, rising, and the loss at each."""
@@ -42,7 +42,7 @@ class Leverage:
 
 
 def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
-    """How many times the FLOPs of the MoE the dense model takes to the same loss; above 1 the MoE saves.
+    """Compute the FLOPs of the dense model over those of the MoE at the same loss; above 1 the MoE saves.
 
     Curves are compared within a seed, at the higher of the two lowest losses, which both reach.
 

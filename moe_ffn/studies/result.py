@@ -35,11 +35,11 @@ RESULTS_FILE = "results.jsonl"
 """Results of the runs of a study, one line each, in the order of their names."""
 
 MAX_POINTS = 200
-"""Of a curve; neighbouring rows are one where there are more."""
+"""Maximum number of points of a curve; neighbouring rows are averaged if there are more."""
 
 TRAIN_LOSS, BITS_PER_BYTE = "train/loss", "validation/bits_per_byte"
 ROW_KEYS = (TRAIN_LOSS, TRAIN_SECONDS, STEP_SECONDS, VALIDATION_LOSS, BITS_PER_BYTE)
-"""What a result reads of a run's log."""
+"""Keys of a run's log that a result reads."""
 
 _SEED = re.compile(r"-seed\d+$")
 
@@ -64,7 +64,7 @@ class Curve(_Value):
 
 
 class Outcome(_Value):
-    """How a run ended."""
+    """Outcome of a run."""
 
     is_finished: bool = False
     step: int = 0
@@ -77,9 +77,9 @@ class Outcome(_Value):
     tokens_per_second: float | None = None
     """Tokens of a step over `step_seconds`."""
     train_seconds: float | None = None
-    """Of training steps alone."""
+    """Seconds of the training steps."""
     wall_seconds: float | None = None
-    """From the first step to the end, validations and checkpoints included."""
+    """Seconds from the first step to the end, with validations and checkpoints."""
     peak_memory_bytes: int | None = None
     """On a GPU of its tensors, else of the process."""
     max_violation: float | None = None
@@ -113,7 +113,7 @@ class RunResult(_Value):
     window_losses: list[float | None] = []
     """Mean loss of each window of the last validation, in nats per token."""
     machine: dict[str, str | int | None] = {}
-    """What it was run on, and when: precision, threads, torch, processor, revision of the code, date."""
+    """Machine and date of the run: precision, threads, torch, processor, revision of the code."""
     fingerprints: dict[str, str | None] = {}
     """sha256 of the corpus, of the tokenizer, and of the windows of every validation."""
     found_as: str = Field(default="", exclude=True)
@@ -138,10 +138,10 @@ class RunResult(_Value):
 
     @classmethod
     def of_run(cls, run: Run, study: StudyConfig | None = None) -> Self:
-        """What the files of a run say, finished or not; what they lack is null.
+        """Read the result of a run, finished or not; missing values are None.
 
         Raises:
-            ConfigError: they do not say its budget.
+            ConfigError: the files lack its budget.
         """
         arm = _SEED.sub("", run.folder.resolve().name)
         main_arm, tuning = (study and study.tuned_arms.get(arm)) or (arm, {})
@@ -257,7 +257,7 @@ def _tokens_per_step(run: Run) -> int:
 
 
 def _budget(run: Run, tokens: int) -> Budget:
-    """What the run says of its size; by its config where it is too old to, or has lost it."""
+    """Read the size of a run from its facts; compute it from the config if they lack it."""
     facts = run.facts
     model = (facts.num_params, facts.num_active_params, facts.flops_per_token)
     ffn = (facts.ffn_params, facts.ffn_active_params, facts.ffn_flops_per_token)

@@ -32,7 +32,7 @@ from moe_ffn.studies.statistics import (
 )
 
 DELTA = 1e-3
-"""Of the Huber loss, in log L: a residual beyond it counts by its size, not by its square."""
+"""Threshold of the Huber loss, in log L: larger residuals count linearly."""
 
 NUM_RESAMPLES = 200
 
@@ -40,7 +40,7 @@ NUM_STARTS = 12
 """L-BFGS begins from so many points of the grid: those with the smallest Huber loss."""
 
 NUM_STEPS = 40
-"""Of Levenberg and Marquardt, from the estimate to that of a resample."""
+"""Steps of Levenberg and Marquardt from the estimate to that of a resample."""
 
 LOG_10 = math.log(10)
 
@@ -53,7 +53,7 @@ class Parameter(NamedTuple):
 
     starts: Sequence[float]
     is_log: bool = False
-    """Whether it is searched as its natural logarithm, in which `starts` and bounds are given too."""
+    """True if the search is over the natural logarithm; `starts` and bounds are logarithms too."""
     low: float = -60
     high: float = 60
 
@@ -145,7 +145,7 @@ class Fit:
     ranges: Mapping[str, tuple[float, float]]
     """Variable -> smallest and largest of the runs."""
     num_held_out: int
-    """How many runs were the largest."""
+    """Number of the largest runs, which the fit does not see."""
     held_out_error: float | None
     """Root mean square of the relative error on the largest runs, of a fit that has not seen them; None
     where without them too few runs are left."""
@@ -169,7 +169,7 @@ class Fit:
 
     @property
     def limits(self) -> str:
-        """What the fit may not be used for, as one sentence."""
+        """Limits of the fit, as one sentence."""
         ranges = ", ".join(
             f"{name} from {low:.3g} to {high:.3g}" for name, (low, high) in self.ranges.items()
         )
@@ -256,12 +256,12 @@ def fit(
 
 @dataclass(frozen=True)
 class _Settings:
-    """What all fits of one bootstrap share."""
+    """Settings that all fits of one bootstrap share."""
 
     law: Law
     free: Sequence[str]
     fixed: Mapping[str, float]
-    """As they are searched."""
+    """Fixed parameters, in the scale of the search."""
 
     def best(self, x: Mapping[str, Array], y: Array) -> Array:
         """The parameters with the smallest Huber loss over the grid of starts."""

@@ -1,4 +1,4 @@
-"""What a study may claim: intervals, paired differences, corrected p-values, and what it could have seen.
+"""Statistics of a study: intervals, paired differences, corrected p-values, detectable differences.
 
 n seeds, d the differences of the pairs, s their standard deviation (n - 1 in its denominator).
 """
@@ -16,7 +16,7 @@ import numpy as np
 from moe_ffn.config.errors import ConfigError, install
 
 LEVEL = 0.95
-"""Of every interval."""
+"""Confidence level of every interval."""
 POWER = 0.8
 """With which a study sees its smallest detectable difference."""
 NUM_RESAMPLES = 2000
@@ -30,7 +30,7 @@ SMALL_DIFFERENCE = 0.05
 Array = np.ndarray[Any, np.dtype[Any]]
 
 Over = Literal["seeds", "windows"]
-"""What an interval is over: the seeds of training, or the windows of the validation text in one seed."""
+"""Samples of an interval: the seeds of training, or the validation windows of one seed."""
 
 
 class Interval(NamedTuple):

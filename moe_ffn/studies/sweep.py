@@ -57,7 +57,7 @@ class UnreadableRunError(ConfigError):
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether this very run was done before.
+    """Return whether this run, with these options, is finished.
 
     Raises:
         UnreadableRunError: the options of the finished run cannot be read.
@@ -75,9 +75,9 @@ def is_finished(config: TrainConfig) -> bool:
 
 
 def has_begun(config: TrainConfig) -> bool:
-    """Whether this very run was begun and can be resumed.
+    """Return whether this run, with these options, was started and can be resumed.
 
-    An unfinished run with other options goes to `ASIDE_FOLDER`, and nothing of it is lost or written over.
+    An unfinished run with other options is moved to `ASIDE_FOLDER`, complete.
 
     Raises:
         ConfigError: another process trains it.
@@ -124,9 +124,9 @@ class Job:
         self.run = run
         self.state: State = "waiting"
         self.problem = ""
-        """Why it failed."""
+        """Reason of a failure."""
         self.seconds = 0.0
-        """That its process took, once it has ended."""
+        """Seconds that the process took, once it has ended."""
         self.first_step = 0
         """The step at which this sweep found it."""
         self.flops = Budget.of(run.config).training_flops
@@ -196,7 +196,7 @@ class Job:
         return "resuming" if is_begun else "training"
 
     def has_ended(self) -> bool:
-        """Whether its process has; then `state` says how."""
+        """Return whether the process has ended; then `state` says how."""
         assert self._process is not None
         code = self._process.poll()
         if code is None:
@@ -220,7 +220,7 @@ class Job:
         self._process.wait()
 
     def last_lines(self) -> list[str]:
-        """What its process printed last."""
+        """Return the last lines that the process printed."""
         return _tail(self.log).decode(errors="replace").splitlines()[-_TAIL_LINES:]
 
     @property
@@ -261,7 +261,7 @@ def program_command(name: str) -> list[str]:
 
 
 def training_command(run: PlannedRun, is_begun: bool, trust_code: bool) -> list[str]:
-    """The command that trains a run, or goes on with it: all its options, section by section."""
+    """Return the command that trains or resumes a run: all its options, section by section."""
     command = program_command("train")
     if is_begun:
         return [*command, "--resume", str(run.folder), *([FLAG] if trust_code else [])]
@@ -283,7 +283,7 @@ def _exit_in_words(code: int) -> str:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Whether this process holds it now; True where the file system has no locks."""
+    """Lock a file; return whether this process holds the lock. True if the file system has no locks."""
     try:
         if fcntl is not None:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -332,7 +332,7 @@ class Sweep:
 
     @property
     def share_done(self) -> float:
-        """Of the work that all runs take, measured in FLOPs."""
+        """Fraction of all runs' FLOPs that is done."""
         done = sum(job.flops * job.step / job.max_steps for job in self.jobs)
         return done / sum(job.flops for job in self.jobs)
 

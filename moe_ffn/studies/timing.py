@@ -1,4 +1,4 @@
-"""How long a training step of each arm takes, measured in turns: a busy machine slows all of them alike."""
+"""Time training steps of all arms in turns, so that a busy machine slows all of them equally."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class StepTime:
     num_steps: int
     """Steps that were timed."""
     quartiles: tuple[float, float]
-    """Of the rounds' seconds of a step: half of them lie between."""
+    """Quartiles of the rounds' seconds of a step."""
 
 
 class _Arm:
@@ -229,7 +229,7 @@ def _step_time(config: TrainConfig, calls: int, seconds: Sequence[float]) -> Ste
 
 
 def timing_file(times: dict[str, StepTime]) -> dict[str, Any]:
-    """What `timing.json` holds: the machine, and the arms, timed on it in turns."""
+    """Return the content of `timing.json`: the machine, and the times of the arms."""
     machine = describe_hardware() | {
         "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
