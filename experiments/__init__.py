@@ -1,4 +1,4 @@
-"""The programs, from a clone: `python -m experiments.train` and the others; the benchmark."""
+"""Programs of a clone: train, sweep and compare as in `moe-ffn`; the benchmark; what writes docs."""
 
 # Before a program imports torch.
 from moe_ffn.config import environment  # noqa: F401  # pyright: ignore[reportUnusedImport]

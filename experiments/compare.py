@@ -1,4 +1,4 @@
-"""`python -m experiments.compare --help`; the program itself is `moe_ffn.cli.compare`."""
+"""The program `moe-ffn compare` in a clone: `python -m experiments.compare`."""
 
 from moe_ffn.cli.compare import main
 from moe_ffn.cli.exit import exit_on_bad_input

@@ -1,4 +1,4 @@
-"""`python -m experiments.sweep --help`; the program itself is `moe_ffn.cli.sweep`."""
+"""The program `moe-ffn sweep` in a clone: `python -m experiments.sweep`."""
 
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.sweep import main

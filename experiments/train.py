@@ -1,4 +1,4 @@
-"""`python -m experiments.train --help`; the program itself is `moe_ffn.cli.train`."""
+"""The program `moe-ffn train` in a clone: `python -m experiments.train`."""
 
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.train import main

@@ -366,7 +366,7 @@ class Trial:
         """
         if (stack := config.expert_stack) is not None:
             built = stack.build(self.d_model)
-            self.experts(built, stack.width(self.d_model), stack.num_experts)
+            self.experts(built, self.d_model, stack.num_experts)
         block = self.built(config.build(self.d_model), FFNBlock)
         found = sum(parameter.numel() for parameter in block.parameters())
         self.block(block, config)
@@ -492,7 +492,7 @@ class Trial:
         who = "what its experts return"
         with torch.enable_grad():
             weights_N = plan.weights_N.clone().requires_grad_()
-            made = experts(x_TD, replace(plan, weights_N=weights_N))
+            made = experts.run(x_TD, replace(plan, weights_N=weights_N))
         made = self.require_like(made, x_TD, who)
         self.require_gradient(
             made,
@@ -502,7 +502,7 @@ class Trial:
             "multiply each pair's result by its weight",
         )
         dropped = replace(pairs, dropped_N=torch.ones_like(pairs.dropped_N))
-        nothing = experts(x_TD, planned(dropped, num_experts))
+        nothing = experts.run(x_TD, planned(dropped, num_experts))
         self.require_like(nothing, x_TD, f"{who} of a plan that drops every pair")
 
 

@@ -63,7 +63,7 @@ def shared_folder() -> Path:
 
 def start(program: str, *argv: str, code: int = 0) -> Finished:
     """Run a program of the project, which ends with `code`."""
-    done = run_here(*argv, program=f"experiments.{program}")
+    done = run_here(*argv, program=f"moe_ffn.cli.{program}")
     assert done.code == code, f"{program} {argv}: {done.code}, {done.stderr[-1000:]}"
     return done
 

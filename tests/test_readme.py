@@ -31,22 +31,22 @@ def commands() -> list[str]:
     return [shlex.join(shlex.split(line, comments=True)) for line in lines if line.strip()]
 
 
-PYTHON_COMMANDS = [command for command in commands() if command.startswith("python -m ")]
+OUR_COMMANDS = [c for c in commands() if c.startswith(("python -m ", "moe-ffn "))]
 
 # What another command tries of the same program, or begins with, and takes seconds.
 SLOW = {
     "python -m experiments.benchmark",
-    "python -m experiments.generate runs/my-run --prompt 'class '",
-    "python -m experiments.convert runs/my-run models/exported",
+    "moe-ffn generate runs/my-run --prompt 'class '",
+    "moe-ffn convert runs/my-run models/exported",
 }
 
 # Programs that look at a finished run, and what they print of it.
 OF_A_RUN = {
-    "experiments.evaluate": "bits per byte",
-    "experiments.generate": "class ",
-    "experiments.inspect": "inspect.html",
-    "experiments.report": "report.html",
-    "experiments.trace": "layer 0",
+    "moe_ffn.cli.evaluate": "bits per byte",
+    "moe_ffn.cli.generate": "class ",
+    "moe_ffn.cli.inspect": "inspect.html",
+    "moe_ffn.cli.report": "report.html",
+    "moe_ffn.cli.trace": "layer 0",
 }
 
 TINY_DATA = ["--data.seq_len", "16", "--data.batch_size", "4", "--data.validation_tokens", "256"]
@@ -77,7 +77,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(arguments: list[str]) -> int:
-    """`python -m experiments.X ...` in this process; importing torch anew would take seconds."""
+    """Run a program by its module in this process; importing torch anew would take seconds."""
     module = importlib.import_module(arguments[0])
     try:
         return module.main(arguments[1:])
@@ -86,8 +86,8 @@ def run(arguments: list[str]) -> int:
 
 
 def test_the_commands_are_found():
-    assert len(PYTHON_COMMANDS) >= 9
-    assert set(PYTHON_COMMANDS) >= SLOW
+    assert len(OUR_COMMANDS) >= 9
+    assert set(OUR_COMMANDS) >= SLOW
     assert {"make train", "make test"} <= set(commands())
 
 
@@ -117,19 +117,21 @@ def test_make_installs_what_a_target_needs(target: str, extras: list[str], tmp_p
 @pytest.mark.usefixtures("newcomer")
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in PYTHON_COMMANDS],
+    [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in OUR_COMMANDS],
 )
 def test_every_command_succeeds(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    module, *arguments = shlex.split(command.removeprefix("python -m "))
+    module, *arguments = shlex.split(
+        command.replace("moe-ffn ", "moe_ffn.cli.").removeprefix("python -m ")
+    )
     if module in OF_A_RUN:
         assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
         capsys.readouterr()
         assert run([module, *arguments]) == 0
         assert OF_A_RUN[module] in capsys.readouterr().out
         return
-    if module == "experiments.convert":
+    if module == "moe_ffn.cli.convert":
         assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
         if arguments[0] == "models/exported":
             assert run([module, "runs/my-run", arguments[0]]) == 0
@@ -137,7 +139,7 @@ def test_every_command_succeeds(
         assert run([module, *arguments]) == 0
         assert f"written: '{arguments[1]}', " in capsys.readouterr().out
         return
-    if module == "experiments.dashboard":
+    if module == "moe_ffn.cli.dashboard":
         assert run([module, *arguments, "--json", "-"]) == 0
         assert "routing/load_heatmap" in capsys.readouterr().out
         return
@@ -147,7 +149,7 @@ def test_every_command_succeeds(
         assert run([module, *arguments]) == 0
         assert "resuming runs/my-run after step 2" in capsys.readouterr().out
         return
-    if module == "experiments.plan":
+    if module == "moe_ffn.cli.plan":
         assert run([module, *arguments]) == 0
         assert "parallel: {data: " in capsys.readouterr().out
         return
@@ -226,7 +228,7 @@ def test_the_trained_model_is_loaded_and_saved():
     assert names["tokenizer"].encode(b"import").tolist() == [*b"import"]
     written = {path.name for path in Path("models/mine").iterdir()}
     assert written == {"config.json", "model.safetensors", "tokenizer.json"}
-    assert run(["experiments.convert", "models/mine", "models/exported"]) == 0
+    assert run(["moe_ffn.cli.convert", "models/mine", "models/exported"]) == 0
     names = {}  # each block has all that it needs
     exec(compile(python_with("load_ffn"), "README.md", "exec"), names)
     assert names["block"].routers()

@@ -48,7 +48,8 @@ def test_every_router_of_the_package_passes_alone_and_in_a_block(router: dict[st
 
 @pytest.mark.parametrize("experts", ExpertsConfig.members)
 def test_all_experts_of_the_package_pass(experts: str) -> None:
-    check_experts(experts, D_MODEL, 4)
+    options = {"type": experts} | ({"width": 4} if experts == "latent" else {})
+    check_experts(options, D_MODEL, 4)
 
 
 class Leaking(FFNBlock):
@@ -111,7 +112,7 @@ def test_a_block_whose_output_does_not_teach_its_router_is_refused() -> None:
 
 
 def test_a_check_leaves_the_block_and_the_random_state_as_they_are() -> None:
-    block = build_ffn({"type": "moe", "jitter": 0.1}, D_MODEL).bfloat16().train()
+    block = build_ffn({"type": "jittered", "jitter": 0.1}, D_MODEL).bfloat16().train()
     before = {name: value.clone() for name, value in block.state_dict().items()}
     state = torch.random.get_rng_state()
     check_ffn(block)

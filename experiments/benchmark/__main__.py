@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import platform
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -26,8 +25,7 @@ from experiments.benchmark.session import Session, write_files
 from experiments.benchmark.shapes import parse_shape
 from experiments.benchmark.training import training
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.parser import Parser, whole_number
-from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.files import reason
 from moe_ffn.kernels.native.build import unavailable_reason
@@ -36,16 +34,12 @@ from moe_ffn.kernels.select import BACKENDS
 SUITES: dict[str, Callable[[Session], None]] = {
     "rows": suites.rows,
     "experts": suites.experts,
-    "tokens": suites.tokens,
-    "width": suites.width,
     "skew": suites.skew,
     "decoding": suites.decoding,
     "generation": generation,
     "live_models": live_models,
     "training": training,
     "memory": suites.memory,
-    "blocks": suites.blocks,
-    "profile": suites.profile,
     "gpu": suites.gpu,
 }
 """The suites by name; the first line of the docstring of each says what it times."""
@@ -150,12 +144,12 @@ def _parser() -> Parser:
     )
     add(
         "--rounds",
-        type=_from(1),
+        type=whole(1),
         metavar="N",
         help="timed turns of each candidate; default: 9, and at least 3 where they take long",
     )
-    add("--warmup", type=_from(0), default=1, metavar="N", help="turns before them; default: 1")
-    add("--threads", type=_from(1, 4096), metavar="N", help="threads of torch; default: its choice")
+    add("--warmup", type=whole(0), default=1, metavar="N", help="turns before them; default: 1")
+    add("--threads", type=whole(1, 4096), metavar="N", help="threads of torch; default: its choice")
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -173,18 +167,6 @@ def _parser() -> Parser:
     )
     add("--output", metavar="FOLDER", help="a new folder; default: runs/benchmark-DATE-TIME")
     return parser
-
-
-def _from(least: int, most: int = MAX_COUNT) -> Callable[[str], int]:
-    """A type of option: whole numbers from `least` to `most`."""
-
-    def parse(text: str) -> int:
-        number = whole_number(text, least, most)
-        if number is None:
-            raise ArgumentTypeError(f"'{text}' is no whole number from {least} to {most}")
-        return number
-
-    return parse
 
 
 def _device(given: str) -> torch.device:

@@ -82,24 +82,14 @@ class Case:
 # ---------------------------------------------------------------------------------- candidates
 
 
-class PlainDense(nn.Module):
-    """down(gelu(up x))."""
-
-    def __init__(self, d_model: int, d_ff: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(d_model, d_ff, bias=False)
-        self.down = nn.Linear(d_ff, d_model, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-class PlainSwiGLU(PlainDense):
+class PlainSwiGLU(nn.Module):
     """down(silu(gate x) * up x)."""
 
     def __init__(self, d_model: int, d_ff: int) -> None:
-        super().__init__(d_model, d_ff)
+        super().__init__()
         self.gate = nn.Linear(d_model, d_ff, bias=False)
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))

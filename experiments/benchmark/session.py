@@ -1,4 +1,4 @@
-"""One run of the benchmark: candidates timed in turns; results, promises and charts shown and written."""
+"""One run of the benchmark: candidates timed in turns; results and promises shown and written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -32,9 +32,6 @@ from experiments.benchmark.peers import PEERS, REFERENCE, SAME
 from experiments.benchmark.shapes import Shape
 from moe_ffn.files import write_whole
 from moe_ffn.studies.timing import interleave
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 Key = tuple[str, str]
 """The case and the name of a candidate."""
@@ -141,7 +138,7 @@ NOISY = 0.1
 
 @dataclass
 class Session:
-    """One run of suites: its options, and the results, promises and charts so far; prints as it goes."""
+    """One run of suites: its options, and the results and promises so far; prints as it goes."""
 
     backends: Sequence[str]
     device: torch.device
@@ -153,7 +150,6 @@ class Session:
     """The name of the suite that is running."""
     results: list[Result] = field(default_factory=list)
     promises: list[Promise] = field(default_factory=list)
-    charts: list[Figure] = field(default_factory=list)
     console: Console = field(
         # The terminal breaks lines that are too long for it; markup is off for brackets in names.
         default_factory=lambda: Console(width=400, markup=False, highlight=False, emoji=False)
@@ -302,8 +298,8 @@ class Session:
         ratios = (f"/ {name}" for name in columns)
         self.table(["candidate", "median", "quartiles", *ratios, "computes"], rows)
 
-    def show_grid(self, results: Results, title: str) -> None:
-        """A table and a chart of medians: a row for each name, a column for each case."""
+    def show_grid(self, results: Results) -> None:
+        """Show a table of medians: a row for each name, a column for each case."""
         cases = list(dict.fromkeys(case for case, _ in results))
         names = list(dict.fromkeys(name for _, name in results))
         found = {name: {case: results.get((case, name)) for case in cases} for name in names}
@@ -316,11 +312,6 @@ class Session:
             for name, line in found.items()
         ]
         self.table(["layer", *cases, f"{cases[-1]} / {cases[0]}"], rows)
-        medians = {
-            name: {case: result.median for case, result in line.items() if result}
-            for name, line in found.items()
-        }
-        self.charts.append(chart(title, "seconds", medians))
 
     def summarize(self) -> None:
         """All promises in one table."""
@@ -379,54 +370,15 @@ def times(value: float | None) -> str:
 
 # --------------------------------------------------------------------------------------- files
 
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
-"""Markers, so that lines differ by more than colour."""
-
-
-def chart(
-    title: str, y_label: str, series: Mapping[str, Mapping[str, float]], *, joined: bool = True
-) -> Figure:
-    """A figure over a logarithmic axis.
-
-    Args:
-        series: name -> case -> y.
-        joined: whether a line connects the cases.
-    """
-    from plotly.graph_objects import Figure  # late: `overhead` needs no plots
-
-    figure = Figure()
-    for number, (name, line) in enumerate(series.items()):
-        figure.add_scatter(
-            name=name,
-            x=list(line),
-            y=list(line.values()),
-            mode="lines+markers" if joined else "markers",
-            marker={"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 9},
-        )
-    figure.update_yaxes(type="log", title_text=y_label, dtick="D2", tickformat="~s")
-    return figure.update_layout(title_text=title, height=500, xaxis_type="category")
-
-
-def plots_page(charts: Sequence[Figure]) -> str:
-    """A page that opens from disk, plotly's script in it."""
-    parts = [
-        figure.to_html(full_html=False, include_plotlyjs=number == 0)
-        for number, figure in enumerate(charts)
-    ]
-    title = "<title>Benchmark of moe_ffn</title>"
-    return "\n".join(["<!DOCTYPE html>", '<meta charset="utf-8">', title, *parts, ""])
-
 
 def write_files(session: Session, folder: Path, machine: Mapping[str, str]) -> None:
-    """`results.csv`, each line with the machine and versions, `promises.csv`, and `plots.html` of charts."""
+    """Write `results.csv`, each line with the machine and versions, and `promises.csv`."""
     parts = (*fields(Result)[:-1], *fields(Shape))
     lines = ({**vars(r), **asdict(r.shape), **machine} for r in session.results)
     write_csv(folder / "results.csv", [*(part.name for part in parts), *machine], lines)
     promises = ({**asdict(promise), "verdict": promise.verdict} for promise in session.promises)
     names = [*(field.name for field in fields(Promise)), "verdict"]
     write_csv(folder / "promises.csv", names, promises)
-    if session.charts:
-        write_whole(folder / "plots.html", plots_page(session.charts))
 
 
 def write_csv(path: Path, names: Sequence[str], lines: Iterable[Mapping[str, Any]]) -> None:

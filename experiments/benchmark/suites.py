@@ -1,4 +1,4 @@
-"""The suites that time the layer, count the bytes it keeps, and look where its time goes.
+"""Suites that time the layer and count the bytes it keeps.
 
 The Mixture-of-Experts tax is the time of the whole layer (router, plan, experts, combine; gradients to x
 and all parameters) over that of the dense block whose width one token passes through, K * F.
@@ -8,7 +8,7 @@ T tokens, D model width, E experts, F expert width
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,13 +19,8 @@ from experiments.benchmark.layers import (
     DENSE,
     Case,
     Layer,
-    PlainDense,
-    PlainSwiGLU,
-    Tokens,
-    dense_layer,
     dtype_of,
     in_evaluation,
-    moe_layer,
 )
 from experiments.benchmark.peers import (
     HF_BATCHED,
@@ -39,14 +34,10 @@ from experiments.benchmark.session import (
     Candidate,
     Results,
     Session,
-    amount,
-    chart,
-    profiled,
     ratio,
     times,
 )
 from experiments.benchmark.shapes import Shape
-from moe_ffn import build_ffn
 
 # ------------------------------------------------------------------ one shape after the other
 
@@ -70,8 +61,7 @@ def rows(session: Session) -> None:
 
 
 def time_shapes(session: Session, shapes: Sequence[Shape]) -> None:
-    """A table, the tax and the promises of each shape; a chart of all taxes."""
-    taxes: dict[str, dict[str, float]] = {}
+    """Show a table, the tax and the promises of each shape."""
     for shape in shapes:
         results = _time_shape(session, shape, (DENSE, HF_GROUPED))
         ours, dense, peer = ((str(shape), name) for name in (AUTO, DENSE, HF_GROUPED))
@@ -83,11 +73,6 @@ def time_shapes(session: Session, shapes: Sequence[Shape]) -> None:
         if faster is not None:
             claim = f"times faster than {HF_GROUPED}"
             session.promise(claim, faster, results, peer, ours, at_most=False)
-        for key in results:
-            place = str(shape).replace(", E", "<br>E")  # two lines below the axis
-            taxes.setdefault(key[1], {})[place] = results[key].median / results[dense].median
-    title = "Forward and backward pass beside the dense block's"
-    session.charts.append(chart(title, "time / that of the dense block", taxes, joined=False))
 
 
 def _time_shape(
@@ -110,32 +95,12 @@ MAX_GROWTH = 1.4
 MAX_EXPERTS_OF_EAGER = 64
 """Eager's backward pass makes a gradient as large as all experts for each expert: 25 seconds at 256."""
 
-SWEPT = Shape(4096, 256, 256, 8, 2, "fp32")
-
 
 def experts(session: Session) -> None:
     """8 to 256 experts of the same total active width."""
-    base = replace(SWEPT, num_tokens=8192)
+    base = Shape(8192, 256, 256, 8, 2, "fp32")
     sizes = {f"E {e}": replace(base, num_experts=e) for e in (8, 16, 32, 64, 128, 256)}
-    results = _sweep(session, sizes, "number of experts")
-    most, fewest = ("E 256", AUTO), ("E 8", AUTO)
-    session.promise("time at 256 experts / at 8", MAX_GROWTH, results, most, fewest)
-
-
-def tokens(session: Session) -> None:
-    """256 to 16,384 tokens."""
-    sizes = {f"T {t}": replace(SWEPT, num_tokens=t) for t in (256, 1024, 4096, 16384)}
-    _sweep(session, sizes, "number of tokens")
-
-
-def width(session: Session) -> None:
-    """Experts 64 to 1,024 wide."""
-    sizes = {f"F {f}": replace(SWEPT, d_ff=f) for f in (64, 128, 256, 512, 1024)}
-    _sweep(session, sizes, "width of one expert")
-
-
-def _sweep(session: Session, sizes: Mapping[str, Shape], what: str) -> Results:
-    session.say(f"{next(iter(sizes.values()))} and on, forward and backward, median")
+    session.say(f"{base} and on, forward and backward, median")
     candidates: list[Candidate] = []
     for name, shape in sizes.items():
         few = shape.num_experts <= MAX_EXPERTS_OF_EAGER
@@ -143,10 +108,11 @@ def _sweep(session: Session, sizes: Mapping[str, Shape], what: str) -> Results:
         layers = session.layers(case, (HF_EAGER, HF_GROUPED) if few else (HF_GROUPED,))
         candidates += [Candidate.training(layer, case.tokens, shape, name) for layer in layers]
     results = session.time(candidates)
-    session.show_grid(results, f"Forward and backward pass, by {what}")
+    session.show_grid(results)
     taxes = [times(ratio(results, (name, AUTO), (name, DENSE))) for name in sizes]
     session.say(f"  {AUTO} / {DENSE}: {', '.join(taxes)}")
-    return results
+    most, fewest = ("E 256", AUTO), ("E 8", AUTO)
+    session.promise("time at 256 experts / at 8", MAX_GROWTH, results, most, fewest)
 
 
 NUM_CALLS = 20
@@ -168,7 +134,7 @@ def decoding(session: Session) -> None:
         sparse = session.layers(case, (HF_EAGER, HF_GROUPED, HF_BATCHED))[1:]
         candidates += [_decoding(in_evaluation(layer, case), case, name) for layer in sparse]
     results = session.time(candidates, to=AUTO)
-    session.show_grid(results, "Forward pass of a few tokens, without gradients")
+    session.show_grid(results)
     for name in sizes:
         for peer in (HF_EAGER, HF_BATCHED):
             claim = f"time / {peer}, {name}"
@@ -204,37 +170,9 @@ def skew(session: Session) -> None:
         layers = session.layers(case)[1:]
         candidates += [Candidate.training(layer, case.tokens, SKEWED, load) for layer in layers]
     results = session.time(candidates, to=AUTO)
-    session.show_grid(results, "Forward and backward pass, by load")
+    session.show_grid(results)
     one, balanced = ("one hot", AUTO), ("balanced", AUTO)
     session.promise("time on one expert / balanced", 1.0, results, one, balanced)
-
-
-# ---------------------------------------------------------------------------------------- blocks
-
-PLAIN = Shape(2048, 256, 1024, 1, 1, "fp32")
-
-MAX_RATIO_TO_PLAIN = 1.03
-"""A ratio of 1, with room for the noise of the machine."""
-
-
-def blocks(session: Session) -> None:
-    """The dense and swiglu blocks beside plain linear layers: the interface must cost nothing."""
-    session.say(f"{PLAIN}, forward and backward")
-    torch.manual_seed(0)
-    tokens = Tokens.of(PLAIN, session.device)
-    candidates: list[Candidate] = []
-    for name, plain in {"dense": PlainDense, "swiglu": PlainSwiGLU}.items():
-        by_hand = plain(PLAIN.d_model, PLAIN.d_ff).to(session.device)
-        block = build_ffn({"type": name, "d_ff": PLAIN.d_ff}, d_model=PLAIN.d_model)
-        block.to(session.device).load_state_dict(by_hand.state_dict())
-        layers = [Layer("plain", by_hand, REFERENCE), Layer("moe_ffn", block)]
-        candidates += [Candidate.training(layer, tokens, PLAIN, name) for layer in layers]
-    results = session.time(candidates, to="plain", more=5)
-    for name in ("dense", "swiglu"):
-        session.say(f"\n{name}")
-        session.show({key: results[key] for key in results if key[0] == name}, ("plain",))
-        mine, plain = (name, "moe_ffn"), (name, "plain")
-        session.promise("time / plain", MAX_RATIO_TO_PLAIN, results, mine, plain)
 
 
 # ----------------------------------------------------------------------------------------- gpu
@@ -270,18 +208,12 @@ def gpu(session: Session) -> None:
         session.promise(claim, limit, results, of, to, at_most=False, goal=goal, anywhere=True)
 
 
-# ------------------------------------------------------------------------- memory and profile
+# ---------------------------------------------------------------------------------------- memory
 
 WIDE, NARROW = Shape(2048, 512, 512, 8, 2, "fp32"), Shape(4096, 256, 128, 32, 4, "fp32")
 
 MAX_KEPT = 0.5
 """Largest saved bytes, relative to the smaller of Hugging Face's eager and grouped_mm."""
-
-WARMUP, STEPS = 2, 5
-"""Steps of the profile, before it and in it."""
-
-NUM_SHOWN = 14
-"""Operators that are shown, those that take most time."""
 
 
 def memory(session: Session) -> None:
@@ -322,54 +254,3 @@ def saved_bytes(module: nn.Module, x: Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(x)
     return sum(saved[place].untyped_storage().nbytes() for place in saved.keys() - uncounted)
-
-
-def profile(session: Session) -> None:
-    """Where the time of a layer goes, operator by operator; on a CPU."""
-    if session.device.type != "cpu":
-        session.say(f"not watched: operators return before {session.device.type} is done with them")
-        return
-    for shape in (WIDE, NARROW):
-        session.say(f"\n{shape}, forward and backward, time inside each operator of one step")
-        torch.manual_seed(0)
-        tokens = Tokens.of(shape, session.device)
-        dense_block = dense_layer(shape, session.device)
-        moe_block = Layer(AUTO, moe_layer(shape, "auto", session.device))
-        dense, moe = (
-            seconds_by_operator(Candidate.training(layer, tokens, shape))
-            for layer in (dense_block, moe_block)
-        )
-        whole = sum(seconds for seconds, _ in dense.values())
-        names = sorted(moe, key=lambda name: -moe[name][0])
-        rest = sum(moe[name][0] for name in names[NUM_SHOWN:])
-        lines = [
-            [
-                name,
-                f"{moe[name][1]:.0f}",
-                amount(moe[name][0]),
-                f"{moe[name][0] / whole:.2f}",
-                f"{dense.get(name, (0.0, 0.0))[0] / whole:.2f}",
-            ]
-            for name in names[:NUM_SHOWN]
-        ]
-        lines.append(["all other operators", "", amount(rest), f"{rest / whole:.2f}", ""])
-        headers = ["operator", "calls", AUTO, f"/ all of {DENSE}", f"{DENSE} / all of it"]
-        session.table(headers, lines)
-
-
-def seconds_by_operator(candidate: Candidate) -> dict[str, tuple[float, float]]:
-    """Operator -> seconds of its own in one step, without those of operators it calls, and its calls.
-
-    Profiling takes time too, most of it where operators are many and short.
-    """
-
-    def step() -> None:
-        candidate.run()
-        candidate.reset()
-
-    for _ in range(WARMUP):
-        step()
-    return {
-        event.key: (event.self_cpu_time_total / STEPS / 1e6, event.count / STEPS)
-        for event in profiled(step, STEPS)
-    }

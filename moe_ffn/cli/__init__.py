@@ -1,4 +1,4 @@
-"""The programs: `moe-ffn train`, or `python -m experiments.train` from a clone, and the others.
+"""The programs: `moe-ffn train` and the others; `python -m moe_ffn.cli train` is the same.
 
 They need more than the layers do. Importing this says what to install, before an import of it fails.
 """

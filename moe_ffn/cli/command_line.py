@@ -8,6 +8,7 @@ named flags, PyYAML reads files and values alike, pydantic judges the merged res
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,12 +79,24 @@ def parse_config(
     command: str,
     add_flags: Callable[[Parser], object] = lambda parser: None,
 ) -> RootConfig:
-    """The config that defaults, `--config` files and dotted overrides make, later ones winning.
+    """Return the config of `parse_flags` alone."""
+    return parse_flags(argv, root, command, add_flags)[1]
+
+
+def parse_flags(
+    argv: Sequence[str],
+    root: type[RootConfig],
+    command: str,
+    add_flags: Callable[[Parser], object],
+) -> tuple[Namespace, RootConfig]:
+    """Return the flags, and the config of defaults, `--config` files and dotted overrides.
+
+    Later overrides win.
 
     Answers `--help`, `--version`, `--print-config` and `--print-schema` itself, and exits.
 
     Args:
-        add_flags: adds the flags that the caller takes itself; here `--help` lists them.
+        add_flags: adds the flags of the program, which `--help` lists.
 
     Raises:
         ConfigError: one line per mistake.
@@ -140,7 +153,7 @@ def parse_config(
             print(f"# {note}")
         print(to_yaml(config), end="")
         raise SystemExit(0)
-    return config
+    return flags, config
 
 
 def overrides_of(arguments: Sequence[str], root: type[Config], parser: Parser) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from moe_ffn.cli.command_line import parse_overrides
-from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
+from moe_ffn.cli.parser import Parser, check_output, whole, write_output
 from moe_ffn.cli.results import plain_values
 from moe_ffn.config import trust
 from moe_ffn.config.base import Config
@@ -81,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--stride",
+        type=whole(1),
         metavar="N",
         help="tokens between the starts of two windows, 1 to data.seq_len: fewer give each token more text "
         "before it, and take longer (default: data.seq_len)",
@@ -98,8 +99,6 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(words)
     overrides = parse_overrides(options).get("data", {})
     device = device_of(given.device)
-    if given.stride is not None and whole_number(given.stride, least=1) is None:
-        raise ConfigError(f"--stride: must be a whole number of at least 1, got '{given.stride}'")
     if given.tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("--tasks: lm-eval is not installed: pip install 'moe_ffn[eval]'")
     if given.json is not None:
@@ -246,13 +245,13 @@ class Text:
     batches: Iterable[Batch]
 
 
-def text_of(model: Model, config: DataConfig, path: Path | None, stride: str | None) -> Text:
+def text_of(model: Model, config: DataConfig, path: Path | None, stride: int | None) -> Text:
     """All of the text in `path`, or the validation split of the corpus, in windows.
 
     Raises:
         ConfigError: it cannot be read or is too short, or the windows do not suit the model.
     """
-    step = config.seq_len if stride is None else int(stride)
+    step = config.seq_len if stride is None else stride
     if step > config.seq_len:
         raise ConfigError(f"--stride ({step}) must not exceed data.seq_len ({config.seq_len})")
     if stride is not None and not model.decoder.config.causal:

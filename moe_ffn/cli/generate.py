@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from moe_ffn.cli.parser import Parser, whole_number
+from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.base import help_texts
 from moe_ffn.config.errors import ConfigError, command, printable
 from moe_ffn.config.trust import accepting_code
@@ -37,7 +37,9 @@ from moe_ffn.training.sampling import SampleConfig, encode_text, stream_texts
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("generate"), description=__doc__)
     parser.add_run()
-    parser.add_argument("--seed", default="0", help="another seed, another text")
+    parser.add_argument(
+        "--seed", type=whole(most=2**63 - 1), default=0, help="another seed, another text"
+    )
     parser.add_argument("--prompt", help="what to start from; by default what the run itself did")
     parser.add_argument(
         "--stop",
@@ -59,9 +61,6 @@ def main(argv: Sequence[str]) -> int:
     folder, seed, prompt, stop, traces, trust_code = (
         options.pop(name) for name in ("run", "seed", "prompt", "stop", "trace", "trust_code")
     )
-    number = whole_number(seed, most=2**63 - 1)
-    if number is None:
-        raise ConfigError(f"--seed: must be a whole number from 0 to 2**63 - 1, got '{seed}'")
     values = {name: parse_value(value, f"--{name}") for name, value in options.items()}
     # A prompt is text whatever it looks like; the rest are numbers or null.
     sample = validate(SampleConfig, {**values, "prompt": prompt, "stop": stop})
@@ -84,9 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
     compile_kernels(run.decoder, torch.device("cpu"))
     began = time.perf_counter()
-    pieces = stream_texts(
-        run.decoder, run.tokenizer, [ids], sample, number, keep if traces else None
-    )
+    pieces = stream_texts(run.decoder, run.tokenizer, [ids], sample, seed, keep if traces else None)
     new_ids: list[int] = []
     for _, token_id, piece in pieces:
         _show(piece if new_ids else prompt + piece)

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
-from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.command_line import parse_flags
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT, Config
@@ -81,8 +81,7 @@ class InitialiseConfig(TextConfig, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    flags, rest = _parser(add_help=False).parse_known_args(argv)
-    config = parse_config(rest, InitialiseConfig, command("initialise"), _add_flags)
+    flags, config = parse_flags(argv, InitialiseConfig, command("initialise"), _add_flags)
     if not flags.source or flags.output is None:
         raise ConfigError(
             "--source FOLDER and --output FOLDER are needed: a model or a run, and where to write what "
@@ -114,12 +113,6 @@ def main(argv: Sequence[str]) -> int:
     ):
         print(line)
     return 0
-
-
-def _parser(**options: bool) -> Parser:
-    parser = Parser(**options)
-    _add_flags(parser)
-    return parser
 
 
 def _add_flags(parser: Parser) -> None:

@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
@@ -28,6 +28,20 @@ def whole_number(text: str, least: int = 0, most: int = MAX_COUNT) -> int | None
         return None
     number = int(text)
     return number if least <= number <= most else None
+
+
+def whole(least: int = 0, most: int = MAX_COUNT) -> Callable[[str], int]:
+    """Return a type of option: whole numbers from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        number = whole_number(text, least, most)
+        if number is None:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number from {least} to {most}, got '{text}'"
+            )
+        return number
+
+    return parse
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,7 +113,7 @@ class Parser(argparse.ArgumentParser):
         return [flag for flag in self._option_string_actions if flag.startswith("--")]
 
     def error(self, message: str) -> Any:
-        raise ConfigError(message)
+        raise ConfigError(message.removeprefix("argument "))
 
 
 def as_typed(text: str) -> str:

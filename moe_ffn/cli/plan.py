@@ -5,19 +5,18 @@ moe-ffn plan --model.d_model 4096 --model.num_layers 32 --data.batch_size 64 --g
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.command_line import parse_flags
 from moe_ffn.cli.exit import EXIT_FAILED
-from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
+from moe_ffn.cli.parser import Parser, check_output, whole, write_output
 from moe_ffn.config.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.html import OPENING, compact
 from moe_ffn.runs.config import TrainConfig
@@ -39,22 +38,13 @@ MAX_REFUSED = 3
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(add_help=False)
-    _add_flags(parser)
-    flags, options = parser.parse_known_args(argv)
-    config = parse_config(options, TrainConfig, command("plan"), _add_flags)
+    flags, config = parse_flags(argv, TrainConfig, command("plan"), _add_flags)
     check_counts(config)
-    num_ranks = whole_number(flags.gpus, least=1, most=MAX_RANKS)
-    if num_ranks is None:
-        raise ConfigError(
-            f"--gpus: must be a whole number from 1 to {MAX_RANKS}, got '{flags.gpus}'"
-        )
     device = device_of(flags)
     if flags.plot is not None:
         check_output("--plot", flags.plot, OPENING)
     recorded = None if flags.routing is None else RecordedLoads.of(load_run(flags.routing))
-    efficiency = _number(flags, "efficiency", most=1.0)
-    plans = plan_layouts(config, num_ranks, device, efficiency)
+    plans = plan_layouts(config, flags.gpus, device, flags.efficiency)
     balances = [] if recorded is None else balances_of(plans, recorded)
     if flags.plot is not None:
         write_output("--plot", flags.plot, _page(plans, balances))
@@ -64,11 +54,11 @@ def main(argv: Sequence[str]) -> int:
         for count in (config.model.num_params, config.model.num_active_params)
     )
     say(
-        f"{params} parameters, {active} of them for a token; {num_ranks} x {device.name}, "
+        f"{params} parameters, {active} of them for a token; {flags.gpus} x {device.name}, "
         f"{compact(plans[0].tokens)} tokens a step",
         highlight=False,
     )
-    say(plan_table(plans, efficiency))
+    say(plan_table(plans, flags.efficiency))
     if (left_out := len(plans) - len(shown(plans))) > 0:
         say(f"{left_out} more layouts do not fit")
     say(verdict(plans), highlight=False, soft_wrap=True)
@@ -81,26 +71,32 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_flags(parser: Parser) -> None:
-    parser.add_argument("--gpus", default="8", metavar="N", help="processes, one for each GPU (8)")
-    parser.add_argument(
-        "--gpu", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (h100)"
+    add = parser.add_argument
+    add(
+        "--gpus",
+        type=whole(1, MAX_RANKS),
+        default=8,
+        metavar="N",
+        help="processes, one for each GPU (%(default)s)",
     )
-    for name, (_, _, what) in _OVERRIDES.items():
-        parser.add_argument(f"--{name}", metavar="NUMBER", help=what)
-    parser.add_argument("--per-machine", metavar="NUMBER", help="GPUs of a machine")
-    parser.add_argument(
+    add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
+    for name, (field, _, meaning) in _OVERRIDES.items():
+        add(f"--{name}", dest=field, type=_number(1e9), metavar="NUMBER", help=meaning)
+    add("--per-machine", type=whole(1), metavar="NUMBER", help="GPUs of a machine")
+    add(
         "--efficiency",
-        default=str(EFFICIENCY),
+        type=_number(1.0),
+        default=EFFICIENCY,
         metavar="SHARE",
-        help=f"share of the published FLOPs and bandwidths that is reached ({EFFICIENCY})",
+        help="share of the published FLOPs and bandwidths that is reached (%(default)s)",
     )
-    parser.add_argument(
+    add(
         "--routing",
         type=Path,
         metavar="RUN",
         help="what the balance of this run, step by step, would make of the time of a step",
     )
-    parser.add_argument(
+    add(
         "--plot",
         type=Path,
         metavar="FILE",
@@ -117,37 +113,29 @@ _OVERRIDES = {
 """Flag -> the figure of a device that it replaces, its unit, and help."""
 
 
+def _number(most: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.0
+        if not 0 < number <= most:
+            raise ArgumentTypeError(f"must be a number above 0 and up to {most:g}, got '{text}'")
+        return number
+
+    return parse
+
+
 def device_of(flags: Namespace) -> Device:
-    """The device that is named, with the figures that are given in place of the published ones."""
+    """Return the named device, with the given figures in place of the published ones."""
     if flags.gpu not in DEVICES:
         raise ConfigError(f"--gpu: unknown '{flags.gpu}'{nearest_or_all(flags.gpu, DEVICES)}")
-    device = DEVICES[flags.gpu]
-    changes: dict[str, float] = {
-        field: _number(flags, name) * unit
-        for name, (field, unit, _) in _OVERRIDES.items()
-        if _given(flags, name) is not None
-    }
-    if flags.per_machine is not None:
-        count = whole_number(flags.per_machine, least=1)
-        if count is None:
-            raise ConfigError(f"--per-machine: must be a whole number, got '{flags.per_machine}'")
-        changes["per_machine"] = count
-    return replace(device, **changes)
-
-
-def _number(flags: Namespace, name: str, most: float = 1e9) -> float:
-    text = _given(flags, name)
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= most:
-        raise ConfigError(f"--{name}: must be a number above 0 and up to {most:g}, got '{text}'")
-    return number
-
-
-def _given(flags: Namespace, name: str) -> Any:
-    return getattr(flags, name.replace("-", "_"))
+    units = {field: unit for field, unit, _ in _OVERRIDES.values()} | {"per_machine": 1}
+    given = {field: getattr(flags, field) for field in units}
+    return replace(
+        DEVICES[flags.gpu],
+        **{field: value * units[field] for field, value in given.items() if value is not None},
+    )
 
 
 def shown(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:

@@ -16,7 +16,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.command_line import parse_flags
 from moe_ffn.cli.initialise import TextConfig
 from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.config import trust
@@ -48,10 +48,7 @@ class PruningConfig(TextConfig, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(add_help=False)
-    _add_flags(parser)
-    flags, rest = parser.parse_known_args(argv)
-    config = parse_config(rest, PruningConfig, command("pruning"), _add_flags)
+    flags, config = parse_flags(argv, PruningConfig, command("pruning"), _add_flags)
     if flags.source is None:
         raise ConfigError("--source FOLDER is needed: a model or a run with experts")
     if flags.json is not None:

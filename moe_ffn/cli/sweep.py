@@ -27,7 +27,6 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -41,7 +40,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_ffn.cli.command_line import overrides_of
-from moe_ffn.cli.parser import Parser, whole_number
+from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.errors import (
     ConfigError,
     command,
@@ -140,14 +139,14 @@ def _parser() -> Parser:
     parser.add_argument(
         "--seeds",
         nargs="+",
-        type=_whole,
+        type=whole(most=2**63 - 1),
         metavar="N",
         help="run each arm with these seeds alone, and no tuning",
     )
     parser.add_argument("--only", nargs="+", metavar="RUN", help="these runs alone, ARM-seedN")
     parser.add_argument(
         "--jobs",
-        type=partial(_whole, least=1, most=1000),
+        type=whole(1, 1000),
         metavar="N",
         help="train so many runs at a time; by default 1, with --slurm all",
     )
@@ -201,13 +200,6 @@ def chosen(
             known = known or did_you_mean(name, by_name) or "; --dry-run lists the runs"
             raise ConfigError(f"--only: there is no run {show(name)}{known}")
     return [run for run in runs if names is None or run.name in names]
-
-
-def _whole(text: str, least: int = 0, most: int = 2**63 - 1) -> int:
-    number = whole_number(text, least, most)
-    if number is None:
-        raise ArgumentTypeError(f"must be a whole number, at least {least}, got '{text}'")
-    return number
 
 
 def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> StudyConfig:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import Trainer
 from rich.console import Console
 
 from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
@@ -232,7 +231,7 @@ def describe_folder(
 
 
 def fit(
-    trainer: Trainer,
+    trainer: assemble.Trainer,
     module: LanguageModel,
     token_data: assemble.TokenData,
     callbacks: assemble.RunCallbacks,
@@ -262,7 +261,7 @@ def logging_to(loggers: list[assemble.Logger], folder: Path) -> Iterator[None]:
 @contextmanager
 def ending_as_documented(
     config: TrainConfig,
-    trainer: Trainer,
+    trainer: assemble.Trainer,
     callbacks: assemble.RunCallbacks,
     say: Say,
 ) -> Iterator[None]:
@@ -311,7 +310,7 @@ def finish(
     config: TrainConfig,
     data: PreparedData,
     module: LanguageModel,
-    trainer: Trainer,
+    trainer: assemble.Trainer,
     callbacks: assemble.RunCallbacks,
     loggers: list[assemble.Logger],
     console: Console,

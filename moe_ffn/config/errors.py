@@ -177,13 +177,20 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 def command(program: str) -> str:
     """Command line of a program: `moe-ffn train`, or `python -m experiments.train` in a clone."""
-    return f"python -m experiments.{program}" if is_from_clone() else f"moe-ffn {program}"
+    return f"python {' '.join(module_of(program))}" if is_from_clone() else f"moe-ffn {program}"
 
 
 def is_from_clone() -> bool:
     """Return True in a program of `experiments/`."""
     started = Path(sys.argv[0])
     return started.is_absolute() and _ROOT / "experiments" in started.resolve().parents
+
+
+def module_of(program: str) -> list[str]:
+    """Return the words after `python` that run a program of this package in a clone."""
+    if (_ROOT / "experiments" / f"{program}.py").is_file():
+        return ["-m", f"experiments.{program}"]
+    return ["-m", "moe_ffn.cli", program]
 
 
 def install(extra: str) -> str:

@@ -44,20 +44,81 @@ def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
     return max(1, (num_tokens + 1) // (seq_len + 1) - 1)
 
 
-@lru_cache(maxsize=2)  # a batch touches one epoch, or the end of one and the start of the next
-def epoch_starts(num_tokens: int, seq_len: int, seed: int, epoch: int) -> np.ndarray:
-    """First token of each window of an epoch, (num_windows,) int64, in the order of training.
+MAX_LISTED = 1 << 22
+"""Windows of an epoch above which their order is computed where it is asked for, and not kept in memory."""
 
-    Windows lie side by side from a random offset on; offset and order depend on (seed, epoch) alone.
+
+@dataclass(frozen=True)
+class EpochStarts:
+    """The first token of each window of an epoch, in the order of training; a slice of it is int64."""
+
+    num_windows: int
+    window: int
+    offset: int
+    order: np.ndarray | FeistelOrder
+
+    def __len__(self) -> int:
+        return self.num_windows
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        return self.order[places] * self.window + self.offset
+
+
+@lru_cache(maxsize=2)  # a batch touches one epoch, or the end of one and the start of the next
+def epoch_starts(num_tokens: int, seq_len: int, seed: int, epoch: int) -> EpochStarts:
+    """Return the windows of an epoch.
+
+    They lie side by side from a random offset on; offset and order depend on (seed, epoch) alone.
     """
     window = seq_len + 1
     count = windows_per_epoch(num_tokens, seq_len)
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     offset = int(random.integers(num_tokens - count * window, endpoint=True))
-    starts = random.permutation(count)
-    starts *= window  # in place: of ten billion tokens they take 300 MB
-    starts += offset
-    return starts
+    if count > MAX_LISTED:
+        return EpochStarts(count, window, offset, FeistelOrder.drawn(count, random))
+    return EpochStarts(count, window, offset, random.permutation(count))
+
+
+@dataclass(frozen=True)
+class FeistelOrder:
+    """A random order of 0 to `count` - 1, any part of which is computed without the rest.
+
+    A Feistel network permutes the numbers of twice `half_bits` bits; what it makes of one that is `count` or
+    more is permuted again until it is less (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary
+    finite domains").
+    """
+
+    count: int
+    half_bits: int
+    keys: tuple[np.uint64, ...]
+
+    @classmethod
+    def drawn(cls, count: int, random: np.random.Generator) -> FeistelOrder:
+        keys = random.integers(2**64, size=_ROUNDS, dtype=np.uint64, endpoint=False)
+        return cls(count, max(1, -(-(count - 1).bit_length() // 2)), tuple(keys))
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        values = self._permuted(np.arange(*places.indices(self.count), dtype=np.uint64))
+        while (outside := values >= self.count).any():
+            values[outside] = self._permuted(values[outside])
+        return values.astype(np.int64)
+
+    def _permuted(self, values: np.ndarray) -> np.ndarray:
+        bits, mask = np.uint64(self.half_bits), np.uint64((1 << self.half_bits) - 1)
+        left, right = values >> bits, values & mask
+        for key in self.keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        return (left << bits) | right
+
+
+_ROUNDS = 6
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Mix the bits of each uint64, as the last step of SplitMix64 does (Steele et al. 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def spread_starts(num_tokens: int, seq_len: int, count: int) -> np.ndarray:
@@ -181,7 +242,7 @@ class ValidationBatches(_Batches):
 
     @property
     def sha256(self) -> str:
-        """Digest of every window in order and of their length; equal for equal validations."""
+        """Of every window in order, and of their length: equal where validations read the same."""
         windows = np.ascontiguousarray(self._windows(self._starts), dtype="<u4")
         return hashlib.sha256(f"{windows.shape} ".encode() + windows.tobytes()).hexdigest()
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import codecs
 import glob
+import hashlib
+import json
 import os
 import sysconfig
+import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,6 +67,13 @@ class CorpusConfig(TaggedConfig, frozen=True):
     def require_files(self) -> None:
         """Raise ConfigError if a named file is missing; reads none."""
 
+    def stamp(self) -> str | None:
+        """Digest of the names, sizes and times of all files; None for a corpus without files.
+
+        A corpus with an equal stamp need not be read again.
+        """
+        return None
+
     def token_files(self) -> TokenFiles | None:
         """Files of a corpus of token ids; None for text."""
         return None
@@ -76,6 +86,13 @@ class StdlibConfig(CorpusConfig, frozen=True):
 
     def documents(self) -> Iterator[Document]:
         """Source files, without tests and data-like modules."""
+        for name, path in self._files():
+            yield Document(name, file_blocks(path))
+
+    def stamp(self) -> str | None:
+        return _stamp(self._files())
+
+    def _files(self) -> list[tuple[str, Path]]:
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _files_below(root, _NOT_SOURCE) if path.suffix == ".py"]
         if not paths:
@@ -83,8 +100,7 @@ class StdlibConfig(CorpusConfig, frozen=True):
                 f"data.corpus.type: 'stdlib' finds no .py files in '{root}'; "
                 "use 'text' with data.corpus.paths"
             )
-        for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
-            yield Document(name, file_blocks(path))
+        return sorted((path.relative_to(root).as_posix(), path) for path in paths)
 
 
 def _listed(value: Any) -> Any:
@@ -131,6 +147,9 @@ class TextConfig(CorpusConfig, frozen=True):
             ConfigError: a path is missing, a named file is not text, or there is no text at all.
         """
         return text_documents(self.paths)
+
+    def stamp(self) -> str | None:
+        return _stamp([(file.name, file.path) for file in _distinct_files(self.paths, PATHS_KEY)])
 
 
 PATHS_KEY = "data.corpus.paths"
@@ -207,6 +226,26 @@ def files_of(given: str, key: str = PATHS_KEY) -> Iterator[_File]:
         )
     for name in sorted({file.relative_to(root).as_posix() for file in found}):
         yield _File(root / name, name, is_given=False)
+
+
+_SETTLED_SECONDS = 2.0
+"""Age of a change below which a file may change again without another time."""
+
+
+def _stamp(files: Collection[tuple[str, Path]]) -> str | None:
+    """Implement `CorpusConfig.stamp`; None if a file changed just now or is gone."""
+    digest = hashlib.sha256()
+    settled = time.time() - _SETTLED_SECONDS
+    for name, path in files:
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        if found.st_mtime > settled:
+            return None
+        facts = [name, str(path.absolute()), found.st_size, found.st_mtime_ns]
+        digest.update(json.dumps(facts).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 def _matching(root: Path, parts: Sequence[str]) -> list[Path]:

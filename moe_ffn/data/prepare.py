@@ -23,7 +23,7 @@ from moe_ffn.data.corpus import CorpusConfig, Document, Split, StdlibConfig, Tok
 from moe_ffn.data.split import MAX_NAMED, Documents, Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.token_files import TokenRow
 from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
-from moe_ffn.files import read_bytes
+from moe_ffn.files import make_folder, read_bytes, read_object, write_file
 
 _Report = Callable[[str, int, int | None], None]
 """(stage, bytes of text done, bytes in all or None if not known yet)."""
@@ -114,8 +114,8 @@ class PreparedData:
 def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
     """Read, split and encode the corpus, or find the result in `data.cache_dir`.
 
-    Memory grows by some twenty bytes per document. Several processes may prepare the same data at the same
-    time.
+    The corpus is read again only if the name, size or time of a file changed. Memory grows by some twenty
+    bytes per document. Several processes may prepare the same data at the same time.
 
     Args:
         progress: report on stderr, with a bar in a terminal.
@@ -126,7 +126,14 @@ def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
     if (files := config.corpus.token_files()) is not None:
         return _of_token_files(config, files)
     cache_dir = expand_path(config.cache_dir, "data.cache_dir")
-    documents, folder, meta = _read_and_build(config, cache_dir, progress)
+    stamp = config.corpus.stamp()
+    documents = _known_documents(cache_dir, stamp)
+    folder = documents and cache_dir / _key(config, documents.corpus_sha256)
+    meta = folder and read_meta(folder)
+    if documents is None or folder is None or meta is None:
+        documents, folder, meta = _read_and_build(config, cache_dir, progress)
+        if stamp is not None and stamp == config.corpus.stamp():
+            _remember(cache_dir, stamp, documents)
     if progress:
         for note in meta["notes"]:
             _say(note)
@@ -159,7 +166,7 @@ def validation_batches(config: DataConfig, data: PreparedData) -> ValidationBatc
 def _read_and_build(
     config: DataConfig, cache_dir: Path, progress: bool
 ) -> tuple[Documents, Path, dict[str, Any]]:
-    """Build the cache folder if it is missing; return the documents, the folder and its metadata."""
+    """Build the cache folder; return the documents of the corpus, the folder and its metadata."""
     has_bar = progress and sys.stderr.isatty()
     say = _say if progress and not has_bar else lambda _: None
     say("reading the corpus")
@@ -175,6 +182,26 @@ def _read_and_build(
             meta = read_meta(folder)
     assert meta is not None, f"'{folder}' was just written"
     return plan.documents, folder, meta
+
+
+_KNOWN = "known_corpora"
+"""Folder in the cache: stamp of a corpus -> its documents when it was read."""
+
+
+def _known_documents(cache_dir: Path, stamp: str | None) -> Documents | None:
+    if stamp is None:
+        return None
+    try:
+        values = read_object(cache_dir / _KNOWN / f"{stamp}.json")
+        return None if values is None else Documents.from_dict(values)
+    except (ConfigError, OSError):
+        return None
+
+
+def _remember(cache_dir: Path, stamp: str, documents: Documents) -> None:
+    with contextlib.suppress(OSError):  # then it is read again
+        make_folder(cache_dir / _KNOWN)
+        write_file(cache_dir / _KNOWN, f"{stamp}.json", json.dumps(documents.to_dict()))
 
 
 def _of_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:

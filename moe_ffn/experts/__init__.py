@@ -13,3 +13,6 @@ from moe_ffn.experts.matrices import MLPExpertsConfig as MLPExpertsConfig
 from moe_ffn.experts.matrices import (
     SoftCappedSwiGLUExpertsConfig as SoftCappedSwiGLUExpertsConfig,
 )
+from moe_ffn.experts.wrappers import InputWeightedExpertsConfig as InputWeightedExpertsConfig
+from moe_ffn.experts.wrappers import LatentExpertsConfig as LatentExpertsConfig
+from moe_ffn.experts.wrappers import NormedExpertsConfig as NormedExpertsConfig

@@ -44,12 +44,25 @@ class ExpertsConfig(TaggedConfig, frozen=True):
     def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
         """Forward FLOPs of the matrix products of one expert on one token."""
 
+    @property
+    def innermost(self) -> ExpertsConfig:
+        """The experts that have weights of their own, inside kinds that hold experts."""
+        return self
+
+    def dispatch_width(self, d_model: int) -> int:
+        """Width of the tokens that are dispatched to the experts."""
+        return d_model
+
     def shared_params(self, d_model: int, experts_per_token: float) -> int:
         """Parameters that all experts of a layer share; each token is taken to pass through them."""
         return 0
 
     def shared_flops_per_token(self, d_model: int, experts_per_token: float) -> int:
         """Forward FLOPs of the matrix products done once for a token, however many experts it goes to."""
+        return 0
+
+    def flops_around_dispatch(self, d_model: int) -> int:
+        """Forward FLOPs per token of `Experts.before_dispatch` and `Experts.after_combine`."""
         return 0
 
     def with_fixed_width(self, d_model: int, experts_per_token: float) -> ExpertsConfig:
@@ -70,13 +83,30 @@ class ExpertsConfig(TaggedConfig, frozen=True):
 class Experts(nn.Module, ABC):
     """E parallel networks of the same shape, their weights stacked along the first axis."""
 
-    by_row: ClassVar[bool] = False
+    by_row: bool = False
     """True where an expert is a row of some tables: then plans are lists of pairs (`dispatch.plan_of_list`),
     and nothing is done for an expert that no token goes to."""
+
+    @property
+    def innermost(self) -> Experts:
+        """The experts whose weights ranks divide, inside kinds that hold experts."""
+        return self
+
+    def before_dispatch(self, x_TD: Tensor) -> Tensor:
+        """Change the tokens on their own rank, before they travel to their experts."""
+        return x_TD
 
     @abstractmethod
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         """Gather, compute, weight and add up as `plan` says; the shape and dtype of `x_TD`."""
+
+    def after_combine(self, y_TD: Tensor) -> Tensor:
+        """Change the weighted sums on the rank of their tokens."""
+        return y_TD
+
+    def run(self, x_TD: Tensor, plan: Plan) -> Tensor:
+        """(T, D), all three steps, where every expert is on this rank."""
+        return self.after_combine(self(self.before_dispatch(x_TD), plan))
 
     def weights(self) -> ExpertWeights | None:
         """The parameters themselves, as those of E networks with hidden units; None of any other kind."""

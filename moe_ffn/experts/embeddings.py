@@ -61,7 +61,7 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
 class EmbeddingExperts(Experts):
     """Experts whose rows are looked up for each pair."""
 
-    by_row: ClassVar[bool] = True
+    by_row: bool = True
     config: Any
 
     def __init__(self, config: EmbeddingExpertsConfig, d_model: int, num_experts: int) -> None:

@@ -28,6 +28,9 @@ from moe_ffn.ffn.moe import MoEConfig as MoEConfig
 from moe_ffn.ffn.ngram_memory import NgramMemoryConfig as NgramMemoryConfig
 from moe_ffn.ffn.shared_expert import CombineConfig as CombineConfig
 from moe_ffn.ffn.soft_moe import SoftMoEConfig as SoftMoEConfig
+from moe_ffn.ffn.wrappers import BiasedConfig as BiasedConfig
+from moe_ffn.ffn.wrappers import JitteredConfig as JitteredConfig
+from moe_ffn.ffn.wrappers import NormedConfig as NormedConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig as ZeroComputationConfig
 from moe_ffn.kernels.memory import refusing_absurd_sizes
 from moe_ffn.routing.capacity import CapacityConfig as CapacityConfig

@@ -45,8 +45,8 @@ class RouterInfo:
     share: float = 1.0
     """Fraction of the tokens that reach it: below 1 inside a mixture of depths."""
 
-    width: int | None = None
-    """Width of the tokens that its experts read; None: d_model."""
+    experts: ExpertsConfig | None = None
+    """The kind of its experts; None where it chooses a whole block, or a custom block does not say."""
 
     path: str = ""
     """Dotted path from the queried config to the block of this router, such as `ffn`; empty for itself."""
@@ -73,15 +73,9 @@ class ExpertStack:
     config: ExpertsConfig
     num_experts: int
     experts_per_token: float
-    latent_width: int | None = None
-    """Width of the experts' latent space; None: d_model."""
-
-    def width(self, d_model: int) -> int:
-        """Width of the vectors that the experts read and return."""
-        return self.latent_width or d_model
 
     def build(self, d_model: int) -> Experts:
-        return self.config.build(self.width(d_model), self.num_experts, self.experts_per_token)
+        return self.config.build(d_model, self.num_experts, self.experts_per_token)
 
     def num_params(self, d_model: int) -> int:
         return self.params_of(self.num_experts, d_model)
@@ -98,16 +92,14 @@ class ExpertStack:
             pairs_per_token: experts that it passes through.
             rows_per_token: rows that the experts are given for it.
         """
-        width = self.width(d_model)
-        pair = self.config.flops_per_pair(width, self.experts_per_token)
-        shared = self.config.shared_flops_per_token(width, self.experts_per_token)
+        pair = self.config.flops_per_pair(d_model, self.experts_per_token)
+        shared = self.config.shared_flops_per_token(d_model, self.experts_per_token)
         return round(pairs_per_token * pair + rows_per_token * shared)
 
     def params_of(self, num_experts: float, d_model: int) -> int:
         """Number of parameters of `num_experts` experts and their shared weights."""
-        width = self.width(d_model)
-        own = self.config.params_per_expert(width, self.experts_per_token)
-        return round(num_experts * own) + self.config.shared_params(width, self.experts_per_token)
+        own = self.config.params_per_expert(d_model, self.experts_per_token)
+        return round(num_experts * own) + self.config.shared_params(d_model, self.experts_per_token)
 
 
 class FFNConfig(TaggedConfig, frozen=True):
@@ -122,8 +114,8 @@ class FFNConfig(TaggedConfig, frozen=True):
         return {}
 
     def inner_blocks(self) -> dict[str, FFNConfig]:
-        """The blocks inside this one, by option."""
-        return {}
+        """The blocks inside this one, by option: every option that is a block."""
+        return {option: value for option, value in self if isinstance(value, FFNConfig)}
 
     @property
     def expert_stack(self) -> ExpertStack | None:
@@ -211,7 +203,10 @@ class FFNBlock(nn.Module, ABC):
         return {}
 
     def place_experts(self, place: PlaceExperts) -> None:
-        """Have `place` divide the experts inside among ranks, whose dispatcher brings tokens from now on.
+        """Have `place` divide the experts inside among ranks; its dispatcher brings tokens from then on.
 
-        Nothing where no router chooses experts.
+        By default in every block inside.
         """
+        for block in self.children():
+            if isinstance(block, FFNBlock):
+                block.place_experts(place)

@@ -13,8 +13,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import Refusal, Situation, first_refusal
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo, parts_of
-from moe_ffn.ffn.inputs import check_input, without_padding
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo, parts_of
+from moe_ffn.ffn.inputs import check_input, flatten_tokens, without_padding
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
 from moe_ffn.ffn.routing_names import round_name, within
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
@@ -40,9 +40,6 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
     def routers(self) -> dict[str, RouterInfo]:
         (info,) = self.ffn.routers().values()
         return {round_name(number): info.inside("ffn") for number in range(self.rounds)}
-
-    def inner_blocks(self) -> dict[str, FFNConfig]:
-        return {"ffn": self.ffn}
 
     def build(self, d_model: int) -> FFNBlock:
         return ChainOfExpertsFFN(self, d_model)
@@ -83,11 +80,13 @@ class ChainOfExpertsFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
+        self.ffn.refuse_vmap(x)
         hidden = without_padding(x, context)
         routings: dict[str, Routing] = {}
         shares: dict[str, Tensor] = {}
         for name, router, of_round in self.rounds(context):
-            output = self.ffn.route_by(router, hidden, of_round)
+            routing = router(*flatten_tokens(hidden, of_round))
+            output = self.ffn.follow(routing, hidden, of_round)
             routings |= within(name, output.routings)
             shares |= within(name, output.shared_shares)
             hidden = hidden + output.hidden
@@ -107,6 +106,3 @@ class ChainOfExpertsFFN(FFNBlock):
     def routers(self) -> dict[str, Router]:
         routers = [self.ffn.router, *cast("list[Router]", list(self.later_routers))]
         return {round_name(number): router for number, router in enumerate(routers)}
-
-    def place_experts(self, place: PlaceExperts) -> None:
-        self.ffn.place_experts(place)

@@ -14,7 +14,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from moe_ffn.config.errors import Refusal, Situation, first_refusal
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo
 from moe_ffn.ffn.dense import GatedConfig
 from moe_ffn.ffn.inputs import check_input, flatten_tokens
 from moe_ffn.ffn.routing_names import within
@@ -77,9 +77,6 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
             for name, info in self.ffn.routers().items()
         }
         return {"routing": RouterInfo(self.router, 1, is_gate=True)} | within("inner", inner)
-
-    def inner_blocks(self) -> dict[str, FFNConfig]:
-        return {"ffn": self.ffn}
 
     def build(self, d_model: int) -> FFNBlock:
         return MixtureOfDepthsFFN(self, d_model)
@@ -148,9 +145,6 @@ class MixtureOfDepthsFFN(FFNBlock):
 
     def routers(self) -> dict[str, Router]:
         return {"routing": self.router} | within("inner", self.ffn.routers())
-
-    def place_experts(self, place: PlaceExperts) -> None:
-        self.ffn.place_experts(place)
 
 
 def pick(

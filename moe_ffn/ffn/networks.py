@@ -22,7 +22,7 @@ from moe_ffn.ffn.dense import DenseFFN, GatedFFN, HiddenWidthFFN
 from moe_ffn.ffn.inputs import flatten_tokens, without_padding
 from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsFFN, by_sequence, pick
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.ffn.ngram_memory import NgramMemoryFFN
+from moe_ffn.ffn.wrappers import NormedFFN, WrapperFFN
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.outputs import Plan, TokenContext
 from moe_ffn.routing.base import Router
@@ -86,15 +86,7 @@ def _(block: GatedFFN) -> ExpertWeights:
 
 @networks.register
 def _(block: MoEFFN) -> ExpertWeights | None:
-    return block.experts.weights() if _adds_up_networks(block) else None
-
-
-def _adds_up_networks(block: MoEFFN) -> bool:
-    """True where an expert's part of the output is its weight times a network of the token."""
-    config, norms = block.config, block.config.norms
-    of_routed = (norms.experts_input, norms.each_expert, norms.routed, norms.output)
-    plain = config.latent is None and config.weights_at == "output"
-    return plain and all(norm is None for norm in of_routed)
+    return block.experts.weights()
 
 
 # -- hidden units
@@ -130,13 +122,19 @@ def _(block: ChainOfExpertsFFN, x: Tensor, context: TokenContext | None = None) 
     found, hidden = list[Memory](), without_padding(x, context)
     for _, router, of_round in block.rounds(context):
         found += _routed_by(block.ffn, router, hidden, of_round)
-        hidden = hidden + block.ffn.route_by(router, hidden, of_round).hidden
+        routing = router(*flatten_tokens(hidden, of_round))
+        hidden = hidden + block.ffn.follow(routing, hidden, of_round).hidden
     return found
 
 
 @memories.register
-def _(block: NgramMemoryFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-    return memories(block.ffn, x, context)
+def _(block: WrapperFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+    return memories(block.ffn, block.before(without_padding(x, context)), context)
+
+
+@memories.register
+def _(block: NormedFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+    return []
 
 
 @memories.register
@@ -157,8 +155,6 @@ def _routed_by(
     block: MoEFFN, router: Router, x: Tensor, context: TokenContext | None
 ) -> list[Memory]:
     """Return the hidden units of the experts that `router` chooses, and of the shared expert."""
-    if not _adds_up_networks(block):
-        return []
     x_TD, flat = flatten_tokens(x, context)
     routing = block.capacity.limit(router(x_TD, flat), training=block.training)
     found = _of_experts(block.experts, x_TD, make_plan(routing, block.num_experts))

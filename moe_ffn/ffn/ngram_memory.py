@@ -20,20 +20,20 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
-from moe_ffn.config.errors import Refusal, Situation, first_refusal
+from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import linear_flops, linear_params
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo, parts_of
+from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.inputs import check_input, flatten_tokens
-from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.ffn.wrappers import WrapperConfig, WrapperFFN
 from moe_ffn.kernels.base import check_dtype
 from moe_ffn.kernels.memory import require_table_memory
 from moe_ffn.outputs import FFNOutput, TokenContext, TokenHistory
-from moe_ffn.routing.base import Router, WideRMSNorm
+from moe_ffn.routing.base import WideRMSNorm
 
 _EPS = 1e-6
 
 
-class NgramMemoryConfig(FFNConfig, frozen=True):
+class NgramMemoryConfig(WrapperConfig, frozen=True):
     """A memory of hashed n-grams beside another block (Engram, Cheng et al. 2026, arXiv:2601.07372).
 
     There a model of 27 B parameters has 3.4 points more on MMLU, 5.0 on BBH and 3.0 on HumanEval than a
@@ -44,8 +44,6 @@ class NgramMemoryConfig(FFNConfig, frozen=True):
     """
 
     type: Literal["ngram_memory"] = "ngram_memory"
-    ffn: FFNConfig = MoEConfig()
-    """The block beside it, which sees the same tokens."""
     max_order: int = Field(default=3, ge=2, le=32)
     """N: the last 2 tokens, the last 3, up to the last N are looked up, each in tables of their own."""
     num_heads: int = Field(default=8, ge=1, le=1024)
@@ -67,13 +65,7 @@ class NgramMemoryConfig(FFNConfig, frozen=True):
                 f"type '{self.type}' reads earlier tokens, and those not chosen are missing",
                 "put the mixture of depths inside 'ngram_memory'",
             )
-        return first_refusal(parts_of(self), situation)
-
-    def routers(self) -> dict[str, RouterInfo]:
-        return {name: info.inside("ffn") for name, info in self.ffn.routers().items()}
-
-    def inner_blocks(self) -> dict[str, FFNConfig]:
-        return {"ffn": self.ffn}
+        return super().refusal(situation)
 
     @property
     def num_tables(self) -> int:
@@ -118,7 +110,7 @@ class NgramMemoryConfig(FFNConfig, frozen=True):
         return projections + 3 * d_model + self.kernel_size * d_model
 
 
-class NgramMemoryFFN(FFNBlock):
+class NgramMemoryFFN(WrapperFFN):
     """y = f(x) + v + SiLU(conv(RMSNorm(v))) with v = sigmoid(RMSNorm(x) . RMSNorm(W_K e) / sqrt(D)) W_V e.
 
     Cheng et al. 2026 (arXiv:2601.07372), section 2.3: e is what `NgramTables` reads for the token, and the
@@ -126,9 +118,7 @@ class NgramMemoryFFN(FFNBlock):
     """
 
     def __init__(self, config: NgramMemoryConfig, d_model: int) -> None:
-        super().__init__()
-        self.d_model = d_model
-        self.ffn = config.ffn.build(d_model)
+        super().__init__(config, d_model)
         self.tables = NgramTables(config, d_model)
         width = config.memory_width(d_model)
         self.key = nn.Linear(width, d_model, bias=False)
@@ -171,15 +161,6 @@ class NgramMemoryFFN(FFNBlock):
         padding_BS1 = (ids_BS == 0).unsqueeze(-1)
         value_BSD = (gate_BS1 * self.value(rows_BSM)).masked_fill(padding_BS1, 0)
         return (value_BSD + self.conv(value_BSD, history)).masked_fill(padding_BS1, 0)
-
-    def extra_repr(self) -> str:
-        return f"d_model={self.d_model}"
-
-    def routers(self) -> dict[str, Router]:
-        return self.ffn.routers()
-
-    def place_experts(self, place: PlaceExperts) -> None:
-        self.ffn.place_experts(place)
 
 
 class NgramTables(nn.Module):

@@ -69,7 +69,9 @@ class SoftMoEConfig(FFNConfig, frozen=True):
         # Logits, and the sums into the slots and out of them; then each slot passes its expert.
         mixing = 3 * linear_flops(d_model, self.num_slots)
         slots = self.num_slots / seq_len
-        return mixing + self.expert_stack.flops_per_token(d_model, slots, rows_per_token=slots)
+        around = round(slots * self.experts.flops_around_dispatch(d_model))
+        routed = self.expert_stack.flops_per_token(d_model, slots, rows_per_token=slots)
+        return mixing + around + routed
 
     def describe(self) -> str:
         return (
@@ -143,6 +145,6 @@ class SoftMoEFFN(FFNBlock):
             offsets_E=ends_E.to(torch.int32),
             pair_ids_N=ids_N,
         )
-        y_ND = self.experts(slots_ND, plan)
+        y_ND = self.experts.run(slots_ND, plan)
         p = self.slots_per_expert
         return rearrange(y_ND, "(e b p) d -> b (e p) d", e=self.num_experts, p=p)

@@ -163,6 +163,13 @@ def moe(router: Any, width: Any = NARROW, count: str = "num_experts", **more: An
     return merged(base, more)
 
 
+def jittered(ffn: Template, option: str) -> Template:
+    """A block with noise on its input, where their option is not 0."""
+    return lambda config: (
+        {"type": "jittered", "jitter": noise, "ffn": ffn} if (noise := its(option)(config)) else ffn
+    )
+
+
 def shared(*width: str, **more: Any) -> Template:
     d_ff = times(*width) if len(width) > 1 else its(*width)
     return {"type": gate(), "d_ff": d_ff, **more}
@@ -179,6 +186,11 @@ EXPERTS: Names = {
 }
 TRANSPOSED = {name: transposed(f"experts.{name.split('.')[1]}_proj") for name in EXPERTS}
 COMMON = {**EXPERTS, **GATE}
+
+
+def inside(option: str, names: Names) -> Names:
+    """The names of parts that kinds of experts hold as `option`."""
+    return {f"{option}.{name}": layout for name, layout in names.items()}
 
 
 def shared_at(stem: str) -> Names:
@@ -271,14 +283,16 @@ def of_family(model_type: str, class_name: str) -> Block:
 
 
 def _inside(family: Family) -> Names:
-    def inside(layout: Layout, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+    def in_block(
+        layout: Layout, prefix: str, shape: torch.Size, their: Theirs
+    ) -> list[list[Piece]]:
         return [
             [Piece(piece.name.split(".", 1)[1], piece.part, piece.order) for piece in form]
             for form in layout(prefix, shape, their)
         ]
 
     return {
-        name.removeprefix("ffn."): partial(inside, layout)
+        name.removeprefix("ffn."): partial(in_block, layout)
         for name, layout in family.names.items()
         if name.startswith("ffn.")
     }
@@ -355,38 +369,51 @@ GRANITE_LAYER = GRANITE.but(
     small={"shared_intermediate_size": 20},
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
 )
+EPS = {"eps": its("rms_norm_eps")}
 GEMMA = Block(
     "Gemma4TextDecoderLayer",
     {
-        "type": "moe",
-        "num_experts": its("num_experts"),
-        "router": {
-            "type": "top_k",
-            "k": its("top_k_experts"),
-            "renormalize": True,
-            "learned_scale": "expert",
-            "input_norm": {"eps": its("rms_norm_eps")},
-            "logit_scale": lambda c: c.hidden_size**-0.5,
-        },
-        "experts": {"type": gate("hidden_activation"), "d_ff": NARROW},
-        "shared_expert": {"type": gate("hidden_activation"), "d_ff": WIDE},
-        "norms": {
-            place: {"eps": its("rms_norm_eps")}
-            for place in ("experts_input", "routed", "shared_input", "shared", "output")
+        "type": "normed",
+        "output": EPS,
+        "ffn": {
+            "type": "moe",
+            "num_experts": its("num_experts"),
+            "router": {
+                "type": "top_k",
+                "k": its("top_k_experts"),
+                "renormalize": True,
+                "learned_scale": "expert",
+                "input_norm": EPS,
+                "logit_scale": lambda c: c.hidden_size**-0.5,
+            },
+            "experts": {
+                "type": "normed",
+                "input": EPS,
+                "output": EPS,
+                "experts": {"type": gate("hidden_activation"), "d_ff": NARROW},
+            },
+            "shared_expert": {
+                "type": "normed",
+                "input": EPS,
+                "output": EPS,
+                "ffn": {"type": gate("hidden_activation"), "d_ff": WIDE},
+            },
         },
     },
     {
-        **EXPERTS,
+        **inside("experts", EXPERTS),
         **linear(router__projection="router.proj"),
         "router.input_norm.weight": named("router.scale"),
         "router.weight_scale": named("router.per_expert_scale"),
-        **shared_at("mlp"),
         **linear(
-            norms__experts_input="pre_feedforward_layernorm_2",
-            norms__routed="post_feedforward_layernorm_2",
-            norms__shared_input="pre_feedforward_layernorm",
-            norms__shared="post_feedforward_layernorm_1",
-            norms__output="post_feedforward_layernorm",
+            shared_expert__ffn__gate="mlp.gate_proj",
+            shared_expert__ffn__up="mlp.up_proj",
+            shared_expert__ffn__down="mlp.down_proj",
+            experts__input="pre_feedforward_layernorm_2",
+            experts__output="post_feedforward_layernorm_2",
+            shared_expert__input="pre_feedforward_layernorm",
+            shared_expert__output="post_feedforward_layernorm_1",
+            output="post_feedforward_layernorm",
         ),
     },
     served={"enable_moe_block": (True,)},
@@ -394,28 +421,29 @@ GEMMA = Block(
     unused=("self_attn.*", "input_layernorm.*", "post_attention_layernorm.*", "layer_scalar"),
     note="the block is given the residual stream; its norm before it is that of the shared expert",
 )
+SWITCH_FFN = {
+    "type": "moe",
+    "num_experts": its("num_experts"),
+    "router": {
+        "type": "top_k",
+        "k": 1,
+        "bias": its("router_bias"),
+        "jitter": its("router_jitter_noise"),
+    },
+    "experts": {
+        "type": "mlp",
+        "activation": its("dense_act_fn"),
+        "d_ff": its("d_ff"),
+        "dropout": its("dropout_rate"),
+    },
+    "capacity": {"per_sequence": its("expert_capacity")},
+}
 SWITCH = Block(
     "SwitchTransformersSparseMLP",
-    {
-        "type": "moe",
-        "num_experts": its("num_experts"),
-        "router": {
-            "type": "top_k",
-            "k": 1,
-            "bias": its("router_bias"),
-            "jitter": its("router_jitter_noise"),
-        },
-        "experts": {
-            "type": "mlp",
-            "activation": its("dense_act_fn"),
-            "d_ff": its("d_ff"),
-            "dropout": its("dropout_rate"),
-        },
-        "capacity": {"per_sequence": its("expert_capacity")},
-    },
+    SWITCH_FFN,
     {**experts_by_number("wi", "wo"), **linear(router__projection="router.classifier")},
     small={"expert_capacity": 2, "dropout_rate": 0.0},
-    in_training={"jitter": its("router_jitter_noise"), "router": {"jitter": 0.0}},
+    in_training=jittered(merged(SWITCH_FFN, {"router": {"jitter": 0.0}}), "router_jitter_noise"),
     wrong="in float32 its jitter multiplies the block's input in place and reaches the experts, where "
     "the paper's is the router's alone (arXiv:2101.03961, appendix F)",
 )

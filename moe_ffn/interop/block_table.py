@@ -12,6 +12,7 @@ from moe_ffn.interop.block_parts import (
     COMMON,
     DEEPSEEK,
     DEEPSEEK_V2,
+    EPS,
     EXPERTS,
     GATE,
     GATED_SHARED,
@@ -49,7 +50,9 @@ from moe_ffn.interop.block_parts import (
     if_set,
     inkling,
     inkling_bias,
+    inside,
     its,
+    jittered,
     moe,
     shared,
     shared_at,
@@ -57,6 +60,9 @@ from moe_ffn.interop.block_parts import (
     times,
 )
 from moe_ffn.weights.layouts import linear, named, zero_centered
+
+NEMOTRON_EXPERTS = {"type": "mlp", "activation": "relu_squared", "d_ff": NARROW}
+NEMOTRON_NAMES = {f"experts.{name}": named(f"experts.{name}_proj") for name in ("up", "down")}
 
 BLOCKS: dict[str, Block | str] = {
     "afmoe": Block(
@@ -83,8 +89,8 @@ BLOCKS: dict[str, Block | str] = {
     ),
     "axk1": DEEPSEEK.but(
         class_name="AXK1MoE",
-        options={"norms": {"output": {"eps": its("rms_norm_eps")}}},
-        names={**DEEPSEEK.names, **linear(norms__output="post_mlp_layernorm")},
+        ffn={"type": "normed", "output": EPS, "ffn": DEEPSEEK.ffn},
+        names={**DEEPSEEK.names, **linear(output="post_mlp_layernorm")},
     ),
     "axk2": DEEPSEEK.but(
         class_name="AXK2MoE",
@@ -124,21 +130,25 @@ BLOCKS: dict[str, Block | str] = {
     ),
     "dbrx": Block(
         "DbrxFFN",
-        {
-            "type": "moe",
-            "num_experts": its("ffn_config.moe_num_experts"),
-            "router": {
-                "type": "top_k",
-                "k": its("ffn_config.moe_top_k"),
-                "renormalize": lambda c: c.ffn_config.moe_normalize_expert_weights is not None,
-                "renormalize_p": lambda c: float(c.ffn_config.moe_normalize_expert_weights or 1),
+        jittered(
+            {
+                "type": "moe",
+                "num_experts": its("ffn_config.moe_num_experts"),
+                "router": {
+                    "type": "top_k",
+                    "k": its("ffn_config.moe_top_k"),
+                    "renormalize": lambda c: c.ffn_config.moe_normalize_expert_weights is not None,
+                    "renormalize_p": lambda c: float(
+                        c.ffn_config.moe_normalize_expert_weights or 1
+                    ),
+                },
+                "experts": {
+                    "type": gate("ffn_config.ffn_act_fn.name"),
+                    "d_ff": its("ffn_config.ffn_hidden_size"),
+                },
             },
-            "jitter": lambda c: c.ffn_config.moe_jitter_eps or 0.0,
-            "experts": {
-                "type": gate("ffn_config.ffn_act_fn.name"),
-                "d_ff": its("ffn_config.ffn_hidden_size"),
-            },
-        },
+            "ffn_config.moe_jitter_eps",
+        ),
         {
             **linear(router__projection="router.layer"),
             "experts.gate_up": partial(dbrx, "w1"),
@@ -380,18 +390,20 @@ BLOCKS: dict[str, Block | str] = {
     "jamba": Block("JambaSparseMoeBlock", moe(SOFTMAX, WIDE), {**EXPERTS, **ROUTER}),
     "jetmoe": Block(
         "JetMoeMoE",
-        moe(
-            CHOSEN,
-            WIDE,
-            "num_local_experts",
-            experts={"type": gate("activation_function")},
-            output_bias=True,
-        ),
+        {
+            "type": "biased",
+            "ffn": moe(
+                CHOSEN,
+                WIDE,
+                "num_local_experts",
+                experts={"type": gate("activation_function")},
+            ),
+        },
         {
             "experts.gate_up": named("input_linear.weight"),
             "experts.down": named("output_linear.weight"),
             **linear(router__projection="router.layer"),
-            "output_bias": named("bias"),
+            "bias": named("bias"),
         },
         note="its mixture of attention heads is no feed-forward block",
     ),
@@ -434,12 +446,15 @@ BLOCKS: dict[str, Block | str] = {
         "Llama4TextMoe",
         moe(
             {**SIGMOID, "renormalize": False, "correction_bias": False},
-            WIDE,
-            "num_local_experts",
-            weights_at="input",
+            count="num_local_experts",
+            experts={
+                "type": "input_weighted",
+                "d_ff": None,
+                "experts": {"type": gate(), "d_ff": WIDE},
+            },
             shared_expert=shared("intermediate_size"),
         ),
-        {**TRANSPOSED, **ROUTER, **shared_at("shared_expert")},
+        {**inside("experts", TRANSPOSED), **ROUTER, **shared_at("shared_expert")},
     ),
     "longcat_flash": Block(
         "LongcatFlashMoE",
@@ -475,7 +490,7 @@ BLOCKS: dict[str, Block | str] = {
     "minimax": MIXTRAL.but(class_name="MiniMaxSparseMoeBlock"),
     "minimax_m2": Block(
         "MiniMaxM2SparseMoeBlock",
-        moe(SIGMOID, WIDE, "num_local_experts", jitter=its("router_jitter_noise")),
+        jittered(moe(SIGMOID, WIDE, "num_local_experts"), "router_jitter_noise"),
         {**COMMON, **bias_at("e_score_correction_bias")},
         in_training={},
     ),
@@ -525,18 +540,25 @@ BLOCKS: dict[str, Block | str] = {
         moe(
             {**BIASED, "logit_scale": its("output_multiplier")},
             count="num_local_experts",
-            latent={"width": its("moe_hidden_size")},
-            norms={
-                "experts_input": {"eps": its("rms_norm_eps")},
-                "each_expert": {"eps": its("post_norm_eps"), "scale": "before"},
+            experts={
+                "type": "latent",
+                "d_ff": None,
+                "width": its("moe_hidden_size"),
+                "experts": {
+                    "type": "normed",
+                    "input": EPS,
+                    "each": {"eps": its("post_norm_eps"), "scale": "before"},
+                    "experts": {"type": gate(), "d_ff": NARROW},
+                },
             },
         ),
         {
-            **COMMON,
+            **inside("experts.experts", EXPERTS),
+            **GATE,
             **BIAS,
-            **linear(latent__into="pre_expert_proj", latent__out_of="post_expert_proj"),
-            "norms.experts_input.weight": zero_centered("pre_expert_norm.weight"),
-            "norms.each_expert.weight": zero_centered("experts.post_expert_norm.weight"),
+            **linear(experts__into="pre_expert_proj", experts__out_of="post_expert_proj"),
+            "experts.experts.input.weight": zero_centered("pre_expert_norm.weight"),
+            "experts.experts.each.weight": zero_centered("experts.post_expert_norm.weight"),
         },
         config_name="MuseSparkTextConfig",
         small={"moe_hidden_size": 20},
@@ -547,9 +569,15 @@ BLOCKS: dict[str, Block | str] = {
             "type": "moe",
             "num_experts": its("n_routed_experts"),
             "router": {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
-            "experts": {"type": "mlp", "activation": "relu_squared", "d_ff": NARROW},
-            "latent": if_set(
-                "moe_latent_size", {"width": its("moe_latent_size"), "bias": its("mlp_bias")}
+            "experts": if_set(
+                "moe_latent_size",
+                {
+                    "type": "latent",
+                    "width": its("moe_latent_size"),
+                    "bias": its("mlp_bias"),
+                    "experts": NEMOTRON_EXPERTS,
+                },
+                NEMOTRON_EXPERTS,
             ),
             "shared_expert": {
                 "type": "dense",
@@ -561,10 +589,10 @@ BLOCKS: dict[str, Block | str] = {
         {
             **GATE,
             **BIAS,
-            "experts.up": named("experts.up_proj"),
-            "experts.down": named("experts.down_proj"),
+            **NEMOTRON_NAMES,
+            **inside("experts", NEMOTRON_NAMES),
             **shared_at("shared_experts"),
-            **linear(latent__into="fc1_latent_proj", latent__out_of="fc2_latent_proj"),
+            **linear(experts__into="fc1_latent_proj", experts__out_of="fc2_latent_proj"),
         },
         served={"mlp_hidden_act": ("relu2",)},
         small={"moe_latent_size": 20, "mlp_bias": True, "moe_shared_expert_intermediate_size": 20},
@@ -614,11 +642,13 @@ BLOCKS: dict[str, Block | str] = {
     ),
     "phimoe": Block(
         "PhimoeSparseMoeBlock",
-        moe(
-            {"type": "sparse_mixer", "k": 2, "threshold": lambda c: 2 * c.router_jitter_noise},
-            WIDE,
-            "num_local_experts",
-            jitter=its("input_jitter_noise"),
+        jittered(
+            moe(
+                {"type": "sparse_mixer", "k": 2, "threshold": lambda c: 2 * c.router_jitter_noise},
+                WIDE,
+                "num_local_experts",
+            ),
+            "input_jitter_noise",
         ),
         {**EXPERTS, **ROUTER},
         served={"num_experts_per_tok": (2,)},  # `sparsemixer` takes two whatever it says

@@ -100,10 +100,12 @@ def convert_tensors(
     made: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, like in ours.items():
-        if name not in entry.names:
+        # A block that holds another has the names of both.
+        layout = entry.names.get(name) or entry.names.get(name.removeprefix("ffn."))
+        if layout is None:
             raise ConfigError(f"{entry.class_name} has nothing that is our {name}")
         options = Theirs(entry.class_name, LiveOptions(config, {}))
-        forms = entry.names[name]("", like.shape, options)
+        forms = layout("", like.shape, options)
         pieces = next((form for form in forms if all(piece.name in theirs for piece in form)), None)
         if pieces is None:
             raise ConfigError(f"{entry.class_name} has no {forms[0][0].name}, our {name}")

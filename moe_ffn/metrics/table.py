@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -126,7 +126,7 @@ def _table(*metrics: Metric) -> dict[str, Metric]:
 OF_LIST = "a router that lists pairs, without a score for every expert (`product_key`)"
 
 
-def _for_both(measure: Measure) -> dict[str, Measure]:
+def _for_both(measure: Measure) -> dict[str, Any]:
     """Options of a metric that is measured alike with and without a number for each expert."""
     return {"measure": measure, "of_list": measure}
 

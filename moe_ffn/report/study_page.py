@@ -329,7 +329,7 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> str:
         rows.append(["training", f"{_hours(sum(filter(None, seconds)))} of all runs"])
     commands = (
         f"```bash\npython -m experiments.sweep --config {file}\n"
-        f"python -m experiments.study_page {file} --runs runs/{page.name}\n```"
+        f"moe-ffn study_page {file} --runs runs/{page.name}\n```"
     )
     before = (
         "The commands that make what runs begin with (`init_from`) come first; they are in the study's "

@@ -482,7 +482,9 @@ def _numbers_received(config: TrainConfig, layout: Layout, tokens: int) -> float
         num = info.num_experts
         chosen = round(info.router.experts_per_token(num))
         none = math.comb(num - info.num_networks // ranks, chosen) / math.comb(num, chosen)
-        numbers += tokens * info.share * ranks * (1 - none) * (info.width or config.model.d_model)
+        d_model = config.model.d_model
+        width = d_model if info.experts is None else info.experts.dispatch_width(d_model)
+        numbers += tokens * info.share * ranks * (1 - none) * width
     return numbers
 
 

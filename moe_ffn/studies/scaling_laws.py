@@ -81,30 +81,6 @@ def _log_sum_exp(*terms: Array) -> Array:
     return largest + np.log(reduce(np.add, (np.exp(term - largest) for term in terms)))
 
 
-_EXPONENT = Parameter((0.0, 0.5, 1.0, 1.5, 2.0), low=-1, high=4)
-_COEFFICIENT = Parameter((0.0, 5.0, 10.0, 15.0, 20.0, 25.0), is_log=True)
-_FLOOR = Parameter((-1.0, -0.5, 0.0, 0.5, 1.0), is_log=True)
-
-CHINCHILLA = Law(
-    formula="L = E + A / N^alpha + B / D^beta",
-    source="Hoffmann et al. 2022, arXiv 2203.15556, approach 3",
-    variables={"N": "parameters", "D": "training tokens"},
-    size=("N", "D"),
-    parameters={
-        "E": _FLOOR,
-        "A": _COEFFICIENT,
-        "alpha": _EXPONENT,
-        "B": _COEFFICIENT,
-        "beta": _EXPONENT,
-    },
-    log_loss=lambda p, x: _log_sum_exp(
-        p["E"], p["A"] - p["alpha"] * x["N"], p["B"] - p["beta"] * x["D"]
-    ),
-    # Section D.3; Besiroglu et al. 2024 find other values in the same runs.
-    published={"E": 1.69, "A": 406.4, "alpha": 0.34, "B": 410.7, "beta": 0.28},
-)
-
-
 def power_law(variable: str, meaning: str) -> Law:
     """`L = E + A / C^alpha`, for a study in which only one size varies."""
     return Law(
@@ -112,7 +88,11 @@ def power_law(variable: str, meaning: str) -> Law:
         source="Hoffmann et al. 2022, arXiv 2203.15556, in one variable",
         variables={variable: meaning},
         size=(variable,),
-        parameters={"E": _FLOOR, "A": _COEFFICIENT, "alpha": _EXPONENT},
+        parameters={
+            "E": Parameter((-1.0, -0.5, 0.0, 0.5, 1.0), is_log=True),
+            "A": Parameter((0.0, 5.0, 10.0, 15.0, 20.0, 25.0), is_log=True),
+            "alpha": Parameter((0.0, 0.5, 1.0, 1.5, 2.0), low=-1, high=4),
+        },
         log_loss=lambda p, x: _log_sum_exp(p["E"], p["A"] - p["alpha"] * x[variable]),
     )
 
@@ -151,43 +131,6 @@ CLARK = Law(
     },
 )
 
-GRANULARITY = Law(
-    formula="L = c + (g / G^gamma + a) / N^alpha + b / D^beta",
-    source="Krajewski et al. 2024, arXiv 2402.07871",
-    variables={
-        "G": "granularity: how many times narrower an expert is than the dense block",
-        "N": "parameters, those of all experts among them",
-        "D": "training tokens",
-    },
-    size=("N", "D"),
-    parameters={
-        "c": _FLOOR,
-        "g": Parameter((0.0, 5.0), is_log=True),
-        "gamma": Parameter((0.3, 0.6, 1.0), low=-1, high=4),
-        "a": Parameter((0.0, 3.0, 10.0), is_log=True),
-        "alpha": Parameter((0.1, 0.3, 0.6), low=-1, high=4),
-        "b": Parameter((0.0, 3.0, 10.0), is_log=True),
-        "beta": Parameter((0.1, 0.3, 0.6), low=-1, high=4),
-    },
-    log_loss=lambda p, x: _log_sum_exp(
-        p["c"],
-        p["g"] - p["gamma"] * x["G"] - p["alpha"] * x["N"],
-        p["a"] - p["alpha"] * x["N"],
-        p["b"] - p["beta"] * x["D"],
-    ),
-    # Table 1.
-    published={
-        "c": 0.47,
-        "g": 2.1,
-        "gamma": 0.58,
-        "a": 18.1,
-        "alpha": 0.115,
-        "b": 30.8,
-        "beta": 0.147,
-    },
-)
-
-
 # -- a fit of one of them
 
 
@@ -210,21 +153,6 @@ class Fit:
     """Parameters that were given and not fitted."""
     resampled: Array = field(default_factory=lambda: np.empty(0), repr=False, compare=False)
     """Parameters of each resample as they are searched, (resamples, parameters), in the law's order."""
-    estimate: Array = field(default_factory=lambda: np.empty(0), repr=False, compare=False)
-
-    def predict(self, **variables: float) -> Interval:
-        """The loss at a size, with an interval of the mean of such runs: one run scatters more.
-
-        Raises:
-            ConfigError: not the variables of the law, or none that are positive.
-        """
-        if set(variables) != set(self.law.variables):
-            raise ConfigError(
-                f"the fit predicts from {_names(self.law.variables)}, got {_names(variables)}"
-            )
-        x = {name: positive_logs(name, [value]) for name, value in variables.items()}
-        values = np.exp(_log_loss(self.law, np.vstack([self.estimate, self.resampled]), x)[:, 0])
-        return percentile_interval(float(values[0]), values[1:])
 
     @property
     def undetermined(self) -> tuple[str, ...]:
@@ -323,7 +251,6 @@ def fit(
         held_out_error=held_out_error,
         fixed=dict(fixed),
         resampled=resampled,
-        estimate=estimate,
     )
 
 

@@ -159,7 +159,10 @@ def config_of(family: Family, their: Theirs) -> PretrainedConfig:
 def _blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split options into nested options of the decoder, and those of its `sparse` and `dense` blocks."""
     nested = nest((path, value) for path, value in options.items() if path != "sparse_layers")
-    return nested, {kind: nested.pop(kind, None) for kind in ("sparse", "dense")}
+    blocks = {kind: nested.pop(kind, None) for kind in ("sparse", "dense")}
+    if blocks["sparse"] and (jitter := blocks["sparse"].pop("jitter", 0)):
+        blocks["sparse"] = {"type": "jittered", "jitter": jitter, "ffn": blocks["sparse"]}
+    return nested, blocks
 
 
 def _validate(root: type[RootConfig], options: Mapping[str, Any], their: Theirs) -> RootConfig:
@@ -268,6 +271,7 @@ def layout_of(family: Family, name: str) -> Callable[[torch.Size, Theirs], list[
         layout: Layout = OUTSIDE[name]
         return partial(layout, "")
     _, layer, inside = name.split(".", 2)
+    inside = inside.replace("ffn.ffn.", "ffn.", 1)  # a block with noise holds theirs
     return partial(family.names[inside], f"model.layers.{layer}.")
 
 

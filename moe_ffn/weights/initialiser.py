@@ -128,8 +128,7 @@ def with_num_experts(config: FFNConfig, num_experts: int, d_model: int) -> MoECo
     """
     if not isinstance(config, MoEConfig):
         return None
-    width = config.expert_stack.width(d_model)
-    experts = config.experts.with_fixed_width(width, config.experts_per_token)
+    experts = config.experts.with_fixed_width(d_model, config.experts_per_token)
     options = {**dict(config), "num_experts": num_experts, "experts": experts}
     return type(config).model_validate(options)
 

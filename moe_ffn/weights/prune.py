@@ -141,8 +141,9 @@ def copy_experts(made: MoEFFN, block: MoEFFN, rows: dict[str, Tensor], kept: Ten
         kept: int64, the experts that are copied.
     """
     state = dict(block.state_dict())
-    for name, value in state.items():
-        if name.startswith("experts."):  # stacked along the first axis
-            state[name] = value[kept]
+    stacked = {id(parameter) for parameter in block.experts.innermost.parameters()}
+    for name, parameter in block.named_parameters():
+        if id(parameter) in stacked:  # along the first axis
+            state[name] = state[name][kept]
     state |= {f"router.{name}": value for name, value in rows.items()}
     made.load_state_dict(state)

@@ -24,6 +24,7 @@ from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn.base import FFNConfig
 from moe_ffn.ffn.dense import HiddenWidthConfig
 from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.ffn.wrappers import JitteredConfig
 from moe_ffn.files import kind_of, reason, replacing_folder, write_file
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.weights.families import FAMILIES, Family
@@ -192,6 +193,8 @@ def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
 
 
 def _block_options(ffn: FFNConfig, d_model: int) -> dict[str, Any]:
+    if isinstance(ffn, JitteredConfig):
+        return {**_block_options(ffn.ffn, d_model), "jitter": ffn.jitter}
     flat = flatten(ffn.to_dict())
     if isinstance(ffn, HiddenWidthConfig):
         flat["d_ff"] = ffn.width(d_model)
@@ -279,7 +282,9 @@ def _their_tensors(decoder: Decoder, export: Export) -> tuple[dict[str, int], Ma
     config = export.config
     empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
     tied = tied_names(empty)
-    ours, dtype = decoder.state_dict(), decoder.embedding.weight.dtype
+    dtype = decoder.embedding.weight.dtype
+    # A block with noise holds the one that is written.
+    ours = {name.replace(".ffn.ffn.", ".ffn.", 1): t for name, t in decoder.state_dict().items()}
     sizes: dict[str, int] = {}
     makers: dict[str, Callable[[], Tensor]] = {}
     for name, shape in empty.state_dict().items():

@@ -298,7 +298,7 @@ REFUSED = {
     ),
     "no file after --config": (
         "--config",
-        "argument --config: expected at least one argument",
+        "--config: expected at least one argument",
     ),
     "value that is no YAML": (
         "--optimizer.adamw_betas [0.9,",

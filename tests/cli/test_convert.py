@@ -19,7 +19,7 @@ from tests.helpers.tiny_runs import Finished, options, run_here, trained
 
 
 def convert(*argv: object) -> Finished:
-    return run_here(*map(str, argv), program="experiments.convert")
+    return run_here(*map(str, argv), program="moe_ffn.cli.convert")
 
 
 def test_a_run_becomes_a_folder_of_transformers(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
             monkeypatch.setenv(name, value)
         wandb.teardown()
         start = time.monotonic()
-        done = run_here(*argv, program="experiments.dashboard")
+        done = run_here(*argv, program="moe_ffn.cli.dashboard")
         seconds = time.monotonic() - start
         wandb.teardown()
         return Answer(done.code, done.stdout, done.stderr, seconds)

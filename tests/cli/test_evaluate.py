@@ -1,4 +1,4 @@
-"""`python -m experiments.evaluate`: the figures of a validation again, of any text, and bad input."""
+"""`moe-ffn evaluate`: the figures of a validation again, of any text, and bad input."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no stride": (
         ("RUN", "--stride", "0"),
-        "--stride: must be a whole number of at least 1, got '0'",
+        "--stride: must be a whole number from 1 to 1000000000, got '0'",
     ),
     "no such device": (("RUN", "--device", "tpu9"), "--device: there is no 'tpu9' here; give cpu"),
     "no such task": (

@@ -1,4 +1,4 @@
-"""`python -m experiments.generate`: text as it is written, its speed, and where its tokens went."""
+"""`moe-ffn generate`: text as it is written, its speed, and where its tokens went."""
 
 from __future__ import annotations
 

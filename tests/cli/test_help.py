@@ -165,7 +165,7 @@ def test_help_splits_no_word_and_fits(
     def words(width: int) -> list[str]:
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setattr(sys, "argv", ["program", "--help"])
-        exit_on_bad_input(import_module(f"experiments.{name}").main)
+        exit_on_bad_input(import_module(name).main)
         # How argparse breaks the usage is its own.
         _, _, after_usage = capsys.readouterr().out.partition("\n\n")
         assert max(map(len, after_usage.splitlines())) <= width
@@ -206,7 +206,7 @@ def test_every_program_says_its_version(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["program", "--version"])
 
-    assert exit_on_bad_input(import_module(f"experiments.{name}").main) == 0
+    assert exit_on_bad_input(import_module(name).main) == 0
     assert capsys.readouterr().out == (
         f"moe_ffn {importlib.metadata.version('moe_ffn')}, torch "
         f"{importlib.metadata.version('torch')}, Python {platform.python_version()}\n"

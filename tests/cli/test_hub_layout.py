@@ -33,7 +33,7 @@ def test_a_model_of_ours(run: Path, tmp_path: Path) -> None:
         ("convert", str(snapshot), str(tmp_path / "converted")),
         ("train", *options(tmp_path / "new", init_from=str(snapshot), trainer__max_steps="1")),
     ):
-        done = run_here(*argv, program=f"experiments.{program}")
+        done = run_here(*argv, program=f"moe_ffn.cli.{program}")
         assert done.code == 0, (program, done.stderr)
 
 
@@ -47,7 +47,7 @@ def test_a_model_of_transformers(run: Path, tmp_path: Path) -> None:
         ("convert", str(snapshot), str(tmp_path / "converted")),
         ("trace", str(snapshot), "--text", "a mat"),
     ):
-        done = run_here(*argv, program=f"experiments.{program}")
+        done = run_here(*argv, program=f"moe_ffn.cli.{program}")
         assert done.code == 0, (program, done.stderr)
 
 
@@ -62,7 +62,7 @@ def test_a_link_to_a_run(run: Path, tmp_path: Path, has_model: bool) -> None:
         ("convert", str(link), str(tmp_path / "converted")),
         ("train", *options(tmp_path / "new", init_from=str(link), trainer__max_steps="1")),
     ):
-        done = run_here(*argv, program=f"experiments.{program}")
+        done = run_here(*argv, program=f"moe_ffn.cli.{program}")
         assert done.code == 0, (program, done.stderr)
 
 
@@ -70,7 +70,7 @@ def test_a_run_without_its_best_checkpoint_says_which_one_is_used(run: Path) -> 
     (run / CHECKPOINTS_FOLDER / "best.ckpt").unlink()
 
     for program, *argv in (("evaluate", str(run)), ("generate", str(run), "--prompt", "a")):
-        done = run_here(*argv, program=f"experiments.{program}")
+        done = run_here(*argv, program=f"moe_ffn.cli.{program}")
         assert done.code == 0, done.stderr
         said = f"{run / CHECKPOINTS_FOLDER}: there is no best.ckpt; taking step_00000012.ckpt"
         assert said in done.own_lines, done.stderr
@@ -80,7 +80,7 @@ def test_a_damaged_model_inside_a_run_is_named(run: Path) -> None:
     model = run / MODEL_FOLDER
     (model / "config.json").write_text("{ cut")
 
-    done = run_here(str(model), program="experiments.evaluate")
+    done = run_here(str(model), program="moe_ffn.cli.evaluate")
 
     assert (done.code, done.own_lines) == (
         2,

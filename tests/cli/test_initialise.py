@@ -53,7 +53,7 @@ def sparse(dense: Result, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def initialise(source: Path, output: Path, *options: str) -> Finished:
     return run_here(
-        "--source", str(source), "--output", str(output), *options, program="experiments.initialise"
+        "--source", str(source), "--output", str(output), *options, program="moe_ffn.cli.initialise"
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def test_experts_are_left_out_by_what_a_text_says(
     done = run_here(
         "--source", str(sparse), "--num_experts", "[4, 2]", "--methods", "[reap, merge, random]",
         "--num_draws", "2", "--json", str(table), *text, "--data.validation_tokens", "160",
-        program="experiments.pruning",
+        program="moe_ffn.cli.pruning",
     )  # fmt: skip
     assert done.code == 0, done.stderr
     found = json.loads(table.read_text())
@@ -213,7 +213,7 @@ def test_mistakes_write_nothing(
     (tmp_path / "mine/text.txt").write_text("")
     before = snapshot(tmp_path)
     given = [option.replace("SPARSE", str(sparse)) for option in options]
-    done = run_here(*given, program="experiments.initialise")
+    done = run_here(*given, program="moe_ffn.cli.initialise")
 
     assert done.code == 2
     assert message in done.stderr
@@ -232,7 +232,7 @@ def test_models_of_other_tokens_are_not_mixed(dense: Result, tmp_path: Path) -> 
     moe_ffn.save_pretrained(model, tmp_path / "other", BPETokenizer(definition))
     done = run_here(
         "--source", str(dense.folder), str(tmp_path / "other"), "--output", str(tmp_path / "new"),
-        "--method.type", "mix", program="experiments.initialise",
+        "--method.type", "mix", program="moe_ffn.cli.initialise",
     )  # fmt: skip
 
     assert done.code == 2

@@ -1,4 +1,4 @@
-"""`python -m experiments.inspect`: the page, the numbers, and what it says of bad input."""
+"""`moe-ffn inspect`: the page, the numbers, and what it says of bad input."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ TINY = (
 
 
 def plan(*argv: str) -> tuple[int, str]:
-    done = run_here(*TINY, *argv, program="experiments.plan")
+    done = run_here(*TINY, *argv, program="moe_ffn.cli.plan")
     return done.code, done.stdout + done.stderr
 
 

@@ -1,4 +1,4 @@
-"""`python -m experiments.report`: where it writes, what it says, and how it follows a run."""
+"""`moe-ffn report`: where it writes, what it says, and how it follows a run."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_rows_as_csv_are_of_one_run_and_overwrite_nothing(program: Program) -> N
         ),
         (
             ["runs/a", "--watch", "--every", "soon"],
-            "argument --every: invalid float value: 'soon'",
+            "--every: invalid float value: 'soon'",
         ),
     ],
 )

@@ -29,7 +29,7 @@ arms:
 def page(tmp_path: Path) -> Callable[..., Finished]:
     """The program; which.yaml in the current folder is a study."""
     (tmp_path / "which.yaml").write_text(STUDY, encoding="utf-8")
-    return lambda *argv: run_here(*argv, program="experiments.study_page")
+    return lambda *argv: run_here(*argv, program="moe_ffn.cli.study_page")
 
 
 DENSE = {"model.ffn": {"type": "dense", "d_ff": 32}}

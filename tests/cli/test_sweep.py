@@ -253,7 +253,7 @@ def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) 
             "give one study, moe-ffn sweep --config study.yaml, or the config files of its arms first: "
             "moe-ffn sweep dense.yaml moe.yaml; --help shows a study",
         ),
-        (["tiny.yaml", "--name"], "argument --name: expected one argument"),
+        (["tiny.yaml", "--name"], "--name: expected one argument"),
         (
             ["tiny.yaml", "b/tiny.yaml"],
             "two config files are called 'tiny'; an arm is named by its file",
@@ -263,11 +263,11 @@ def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) 
         (["gating.yaml"], "'gating.yaml' is a study; give it as --config gating.yaml"),
         (
             ["--config", "gating.yaml", "--jobs", "0"],
-            "argument --jobs: must be a whole number, at least 1, got '0'",
+            "--jobs: must be a whole number from 1 to 1000, got '0'",
         ),
         (
             ["--config", "gating.yaml", "--seeds", "a"],
-            "argument --seeds: must be a whole number, at least 0, got 'a'",
+            "--seeds: must be a whole number from 0 to 9223372036854775807, got 'a'",
         ),
         (["--config", "gating.yaml", "--seeds", "1", "1"], "--seeds: 1 is given twice"),
         (
@@ -624,7 +624,7 @@ def test_submitit_runs_the_command_of_a_job(
             [],
             "--slurm: there is no SLURM on this machine, which has no srun; leave it out to train here",
         ),
-        (["partition"], "argument --slurm: expected KEY=VALUE, got 'partition'"),
+        (["partition"], "--slurm: expected KEY=VALUE, got 'partition'"),
         (["cluster=nowhere"], "--slurm: "),
     ],
 )

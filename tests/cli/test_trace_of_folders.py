@@ -1,4 +1,4 @@
-"""`python -m experiments.trace` of a model folder, ours or of transformers; what it does not read."""
+"""`moe-ffn trace` of a model folder, ours or of transformers; what it does not read."""
 
 from __future__ import annotations
 

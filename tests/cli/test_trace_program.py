@@ -1,4 +1,4 @@
-"""`python -m experiments.trace`: what it says of a real run, on the screen and as a page."""
+"""`moe-ffn trace`: what it says of a real run, on the screen and as a page."""
 
 from __future__ import annotations
 

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.data import batches
 from moe_ffn.data.batches import (
     Batch,
+    FeistelOrder,
     TrainBatches,
     ValidationBatches,
     epoch_starts,
@@ -144,11 +148,23 @@ class TestValidation:
 SIZES = {"num_tokens": st.integers(9, 200), "seq_len": st.integers(1, 8)}
 
 
+@pytest.fixture(params=["listed", "computed"])
+def _order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The order of few windows, and of so many that they are not kept in memory."""
+    if request.param == "computed":
+        monkeypatch.setattr(batches, "MAX_LISTED", 0)
+    epoch_starts.cache_clear()
+    yield
+    epoch_starts.cache_clear()
+
+
+@pytest.mark.usefixtures("_order")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**SIZES, seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
 def test_the_windows_of_an_epoch_lie_side_by_side(
     num_tokens: int, seq_len: int, seed: int, epoch: int
 ) -> None:
-    starts = np.sort(epoch_starts(num_tokens, seq_len, seed, epoch))
+    starts = np.sort(epoch_starts(num_tokens, seq_len, seed, epoch)[:])
     assert len(starts) == windows_per_epoch(num_tokens, seq_len)
     assert starts[0] >= 0
     assert starts[-1] + seq_len + 1 <= num_tokens
@@ -159,19 +175,41 @@ def test_the_windows_of_an_epoch_lie_side_by_side(
     assert room < seq_len + (seq_len + 1)
 
 
+@pytest.mark.usefixtures("_order")
 def test_order_and_offset_differ_between_epochs_and_seeds() -> None:
-    first = epoch_starts(10_000, 9, 0, 0)
-    second, of_another_seed = epoch_starts(10_000, 9, 0, 1), epoch_starts(10_000, 9, 1, 0)
+    first = epoch_starts(10_000, 9, 0, 0)[:]
+    second, of_another_seed = epoch_starts(10_000, 9, 0, 1)[:], epoch_starts(10_000, 9, 1, 0)[:]
     for one, other in ((first, second), (first, of_another_seed), (second, of_another_seed)):
         assert not np.array_equal(one, other)
         assert not np.array_equal(one - one.min(), other - other.min()), "the same order"
-    assert len({epoch_starts(10_000, 9, 0, epoch).min() for epoch in range(30)}) > 5
+    assert len({epoch_starts(10_000, 9, 0, epoch)[:].min() for epoch in range(30)}) > 5
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 1000, 65_536, 65_537])
+def test_any_part_of_a_computed_order_is_that_of_the_whole(count: int) -> None:
+    order = FeistelOrder.drawn(count, np.random.default_rng(count))
+    whole = order[:]
+    assert np.array_equal(np.sort(whole), np.arange(count))
+    for first in range(0, count, max(count // 3, 1)):
+        assert np.array_equal(order[first : first + 7], whole[first : first + 7])
+
+
+def test_a_computed_order_is_as_random_as_one_that_is_drawn() -> None:
+    """Neighbours are as far apart, and places and numbers as unrelated; five deviations at most."""
+    count = 100_000
+    for seed in range(4):
+        order = FeistelOrder.drawn(count, np.random.default_rng(seed))[:]
+        gaps = np.abs(np.diff(order)) / count
+        assert abs(gaps.mean() - 1 / 3) < 5 * np.sqrt(1 / 18 / count)
+        assert abs(np.corrcoef(order, np.arange(count))[0, 1]) < 5 / np.sqrt(count)
+        assert abs((order[:-1] % 2 == order[1:] % 2).mean() - 0.5) < 5 * 0.5 / np.sqrt(count)
+
+
+@pytest.mark.usefixtures("_order")
 def test_no_token_is_always_left_out() -> None:
     seen = np.zeros(50, dtype=bool)
     for epoch in range(200):
-        for start in epoch_starts(50, 7, 0, epoch):
+        for start in epoch_starts(50, 7, 0, epoch)[:]:
             seen[start : start + 8] = True
     assert seen.all()
 

@@ -274,6 +274,114 @@ class TestCache:
             prepared()
 
 
+def set_age(path: Path, seconds: float) -> None:
+    changed = time.time() - seconds
+    os.utime(path, (changed, changed))
+
+
+class TestKnownCorpus:
+    """Files of yesterday, of which the size and the time say that they are the same."""
+
+    @pytest.fixture(autouse=True)
+    def _yesterday(self, texts: Path) -> None:
+        for path in texts.iterdir():
+            set_age(path, 86_400)
+
+    @pytest.fixture
+    def read(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Names of the documents whose text was read."""
+        names: list[str] = []
+        documents = TextConfig.documents
+
+        def watched(self: TextConfig) -> Any:
+            for document in documents(self):
+                names.append(document.name)
+                yield document
+
+        monkeypatch.setattr(TextConfig, "documents", watched)
+        return names
+
+    def test_is_not_read_again(self, prepared: Prepare, read: list[str]) -> None:
+        before = prepared()
+        assert len(read) == 2 * 40  # to plan, and to encode
+        read.clear()
+        after = prepared(seq_len=7)
+        assert read == []
+        assert after.documents == before.documents
+        assert after.folder == before.folder
+        prepared(tokenizer="bpe")  # whose tokens are not there
+        assert read
+
+    @pytest.mark.parametrize("change", ["time", "content", "size", "new", "removed", "renamed"])
+    def test_is_read_again_where_a_file_is_another(
+        self, prepared: Prepare, texts: Path, read: list[str], change: str
+    ) -> None:
+        before = prepared()
+        read.clear()
+        file = texts / "3.txt"
+        if change == "time":
+            set_age(file, 3600)
+        elif change == "content":
+            file.write_text(file.read_text().replace("line", "LINE"))
+            set_age(file, 3600)
+        elif change == "size":
+            time_ns = file.stat().st_mtime_ns
+            file.write_text(file.read_text() + "more")
+            os.utime(file, ns=(time_ns, time_ns))
+        elif change == "new":
+            shutil.copyfile(file, texts / "new.txt")
+        elif change == "removed":
+            file.unlink()
+        else:
+            file.rename(texts / "zero.txt")
+        after = prepared()
+        assert read
+        assert (after.documents == before.documents) == (change == "time")
+
+    def test_of_other_files_is_read_where_sizes_and_times_are_the_same(
+        self, prepared: Prepare, texts: Path, tmp_path: Path
+    ) -> None:
+        before = prepared()
+        copied = shutil.copytree(texts, tmp_path / "copied")  # with the times
+        file = copied / "3.txt"
+        time_ns = file.stat().st_mtime_ns
+        file.write_text(file.read_text().replace("line", "LINE"))
+        os.utime(file, ns=(time_ns, time_ns))
+        other = prepare(config_of(copied, tmp_path / "cache"), progress=False)
+        assert other.corpus_sha256 != before.corpus_sha256
+        # The same files under other names, `texts/3.txt`, by which they are drawn.
+        named = prepare(config_of(tmp_path / "tex*/*.txt", tmp_path / "cache"), progress=False)
+        assert named.corpus_sha256 != before.corpus_sha256
+
+    def test_that_changes_while_it_is_read_is_not_kept_in_mind(
+        self, prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stamps = iter(["before", "after"])
+        monkeypatch.setattr(TextConfig, "stamp", lambda self: next(stamps))
+        prepared()
+        assert not (tmp_path / "cache" / "known_corpora").exists()
+
+    def test_of_this_moment_is_read_again(
+        self, prepared: Prepare, texts: Path, read: list[str]
+    ) -> None:
+        (texts / "3.txt").touch()
+        prepared()
+        read.clear()
+        prepared()
+        assert len(read) == 40
+
+    @pytest.mark.parametrize("content", ["", "{}", "no object", '{"count": "x"}'])
+    def test_is_read_again_where_the_note_of_it_is_damaged(
+        self, prepared: Prepare, tmp_path: Path, read: list[str], content: str
+    ) -> None:
+        before = prepared()
+        (note,) = (tmp_path / "cache" / "known_corpora").iterdir()
+        note.write_text(content)
+        read.clear()
+        assert prepared().documents == before.documents
+        assert len(read) == 40
+
+
 def test_cached_validation_tokens_are_those_of_the_split_in_their_type(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +426,7 @@ class TestConcurrency:
         assert [process.returncode for process in running] == [0, 0]
         folder = prepare(config, progress=False).folder
         assert outputs == [(f"{folder}\n", "")] * 2
-        assert list(folder.parent.iterdir()) == [folder]
+        assert {path.name for path in folder.parent.iterdir()} <= {folder.name, "known_corpora"}
 
 
 class TestMemory:

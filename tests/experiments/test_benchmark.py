@@ -46,9 +46,7 @@ from experiments.benchmark.session import (
     Results,
     Session,
     amount,
-    chart,
     interleave,
-    plots_page,
     quartiles,
     ratio,
     write_files,
@@ -461,36 +459,6 @@ def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_amounts_have_a_unit(value: float, unit: str, shown: str) -> None:
     assert amount(value, unit) == shown
-
-
-# ----------------------------------------------------------------------------------------- plots
-
-
-def test_a_chart_has_a_line_for_each_series_over_a_logarithmic_axis() -> None:
-    lines = {f"layer {n}": {"E 8": 1.0 + n, "E 256": 9.0} for n in range(10)}
-    figure = chart("a title", "seconds", lines).to_dict()
-
-    assert [trace["name"] for trace in figure["data"]] == list(lines)
-    assert list(figure["data"][1]["x"]) == ["E 8", "E 256"]
-    assert list(figure["data"][1]["y"]) == [2, 9]
-    assert {trace["mode"] for trace in figure["data"]} == {"lines+markers"}
-    assert figure["layout"]["yaxis"]["type"] == "log"
-
-
-def test_a_chart_of_unrelated_cases_joins_nothing() -> None:
-    figure = chart("t", "y", {"a": {"first": 1.0, "second": 3.0}}, joined=False).to_dict()
-    assert figure["data"][0]["mode"] == "markers"
-
-
-def test_the_page_of_plots_opens_without_a_network() -> None:
-    figures = [chart(name, "y", {"a": {"x": 1.0}}) for name in ("rows", "experts")]
-
-    page = plots_page(figures)
-
-    assert page.count("Plotly.newPlot(") >= 2
-    assert page.count("plotly.js v") == 1  # the script, once
-    assert '"text":"experts"' in page.replace(" ", "")
-    assert '<script src="http' not in page
 
 
 def test_promised_rows_are_those_that_can_be_built() -> None:

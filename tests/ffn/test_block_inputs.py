@@ -21,7 +21,7 @@ BLOCKS: dict[str, Any] = {
     "soft_moe": {"type": "soft_moe", "num_experts": 2, "slots_per_expert": 3},
     "moe-hash": {"type": "moe", "router": "hash"},
     "moe-shared": {"type": "moe", "shared_expert": "dense"},
-    "moe-latent": {"type": "moe", "latent": {"width": 8}},
+    "moe-latent": {"type": "moe", "experts": {"type": "latent", "width": 8}},
     **{
         f"moe-{experts}": {
             "type": "moe",

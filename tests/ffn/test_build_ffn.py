@@ -169,9 +169,12 @@ def test_import_paths_that_lead_nowhere_are_told(tag: str, message: str) -> None
 # --------------------------------------------------------------------------------- refusals
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "unknown_type": ("swigl", "type: unknown 'swigl'; did you mean 'swiglu'?; known: bilinear, "),
-    "unknown_type_far_off": ("xyz", "type: unknown 'xyz'; known: bilinear, "),
-    "missing_type": ({"d_ff": 8}, "type: missing; one of: bilinear, "),
+    "unknown_type": (
+        "swigl",
+        "type: unknown 'swigl'; did you mean 'swiglu'?; known: biased, bilinear, ",
+    ),
+    "unknown_type_far_off": ("xyz", "type: unknown 'xyz'; known: biased, bilinear, "),
+    "missing_type": ({"d_ff": 8}, "type: missing; one of: biased, bilinear, "),
     "type_is_a_number": ({"type": 3}, "type: must be a name, got 3; known: "),
     "type_is_a_list": ({"type": ["moe"]}, "type: must be a name, got ['moe']; known: "),
     "unknown_key": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,12 +16,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_ffn import FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
 from moe_ffn.config.errors import Situation
 from moe_ffn.ffn import (
+    BiasedConfig,
     ChainOfExpertsConfig,
     DenseConfig,
     GatedConfig,
+    JitteredConfig,
     MixtureOfDepthsConfig,
     MoEConfig,
     NgramMemoryConfig,
+    NormedConfig,
 )
 from moe_ffn.kernels.activations import GATE_ACTIVATIONS
 
@@ -34,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         for member, cls in FFNConfig.members.items()
         if "bias" in cls.model_fields
     },
+    "jittered": {"type": "jittered", "jitter": 0.0},
+    "normed": {"type": "normed", "input": {}, "output": {}},
     "soft_moe": {"type": "soft_moe", "num_experts": 2, "slots_per_expert": 3},
     "ngram_memory": {"type": "ngram_memory", "num_rows": 50},
     "conv-k1": {"type": "conv", "kernel_size": 1},
@@ -69,12 +74,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "type": "moe",
         "num_experts": 12,
         "router": {"type": "top_k", "k": 4},
-        "latent": {"width": 4, "bias": True},
+        "experts": {"type": "latent", "width": 4, "bias": True},
     },
     "chain_of_experts-3": {
         "type": "chain_of_experts",
         "rounds": 3,
-        "ffn": {"num_experts": 7, "latent": {"width": 4}, "shared_expert": "swiglu"},
+        "ffn": {
+            "num_experts": 7,
+            "experts": {"type": "latent", "width": 4},
+            "shared_expert": "swiglu",
+        },
     },
     "mixture_of_depths-moe": {
         "type": "mixture_of_depths",
@@ -264,11 +273,13 @@ def test_the_config_knows_the_number_of_parameters(config: dict[str, Any], d_mod
             passed / 2
         )
         return
-    rounds, path = 1, "experts"
+    rounds, mixture = 1, cast("Any", ffn)
+    if isinstance(parsed, JitteredConfig | BiasedConfig | NormedConfig):
+        parsed, mixture = parsed.ffn, mixture.ffn
     if isinstance(parsed, ChainOfExpertsConfig):
-        parsed, rounds, path = parsed.ffn, parsed.rounds, "ffn.experts"
+        parsed, rounds, mixture = parsed.ffn, parsed.rounds, mixture.ffn
     if isinstance(parsed, MoEConfig):
-        experts = sum(p.numel() for p in ffn.get_submodule(path).parameters())
+        experts = sum(p.numel() for p in mixture.experts.innermost.parameters())
         k = rounds * round(parsed.experts_per_token)
         idle = experts // parsed.num_experts * (parsed.num_experts - k)
         assert idle > 0

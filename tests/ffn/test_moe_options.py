@@ -1,4 +1,4 @@
-"""Options around the experts: what they read and return, in which space, how parts join; by plain loops."""
+"""Kinds of experts that hold experts, and blocks that hold a block, against plain loops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn import FFNBlock, TokenContext, build_ffn
+from moe_ffn import ConfigError, FFNBlock, TokenContext, build_ffn
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.networks import memories, networks
 from moe_ffn.kernels.select import refusal
@@ -17,65 +17,102 @@ from moe_ffn.weights.upcycle import as_experts
 from tests.helpers.refusing import refuses
 
 D, E = 8, 4
-SHARED = {"shared_expert": {"type": "swiglu", "d_ff": 6}}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "weights_at_input": {"weights_at": "input"},
-    "weights_at_input_shared": {"weights_at": "input", **SHARED},
-    "latent": {"latent": {"width": 6}},
-    "latent_bias": {"latent": {"width": 6, "bias": True}, **SHARED},
-    "output_bias": {"output_bias": True},
-    "experts_input": {"norms": {"experts_input": {}}},
-    "each_expert": {"norms": {"each_expert": {"eps": 0.1}}},
-    "each_expert_before": {"norms": {"each_expert": {"scale": "before", "eps": 0.1}}},
-    "routed_and_output": {"norms": {"routed": {}, "output": {"scale": "before"}}},
+Options = dict[str, Any]
+MLP: Options = {"type": "mlp", "d_ff": 12, "bias": True}
+DENSE: Options = {"type": "swiglu", "d_ff": 6}
+SHARED: Options = {"shared_expert": DENSE}
+
+
+def moe(experts: Options | None = None, **options: Any) -> Options:
+    router = {"type": "top_k", "k": 2}
+    return {"type": "moe", "num_experts": E, "router": router, "experts": experts or MLP, **options}
+
+
+def around(kind: str, experts: Options = MLP, **options: Any) -> Options:
+    """Experts of a kind that holds experts."""
+    return {"type": kind, "experts": experts, **options}
+
+
+CONFIGS: dict[str, Options] = {
+    "input_weighted": moe(around("input_weighted")),
+    "input_weighted-shared": moe(around("input_weighted"), **SHARED),
+    "latent": moe(around("latent", width=6)),
+    "latent-bias": moe(around("latent", width=6, bias=True), **SHARED),
+    "experts-input": moe(around("normed", input={})),
+    "experts-each": moe(around("normed", each={"eps": 0.1})),
+    "experts-each-before": moe(around("normed", each={"scale": "before", "eps": 0.1})),
+    "experts-output": moe(around("normed", output={})),
+    "norms-around-latent": moe(
+        around("normed", around("latent", width=6), input={}, each={}, output={})
+    ),
+    "biased": {"type": "biased", "ffn": moe()},
+    "normed": {"type": "normed", "ffn": moe(), "input": {}, "output": {"scale": "before"}},
     "gemma": {
-        "norms": {
-            place: {"eps": 1e-3}
-            for place in ("experts_input", "routed", "shared_input", "shared", "output")
-        },
-        **SHARED,
+        "type": "normed",
+        "output": {"eps": 1e-3},
+        "ffn": moe(
+            around("normed", input={"eps": 1e-3}, output={"eps": 1e-3}),
+            shared_expert={"type": "normed", "input": {}, "output": {}, "ffn": DENSE},
+        ),
     },
-    "average_k1": {"combine": {"type": "average", "k": 1.0}, **SHARED},
+    "average-k1": moe(combine={"type": "average", "k": 1.0}, **SHARED),
     "all": {
-        "weights_at": "input",
-        "latent": {"width": 6, "bias": True},
-        "norms": {"experts_input": {}, "each_expert": {}, "output": {}},
-        "output_bias": True,
-        "capacity": {"eval_factor": 0.75},
-        "zero_computation": {"num_copy": 1},
-        **SHARED,
+        "type": "biased",
+        "ffn": {
+            "type": "normed",
+            "output": {},
+            "ffn": moe(
+                around(
+                    "input_weighted",
+                    around("latent", around("normed", input={}, each={}), width=6, bias=True),
+                ),
+                capacity={"eval_factor": 0.75},
+                zero_computation={"num_copy": 1},
+                **SHARED,
+            ),
+        },
     },
 }
-CONFIGS = {
-    name: {
-        "type": "moe",
-        "num_experts": E,
-        "router": {"type": "top_k", "k": 2},
-        "experts": {"type": "mlp", "d_ff": 12, "bias": True},
-        **options,
-    }
-    for name, options in OPTIONS.items()
-}
 
 
-def normed(moe: Any, place: str, x: Tensor) -> Tensor:
-    config = getattr(moe.config.norms, place)
-    if config is None:
+def normed(norm: Any, x: Tensor) -> Tensor:
+    if isinstance(norm, torch.nn.Identity):
         return x
-    scale = getattr(moe.norms, place).weight
-    x = x * scale if config.scale == "before" else x
-    y = x / (x.square().mean(-1, keepdim=True) + config.eps).sqrt()
-    return y if config.scale == "before" else y * scale
+    x = x * norm.weight if norm.scales_first else x
+    y = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    return y if norm.scales_first else y * norm.weight
 
 
-def reference(moe: Any, x_TD: Tensor) -> Tensor:
+def reference(block: Any, x_TD: Tensor) -> Tensor:
     """The block in plain loops; which pairs are computed is taken from it."""
-    routing = moe(x_TD).routing
-    config, experts = moe.config, moe.experts
+    match type(block).__name__:
+        case "BiasedFFN":
+            return reference(block.ffn, x_TD) + block.bias
+        case "NormedFFN":
+            return normed(block.output, reference(block.ffn, normed(block.input, x_TD)))
+        case "MoEFFN":
+            routed_TD = mixture(block, x_TD)
+            if block.shared_expert is None:
+                return routed_TD
+            sum_TD = routed_TD + reference(block.shared_expert, x_TD)
+            return sum_TD / 2 if block.config.combine.type == "average" else sum_TD
+        case _:
+            return block(x_TD).hidden
+
+
+def mixture(moe: Any, x_TD: Tensor) -> Tensor:
+    routing, kinds = moe(x_TD).routing, [moe.experts]
+    while hasattr(kinds[-1], "experts"):
+        kinds.append(kinds[-1].experts)
+    *kinds, mlp = kinds
+    names = [type(kind).__name__ for kind in kinds]
+    at_input = "InputWeightedExperts" in names
     rows = []
     for t, x_D in enumerate(x_TD):
-        inner = x_D if config.latent is None else moe.latent.into(x_D)
-        inner = normed(moe, "experts_input", inner)
+        inner = x_D
+        for kind, name in zip(kinds, names, strict=True):
+            inner = kind.into(inner) if name == "LatentExperts" else inner
+            inner = normed(kind.input, inner) if name == "NormedExperts" else inner
         y, copied = torch.zeros_like(inner), torch.zeros_like(x_D)
         for n in (routing.token_ids_N == t).nonzero().flatten().tolist():
             e, weight = int(routing.expert_ids_N[n]), routing.weights_N[n]
@@ -84,29 +121,34 @@ def reference(moe: Any, x_TD: Tensor) -> Tensor:
             if e == E:
                 copied = copied + weight * x_D
                 continue
-            read = weight * inner if config.weights_at == "input" else inner
-            hidden = torch.nn.functional.gelu(experts.up[e] @ read + experts.up_bias[e])
-            returned = normed(moe, "each_expert", experts.down[e] @ hidden + experts.down_bias[e])
-            y = y + (returned if config.weights_at == "input" else weight * returned)
-        y = y if config.latent is None else moe.latent.out_of(y)
-        rows.append(normed(moe, "routed", y) + copied)
-    y_TD = torch.stack(rows)
-    if moe.shared_expert is not None:
-        shared = moe.shared_expert(normed(moe, "shared_input", x_TD)).hidden
-        shared = normed(moe, "shared", shared)
-        y_TD = (y_TD + shared) / 2 if config.combine.type == "average" else y_TD + shared
-    y_TD = normed(moe, "output", y_TD)
-    return y_TD if moe.output_bias is None else y_TD + moe.output_bias
+            read = weight * inner if at_input else inner
+            hidden = torch.nn.functional.gelu(mlp.up[e] @ read + mlp.up_bias[e])
+            returned = mlp.down[e] @ hidden + mlp.down_bias[e]
+            for kind, name in zip(kinds, names, strict=True):
+                returned = normed(kind.each, returned) if name == "NormedExperts" else returned
+            y = y + (returned if at_input else weight * returned)
+        for kind, name in reversed([*zip(kinds, names, strict=True)]):
+            y = kind.out_of(y) if name == "LatentExperts" else y
+            y = normed(kind.output, y) if name == "NormedExperts" else y
+        rows.append(y + copied)
+    return torch.stack(rows)
 
 
-def built(config: dict[str, Any], backend: str = "auto") -> Any:
+def on_backend(options: Any, backend: str) -> Any:
+    """The options with their innermost experts on a backend."""
+    if not isinstance(options, dict):
+        return options
+    found = {name: on_backend(value, backend) for name, value in options.items()}
+    return {**found, "backend": backend} if options.get("type") == "mlp" else found
+
+
+def built(config: Options, backend: str = "auto") -> Any:
     torch.manual_seed(0)
-    experts = {**config["experts"], "backend": backend}
-    moe = build_ffn({**config, "experts": experts}, D).double().eval()
+    block = build_ffn(on_backend(config, backend), D).double().eval()
     with torch.no_grad():
-        for parameter in moe.parameters():  # biases and scales too
+        for parameter in block.parameters():  # biases and scales too
             parameter.add_(0.2 * torch.randn_like(parameter))
-    return moe
+    return block
 
 
 @pytest.mark.parametrize("backend", ["cpu", "loop"])
@@ -139,23 +181,24 @@ def test_the_config_knows_its_size_and_what_padding_holds_reaches_nothing(
     broken = x_BSD.masked_fill(~mask.unsqueeze(-1), torch.nan)
     moe(broken, TokenContext(mask=mask)).hidden[mask].sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in moe.parameters())
-    plain = {"output_bias", "average_k1"}
-    has_networks = config in [CONFIGS[name] for name in plain]
+    has_networks = config == CONFIGS["average-k1"]
     assert (networks(moe) is not None) == has_networks
-    assert bool(memories(moe, x_BSD)) == has_networks
+    shared_alone = config.get("shared_expert") == DENSE
+    has_memories = has_networks or shared_alone or config == CONFIGS["biased"]
+    assert bool(memories(moe, x_BSD)) == has_memories
 
 
 def test_a_latent_space_makes_experts_and_their_products_narrower() -> None:
     config = FFNConfig.model_validate(CONFIGS["latent"])
     moe = built(CONFIGS["latent"])
-    assert moe.experts.up.shape == (E, 12, 6)
+    assert moe.experts.innermost.up.shape == (E, 12, 6)
     # The router, two projections, and for two experts two matrices.
     expected = 2 * (D * E + 2 * D * 6 + 2 * 2 * 6 * 12)
     assert config.flops_per_token(D, 16) == expected
 
 
 def test_noise_of_the_block_reaches_router_and_experts_alike() -> None:
-    moe = built({**CONFIGS["output_bias"], "jitter": 0.3}).train()
+    moe = built({"type": "jittered", "jitter": 0.3, "ffn": CONFIGS["latent-bias"]}).train()
     x_TD = torch.randn(5, D, dtype=torch.float64)
     torch.manual_seed(3)
     y_TD = moe(x_TD).hidden
@@ -166,15 +209,23 @@ def test_noise_of_the_block_reaches_router_and_experts_alike() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "norm_of_no_shared_expert": (
-        {"norms": {"shared": {}}},
-        "norms.shared is of a shared expert, but shared_expert is null; give it one, such as 'swiglu', or "
-        "leave norms.shared out",
-    ),
     "two_noises": (
-        {"jitter": 0.1, "router": {"type": "top_k", "jitter": 0.2}},
-        "jitter (0.1) reaches the router too, which has router.jitter (0.2) of its own; set one of them "
-        "to 0",
+        {
+            "type": "jittered",
+            "jitter": 0.1,
+            "ffn": {"type": "moe", "router": {"type": "top_k", "jitter": 0.2}},
+        },
+        "jitter (0.1) reaches the router too, which has ffn.router.jitter (0.2); set one of them to 0",
+    ),
+    "two_weights": (
+        moe(around("normed", around("latent", around("input_weighted"), width=4), each={})),
+        "experts: each normalises outputs before they are weighted, but experts.type ('input_weighted') "
+        "weighs inputs; write {type: input_weighted, experts: {type: normed, ...}}",
+    ),
+    "weights_of_nothing": (
+        moe(around("input_weighted", around("latent", {"type": "value"}, width=4))),
+        "experts: type 'input_weighted' multiplies what an expert reads, but those of type 'value' read "
+        "nothing; use them without it",
     ),
     "two_limits": (
         {"capacity": {"factor": 1.25, "per_sequence": 4}},
@@ -188,6 +239,40 @@ def test_options_that_contradict_each_other_are_refused(
     options: dict[str, Any], message: str
 ) -> None:
     refuses(lambda: build_ffn({"type": "moe", **options}, D), message)
+
+
+MOVED: dict[str, tuple[Options, str]] = {
+    "latent": ({"latent": {"width": 64}}, "experts: {type: latent, width: 64, experts: {...}}"),
+    "weights_at": ({"weights_at": "input"}, "experts: {type: input_weighted, experts: {...}}"),
+    "jitter": ({"jitter": 0.1}, "{type: jittered, jitter: 0.1, ffn: {type: moe, ...}}"),
+    "output_bias": ({"output_bias": True}, "{type: biased, ffn: {type: moe, ...}}"),
+    "norms.each_expert": (
+        {"norms": {"each_expert": {"eps": 0.1}, "output": None}},
+        "experts: {type: normed, each: {eps: 0.1}, experts: {...}}",
+    ),
+    "norms.shared": (
+        {"norms": {"shared": {}}},
+        "shared_expert: {type: normed, output: {}, ffn: {...}}",
+    ),
+    "norms.output": (
+        {"norms": {"output": {}}},
+        "{type: normed, output: {}, ffn: {type: moe, ...}}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_an_old_name_is_answered_by_the_new_place(name: str) -> None:
+    options, place = MOVED[name]
+    with pytest.raises(ConfigError) as caught:
+        build_ffn({"type": "chain_of_experts", "ffn": options}, D)
+    assert str(caught.value) == f"ffn.{name}: has moved; write {place}"
+
+
+def test_old_names_with_their_defaults_are_read_from_older_runs() -> None:
+    off = {"latent": None, "weights_at": "output", "jitter": 0.0, "output_bias": False}
+    older = FFNConfig.model_validate(moe(norms={"each_expert": None}, **off))
+    assert older == FFNConfig.model_validate(moe())
 
 
 def weights(block: FFNBlock) -> Any:

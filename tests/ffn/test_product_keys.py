@@ -312,11 +312,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "router: query_norm is of queries, but d_query is 0, so that sub-keys see the token itself; set "
         "query_norm to null",
     ),
-    "weights of nothing": (
-        {"experts": {"type": "value"}, "weights_at": "input"},
-        "weights_at (input) multiplies what an expert reads, but those of experts.type ('value') read "
-        "nothing; set weights_at to output",
-    ),
     "both": (
         {"num_experts": 14, "router": "product_key", "zero_computation": {"num_copy": 1}},
         "router.type 'product_key' needs a square number of experts, got 15; use 9 or 16; the router counts "

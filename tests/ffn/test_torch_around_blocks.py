@@ -24,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ffn import FFNBlock, FFNConfig, FFNOutput, RouterConfig, TokenContext, build_ffn
 from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.experts.embeddings import EmbeddingExpertsConfig
+from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn import CombineConfig
 from moe_ffn.kernels.select import BACKENDS
 
@@ -35,7 +37,7 @@ def moe(**options: Any) -> dict[str, Any]:
 
 
 OF_TABLES = [
-    name for name, kind in ExpertsConfig.members.items() if "backend" not in kind.model_fields
+    name for name, kind in ExpertsConfig.members.items() if issubclass(kind, EmbeddingExpertsConfig)
 ]
 """The kinds of experts that no backend computes, and `vmap` goes through."""
 
@@ -47,14 +49,25 @@ SPARSE: dict[str, dict[str, Any]] = {
     "depths-moe": {"type": "mixture_of_depths", "ffn": moe()},
     "moe-sequences": moe(capacity={"per_sequence": 2}),
     "moe-zero": moe(zero_computation={"num_zero": 1, "num_copy": 1, "num_constant": 1}),
-    "moe-latent": moe(
-        latent={"width": 8}, norms={"each_expert": {}, "output": {}}, weights_at="input"
-    ),
+    "moe-nested": {
+        "type": "normed",
+        "output": {},
+        "ffn": moe(
+            experts={
+                "type": "input_weighted",
+                "experts": {
+                    "type": "latent",
+                    "width": 8,
+                    "experts": {"type": "normed", "each": {}, "experts": {"type": "swiglu"}},
+                },
+            }
+        ),
+    },
     **{f"moe-{router}": moe(router=router) for router in RouterConfig.members},
     **{
         f"moe-{experts}": moe(experts={"type": experts, "d_ff": 8, "bias": True})
-        for experts in ExpertsConfig.members
-        if experts not in OF_TABLES
+        for experts, kind in ExpertsConfig.members.items()
+        if issubclass(kind, MatrixExpertsConfig)
     },
     **{
         f"moe-{combine}": moe(shared_expert="swiglu", combine=combine)
@@ -77,8 +90,10 @@ def on(backend: str, config: Any) -> Any:
         return config
     found = {name: on(backend, value) for name, value in config.items()}
     if "num_experts" in found:
-        experts = found.get("experts", {"type": "swiglu", "d_ff": 8})
-        found["experts"] = {**experts, "backend": backend}
+        found.setdefault("experts", {"type": "swiglu", "d_ff": 8, "backend": backend})
+    kind = ExpertsConfig.members.get(found.get("type", ""))
+    if kind is not None and "backend" in kind.model_fields and "num_experts" not in found:
+        found["backend"] = backend
     return found
 
 

@@ -25,6 +25,7 @@ from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, METRICS_FILE, SUMMARY_FILE
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from moe_ffn.training.recovery.checkpoint_file import step_name
+from tests.helpers.programs import python_words
 
 REPOSITORY = Path(__file__).parents[2]
 _WORDS = ("the cat ", "sat on ", "a mat.\n", "def f(x):\n", "    return x\n")
@@ -73,7 +74,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def start(*argv: str, program: str = "experiments.train", **changes: str) -> subprocess.Popen[str]:
     """A program of the project in a process of its own, whose environment has the changes."""
-    return start_command([sys.executable, "-m", program, *argv], **changes)
+    return start_command([sys.executable, *python_words(program), *argv], **changes)
 
 
 def start_script(script: str, *argv: str) -> subprocess.Popen[str]:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from moe_ffn import build_ffn
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.kernels.native import experts
+from moe_ffn.kernels.native import experts as gradient_memory
 
 
 @pytest.fixture(autouse=True)
 def _every_gradient_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "LARGE_BYTES", 0)
+    monkeypatch.setattr(gradient_memory, "LARGE_BYTES", 0)
 
 
 @pytest.fixture
@@ -76,17 +76,17 @@ def test_gradients_add_up(layer: MoEFFN) -> None:
 def test_memory_begins_at_a_cache_line(layer: MoEFFN) -> None:
     gradient = step(layer, torch.randn(12, 8)).grad
     assert gradient is not None
-    assert gradient.data_ptr() % experts.ALIGNMENT == 0
+    assert gradient.data_ptr() % gradient_memory.ALIGNMENT == 0
 
 
 def test_memory_goes_with_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     class Buffer(bytearray):
         """One that can be referred to weakly."""
 
-    monkeypatch.setattr(experts, "bytearray", Buffer, raising=False)
+    monkeypatch.setattr(gradient_memory, "bytearray", Buffer, raising=False)
     weight = nn.Parameter(torch.randn(3, 4))
-    gradient = experts.empty_gradient(weight)
-    (buffer,) = map(weakref.ref, experts._buffers[weight])
+    gradient = gradient_memory.empty_gradient(weight)
+    (buffer,) = map(weakref.ref, gradient_memory._buffers[weight])
 
     del weight
     gc.collect()

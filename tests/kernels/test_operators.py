@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from moe_ffn.kernels import cpu as cpu_backend
+from moe_ffn.kernels import cpu as cpu_operator
 from moe_ffn.kernels.activations import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
 from moe_ffn.kernels.cpu import cpu
 from moe_ffn.kernels.native import routing
@@ -59,15 +59,15 @@ def test_the_operators_of_the_cpu_are_what_torch_asks_for(
 ) -> None:
     weights, plan = make_weights(gate_function=GATES[gate], dropout=0.2), make_plan_of(EXPERTS, 3)
     x_TD = torch.randn(3, 20, requires_grad=True)
-    run = lambda: cpu_backend.run_operator(x_TD, plan, weights)  # noqa: E731
-    opcheck(cpu_backend.experts, called(cpu_backend, "experts", run), test_utils=check)
-    arguments = called(cpu_backend, "experts", run)
+    run = lambda: cpu_operator.run_operator(x_TD, plan, weights)  # noqa: E731
+    opcheck(cpu_operator.experts, called(cpu_operator, "experts", run), test_utils=check)
+    arguments = called(cpu_operator, "experts", run)
     tensors, options = arguments[:10], arguments[10:15]
-    y_TD, kept_NH = (value.detach() for value in cpu_backend.experts(*arguments))
+    y_TD, kept_NH = (value.detach() for value in cpu_operator.experts(*arguments))
     tensors = [None if value is None else value.detach() for value in tensors]
     for wanted in ([True] * 6, [False, True, True, False, False, False]):
         given = (torch.randn_like(y_TD), *tensors, kept_NH, *options, wanted)
-        opcheck(cpu_backend.experts_backward, given, test_utils=check)
+        opcheck(cpu_operator.experts_backward, given, test_utils=check)
 
 
 def test_under_autocast_the_first_product_has_its_dtype(
@@ -80,10 +80,10 @@ def test_under_autocast_the_first_product_has_its_dtype(
     )
     with torch.autocast("cpu", torch.bfloat16):
         arguments = called(
-            cpu_backend, "experts", lambda: cpu_backend.run_operator(x_TD, plan, weights)
+            cpu_operator, "experts", lambda: cpu_operator.run_operator(x_TD, plan, weights)
         )
     assert torch.bfloat16 in arguments
-    opcheck(cpu_backend.experts, arguments, test_utils="test_faketensor")
+    opcheck(cpu_operator.experts, arguments, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,7 +100,7 @@ def test_the_operator_computes_what_cpu_does(
     x_TD = torch.randn(3, 20).to(dtype).requires_grad_()
     leaves = [x_TD, plan.weights_N, *weights.parameters]
     found: list[list[Tensor]] = []
-    for run in (cpu, cpu_backend.run_operator):
+    for run in (cpu, cpu_operator.run_operator):
         y_TD = run(x_TD, plan, weights)
         found.append([y_TD, *torch.autograd.grad(y_TD.float().square().sum(), leaves)])
     for one, other in zip(*found, strict=True):
@@ -109,7 +109,7 @@ def test_the_operator_computes_what_cpu_does(
 
 def test_the_operator_has_no_second_derivative(make_weights: Any, make_plan_of: Any) -> None:
     x_TD = torch.randn(3, 20, requires_grad=True)
-    y_TD = cpu_backend.run_operator(x_TD, make_plan_of(EXPERTS, 3), make_weights())
+    y_TD = cpu_operator.run_operator(x_TD, make_plan_of(EXPERTS, 3), make_weights())
     (grad_TD,) = torch.autograd.grad(y_TD.square().sum(), x_TD, create_graph=True)
     with pytest.raises(RuntimeError, match=r"'cpu' has no second derivative.*to 'loop', which has"):
         grad_TD.sum().backward()

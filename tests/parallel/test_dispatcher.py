@@ -38,9 +38,9 @@ def tokens() -> Tensor:
 def split_(block: MoEFFN, rank: int, num_ranks: int) -> None:
     """Leave this rank its share of the experts."""
     share = block.num_experts // num_ranks
-    for name, parameter in list(block.experts.named_parameters()):
+    for name, parameter in list(block.experts.innermost.named_parameters()):
         part = parameter.detach()[rank * share : (rank + 1) * share].clone()
-        setattr(block.experts, name, nn.Parameter(part))
+        setattr(block.experts.innermost, name, nn.Parameter(part))
     assert dist.group.WORLD is not None
     block.dispatcher = AllToAllDispatcher(block.num_experts, dist.group.WORLD)
 
@@ -179,7 +179,9 @@ def linear_experts() -> MoEFFN:
 def mixed_on_a_rank(rank: int) -> tuple[list[Tensor], list[Tensor]]:
     """The layer's outputs and gradients of ones, in bf16-mixed and in bf16-true."""
     found: tuple[list[Tensor], list[Tensor]] = [], []
-    latent = layer({"router": {"type": "top_k", "k": 2}, "latent": {"width": 4}}).bfloat16()
+    latent = layer(
+        {"router": {"type": "top_k", "k": 2}, "experts": {"type": "latent", "width": 4}}
+    ).bfloat16()
     split_(latent, rank, 2)
     latent(torch.ones(BATCH, D_MODEL, dtype=torch.bfloat16))  # whose product follows in bfloat16
     for dtype in (torch.float32, torch.bfloat16):

@@ -30,7 +30,10 @@ def check_refused(folder: Path, content: bytes, named: str) -> None:
     path = folder / "mine.yaml"
     path.write_bytes(content)
     accepted = AssertionError("was accepted")
-    with contextlib.chdir(folder), patch("moe_ffn.cli.training_run.train", side_effect=accepted):
+    with (
+        contextlib.chdir(folder),
+        patch("moe_ffn.cli.training_run.find_hardware", side_effect=accepted),
+    ):
         start = time.process_time()  # of the answer alone: all that it needs is imported by now
         done = run_here("--config", "mine.yaml")
         seconds = time.process_time() - start

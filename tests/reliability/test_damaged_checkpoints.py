@@ -223,7 +223,7 @@ def test_where_all_are_hostile_no_program_runs(
         write_checkpoint(HOSTILE, path)
     words = [str(folder) if word == "RUN" else word for word in argv]
 
-    done = run_here(*words, program=f"experiments.{program}")
+    done = run_here(*words, program=f"moe_ffn.cli.{program}")
 
     assert done.code == 2, done.stderr
     (line,) = done.own_lines

@@ -133,7 +133,7 @@ def test_programs_that_read_a_run(tmp_path: Path, name: str, what: str) -> None:
     (ACCIDENTS | CONTENTS)[what](folder / name)
 
     for program, argv in READERS.items():
-        done = run_here(str(folder), *argv, program=f"experiments.{program}")
+        done = run_here(str(folder), *argv, program=f"moe_ffn.cli.{program}")
 
         assert done.code in ((0,) if program == "report" else (0, 2)), (program, done)
         if done.code == 2:

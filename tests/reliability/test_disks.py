@@ -127,7 +127,7 @@ def test_a_folder_that_is_removed_comes_back_with_what_is_needed(
         for folder in (left, undisturbed())
     )
     assert_same(weights, expected)
-    text = run_here(str(left), program="experiments.generate")
+    text = run_here(str(left), program="moe_ffn.cli.generate")
     assert text.code == 0, text.stderr
 
 

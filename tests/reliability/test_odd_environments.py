@@ -29,6 +29,7 @@ from moe_ffn.config.environment import (
 )
 from moe_ffn.config.errors import ConfigError, printable
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
+from tests.helpers.programs import python_words
 from tests.helpers.tiny_runs import (
     REPOSITORY,
     Finished,
@@ -280,7 +281,7 @@ def test_a_terminal_without_columns_is_printed_to(
     ("option", "said"), [("--prompt", "UTF-8 text"), ("--temperature", "a number")]
 )
 def test_an_option_that_is_no_utf_8_is_refused(tmp_path: Path, option: str, said: str) -> None:
-    done = run_here(str(tmp_path), option, "\udcff", program="experiments.generate")
+    done = run_here(str(tmp_path), option, "\udcff", program="moe_ffn.cli.generate")
 
     assert done.code == 2
     assert len(done.stderr.splitlines()) == 1
@@ -288,7 +289,7 @@ def test_an_option_that_is_no_utf_8_is_refused(tmp_path: Path, option: str, said
 
 
 def test_a_mistake_quotes_no_control_character(tmp_path: Path) -> None:
-    done = run_here(str(tmp_path / "a\x1b[2Jb"), program="experiments.report")
+    done = run_here(str(tmp_path / "a\x1b[2Jb"), program="moe_ffn.cli.report")
 
     assert done.code == 2
     assert r"a\x1b[2Jb' does not exist" in done.stderr
@@ -316,13 +317,23 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def shell(script: str, *argv: str, variables: dict[str, str], unset: str = "") -> Finished:
+def shell(
+    script: str, program: str, *argv: str, variables: dict[str, str], unset: str = ""
+) -> Finished:
     """A program of the project behind a line of shell, in an environment with other variables."""
     own = environment(**variables)
     for name in unset.split():
         own.pop(name, None)
     done = subprocess.run(
-        ["/bin/sh", "-c", f'{script}\nexec "$@"', "sh", sys.executable, "-m", *argv],
+        [
+            "/bin/sh",
+            "-c",
+            f'{script}\nexec "$@"',
+            "sh",
+            sys.executable,
+            *python_words(program),
+            *argv,
+        ],
         cwd=REPOSITORY,
         env=own,
         stdin=subprocess.DEVNULL,
@@ -394,7 +405,16 @@ def test_threads_that_are_no_number_are_left_to_torch(tmp_path: Path, threads: s
         assert mine["train/loss"][:6] == plain["train/loss"][:6]  # another order of sums
 
 
-@pytest.mark.parametrize("program", ["train", "overhead", "generate", "trace", "benchmark"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "moe_ffn.cli.train",
+        "experiments.overhead",
+        "moe_ffn.cli.generate",
+        "moe_ffn.cli.trace",
+        "experiments.benchmark",
+    ],
+)
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -408,15 +428,15 @@ def test_where_torch_cannot_be_imported_that_is_said(
     tmp_path: Path, program: str, script: str, said: str
 ) -> None:
     needed = {
-        "generate": [str(finished_copy(tmp_path)), "--prompt", "a"],
-        "trace": [str(tmp_path / "run"), "--text", "a"],
-        "benchmark": ["--shape", "4,4,4,4,2,fp32"],
+        "moe_ffn.cli.generate": [str(finished_copy(tmp_path)), "--prompt", "a"],
+        "moe_ffn.cli.trace": [str(tmp_path / "run"), "--text", "a"],
+        "experiments.benchmark": ["--shape", "4,4,4,4,2,fp32"],
     }
     variables = {"GONE": str(tmp_path / "gone"), "PYTHONPATH": str(REPOSITORY)}
     variables |= {"TMPDIR": NOWHERE}
     argv = needed.get(program, ["--run.output_dir", str(tmp_path / "runs")])
 
-    done = shell(script, f"experiments.{program}", *argv, variables=variables)
+    done = shell(script, program, *argv, variables=variables)
 
     assert done.code == 2, done.stderr
     assert done.stderr.startswith(said)
@@ -432,15 +452,23 @@ PYTHON = {"PYTHONOPTIMIZE": "2", "PYTHONWARNINGS": "error", "COLUMNS": "0", "HOM
 @pytest.mark.parametrize(
     ("argv", "variables"),
     [
-        (("generate", "RUN", "--prompt", "é"), LAUNCHER),
-        (("generate", "RUN", "--prompt", "é"), PYTHON | NARROW),
-        (("trace", "RUN", "--text", "é\udcff"), NARROW),
-        (("trace", "RUN", "--text", "é\udcff"), LAUNCHER | PYTHON),
-        (("report", "RUN"), LAUNCHER | NARROW),
-        (("report", "--watch", "RUN"), PYTHON),
-        (("dashboard", "--help"), LAUNCHER | NARROW),
+        (("moe_ffn.cli.generate", "RUN", "--prompt", "é"), LAUNCHER),
+        (("moe_ffn.cli.generate", "RUN", "--prompt", "é"), PYTHON | NARROW),
+        (("moe_ffn.cli.trace", "RUN", "--text", "é\udcff"), NARROW),
+        (("moe_ffn.cli.trace", "RUN", "--text", "é\udcff"), LAUNCHER | PYTHON),
+        (("moe_ffn.cli.report", "RUN"), LAUNCHER | NARROW),
+        (("moe_ffn.cli.report", "--watch", "RUN"), PYTHON),
+        (("moe_ffn.cli.dashboard", "--help"), LAUNCHER | NARROW),
         (
-            ("benchmark", "--shape", "2,4,4,2,1,fp32", "--rounds", "1", "--output", "NEW"),
+            (
+                "experiments.benchmark",
+                "--shape",
+                "2,4,4,2,1,fp32",
+                "--rounds",
+                "1",
+                "--output",
+                "NEW",
+            ),
             LAUNCHER | PYTHON,
         ),
     ],
@@ -454,17 +482,24 @@ def test_what_does_not_train_cares_for_none_of_it(
         places["RUN"] = str(finished_copy(tmp_path))
 
     words = [places.get(word, word) for word in argv]
-    done = shell("", f"experiments.{words[0]}", *words[1:], variables=variables)
+    done = shell("", *words, variables=variables)
 
     assert done.code == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout
 
 
-@pytest.mark.parametrize("argv", [("train", "--help"), ("train", "--help", "model"), ("compare",)])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("moe_ffn.cli.train", "--help"),
+        ("moe_ffn.cli.train", "--help", "model"),
+        ("moe_ffn.cli.compare",),
+    ],
+)
 @pytest.mark.slow
 def test_help_needs_no_docstrings(argv: tuple[str, ...]) -> None:
-    done = shell("", f"experiments.{argv[0]}", *argv[1:], variables={"PYTHONOPTIMIZE": "2"})
+    done = shell("", *argv, variables={"PYTHONOPTIMIZE": "2"})
 
     assert done.code == 0, done.stderr
     assert len(done.stdout.splitlines()) > 3
@@ -482,14 +517,14 @@ def test_a_misspelt_option_needs_no_docstrings() -> None:
 # -- terminals of any size
 
 
-def on_terminal(lines: int, columns: int, *argv: str) -> tuple[int, str]:
+def on_terminal(lines: int, columns: int, program: str, *argv: str) -> tuple[int, str]:
     """Exit code of a program, and what its terminal of this size was sent."""
     own, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     variables = environment(TERM="xterm")
     del variables["COLUMNS"]
     process = subprocess.Popen(
-        [sys.executable, "-m", *argv],
+        [sys.executable, *python_words(program), *argv],
         cwd=REPOSITORY, env=variables, stdin=its, stdout=its, stderr=its,
     )  # fmt: skip
     os.close(its)
@@ -523,8 +558,8 @@ def test_a_terminal_of_any_size_is_drawn_on(tmp_path: Path, size: tuple[int, int
 def test_a_text_with_control_characters_is_escaped_on_a_terminal_alone(tmp_path: Path) -> None:
     argv = (str(finished_copy(tmp_path)), "--prompt", "\x1b[2Ja", "--num-tokens", "4")
 
-    code, sent = on_terminal(24, 80, "experiments.generate", *argv)
-    piped = run(*argv, program="experiments.generate")
+    code, sent = on_terminal(24, 80, "moe_ffn.cli.generate", *argv)
+    piped = run(*argv, program="moe_ffn.cli.generate")
 
     assert code == piped.code == 0
     assert "\\x1b[2Ja" in sent
@@ -534,7 +569,7 @@ def test_a_text_with_control_characters_is_escaped_on_a_terminal_alone(tmp_path:
 
 @pytest.mark.slow
 def test_standard_input_that_is_closed_is_no_text(tmp_path: Path) -> None:
-    argv = ("experiments.trace", str(finished_copy(tmp_path)), "--text", "-")
+    argv = ("moe_ffn.cli.trace", str(finished_copy(tmp_path)), "--text", "-")
 
     done = shell("exec <&-", *argv, variables={})
 

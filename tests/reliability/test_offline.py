@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_ffn.cli import __main__ as console
+from tests.helpers.programs import python_words
 from tests.helpers.tiny_runs import Finished, environment, options
 
 pytestmark = pytest.mark.slow
@@ -18,7 +20,7 @@ MAX_SECONDS = 240
 """For one program. Each waits for nothing, so this is what a slow machine computes."""
 KEY = {"WANDB_API_KEY": "0123456789" * 4}
 """An API key that is well formed, and nobody's."""
-PROGRAMS = ("train", "generate", "report", "trace", "dashboard", "benchmark", "compare", "sweep")
+PROGRAMS = (*(f"moe_ffn.cli.{name}" for name in console.PROGRAMS), "experiments.benchmark")
 
 IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 """Runs its arguments in a pseudo-terminal where nobody types."""
@@ -53,7 +55,7 @@ def test_the_quickstart(tmp_path: Path, terminal: bool, variables: dict[str, str
         (("report", str(run)), "report.html"),
         (("trace", str(run), "--text", "import os"), "next: the token"),
     ):
-        words = ("-m", f"experiments.{program}", *argv)
+        words = ("-m", "moe_ffn.cli", program, *argv)
         check_ended(cut_off(tmp_path, *words, terminal=terminal, **variables), shown)
 
 
@@ -65,15 +67,15 @@ def test_the_package(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_help_of_a_program(tmp_path: Path, program: str) -> None:
-    ended = cut_off(tmp_path, "-m", f"experiments.{program}", "--help")
+    ended = cut_off(tmp_path, *python_words(program), "--help")
 
-    check_ended(ended, f"experiments.{program}")
+    check_ended(ended, f"{program.rpartition('.')[2]} ")
 
 
 def test_a_dashboard_as_json(tmp_path: Path) -> None:
     argv = ("--entity", "me", "--project", "moe_ffn", "--json", "-")
 
-    check_ended(cut_off(tmp_path, "-m", "experiments.dashboard", *argv), '"sections"')
+    check_ended(cut_off(tmp_path, "-m", "moe_ffn.cli", "dashboard", *argv), '"sections"')
 
 
 def cut_off(folder: Path, *argv: str, terminal: bool = False, **variables: str) -> Finished:

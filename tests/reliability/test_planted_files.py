@@ -167,7 +167,7 @@ def test_links_to_runs_and_their_folders_are_followed(tmp_path: Path) -> None:
     link.symlink_to(run)
 
     for program in ("generate", "trace", "report", "compare"):
-        done = run_here(*PROGRAMS[program](link), program=f"experiments.{program}")
+        done = run_here(*PROGRAMS[program](link), program=f"moe_ffn.cli.{program}")
         assert done.code == 0, (program, done.stderr)
     done = run_here("--resume", str(link), "--trainer.max_steps", "14")
     assert done.code == 0, done.stderr
@@ -183,7 +183,7 @@ def test_checkpoints_on_a_disk_that_is_not_mounted_are_named(tmp_path: Path) -> 
     (run / CHECKPOINTS_FOLDER).rename(tmp_path / "other-disk")
     (run / CHECKPOINTS_FOLDER).symlink_to(tmp_path / "unmounted")
 
-    done = run_here(str(run), program="experiments.generate")
+    done = run_here(str(run), program="moe_ffn.cli.generate")
 
     assert (done.code, done.own_lines) == (
         2,

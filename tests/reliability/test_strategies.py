@@ -109,10 +109,10 @@ def check_best_weights(run_folder: Path) -> None:
         assert torch.equal(value.double(), best[f"decoder.{name}"].double()), name
     if loaded.config.model.causal:
         generate = (str(run_folder), "--num-tokens", "2")
-        assert run_here(*generate, program="experiments.generate").code == 0
+        assert run_here(*generate, program="moe_ffn.cli.generate").code == 0
     if loaded.decoder.routers():
         trace = (str(run_folder), "--text", "the cat")
-        assert run_here(*trace, program="experiments.trace").code == 0
+        assert run_here(*trace, program="moe_ffn.cli.trace").code == 0
 
 
 def train(*argv: str, code: int = 0) -> str:

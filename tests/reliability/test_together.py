@@ -224,7 +224,7 @@ def test_the_report_program_while_a_run_trains(tmp_path: Path) -> None:
     while not (read / CONFIG_FILE).is_file() and process.poll() is None:
         time.sleep(0.01)
     while process.poll() is None:
-        ended = run(str(read), program="experiments.report")
+        ended = run(str(read), program="moe_ffn.cli.report")
         assert (ended.code, ended.stderr) == (0, "")
         check_page(read / "report.html")
         num_pages += 1

@@ -44,7 +44,7 @@ def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
     for name in ("resource", "moe_ffn.cli.training_run"):
         importlib.import_module(name)
     run = _write_run(tmp_path_factory.mktemp("imported") / "run")
-    done = run_here(str(run), program="experiments.report")
+    done = run_here(str(run), program="moe_ffn.cli.report")
     assert done.code == 0, done.stderr
     prepare(
         DataConfig.model_validate(
@@ -78,7 +78,7 @@ def _write_run(folder: Path) -> Path:
 
 def _refused(program: str, *argv: str) -> str:
     with nobody():
-        done = run_here(*argv, program=f"experiments.{program.split()[0]}")
+        done = run_here(*argv, program=f"moe_ffn.cli.{program.split()[0]}")
     assert done.code == 2, done.stderr
     (line,) = done.own_lines
     return line.removeprefix("error: ")
@@ -181,7 +181,7 @@ def test_a_page_needs_no_more_than_it_shows(folder: Path, place: Path) -> None:
     try:
         with nobody():
             done = run_here(
-                str(folder), "--output", str(place / "page.html"), program="experiments.report"
+                str(folder), "--output", str(place / "page.html"), program="moe_ffn.cli.report"
             )
     finally:
         (folder / CHECKPOINTS_FOLDER).chmod(0o755)

@@ -400,7 +400,7 @@ def program(
     def run(name: str, *argv: str) -> tuple[int, str, str]:
         import importlib
 
-        module = importlib.import_module(f"experiments.{name}")
+        module = importlib.import_module(f"moe_ffn.cli.{name}")
         monkeypatch.setattr(sys, "argv", [name, *argv])
         monkeypatch.setenv("COLUMNS", "300")
         try:

@@ -450,7 +450,7 @@ def test_the_planned_traffic_is_what_a_hook_counts(
     [
         {"type": "mixture_of_depths", "ffn": MOE, "router": {**GATE, "k": 0.25}},
         {**MOE, "zero_computation": {"num_zero": 4}},
-        {**MOE, "latent": {"width": 8}},
+        {**MOE, "experts": {"type": "latent", "width": 8, "experts": MOE.get("experts", "swiglu")}},
     ],
     ids=["a quarter of the tokens", "half of the pairs", "a quarter of the width"],
 )

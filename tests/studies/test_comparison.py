@@ -629,13 +629,14 @@ def test_options_that_an_older_version_did_not_have_are_no_difference() -> None:
     ffn = {"type": "moe", "num_experts": 8, "router": {"type": "top_k", "k": 2}}
     older = TrainConfig.model_validate({"model": {"ffn": ffn}}).to_dict()
     newer = TrainConfig.model_validate(
-        {"model": {"ffn": ffn | {"latent": {"width": 16}}}}
+        {"model": {"ffn": ffn | {"zero_computation": {"num_zero": 1}}}}
     ).to_dict()
-    for option in ("weights_at", "latent", "norms"):
+    for option in ("combine", "zero_computation"):
         del older["model"]["ffn"][option]
+    older["model"]["ffn"]["latent"] = None  # an option of that version which is gone
     del older["parallel"]
 
-    assert what_differs(older, newer) == ['model.ffn.latent: null -> {"width": 16, "bias": false}']
+    assert what_differs(older, newer) == ["model.ffn.zero_computation.num_zero: 0 -> 1"]
     now = TrainConfig.model_validate(older).to_dict()
     runs = [make_result("moe").model_copy(update={"config": config}) for config in (older, now)]
     require_same_options("moe", runs)

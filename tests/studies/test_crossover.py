@@ -89,7 +89,7 @@ def test_the_program_shows_it(tmp_path: Path) -> None:
     change(base / "config.yaml", data__batch_size=1, data__seq_len=5)
     change(base / "facts.json", flops_per_token=1000)
     done = run_here(
-        str(tmp_path / "study"), "--base", str(base), program="experiments.crossover"
+        str(tmp_path / "study"), "--base", str(base), program="moe_ffn.cli.crossover"
     )  # fmt: skip
 
     assert done.code == 0, done.stderr
@@ -101,12 +101,12 @@ def test_the_program_shows_it(tmp_path: Path) -> None:
     assert "up is at or below" not in done.stdout
     add_results(tmp_path / "study", [make_result("late", 0, is_finished=False)])
     done = run_here(
-        str(tmp_path / "study"), "--base", str(base), program="experiments.crossover"
+        str(tmp_path / "study"), "--base", str(base), program="moe_ffn.cli.crossover"
     )  # fmt: skip
     assert done.code == 1
     assert "left out: " in done.stderr
     none = run_here(
-        str(base), "--base", str(base), program="experiments.crossover"
+        str(base), "--base", str(base), program="moe_ffn.cli.crossover"
     )  # fmt: skip
     assert none.code == 2
     assert "none of these runs has init_from" in none.stderr

@@ -267,7 +267,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"ffn": moe(capacity__per_sequence=2)},
         "model.ffn.capacity.per_sequence (2) has no equal",
     ),
-    "latent experts": ({"ffn": moe(latent__width=8)}, "model.ffn.latent.width (8) has no equal"),
+    "latent experts": (
+        {"ffn": moe(experts={"type": "latent", "width": 8})},
+        'model.ffn.experts.type ("latent") has no equal',
+    ),
     "capacity": (
         {"ffn": moe(capacity__eval_factor=2.0)},
         "model.ffn.capacity.eval_factor (2.0) has no equal",

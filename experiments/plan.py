@@ -1,7 +1,0 @@
-"""`python -m experiments.plan --help`; the program itself is `moe_ffn.cli.plan`."""
-
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.plan import main
-
-if __name__ == "__main__":
-    raise SystemExit(exit_on_bad_input(main))

@@ -1,7 +1,0 @@
-"""`python -m experiments.report --help`; the program itself is `moe_ffn.cli.report`."""
-
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.report import main
-
-if __name__ == "__main__":
-    raise SystemExit(exit_on_bad_input(main))
