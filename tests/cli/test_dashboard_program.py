@@ -160,8 +160,8 @@ NO_NAME = (
         ),
         (
             [*WHERE, "--colour"],
-            "--colour: unknown; known: --help, --version, --entity, --project, --name, --layers, "
-            "--replace, --json",
+            "--colour: unknown; known: --help, --version, --verbose, --quiet, --entity, --project, "
+            "--name, --layers, --replace, --json",
         ),
     ],
 )
