@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
     """Answers `--version`, raises ConfigError for a mistake, and splits no word of its help."""
 
     def __init__(self, **options: Any) -> None:
-        """Take the options of `argparse.ArgumentParser`; `moe-ffn NAME` in a description becomes the typed command."""
+        """Take the options of `argparse.ArgumentParser`, and show `moe-ffn NAME` as it was typed."""
         description = as_typed(options.pop("description", None) or "")  # none in `python -OO`
         defaults = {"formatter_class": _Formatter, "allow_abbrev": False}
         super().__init__(description=description, **(defaults | options))

@@ -12,7 +12,7 @@ and its values), or both:
 
 Further options are those of moe-ffn train, for all runs. The runs are in runs/NAME/; given the same command
 again, finished runs are not repeated, those that were interrupted are resumed and those that failed are
-tried again; what an unfinished run with other options left is set aside.
+tried again; an unfinished run with other options is moved away.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class ExpertsConfig(TaggedConfig, frozen=True):
     By default the `experts_per_token` experts of a token share the width of the dense block, so that
     a layer costs as much as the dense block.
 
-    Custom experts subclass this in any file, define `build`, `params_per_expert` and `flops_per_pair`, and are
-    named in YAML as `experts: {type: my_module:MyConfig}`; see the README.
+    Custom experts subclass this in any file and define `build`, `params_per_expert` and `flops_per_pair`.
+    YAML names them as `experts: {type: my_module:MyConfig}`; see the README.
     """
 
     divides_over_ranks: ClassVar[bool] = False

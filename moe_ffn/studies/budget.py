@@ -41,7 +41,7 @@ class Budget:
             vocab_size: None takes the most that the tokenizer may have.
 
         Raises:
-            ConfigError: a part from outside the package counts wrongly; see `check_counts`.
+            ConfigError: a custom part counts wrongly; see `check_counts`.
         """
         check_counts(config)
         model, data, trainer = config.model, config.data, config.trainer
