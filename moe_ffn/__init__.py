@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from moe_ffn.runs.reader import load_run
     from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CapacityConfig",

@@ -94,7 +94,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
 
-    assert {name.split("/")[0] for name in names} == {"moe_ffn", "moe_ffn-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"moe_ffn", "moe_ffn-0.2.0.dist-info"}
     missing = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "moe_ffn").rglob("*")
@@ -107,7 +107,7 @@ def test_the_metadata_says_whose_it_is(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
         metadata = message_from_bytes(archive.read(name))
-        license_text = archive.read("moe_ffn-0.1.0.dist-info/licenses/LICENSE")
+        license_text = archive.read("moe_ffn-0.2.0.dist-info/licenses/LICENSE")
 
     assert metadata["Name"] == "moe_ffn"
     assert metadata["Author"] == "The moe_ffn authors"

@@ -136,7 +136,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def versions() -> str:
-    """`moe_ffn 0.1.0, torch 2.13.0, Python 3.11.4`."""
+    """`moe_ffn 0.2.0, torch 2.13.0, Python 3.11.4`."""
     found = {"moe_ffn": "(not installed)", "torch": ""}
     for package in found:
         try:

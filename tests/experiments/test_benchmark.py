@@ -364,7 +364,7 @@ def test_csv_holds_a_line_per_result_with_the_machine(tmp_path: Path) -> None:
         *("num_tokens", "d_model", "d_ff", "num_experts", "k", "dtype", "torch", "threads"),
     ]
     assert first["case"] == "a, b"
-    assert (first["version"], second["version"]) == (torch.__version__, "0.1.0")
+    assert (first["version"], second["version"]) == (torch.__version__, "0.2.0")
     assert (second["ratio"], second["ratio_to"], second["threads"]) == ("1.5", DENSE, "4")
 
 
