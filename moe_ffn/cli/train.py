@@ -20,8 +20,8 @@ from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.files import reason
 from moe_ffn.kernels.memory import out_of_memory
 from moe_ffn.runs import folder as run_folder
-from moe_ffn.runs.checkpoints import fixed_options
 from moe_ffn.runs.config import Resume, TrainConfig, differences, own_config
+from moe_ffn.runs.identity import fixed_options
 from moe_ffn.runs.memory import training_needs
 from moe_ffn.runs.outside_code import comparable_options
 

@@ -1,9 +1,7 @@
-"""Checkpoints of a run: the run that one belongs to, and the newest good one."""
+"""Checkpoints of a run: the newest good one, and why others are skipped."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,85 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import printable
-from moe_ffn.data.prepare import PreparedData
-from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.runs.config import TrainConfig, differences
-from moe_ffn.runs.outside_code import comparable_options
+from moe_ffn.runs.config import differences
 from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,
     IDENTITY,
     CheckpointError,
     read_checkpoint,
 )
-
-RUN_ID = "run_id"
-"""Key of the run's id in the identity of a checkpoint and in `facts.json`."""
-
-# -- whose checkpoint it is
-
-
-def fixed_options(config: TrainConfig) -> dict[str, Any]:
-    """Return the options that cannot be changed when a run is resumed."""
-    began_with = {} if config.init_from is None else {"init_from": config.init_from}
-    return {
-        **began_with,
-        "seed": config.seed,
-        "model": _without_free(comparable_options(config.model)),
-        "data": {
-            "tokenizer": comparable_options(config.data.tokenizer),
-            "validation_percent": config.data.validation_percent,
-            "seq_len": config.data.seq_len,
-            "batch_size": config.data.batch_size,
-        },
-        "optimizer": {"type": comparable_options(config.optimizer)["type"]},
-        "trainer": {"accumulate_grad_batches": config.trainer.accumulate_grad_batches},
-    }
-
-
-def _without_free(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the options of a model that change only its speed or its evaluation."""
-    return {
-        key: _without_free(value) if isinstance(value, Mapping) else value
-        for key, value in options.items()
-        if key not in ("backend", "eval_factor")
-    }
-
-
-def checkpoint_identity(
-    config: TrainConfig, data: PreparedData, run_id: str | None = None
-) -> dict[str, Any]:
-    """Return what every checkpoint of a run holds: its fixed options, hashes of its data, and its id."""
-    options = fixed_options(config)
-    hashes = {"corpus": {"sha256": data.corpus_sha256}, "tokenizer": _hash(data.tokenizer)}
-    whose = {} if run_id is None else {RUN_ID: run_id}
-    return {**options, "data": {**options["data"], **hashes}, **whose}
-
-
-def identity_of_weights(
-    config: TrainConfig, tokenizer: Tokenizer, run_id: str | None = None
-) -> dict[str, Any]:
-    """Return the part of an identity that decides whether a model can take the weights."""
-    return {
-        "model": fixed_options(config)["model"],
-        "data": {"tokenizer": _hash(tokenizer), "seq_len": config.data.seq_len},
-        **({} if run_id is None else {RUN_ID: run_id}),
-    }
-
-
-def _hash(tokenizer: Tokenizer) -> dict[str, str]:
-    return {"sha256": tokenizer_sha256(tokenizer.to_dict())}
-
-
-def tokenizer_sha256(values: Mapping[str, Any]) -> str:
-    """Return the hash that identifies a tokenizer.
-
-    Args:
-        values: its `to_dict`, as `tokenizer.json` holds it.
-    """
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-# -- the newest good one
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.outputs import Routing
 from moe_ffn.runs.checkpoints import (
     best_checkpoint,
-    identity_of_weights,
     newest_good,
     refusal_of_weights,
 )
@@ -46,6 +45,7 @@ from moe_ffn.runs.folder import (
     is_trained_here,
     reading,
 )
+from moe_ffn.runs.identity import identity_of_weights
 from moe_ffn.runs.json_files import Alarm, Facts, Summary
 from moe_ffn.runs.outside_code import warn_if_code_changed
 from moe_ffn.runs.rows import Rows, Series

@@ -21,8 +21,6 @@ from moe_ffn.files import (
 )
 from moe_ffn.runs.assemble import make_callbacks
 from moe_ffn.runs.checkpoints import (
-    RUN_ID,
-    checkpoint_identity,
     newest_good,
     refusal_of_weights,
 )
@@ -42,6 +40,7 @@ from moe_ffn.runs.folder import (
     git_revision,
     reading,
 )
+from moe_ffn.runs.identity import RUN_ID, checkpoint_identity
 from moe_ffn.runs.json_files import CodeEntries, Facts
 from moe_ffn.runs.outside_code import code_files
 from moe_ffn.training.module import LanguageModel

@@ -19,8 +19,8 @@ from moe_ffn.config.errors import ConfigError, explain
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.files import read_bytes, read_text, write_whole
 from moe_ffn.model.decoder import is_inner
-from moe_ffn.runs.checkpoints import tokenizer_sha256
 from moe_ffn.runs.folder import CONFIG_FILE, SUMMARY_FILE, TOKENIZER_FILE, reading
+from moe_ffn.runs.identity import tokenizer_sha256
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies.budget import Budget, Cost

@@ -464,7 +464,10 @@ def test_a_flag_that_looks_like_another(refuse: Callable[..., str], flag: str, m
         ("study_page a.yaml --run runs", "--run: unknown; did you mean '--runs'?"),
         ("crossover RUN --bse a", "--bse: unknown; did you mean '--base'?"),
         ("convert a b --trust_code", "--trust_code: unknown; did you mean '--trust-code'?"),
-        ("convert a b --zzz", "--zzz: unknown; known: --help, --version, --trust-code"),
+        (
+            "convert a b --zzz",
+            "--zzz: unknown; known: --help, --version, --verbose, --quiet, --trust-code",
+        ),
         ("dashboard --entiy me", "--entiy: unknown; did you mean '--entity'?"),
         ("plan --gpu_s 8", "--gpu_s: unknown; did you mean '--gpus'?"),
         ("plan --print_config", "--print_config: unknown; did you mean '--print-config'?"),

@@ -21,8 +21,9 @@ from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import prepare
 from moe_ffn.data.split import Documents
 from moe_ffn.runs.assemble import build_module
-from moe_ffn.runs.checkpoints import checkpoint_identity, newest_good, refusal_of_weights
+from moe_ffn.runs.checkpoints import newest_good, refusal_of_weights
 from moe_ffn.runs.config import Resume, TrainConfig, differences
+from moe_ffn.runs.identity import checkpoint_identity
 from moe_ffn.runs.resume import Start, find_start, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
