@@ -58,11 +58,11 @@ class Parser(argparse.ArgumentParser):
             nargs=0,
             dest=argparse.SUPPRESS,  # no value among those of the options
             default=argparse.SUPPRESS,
-            help="print the versions of this package, torch and Python, and stop",
+            help="print the versions of moe_ffn, torch and Python",
         )
         for flags, meaning in (
             (("-v", "--verbose"), "more"),
-            (("-q", "--quiet"), "nothing but errors"),
+            (("-q", "--quiet"), "errors alone"),
         ):
             self.add_argument(
                 *flags,

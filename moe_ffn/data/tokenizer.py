@@ -64,7 +64,7 @@ class Tokenizer(ABC):
         Raises:
             TypeError, ValueError: an id is not an integer, or not in the vocabulary.
         """
-        places = list(map(operator.index, ids.tolist() if isinstance(ids, Tensor) else ids))
+        places = list(map(_whole_number, ids.tolist() if isinstance(ids, Tensor) else ids))
         outside = [place for place in places if not 0 <= place < self.vocab_size]
         if outside:
             raise ValueError(f"ids must lie in [0, {self.vocab_size}), got {outside[0]}")
@@ -78,6 +78,13 @@ class Tokenizer(ABC):
     def to_hugging_face(self) -> dict[str, Any] | None:
         """Content of a `tokenizer.json` of Hugging Face; None if there is no equivalent."""
         return None
+
+
+def _whole_number(index: Any) -> int:
+    try:
+        return operator.index(index)
+    except TypeError as error:
+        raise TypeError(f"ids must be whole numbers, got {show(index)}") from error
 
 
 class TokenizerConfig(TaggedConfig, frozen=True):

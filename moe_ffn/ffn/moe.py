@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_ffn.config.base import MAX_COUNT, describe_options, errors_at
 from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, plan_of_list
-from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo, parts_of
 from moe_ffn.ffn.inputs import check_input, flatten_tokens
@@ -195,9 +195,9 @@ class MoEFFN(FFNBlock):
         x_TD = x.reshape(-1, self.d_model)
         routing = self.capacity.limit(routing, training=self.training)
         plan = self.make_plan(routing, self.num_experts)
-        sent = self.dispatcher.dispatch(self.experts.before_dispatch(x_TD), plan)
+        sent = self.dispatcher.dispatch(self._own_experts.before_dispatch(x_TD), plan)
         shared = self._shared(x, context)  # computed while tokens travel
-        y_TD = self.experts.after_combine(sent.combine(self.experts(sent.rows(), sent.plan)))
+        y_TD = self._own_experts.after_combine(sent.combine(self.experts(sent.rows(), sent.plan)))
         y_TD = self._with_zero_computation(y_TD, x_TD, routing)
         output = FFNOutput(y_TD.to(x.dtype).view_as(x), {"routing": routing})
         return self._with_shared(output, shared, x, context)
@@ -210,6 +210,14 @@ class MoEFFN(FFNBlock):
         """
         if is_transform_on() and not self.experts.by_row:
             refuse_vmap(x, self.parameters())
+
+    @property
+    def _own_experts(self) -> Experts:
+        """The experts below the adapters that peft puts in their place."""
+        experts: Any = self.experts
+        while not isinstance(experts, Experts):
+            experts = experts.base_layer
+        return experts
 
     def _shared(self, x: Tensor, context: TokenContext | None) -> Tensor | None:
         return None if self.shared_expert is None else self.shared_expert(x, context).hidden

@@ -127,7 +127,10 @@ def watch(
 
 def _has_begun(folder: Path) -> bool:
     """Return whether a run's folder has files, or something else is in its place."""
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    try:
+        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError:  # `check_is_run` gives the reason
+        return True
 
 
 def stamp_of(folders: Sequence[Path]) -> Stamp:

@@ -15,8 +15,8 @@ from moe_ffn.config.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 KNOWN_BLOCKS = (
-    "bilinear, chain_of_experts, clamped_swiglu, conv, dense, geglu, geglu_tanh, glu, identity, "
-    "mixture_of_depths, moe, ngram_memory, reglu, soft_capped_swiglu, soft_moe, swiglu"
+    "biased, bilinear, chain_of_experts, clamped_swiglu, conv, dense, geglu, geglu_tanh, glu, identity, "
+    "jittered, mixture_of_depths, moe, ngram_memory, normed, reglu, soft_capped_swiglu, soft_moe, swiglu"
 )
 
 KNOWN_OPTIMIZERS = (

@@ -108,7 +108,7 @@ def test_a_width_shows_what_it_would_take_to_be_solved(show: Show) -> None:
     width = "--model.ffn.experts.d_ff"
     shown = show("--help", width.removeprefix("--"))
     assert "by default the dense block's" in shown
-    assert f"{width}.match (required) What is made equal" in shown
+    assert f"{width}.match (required) Budget to make equal" in shown
     assert "One of: total_params, active_params, flops_per_token." in shown
     assert f"{width}.of (required)" in shown
 

@@ -61,7 +61,10 @@ def refuse(
             "--shape 64,16,8,4,9,fp32: K (9) must not exceed E (4); lower K or raise E",
         ),
         (["--output", "."], "--output '.' exists already; name a new folder, or remove it"),
-        (["--sweet", "rows"], "--sweet: unknown; known: --help, --version, --suite, --shape"),
+        (
+            ["--sweet", "rows"],
+            "--sweet: unknown; known: --help, --version, --verbose, --quiet, --suite",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -142,7 +145,7 @@ raise SystemExit(main({argv}))
 """
 
 ABSENT = {
-    *("wandb", "datasets", "pandas", "plotly"),
+    *("wandb", "datasets", "pandas"),
     *("transformers", "st_moe_pytorch", "mixture_of_experts"),
 }
 

@@ -32,7 +32,8 @@ def check_answer(program: str, *argv: str, named: str | None) -> Finished:
     What would end the program with a traceback is raised here.
     """
     before, start = snapshot(Path()), time.process_time()
-    done = run_here(*argv, program=f"moe_ffn.cli.{program}")
+    package = "experiments" if program in ("benchmark", "overhead") else "moe_ffn.cli"
+    done = run_here(*argv, program=f"{package}.{program}")
     assert time.process_time() - start < MAX_SECONDS, "took long"
     if named is None:
         assert done.code == 0, done.stderr

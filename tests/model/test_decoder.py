@@ -70,7 +70,7 @@ PADDABLE = {name: ffn for name, ffn in FFNS.items() if "forced" not in name}
 """Without the router that goes by a token's place in the batch."""
 DRAWS = {
     *("moe-noisy_top_k", "moe-noisy_top_k-capacity", "moe-drop_random"),
-    *("moe-sparse_mixer", "moe-sparse_mixer-capacity"),
+    *("moe-sparse_mixer", "moe-sparse_mixer-capacity", "jittered"),
 }
 """In training these draw a number per place of the batch, and padding moves the places."""
 

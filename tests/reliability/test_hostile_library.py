@@ -36,8 +36,8 @@ MOE = {"type": "moe"}
 BAD_CONFIGS: list[tuple[Any, str]] = [
     (None, "must be a mapping of options, got None"),
     ([], "must be a mapping of options, got []"),
-    ("", "type: unknown ''; known: bilinear, "),
-    ({1: 2}, "type: missing; one of: bilinear, "),
+    ("", "type: unknown ''; known: biased, bilinear, "),
+    ({1: 2}, "type: missing; one of: biased, bilinear, "),
     ({"type": True}, "type: must be a name, got True; known: "),
     ({"type": ["moe"]}, "type: must be a name, got ['moe']; known: "),
     ({"type": " moe"}, "type: unknown ' moe'; did you mean 'moe'?; known: "),
