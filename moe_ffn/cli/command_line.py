@@ -122,7 +122,7 @@ def parse_flags(
     parser.add_argument(
         "--print-schema",
         action="store_true",
-        help="print the JSON schema of the YAML, for editors, and stop",
+        help="print the JSON schema of the YAML for editors, and stop",
     )
     parser.add_argument(
         *("-h", "--help"),

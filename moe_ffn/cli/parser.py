@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
                 nargs=0,
                 dest=argparse.SUPPRESS,
                 default=argparse.SUPPRESS,
-                help=f"log {meaning} on stderr",
+                help=f"log {meaning}",
             )
 
     def add_run(self) -> None:

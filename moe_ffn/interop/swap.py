@@ -17,7 +17,6 @@ from moe_ffn.ffn.dense import DenseConfig, GatedConfig
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.interop.transformers import activation_of
 from moe_ffn.kernels.activations import GATE_ACTIVATIONS, GatedType
-from moe_ffn.weights.upcycle import as_experts
 
 GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("c_fc", "c_proj")
 """Names of the matrices of an FFN in Llama and Qwen (our gate, up, down), and in GPT-2 (our up, down)."""
@@ -256,6 +255,8 @@ def _with_experts_like(
     own: DenseConfig | GatedConfig, target: MoEConfig, d_model: int
 ) -> MoEConfig:
     """`target`, with what it does not say of its experts as the FFN has it."""
+    from moe_ffn.weights.upcycle import as_experts  # needs YAML, which is optional
+
     experts = as_experts(own, d_model)
     assert experts is not None
     given = target.experts
