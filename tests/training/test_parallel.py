@@ -54,6 +54,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "experts": {"type": "swiglu", "bias": True},
     },
     "shared": {"router": {"type": "top_k", "k": 1}, "shared_expert": "swiglu"},
+    "nested": {
+        "router": {"type": "top_k", "k": 2},
+        "experts": {
+            "type": "latent",
+            "width": 16,
+            "experts": {"type": "normed", "input": {}, "each": {}, "experts": {"type": "swiglu"}},
+        },
+    },
     "relu": {"router": {"type": "relu", "k": 2}},
     "threshold": {"router": {"type": "expert_threshold", "k": 2}},
     "chain": {"router": {"type": "sigmoid_top_k", "k": 1, "renormalize": False}},
