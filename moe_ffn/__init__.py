@@ -9,8 +9,7 @@ Below are the names that a user of the layers needs. Every router, kind of exper
 `moe_ffn.routing`, `moe_ffn.experts` and `moe_ffn.ffn`; losses and rules are in `moe_ffn.balancing`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # Before anything imports torch.
 from moe_ffn.config import environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -18,6 +17,7 @@ from moe_ffn.config import environment  # noqa: F401  # pyright: ignore[reportUn
 # isort: split
 from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.lazy import lazy_names
 from moe_ffn.experts import Experts, ExpertsConfig, GatedExpertsConfig
 from moe_ffn.ffn import (
     DenseConfig,
@@ -93,13 +93,4 @@ _LAZY = {
 """Imported on first use: they need YAML and tokenizers, which a user of the layers may lack."""
 
 
-def __dir__() -> list[str]:
-    """Every name, those imported on first use too."""
-    return sorted({*globals(), *_LAZY})
-
-
-def __getattr__(name: str) -> Any:
-    """One of the names that are imported when they are asked for."""
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _LAZY)

@@ -7,5 +7,6 @@ option_tree.py  all options with their defaults, as `--help` shows them
 import_path.py  classes from a user's file, `type: my_file.py:MyConfig`
 trust.py        asks before code from elsewhere runs
 sizes.py        hidden widths, and counts of parameters and FLOPs
+lazy.py         names of a package that are imported on first use
 environment.py  variables that launchers of several processes set
 """

@@ -1,7 +1,8 @@
 """Live models of other libraries: transformers, peft and lm-eval."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from moe_ffn.config.lazy import lazy_names
 
 if TYPE_CHECKING:
     from moe_ffn.interop.blocks import block_config, convert_block
@@ -10,11 +11,11 @@ if TYPE_CHECKING:
     from moe_ffn.interop.transformers import register
 
 _LAZY = {
-    "block_config": "blocks",
-    "convert_block": "blocks",
-    "register": "transformers",
-    "swap_ffn": "swap",
-    "watch": "routings",
+    "block_config": "moe_ffn.interop.blocks",
+    "convert_block": "moe_ffn.interop.blocks",
+    "register": "moe_ffn.interop.transformers",
+    "swap_ffn": "moe_ffn.interop.swap",
+    "watch": "moe_ffn.interop.routings",
 }
 """Imported on first use: what reads files needs packages that others lack."""
 
@@ -27,13 +28,4 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    """Every name, those imported on first use too."""
-    return sorted({*globals(), *_LAZY})
-
-
-def __getattr__(name: str) -> Any:
-    """One of the names that are imported when they are asked for."""
-    if name in _LAZY:
-        return getattr(import_module(f"moe_ffn.interop.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _LAZY)

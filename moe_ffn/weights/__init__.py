@@ -8,9 +8,9 @@ initialiser.py       a model made of a trained one without training, one file pe
                      upcycle.py, carve.py, merge.py, prune.py, mix.py; `docs/initialising.md` compares them
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from moe_ffn.config.lazy import lazy_names
 from moe_ffn.weights.carve import CarveConfig as CarveConfig
 from moe_ffn.weights.carve import carve as carve
 from moe_ffn.weights.initialiser import InitialiserConfig as InitialiserConfig
@@ -28,20 +28,11 @@ if TYPE_CHECKING:
     from moe_ffn.weights.to_transformers import export_transformers as export_transformers
 
 _LAZY = {
-    "export_transformers": "to_transformers",
-    "load_ffn": "from_transformers",
-    "load_transformers": "from_transformers",
+    "export_transformers": "moe_ffn.weights.to_transformers",
+    "load_ffn": "moe_ffn.weights.from_transformers",
+    "load_transformers": "moe_ffn.weights.from_transformers",
 }
 """Imported on first use: they read files of tensors, which needs packages that others lack."""
 
 
-def __dir__() -> list[str]:
-    """Every name, those imported on first use too."""
-    return sorted({*globals(), *_LAZY})
-
-
-def __getattr__(name: str) -> Any:
-    """One of the names that are imported when they are asked for."""
-    if name in _LAZY:
-        return getattr(import_module(f"moe_ffn.weights.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _LAZY)

@@ -1,0 +1,29 @@
+"""Names of a package that are imported on first use, because they need libraries that a user may lack."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(
+    package: str, names: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and the `__dir__` of a package.
+
+    Args:
+        package: its `__name__`.
+        names: public name -> the module that defines it.
+    """
+
+    def get(name: str) -> Any:
+        if name in names:
+            return getattr(import_module(names[name]), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def list_names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *names})
+
+    return get, list_names
