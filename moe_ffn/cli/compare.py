@@ -11,7 +11,7 @@ and the exit code is 1.
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +30,8 @@ from moe_ffn.report.comparison_tables import (
 from moe_ffn.report.html import OPENING
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import Gathered, gather
+
+log = logging.getLogger(__name__)
 
 EXIT_LEFT_OUT = 1
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         if path is not None:
             print(f"written: {path}")
     for why in gathered.left_out.values():
-        print(printable(f"left out: {why}"), file=sys.stderr)
+        log.warning("left out: %s", printable(why))
     return EXIT_LEFT_OUT if gathered.left_out else 0
 
 

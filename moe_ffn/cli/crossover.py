@@ -9,7 +9,7 @@ their names up to the first comma, so that a grid of lengths is one line.
 from __future__ import annotations
 
 import itertools
-import sys
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from moe_ffn.runs.reader import read_run
 from moe_ffn.studies.crossover import Point, crossover, loss_by_flops
 from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import RunResult
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         if (flops := crossover(ours, theirs)) is not None:
             console.print(f"{other} is at or below {one} from {flops:.3g} FLOPs of training on")
     for why in found.left_out.values():
-        print(printable(f"left out: {why}"), file=sys.stderr)
+        log.warning("left out: %s", printable(why))
     return 1 if found.left_out else 0
 
 

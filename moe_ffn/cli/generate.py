@@ -11,6 +11,7 @@ A terminal is shown control characters of the text as escapes; a file or a pipe 
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig, encode_text, stream_texts
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     _show("\n" if new_ids else f"{prompt}\n")
     if new_ids:
         speed = f"{len(new_ids)} tokens in {seconds:.2f} s, {len(new_ids) / seconds:.1f} tokens/s"
-        print(speed, file=sys.stderr)
+        log.info(speed)
     if outputs:
         console = Console(highlight=False)
         trace = trace_of_decoder(folder, run.config.model, run.tokenizer, ids + new_ids, outputs)

@@ -30,15 +30,15 @@ _COMPARED_SEQUENCES = 8
 
 
 class TextConfig(Config, frozen=True):
-    """The text that a model is looked at with."""
+    """Text that a method reads."""
 
     data: DataConfig | None = None
     """The text, and how it is cut into sequences; null: what the run of the source read. Its tokenizer is
     that of the source."""
     num_tokens: int = Field(default=65_536, ge=1, le=MAX_COUNT)
-    """Tokens of the training split that are looked at, in whole sequences."""
+    """Tokens of the training split to read, in whole sequences."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of all that is drawn, and of which text is looked at."""
+    """Seed of random numbers, and of the choice of text."""
 
     def prepared(self, source: Source) -> tuple[DataConfig, PreparedData]:
         """The text as tokens of the source, in sequences that it takes.

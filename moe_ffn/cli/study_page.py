@@ -11,7 +11,7 @@ With --output all of this is elsewhere.
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,8 @@ from moe_ffn.report.study_page import study_page
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import differing
 from moe_ffn.studies.gather import Gathered, gather
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,5 +106,5 @@ def keep(runs: Path, study: StudyConfig, file: Path, folder: Path) -> None:
     require_planned(study, file, found)
     left_out = [*found.left_out.values(), *(f"{name} is of no arm of '{file}'" for name in others)]
     for why in left_out:
-        print(printable(f"left out: {why}"), file=sys.stderr)
+        log.warning("left out: %s", printable(why))
     found.write(folder)

@@ -18,10 +18,10 @@ tried again; an unfinished run with other options is moved away.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import subprocess
-import sys
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
@@ -60,6 +60,8 @@ from moe_ffn.studies.config import PlannedRun, StudyConfig
 from moe_ffn.studies.gather import TIMING_FILE
 from moe_ffn.studies.sweep import Job, Sweep, in_words, program_command, write_study
 from moe_ffn.studies.timing import time_arms, timing_file
+
+log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_POLLS = 0.2
 _SECONDS_BETWEEN_LINES = 60.0
@@ -374,7 +376,7 @@ def submit(
 
 def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
     """Time the training step of each arm and write `timing.json`, which comparisons take seconds from."""
-    times = time_arms(runs, on_round=lambda text: print(text, file=sys.stderr, flush=True))
+    times = time_arms(runs, on_round=log.info)
     if not times:
         raise ConfigError("--time: runs of tuning are not timed; name others")
     baseline = times.get(study.baseline or "") or next(iter(times.values()))
@@ -437,7 +439,7 @@ def train(sweep: Sweep) -> int:
         raise
     failed = sweep.of("failed")
     for job in failed:
-        print(printable(f"{job.name}: {job.problem}"), file=sys.stderr)
+        log.warning("%s: %s", job.name, printable(job.problem))
     if len(failed) < len(sweep.jobs):
         needs = "" if find_spec("scipy") else f" (needs scipy; {install('studies')})"
         print(f"\ncompare them: {command('compare')} {folder}{needs}")

@@ -18,7 +18,7 @@ from moe_ffn.config.errors import ConfigError, install
 LEVEL = 0.95
 """Confidence level of every interval."""
 POWER = 0.8
-"""With which a study sees its smallest detectable difference."""
+"""Probability that a study sees its smallest detectable difference."""
 NUM_RESAMPLES = 2000
 SIGNIFICANT = 0.05
 """A difference is claimed where its p-value, after Holm's correction, is below."""

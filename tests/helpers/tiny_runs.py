@@ -130,20 +130,6 @@ def run_here(*argv: str, program: str = "experiments.train") -> Finished:
     return Finished(code, stdout.getvalue(), stderr.getvalue())
 
 
-_run_process = subprocess.run
-
-
-def train_in_this_process(command: Sequence[str], **options: Any) -> Any:
-    """In the place of `subprocess.run`: `moe-ffn train`, which a comparison starts, is run here."""
-    if list(command[1:5]) != ["-P", "-m", "moe_ffn.cli", "train"]:
-        return _run_process(command, **options)
-    try:
-        done = run_here(*command[5:])
-    except Exception as error:  # with which a process would end too
-        return subprocess.CompletedProcess(command, 1, str(error))
-    return subprocess.CompletedProcess(command, done.code, done.stdout + done.stderr)
-
-
 class ForkedTraining:
     """In the place of the `subprocess.Popen` of a sweep: its command, in a copy of this process."""
 
