@@ -19,7 +19,7 @@ from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
-from moe_ffn.kernels.base import check_dtype
+from moe_ffn.kernels.base import check_dtype, combine
 from moe_ffn.outputs import Plan
 
 
@@ -227,7 +227,7 @@ class NormedExperts(ExpertsWrapper):
         if not self.weighs_here:
             return self.experts(x_TD, plan)
         y_ND = self.each(self.experts(*rows_of_pairs(x_TD, plan)))
-        return sum_by_token(y_ND * plan.weights_N.unsqueeze(-1), x_TD, plan)
+        return combine(y_ND, x_TD, plan.token_ids_N, plan.weights_N)
 
 
 # -- weights on the input
@@ -257,7 +257,9 @@ class InputWeightedExperts(ExpertsWrapper):
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         rows_ND, pairs = rows_of_pairs(x_TD, plan)
         weighted_ND = (rows_ND * plan.weights_N.unsqueeze(-1)).to(x_TD.dtype)
-        return sum_by_token(self.experts(weighted_ND, pairs), x_TD, plan)
+        y_ND = self.experts(weighted_ND, pairs)
+        sums_TD = torch.zeros(x_TD.shape, dtype=y_ND.dtype, device=x_TD.device)
+        return sums_TD.index_add_(0, plan.token_ids_N, y_ND).to(x_TD.dtype)
 
 
 def rows_of_pairs(x_RD: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
@@ -270,12 +272,6 @@ def rows_of_pairs(x_RD: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
         plan, token_ids_N=places_N, weights_N=ones_N, pair_ids_N=places_N, listed_k=listed_k
     )
     return rows_ND, pairs
-
-
-def sum_by_token(y_ND: Tensor, x_RD: Tensor, plan: Plan) -> Tensor:
-    """(R, D), the sum of the pairs of each row, in the dtype of `x_RD`."""
-    sums_RD = torch.zeros(x_RD.shape, dtype=y_ND.dtype, device=x_RD.device)
-    return sums_RD.index_add_(0, plan.token_ids_N, y_ND).to(x_RD.dtype)
 
 
 def _chain(config: ExpertsConfig) -> Iterator[ExpertsConfig]:
