@@ -38,7 +38,8 @@ def without_moved(options: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str,
         found["norms.experts_input"] = norms
     for name, value in found.items():
         if name in _MOVED and value not in _OLD_DEFAULTS:
-            fix = _MOVED[name].replace("VALUE", _text(value))
+            is_shown = isinstance(value, Mapping) or name == "jitter"
+            fix = _MOVED[name].replace("VALUE", _text(value) if is_shown else "...")
             sentences[name] = f"has moved; write {fix}"
     return kept, sentences
 

@@ -269,6 +269,11 @@ def test_an_old_name_is_answered_by_the_new_place(name: str) -> None:
     assert str(caught.value) == f"ffn.{name}: has moved; write {place}"
 
 
+def test_an_old_name_without_its_options_is_answered_too() -> None:
+    place = "experts: {type: latent, ..., experts: {...}}"
+    refuses(lambda: build_ffn(moe(latent=16), D), f"latent: has moved; write {place}")
+
+
 def test_old_names_with_their_defaults_are_read_from_older_runs() -> None:
     off = {"latent": None, "weights_at": "output", "jitter": 0.0, "output_bias": False}
     older = FFNConfig.model_validate(moe(norms={"each_expert": None}, **off))
