@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,8 +83,6 @@ def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         (cache / "moe_ffn").symlink_to(kernels)
         patch.setenv("XDG_CACHE_HOME", str(cache))
         unavailable_reason()  # compiled, and said, before a test looks at what is said
-        # torchmetrics imports matplotlib where it is installed, whose list of fonts takes seconds to make.
-        patch.setenv("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "matplotlib-of-tests"))
         yield
 
 

@@ -51,6 +51,7 @@ _COUNTS: dict[type[TaggedConfig], dict[str, tuple[str, ...]]] = {
         "shared_params": ("d_model", "num_experts"),
         "flops_per_pair": ("d_model", "num_experts"),
         "shared_flops_per_token": ("d_model", "num_experts"),
+        "flops_around_dispatch": ("d_model",),
     },
     RouterConfig: {
         "num_params": ("d_model", "num_experts"),
