@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from moe_ffn.config.base import MAX_COUNT, describe_options
 from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import HiddenWidth, gated_width, given_width, linear_flops, linear_params
-from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.ffn.inputs import check_input, flatten_tokens, without_padding
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, check_input, flatten_tokens, without_padding
 from moe_ffn.kernels.activations import (
     ACTIVATIONS,
     GATE_ACTIVATIONS,

@@ -17,13 +17,20 @@ from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, plan_of_list
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
-from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo, parts_of
-from moe_ffn.ffn.inputs import check_input, flatten_tokens
+from moe_ffn.ffn.base import (
+    ExpertStack,
+    FFNBlock,
+    FFNConfig,
+    PlaceExperts,
+    RouterInfo,
+    check_input,
+    flatten_tokens,
+    parts_of,
+)
 from moe_ffn.ffn.moved import without_moved
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
-from moe_ffn.kernels.base import refuse_vmap
-from moe_ffn.kernels.torch_modes import is_transform_on
+from moe_ffn.kernels.base import is_transform_on, refuse_vmap
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing import RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig, describe_options
 from moe_ffn.config.errors import ConfigError, Refusal, Situation
 from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
+from moe_ffn.kernels.base import without_autocast
 from moe_ffn.kernels.native.routing import wide_linear, wide_linear_backward
-from moe_ffn.kernels.torch_modes import without_autocast
 from moe_ffn.outputs import Routing, TokenContext
 
 
@@ -185,7 +185,7 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        """Route flattened tokens; `context` is flattened too (`ffn.inputs.flatten_tokens`)."""
+        """Route flattened tokens; `context` is flattened too (`ffn.base.flatten_tokens`)."""
 
     def max_tokens(self, sequence_length: int) -> int:
         """The most tokens of one sequence that an expert can take."""

@@ -17,7 +17,7 @@ from moe_ffn.cli.fastest_precision import Step, fastest_precision
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.data.prepare import prepare
-from moe_ffn.kernels.torch_modes import is_autocast_on
+from moe_ffn.kernels.base import is_autocast_on
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.training.module import LanguageModel

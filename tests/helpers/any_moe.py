@@ -19,7 +19,7 @@ from moe_ffn import TokenContext, build_ffn
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn import CombineConfig
-from moe_ffn.ffn.inputs import flatten_tokens
+from moe_ffn.ffn.base import flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.activations import Activation
 from moe_ffn.kernels.select import BACKENDS

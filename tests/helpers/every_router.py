@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ffn import build_ffn
 from moe_ffn.config.errors import Situation
-from moe_ffn.ffn.inputs import flatten_tokens
+from moe_ffn.ffn.base import flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import FFNOutput, ListedRouting, Routing, TokenContext
 from moe_ffn.routing import RouterConfig

@@ -12,11 +12,9 @@ from torch import Tensor
 from moe_ffn.kernels import base as dtypes
 from moe_ffn.kernels import cpu as choice
 from moe_ffn.kernels.activations import Activation, ClampedSwiGLU
-from moe_ffn.kernels.autograd import run
 from moe_ffn.kernels.base import ExpertWeights, dropout_mask
-from moe_ffn.kernels.cpu import LOOP
+from moe_ffn.kernels.cpu import LOOP, native, run
 from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.kernels.native.experts import native
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.outputs import Plan

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import plan_of_pairs
+from moe_ffn.kernels import cpu as backend
 from moe_ffn.kernels.activations import ClampedSwiGLU
-from moe_ffn.kernels.autograd import Gradients, Implementation, run
 from moe_ffn.kernels.base import Backend, ExpertWeights
-from moe_ffn.kernels.native import experts as backend
+from moe_ffn.kernels.cpu import NATIVE, Gradients, Implementation, native, run
 from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.kernels.native.experts import NATIVE, native
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.outputs import Plan
 

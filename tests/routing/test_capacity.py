@@ -11,7 +11,7 @@ import torch
 
 from moe_ffn import FFNConfig, TokenContext, build_ffn
 from moe_ffn.config.errors import Refusal, Situation
-from moe_ffn.ffn.inputs import flatten_tokens
+from moe_ffn.ffn.base import flatten_tokens
 from moe_ffn.outputs import Routing
 from moe_ffn.routing import RouterConfig, routing_of_pairs
 from moe_ffn.routing.capacity import (
