@@ -282,7 +282,7 @@ QUICK = {
     ("moe", "cpu"),
     ("depths-moe", "auto"),
 }
-QUICK_IN_GRAPHS = {("moe", "auto"), ("moe", "loop")}
+QUICK_IN_GRAPHS = {("dense", "auto"), ("moe", "auto"), ("moe", "loop")}
 
 
 def every(*whats: str) -> Any:

@@ -157,45 +157,12 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
-def test_behind_every_kind_of_router_a_layer_equals_the_loop(
-    config: dict[str, Any], build_moe: Any, gradients: Any
-) -> None:
-    layers = [build_moe(name, **config).to(DEVICE) for name in ("triton", "loop")]
-    x_BSD = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    outcomes = []
-    for layer in layers:
-        x = x_BSD.to(next(layer.experts.parameters()).dtype).detach().clone().requires_grad_()
-        hidden = layer(x).hidden
-        outcomes.append({"y": hidden.detach(), **gradients(layer, x, hidden)})
-    for name, got in outcomes[0].items():
-        wanted = outcomes[1][name]
-        torch.testing.assert_close(got, wanted.to(got.dtype), rtol=1e-5, atol=1e-5, msg=name)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_adds_up_in_float32(
     dtype: torch.dtype, make_weights: Any, make_plan_of: Any
 ) -> None:
     plan = PLANS["lopsided"]
     check(tokens(len(plan)), make_plan_of(plan, 3), make_weights(), dtype)
-
-
-def test_autocast_lowers_the_products_and_not_the_gradients(
-    make_weights: Any, make_plan_of: Any
-) -> None:
-    plan, weights = make_plan_of(PLANS["lopsided"], 3), make_weights()
-    x_TD = tokens(len(PLANS["lopsided"]))
-    wanted = results(loop, x_TD, plan, weights, torch.float64)
-
-    def lowered(*arguments: Any) -> Tensor:
-        with torch.autocast(DEVICE, dtype=torch.bfloat16):
-            return backend.triton(*arguments)
-
-    for name, got in results(lowered, x_TD, plan, weights, torch.float32).items():
-        assert got.dtype == torch.float32, name
-        error = (got - wanted[name]).abs().max() / wanted[name].abs().max()
-        assert 1e-5 < error < TOLERANCE[torch.bfloat16], name
 
 
 def test_tokens_may_have_any_strides(make_weights: Any, make_plan_of: Any) -> None:
@@ -218,16 +185,6 @@ def test_an_expanded_gradient_is_taken(make_weights: Any, make_plan_of: Any) -> 
         run(x_TD, plan, weights).sum().backward()
         gradients.append(x_TD.grad)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
-
-
-def test_a_second_derivative_is_refused(make_weights: Any, make_plan_of: Any) -> None:
-    plan, weights = make_plan_of(PLANS["one_pair"], 3), make_weights()
-    x_TD = tokens(1)
-    (gradient,) = torch.autograd.grad(
-        backend.triton(x_TD, plan, weights).sum(), x_TD, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match=r"experts\.backend 'triton' has no second derivative"):
-        torch.autograd.grad(gradient.sum(), x_TD)
 
 
 def test_backward_keeps_the_inputs_and_one_product(make_weights: Any, make_plan_of: Any) -> None:
