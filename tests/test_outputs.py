@@ -73,7 +73,7 @@ def test_a_compiled_caller_reads_the_routing(config: str) -> None:
 
 @pytest.fixture
 def tableless(make_routing: Callable[..., Routing]) -> Routing:
-    """Of a router that has too many experts for a table."""
+    """Routing of a router that has too many experts for a table."""
     routing = make_routing([[0, 1], [2, 1], [0, 3]], 4, target_k=1.0)
     return replace(routing, logits_TE=None, scores_TE=None)
 

@@ -90,7 +90,7 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
         return tables + self._params_beside_tables(d_model) + self.ffn.num_params(d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        """With one row of each table."""
+        """Number of parameters with one row of each table."""
         read = self.memory_width(d_model)
         return read + self._params_beside_tables(d_model) + self.ffn.num_active_params(d_model)
 

@@ -119,7 +119,7 @@ class LinearRouterConfig(RouterConfig, frozen=True):
     bias: bool = False
     """Add a learned bias to the logits, as GPT-OSS does."""
     jitter: float = Field(default=0.0, ge=0, lt=1)
-    """In training, multiply what the router sees by noise from U(1 - jitter, 1 + jitter) (Switch)."""
+    """Multiply the input of the router, in training, by noise from U(1 - jitter, 1 + jitter) (Switch)."""
     input_norm: RouterNormConfig | None = None
     """An RMS norm of what the router reads (Gemma 4); none by default."""
     mlp: RouterMLPConfig | None = None

@@ -1,4 +1,4 @@
-"""What each balancing rule makes of one logical batch that is divided, into parts or into sequences."""
+"""Balancing rules on one logical batch that is divided, into parts or into sequences."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ SURVIVES: dict[str, tuple[Rule, bool, bool]] = {
     "importance_cv2": (per_layer(importance_cv2_loss), False, False),
     "load_cv2": (per_layer(load_cv2_loss), False, False),
 }
-"""Whether the mean over 4 micro-batches of equal size is the batch: the table of `docs/routing.md`.
+"""True if the mean over 4 micro-batches of equal size is the batch: the table of `docs/routing.md`.
 
 The sequence rule survives padding as long as every part has equally many sequences that are not all
 padding.

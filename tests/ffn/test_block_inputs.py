@@ -1,4 +1,4 @@
-"""What no block can transform is refused in one sentence, the same by every block and every backend."""
+"""Every block rejects inputs that it cannot transform in one sentence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DTYPES = [
     (torch.float64, torch.float32),
     (torch.float32, torch.float64),
 ]
-"""Of tokens and weights."""
+"""Dtypes of tokens and of weights."""
 
 
 def build(config: Any) -> FFNBlock:

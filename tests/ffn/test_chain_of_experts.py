@@ -46,7 +46,7 @@ def swiglu(x_D: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def loop(chain: Any, x_BSD: Tensor, mask_BS: Tensor) -> tuple[Tensor, list[list[set[int]]]]:
-    """What the chain computes, 0 for padding, and the experts of each token in each round."""
+    """Return the output of the chain, 0 for padding, and the experts of each token in each round."""
     moe, outputs, taken = chain.ffn, list[Tensor](), list[list[set[int]]]()
     routers = [moe.router, *chain.later_routers]
     for x_D, real in zip(x_BSD.flatten(0, 1), mask_BS.flatten().tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""What every feed-forward block promises, held against every registered type."""
+"""The promises of a feed-forward block, tested with every registered type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of every MoE layer and every batch, tried on many that nobody chose.
+"""Properties of every MoE layer and every batch, tested on random ones.
 
 `tests/reliability/test_layer_properties.py` tries each sentence below on twenty times as many.
 

@@ -39,7 +39,7 @@ INSIDE: dict[str, Any] = {
 
 
 def built(ffn: Any = "dense", **options: Any) -> NgramMemoryFFN:
-    """In float64, all weights drawn, those that begin at zero too."""
+    """Build a block in float64 with random weights, even where they begin at zero."""
     torch.manual_seed(0)
     block = build_ffn({**SMALL, "ffn": ffn, **options}, D).double()
     assert isinstance(block, NgramMemoryFFN)
@@ -61,7 +61,7 @@ def rms_norm(x_D: Tensor, scale_D: Tensor) -> Tensor:
 def memory_by_hand(
     block: NgramMemoryFFN, x_SD: Tensor, ids: list[int | None], n_max: int
 ) -> list[Tensor]:
-    """Of one sequence, token by token; None stands for padding."""
+    """Output for one sequence, token by token; None stands for padding."""
     primes = (11, 13, 17, 19, 23, 29, 31, 37)[: 2 * (n_max - 1)]
     values: list[Tensor] = []
     for t, x_D in enumerate(x_SD):

@@ -90,7 +90,7 @@ SWIGLU_TOP_K = {
     "router": {"type": "top_k", "k": K},
     "experts": {"type": "swiglu", "d_ff": F},
 }
-"""What the models differ from, each by its `changes`."""
+"""The config that the models differ from, each by its `changes`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Published:
     """A class, called with what all have in common and with `their_options`."""
     their_options: dict[str, Any]
     changes: dict[str, Any]
-    """Of `SWIGLU_TOP_K`, by dotted key."""
+    """Changes of `SWIGLU_TOP_K`, by dotted key."""
     sources: Sources
     wrong: dict[str, Any]
     """Further changes, each of which has to destroy the agreement."""
@@ -123,7 +123,7 @@ class Published:
         return block
 
     def build_ours(self, backend: str, **changes: Any) -> MoEFFN:
-        """By config alone; the parameters are still our own."""
+        """Build the block by config alone; the parameters are still our own."""
         config = copy.deepcopy(SWIGLU_TOP_K)
         # Copied too: a change of "router.groups.keep" goes into the value of "router.groups".
         changes = copy.deepcopy({**self.changes, "experts.backend": backend, **changes})
@@ -148,7 +148,7 @@ class Published:
 
 
 SCALE = 0.5
-"""Of a random parameter: logits and hidden units of size 2 are neither undecided nor saturated."""
+"""Deviation of a random parameter: logits and hidden units of size 2 are neither undecided nor saturated."""
 
 
 def mixtral_like(prefix: str, model: Any, config: Any, options: dict[str, Any]) -> Published:

@@ -47,7 +47,7 @@ def plan_of(weights_N: Tensor) -> Plan:
 
 
 def inputs(gated: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """Those of NAMES, each a leaf."""
+    """Tensors by NAMES, each a leaf."""
     height = 2 * F if gated else F
     shapes = [(T, D), (12,), (E, height, D), (E, D, F), (E, height), (E, D)]
     generator = torch.Generator().manual_seed(0)

@@ -44,7 +44,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def leaves(self) -> list[Tensor]:
-        """Those of NAMES."""
+        """Tensors by NAMES."""
         generator = torch.Generator().manual_seed(0)
         num_experts, rows = len(self.loads), self.d_ff * (2 if self.options.get("gated") else 1)
         num_pairs = sum(self.loads) + (LEFT_OUT if self.num_tokens else 0)
@@ -140,7 +140,7 @@ def threads() -> Iterator[Any]:
 
 @pytest.fixture(params=[1, 7], ids=["one thread's experts", "all threads' experts"])
 def _who(request: pytest.FixtureRequest, threads: Any) -> None:
-    """Of seven threads none has an expert of these shapes for itself."""
+    """Set the number of threads; none of seven has an expert of these shapes for itself."""
     threads(request.param)
 
 
@@ -163,7 +163,7 @@ def test_every_shape_is_that_of_the_loop(shape: Shape, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_results_are_rounded_to_the_nearest(dtype: torch.dtype) -> None:
-    """Of y = w x, and so dx = w dy, whose products have no more digits than float32."""
+    """Products of y = w x and dx = w dy have no more digits than float32."""
     x_TD, weights_T, probe_TD = (torch.randn(shape).to(dtype) for shape in ((40, 37), 40, (40, 37)))
     x_TD.requires_grad_()
     eye = torch.eye(37, dtype=dtype)[None]
@@ -179,7 +179,7 @@ def test_results_are_rounded_to_the_nearest(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("d_model", [256, 260])
 def test_gradients_too_large_for_a_cache_are_those_of_the_loop(d_model: int) -> None:
-    """Of 32 MiB or more, in whole cache lines and not."""
+    """Gradients of 32 MiB or more, in whole cache lines and not."""
     case = Case(30, d_model, 128, (*(3,) * 127, 0, 300), torch.float32, {"gated": True})
     leaves = case.leaves()
     close(case.derive(native, leaves), case.derive(loop, leaves), 1e-5)

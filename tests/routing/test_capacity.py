@@ -1,4 +1,4 @@
-"""How many pairs an expert takes: who is dropped, why, and what an earlier token may know of it."""
+"""Capacity of an expert: its size, the dropped pairs, and causality."""
 
 from __future__ import annotations
 

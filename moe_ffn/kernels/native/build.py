@@ -1,7 +1,7 @@
 """Compilation of the C++ in this folder, once for a machine, and loading of its operators.
 
-Nothing is compiled at installation. `native-KEY.so` is kept for its sources, torch, compiler and flags: machines
-of several kinds can share a folder. A process holds `native-KEY.lock` while it compiles.
+Nothing is compiled at installation. `native-KEY.so` belongs to its sources, torch, compiler and flags, so
+machines of several kinds can share a folder. A process holds `native-KEY.lock` while it compiles.
 """
 
 from __future__ import annotations

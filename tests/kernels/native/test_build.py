@@ -124,7 +124,7 @@ FAILURES: dict[str, tuple[str, str, str | None]] = {
     "no library": (WRITES, LOST + "{}: file too short", ""),
     "no folder": (WRITES, LOST + "[Errno 17] File exists: '{}'", ""),
 }
-"""What a compiler does, what is said of it, and $CXX: None if unset, empty if it is that compiler."""
+"""Shell code of the compiler, the reason, and $CXX: None if unset, empty for that compiler."""
 
 
 @pytest.mark.parametrize("failure", FAILURES)
