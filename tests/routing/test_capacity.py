@@ -155,20 +155,6 @@ def test_survivors_keep_their_weight(make_routing: Any) -> None:
     assert limited.weights_N is weights
 
 
-def test_counts_after_dropping_equal_the_published_ones(
-    route_logits: Any, published_logits_LTE: Any
-) -> None:
-    # What Megatron-LM's own functions (d98e8a6) returned: cf1.0_before and
-    # cf1.0_probs_policy_kept_per_expert_k2, and how many DeepSpeed's top-2 kept. Which pairs are kept
-    # differs, how many cannot.
-    routing = route_logits(published_logits_LTE[0], k=2)
-    assert routing.expert_ids_N.bincount(minlength=8).tolist() == [4, 3, 4, 3, 2, 4, 2, 2]
-    limited = limit_by_position(routing, 1.0)
-    kept = limited.expert_ids_N[limited.computed_N]
-    assert kept.bincount(minlength=8).tolist() == [3, 3, 3, 3, 2, 3, 2, 2]
-    assert len(kept) == 21
-
-
 # ---------------------------------------------------------------------------- inside the layer
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_ffn import TokenContext
 from moe_ffn.routing import TopKRouterConfig
@@ -25,36 +24,6 @@ def test_scores_and_choice_equal_those_worked_by_hand(route_logits: Any) -> None
     assert routing.expert_ids_N.tolist() == [2, 1]
     torch.testing.assert_close(routing.weights_N, torch.tensor([0.625, 0.25]))
     torch.testing.assert_close(routing.scores_TE, torch.tensor([[0.125, 0.25, 0.625]]))
-
-
-# What Megatron-LM's own functions (d98e8a6) returned for the first token, with softmax before top-k
-# and after it (which equals renormalising the former; DeepSpeed's gates of token 0 agree).
-# Printed to six digits.
-@pytest.mark.parametrize(
-    ("renormalize", "weights"),
-    [(False, [0.368572, 0.288633]), (True, [0.560818, 0.439182])],
-    ids=["pre_softmax", "post_softmax"],
-)
-def test_weights_of_the_first_token_equal_the_published_ones(
-    route_logits: Any, published_logits_LTE: Tensor, renormalize: bool, weights: list[float]
-) -> None:
-    routing = route_logits(published_logits_LTE[0], k=2, renormalize=renormalize)
-    assert routing.expert_ids_N[:2].tolist() == [1, 2]
-    assert routing.weights_N[:2].tolist() == pytest.approx(weights, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("k", "counts"),
-    [
-        (1, [4, 3, 0, 1, 1, 0, 1, 2]),  # deepspeed top1_counts
-        (2, [4, 3, 4, 3, 2, 4, 2, 2]),  # deepspeed top2_counts, megatron cf1.0_before
-    ],
-)
-def test_counts_equal_the_published_ones(
-    route_logits: Any, published_logits_LTE: Tensor, k: int, counts: list[int]
-) -> None:
-    routing = route_logits(published_logits_LTE[0], k=k)
-    assert routing.expert_ids_N.bincount(minlength=8).tolist() == counts
 
 
 def test_pairs_are_token_major_with_the_favourite_first(route_logits: Any) -> None:
