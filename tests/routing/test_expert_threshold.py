@@ -89,6 +89,20 @@ def test_a_block_and_every_gradient_equal_a_double_loop(training: bool, gradient
         torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
+def test_later_tokens_and_other_sequences_change_nothing() -> None:
+    for router in (router_of(THRESHOLDS), router_of()):
+        for training in (True, False):
+            router.train(training)
+            logits = random_logits(12, NUM_EXPERTS)
+            altered = logits.clone()
+            altered[7:] = 3 - altered[7:]
+            one, other = (
+                real_pairs(router(z, TokenContext(sequence_length=6))) for z in (logits, altered)
+            )
+            assert one[:7] == other[:7]
+            assert one[7:] != other[7:]
+
+
 @pytest.mark.parametrize("k", [1, 2, 0.7, 4])
 def test_after_a_step_its_batch_is_balanced_exactly(k: float) -> None:
     router, logits = router_of(k=k), random_logits(50, NUM_EXPERTS).float()
