@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.utils._pytree as pytree
 
 from moe_ffn.dispatch import make_plan
 
@@ -67,3 +69,11 @@ def test_a_plan_without_pairs_ends_every_expert_at_zero(make_routing: Any) -> No
         dropped_N=empty.bool(),
     )
     assert make_plan(routing).offsets_E.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("num_experts", [1, 7])
+def test_plan_is_a_pytree(make_routing: Any, num_experts: int) -> None:
+    plan = make_plan(make_routing([[0]] * 4, num_experts))
+    leaves, structure = pytree.tree_flatten(plan)
+    assert len(leaves) == 4
+    assert pytree.tree_unflatten(leaves, structure) == plan

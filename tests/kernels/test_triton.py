@@ -149,20 +149,29 @@ def test_every_plan_equals_the_loop(name: str, make_weights: Any, make_plan_of: 
     check(tokens(len(plan)), make_plan_of(plan, 3), make_weights())
 
 
-LAYERS: dict[str, dict[str, Any]] = {
-    "top_k_dropping": {"capacity": {"factor": 0.5}},
-    "top_p": {"router": {"type": "top_p", "p": 0.5}},
-    "relu": {"router": {"type": "relu", "k": 2}},
-    "expert_choice": {"router": {"type": "expert_choice"}},
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_adds_up_in_float32(
     dtype: torch.dtype, make_weights: Any, make_plan_of: Any
 ) -> None:
     plan = PLANS["lopsided"]
     check(tokens(len(plan)), make_plan_of(plan, 3), make_weights(), dtype)
+
+
+def test_autocast_lowers_the_products_and_not_the_gradients(
+    make_weights: Any, make_plan_of: Any
+) -> None:
+    plan, weights = make_plan_of(PLANS["lopsided"], 3), make_weights()
+    x_TD = tokens(len(PLANS["lopsided"]))
+    wanted = results(loop, x_TD, plan, weights, torch.float64)
+
+    def lowered(*arguments: Any) -> Tensor:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return backend.triton(*arguments)
+
+    for name, got in results(lowered, x_TD, plan, weights, torch.float32).items():
+        assert got.dtype == torch.float32, name
+        error = (got - wanted[name]).abs().max() / wanted[name].abs().max()
+        assert 1e-5 < error < TOLERANCE[torch.bfloat16], name
 
 
 def test_tokens_may_have_any_strides(make_weights: Any, make_plan_of: Any) -> None:
@@ -185,6 +194,16 @@ def test_an_expanded_gradient_is_taken(make_weights: Any, make_plan_of: Any) -> 
         run(x_TD, plan, weights).sum().backward()
         gradients.append(x_TD.grad)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_derivative_is_refused(make_weights: Any, make_plan_of: Any) -> None:
+    plan, weights = make_plan_of(PLANS["one_pair"], 3), make_weights()
+    x_TD = tokens(1)
+    (gradient,) = torch.autograd.grad(
+        backend.triton(x_TD, plan, weights).sum(), x_TD, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match=r"experts\.backend 'triton' has no second derivative"):
+        torch.autograd.grad(gradient.sum(), x_TD)
 
 
 def test_backward_keeps_the_inputs_and_one_product(make_weights: Any, make_plan_of: Any) -> None:
