@@ -21,9 +21,7 @@ import json
 import logging
 import os
 import statistics
-import subprocess
 import time
-from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -45,20 +43,19 @@ from moe_ffn.config.errors import (
     ConfigError,
     command,
     did_you_mean,
-    first_line,
     install,
     printable,
     show,
 )
 from moe_ffn.config.trust import FLAG, HELP, accepting_code
-from moe_ffn.config.yaml_files import parse_value, read_yaml, to_yaml, validate
+from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.files import write_whole
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.config import PlannedRun, StudyConfig
 from moe_ffn.studies.gather import TIMING_FILE
-from moe_ffn.studies.sweep import Job, Sweep, in_words, program_command, write_study
+from moe_ffn.studies.sweep import Job, Sweep, in_words, write_study
 from moe_ffn.studies.timing import time_arms, timing_file
 
 log = logging.getLogger(__name__)
@@ -67,35 +64,16 @@ _SECONDS_BETWEEN_POLLS = 0.2
 _SECONDS_BETWEEN_LINES = 60.0
 """Longest silence where the output is not a terminal, in which nothing stays in place."""
 
-MINUTES_OF_A_JOB = 240
-"""For one job of SLURM; submitit's own 5 minutes are too few."""
-
 
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
     flags, rest = parser.parse_known_args(argv or ["--help"])
     # As a positional of argparse they would take the value of an option that is not its own.
     files = [Path(word) for word in takewhile(lambda word: not word.startswith("-"), rest)]
-    overrides = rest[len(files) :]
-    study = read_study(flags, files, overrides_of(overrides, TrainConfig, parser))
+    study = read_study(flags, files, overrides_of(rest[len(files) :], TrainConfig, parser))
     runs = chosen(study.planned_runs(), flags.seeds, flags.only)
     for corpus in {repr(c): c for c in (run.config.data.corpus for run in runs)}.values():
         corpus.require_files()  # before any run has begun, and not in each of them
-    source = ["--config", str(flags.config)] if flags.config else [*map(str, files)]
-    seeds = ["--seeds", *map(str, flags.seeds)] if flags.seeds else []
-    if flags.wandb_sweep:  # over the study's file, and below the flags, of which the last one wins
-        overrides = ["--logging.wandb.mode", "auto", *overrides]
-    again = [
-        *source,
-        "--name",
-        study.name,
-        *seeds,
-        *([FLAG] if flags.trust_code else []),
-        *overrides,
-    ]
-    if flags.wandb_sweep:
-        print(wandb_sweep(study, runs, again), end="")
-        return 0
     with accepting_code(flags.trust_code):
         sweep = Sweep(runs, flags.jobs or 1, flags.trust_code)
         if flags.dry_run:
@@ -106,9 +84,6 @@ def main(argv: Sequence[str]) -> int:
             given = "OMP_NUM_THREADS" in os.environ
             with _threads(torch.get_num_threads() if given else sweep.num_threads):
                 return time_study(study, runs)
-        if flags.slurm is not None:
-            submit(sweep, again, dict(flags.slurm), flags.jobs)
-            return 0
         share_plotly(runs[0].folder.parent)
         return train(sweep)
 
@@ -150,7 +125,7 @@ def _parser() -> Parser:
         "--jobs",
         type=whole(1, 1000),
         metavar="N",
-        help="train so many runs at a time; by default 1, with --slurm all",
+        help="train so many runs at a time; 1 by default",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print every run with its budget, and train none"
@@ -160,28 +135,8 @@ def _parser() -> Parser:
         action="store_true",
         help="train nothing, but time the training step of each arm, in turns, with the threads of a run",
     )
-    parser.add_argument(
-        "--slurm",
-        nargs="*",
-        type=_parameter,
-        metavar="KEY=VALUE",
-        help="submit the runs as an array of SLURM jobs, with these parameters of submitit, such as "
-        "timeout_min=240 slurm_partition=gpu gpus_per_node=1",
-    )
-    parser.add_argument(
-        "--wandb-sweep",
-        action="store_true",
-        help="print the YAML of a wandb sweep, whose agents train one run after the other",
-    )
     parser.add_argument(FLAG, action="store_true", help=HELP)
     return parser
-
-
-def _parameter(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise ArgumentTypeError(f"expected KEY=VALUE, got '{text}'")
-    return key, parse_value(value, where=f"--slurm {key}")
 
 
 def chosen(
@@ -298,77 +253,6 @@ def short(number: float) -> str:
     while abs(number) >= 999.5:
         number, letter = number / 1000, next(letters)
     return f"{number:.3g}{letter}"
-
-
-# -- on many machines
-
-
-def wandb_sweep(study: StudyConfig, runs: Sequence[PlannedRun], argv: Sequence[str]) -> str:
-    """The YAML of a wandb sweep over the names of the runs: each agent trains one after the other.
-
-    See https://docs.wandb.ai/guides/sweeps/sweep-config-keys.
-
-    Args:
-        argv: the arguments of this program that make the same study.
-    """
-    program = program_command("sweep")[1:]
-    return to_yaml(
-        {
-            "name": study.name,
-            "description": study.question,
-            "program": program[-1],
-            "command": ["${env}", "${interpreter}", *program, *argv, "${args}"],
-            "method": "grid",
-            "metric": {"name": "validation/loss", "goal": "minimize"},
-            "parameters": {"only": {"values": [run.name for run in runs]}},
-        }
-    )
-
-
-def submit(
-    sweep: Sweep, argv: Sequence[str], parameters: dict[str, Any], num_at_once: int | None
-) -> None:
-    """Submit the runs that are not finished as an array of SLURM jobs, one job each.
-
-    Args:
-        argv: the arguments of this program that make the same study.
-        parameters: of submitit's `AutoExecutor.update_parameters`; and `cluster`, for its executors that
-            need no SLURM.
-        num_at_once: None for all.
-
-    Raises:
-        ConfigError: submitit is not installed, there is no SLURM, or it does not take the parameters.
-    """
-    jobs = sweep.of("waiting")
-    if not jobs:
-        print(f"all {len(sweep.jobs)} runs are done")
-        return
-    try:
-        import submitit
-    except ImportError as error:
-        raise ConfigError(f"--slurm: needs submitit; install it with {install('slurm')}") from error
-    folder = jobs[0].log.parent
-    cluster = parameters.pop("cluster", None)
-    commands = [[*program_command("sweep"), *argv, "--only", job.name] for job in jobs]
-    given = {"name": sweep.jobs[0].run.folder.parent.name, "timeout_min": MINUTES_OF_A_JOB}
-    given |= {"slurm_array_parallelism": num_at_once or len(jobs), **parameters}
-    try:
-        executor = submitit.AutoExecutor(folder / "slurm/%j", cluster=cluster)
-        if cluster is None and executor.cluster != "slurm":
-            raise ConfigError(
-                "--slurm: there is no SLURM on this machine, which has no srun; leave it out to train here"
-            )
-        executor.update_parameters(**given)
-        submitted = executor.map_array(subprocess.check_call, commands)
-    except (NameError, TypeError, ValueError, RuntimeError, OSError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"--slurm: {first_line(error)}") from error
-    for job, submitted_job in zip(jobs, submitted, strict=True):
-        print(f"{job.name}: job {submitted_job.job_id}")
-    print(
-        f"what the jobs say is in {folder}/; the same command submits again what has failed or was cut off"
-    )
 
 
 # -- time

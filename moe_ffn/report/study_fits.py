@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from statistics import fmean
 from typing import Any
 
@@ -27,7 +26,7 @@ from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.isoflop import Parabola, fit_isoflop, fit_parabola
 from moe_ffn.studies.leverage import LEVERAGE_LIMITS, leverage
-from moe_ffn.studies.scaling_laws import CLARK, Fit, Law, fit, power_law
+from moe_ffn.studies.scaling_laws import CLARK, E_MAX, E_START, Fit, Law, fit, power_law
 
 Image = Callable[[str, Any, str], str]
 """Name, plotly figure, alternative text -> the figure in Markdown; empty where the page does not show it."""
@@ -77,8 +76,7 @@ def _clark(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
         [loss_of(run) for run in runs],
         CLARK,
         "N are the active parameters of the model; E the parameters of the feed-forward blocks over those "
-        "that a token uses.",
-        held=("E_start", "E_max"),
+        f"that a token uses. E_start ({E_START}) and E_max ({E_MAX}) are the published ones.",
     )
 
 
@@ -109,7 +107,7 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
     law = _fitted(
         {"G": sizes_of(runs, axis)},
         [loss_of(run) for run in runs],
-        power_law("G", "granularity"),
+        power_law("G"),
         "At one size and one number of tokens Krajewski's form is this one in G alone.",
     )
     table = markdown_table(["line", "granularity with the lowest loss", "why none"], rows)
@@ -176,27 +174,11 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
 
 
 def _fitted(
-    variables: Mapping[str, Sequence[float]],
-    losses: Sequence[float],
-    law: Law,
-    note: str,
-    held: Sequence[str] = (),
+    variables: Mapping[str, Sequence[float]], losses: Sequence[float], law: Law, note: str
 ) -> str:
-    """Return a table of the parameters of a fit, or the reason why there is none.
-
-    Args:
-        held: parameters to hold at their published values where the runs do not determine them.
-    """
-    fixed = {name: law.published[name] for name in held}
-    found = None
+    """Return a table of the parameters of a fit, or the reason why there is none."""
     try:
-        with suppress(ConfigError) if held else nullcontext():  # too few to determine all
-            found = fit(law, variables, losses)
-        if found is None or {*held} & {*found.undetermined}:
-            note += (
-                f" {' and '.join(held)} cannot be told from these runs, and are held as published."
-            )
-            found = fit(law, variables, losses, fixed=fixed)
+        found = fit(law, variables, losses)
     except ConfigError as error:
         return f"`{law.formula}` ({law.source}): no fit; {error}."
     rows = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
 import numpy as np
 
@@ -24,11 +24,6 @@ class Point:
     def loss(self) -> float:
         """Their mean."""
         return fmean(self.losses)
-
-    @property
-    def sd(self) -> float | None:
-        """Over the seeds; None of one."""
-        return stdev(self.losses) if len(self.losses) > 1 else None
 
 
 def loss_by_flops(

@@ -65,7 +65,7 @@ def _special() -> Any:
     return special
 
 
-def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+def mean_interval(values: Sequence[float]) -> Interval | None:
     """Their mean, plus and minus t(n - 1) s / sqrt(n): Student's interval over seeds.
 
     None of fewer than `MIN_SEEDS`.
@@ -73,7 +73,7 @@ def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval | N
     if len(values) < MIN_SEEDS:
         return None
     mean = fmean(values)
-    margin = t_quantile((1 + level) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    margin = t_quantile((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - margin, mean + margin)
 
 
@@ -90,8 +90,6 @@ class Difference:
     p_value: float | None = None
     """Two-sided, of no difference, after Holm's correction; None over windows, of which no claim about
     training is made."""
-    simultaneous: Interval | None = None
-    """Wide enough that all intervals of the comparison hold at once with probability `LEVEL` (Bonferroni)."""
     detectable: float | None = None
     """See `detectable_difference`, at the strictest step of Holm's correction."""
     seeds_needed: int | None = None
@@ -129,7 +127,6 @@ def paired_differences(
             len(d),
             mean_interval(d),
             p_values.get(name),
-            mean_interval(d, 1 - alpha),
             detectable_difference(sd, len(d), alpha=alpha) if name in judged else None,
             seeds_needed(sd, alpha=alpha),
         )

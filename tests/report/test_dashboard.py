@@ -32,13 +32,13 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def view(**options: Any) -> dict[str, Any]:
-    return json.loads(to_json(build_workspace("team", "project", **options)))
+def view() -> dict[str, Any]:
+    return json.loads(to_json(build_workspace("team", "project")))
 
 
-def sections(**options: Any) -> dict[str, list[dict[str, Any]]]:
+def sections() -> dict[str, list[dict[str, Any]]]:
     """Section -> its panels."""
-    found = view(**options)["spec"]["section"]["panelBankConfig"]["sections"]
+    found = view()["spec"]["section"]["panelBankConfig"]["sections"]
     return {section["name"]: section["panels"] for section in found}
 
 
@@ -158,14 +158,6 @@ def test_load_comes_first_in_routing_as_heat_maps() -> None:
     assert figure["config"]["mediaKeys"] == [LOAD_FIGURE] == ["routing/load_heatmap"]
     # Of a layer that every model has; of any other a model of two layers would have an empty panel.
     assert [panel["config"]["metrics"] for panel in rest[:2]] == [["routing/layer_00/load"], []]
-
-
-@pytest.mark.parametrize("layers", [(), (12,), (0, 31)])
-def test_the_layers_with_a_heat_map_of_their_own_are_chosen(layers: tuple[int, ...]) -> None:
-    names = [panel["config"].get("metrics") for panel in sections(layers=layers)["Routing"][1:]]
-
-    assert names[: len(layers)] == [[f"routing/layer_{layer:02d}/load"] for layer in layers]
-    assert not any(names[len(layers) :])
 
 
 def test_efficiency_has_speed_and_the_loss_against_what_a_run_costs() -> None:

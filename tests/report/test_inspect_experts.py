@@ -188,21 +188,6 @@ def test_a_token_that_chose_none_is_told_from_one_that_never_came(
     assert assignment.reached_T.tolist() == [True, False, True]
 
 
-def test_co_activation_is_over_what_the_loads_give(make_routing: MakeRouting) -> None:
-    """Loads 3, 2, 1 and pairs (0, 1) twice, (0, 2) once: n_i n_j is 6, 3, 2 of 11, times 3."""
-    found = experts.coactivation_lift(assigned(make_routing, [[0, 1], [1, 0], [0, 2]], 3))
-
-    assert found is not None
-    assert np.isnan(found.diagonal()).all()
-    assert found[0, 1] == found[1, 0] == pytest.approx(2 / (3 * 6 / 11))
-    assert found[0, 2] == pytest.approx(1 / (3 * 3 / 11))
-    assert found[1, 2] == 0
-
-
-def test_one_expert_a_token_has_no_co_activation(make_routing: MakeRouting) -> None:
-    assert experts.coactivation_lift(assigned(make_routing, [[0], [1]], 2)) is None
-
-
 def test_two_layers_that_differ_in_names_alone_agree(make_routing: MakeRouting) -> None:
     random = np.random.default_rng(0)
     first = random.integers(0, 4, 400)
@@ -247,7 +232,7 @@ def test_the_token_predicts_where_it_was_counted(make_routing: MakeRouting) -> N
     assert found is not None
     assert found.accuracy == 3 / 4, "b is guessed wrong, c as the most frequent expert"
     assert found.most_frequent == 1
-    one = text.head(1)
+    one = text_of_tokens(np.array(list(b"aaabx")), BYTES, 4, 4)
     assert experts.predict_by_token(assigned(make_routing, [[0]] * 4, 2), one) is None
 
 

@@ -185,10 +185,3 @@ def test_a_context_stays_in_its_window() -> None:
     assert text.context(10, before=3, after=2) == ("r", "e", "e "), "the second window begins at r"
     assert text.context(4, before=2, after=1) == ("e ", "t", "w")
     assert text.context(3)[1] == "␣", "the token itself is seen where it is a space"
-
-
-def test_the_head_is_whole_windows() -> None:
-    text = read(b"abcdefghijklmnop", seq_len=4)
-
-    assert len(text.head(9)) == 8
-    assert text.head(1).windows.tolist() == [list(b"abcd")]

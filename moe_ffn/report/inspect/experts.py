@@ -21,9 +21,6 @@ NUM_PERMUTATIONS = 5
 MAX_DOCUMENTS = 16
 """Largest documents of the profile by document; the rest are one label."""
 
-CHUNK = 8192
-"""Tokens whose experts are in memory as a table at once."""
-
 
 @dataclass(frozen=True)
 class Attribute:
@@ -189,28 +186,3 @@ def lift(counts_EA: np.ndarray) -> np.ndarray:
             * counts.sum()
             / (counts.sum(axis=1, keepdims=True) * counts.sum(axis=0, keepdims=True))
         )
-
-
-def coactivation_lift(assignment: Assignment) -> np.ndarray | None:
-    """Return how often two experts share a token over how often their loads give by chance, (E, E).
-
-    count(i, j) / (c n_i n_j), with c such that observed and expected pairs are equally many; nan on the
-    diagonal. None where no token has two experts.
-    """
-    tokens, experts = assignment.pairs
-    size = assignment.num_experts
-    counts = np.zeros((size, size))
-    for start in range(0, assignment.num_tokens, CHUNK):
-        here = (tokens >= start) & (tokens < start + CHUNK)
-        chosen = np.zeros((CHUNK, size), dtype=np.float32)
-        chosen[tokens[here] - start, experts[here]] = 1
-        counts += chosen.T @ chosen
-    loads = counts.diagonal().copy()
-    np.fill_diagonal(counts, 0)
-    expected = np.outer(loads, loads)
-    np.fill_diagonal(expected, 0)
-    if not counts.any():
-        return None
-    expected *= counts.sum() / expected.sum()
-    np.fill_diagonal(counts, np.nan)
-    return np.divide(counts, expected, out=np.full_like(counts, np.nan), where=expected > 0)

@@ -120,29 +120,6 @@ def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure
     )
 
 
-def together(router: Router) -> go.Figure:
-    """Draw how often two experts share a token, as a multiple of chance.
-
-    Raises:
-        NotMeasuredError: no token has two experts.
-    """
-    lift = experts.coactivation_lift(router.assignment)
-    if lift is None:
-        raise NotMeasuredError(f"no token of {router.name} has two experts")
-    names = router.assignment.expert_names
-    return _heat(
-        names,
-        range(len(names)),
-        lift,
-        ("expert j", "expert i"),
-        title="Experts that share tokens",
-        note="Tokens that chose both, over what two experts of their loads would share by chance.",
-        hover="experts %{y} and %{x}: <b>%{z:.2f}</b> times chance",
-        height=440,
-        **_scaled("times chance", "chance"),
-    )
-
-
 def depth(found: Inspection) -> go.Figure:
     """Draw the mutual information of the first choices of two layers.
 

@@ -10,7 +10,7 @@ import io
 import keyword
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -78,16 +78,6 @@ class Text:
     def windows(self) -> np.ndarray:
         """Return ids (W, S)."""
         return self.ids_T.reshape(-1, self.seq_len)
-
-    def head(self, num_tokens: int) -> Text:
-        """Return the first windows, with at most `num_tokens` tokens but one window at least."""
-        length = max(num_tokens // self.seq_len, 1) * self.seq_len
-        cut = {
-            name: value[:length]
-            for name, value in vars(self).items()
-            if isinstance(value, np.ndarray)
-        }
-        return replace(self, **cut)
 
     def token(self, token_id: int) -> str:
         return visible(self.tokenizer.token_bytes[token_id])
