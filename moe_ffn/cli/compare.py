@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from moe_ffn.cli.parser import Parser, check_output
+from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.config.errors import ConfigError, command, printable
 from moe_ffn.report.comparison_tables import print_comparison
 from moe_ffn.report.html import OPENING
@@ -38,7 +38,10 @@ def main(argv: Sequence[str]) -> int:
     comparison = compare(gathered, options.baseline)
     print_comparison(Console(), comparison)
     if options.html is not None:
-        write_html(comparison, gathered, options.html)
+        # Only now: tables alone should not wait for plotly.
+        from moe_ffn.report.comparison_page import comparison_html
+
+        write_output("--html", options.html, comparison_html(gathered, comparison, options.html))
         print(f"written: {options.html}")
     for why in gathered.left_out.values():
         log.warning("left out: %s", printable(why))
@@ -86,14 +89,3 @@ def compare(gathered: Gathered, baseline: str | None = None) -> Comparison:
         raise ConfigError(
             f"{error} ({len(gathered.left_out)} runs are left out: they are not finished)"
         ) from error
-
-
-def write_html(comparison: Comparison, gathered: Gathered, path: Path) -> None:
-    """The page of a comparison.
-
-    Raises:
-        ConfigError: the page cannot be written.
-    """
-    from moe_ffn.report.comparison_page import write_comparison_page
-
-    write_comparison_page(comparison, gathered.results, path, gathered.folders)

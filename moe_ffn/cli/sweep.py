@@ -22,8 +22,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from itertools import takewhile
@@ -31,9 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -55,14 +52,14 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.config import PlannedRun, StudyConfig
 from moe_ffn.studies.gather import TIMING_FILE
-from moe_ffn.studies.sweep import Job, Sweep, in_words, write_study
+from moe_ffn.studies.sweep import Job, Sweep, write_study
 from moe_ffn.studies.timing import time_arms, timing_file
 
 log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_POLLS = 0.2
 _SECONDS_BETWEEN_LINES = 60.0
-"""Longest silence where the output is not a terminal, in which nothing stays in place."""
+"""Longest silence while runs are trained."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,21 +78,11 @@ def main(argv: Sequence[str]) -> int:
             return 0
         write_study(study, runs[0].folder.parent)
         if flags.time:
-            given = "OMP_NUM_THREADS" in os.environ
-            with _threads(torch.get_num_threads() if given else sweep.num_threads):
-                return time_study(study, runs)
+            if "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(sweep.num_threads)
+            return time_study(study, runs)
         share_plotly(runs[0].folder.parent)
         return train(sweep)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _parser() -> Parser:
@@ -204,26 +191,20 @@ _LEGEND = (
 
 def print_plan(sweep: Sweep) -> None:
     """Every run with its budget; how near the widths that were solved come to theirs."""
-    names = ("params", "active", "FLOPs")
-    columns: dict[str, list[str]] = {"": [], "run": [], " ": []}
-    columns |= {f"{part}\n{name}": [] for part in ("model", "FFNs") for name in names}
-    columns |= {"train\ntokens": [], "train\nFLOPs": []}
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    parts = [
+        f"{part}\n{name}" for part in ("model", "FFNs") for name in ("params", "active", "FLOPs")
+    ]
+    for name in ("", "run", "state", *parts, "train\ntokens", "train\nFLOPs"):
+        is_text = name in ("run", "state")
+        justify = "left" if is_text else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "run", overflow="fold")
     notes: dict[str, None] = {}
     for index, job in enumerate(sweep.jobs):
         config, budget = job.run.config, Budget.of(job.run.config)
         notes |= {f"{job.run.arm}: {note}": None for note in config.notes()}
         cells = [str(index), job.name, _state(job), *_cells(budget.model), *_cells(budget.ffn)]
         cells += [short(budget.tokens), short(budget.training_flops)]
-        for column, cell in zip(columns.values(), cells, strict=True):
-            column.append(cell)
-    if not any(columns[" "]):
-        del columns[" "]
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
-    for name in columns:
-        is_text = name in ("run", " ")
-        justify = "left" if is_text else "right"
-        table.add_column(name, justify=justify, no_wrap=name != "run", overflow="fold")
-    for cells in zip(*columns.values(), strict=True):
         table.add_row(*map(Text, cells))
     console = Console(highlight=False)
     console.print(table)
@@ -305,21 +286,21 @@ def train(sweep: Sweep) -> int:
     folder = sweep.jobs[0].run.folder.parent
     num_done = len(sweep.of("finished"))
     print(f"{len(sweep.jobs)} runs in {folder}/, {num_done} of them done", flush=True)
-    display = Display(sweep)
+    spoke_at = time.monotonic()
     try:
-        with display:
-            while not sweep.is_done:
-                for line in sweep.advance():
-                    display.say(line)
-                display.break_silence()
-                if not sweep.is_done:
-                    time.sleep(_SECONDS_BETWEEN_POLLS)
+        while not sweep.is_done:
+            for line in sweep.advance():
+                print(printable(line), flush=True)
+                spoke_at = time.monotonic()
+            if time.monotonic() - spoke_at > _SECONDS_BETWEEN_LINES and sweep.progress:
+                print(sweep.progress, flush=True)
+                spoke_at = time.monotonic()
+            if not sweep.is_done:
+                time.sleep(_SECONDS_BETWEEN_POLLS)
     except BaseException:
         sweep.stop()
         num_done = len([job for job in sweep.jobs if run_folder.is_finished(job.run.folder)])
-        print(
-            f"{num_done} of {len(sweep.jobs)} runs are done; the same command goes on with the rest"
-        )
+        print(f"{num_done} of {len(sweep.jobs)} runs are done; the same command resumes the rest")
         raise
     failed = sweep.of("failed")
     for job in failed:
@@ -328,63 +309,3 @@ def train(sweep: Sweep) -> int:
         needs = "" if find_spec("scipy") else f" (needs scipy; {install('studies')})"
         print(f"\ncompare them: {command('compare')} {folder}{needs}")
     return 1 if failed else 0
-
-
-class Display:
-    """Status of the running runs and the time left; a terminal shows it in place."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self._sweep = sweep
-        console = Console(highlight=False)
-        self._live = Live(
-            get_renderable=self._frame,
-            console=console,
-            transient=True,
-            auto_refresh=console.is_terminal,
-        )
-        self._said_at = time.monotonic()
-
-    def __enter__(self) -> Display:
-        if self._live.console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._live.console.is_terminal:
-            self._live.stop()
-
-    def say(self, line: str) -> None:
-        self._live.console.print(Text(printable(line)), soft_wrap=True)
-        self._live.console.file.flush()
-        self._said_at = time.monotonic()
-
-    def break_silence(self) -> None:
-        """Say where the runs are, if a log was told nothing for a while."""
-        silence = time.monotonic() - self._said_at
-        training = self._sweep.of("training")
-        if self._live.console.is_terminal or not training or silence < _SECONDS_BETWEEN_LINES:
-            return
-        left = self._sweep.seconds_left
-        self.say(
-            ", ".join(f"{job.name}: step {job.step} of {job.max_steps}" for job in training)
-            + ("" if left is None else f"; about {in_words(left)} left")
-        )
-
-    def _frame(self) -> Group:
-        sweep = self._sweep
-        table = Table.grid(padding=(0, 2), expand=True)
-        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        table.add_column(width=20)
-        table.add_column(justify="right", no_wrap=True)
-        for job in sweep.of("training"):
-            done = job.step / job.max_steps
-            steps = f"{job.step}/{job.max_steps}"
-            table.add_row(Text(job.name), ProgressBar(completed=done, total=1, width=20), steps)
-        left = sweep.seconds_left
-        num_done = len(sweep.of("finished"))
-        table.add_row(
-            Text(f"{num_done} of {len(sweep.jobs)} runs", style="bold"),
-            ProgressBar(completed=sweep.share_done, total=1, width=20),
-            "" if left is None else f"{in_words(left)} left",
-        )
-        return Group(table)

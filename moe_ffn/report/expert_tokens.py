@@ -165,7 +165,7 @@ def expert_tokens(
             return TopToken(
                 visible(routed.vocabulary[place]),
                 int(counts[place]),
-                contexts=tuple(_context(routed, int(at)) for at in spread),
+                contexts=tuple(context(routed, int(at)) for at in spread),
                 share=float(counts[place] / len(of)),
                 lift=float(counts[place] / len(of) / base_V[place]),
             )
@@ -192,7 +192,7 @@ def _spread(items: np.ndarray, max_items: int) -> np.ndarray:
     return items[(2 * np.arange(count) + 1) * len(items) // max(2 * count, 1)]
 
 
-def _context(routed: RoutedText, place: int) -> tuple[str, str, str]:
+def context(routed: RoutedText, place: int) -> tuple[str, str, str]:
     """Return the text before a token, the token, and the text after, within its window."""
     start = place - place % routed.seq_len
     before = routed.text(max(start, place - CONTEXT), place)[-CONTEXT:]

@@ -331,12 +331,6 @@ class Sweep:
         return not self.of("waiting", "training", "elsewhere")
 
     @property
-    def share_done(self) -> float:
-        """Fraction of all runs' FLOPs that is done."""
-        done = sum(job.flops * job.step / job.max_steps for job in self.jobs)
-        return done / sum(job.flops for job in self.jobs)
-
-    @property
     def seconds_left(self) -> float | None:
         """At the speed of this sweep so far; None before it has one."""
         done = left = 0.0
@@ -346,6 +340,14 @@ class Sweep:
             if job.state == "training" or job.seconds:
                 done += job.flops * (job.step - job.first_step) / job.max_steps
         return (time.monotonic() - self._began_at) / done * left if done else None
+
+    @property
+    def progress(self) -> str:
+        """Step of each run in training, and the time left; empty where none is trained here."""
+        left = self.seconds_left
+        steps = [f"{job.name}: step {job.step} of {job.max_steps}" for job in self.of("training")]
+        more = f"; about {in_words(left)} left" if steps and left is not None else ""
+        return f"{', '.join(steps)}{more}"
 
     def advance(self) -> Iterator[str]:
         """See which runs have ended, and start others in their places; yields what a person is to know."""

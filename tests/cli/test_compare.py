@@ -209,7 +209,7 @@ def test_a_run_is_named_by_its_folder(program: Program, study: Path, tmp_path: P
     code, _, _ = program(str(folders[0]), str(folders[2]), "--html", str(tmp_path / "c.html"))
     assert code == 0
     page = (tmp_path / "c.html").read_text()
-    assert all(f'<th scope="row">{folder}</th>' in page for folder in folders[::2])
+    assert all(f"</svg> {folder}</th>" in page for folder in folders[::2])
 
 
 def test_two_runs_of_one_arm_and_seed_are_refused(program: Program, study: Path) -> None:

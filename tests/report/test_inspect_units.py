@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_ffn.ffn.networks import Memory
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.report.inspect import Inspection, figures, inspect_model, inspection, text_of_tokens
+from moe_ffn.report.inspect import Inspection, inspect_model, inspection, text_of_tokens
 from moe_ffn.report.inspect.units import KINDS, TopInputs, agree, examples, explanation
 from tests.helpers.known_decoder import BYTES, LETTERS, D, S, axis, decoder_of, random_text
 
@@ -290,15 +290,3 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
         )
     assert max(rows) <= 256
     assert kept == [2 * 64 * 10 * (4 + 8)] * 2
-
-
-def test_of_many_layers_the_shares_are_a_heat_map() -> None:
-    decoder = decoder_of(DENSE, LETTERS, num_layers=8)
-    found = inspect_model(decoder, random_text(LETTERS), layers=[0, 1, 2, 3, 5, 6, 7])
-
-    drawn: Any = figures.suffixes(found.units).data[0]
-    assert drawn.type == "heatmap"
-    assert list(drawn.y) == ["0", "1", "2", "3", "5", "6", "7"]
-    assert [row[0] for row in drawn.z] == pytest.approx(
-        [units.share("token") for units in found.units], abs=1e-4
-    )

@@ -13,8 +13,8 @@ import pytest
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import parse_yaml, validate
+from moe_ffn.report.study_fits import without_seeds
 from moe_ffn.report.study_page import StudyPage, study_page, with_row
-from moe_ffn.report.study_points import without_seeds
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.config import StudyConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,58 +9,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
-from moe_ffn.metrics.table import Metric
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report.drawing import Line, line_figure
-from moe_ffn.report.figures import MAX_LINES, MAX_TEXTS, NotMeasuredError
+from moe_ffn.report.figures import NotMeasuredError
 from moe_ffn.report.inspect import experts
 from moe_ffn.report.inspect.experts import Attribute
 from moe_ffn.report.inspect.inspection import Inspection, Router
-from moe_ffn.report.inspect.units import AGREE, MAX_SUFFIX_LENGTH, LayerUnits
-from moe_ffn.runs.rows import Series
-
-_SUFFIX = Metric(
-    key="suffix_share",
-    title="Units that answer to the last n tokens",
-    quantity="share of units",
-    unit="share",
-    formula="",
-    healthy="",
-)
-
-
-def suffixes(units: Sequence[LayerUnits]) -> go.Figure:
-    """Draw the share of units whose top inputs have the same last n tokens, by layer, and by chance."""
-    note = (
-        f"At least {AGREE:.0%} of a unit's top inputs end in the same n tokens. Chance: inputs drawn at "
-        "random from those that the unit's network saw."
-    )
-    lengths = range(1, MAX_SUFFIX_LENGTH + 1)
-    if len(units) > MAX_LINES:
-        return heat_figure(
-            lengths,
-            [str(one.layer) for one in units],
-            _plain([one.suffix_shares() for one in units]),
-            ("n, tokens", "layer"),
-            title=_SUFFIX.title,
-            note=note,
-            bar={"title": _SUFFIX.quantity, "tickformat": ".0%"},
-            hover="layer %{y}, last %{x}: <b>%{z:.1%}</b>",
-            colorscale="Cividis",
-        )
-    steps = array("q", lengths)
-    lines = [
-        Line(f"layer {one.layer}", Series(steps, array("d", one.suffix_shares())), number)
-        for number, one in enumerate(units)
-    ]
-    chance = np.mean([one.suffix_chance for one in units], axis=0)
-    lines.append(Line("chance", Series(steps, array("d", chance)), 7))
-    figure: Any = line_figure(lines, _SUFFIX, MAX_SUFFIX_LENGTH, note=note)
-    axis = figure.layout.xaxis
-    axis.title.text, axis.unifiedhovertitle.text = "n, tokens", "last %{x}"
-    for line in figure.data:  # the last value says nothing here
-        line.name = line.meta["name"]
-    return figure
 
 
 def agreements(found: Inspection) -> go.Figure:
@@ -117,38 +69,6 @@ def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure
         "<br><b>%{customdata:.1%}</b> of what the expert takes",
         customdata=_plain(shares),
         **_scaled("times its part of the text", "even"),
-    )
-
-
-def depth(found: Inspection) -> go.Figure:
-    """Draw the mutual information of the first choices of two layers.
-
-    Raises:
-        NotMeasuredError: fewer than two routers were looked at.
-    """
-    routers = _routers(found)
-    if len(routers) < 2:
-        raise NotMeasuredError("there is one router alone, so no other to compare with")
-    values = found.depth.copy()
-    np.fill_diagonal(values, np.nan)
-    known = values[np.isfinite(values)]
-    low, high = (known.min(), known.max()) if np.unique(known).size > 1 else (0, 1)
-    names = [short_name(router.name) for router in routers]
-    return _heat(
-        names,
-        names,
-        values,
-        ("layer", "layer"),
-        title="The same tokens together in two layers",
-        note="2 I(a; b) / (H(a) + H(b)) of the first choices of two layers: 1 where one is a renaming of the "
-        "other, about 0 where they know nothing of each other. The numbers of the experts do not matter.",
-        bar={"title": "normalised mutual information", "tickformat": ".2f"},
-        hover="layers %{y} and %{x}: <b>%{z:.3f}</b>",
-        height=360,
-        colorscale="Cividis",
-        zmin=float(low),
-        zmax=float(high),
-        texttemplate="%{z:.2f}" if len(names) <= MAX_TEXTS else None,
     )
 
 

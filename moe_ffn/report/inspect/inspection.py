@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -23,7 +22,7 @@ from moe_ffn.outputs import FFNOutput
 from moe_ffn.report.assignments import Assignment, add_batch
 from moe_ffn.report.expert_tokens import RoutedText, routed_layer
 from moe_ffn.report.inspect import experts
-from moe_ffn.report.inspect.experts import Agreement, Attribute, TokenPrediction
+from moe_ffn.report.inspect.experts import Agreement, Attribute
 from moe_ffn.report.inspect.text import Text
 from moe_ffn.report.inspect.units import LayerUnits, TopInputs, layer_units
 from moe_ffn.runs.reader import Run
@@ -41,7 +40,6 @@ class Router:
     """True for the router of a mixture of depths, which lets a token through a block or past it."""
     agreement: Mapping[str, Agreement]
     """Name of an attribute -> share of the first choice that it explains."""
-    by_token: TokenPrediction | None
 
     @property
     def name(self) -> str:
@@ -76,11 +74,6 @@ class Inspection:
         text = self.text
         layers = {name: routed_layer(router.assignment) for name, router in self.routers.items()}
         return RoutedText(text.tokenizer.token_bytes, text.ids_T, text.seq_len, layers)
-
-    @cached_property
-    def depth(self) -> np.ndarray:
-        """Return `experts.depth_matrix` of the routers in order."""
-        return experts.depth_matrix([router.assignment for router in self.routers.values()])
 
 
 def inspect_run(
@@ -125,7 +118,6 @@ def inspect_model(
             assignment,
             is_gate=name in infos and infos[name].is_gate,
             agreement={a.name: experts.agreement(first, a.labels_T[reached]) for a in known},
-            by_token=experts.predict_by_token(assignment, text),
         )
     return Inspection(
         text=text,

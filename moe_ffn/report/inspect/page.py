@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report.expert_tokens import expert_tokens
+from moe_ffn.report.expert_tokens import context, expert_tokens
 from moe_ffn.report.inspect import figures
 from moe_ffn.report.inspect.inspection import Inspection
 from moe_ffn.report.inspect.units import AGREE, KINDS, NEAR, LayerUnits, examples, explanation
@@ -52,16 +52,13 @@ def _plots(found: Inspection) -> dict[str, list[Plot]]:
         for router in found.routers.values()
         if not router.is_gate and router.assignment.num_experts > 1
     }
-    agreement, taken, depth = [list[Plot]() for _ in range(3)]
+    agreement, taken = list[Plot](), list[Plot]()
     if choosers:
         agreement.append(plot_of(figures.agreements(found)))
         for name in (attribute.name for attribute in found.attributes if attribute.names):
             drawn = {at: figures.taken(found, router.name, name) for at, router in choosers.items()}
             taken.append(choice_of(drawn))
-        if len(found.routers) > 1:
-            depth.append(plot_of(figures.depth(found)))
-    units = [plot_of(figures.suffixes(found.units))] if found.units else []
-    return numbered(agreement=agreement, taken=taken, depth=depth, units=units)
+    return numbered(agreement=agreement, taken=taken)
 
 
 class PageParts:
@@ -122,7 +119,11 @@ class PageParts:
                 "name": units.name(unit),
                 "kind": units.kind_U[unit],
                 "what": explanation(units, unit, text),
-                "contexts": [text.context(int(t)) for t in _distinct(units.tokens_Uk[unit])[:4]],
+                "contexts": [
+                    context(self.found.routed, t)
+                    for t in units.tokens_Uk[unit].tolist()[:4]
+                    if t >= 0
+                ],
                 "activation": f"{units.activations_Uk[unit, 0]:.2f}",
                 "promotes": [text.token(int(v)) for v in units.promoted_Up[unit]],
             }
@@ -130,17 +131,13 @@ class PageParts:
         ]
 
     def agreement_rows(self) -> list[list[str]]:
-        """Return a row per router: share (chance) of each attribute, and accuracy by token."""
+        """Return a row per router: share (chance) of each attribute."""
         rows: list[list[str]] = []
         for router in self.found.routers.values():
             row = [short_name(router.name)]
             for attribute in self.found.attributes:
                 one = router.agreement[attribute.name]
                 row.append(f"{_percent(one.share)} ({_percent(one.chance)})")
-            guess = router.by_token
-            row.append(
-                f"{_percent(guess.accuracy)} ({_percent(guess.most_frequent)})" if guess else "-"
-            )
             rows.append(row)
         return rows
 
@@ -163,10 +160,6 @@ class PageParts:
             "whose hidden units see single tokens."
             for layer in self.found.without_units
         ]
-
-
-def _distinct(tokens_k: np.ndarray) -> list[int]:
-    return [token for token in tokens_k.tolist() if token >= 0]
 
 
 def _by_layer(shares: Sequence[float], layers: Sequence[str]) -> str:
