@@ -13,7 +13,6 @@ from moe_ffn.files import make_folder, read_bytes, read_object, write_whole
 from moe_ffn.runs.folder import (
     FACTS_FILE,
     SUMMARY_FILE,
-    TOKENIZER_FILE,
     explaining,
     is_run,
     reading,
@@ -90,17 +89,13 @@ class Gathered:
                 f"{', '.join(absent[:3])}{more}."
             )
 
-    def write(self, folder: Path, where: str = "") -> None:
-        """Put what is committed into `folder`: the results in its table, the study, the timing.
-
-        Args:
-            where: the option that names the folder.
+    def write(self, folder: Path) -> None:
+        """Write results, study and timing into `folder`, to be committed.
 
         Raises:
             ConfigError: it cannot be written, or has a table that is damaged.
         """
-        problem = f"{where}: '{folder}' cannot be written".removeprefix(": ")
-        with explaining(problem, "choose another folder"):
+        with explaining(f"'{folder}' cannot be written", "choose another folder"):
             make_folder(folder)
             add_results(folder, self.results)
             if self.study is not None:
@@ -285,7 +280,7 @@ def _unfit(result: RunResult, path: Path) -> str:
     if outcome.validation_loss is None:
         return "has no finite validation loss"
     if None in (result.fingerprints.get("corpus"), result.fingerprints.get("tokenizer")):
-        return f"does not say what it was trained on: {FACTS_FILE} or {TOKENIZER_FILE} is damaged"
+        return f"does not say what it was trained on: {FACTS_FILE} is damaged"
     return ""
 
 

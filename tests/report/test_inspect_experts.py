@@ -74,9 +74,6 @@ def test_a_hash_router_goes_by_the_token_alone(k: int) -> None:
     assert one.agreement["token"].chance < 0.01
     assert one.agreement["previous token"].above_chance < 0.01
     assert one.agreement["position in sequence"].above_chance < 0.01
-    assert one.by_token is not None
-    assert one.by_token.accuracy == 1
-    assert one.by_token.most_frequent < 0.8
 
 
 def newline_expert() -> Inspection:

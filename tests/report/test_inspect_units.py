@@ -131,8 +131,7 @@ def test_a_unit_that_answers_to_a_suffix_is_found_as_such() -> None:
     assert units.suffix_U.tolist() == [2]
     assert units.kind_U.tolist() == ["suffix"]
     assert explanation(units, 0, found.text) == "ac"
-    assert units.suffix_shares()[:3] == [1, 1, 0]
-    assert units.suffix_chance[1] == 0
+    assert (units.share("suffix"), units.chance["suffix"]) == (1, 0)
 
 
 def test_a_unit_that_answers_to_a_position_is_found_as_such() -> None:

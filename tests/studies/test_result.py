@@ -22,7 +22,6 @@ from moe_ffn.studies.result import (
     ROW_KEYS,
     RunResult,
     add_results,
-    interpolate,
     lines_of,
     thinned,
 )
@@ -132,24 +131,6 @@ def test_of_too_many_points_training_is_averaged_and_validations_are_left_out(
     assert thin.validation.losses == pytest.approx([losses[1], losses[2]], abs=1e-5)
 
 
-def test_a_run_of_an_older_version_is_counted_by_its_config(
-    folder: Path, result: RunResult, tmp_path: Path
-) -> None:
-    copy = finished_copy(tmp_path)
-    facts = json.loads((copy / "facts.json").read_text())
-    for key in ("num_params", "tokenizer_sha256"):
-        del facts[key]
-    (copy / "facts.json").write_text(json.dumps(facts))
-    change(copy / "config.yaml", trainer__max_steps=24, trainer__accumulate_grad_batches=3)
-
-    old = RunResult.of_run(read_run(copy))
-
-    # Twelve steps were made, each of three batches of 4 sequences of 16 tokens.
-    assert old.budget == replace(result.budget, tokens=12 * 3 * 4 * 16)
-    assert old.validation.tokens == [step * 3 * 4 * 16 for step in (4, 8, 12)]
-    assert old.fingerprints == result.fingerprints, "of the tokenizer's own file"
-
-
 def test_the_arm_is_the_folder_without_its_seed(folder: Path, tmp_path: Path) -> None:
     run = read_run(folder)
     for name, arm in (
@@ -235,14 +216,6 @@ def test_a_thinned_curve_averages_neighbours_and_keeps_the_last_step() -> None:
     assert thinned(series, 3, is_mean=False) == ([3, 6, 7], [3.0, 6.0, 7.0])
     assert thinned(series, 7, is_mean=True) == (list(range(1, 8)), [float(n) for n in range(1, 8)])
     assert thinned(Series(), 3, is_mean=True) == ([], [])
-
-
-def test_between_points_lies_a_line() -> None:
-    assert interpolate([10, 20], [1.0, 3.0], 15) == pytest.approx(2.0)
-    assert interpolate([10, 20], [1.0, 3.0], 5) == pytest.approx(0.5)
-    assert interpolate([10, 20], [1.0, 3.0], 20) == 3.0
-    assert interpolate([10, 20], [1.0, 3.0], 21) is None
-    assert interpolate([], [], 1) is None
 
 
 def test_a_run_that_is_not_finished_says_so(folder: Path, tmp_path: Path) -> None:
