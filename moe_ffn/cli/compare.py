@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.config.errors import ConfigError, command, printable
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv or ["--help"])
     if options.html is not None:
         check_output("--html", options.html, OPENING)
-    gathered = read(options.paths)
+    gathered = gather(options.paths)
     comparison = compare(gathered, options.baseline)
     print_comparison(Console(), comparison)
     if options.html is not None:
@@ -68,19 +67,8 @@ def _parser() -> Parser:
     return parser
 
 
-def read(paths: Sequence[Path]) -> Gathered:
-    """Read the runs of the folders, with a progress bar on a terminal."""
-    columns = (TextColumn("reading runs"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=None)
-        return gather(paths, lambda done, total: bar.update(task, completed=done, total=total))
-
-
 def compare(gathered: Gathered, baseline: str | None = None) -> Comparison:
-    """The comparison of what was found; `baseline` over that of its study."""
+    """Return the comparison; an error also counts the runs that are left out."""
     try:
         return gathered.compare(baseline)
     except ConfigError as error:

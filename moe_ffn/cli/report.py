@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def default_output(folders: Sequence[Path]) -> Path:
-    """In the run, or, of several, in the folder that holds the first."""
+    """Return the page's path: in the run, or in the folder that holds the first of several."""
     first = folders[0]
     is_one = len({folder.resolve() for folder in folders}) == 1
     return (first if is_one else first.resolve().parent) / "report.html"

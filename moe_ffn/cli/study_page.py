@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_planned(study: StudyConfig, file: Path, found: Gathered) -> None:
-    """ConfigError where a result is of a run with other options than the study plans.
+    """Raise a ConfigError where the options of a result are not those that the study plans.
 
     Flags that the sweep was given, which are in the study beside the results, count as planned; options that
     a result does not know came with later versions.

@@ -129,7 +129,7 @@ def _parser() -> Parser:
 def chosen(
     runs: Sequence[PlannedRun], seeds: Sequence[int] | None, names: Sequence[str] | None
 ) -> list[PlannedRun]:
-    """The runs with these seeds, without those of tuning, and with these names; None is all.
+    """Return the runs with these seeds, without tuning, and with these names; None is all.
 
     Raises:
         ConfigError: there is no run of a name.
@@ -147,7 +147,7 @@ def chosen(
 
 
 def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> StudyConfig:
-    """The study that a command line asks for.
+    """Return the study that a command line asks for.
 
     Raises:
         ConfigError: there is none, or it is wrong.
@@ -190,7 +190,7 @@ _LEGEND = (
 
 
 def print_plan(sweep: Sweep) -> None:
-    """Every run with its budget; how near the widths that were solved come to theirs."""
+    """Print every run with its budget, and how near solved widths come to their target."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
     parts = [
         f"{part}\n{name}" for part in ("model", "FFNs") for name in ("params", "active", "FLOPs")
@@ -228,7 +228,7 @@ def _state(job: Job) -> str:
 
 
 def short(number: float) -> str:
-    """`1.25M`: three digits and a letter for the thousands."""
+    """Return three digits and a letter for the thousands: `1.25M`."""
     letters = iter("kMGTPE")
     letter = ""
     while abs(number) >= 999.5:
@@ -274,7 +274,7 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
 
 
 def share_plotly(folder: Path) -> None:
-    """Put plotly's script beside the runs, which each of them would put into its page."""
+    """Write plotly's script next to the runs, so that their pages need not contain it."""
     from moe_ffn.report.plots import share_script
 
     with run_folder.explaining(f"'{folder}' cannot be written"):
@@ -282,7 +282,7 @@ def share_plotly(folder: Path) -> None:
 
 
 def train(sweep: Sweep) -> int:
-    """Train what is not finished; the exit code."""
+    """Train the unfinished runs; return the exit code."""
     folder = sweep.jobs[0].run.folder.parent
     num_done = len(sweep.of("finished"))
     print(f"{len(sweep.jobs)} runs in {folder}/, {num_done} of them done", flush=True)

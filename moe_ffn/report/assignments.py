@@ -23,7 +23,7 @@ class Assignment:
     """Experts that each token chose at one router."""
 
     name: str
-    """`layer_03`, `layer_03/inner`."""
+    """Name, such as `layer_03` or `layer_03/inner`."""
     expert_names: tuple[str, ...]
     num_tokens: int
     """T"""

@@ -33,7 +33,7 @@ HEALTHY = "#1a7f37"
 """The colour, almost transparent, behind healthy values; page.js takes it from the style sheet."""
 
 Value = float | None
-"""None where nothing finite was measured: JSON has no NaN, and plotly draws a gap."""
+"""A measured value; None where it is not finite: JSON has no NaN, and plotly draws a gap."""
 
 _FORMS = {
     "share": ".2%",

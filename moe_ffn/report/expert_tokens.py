@@ -37,7 +37,7 @@ CONTEXT = 24
 """Bytes of text before a token; half as many after it."""
 
 NOWHERE = -1
-"""In `RoutedLayer.heaviest_T`, for a token that no expert computed."""
+"""Value in `RoutedLayer.heaviest_T` of a token that no expert computed."""
 
 
 @dataclass(frozen=True, eq=False)

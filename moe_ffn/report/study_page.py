@@ -65,7 +65,7 @@ class StudyPage:
     figures: dict[str, Any] = field(default_factory=dict)
     """Name -> plotly figure."""
     summary: str = ""
-    """Its row in the table of all studies."""
+    """Row in the table of all studies."""
 
     def image(self, name: str, figure: Any, alt: str) -> str:
         """Keep a figure; return it in Markdown, or nothing where the page does not show it."""

@@ -429,7 +429,7 @@ def _alone(arm: Arm) -> str:
 
 
 def p_text(p_value: float | None) -> str:
-    """`0.03`, `< 0.001`; a dash where there is none."""
+    """Return `0.03` or `< 0.001`; a dash where there is none."""
     if p_value is None:
         return "-"
     return "< 0.001" if p_value < 0.001 else f"{p_value:.2g}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from moe_ffn.studies.differences import few_words, identity
 from moe_ffn.studies.result import RESULTS_FILE, ROW_KEYS, RunResult, add_results, lines_of, natural
 
 TIMING_FILE = "timing.json"
-"""In the folder of a study: arm -> seconds of a step, measured while the machine did nothing else."""
+"""File in the folder of a study: arm -> seconds of a step, measured while the machine did nothing else."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,11 @@ def _one_study(studies: Sequence[StudyConfig]) -> StudyConfig | None:
     return studies[0].model_copy(update={"seeds": [*dict.fromkeys(seeds)]})
 
 
-def gather(
-    paths: Sequence[Path], on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> Gathered:
+def gather(paths: Sequence[Path]) -> Gathered:
     """Read every run, and every committed result, each once.
 
     Args:
         paths: folders of runs, folders that hold runs or a table of results, tables.
-        on_progress: called with how many are read, and how many there are.
 
     Raises:
         ConfigError: a folder holds none, or none of them can be compared.
@@ -141,8 +138,7 @@ def gather(
     left_out: dict[Path, str] = {}
     unfit: set[str] = set()
     studies = {source.folder: source.study for source in sources if source.study}
-    for done, source in enumerate(sources):
-        on_progress(done, len(sources))
+    for source in sources:
         try:
             result = source.read()
         except ConfigError as error:
@@ -153,7 +149,6 @@ def gather(
             unfit.add(result.name)
         else:
             found.append((result, source))
-    on_progress(len(sources), len(sources))
     if not found:
         first, *others = left_out.values()
         more = f"; {len(others)} more cannot be compared either" if others else ""

@@ -80,7 +80,7 @@ class Outcome(_Value):
     wall_seconds: float | None = None
     """Seconds from the first step to the end, with validations and checkpoints."""
     peak_memory_bytes: int | None = None
-    """On a GPU of its tensors, else of the process."""
+    """Peak of the tensors on a GPU, otherwise of the process."""
     max_violation: float | None = None
     """MaxVio of the last validation, mean of the sparse layers; null without one."""
     dropped_fraction: float | None = None
@@ -104,7 +104,7 @@ class RunResult(_Value):
     """Dotted option -> value, of a further run that only shows where the arm's optimum lies; empty for the
     runs that are compared."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Every option, but for the places of its files."""
+    """Options of the run without the places of its files."""
     budget: Budget
     train: Curve = Curve()
     validation: Curve = Curve()
@@ -120,7 +120,7 @@ class RunResult(_Value):
 
     @property
     def name(self) -> str:
-        """`swiglu-seed0`, the name of its folder in a study."""
+        """Name of its folder in a study, such as `swiglu-seed0`."""
         return f"{self.arm}-seed{self.seed}"
 
     @property
@@ -246,7 +246,7 @@ def _kept_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens_per_step(run: Run) -> int:
-    """ConfigError where the options that say it are lost."""
+    """Return the tokens of a step; raise a ConfigError where the options are lost."""
     keys = ("seed", "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches")
     options = flatten(run.options)
     for key in keys:

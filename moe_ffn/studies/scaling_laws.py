@@ -72,7 +72,7 @@ class Law:
 
 
 def power_law(variable: str) -> Law:
-    """`L = E + A / C^alpha`, for a study in which only one size varies."""
+    """Return `L = E + A / C^alpha`, for a study in which only one size varies."""
     return Law(
         formula=f"L = E + A / {variable}^alpha",
         source="Hoffmann et al. 2022, arXiv 2203.15556, in one variable",

@@ -66,7 +66,7 @@ def _special() -> Any:
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Their mean, plus and minus t(n - 1) s / sqrt(n): Student's interval over seeds.
+    """Return Student's interval over seeds: the mean, plus and minus t(n - 1) s / sqrt(n).
 
     None of fewer than `MIN_SEEDS`.
     """
@@ -86,7 +86,7 @@ class Difference:
     num_pairs: int
     """Seeds that both have, or windows."""
     interval: Interval | None = None
-    """None of fewer than `MIN_SEEDS` seeds, as are the p-value and what follows from it."""
+    """Interval of the mean; None with fewer than `MIN_SEEDS` seeds, like the fields that follow."""
     p_value: float | None = None
     """Two-sided, of no difference, after Holm's correction; None over windows, of which no claim about
     training is made."""
@@ -103,7 +103,7 @@ class Difference:
 def paired_differences(
     arms: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]],
 ) -> dict[str, Difference]:
-    """Each arm minus its baseline by Student's paired t, over the seeds that both have; of two or more.
+    """Return each arm minus its baseline by Student's paired t, over two or more shared seeds.
 
     Pairs within a seed share their data order and their weights outside the block, so that what the seed
     does to both leaves the difference.

@@ -37,16 +37,16 @@ except ImportError:  # Windows
     fcntl = None
 
 LOGS_FOLDER = "logs"
-"""In the folder of a study: what the process of each run printed."""
+"""Subfolder of a study with the output of each run's process."""
 
 ASIDE_FOLDER = "unfinished"
-"""In the folder of a study: runs that were cut off, and whose options are no longer the study's."""
+"""Subfolder of a study with unfinished runs whose options are no longer the study's."""
 
 _TAIL_BYTES, _TAIL_LINES = 100_000, 10
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 State = Literal["waiting", "training", "elsewhere", "finished", "failed"]
-"""`elsewhere`: another process trains it."""
+"""State of a run; `elsewhere` means that another process trains it."""
 
 
 # -- what is there already
@@ -202,10 +202,7 @@ class Job:
         if code is None:
             return False
         self.seconds = time.monotonic() - self._started_at
-        try:
-            self.look()
-        except ConfigError as error:  # its folder was tampered with meanwhile
-            self.fail(str(error))
+        self.look()
         if self.state == "training":
             self.fail(f"failed ({_exit_in_words(code)}); what it said is in {self.log}")
         return True
@@ -225,7 +222,7 @@ class Job:
 
     @property
     def validation_loss(self) -> float | None:
-        """In nats per token, of a run that is finished."""
+        """Final loss of a finished run, in nats per token."""
         return Summary.read(self.run.folder / run_folder.SUMMARY_FILE).validation_loss
 
     @property
@@ -332,7 +329,7 @@ class Sweep:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the speed of this sweep so far; None before it has one."""
+        """Seconds left at the speed of this sweep so far; None before it has one."""
         done = left = 0.0
         for job in self.of("waiting", "training", "elsewhere"):
             left += job.flops * (1 - job.step / job.max_steps)
@@ -415,7 +412,7 @@ class Sweep:
 
 
 def in_words(seconds: float) -> str:
-    """`40 s`, `12 min` or `3.5 h`."""
+    """Return `40 s`, `12 min` or `3.5 h`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"

@@ -374,24 +374,6 @@ def test_a_process_that_cannot_be_started_fails_its_run_alone(
     )
 
 
-def test_a_folder_that_is_spoilt_meanwhile_fails_its_run_alone(
-    program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def start(command: list[str], **given: Any) -> ForkedTraining:
-        started = ForkedTraining(command, **given)
-        if "dense-seed0" in str(command):
-            started.wait()
-            config = tmp_path / "runs/gating/dense-seed0/config.yaml"
-            config.write_text(config.read_text().replace("max_steps: ", "max_steps: 1"))
-        return started
-
-    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", start)
-    code, out, err = program("--config", "gating.yaml", "--seeds", "0")
-    assert code == 1
-    assert "moe-seed0: training" in out
-    assert "dense-seed0' holds a run with other options (trainer.max_steps was 1" in err
-
-
 def test_a_run_that_another_process_trains_is_waited_for(
     only: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +15,6 @@ import torch
 from playwright.sync_api import Browser
 from rich.console import Console
 
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.trace import main
 from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrace, Visit, follow
 from moe_ffn.report.trace_view import ground, legend, page, table
 from moe_ffn.runs.reader import load_model
@@ -293,23 +289,6 @@ def test_the_text_may_come_through_a_pipe(
     assert re.findall(r"^(\d  \S+)", out, re.MULTILINE) == ["0  a", r"1  \xff"]
 
 
-def test_a_screen_without_unicode_gets_escapes(
-    moe_run: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["trace", str(moe_run.folder), "--text", "a b"])
-    with (tmp_path / "screen").open("w", encoding="ascii") as screen:
-        monkeypatch.setattr(sys, "stdout", screen)
-        monkeypatch.setattr(sys, "__stdout__", screen)
-
-        assert exit_on_bad_input(main) == 0
-
-    assert capsys.readouterr().err == ""
-    assert re.search(r"^1  \\u2423 ", (tmp_path / "screen").read_text(), re.MULTILINE)
-
-
 # -- the page
 
 
@@ -360,18 +339,6 @@ def test_the_page_says_all_that_is_known_of_a_cell(browser: Browser, tmp_path: P
         assert second.locator(".dropped").evaluate(colour) == "rgba(0, 0, 0, 0)"
 
 
-def test_the_page_says_what_its_colours_mean(tmp_path: Path) -> None:
-    colours = (
-        "<li>A colour stands for an expert&#39;s number within its layer: the same colour in "
-        "another layer is another expert.</li>"
-    )
-    way = small_way()
-    gates = tuple(layer for layer in way.layers if layer.is_gate)
-
-    assert colours in page(way)
-    assert colours not in page(replace(way, layers=gates)), "a gate has none"
-
-
 # -- mistakes
 
 
@@ -391,27 +358,6 @@ def test_what_is_no_run_is_refused(trace: Trace, moe_run: Any) -> None:
     assert refused(trace, parent, "--text", "a") == (
         f"'{parent}' is no run: it has no config.yaml; it holds runs; give one of them, such as {run}"
     )
-
-
-def test_a_run_without_a_checkpoint_is_refused(trace: Trace, moe_run: Any) -> None:
-    unfinished = Path("unfinished")
-    unfinished.mkdir()
-    for name in ("config.yaml", "tokenizer.json"):
-        (unfinished / name).write_bytes((moe_run.folder / name).read_bytes())
-
-    assert refused(trace, "unfinished", "--text", "a") == (
-        "'unfinished' has no checkpoints, so no model to load; give a run that has come to "
-        "its first validation"
-    )
-
-
-def test_an_interrupted_run_is_shown(trace: Trace, moe_run: Any) -> None:
-    shutil.copytree(moe_run.folder, "interrupted", ignore=shutil.ignore_patterns("summary.json"))
-
-    code, out, err = trace("interrupted", "--text", TEXT)
-
-    assert (code, err) == (0, "")
-    assert "layer 0" in out
 
 
 def test_a_run_without_routing_is_refused_by_its_type(trace: Trace, dense_run: Path) -> None:

@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser
 
 from moe_ffn.metrics.table import RUN_METRICS
 from moe_ffn.report import figures as functions
 from moe_ffn.report.figures import NotMeasuredError
 from moe_ffn.runs.reader import Run, read_run
 from moe_ffn.runs.rows import Series
-from tests.helpers.browser import opened
 from tests.helpers.synthetic_run import MEASURES, write_run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -160,25 +158,3 @@ def test_what_was_not_measured_is_said(
 ) -> None:
     with pytest.raises(NotMeasuredError, match=said):
         draw(run, dense)
-
-
-def test_a_figure_alone_has_its_title_above_its_legend(
-    browser: Browser, tmp_path: Path, run: Run
-) -> None:
-    drawn = (figures.loss(run), figures.load(run, 0))
-    parts = [
-        figure.to_html(full_html=False, include_plotlyjs=figure is drawn[0]) for figure in drawn
-    ]
-    (tmp_path / "figures.html").write_text("<!doctype html><meta charset=utf-8>" + "".join(parts))
-
-    with opened(browser, tmp_path / "figures.html") as found:
-        found.keep("figures")
-        for plot in found.page.locator(".js-plotly-plot").all():
-            boxes = [
-                plot.locator(selector).first.bounding_box()
-                for selector in (".main-svg", ".gtitle", ".legend, .infolayer .colorbar")
-            ]
-            frame, title, below = (box for box in boxes if box is not None)
-            assert title["y"] >= frame["y"] - 1
-            assert title["y"] + title["height"] <= below["y"] + 1
-        assert found.page.locator(".legend").count() == found.page.locator(".colorbar").count() == 1

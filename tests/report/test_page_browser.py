@@ -103,24 +103,6 @@ def test_every_plot_is_drawn_on_a_phone(overlay: Opened) -> None:
     check_texts(overlay.page)
 
 
-IN_SIGHT = """table => [...table.rows].map(row => [...row.cells].slice(0, 2).map(cell => {
-    const [box, frame] = [cell, table.parentElement].map(e => e.getBoundingClientRect());
-    const there = document.elementFromPoint(box.left + 3, box.top + 3);
-    return box.left >= frame.left - 1 && box.right <= frame.right + 1 && cell.contains(there);
-}))"""
-
-
-def test_a_phone_shows_the_losses_first_and_keeps_the_names_of_the_runs(overlay: Opened) -> None:
-    table = overlay.page.locator("table.runs")
-    table.scroll_into_view_if_needed()
-    heads = table.locator("thead th").all_text_contents()
-    assert heads[:2] == ["run", "loss"]
-    assert table.evaluate(IN_SIGHT) == [[True, True]] * 4
-    table.evaluate("table => { table.parentElement.scrollLeft = 300 }")
-    assert table.evaluate(IN_SIGHT) == [[True, False]] * 4
-    table.evaluate("table => { table.parentElement.scrollLeft = 0 }")
-
-
 def test_a_window_that_becomes_as_narrow_as_a_phone_takes_the_plots_along(moe: Opened) -> None:
     moe.page.set_viewport_size({"width": PHONE, "height": 900})
     moe.page.wait_for_function(

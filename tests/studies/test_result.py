@@ -19,7 +19,6 @@ from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import (
-    ROW_KEYS,
     RunResult,
     add_results,
     lines_of,
@@ -139,13 +138,6 @@ def test_the_arm_is_the_folder_without_its_seed(folder: Path, tmp_path: Path) ->
         ("moe-seed", "moe-seed"),
     ):
         assert RunResult.of_run(replace(run, folder=tmp_path / name)).arm == arm
-
-
-def test_only_the_rows_that_it_needs_are_read(folder: Path, result: RunResult) -> None:
-    run = read_run(folder, keys=ROW_KEYS)
-
-    assert run.rows.columns.keys() == set(ROW_KEYS)
-    assert RunResult.of_run(run) == result
 
 
 def test_a_table_reads_back_as_it_was_and_its_order_is_that_of_the_names(
