@@ -64,7 +64,7 @@ class Law:
     size: str
     """Variable that decides which runs are the largest."""
     parameters: Mapping[str, Parameter]
-    log_loss: Callable[[Sequence[Any], Mapping[str, Array]], Array]
+    log_loss: Callable[[Any, Mapping[str, Array]], Array]
     """Parameters as they are searched, and natural logarithms of the variables, (runs,), to log L, (runs,).
     Analytic, since complex steps give its derivatives."""
     published: Mapping[str, float] = field(default_factory=dict)
@@ -91,7 +91,7 @@ E_START, E_MAX = 1.847, 314.478
 """Published constants of Clark's saturation; studies of a few experts do not determine them."""
 
 
-def _clark(p: Sequence[Any], x: Mapping[str, Array]) -> Array:
+def _clark(p: Any, x: Mapping[str, Array]) -> Array:
     shift = 1 / (1 / E_START - 1 / E_MAX)
     experts = -np.log10(1 / (np.exp(x["E"]) - 1 + shift) + 1 / E_MAX)
     parameters = x["N"] / LOG_10

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from moe_ffn.outputs import Routing
-from moe_ffn.report.assignments import NOT_REACHED, Assignment, came_from
-from moe_ffn.report.expert_tokens import expert_tokens
+from moe_ffn.report.expert_tokens import NOT_REACHED, Assignment, came_from, expert_tokens
 from moe_ffn.report.inspect import Inspection, experts, inspect_model, text_of_tokens
 from moe_ffn.report.inspect.experts import (
     Attribute,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_ffn.report.assignments import Assignment
+from moe_ffn.report.expert_tokens import Assignment
 from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text
 
 NUM_PERMUTATIONS = 5

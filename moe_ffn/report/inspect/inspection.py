@@ -19,8 +19,7 @@ from moe_ffn.ffn.networks import memories
 from moe_ffn.ffn.routing_names import within
 from moe_ffn.model.decoder import Block, Decoder, layer_name
 from moe_ffn.outputs import FFNOutput
-from moe_ffn.report.assignments import Assignment, add_batch
-from moe_ffn.report.expert_tokens import RoutedText, routed_layer
+from moe_ffn.report.expert_tokens import Assignment, RoutedText, add_batch
 from moe_ffn.report.inspect import experts
 from moe_ffn.report.inspect.experts import Agreement, Attribute
 from moe_ffn.report.inspect.text import Text
@@ -72,7 +71,7 @@ class Inspection:
     def routed(self) -> RoutedText:
         """Return the text and its pairs, dropped ones included, for `expert_tokens.expert_tokens`."""
         text = self.text
-        layers = {name: routed_layer(router.assignment) for name, router in self.routers.items()}
+        layers = {name: router.assignment for name, router in self.routers.items()}
         return RoutedText(text.tokenizer.token_bytes, text.ids_T, text.seq_len, layers)
 
 
