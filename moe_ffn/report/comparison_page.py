@@ -81,7 +81,7 @@ def comparison_html(
     # Several runs of one arm have no other name together.
     called = [*numbers] if len(numbers) > 1 or not runs else [run.name for run in runs]
     joined = ", ".join(called)
-    folders = gathered.folders | {run.name: run.folder for run in runs}
+    folders = {**gathered.folders, **{run.name: run.folder for run in runs}}
     return render_plots(
         "runs.html",
         plots_of_arms(comparison, arms, of_arms),

@@ -116,6 +116,13 @@ def rounded(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
+def plain_rows(values: Any) -> list[list[Value]]:
+    """Return the rows of a heat map with four decimals; None where a value is not finite."""
+    return [
+        [round(float(value), 4) if np.isfinite(value) else None for value in row] for row in values
+    ]
+
+
 def describe_points(found: Sequence[Series], max_points: int, what: str = "point") -> str:
     """Return a note where points are means of rows, or where a value could not be drawn."""
     notes: list[str] = []

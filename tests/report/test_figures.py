@@ -80,17 +80,14 @@ def test_the_balancing_losses_are_in_one_figure(run: Run) -> None:
 
 
 @pytest.mark.parametrize("layer", [1, "layer_01"])
-def test_a_load_is_shown_as_shares_and_as_multiples_of_the_even_one(
-    run: Run, layer: int | str
-) -> None:
+def test_a_load_is_shown_as_multiples_of_the_even_share(run: Run, layer: int | str) -> None:
     figure = figures.load(run, layer)
     (trace,) = figure.data
 
     shares = [list(series.values) for series in run.loads["layer_01"]]
     assert figure.layout.title.text == "Load, layer 1"
     assert list(trace.x) == list(run.loads["layer_01"][0].steps)
-    np.testing.assert_allclose(trace.customdata, shares, rtol=1e-6)
-    np.testing.assert_allclose(trace.z, 4 * np.array(shares), rtol=1e-6)
+    np.testing.assert_allclose(trace.z, 4 * np.array(shares), atol=1e-4)
     assert dict(trace.colorscale)[1 / 4] == "#f7f7f5", "even is the middle of the colours"
 
 
@@ -124,7 +121,8 @@ def test_co_activation_is_that_of_the_summary(run: Run) -> None:
     expected = summary["routing"]["layer_01"]["coactivation"]
     assert figure.layout.title.text == "Co-activation, layer 1"
     np.fill_diagonal(expected_EE := np.array(expected), np.nan)
-    np.testing.assert_allclose(figure.data[0].z, expected_EE)
+    drawn_EE = np.array(figure.data[0].z, dtype=float)
+    np.testing.assert_allclose(drawn_EE, expected_EE, atol=1e-4)
     assert "Even would be 33.3% everywhere off the diagonal." in figure.layout.meta["note"]
 
 

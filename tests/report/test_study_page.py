@@ -126,11 +126,6 @@ def test_what_the_author_concludes_stands_first_and_in_the_table_of_studies() ->
     assert page.summary.endswith("| Yes, by a tenth. |")
 
 
-def test_the_same_results_give_the_same_bytes() -> None:
-    first, again = (study_page(study(GATING), gating(gelu=2.0, swiglu=1.9)) for _ in range(2))
-    assert first == again
-
-
 def test_results_of_other_arms_are_no_part_of_the_study() -> None:
     with_another = [*gating(gelu=2.0, swiglu=1.9), make_result("relu", 0)]
     assert study_page(study(GATING), with_another) == study_page(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -16,8 +15,6 @@ from moe_ffn.runs.reader import read_run
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies import result as result_module
 from moe_ffn.studies.budget import Budget
-from moe_ffn.studies.comparison import Comparison
-from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import (
     RunResult,
     add_results,
@@ -224,24 +221,3 @@ def test_a_run_that_is_not_finished_says_so(folder: Path, tmp_path: Path) -> Non
 def test_a_line_that_is_no_result_is_refused_by_its_place() -> None:
     with pytest.raises(ConfigError, match=r"'x:3' is no result of a run: main_arm: missing"):
         RunResult.of_line(b'{"arm": "a", "seed": 0, "budget": 3}', Path("x:3"))
-
-
-@pytest.mark.slow
-def test_a_hundred_runs_are_compared_in_ten_seconds(tmp_path: Path) -> None:
-    """Of this process alone: other work on the machine does not count."""
-    rows = write_run(tmp_path / "rows", layers=4, experts=8, rows=150) / "metrics.jsonl"
-    for arm in range(10):
-        write_arm(
-            tmp_path / "runs", f"arm{arm}", [2 + arm / 10 + n / 100 for n in range(10)], experts=8
-        )
-        for seed in range(10):
-            run = tmp_path / "runs" / f"arm{arm}-seed{seed}"
-            (run / "metrics.jsonl").write_bytes(rows.read_bytes())
-            change(run / "config.yaml", optimizer__learning_rate=0.001 * (arm + 1))
-
-    began = time.process_time()
-    comparison = Comparison.of(gather([tmp_path / "runs"]).results)
-    seconds = time.process_time() - began
-
-    assert len(comparison.arms) == 10
-    assert seconds < 10

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
 from moe_ffn.model.decoder import short_name
+from moe_ffn.report.drawing import plain_rows
 from moe_ffn.report.figures import NotMeasuredError
 from moe_ffn.report.inspect import experts
 from moe_ffn.report.inspect.experts import Attribute
@@ -67,7 +68,7 @@ def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure
         note="",
         hover=f"expert %{{x}}, {attribute.name} %{{y}}: <b>%{{z:.2f}}</b> times its part of the text,"
         "<br><b>%{customdata:.1%}</b> of what the expert takes",
-        customdata=_plain(shares),
+        customdata=plain_rows(shares),
         **_scaled("times its part of the text", "even"),
     )
 
@@ -101,7 +102,7 @@ def _heat(
     **options: Any,
 ) -> go.Figure:
     """Return a heat map with named columns; of many columns a few have their name."""
-    figure = heat_figure(range(len(columns)), rows, _plain(values), axes, **options)
+    figure = heat_figure(range(len(columns)), rows, plain_rows(values), axes, **options)
     shown = range(0, len(columns), max(-(-len(columns) // 16), 1))
     axis: Any = figure.layout["xaxis"]
     axis.tickvals, axis.ticktext = list(shown), [columns[place] for place in shown]
@@ -110,9 +111,3 @@ def _heat(
 
 def _short(name: str, width: int = 22) -> str:
     return name if len(name) <= width else f"…{name[1 - width :]}"
-
-
-def _plain(values: Any) -> list[list[float | None]]:
-    return [
-        [round(float(value), 4) if np.isfinite(value) else None for value in row] for row in values
-    ]
