@@ -111,7 +111,7 @@ def _means(bins: np.ndarray, series: Series, num_bins: int) -> list[Value]:
 
 
 def rounded(value: float) -> float:
-    """Return seven significant digits: nobody sees more, and they would double the page."""
+    """Return seven significant digits; more would double the size of the page."""
     value = float(f"{value:.7g}")
     return int(value) if value == int(value) else value
 

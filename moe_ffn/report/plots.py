@@ -24,7 +24,7 @@ MAX_PAIRS = 100_000
 
 NOT_DRAWN = {
     "bits_per_byte": "the loss in another unit",
-    "objective": "the loss, and what balancing adds to it, which is said beside the balancing losses",
+    "objective": "the loss, and what balancing adds to it, which the note of the balancing losses gives",
     "tokens": "the step times the tokens of a step",
     "load_cv": "as MaxVio",
     "entropy_of_mean": "as MaxVio",

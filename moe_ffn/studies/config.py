@@ -177,7 +177,7 @@ class StudyConfig(Config, frozen=True):
     def planned_runs(self) -> list[PlannedRun]:
         """Return every run, seed by seed, the runs of tuning last.
 
-        A run of tuning that is one of its own arm is not listed again.
+        A run of tuning that equals a run of its arm is not listed again.
 
         Raises:
             ConfigError: options of a run are wrong, with the path in the study file; two arms are equal.

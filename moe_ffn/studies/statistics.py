@@ -206,7 +206,7 @@ def bootstrap_interval(values: Sequence[float]) -> Interval:
 def resampled_residuals(
     residuals: Array, num_parameters: int, num_resamples: int, generator: np.random.Generator
 ) -> Array:
-    """Residuals drawn anew, (resamples, runs): centred, and as large as before the fit took its share."""
+    """Return residuals drawn with replacement, (resamples, runs), scaled to their size before the fit."""
     num_runs = len(residuals)
     centred = (residuals - residuals.mean()) * math.sqrt(num_runs / (num_runs - num_parameters))
     return centred[generator.integers(num_runs, size=(num_resamples, num_runs))]

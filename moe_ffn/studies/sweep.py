@@ -1,7 +1,7 @@
-"""The runs of a study, trained several at a time, each in a process of its own.
+"""Train the runs of a study, several at a time, each in its own process.
 
-What is done is found in the folders alone, so that a sweep can be killed at any moment. The process of a run
-inherits the lock of its log from the sweep, and holds it as long as it lives, even where the sweep is dead.
+The folders alone tell which runs are finished, so that a sweep can be killed at any moment. The process of a
+run inherits the lock of its log from the sweep, and holds it as long as it lives.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Job:
 
 
 def program_command(name: str) -> list[str]:
-    """The command that runs a program of this package as this one was, in a process of its own."""
+    """Return the command that runs a program of this package, as this program was run."""
     if is_from_clone():
         return [sys.executable, *module_of(name)]
     # -P: a folder called moe_ffn in the current one is not taken for this package.
@@ -419,7 +419,7 @@ def in_words(seconds: float) -> str:
 
 
 def write_study(study: StudyConfig, folder: Path) -> None:
-    """Put the study beside its runs.
+    """Write the study into the folder of its runs.
 
     Raises:
         ConfigError: it cannot be written.

@@ -567,15 +567,6 @@ def test_windows_that_are_not_known_are_told_by_the_options(option: str, usual: 
         Comparison.of([make_result("a"), other])
 
 
-def test_an_unknown_baseline_is_refused() -> None:
-    with pytest.raises(ConfigError) as raised:
-        Comparison.of(gating(), baseline="swigl")
-
-    assert str(raised.value) == (
-        "baseline: there is no finished run of an arm 'swigl'; did you mean 'swiglu'?"
-    )
-
-
 def test_runs_of_one_arm_have_the_same_options() -> None:
     other = make_result("a", 2, options={"optimizer.learning_rate": 0.01})
     results = [make_result("a", 0), make_result("a", 1), other]
