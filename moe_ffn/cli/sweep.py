@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     for corpus in {repr(c): c for c in (run.config.data.corpus for run in runs)}.values():
         corpus.require_files()  # before any run has begun, and not in each of them
     with accepting_code(flags.trust_code):
-        sweep = Sweep(runs, flags.jobs or 1, flags.trust_code)
+        sweep = Sweep(runs, flags.jobs, flags.trust_code)
         if flags.dry_run:
             print_plan(sweep)
             return 0
@@ -111,6 +111,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--jobs",
         type=whole(1, 1000),
+        default=1,
         metavar="N",
         help="train so many runs at a time; 1 by default",
     )
