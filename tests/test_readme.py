@@ -142,7 +142,7 @@ def test_every_command_succeeds(
         assert f"written: '{arguments[1]}', " in capsys.readouterr().out
         return
     if module == "moe_ffn.cli.dashboard":
-        assert run([module, *arguments, "--json", "-"]) == 0
+        assert run([module, *arguments, "--json"]) == 0
         assert "routing/load_heatmap" in capsys.readouterr().out
         return
     if "--resume" in arguments:
