@@ -78,7 +78,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     source = None if resume else read_initial_weights(config)
 
     with explaining_outside_errors():
-        data = prepare(config.data, progress=is_main)
+        data = prepare(config.data)
         run_prompt(config.sample, data, config.data.seq_len)  # before there is a folder
         torch.manual_seed(config.seed)
         module = assemble.build_module(config, data, hardware.layout)

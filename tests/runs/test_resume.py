@@ -448,7 +448,7 @@ def test_a_folder_without_checkpoints_begins_at_the_start(
     config_of: Callable[[list[str]], TrainConfig], moe_run: Any, tmp_path: Path
 ) -> None:
     config = config_of(moe_run.args)
-    data = prepare(config.data, progress=False)
+    data = prepare(config.data)
     start = find_start(tmp_path, config, data, build_module(config, data), 6)
 
     assert (start.step, start.checkpoint) == (0, None)
@@ -478,7 +478,7 @@ def test_the_identity_leaves_out_what_only_changes_the_computing(
     config_of: Callable[[list[str]], TrainConfig], moe_run: Any
 ) -> None:
     plain = config_of(moe_run.args)
-    data = prepare(plain.data, progress=False)
+    data = prepare(plain.data)
     for option, value, same in [
         ("--model.ffn.experts.backend", "loop", True),
         ("--model.ffn.capacity.eval_factor", "2.0", True),

@@ -130,7 +130,7 @@ def test_the_prompt_of_a_run_is_cut_to_a_sequence(tmp_path: Path) -> None:
     config = DataConfig(
         corpus=TextConfig(paths=(str(tmp_path / "a.txt"),)), seq_len=8, cache_dir=str(tmp_path)
     )
-    data = prepare(config, progress=False)
+    data = prepare(config)
     words = first_words(data)
     assert len(words) > 8
     for seq_len in (len(words) + 1, len(words), len(words) - 1, 1):
