@@ -121,8 +121,6 @@ class Family:
     """Other names of options in files."""
     fill: Callable[[Options], Options] = _no_change
     """Options that this architecture always has and our model may lack; they are written as zeros."""
-    llama_cpp_renormalizes: bool | None = None
-    """True if llama.cpp renormalises the weights of a token; None if the config decides."""
 
     @property
     def is_sparse(self) -> bool:
@@ -228,7 +226,6 @@ FAMILIES = (
                 "mlp.experts.down_proj", "block_sparse_moe.experts.{}.w2.weight"
             ),
         },
-        llama_cpp_renormalizes=True,
     ),
     Family(
         "qwen3_moe",
@@ -237,7 +234,6 @@ FAMILIES = (
         (*QWEN_LAYERS, gated("sparse.experts.type", "dense.type")),
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
         aliases={"num_local_experts": "num_experts"},
-        llama_cpp_renormalizes=True,
     ),
     Family(
         "olmoe",
@@ -267,7 +263,6 @@ FAMILIES = (
             "norm_topk_prob": False,
         },
         aliases={"num_local_experts": "num_experts"},
-        llama_cpp_renormalizes=False,
     ),
     Family(
         "deepseek_v3",
@@ -375,7 +370,6 @@ FAMILIES = (
         },
         aliases={"num_local_experts": "num_experts"},
         fill=_with_shared_expert,
-        llama_cpp_renormalizes=False,
     ),
     Family(
         "gpt_oss",
