@@ -5,16 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from moe_ffn.interop.block_parts import (
-    BIAS,
     BIASED,
     CHOSEN,
     CLAMPED,
-    COMMON,
     DEEPSEEK,
     DEEPSEEK_V2,
     EPS,
-    EXPERTS,
-    GATE,
     GATED_SHARED,
     GEMMA,
     GPT_OSS,
@@ -27,11 +23,8 @@ from moe_ffn.interop.block_parts import (
     QWEN,
     QWEN2,
     QWEN3,
-    QWEN_NAMES,
     RENORMALIZED,
-    ROUTER,
     SCORE,
-    SHARED,
     SIGMOID,
     SILU,
     SOFTMAX,
@@ -40,7 +33,6 @@ from moe_ffn.interop.block_parts import (
     WIDE,
     Block,
     K,
-    bias_at,
     dbrx,
     experts_by_number,
     first_experts,
@@ -50,19 +42,16 @@ from moe_ffn.interop.block_parts import (
     if_set,
     inkling,
     inkling_bias,
-    inside,
     its,
     jittered,
     moe,
     shared,
-    shared_at,
     step_gate,
     times,
 )
 from moe_ffn.weights.layouts import linear, named, zero_centered
 
 NEMOTRON_EXPERTS = {"type": "mlp", "activation": "relu_squared", "d_ff": NARROW}
-NEMOTRON_NAMES = {f"experts.{name}": named(f"experts.{name}_proj") for name in ("up", "down")}
 
 BLOCKS: dict[str, Block | str] = {
     "afmoe": Block(
@@ -71,7 +60,6 @@ BLOCKS: dict[str, Block | str] = {
             {**SIGMOID, "scale": its("route_scale")},
             shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
         ),
-        {**SHARED, **linear(router__projection="router.gate"), **bias_at("expert_bias")},
     ),
     "aria": Block(
         "AriaTextMoELayer",
@@ -84,13 +72,13 @@ BLOCKS: dict[str, Block | str] = {
                 "intermediate_size", "moe_num_shared_experts", bias=its("mlp_bias")
             ),
         ),
-        {**TRANSPOSED, **ROUTER, **shared_at("shared_experts")},
+        TRANSPOSED,
         small={"moe_num_shared_experts": 2, "mlp_bias": True},
     ),
     "axk1": DEEPSEEK.but(
         class_name="AXK1MoE",
         ffn={"type": "normed", "output": EPS, "ffn": DEEPSEEK.ffn},
-        names={**DEEPSEEK.names, **linear(output="post_mlp_layernorm")},
+        names=linear(output="post_mlp_layernorm"),
     ),
     "axk2": DEEPSEEK.but(
         class_name="AXK2MoE",
@@ -101,7 +89,6 @@ BLOCKS: dict[str, Block | str] = {
     "beam": Block(
         "BeamMoE",
         moe({**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups}),
-        {**COMMON, **BIAS},
     ),
     "cohere2_moe": Block(
         "Cohere2MoeSparseMoeBlock",
@@ -121,7 +108,6 @@ BLOCKS: dict[str, Block | str] = {
                 else {"type": "sum"}
             ),
         ),
-        SHARED,
         served={
             "expert_selection_fn": ("softmax", "sigmoid"),
             "shared_expert_combination_strategy": ("average", "sum"),
@@ -150,7 +136,6 @@ BLOCKS: dict[str, Block | str] = {
             "ffn_config.moe_jitter_eps",
         ),
         {
-            **linear(router__projection="router.layer"),
             "experts.gate_up": partial(dbrx, "w1"),
             "experts.down": partial(dbrx, "w2"),
         },
@@ -182,7 +167,6 @@ BLOCKS: dict[str, Block | str] = {
             experts=CLAMPED,
             shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
         ),
-        {**SHARED, **BIAS},
         served=SILU,
         small={"swiglu_limit": 0.5, "mlp_layer_types": ["moe", "moe"], "mlp_bias": True},
     ),
@@ -200,7 +184,7 @@ BLOCKS: dict[str, Block | str] = {
             experts=CLAMPED,
             shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
         ),
-        {**SHARED, "router.table_VK": named("gate.tid2eid")},
+        {"router.table_VK": named("gate.tid2eid")},
         served=SILU,
         small={"swiglu_limit": 0.5, "mlp_layer_types": ["hash_moe", "moe"]},
         note="its first layers",
@@ -247,7 +231,6 @@ BLOCKS: dict[str, Block | str] = {
     "dots3_note vision": Block(
         "Dots3NoteVisionMoE",
         moe({**SIGMOID, "scale": its("router_scaling_factor")}, count="num_local_experts"),
-        {**COMMON, **bias_at("e_score_correction_bias")},
         config_name="Dots3NoteVisionConfig",
         small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse", "sparse"]},
         note="of images; `per_layer_config` of theirs has the number of experts of each layer",
@@ -261,7 +244,6 @@ BLOCKS: dict[str, Block | str] = {
                 shared("moe_intermediate_size", "moe_num_shared_experts", bias=its("use_bias")),
             ),
         ),
-        {**SHARED, **bias_at("gate.moe_statics.e_score_correction_bias")},
         small={"moe_num_shared_experts": 2},
     ),
     "ernie4_5_vl_moe": Block(
@@ -279,8 +261,7 @@ BLOCKS: dict[str, Block | str] = {
             "experts.gate_up": named("text_moe.experts.gate_up_proj"),
             "experts.down": named("text_moe.experts.down_proj"),
             **linear(router__projection="text_moe.gate"),
-            **bias_at("text_moe.gate.moe_statics.e_score_correction_bias"),
-            **shared_at("shared_experts"),
+            "router.correction_bias_E": named("text_moe.gate.moe_statics.e_score_correction_bias"),
         },
         config_name="Ernie4_5_VLMoeTextConfig",
         small={"moe_num_shared_experts": 2, "moe_intermediate_size": [12, 8]},
@@ -293,7 +274,6 @@ BLOCKS: dict[str, Block | str] = {
             {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
             shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
         ),
-        {**SHARED, **BIAS},
     ),
     "flex_olmo": OLMOE.but(class_name="FlexOlmoSparseMoeBlock"),
     "flint": Block(
@@ -302,7 +282,6 @@ BLOCKS: dict[str, Block | str] = {
             {**SIGMOID, "renormalize": its("norm_topk_prob"), "correction_bias": False},
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
-        {**COMMON, **shared_at("shared_expert")},
     ),
     "gemma4": GEMMA,
     "glm4_moe": DEEPSEEK.but(class_name="Glm4MoeMoE"),
@@ -329,7 +308,6 @@ BLOCKS: dict[str, Block | str] = {
         moe(
             {**RENORMALIZED, "k": its("moe_topk")}, WIDE, shared_expert=shared("intermediate_size")
         ),
-        {**EXPERTS, **linear(router__projection="gate.wg"), **shared_at("shared_mlp")},
     ),
     "hy_v3": Block(
         "HYV3MoE",
@@ -339,7 +317,6 @@ BLOCKS: dict[str, Block | str] = {
                 "moe_intermediate_size", "num_shared_experts", bias=its("mlp_bias")
             ),
         ),
-        {**SHARED, **bias_at("e_score_correction_bias")},
         small={"mlp_bias": True},
     ),
     "hy_v4": DEEPSEEK.but(
@@ -362,7 +339,6 @@ BLOCKS: dict[str, Block | str] = {
             "experts": {"type": gate(), "d_ff": NARROW},
         },
         {
-            **GATE,
             "router.weight_scale": named("gate.global_scale"),
             "router.correction_bias_E": inkling_bias,
             "experts.gate_up": partial(inkling, "gate_up"),
@@ -383,11 +359,10 @@ BLOCKS: dict[str, Block | str] = {
                 "up_cap": its("mlp_up_softcap"),
             },
         ),
-        {**COMMON, **BIAS},
         config_name="Inkling2TextConfig",
         small={"mlp_gate_softcap": 0.7, "mlp_up_softcap": 0.9},
     ),
-    "jamba": Block("JambaSparseMoeBlock", moe(SOFTMAX, WIDE), {**EXPERTS, **ROUTER}),
+    "jamba": Block("JambaSparseMoeBlock", moe(SOFTMAX, WIDE)),
     "jetmoe": Block(
         "JetMoeMoE",
         {
@@ -402,7 +377,6 @@ BLOCKS: dict[str, Block | str] = {
         {
             "experts.gate_up": named("input_linear.weight"),
             "experts.down": named("output_linear.weight"),
-            **linear(router__projection="router.layer"),
             "bias": named("bias"),
         },
         note="its mixture of attention heads is no feed-forward block",
@@ -414,7 +388,6 @@ BLOCKS: dict[str, Block | str] = {
             {**SIGMOID, "renormalize": its("norm_topk_prob"), "select_by": "logit"},
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
-        {**SHARED, **BIAS},
     ),
     "laguna": Block(
         "LagunaSparseMoeBlock",
@@ -426,7 +399,6 @@ BLOCKS: dict[str, Block | str] = {
             },
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
-        {**SHARED, **BIAS},
         small={"moe_router_logit_softcapping": 0.7},
     ),
     "lfm2_moe": Block(
@@ -440,7 +412,6 @@ BLOCKS: dict[str, Block | str] = {
             },
             experts={"type": "swiglu"},
         ),
-        {**COMMON, **bias_at("expert_bias")},
     ),
     "llama4": Block(
         "Llama4TextMoe",
@@ -454,7 +425,7 @@ BLOCKS: dict[str, Block | str] = {
             },
             shared_expert=shared("intermediate_size"),
         ),
-        {**inside("experts", TRANSPOSED), **ROUTER, **shared_at("shared_expert")},
+        TRANSPOSED,
     ),
     "longcat_flash": Block(
         "LongcatFlashMoE",
@@ -470,12 +441,7 @@ BLOCKS: dict[str, Block | str] = {
             "n_routed_experts",
             zero_computation=if_set("zero_expert_num", {"num_copy": its("zero_expert_num")}, {}),
         ),
-        {
-            **EXPERTS,
-            "experts.gate_up": first_experts,
-            **linear(router__projection="router.classifier"),
-            **bias_at("router.e_score_correction_bias"),
-        },
+        {"experts.gate_up": first_experts},
         small={"zero_expert_num": 2, "expert_ffn_hidden_size": 12},
     ),
     "mellum": QWEN3.but(class_name="MellumSparseMoeBlock"),
@@ -485,13 +451,11 @@ BLOCKS: dict[str, Block | str] = {
             {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
             count="n_routed_experts",
         ),
-        {**COMMON, **BIAS},
     ),
     "minimax": MIXTRAL.but(class_name="MiniMaxSparseMoeBlock"),
     "minimax_m2": Block(
         "MiniMaxM2SparseMoeBlock",
         jittered(moe(SIGMOID, WIDE, "num_local_experts"), "router_jitter_noise"),
-        {**COMMON, **bias_at("e_score_correction_bias")},
         in_training={},
     ),
     "minimax_m3_vl": Block(
@@ -508,11 +472,7 @@ BLOCKS: dict[str, Block | str] = {
                 "d_ff": its("shared_intermediate_size"),
             },
         ),
-        {
-            **COMMON,
-            **BIAS,
-            **fused_shared_expert("shared_experts.gate_up_proj", "shared_experts.down_proj"),
-        },
+        fused_shared_expert("shared_experts.gate_up_proj", "shared_experts.down_proj"),
         config_name="MiniMaxM3VLTextConfig",
         small={"swiglu_limit": 0.5, "shared_intermediate_size": 20},
     ),
@@ -523,7 +483,6 @@ BLOCKS: dict[str, Block | str] = {
             count="n_routed_experts",
             shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
         ),
-        SHARED,
     ),
     "mistral_large4": Block(
         "MistralLarge4TextMoE",
@@ -532,7 +491,6 @@ BLOCKS: dict[str, Block | str] = {
             count="n_routed_experts",
             shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
         ),
-        SHARED,
     ),
     "mixtral": MIXTRAL,
     "muse_spark": Block(
@@ -553,9 +511,6 @@ BLOCKS: dict[str, Block | str] = {
             },
         ),
         {
-            **inside("experts.experts", EXPERTS),
-            **GATE,
-            **BIAS,
             **linear(experts__into="pre_expert_proj", experts__out_of="post_expert_proj"),
             "experts.experts.input.weight": zero_centered("pre_expert_norm.weight"),
             "experts.experts.each.weight": zero_centered("experts.post_expert_norm.weight"),
@@ -586,14 +541,7 @@ BLOCKS: dict[str, Block | str] = {
                 "bias": its("mlp_bias"),
             },
         },
-        {
-            **GATE,
-            **BIAS,
-            **NEMOTRON_NAMES,
-            **inside("experts", NEMOTRON_NAMES),
-            **shared_at("shared_experts"),
-            **linear(experts__into="fc1_latent_proj", experts__out_of="fc2_latent_proj"),
-        },
+        linear(experts__into="fc1_latent_proj", experts__out_of="fc2_latent_proj"),
         served={"mlp_hidden_act": ("relu2",)},
         small={"moe_latent_size": 20, "mlp_bias": True, "moe_shared_expert_intermediate_size": 20},
     ),
@@ -616,7 +564,7 @@ BLOCKS: dict[str, Block | str] = {
                 "renormalize": lambda c: not c.normalize_router_prob_before_dropping,
             },
         },
-        {**experts_by_number("fc1", "fc2"), **linear(router__projection="router.classifier")},
+        experts_by_number("fc1", "fc2"),
         served={
             "second_expert_policy": ("all",),
             "batch_prioritized_routing": (False,),
@@ -633,12 +581,7 @@ BLOCKS: dict[str, Block | str] = {
     "olmoe": OLMOE,
     "openai_privacy_filter": GPT_OSS.but(
         class_name="OpenAIPrivacyFilterMLP",
-        names={
-            **TRANSPOSED,
-            "experts.gate_up_bias": named("experts.gate_up_proj_bias"),
-            "experts.down_bias": named("experts.down_proj_bias"),
-            **ROUTER,
-        },
+        names=TRANSPOSED,
     ),
     "phimoe": Block(
         "PhimoeSparseMoeBlock",
@@ -650,7 +593,6 @@ BLOCKS: dict[str, Block | str] = {
             ),
             "input_jitter_noise",
         ),
-        {**EXPERTS, **ROUTER},
         served={"num_experts_per_tok": (2,)},  # `sparsemixer` takes two whatever it says
         small={"router_jitter_noise": 0.3, "input_jitter_noise": 0.0},
         note="in training compared without `jitter`",
@@ -662,7 +604,6 @@ BLOCKS: dict[str, Block | str] = {
     "qwen3_5_moe": Block(
         "Qwen3_5MoeSparseMoeBlock",
         moe(RENORMALIZED, **GATED_SHARED),
-        QWEN_NAMES,
         config_name="Qwen3_5MoeTextConfig",
     ),
     "qwen3_moe": QWEN3,
@@ -671,10 +612,10 @@ BLOCKS: dict[str, Block | str] = {
         class_name="Qwen3OmniMoeThinkerTextSparseMoeBlock", config_name="Qwen3OmniMoeTextConfig"
     ),
     "qwen3_omni_moe talker": Block(
-        "Qwen3OmniMoeTalkerTextSparseMoeBlock", moe(QWEN, **GATED_SHARED), QWEN_NAMES
+        "Qwen3OmniMoeTalkerTextSparseMoeBlock", moe(QWEN, **GATED_SHARED)
     ),
-    "qwen3_vl_moe": Block("Qwen3VLMoeTextSparseMoeBlock", moe(RENORMALIZED), COMMON),
-    "qwen4_exp": Block("Qwen4ExpTextSparseMoeBlock", moe(QWEN, **GATED_SHARED), QWEN_NAMES),
+    "qwen3_vl_moe": Block("Qwen3VLMoeTextSparseMoeBlock", moe(RENORMALIZED)),
+    "qwen4_exp": Block("Qwen4ExpTextSparseMoeBlock", moe(QWEN, **GATED_SHARED)),
     "solar_open": DEEPSEEK.but(class_name="SolarOpenMoE"),
     "step3p7": Block(
         "Step3p7SparseMoeBlock",
@@ -688,7 +629,6 @@ BLOCKS: dict[str, Block | str] = {
                 "bias": c.mlp_bias,
             },
         ),
-        {**SHARED, **BIAS},
         config_name="Step3p7TextConfig",
         served=SILU,
         small={
@@ -713,17 +653,13 @@ BLOCKS: dict[str, Block | str] = {
             },
             zero_computation={"num_zero": 1},
         ),
-        {
-            **EXPERTS,
-            **bias_at("gate.balancing_biases"),
-            **linear(
-                router__mlp__into="gate.down_proj",
-                router__mlp__norm="gate.router_mlp.norm",
-                router__mlp__layers__0="gate.router_mlp.fc1",
-                router__mlp__layers__1="gate.router_mlp.fc2",
-                router__projection="gate.router_mlp.out_proj",
-            ),
-        },
+        linear(
+            router__mlp__into="gate.down_proj",
+            router__mlp__norm="gate.router_mlp.norm",
+            router__mlp__layers__0="gate.router_mlp.fc1",
+            router__mlp__layers__1="gate.router_mlp.fc2",
+            router__projection="gate.router_mlp.out_proj",
+        ),
         small={"num_experts_per_tok": 1},
         note="its first layer",
     ),

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn import build_ffn
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.interop.block_parts import Block, LiveOptions, resolve
+from moe_ffn.interop.block_parts import NAMES, Block, LiveOptions, resolve
 from moe_ffn.interop.block_table import BLOCKS
+from moe_ffn.weights.layouts import Layout
 from moe_ffn.weights.options import Theirs
 
 
@@ -79,6 +80,13 @@ def _dtype_in(state: Mapping[str, Tensor]) -> torch.dtype:
     return max(state.values(), key=Tensor.numel).dtype
 
 
+def _layout(entry: Block, name: str) -> Layout | None:
+    """Return where theirs have a tensor; a block or experts that hold others have the names of both."""
+    inner = re.sub(r"^(experts\.)+", "experts.", name.removeprefix("ffn."))
+    names = {**NAMES, **entry.names}
+    return names.get(name) or names.get(name.removeprefix("ffn.")) or names.get(inner)
+
+
 def convert_tensors(
     entry: Block,
     theirs: Mapping[str, Tensor],
@@ -100,8 +108,7 @@ def convert_tensors(
     made: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, like in ours.items():
-        # A block that holds another has the names of both.
-        layout = entry.names.get(name) or entry.names.get(name.removeprefix("ffn."))
+        layout = _layout(entry, name)
         if layout is None:
             raise ConfigError(f"{entry.class_name} has nothing that is our {name}")
         options = Theirs(entry.class_name, LiveOptions(config, {}))
