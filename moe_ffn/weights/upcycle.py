@@ -96,10 +96,10 @@ class UpcycleConfig(InitialiserConfig, frozen=True):
                 self.router,
                 layer,
             )
-            with prefix_errors("method"):
+            with prefix_errors():
                 block = upcycle(dense, target, source.config.d_model, generator, self.redraw)
             made[layer] = target, block
-        return with_blocks(source, made, "method")
+        return with_blocks(source, made)
 
 
 def experts_like(
@@ -129,7 +129,7 @@ def experts_like(
         )
     options["d_ff"] //= granularity
     given = {"num_experts": num_experts, "router": router.to_dict(), "experts": options}
-    with prefix_errors("method"):
+    with prefix_errors():
         return validate(MoEConfig, given)
 
 
