@@ -82,18 +82,9 @@ def test_rows_are_documents_named_by_their_index(
     assert {document.split for document in read_back} == {None}
 
 
-def test_the_lines_of_a_text_file_are_documents(tmp_path: Path) -> None:
-    (tmp_path / "lines.txt").write_text("one\n\nzwölf\n", encoding="utf-8")
-    assert [content(document) for document in read(tmp_path / "lines.txt")] == ["one", "", "zwölf"]
-
-
 def test_a_missing_text_is_an_empty_document(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": null}\n{"text": "x"}\n')
     assert [content(document) for document in read(tmp_path / "rows.jsonl")] == ["", "x"]
-
-
-def test_a_part_of_a_split_is_read_alone(tmp_path: Path) -> None:
-    assert len(read(as_json(tmp_path), split="train[:50%]")) == 2
 
 
 def test_the_text_may_stand_in_another_column(tmp_path: Path) -> None:

@@ -207,10 +207,6 @@ class TestCache:
         assert prepared().train_size == sound.train_size
         assert meta.read_text() == text
 
-    def test_leaves_nothing_behind(self, prepared: Prepare, tmp_path: Path) -> None:
-        folders = {prepared().folder, prepared(tokenizer="bpe").folder}
-        assert set((tmp_path / "cache").iterdir()) == folders
-
     def test_leaves_nothing_behind_where_it_fails(
         self, prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -259,13 +255,6 @@ class TestCache:
         message = r"data\.cache_dir: '.*file/cache' cannot be written \(Not a directory\)"
         with pytest.raises(ConfigError, match=message):
             prepare(config_of(texts, tmp_path / "file" / "cache"))
-
-    def test_whose_place_is_a_file_is_refused(self, prepared: Prepare) -> None:
-        folder = prepared().folder
-        shutil.rmtree(folder)
-        folder.touch()
-        with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\)"):
-            prepared()
 
 
 def set_age(path: Path, seconds: float) -> None:

@@ -169,12 +169,6 @@ def test_an_unexpected_share_of_the_text_is_noted(
     assert plan_split(documents(texts), percent).notes == (() if note is None else (note,))
 
 
-def test_of_given_splits_no_share_was_asked_for() -> None:
-    texts = [Document("a", [b"x" * 9], "train"), Document("b", [b"y" * 9], "validation")]
-
-    assert plan_split(texts, 5).notes == ()
-
-
 def test_of_very_many_documents_no_names_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_module, "MAX_NAMED", 2)
     texts = [Document(str(number), [b"text %d\n" % number]) for number in range(3)]

@@ -16,7 +16,6 @@ from moe_ffn.model.attention import (
     AttentionConfig,
     LatentAttention,
     SelfAttention,
-    attention_mask,
 )
 from moe_ffn.model.norm import LayerNormConfig, NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Positions, RotaryConfig
@@ -79,27 +78,6 @@ def test_attention_equals_the_loops(
     mask[1, :2] = False
     wanted = torch.stack([naive(module, *pair, positions) for pair in zip(x, mask, strict=True)])
     torch.testing.assert_close(module(x, positions, mask), wanted, rtol=0, atol=1e-12)
-
-
-def test_grouped_heads_equal_full_attention_with_repeated_heads() -> None:
-    grouped, full = attention(num_heads=4, num_kv_heads=2), attention(1, num_heads=4)
-    with torch.no_grad():
-        for name in ("query", "output"):
-            getattr(full, name).weight.copy_(getattr(grouped, name).weight)
-        for name in ("key", "value"):
-            heads = getattr(grouped, name).weight.view(2, 4, D_MODEL)  # 2 heads of width 4
-            getattr(full, name).weight.copy_(heads.repeat_interleave(2, dim=0).flatten(0, 1))
-    x = tokens(2, 6)
-    torch.testing.assert_close(
-        grouped(x, Positions(), None), full(x, Positions(), None), rtol=0, atol=1e-12
-    )
-
-
-def test_the_causal_mask_equals_the_one_made_by_hand() -> None:
-    # Token 1 is padding: nobody else sees it.
-    mask = attention_mask(torch.tensor([[True, False, True]]), causal=True)
-    assert mask.shape == (1, 1, 3, 3)
-    assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
 
 
 def test_padding_only_is_finite() -> None:

@@ -13,12 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import moe_ffn
 from moe_ffn import ConfigError
 from moe_ffn.weights import export_transformers, load_ffn, load_transformers
 from tests.helpers.memory import peak_above
 from tests.helpers.ranks import on_ranks
-from tests.helpers.theirs import EXPERTS, GPT_OSS, IDS_BS, MODELS, SIZES, change, logits, make, save
+from tests.helpers.theirs import EXPERTS, GPT_OSS, MODELS, SIZES, change, logits, make, save
 
 WEIGHTS = "model.safetensors"
 
@@ -87,17 +86,6 @@ def test_weights_keep_their_dtype_but_for_the_correction_bias(tmp_path: Path) ->
     assert {dtypes[name] for name in biases} == {torch.float32}
     assert {dtype for name, dtype in dtypes.items() if name not in biases} == {torch.bfloat16}
     assert logits(ours).isfinite().all()
-
-
-def test_a_loaded_model_trains_and_leaves_the_files_alone(tmp_path: Path) -> None:
-    save("qwen3_moe", tmp_path)
-    before = (tmp_path / WEIGHTS).read_bytes()
-    ours = load_transformers(tmp_path).train()
-    first = logits(ours)
-    ours(IDS_BS).logits.square().mean().backward()
-    torch.optim.SGD(ours.parameters(), lr=1.0).step()
-    assert not torch.equal(logits(ours), first)
-    assert (tmp_path / WEIGHTS).read_bytes() == before
 
 
 def test_what_a_config_does_not_say_has_their_default(tmp_path: Path) -> None:
@@ -269,15 +257,6 @@ def test_an_option_that_changes_nothing_is_taken(
     assert_close(logits(load_transformers(tmp_path)), logits(theirs))
 
 
-def test_a_model_of_ours_is_read_by_another_function(tmp_path: Path) -> None:
-    ours = moe_ffn.DecoderConfig.model_validate({"d_model": 16, "ffn": "dense"}).build(9, 8)
-    moe_ffn.save_pretrained(ours, tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"is a model of ours; moe_ffn\.load_pretrained reads it$"
-    ):
-        load_transformers(tmp_path)
-
-
 def with_weights(folder: Path, change_them: Callable[[dict[str, Tensor]], object]) -> None:
     weights = load_file(folder / WEIGHTS)
     change_them(weights)
@@ -348,14 +327,6 @@ def test_a_damaged_folder_is_refused(
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is not there; give the folder of a model"):
-        load_transformers(tmp_path / "other")
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"is a file; give the folder of a model"):
-        load_ffn(tmp_path / "file", 0)
 
 
 # -- memory

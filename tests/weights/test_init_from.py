@@ -184,10 +184,6 @@ def test_tokens_that_mean_other_text_are_refused(folder: Callable[..., str]) -> 
         source.require_same_tokens(other)
 
 
-def test_bytes_are_the_same_tokens_from_a_file_as_by_themselves(folder: Callable[..., str]) -> None:
-    read_source(folder(BytesTokenizer()), "init_from").require_same_tokens(BytesTokenizer())
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
