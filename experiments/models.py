@@ -57,6 +57,16 @@ SMALL: dict[str, Any] = {
     "num_shared_experts": 2,
     "router_hidden_size": 8,
     "router_jitter_noise": 0.1,
+    "mlp_bias": True,
+    "moe_router_logit_softcapping": 0.7,
+    "zero_expert_num": 2,
+    "expert_ffn_hidden_size": 12,
+    **dict.fromkeys(("swiglu_limit", "mlp_gate_softcap", "mlp_up_softcap"), 0.5),
+    "moe_num_shared_experts": 2,
+    **dict.fromkeys(("moe_hidden_size", "moe_latent_size", "shared_intermediate_size"), 20),
+    **dict.fromkeys(
+        ("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"), 20
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 6),
 }
 BATCH, LENGTH = 2, 6

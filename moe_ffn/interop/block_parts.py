@@ -292,7 +292,6 @@ def of_family(model_type: str, class_name: str) -> Block:
 
 
 SCORE = its_word({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "scoring_func")
-SILU = {"hidden_act": ("silu", "swish")}
 
 
 def step_gate(config: Any, option: str) -> dict[str, Any]:
@@ -339,9 +338,14 @@ DEEPSEEK_V2 = Block(
     ),
     served={"topk_method": ("greedy", "group_limited_greedy")},
     # Of two groups, each the place of its best expert, the best two experts are always chosen.
-    small={"topk_method": "group_limited_greedy", "topk_group": 1, "mlp_bias": True},
+    small={"topk_method": "group_limited_greedy", "topk_group": 1},
 )
-CLAMPED = {"type": "clamped_swiglu", "alpha": 1.0, "limit": its("swiglu_limit"), "added": 0.0}
+CLAMPED = {
+    "type": its_word(dict.fromkeys(("silu", "swish"), "clamped_swiglu"), "hidden_act"),
+    "alpha": 1.0,
+    "limit": its("swiglu_limit"),
+    "added": 0.0,
+}
 GRANITE = Block(
     "GraniteMoeMoE",
     moe(CHOSEN, WIDE, "num_local_experts"),
@@ -360,7 +364,6 @@ GRANITE_LAYER = GRANITE.but(
         },
         **fused_shared_expert("shared_mlp.input_linear", "shared_mlp.output_linear"),
     },
-    small={"shared_intermediate_size": 20},
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
 )
 EPS = {"eps": its("rms_norm_eps")}

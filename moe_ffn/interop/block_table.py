@@ -26,7 +26,6 @@ from moe_ffn.interop.block_parts import (
     RENORMALIZED,
     SCORE,
     SIGMOID,
-    SILU,
     SOFTMAX,
     SWITCH,
     TRANSPOSED,
@@ -73,7 +72,6 @@ BLOCKS: dict[str, Block | str] = {
             ),
         ),
         TRANSPOSED,
-        small={"moe_num_shared_experts": 2, "mlp_bias": True},
     ),
     "axk1": DEEPSEEK.but(
         class_name="AXK1MoE",
@@ -112,7 +110,7 @@ BLOCKS: dict[str, Block | str] = {
             "expert_selection_fn": ("softmax", "sigmoid"),
             "shared_expert_combination_strategy": ("average", "sum"),
         },
-        small={"num_shared_experts": 2, "expert_selection_fn": "sigmoid"},
+        small={"expert_selection_fn": "sigmoid"},
     ),
     "dbrx": Block(
         "DbrxFFN",
@@ -167,8 +165,7 @@ BLOCKS: dict[str, Block | str] = {
             experts=CLAMPED,
             shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
         ),
-        served=SILU,
-        small={"swiglu_limit": 0.5, "mlp_layer_types": ["moe", "moe"], "mlp_bias": True},
+        small={"mlp_layer_types": ["moe", "moe"]},
     ),
     "deepseek_v4 hash": Block(
         "DeepseekV4SparseMoeBlock",
@@ -185,8 +182,7 @@ BLOCKS: dict[str, Block | str] = {
             shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
         ),
         {"router.table_VK": named("gate.tid2eid")},
-        served=SILU,
-        small={"swiglu_limit": 0.5, "mlp_layer_types": ["hash_moe", "moe"]},
+        small={"mlp_layer_types": ["hash_moe", "moe"]},
         note="its first layers",
     ),
     "diffusion_gemma": GEMMA.but(
@@ -215,7 +211,7 @@ BLOCKS: dict[str, Block | str] = {
             ),
         },
         served={"norm_topk_prob": (False,)},
-        small={"num_experts": 9, "mlp_bias": True},
+        small={"num_experts": 9},
         wrong="of several tokens it takes the scores of the first half for those of the first table, and "
         "of the second half for the second's, so that tokens choose each other's experts; ours chooses as "
         "theirs does of a single token (CDMoE, arXiv:2412.11834)",
@@ -226,13 +222,12 @@ BLOCKS: dict[str, Block | str] = {
         options={
             "shared_expert": {"d_ff": times("shared_experts_intermediate_size", "n_shared_experts")}
         },
-        small={"shared_experts_intermediate_size": 20},
     ),
     "dots3_note vision": Block(
         "Dots3NoteVisionMoE",
         moe({**SIGMOID, "scale": its("router_scaling_factor")}, count="num_local_experts"),
         config_name="Dots3NoteVisionConfig",
-        small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse", "sparse"]},
+        small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse"] * 2, "mlp_bias": False},
         note="of images; `per_layer_config` of theirs has the number of experts of each layer",
     ),
     "ernie4_5_moe": Block(
@@ -244,7 +239,6 @@ BLOCKS: dict[str, Block | str] = {
                 shared("moe_intermediate_size", "moe_num_shared_experts", bias=its("use_bias")),
             ),
         ),
-        small={"moe_num_shared_experts": 2},
     ),
     "ernie4_5_vl_moe": Block(
         "Ernie4_5_VLMoeMoeBlock",
@@ -264,7 +258,7 @@ BLOCKS: dict[str, Block | str] = {
             "router.correction_bias_E": named("text_moe.gate.moe_statics.e_score_correction_bias"),
         },
         config_name="Ernie4_5_VLMoeTextConfig",
-        small={"moe_num_shared_experts": 2, "moe_intermediate_size": [12, 8]},
+        small={"moe_intermediate_size": [12, 8]},
         unused=("vision_moe.*",),
         note="of text; tokens of images have such a pool of experts of their own, another of our blocks",
     ),
@@ -291,8 +285,6 @@ BLOCKS: dict[str, Block | str] = {
         class_name="Glm5NextTextMoE",
         options={"experts": CLAMPED, "shared_expert": CLAMPED},
         config_name="Glm5NextTextConfig",
-        served=SILU,
-        small={"swiglu_limit": 0.5},
     ),
     "glm_moe_dsa": DEEPSEEK.but(class_name="GlmMoeDsaMoE"),
     "gpt_oss": GPT_OSS,
@@ -300,7 +292,7 @@ BLOCKS: dict[str, Block | str] = {
     "granitemoe_swa": GRANITE_LAYER.but(class_name="GraniteMoeSWADecoderLayer"),
     "granitemoehybrid": GRANITE_LAYER.but(
         class_name="GraniteMoeHybridDecoderLayer",
-        small={"shared_intermediate_size": 20, "mamba_n_heads": 2, "mamba_d_head": 16},
+        small={"mamba_n_heads": 2, "mamba_d_head": 16},
     ),
     "granitemoeshared": GRANITE_LAYER.but(class_name="GraniteMoeSharedDecoderLayer"),
     "hunyuan_v1_moe": Block(
@@ -317,13 +309,10 @@ BLOCKS: dict[str, Block | str] = {
                 "moe_intermediate_size", "num_shared_experts", bias=its("mlp_bias")
             ),
         ),
-        small={"mlp_bias": True},
     ),
     "hy_v4": DEEPSEEK.but(
         class_name="HYV4MoE",
         options={"experts": CLAMPED},
-        served=SILU,
-        small={"swiglu_limit": 0.5},
     ),
     "inkling": Block(
         "InklingMoE",
@@ -345,7 +334,6 @@ BLOCKS: dict[str, Block | str] = {
             "experts.down": partial(inkling, "down"),
         },
         config_name="InklingTextConfig",
-        small={"n_shared_experts": 2},
         note="its shared experts are the last ones of ours",
     ),
     "inkling2": Block(
@@ -360,7 +348,6 @@ BLOCKS: dict[str, Block | str] = {
             },
         ),
         config_name="Inkling2TextConfig",
-        small={"mlp_gate_softcap": 0.7, "mlp_up_softcap": 0.9},
     ),
     "jamba": Block("JambaSparseMoeBlock", moe(SOFTMAX, WIDE)),
     "jetmoe": Block(
@@ -399,7 +386,6 @@ BLOCKS: dict[str, Block | str] = {
             },
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
-        small={"moe_router_logit_softcapping": 0.7},
     ),
     "lfm2_moe": Block(
         "Lfm2MoeSparseMoeBlock",
@@ -442,7 +428,6 @@ BLOCKS: dict[str, Block | str] = {
             zero_computation=if_set("zero_expert_num", {"num_copy": its("zero_expert_num")}, {}),
         ),
         {"experts.gate_up": first_experts},
-        small={"zero_expert_num": 2, "expert_ffn_hidden_size": 12},
     ),
     "mellum": QWEN3.but(class_name="MellumSparseMoeBlock"),
     "mimo_v2_flash": Block(
@@ -464,9 +449,15 @@ BLOCKS: dict[str, Block | str] = {
             BIASED,
             WIDE,
             "num_local_experts",
-            experts={**CLAMPED, "alpha": its("swiglu_alpha"), "added": 1.0},
+            experts={
+                **CLAMPED,
+                "type": "clamped_swiglu",
+                "alpha": its("swiglu_alpha"),
+                "added": 1.0,
+            },
             shared_expert={
                 **CLAMPED,
+                "type": "clamped_swiglu",
                 "alpha": its("swiglu_alpha"),
                 "added": 1.0,
                 "d_ff": its("shared_intermediate_size"),
@@ -474,7 +465,6 @@ BLOCKS: dict[str, Block | str] = {
         ),
         fused_shared_expert("shared_experts.gate_up_proj", "shared_experts.down_proj"),
         config_name="MiniMaxM3VLTextConfig",
-        small={"swiglu_limit": 0.5, "shared_intermediate_size": 20},
     ),
     "mistral4": Block(
         "Mistral4MoE",
@@ -516,7 +506,6 @@ BLOCKS: dict[str, Block | str] = {
             "experts.experts.each.weight": zero_centered("experts.post_expert_norm.weight"),
         },
         config_name="MuseSparkTextConfig",
-        small={"moe_hidden_size": 20},
     ),
     "nemotron_h": Block(
         "NemotronHMoE",
@@ -543,7 +532,6 @@ BLOCKS: dict[str, Block | str] = {
         },
         linear(experts__into="fc1_latent_proj", experts__out_of="fc2_latent_proj"),
         served={"mlp_hidden_act": ("relu2",)},
-        small={"moe_latent_size": 20, "mlp_bias": True, "moe_shared_expert_intermediate_size": 20},
     ),
     "nllb_moe": Block(
         "NllbMoeSparseMLP",
@@ -630,7 +618,7 @@ BLOCKS: dict[str, Block | str] = {
             },
         ),
         config_name="Step3p7TextConfig",
-        served=SILU,
+        served={"hidden_act": ("silu", "swish")},
         small={
             "swiglu_limits": [0.5, 0.5],
             "swiglu_limits_shared": [0.3, 0.3],
