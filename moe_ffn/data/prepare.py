@@ -44,8 +44,7 @@ class DataConfig(Config, frozen=True):
     """Sequences per forward pass, summed over all ranks."""
 
     validation_percent: int = Field(default=5, ge=1, le=50)
-    """Percent of the documents to keep for validation. Their share of the text may differ; a log line
-    tells you if it is 1.5 times as large or small."""
+    """Percent of the documents to keep for validation; their share of the text may differ."""
 
     validation_tokens: int = Field(default=131_072, ge=1, le=MAX_COUNT)
     """Number of tokens to predict in each validation, in sequences spread evenly over the split."""

@@ -20,7 +20,6 @@ from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.config.yaml_files import RootConfig, nest, validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.files import kind_of, read_object
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.families import FAMILIES, OUTSIDE, Family
 from moe_ffn.weights.layouts import Layout, Piece
@@ -31,6 +30,7 @@ from moe_ffn.weights.pretrained import (
     PretrainedConfig,
     assign_weights,
     naming_failures,
+    read_config_json,
     require_fitting,
     tied_names,
     weight_files,
@@ -116,14 +116,7 @@ def architecture_of(folder: Path) -> str:
 
 
 def _read_theirs(folder: Path) -> tuple[Family, Theirs]:
-    if kind_of(folder) != "a folder":
-        raise ConfigError(
-            f"'{folder}' is {kind_of(folder) or 'not there'}; give the folder of a model"
-        )
-    path = folder / CONFIG_FILE
-    values = read_object(path)
-    if values is None:
-        raise ConfigError(f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged")
+    path, values = folder / CONFIG_FILE, read_config_json(folder)
     found = values.get("model_type")
     if found == MODEL_TYPE:
         raise ConfigError(f"'{folder}' is a model of ours; moe_ffn.load_pretrained reads it")

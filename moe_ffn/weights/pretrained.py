@@ -27,8 +27,6 @@ from moe_ffn.config.yaml_files import read_config
 from moe_ffn.data.tokenizer import Tokenizer, read_tokenizer
 from moe_ffn.files import (
     kind_of,
-    parse_object,
-    read_bytes,
     read_object,
     reason,
     replacing_folder,
@@ -260,25 +258,25 @@ def no_tokenizer(folder: str | Path) -> ConfigError:
     )
 
 
-def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
-    path = folder / CONFIG_FILE
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """Read the `config.json` of a model of any library, or raise ConfigError."""
     if kind_of(folder) != "a folder":
         raise ConfigError(
             f"'{folder}' is {kind_of(folder) or 'not there'}; give the folder of a model"
         )
-    try:
-        found = parse_object(read_bytes(path))
-    except FileNotFoundError:
-        found = None
-    except OSError as error:
-        raise ConfigError(f"'{path}' cannot be read ({reason(error)})") from error
+    found = read_object(folder / CONFIG_FILE)
     if found is None:
         of_run = folder / MODEL_FOLDER
         hint = f"; that of this run is '{of_run}'" if kind_of(of_run) == "a folder" else ""
         raise ConfigError(
             f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged{hint}"
         )
-    if (kind := found.get("model_type")) != MODEL_TYPE:
+    return found
+
+
+def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
+    path = folder / CONFIG_FILE
+    if (kind := read_config_json(folder).get("model_type")) != MODEL_TYPE:
         raise ConfigError(
             f"'{path}': model_type is {show(kind)}, and only '{MODEL_TYPE}' is read here; "
             f"moe_ffn.weights.load_transformers reads models of transformers, and {command('convert')} makes "
