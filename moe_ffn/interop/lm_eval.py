@@ -133,7 +133,9 @@ class HarnessModel(TemplateLM):
             self.decoder,
             [torch.tensor(prompt[-self.max_length :], device=self._device)],
             int(options.get("max_gen_toks") or MAX_NEW_TOKENS),
-            Sampling(float(options.get("temperature") or 1) if sampled else 0.0, top_k=None),
+            Sampling(
+                temperature=float(options.get("temperature") or 1) * bool(sampled), top_k=None
+            ),
             torch.Generator(self._device).manual_seed(0),
         )
         text, new_ids = "", list[int]()

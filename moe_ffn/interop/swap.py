@@ -154,7 +154,7 @@ def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN,
 
         generator = Generator().manual_seed(int(torch.randint(2**62, ())))
         config = _with_experts_like(own, target, weight.shape[1])
-        dense, block = block, upcycle(block, config, weight.shape[1], generator).to(weight.dtype)
+        dense, block = block, upcycle([block], config, weight.shape[1], generator).to(weight.dtype)
         change = _difference(dense, block, _probe(weight))
     else:
         block = target.build(weight.shape[1])

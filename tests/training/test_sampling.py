@@ -107,7 +107,7 @@ def test_rows_end_with_their_own_stop_strings() -> None:
 
 def test_every_option_and_the_seed_reach_the_texts() -> None:
     options = SampleConfig(temperature=0.5, top_k=3, top_p=0.25)
-    assert options.sampling == Sampling(0.5, 3, 0.25)
+    assert options.sampling == Sampling(temperature=0.5, top_k=3, top_p=0.25)
     torch.manual_seed(0)
     model = DecoderConfig.model_validate(
         {"d_model": 16, "num_layers": 1, "attention": {"num_heads": 2}, "ffn": "dense"}

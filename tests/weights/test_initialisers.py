@@ -103,7 +103,7 @@ def test_an_upcycled_block_computes_what_the_dense_one_does(
 ) -> None:
     source = block_of(DENSE[dense])
     config = moe_options(DENSE[dense], RENORMALISED[router], shards)
-    made = upcycle(source, config, D, seeded())
+    made = upcycle([source], config, D, seeded())
 
     output = made(tokens())
 
@@ -119,7 +119,7 @@ def test_weights_that_differ_between_tokens_keep_the_function_in_the_mean() -> N
     source = block_of(DENSE["swiglu"])
     config = moe_options(DENSE["swiglu"], {"type": "top_k", "k": 2})
     x = tokens(4000)
-    wanted, found = source(x).hidden, upcycle(source, config, D, seeded())(x).hidden
+    wanted, found = source(x).hidden, upcycle([source], config, D, seeded())(x).hidden
 
     assert (found - wanted).norm() > 0.05 * wanted.norm()
     times_T = (found * wanted).sum(-1) / wanted.square().sum(-1)
@@ -135,7 +135,7 @@ def test_drop_upcycling_draws_a_share_of_the_units_anew(share: float) -> None:
         source.get_parameter("up.weight").add_(0.5)
     router = RENORMALISED["renormalised"]
     config = MoEConfig.model_validate({"num_experts": 4, "router": router, "experts": dense})
-    experts: Any = as_moe(upcycle(source, config, D, seeded(), share)).experts
+    experts: Any = as_moe(upcycle([source], config, D, seeded(), share)).experts
 
     kept_by_expert: list[Tensor] = []
     for expert in range(4):
