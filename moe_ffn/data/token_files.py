@@ -83,8 +83,6 @@ class _File:
 class TokenRow:
     """Tokens of several files as one sequence. A slice reads only its own tokens."""
 
-    ndim = 1
-
     def __init__(self, files: Sequence[_File], start: int = 0, stop: int | None = None) -> None:
         """Take the tokens from `start` up to `stop` of all files."""
         self.files = files
@@ -105,10 +103,6 @@ class TokenRow:
 
     def part(self, start: int, stop: int) -> TokenRow:
         return TokenRow(self.files, self.start + start, self.start + stop)
-
-    @property
-    def shape(self) -> tuple[int]:
-        return (len(self),)
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -194,19 +194,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "model_type is 'mixtral', and only 'moe_ffn' is read here; moe_ffn.weights.load_transformers reads "
         "models of transformers, and moe-ffn convert makes such folders of them",
     ),
-    "an unknown option": (
-        lambda f: change(f, dropout=1),
-        "config.json': dropout: unknown; did you mean 'model.dropout'",
-    ),
     "another width": (
         lambda f: change_model(f, d_model=64),
         "has 'embedding.weight' as (257, 32), and its config.json asks for (257, 64)",
     ),
-    "fewer layers": (
-        lambda f: change_model(f, num_layers=1),
-        "has what this model lacks, 'layers.1.",
-    ),
-    "more layers": (lambda f: change_model(f, num_layers=3), "lacks 'layers.2."),
     "another name": (
         lambda f: rename_weight(f, "embedding.weight", "tok.weight"),
         "lacks 'embedding.weight': its config.json is that of another model",

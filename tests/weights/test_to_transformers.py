@@ -92,12 +92,6 @@ def test_there_and_back_no_bit_is_changed(name: str, tmp_path: Path) -> None:
 OURS: dict[str, tuple[dict[str, Any], str, str]] = {
     "dense": ({}, "llama", ""),
     "geglu": ({"ffn": "geglu"}, "llama", ""),
-    "biases": (
-        {"attention": {**ATTENTION, "bias": True}, "ffn": {"type": "swiglu", "bias": True}},
-        "llama",
-        "",
-    ),
-    "untied": ({"tie_embeddings": False, "norm": {"type": "rms_norm", "eps": 1e-3}}, "llama", ""),
     "qkv": (
         {"attention": {**ATTENTION, "bias": "qkv"}},
         "qwen2",
@@ -114,7 +108,6 @@ OURS: dict[str, tuple[dict[str, Any], str, str]] = {
         "zeros stand for what this model lacks: ffn.combine.type, ffn.shared_expert.bias, "
         "ffn.shared_expert.d_ff, ffn.shared_expert.type",
     ),
-    "switch": ({"ffn": moe(router__k=1)}, "qwen2_moe", "zeros stand"),
     "renormalised": ({"ffn": moe(router__renormalize=True)}, "mixtral", ""),
     "softmax after": ({"ffn": moe(router__softmax="after")}, "mixtral", ""),
     "a dense layer": (
@@ -127,17 +120,7 @@ OURS: dict[str, tuple[dict[str, Any], str, str]] = {
         "qwen3_moe",
         "mixtral has attention.norm_qk: null",
     ),
-    "heads normalised alone": (
-        {"attention": {**ATTENTION, "norm_qk": "head"}, "ffn": moe()},
-        "qwen3_moe",
-        "",
-    ),
     "all normalised": ({"attention": {**ATTENTION, "norm_qk": "all"}, "ffn": moe()}, "olmoe", ""),
-    "all normalised and weights": (
-        {"attention": {**ATTENTION, "norm_qk": "all"}, "ffn": moe(router__renormalize=True)},
-        "olmoe",
-        "",
-    ),
     "shared": (
         {"ffn": moe(shared_expert={"type": "swiglu", "d_ff": 20}, combine__type="sigmoid_gate")},
         "qwen2_moe",
@@ -246,42 +229,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "model.ffn.router.bias (true) has no equal in transformers: mixtral, the nearest architecture there, "
         "has false; train with that",
     ),
-    "expert biases": (
-        {"ffn": moe(experts__bias=True)},
-        "model.ffn.experts.bias (true) has no equal",
-    ),
-    "capacity of a sequence": (
-        {"ffn": moe(capacity__per_sequence=2)},
-        "model.ffn.capacity.per_sequence (2) has no equal",
-    ),
-    "latent experts": (
-        {"ffn": moe(experts={"type": "latent", "width": 8})},
-        'model.ffn.experts.type ("latent") has no equal',
-    ),
     "capacity": (
         {"ffn": moe(capacity__eval_factor=2.0)},
         "model.ffn.capacity.eval_factor (2.0) has no equal",
     ),
-    "zero experts": (
-        {"ffn": moe(zero_computation__num_zero=2)},
-        "model.ffn.zero_computation.num_zero (2) has no equal",
-    ),
-    "scale": ({"ffn": moe(router__scale=2.0)}, "model.ffn.router.scale (2.0) has no equal"),
     "router": (
         {"ffn": moe(router={"type": "hash"})},
         'model.ffn.router.type ("hash") has no equal',
     ),
-    "sigmoid": (
-        {"ffn": moe(router={"type": "sigmoid_top_k"})},
-        'model.ffn.router.type ("sigmoid_top_k") has no equal',
-    ),
     "plain experts": (
         {"ffn": moe(experts={"type": "mlp"})},
         'model.ffn.experts.type ("mlp") has no',
-    ),
-    "clamped": (
-        {"ffn": moe(experts={"type": "clamped_swiglu"})},
-        'model.ffn.experts.type ("clamped_swiglu") has no equal',
     ),
     "sum": (
         {"ffn": moe(shared_expert={"type": "swiglu", "d_ff": 20})},
@@ -297,37 +255,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "model.ffn.shared_expert.d_ff (20) has no equal in transformers: deepseek_v3, the nearest "
         "architecture there, has 24",
     ),
-    "eps": (
-        {
-            "attention": LATENT,
-            "ffn": moe(router={"type": "sigmoid_top_k"}),
-            "norm": {"type": "rms_norm", "eps": 1e-5},
-        },
-        "model.norm.eps (1e-05) has no equal in transformers: deepseek_v3, the nearest architecture there, "
-        "has 1e-06",
-    ),
     "plain": ({"ffn": "dense"}, 'model.ffn.type ("dense") has no equal in transformers: llama'),
-    "no block": ({"ffn": "identity"}, 'model.ffn.type ("identity") has no equal'),
-    "norm": ({"norm": LAYER}, 'model.norm.type ("layer_norm") has no equal'),
     "post-norm": (
         {"norm_placement": "post"},
         'model.norm_placement ("post") has no equal in transformers: llama, the nearest architecture there, '
         'has "pre"',
     ),
-    "positions": (
-        {"positions": {"type": "learned"}},
-        'model.positions.type ("learned") has no equal in transformers: llama',
-    ),
     "embeddings": ({"scale_embeddings": True}, "model.scale_embeddings (true) has no equal"),
     "encoder": ({"causal": False}, "model.causal (false) has no equal"),
-    "dense norms": (
-        {"attention": {**ATTENTION, "norm_qk": "all"}},
-        'model.attention.norm_qk ("all") has no equal',
-    ),
-    "heads": (
-        {"attention": {"num_heads": 3, "head_dim": 10}, "norm": {"type": "rms_norm", "eps": 1e-5}},
-        "model.attention.bias (false) has no equal in transformers: qwen2",
-    ),
     "two blocks": (
         {"ffn": moe(), "ffn_at": {"2": moe(num_experts=3)}},
         "model.ffn.num_experts is 5 in layer 0 and 3 in layer 2, and architectures of transformers have one "
