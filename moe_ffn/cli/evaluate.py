@@ -328,12 +328,7 @@ def task_table(tasks: Mapping[str, Mapping[str, float]]) -> Table:
     for task, values in tasks.items():
         for key, value in values.items():
             if "_stderr" not in key:
-                error = values.get(_error_of(key))
+                name, comma, filtered = key.partition(",")
+                error = values.get(f"{name}_stderr{comma}{filtered}")
                 table.add_row(task, key, f"{value:.4f}", "" if error is None else f"{error:.4f}")
     return table
-
-
-def _error_of(key: str) -> str:
-    """`acc_stderr` for `acc`, `exact_match_stderr,strict` for `exact_match,strict`."""
-    name, comma, filtered = key.partition(",")
-    return f"{name}_stderr{comma}{filtered}"

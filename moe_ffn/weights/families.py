@@ -127,23 +127,16 @@ class Family:
         return self.names is not BLOCK
 
 
-def _with_shared_expert(options: Options, width: int = 32) -> Options:
+def _with_shared_expert(options: Options) -> Options:
     """Qwen2-MoE always has one; 32 units are the least that llama.cpp packs."""
     if "sparse.shared_expert.type" in options:
         return options
-    shared = {"type": options.get("sparse.experts.type"), "d_ff": width, "bias": False}
+    shared = {"type": options.get("sparse.experts.type"), "d_ff": 32, "bias": False}
     return {
         **options,
         **{f"sparse.shared_expert.{name}": value for name, value in shared.items()},
         "sparse.combine.type": "sigmoid_gate",
     }
-
-
-def _with_shared_expert_and_bias(options: Options) -> Options:
-    """DeepSeek-V3 always has both; its shared expert is as wide as some of the others together."""
-    combine = {"sparse.combine.type": options.get("sparse.combine.type")}
-    filled = _with_shared_expert(options, options.get("sparse.experts.d_ff", 1))
-    return {**filled, **combine, "sparse.router.correction_bias": True}
 
 
 QWEN = {
@@ -339,7 +332,6 @@ FAMILIES = (
             "ffn.router.correction_bias_E": named("mlp.gate.e_score_correction_bias"),
         },
         aliases={"num_local_experts": "n_routed_experts"},
-        fill=_with_shared_expert_and_bias,
     ),
     Family(
         "qwen2_moe",

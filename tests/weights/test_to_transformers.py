@@ -144,14 +144,6 @@ OURS: dict[str, tuple[dict[str, Any], str, str]] = {
         "deepseek_v3",
         "",
     ),
-    "latent alone": (
-        {
-            "attention": LATENT,
-            "ffn": moe(router={"type": "sigmoid_top_k", "correction_bias": False}),
-        },
-        "deepseek_v3",
-        "zeros stand for what this model lacks: ffn.router.correction_bias, ffn.shared_expert.bias",
-    ),
     "in training": (
         {
             "dropout": 0.1,
