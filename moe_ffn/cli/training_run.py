@@ -125,9 +125,7 @@ def read_initial_weights(config: TrainConfig) -> Source | None:
     """
     if config.init_from is None:
         return None
-    source = read_source(config.init_from, "init_from")
-    source.require_fitting(config.model)
-    return source
+    return read_source(config.init_from, "init_from")
 
 
 def describe(config: TrainConfig, data: PreparedData, console: Console, say: Say) -> None:

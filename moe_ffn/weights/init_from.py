@@ -57,15 +57,6 @@ class Source:
             raise ConfigError(f"{self.option}: {no_tokenizer(self.folder)}")
         return FileTokenizerConfig(path=str(path))
 
-    def require_fitting(self, model: DecoderConfig) -> None:
-        """Raise ConfigError if a model has another width than these weights."""
-        width = self.decoder.config.d_model
-        if model.d_model != width:
-            raise ConfigError(
-                f"{self.option}: '{self.folder}' has model.d_model {width}, and this run {model.d_model}, so "
-                f"that no weight fits; give --model.d_model {width}, or another folder"
-            )
-
     def require_same_tokens(self, tokenizer: Tokenizer) -> None:
         """Raise ConfigError if a token id stands for other text in `tokenizer`."""
         known, ours = self.decoder.embedding.num_embeddings, tokenizer.vocab_size

@@ -86,12 +86,6 @@ class TestText:
     def test_a_file_named_twice_is_one_document(self, folder: Path) -> None:
         assert names(folder / "b.txt", folder) == ["b.txt", "a.md", "deep/c.txt"]
 
-    def test_the_tilde_is_the_home_folder(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("HOME", str(folder))
-        assert names("~/b.txt") == ["b.txt"]
-
     def test_an_empty_file_beside_others_is_fine(self, folder: Path) -> None:
         (folder / "empty.txt").touch()
         assert "empty.txt" in names(folder)
@@ -163,10 +157,6 @@ class TestText:
         (folder / "deep" / "c.txt").unlink()
         with pytest.raises(ConfigError, match=r"a\.jsonl' holds records"):
             names(folder / "deep")
-
-    def test_records_beside_texts_are_text_too(self, folder: Path) -> None:
-        (folder / "package.json").write_text("{}")
-        assert names(folder) == ["a.md", "b.txt", "deep/c.txt", "package.json"]
 
     @pytest.mark.parametrize("suffix", [".gz", ".zst", ".zip"])
     def test_a_compressed_file_is_refused(self, folder: Path, suffix: str) -> None:

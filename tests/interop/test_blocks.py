@@ -198,58 +198,6 @@ def test_the_page_is_what_the_command_writes() -> None:
     assert max(map(float, numbers.findall(found))) <= 3e-6
 
 
-# -- where theirs is wrong
-
-
-def test_nllb_in_transformers_computes_with_the_first_two_experts_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(models, "PAPERS", {})
-    assert compare("nllb_moe")["output"] > 0.1
-    theirs, _ = their_block("nllb_moe")
-    theirs(torch.randn(2, 6, 16)).sum().backward()
-    used = [p.grad is not None for n, p in theirs.experts.named_parameters() if "fc1.weight" in n]
-    assert used == [True, True, False, False, False, False]
-
-
-def test_doge_in_transformers_sends_tokens_to_the_experts_of_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(models, "PAPERS", {})
-    assert compare("doge")["output"] > 0.01
-    theirs, _ = their_block("doge")
-    x_BSD = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(0))
-    changed_BSD = x_BSD.clone()
-    changed_BSD[:, -1] += 1
-    assert not torch.equal(theirs(x_BSD)[0][:, :-1], theirs(changed_BSD)[0][:, :-1])
-
-
-def test_axk2_in_transformers_leaves_its_groups_where_scores_are_negative() -> None:
-    theirs, config = their_block("axk2")
-    theirs.gate.e_score_correction_bias.fill_(-2.0)
-    ours: Any = convert_block("axk2", theirs, config)
-    x_BSD = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
-
-    def num_groups(ids_TK: torch.Tensor) -> int:
-        """The most groups of a token; two experts are in one."""
-        return max(len(set(row)) for row in (ids_TK // 2).tolist())
-
-    _, _, ids_TK = theirs.gate(x_BSD)
-    allowed = _groups_kept(theirs, x_BSD)
-    assert not allowed.gather(1, ids_TK).all(), "theirs go to experts of other groups"
-    ours_TK = ours(x_BSD).routing.expert_ids_N.view(-1, 2)
-    assert allowed.gather(1, ours_TK).all()
-
-
-def _groups_kept(block: Any, x_BSD: torch.Tensor) -> torch.Tensor:
-    """bool (T, E), by the paper: the two groups of highest sums of score + bias, each of two experts."""
-    gate = block.gate
-    ranking_TE = (x_BSD.flatten(0, 1) @ gate.weight.T).sigmoid() + gate.e_score_correction_bias
-    sums_TG = ranking_TE.view(len(ranking_TE), 3, 2).sum(dim=-1)
-    lowest_T1 = sums_TG.topk(2, dim=-1).values[:, -1:]
-    return (sums_TG >= lowest_T1).repeat_interleave(2, dim=1)
-
-
 # -- blocks of live models
 
 

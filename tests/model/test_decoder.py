@@ -150,13 +150,6 @@ def test_left_padding_changes_nothing_where_positions_are_relative(ffn: Any) -> 
     torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-6)
 
 
-def test_sequences_of_a_batch_do_not_meet_in_evaluation() -> None:
-    model = build(ffn="moe").double().eval()
-    ids = some_ids(3, 6)
-    alone = torch.cat([model(row[None]).logits for row in ids])
-    torch.testing.assert_close(model(ids).logits, alone, rtol=0, atol=1e-12)
-
-
 # ---------------------------------------------------------------------------------- the output
 
 

@@ -158,15 +158,6 @@ def test_shapes_that_differ_are_refused(
         fit_weights(source, decoder_of(**options))
 
 
-def test_a_model_of_another_width_is_refused(folder: Callable[..., str]) -> None:
-    source = read_source(folder(), "init_from")
-    with pytest.raises(
-        ConfigError,
-        match=r"^init_from: '.*saved' has model.d_model 16, and this run 32, .* give --model.d_model 16",
-    ):
-        source.require_fitting(decoder_of(d_model=32).config)
-
-
 def test_tokens_that_mean_other_text_are_refused(folder: Callable[..., str]) -> None:
     bpe = train_bpe(TEXT, 600)
     other = train_bpe([block.replace(b"the", b"oxo") for block in TEXT], 600)

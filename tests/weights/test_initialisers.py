@@ -289,25 +289,6 @@ def test_pruning_experts_that_are_never_chosen_leaves_the_function(router: str) 
     assert_same(made(tokens()).hidden, block(tokens()).hidden)
 
 
-def test_a_softmax_over_all_experts_spreads_the_share_of_those_left_out() -> None:
-    block = moe_of({"type": "top_k", "k": 2}, NEVER / 50 * 3)
-    config = MoEConfig(num_experts=4, router=block.router.config, experts=block.experts.config)  # pyright: ignore[reportArgumentType]
-    kept = torch.tensor([0, 2, 3, 5])
-    before, after = block(tokens()), prune_experts(block, config, D, kept, seeded())(tokens())
-
-    assert before.routing is not None
-    assert after.routing is not None
-    assert before.routing.scores_TE is not None
-    assert after.routing.scores_TE is not None
-    same_T = (
-        kept[after.routing.expert_ids_N].view(-1, 2) == before.routing.expert_ids_N.view(-1, 2)
-    ).all(-1)
-    lost_T = 1 - before.routing.scores_TE[:, [1, 4]].sum(-1)
-    grown = before.routing.weights_N.view(-1, 2) / lost_T[:, None]
-    assert int(same_T.sum()) > 40
-    assert_same(after.routing.weights_N.view(-1, 2)[same_T], grown[same_T])
-
-
 MOE = {
     "type": "moe",
     "num_experts": 6,
