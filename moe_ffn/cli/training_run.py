@@ -121,7 +121,7 @@ def read_initial_weights(config: TrainConfig) -> Source | None:
     """Read the weights of `init_from`; None where it is not set.
 
     Raises:
-        ConfigError: they do not fit the model.
+        ConfigError: they cannot be read.
     """
     if config.init_from is None:
         return None

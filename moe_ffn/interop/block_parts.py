@@ -155,6 +155,7 @@ QWEN = {**SOFTMAX, "renormalize": its("norm_topk_prob")}
 GROUPED = {**QWEN, "scale": its("routed_scaling_factor"), "groups": groups}
 SIGMOID = {"type": "sigmoid_top_k", "k": K}
 BIASED = {**SIGMOID, "scale": its("routed_scaling_factor")}
+BIASED_GROUPS = {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups}
 
 
 def moe(router: Any, width: Any = NARROW, count: str = "num_experts", **more: Any) -> Template:

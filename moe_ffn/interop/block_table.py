@@ -6,6 +6,7 @@ from functools import partial
 
 from moe_ffn.interop.block_parts import (
     BIASED,
+    BIASED_GROUPS,
     CHOSEN,
     CLAMPED,
     DEEPSEEK,
@@ -37,7 +38,6 @@ from moe_ffn.interop.block_parts import (
     first_experts,
     fused_shared_expert,
     gate,
-    groups,
     if_set,
     inkling,
     inkling_bias,
@@ -84,10 +84,7 @@ BLOCKS: dict[str, Block | str] = {
         "any whose score and bias add up to less than 0 (DeepSeek-V3, arXiv:2412.19437)",
     ),
     "bailing_hybrid": DEEPSEEK.but(class_name="BailingHybridMoE"),
-    "beam": Block(
-        "BeamMoE",
-        moe({**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups}),
-    ),
+    "beam": Block("BeamMoE", moe(BIASED_GROUPS)),
     "cohere2_moe": Block(
         "Cohere2MoeSparseMoeBlock",
         moe(
@@ -133,10 +130,7 @@ BLOCKS: dict[str, Block | str] = {
             },
             "ffn_config.moe_jitter_eps",
         ),
-        {
-            "experts.gate_up": partial(dbrx, "w1"),
-            "experts.down": partial(dbrx, "w2"),
-        },
+        {"experts.gate_up": partial(dbrx, "w1"), "experts.down": partial(dbrx, "w2")},
         config_name="DbrxConfig",
         small={
             "ffn_config": {
@@ -264,10 +258,7 @@ BLOCKS: dict[str, Block | str] = {
     ),
     "exaone_moe": Block(
         "ExaoneMoeSparseMoEBlock",
-        moe(
-            {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
-            shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
-        ),
+        moe(BIASED_GROUPS, shared_expert=shared("moe_intermediate_size", "num_shared_experts")),
     ),
     "flex_olmo": OLMOE.but(class_name="FlexOlmoSparseMoeBlock"),
     "flint": Block(
@@ -291,8 +282,7 @@ BLOCKS: dict[str, Block | str] = {
     "granitemoe": GRANITE,
     "granitemoe_swa": GRANITE_LAYER.but(class_name="GraniteMoeSWADecoderLayer"),
     "granitemoehybrid": GRANITE_LAYER.but(
-        class_name="GraniteMoeHybridDecoderLayer",
-        small={"mamba_n_heads": 2, "mamba_d_head": 16},
+        class_name="GraniteMoeHybridDecoderLayer", small={"mamba_n_heads": 2, "mamba_d_head": 16}
     ),
     "granitemoeshared": GRANITE_LAYER.but(class_name="GraniteMoeSharedDecoderLayer"),
     "hunyuan_v1_moe": Block(
@@ -310,10 +300,7 @@ BLOCKS: dict[str, Block | str] = {
             ),
         ),
     ),
-    "hy_v4": DEEPSEEK.but(
-        class_name="HYV4MoE",
-        options={"experts": CLAMPED},
-    ),
+    "hy_v4": DEEPSEEK.but(class_name="HYV4MoE", options={"experts": CLAMPED}),
     "inkling": Block(
         "InklingMoE",
         {
@@ -355,10 +342,7 @@ BLOCKS: dict[str, Block | str] = {
         {
             "type": "biased",
             "ffn": moe(
-                CHOSEN,
-                WIDE,
-                "num_local_experts",
-                experts={"type": gate("activation_function")},
+                CHOSEN, WIDE, "num_local_experts", experts={"type": gate("activation_function")}
             ),
         },
         {
@@ -430,13 +414,7 @@ BLOCKS: dict[str, Block | str] = {
         {"experts.gate_up": first_experts},
     ),
     "mellum": QWEN3.but(class_name="MellumSparseMoeBlock"),
-    "mimo_v2_flash": Block(
-        "MiMoV2FlashMoE",
-        moe(
-            {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
-            count="n_routed_experts",
-        ),
-    ),
+    "mimo_v2_flash": Block("MiMoV2FlashMoE", moe(BIASED_GROUPS, count="n_routed_experts")),
     "minimax": MIXTRAL.but(class_name="MiniMaxSparseMoeBlock"),
     "minimax_m2": Block(
         "MiniMaxM2SparseMoeBlock",
@@ -447,6 +425,7 @@ BLOCKS: dict[str, Block | str] = {
         "MiniMaxM3VLSparseMoeBlock",
         moe(
             BIASED,
+            BIASED_GROUPS,
             WIDE,
             "num_local_experts",
             experts={
@@ -512,7 +491,7 @@ BLOCKS: dict[str, Block | str] = {
         {
             "type": "moe",
             "num_experts": its("n_routed_experts"),
-            "router": {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
+            "router": BIASED_GROUPS,
             "experts": if_set(
                 "moe_latent_size",
                 {
@@ -567,10 +546,7 @@ BLOCKS: dict[str, Block | str] = {
         "(arXiv:2207.04672, section 6.2)",
     ),
     "olmoe": OLMOE,
-    "openai_privacy_filter": GPT_OSS.but(
-        class_name="OpenAIPrivacyFilterMLP",
-        names=TRANSPOSED,
-    ),
+    "openai_privacy_filter": GPT_OSS.but(class_name="OpenAIPrivacyFilterMLP", names=TRANSPOSED),
     "phimoe": Block(
         "PhimoeSparseMoeBlock",
         jittered(
