@@ -31,7 +31,7 @@ from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.yaml_files import merge, read_yaml, validate
 from moe_ffn.data.batches import Batch
-from moe_ffn.data.prepare import DataConfig, PreparedData, prepare, validation_batches
+from moe_ffn.data.prepare import DataConfig, prepare, validation_batches
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.metrics.load_summary import percent
 from moe_ffn.metrics.table import LAYER_METRICS
@@ -130,7 +130,10 @@ def main(argv: Sequence[str]) -> int:
         print_evaluation(console, f"{what}; {model.precision} on {device}", found)
         written |= {"data": what, "precision": model.precision, **found.to_dict()}
     if given.tasks is not None:
-        written["tasks"] = run_tasks(model, given.tasks.split(","), config.batch_size)
+        from moe_ffn.interop.lm_eval import HarnessModel, evaluate_tasks
+
+        harness = HarnessModel(model.decoder, model.tokenizer, config.batch_size)
+        written["tasks"] = evaluate_tasks(harness, given.tasks.split(","))
         console.print(task_table(written["tasks"]))
     if given.json is not None:
         write_output("--json", given.json, json.dumps(plain_values(written), indent=2) + "\n")
@@ -247,7 +250,11 @@ def text_of(
     if path is not None and not is_config(path):
         tokens, what = tokens_of_path(path, model.tokenizer, "--data"), f"{path}"
     else:
-        data = _prepared(model, config)
+        run = model.run
+        if run is not None and _is_same_text(config, run.config.data):
+            data = prepare_data(run, "give a text with --data")
+        else:
+            data = prepare(config)
         what = "validation split"
         if stride is None:
             what += f", {config.validation_tokens:,} tokens at most as in training"
@@ -256,13 +263,6 @@ def text_of(
     length = min(config.seq_len, len(tokens) - 1)
     what += f", windows of {length} tokens {min(step, length)} apart"
     return what, strided_batches(tokens, config.seq_len, step, config.batch_size)
-
-
-def _prepared(model: Model, config: DataConfig) -> PreparedData:
-    run = model.run
-    if run is not None and _is_same_text(config, run.config.data):
-        return prepare_data(run, "give a text with --data")
-    return prepare(config)
 
 
 # -- what is shown
@@ -312,12 +312,6 @@ def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
 
 
 # -- tasks of lm-eval
-
-
-def run_tasks(model: Model, tasks: Sequence[str], batch_size: int) -> dict[str, dict[str, float]]:
-    from moe_ffn.interop.lm_eval import HarnessModel, evaluate_tasks
-
-    return evaluate_tasks(HarnessModel(model.decoder, model.tokenizer, batch_size), tasks)
 
 
 def task_table(tasks: Mapping[str, Mapping[str, float]]) -> Table:

@@ -130,7 +130,10 @@ def choose_architecture(decoder: Decoder) -> Export:
             continue
         read, _ = options_of(config.model)
         if not (different := _differences(filled, read)):
-            notes = [f"{name} has {_said(found[0])}" for name, found in rejected.items()]
+            notes = [
+                f"{name} has {path}: {json.dumps(there)}, this model {json.dumps(value)}"
+                for name, [(path, value, there), *_] in rejected.items()
+            ]
             notes += _zeros_note(ours, filled)
             notes += [f"{path} acts in training alone and is left out" for path in left_out]
             return Export(family, config, values, tuple(notes))
@@ -231,11 +234,6 @@ def _path(path: str) -> str:
     if path == "sparse_layers":
         return "ffn_at (sparse layers)"
     return f"ffn{dot}{rest}" if kind in ("sparse", "dense") else path
-
-
-def _said(different: tuple[str, Any, Any]) -> str:
-    path, ours, theirs = different
-    return f"{path}: {json.dumps(theirs)}, this model {json.dumps(ours)}"
 
 
 def _zeros_note(ours: Options, filled: Options) -> list[str]:
