@@ -425,7 +425,6 @@ BLOCKS: dict[str, Block | str] = {
         "MiniMaxM3VLSparseMoeBlock",
         moe(
             BIASED,
-            BIASED_GROUPS,
             WIDE,
             "num_local_experts",
             experts={
