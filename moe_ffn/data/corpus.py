@@ -116,7 +116,7 @@ Paths = Annotated[
 
 
 class TextConfig(CorpusConfig, frozen=True):
-    """Your own UTF-8 text files; each file is one document."""
+    """UTF-8 text files of yours; each file is one document."""
 
     type: Literal["text"] = "text"
 

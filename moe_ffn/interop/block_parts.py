@@ -21,7 +21,7 @@ from moe_ffn.weights.options import ACTIVATIONS, Theirs
 # -- an entry
 
 Template = Mapping[str, Any] | Callable[[Any], Any]
-"""Our options as in YAML; a function computes its option from the config of transformers."""
+"""Options of ours as in YAML; a function computes its option from the config of transformers."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class Block:
     class_name: str
     """Name of the class in the file of its model; a decoder layer where experts have no block."""
     ffn: Template
-    """Our config of the block."""
+    """Config of our block."""
     names: Mapping[str, Layout] = field(default_factory=dict)
-    """Our name of a tensor -> theirs in the block, where `NAMES` does not have it."""
+    """Name of a tensor of ours -> theirs in the block, where `NAMES` does not have it."""
     config_name: str = ""
     """Name of the config class; by default the config that shares the prefix of `class_name`."""
     small: Mapping[str, Any] = field(default_factory=dict)
-    """Their options for a small block, in addition to `SMALL` of `experiments.models`."""
+    """Options of theirs for a small block, in addition to `SMALL` of `experiments.models`."""
     served: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Their option that `ffn` does not read -> the values for which this entry is right."""
+    """Option of theirs that `ffn` does not read -> the values for which this entry is right."""
     unused: tuple[str, ...] = ()
     """Patterns of tensors in their class that are outside the block, or unused in it."""
     in_training: Template | None = None
-    """Our options in training, where they differ because noise or a capacity acts."""
+    """Options of ours in training, where they differ because noise or a capacity acts."""
     note: str = ""
     """Remark for the reader of the table."""
     wrong: str = ""
@@ -212,7 +212,7 @@ NAMES: Names = {
     **_either("shared_expert.down", *(f"{stem}.down_proj" for stem in _SHARED_EXPERTS)),
     **_either("combine.gate", "shared_expert_gate"),
 }
-"""Our name of a tensor -> the names under which the blocks of most models hold it."""
+"""Name of a tensor of ours -> the names under which the blocks of most models hold it."""
 
 
 def fused_shared_expert(into: str, out_of: str) -> Names:

@@ -24,7 +24,7 @@ from moe_ffn.weights.options import Theirs
 
 
 def block_config(model: str, config: Any) -> dict[str, Any]:
-    """Our config of the sparse block of a model of transformers.
+    """Return our config of the sparse block of a model of transformers.
 
     Args:
         model: its name in `docs/models.md`, such as `qwen3_moe`.
@@ -42,7 +42,7 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def convert_block(model: str, block: nn.Module, config: Any) -> FFNBlock:
-    """Our block with copies of the weights of a live one of transformers, in its mode and dtype.
+    """Return our block with copies of the weights of a live one of transformers, in its mode and dtype.
 
     Arguments and errors as of `block_config`; `block` is of the class that the table names.
     """

@@ -1,4 +1,4 @@
-"""Our models in EleutherAI's lm-evaluation-harness (`lm-eval`).
+"""Models of this project in EleutherAI's lm-evaluation-harness (`lm-eval`).
 
     from moe_ffn.interop.lm_eval import HarnessModel
 

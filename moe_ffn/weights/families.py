@@ -114,7 +114,7 @@ class Family:
     defaults: Mapping[str, Any]
     """Defaults of transformers for options that a config leaves out."""
     names: Mapping[str, Layout] = field(default_factory=lambda: EXPERTS)
-    """Our name of a weight in a layer -> theirs."""
+    """Name of a weight of ours in a layer -> theirs."""
     lacks: str = ""
     """Feature that our decoder lacks, so that only single blocks can be read; empty if none."""
     aliases: Mapping[str, str] = field(default_factory=dict)

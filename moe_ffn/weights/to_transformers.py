@@ -1,4 +1,4 @@
-"""Our decoder as a folder that transformers reads, as the architecture whose routing is the same.
+"""Write our decoder as a folder that transformers reads, as the architecture with the same routing.
 
     moe_ffn.weights.export_transformers(decoder, "models/exported", tokenizer)
 
@@ -48,9 +48,9 @@ class Export:
 
     family: Family
     config: PretrainedConfig
-    """Our config, read back from the written options."""
+    """Config of ours, read back from the written options."""
     options: Mapping[str, Any]
-    """Their options, as they are written."""
+    """Options of theirs, as written."""
     notes: tuple[str, ...]
     """Remarks: reason for the architecture, parts left out or added, readers that differ."""
 
