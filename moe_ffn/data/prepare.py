@@ -128,7 +128,10 @@ def prepare(config: DataConfig) -> PreparedData:
     if documents is None or folder is None or meta is None:
         documents, folder, meta = _read_and_build(config, cache_dir)
         if stamp is not None and stamp == config.corpus.stamp():
-            _remember(cache_dir, stamp, documents)
+            with contextlib.suppress(OSError):  # otherwise it is read again
+                make_folder(cache_dir / _KNOWN)
+                text = json.dumps(documents.to_dict())
+                write_file(cache_dir / _KNOWN, f"{stamp}.json", text)
     for note in meta["notes"]:
         log.info("data: %s", note)
     sizes = {split: SplitSize(**size) for split, size in meta["splits"].items()}
@@ -183,12 +186,6 @@ def _known_documents(cache_dir: Path, stamp: str | None) -> Documents | None:
         return None if values is None else Documents.from_dict(values)
     except (ConfigError, OSError):
         return None
-
-
-def _remember(cache_dir: Path, stamp: str, documents: Documents) -> None:
-    with contextlib.suppress(OSError):  # then it is read again
-        make_folder(cache_dir / _KNOWN)
-        write_file(cache_dir / _KNOWN, f"{stamp}.json", json.dumps(documents.to_dict()))
 
 
 def _of_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:

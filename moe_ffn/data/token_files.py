@@ -184,15 +184,11 @@ _BLOCK, _NUM_BLOCKS = 4096, 16
 """Tokens of a block, and blocks that are spread over a file."""
 
 
-def _spread_blocks(file: _File) -> Iterator[np.ndarray]:
-    last = max(file.num_tokens - _BLOCK, 0)
-    for first in sorted({last * place // (_NUM_BLOCKS - 1) for place in range(_NUM_BLOCKS)}):
-        yield _tokens(file, first, min(_BLOCK, file.num_tokens - first))
-
-
 def _seen(file: _File) -> SeenFile:
     digest, largest = hashlib.sha256(f"{file.dtype.str} {file.num_tokens} ".encode()), -1
-    for block in _spread_blocks(file):
+    last = max(file.num_tokens - _BLOCK, 0)
+    for first in sorted({last * place // (_NUM_BLOCKS - 1) for place in range(_NUM_BLOCKS)}):
+        block = _tokens(file, first, min(_BLOCK, file.num_tokens - first))
         digest.update(block.tobytes())
         if len(block):
             largest = max(largest, int(block.max()))

@@ -29,10 +29,10 @@ from moe_ffn.weights.pretrained import (
     MODEL_TYPE,
     PretrainedConfig,
     assign_weights,
+    distinct_tensors,
     naming_failures,
     read_config_json,
     require_fitting,
-    tied_names,
     weight_files,
 )
 
@@ -65,9 +65,7 @@ def load_transformers(folder: str | Path) -> Decoder:
         )
     config = config_of(family, their)
     decoder = config.model.build_empty(config.vocab_size, config.max_seq_len)
-    tied = tied_names(decoder)
-    expected = {name: value for name, value in decoder.state_dict().items() if name not in tied}
-    weights = _read(folder, family, their, expected)
+    weights = _read(folder, family, their, distinct_tensors(decoder))
     assign_weights(decoder, weights)
     decoder.positions = config.model.positions.build(
         config.model.d_model, config.model.head_dim, config.max_seq_len

@@ -23,11 +23,11 @@ from moe_ffn.runs.folder import CONFIG_FILE, MODEL_FOLDER, is_run, of_library
 from moe_ffn.runs.reader import load_model
 from moe_ffn.weights.pretrained import (
     TOKENIZER_FILE,
+    distinct_tensors,
     is_model_folder,
     load_pretrained,
     load_tokenizer,
     no_tokenizer,
-    tied_names,
 )
 
 
@@ -127,10 +127,10 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
     Raises:
         ConfigError: a weight has the same name and another shape.
     """
-    found, wanted = source.decoder.state_dict(), decoder.state_dict()
-    tied = tied_names(decoder)
-    taken, wrong = _taken(source.decoder, decoder)
-    if wrong:
+    found, wanted = source.decoder.state_dict(), distinct_tensors(decoder)
+    other = tuple(_parts_of_another_type(source.decoder.config, decoder.config))
+    taken = {name: found[name] for name in wanted if name in found and not name.startswith(other)}
+    if wrong := [name for name, value in taken.items() if value.shape != wanted[name].shape]:
         name, more = wrong[0], f", and {len(wrong) - 1} more do not fit" if wrong[1:] else ""
         differ = _changes_of_one_type(source.decoder, decoder)
         values = (
@@ -143,8 +143,8 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
             f"{source.option}: {name} is {tuple(found[name].shape)} in '{source.folder}' and "
             f"{tuple(wanted[name].shape)} in this model{more}{fix}"
         )
-    new = [name for name in wanted if name not in taken and name not in tied]
-    left = [name for name in found if name not in taken and name not in tied_names(source.decoder)]
+    new = [name for name in wanted if name not in taken]
+    left = [name for name in distinct_tensors(source.decoder) if name not in taken]
     lines = [
         f"{source.option}: of {len(taken) + len(new)} tensors {len(taken)} are those of {source.folder}, "
         f"{sum(value.numel() for value in taken.values()):,} numbers"
@@ -158,19 +158,6 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
     if source.tokenizer is None:
         lines.append(f"  it has no {TOKENIZER_FILE}: nobody knows whether its tokens mean the same")
     return taken, lines
-
-
-def _taken(source: Decoder, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights that two models share by name, and the names whose shapes differ."""
-    found, wanted = source.state_dict(), decoder.state_dict()
-    tied = tied_names(decoder)
-    anew = tuple(_parts_of_another_type(source.config, decoder.config))
-    taken = {
-        name: found[name]
-        for name in wanted
-        if name in found and name not in tied and not name.startswith(anew)
-    }
-    return taken, [name for name, value in taken.items() if value.shape != wanted[name].shape]
 
 
 def _parts_of_another_type(before: DecoderConfig, now: DecoderConfig) -> Iterator[str]:

@@ -113,7 +113,8 @@ def write_model_folder(
         with replacing_folder(folder) as unfinished:
             for name, text in {**texts, **code_files(config)}.items():
                 write_file(unfinished, name, text)
-            _write_weights(unfinished, decoder, weights)
+            sizes = {name: value.nbytes for name, value in distinct_tensors(decoder).items()}
+            save_tensors(unfinished, sizes, weights.__getitem__)
 
 
 @contextmanager
@@ -151,14 +152,6 @@ def entries_of(folder: Path) -> list[Path]:
     """List a folder, or raise ConfigError if it is not readable."""
     with naming_failures(folder, "read", "fix its permissions"):
         return list(folder.iterdir())
-
-
-def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
-    """Write every tensor once, under its first name."""
-    tied = tied_names(decoder)
-    state = decoder.state_dict().items()
-    sizes = {name: value.nbytes for name, value in state if name not in tied}
-    save_tensors(folder, sizes, weights.__getitem__)
 
 
 def save_tensors(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str], Tensor]) -> None:
@@ -206,22 +199,29 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     Raises:
         ConfigError: the folder is no model folder, is damaged, or has the weights of another model.
     """
+    from safetensors.torch import load_file
+
     folder = Path(folder)
     config = _read_config(folder, trust_code=trust_code)
-    weights = _read_weights(folder)
+    weights: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with naming_failures(path, "read", "copy it again"):
+            weights |= load_file(path)
     with _no_init_weights(), refusing_absurd_sizes(f"'{folder / CONFIG_FILE}'"):
         decoder = config.build()
-    require_fitting(
-        folder, "this model", shapes_of(decoder), {n: w.shape for n, w in weights.items()}
+    expected, found = (
+        {name: value.shape for name, value in tensors.items()}
+        for tensors in (distinct_tensors(decoder), weights)
     )
+    require_fitting(folder, "this model", expected, found)
     assign_weights(decoder, weights)
     return decoder.eval()
 
 
-def shapes_of(decoder: Decoder) -> dict[str, torch.Size]:
-    """Return the shape of each tensor that a folder must hold, by name."""
+def distinct_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """Return the tensors that a folder holds, each once, under its first name."""
     tied = tied_names(decoder)
-    return {name: value.shape for name, value in decoder.state_dict().items() if name not in tied}
+    return {name: value for name, value in decoder.state_dict().items() if name not in tied}
 
 
 def assign_weights(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
@@ -284,17 +284,6 @@ def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
         )
     with accepting_code(trust_code), only_trusted_code(folder):
         return read_config(path, PretrainedConfig)
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read every tensor in the files."""
-    from safetensors.torch import load_file
-
-    weights: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        with naming_failures(path, "read", "copy it again"):
-            weights |= load_file(path)
-    return weights
 
 
 def weight_files(folder: Path) -> list[Path]:

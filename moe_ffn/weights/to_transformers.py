@@ -35,10 +35,10 @@ from moe_ffn.weights.pretrained import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     PretrainedConfig,
+    distinct_tensors,
     entries_of,
     naming_failures,
     save_tensors,
-    tied_names,
 )
 
 
@@ -134,7 +134,8 @@ def choose_architecture(decoder: Decoder) -> Export:
                 f"{name} has {path}: {json.dumps(there)}, this model {json.dumps(value)}"
                 for name, [(path, value, there), *_] in rejected.items()
             ]
-            notes += _zeros_note(ours, filled)
+            if added := sorted(_path(path) for path in filled if ours.get(path) != filled[path]):
+                notes.append(f"zeros stand for what this model lacks: {', '.join(added)}")
             notes += [f"{path} acts in training alone and is left out" for path in left_out]
             return Export(family, config, values, tuple(notes))
         rejected[family.model_type] = different
@@ -236,26 +237,18 @@ def _path(path: str) -> str:
     return f"ffn{dot}{rest}" if kind in ("sparse", "dense") else path
 
 
-def _zeros_note(ours: Options, filled: Options) -> list[str]:
-    added = sorted(_path(path) for path in filled if ours.get(path) != filled[path])
-    return [f"zeros stand for what this model lacks: {', '.join(added)}"] if added else []
-
-
 def _their_tensors(
     decoder: Decoder, export: Export
 ) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
     """Return the sizes of their tensors in bytes, and functions that make them; ours lacks zeros."""
     config = export.config
     empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
-    tied = tied_names(empty)
     dtype = decoder.embedding.weight.dtype
     # A block with noise holds the one that is written.
     ours = {name.replace(".ffn.ffn.", ".ffn.", 1): t for name, t in decoder.state_dict().items()}
     sizes: dict[str, int] = {}
     makers: dict[str, Callable[[], Tensor]] = {}
-    for name, shape in empty.state_dict().items():
-        if name in tied:
-            continue
+    for name, shape in distinct_tensors(empty).items():
         found = ours[name] if name in ours else torch.zeros(shape.shape, dtype=dtype)
         for piece in layout_of(export.family, name)(shape.shape, export.theirs)[0]:
             sizes[piece.name] = piece.part(shape).numel() * found.element_size()
