@@ -47,21 +47,6 @@ def sample(model: Any, num_tokens: int = 400, seed: int = 0, **options: Any) -> 
     return ids.tolist()
 
 
-def test_greedy_takes_the_most_probable_token_each_time() -> None:
-    model = decoder()
-    prompt = torch.tensor([1, 2, 3])
-    got = generate(model, prompt, 8, temperature=0)
-    assert got.shape == (8,)
-    assert got.dtype == torch.int64
-    ids = prompt
-    model.eval()
-    for _ in range(8):
-        best = model(ids[None, -MAX_LEN:]).logits[0, -1].argmax()
-        ids = torch.cat([ids, best[None]])
-    assert got.tolist() == ids[3:].tolist()
-    assert generate(model, prompt, 8, temperature=0).tolist() == got.tolist()
-
-
 def test_the_model_sees_the_last_max_seq_len_tokens() -> None:
     model: Any = Fixed([0, 0, 5, 0])
     assert generate(model, torch.tensor([0, 1]), 4, temperature=0).tolist() == [2, 2, 2, 2]
