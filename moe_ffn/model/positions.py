@@ -104,15 +104,9 @@ class Placed:
 class Positions(Placed, nn.Module):
     """Positions of tokens from 0 on."""
 
-    def embed(self, x_BSD: Tensor) -> Tensor:
-        return self.at(slice(x_BSD.shape[-2])).embed(x_BSD)
-
-    def rotate(self, x_BHSd: Tensor) -> Tensor:
-        return self.at(slice(x_BHSd.shape[-2])).rotate(x_BHSd)
-
     def at(self, places: slice | Tensor) -> Placed:
-        """Return the positions of a slice, or those of each row, int64 (B, S)."""
-        return Placed()
+        """Return the same for tokens at the positions of a slice, or at those of each row, int64 (B, S)."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -155,6 +149,9 @@ class Rotary(Positions):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
+    def rotate(self, x_BHSd: Tensor) -> Tensor:
+        return self.at(slice(x_BHSd.shape[-2])).rotate(x_BHSd)
+
     def at(self, places: slice | Tensor) -> Placed:
         cos, sin = self.cos[places], self.sin[places]
         return Turned(cos, sin) if isinstance(places, slice) else Turned(cos[:, None], sin[:, None])
@@ -172,6 +169,9 @@ class Sinusoidal(Positions):
         table_SD = rearrange([angles.sin(), angles.cos()], "two s half -> s (half two)").float()
         self.register_buffer("table_SD", table_SD, persistent=False)
 
+    def embed(self, x_BSD: Tensor) -> Tensor:
+        return self.at(slice(x_BSD.shape[-2])).embed(x_BSD)
+
     def at(self, places: slice | Tensor) -> Placed:
         return Added(self.table_SD[places])
 
@@ -183,6 +183,9 @@ class Learned(Positions):
         super().__init__()
         self.table = nn.Embedding(max_seq_len, d_model)
         nn.init.normal_(self.table.weight, std=0.02)
+
+    def embed(self, x_BSD: Tensor) -> Tensor:
+        return self.at(slice(x_BSD.shape[-2])).embed(x_BSD)
 
     def at(self, places: slice | Tensor) -> Placed:
         return Added(self.table.weight[places])
