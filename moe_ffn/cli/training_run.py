@@ -40,7 +40,6 @@ from moe_ffn.runs.reader import read_weights
 from moe_ffn.runs.resume import Start, find_start, resume_hint, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.runs.validate import Hardware, find_hardware, require_valid
-from moe_ffn.training.config import FASTEST
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
@@ -93,7 +92,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         if start.checkpoint is None:
             begin_with(source or read_initial_weights(config), data, module, say)
         source = None  # or a second copy of the weights would stay while it trains
-        precision = choose_precision(config, resume, hardware, data, say)
+        precision = choose_precision(config, resume, hardware, say)
         run_id = start.run_id or run_folder.new_run_id()
         facts = assemble.run_facts(config, data, precision, run_id)
         files = files_of_a_new_run(config, data, facts)
@@ -172,19 +171,13 @@ def begin_with(source: Source | None, data: PreparedData, module: LanguageModel,
 
 
 def choose_precision(
-    config: TrainConfig, resume: Resume | None, hardware: Hardware, data: PreparedData, say: Say
+    config: TrainConfig, resume: Resume | None, hardware: Hardware, say: Say
 ) -> str:
-    """Return the number format: a resumed run keeps the one that `auto` or `fastest` once chose."""
-    precision, why = hardware.precision, ""
-    if resume is not None and config.trainer.precision in ("auto", FASTEST):
-        known = Facts.read(resume.folder / run_folder.FACTS_FILE).precision
-        precision = known or precision
-    if precision == FASTEST:
-        from moe_ffn.cli.fastest_precision import fastest_precision  # few runs need it
-
-        precision, found = fastest_precision(config, data)
-        why = f" ({found})"
-    say(f"precision {precision}{why}")
+    """Return the number format: a resumed run keeps the one that `auto` once chose."""
+    precision = hardware.precision
+    if resume is not None and config.trainer.precision == "auto":
+        precision = Facts.read(resume.folder / run_folder.FACTS_FILE).precision or precision
+    say(f"precision {precision}")
     return precision
 
 

@@ -43,14 +43,6 @@ def test_auto_on_any_other_device_is_float32() -> None:
     assert resolve_precision("auto", "mps") == "32-true"
 
 
-def test_fastest_is_left_to_a_measurement_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-
-    assert resolve_precision("fastest", "cpu") == "fastest"
-    assert resolve_precision("fastest", "cuda") == "bf16-mixed"
-    assert resolve_precision("fastest", "mps") == "32-true"
-
-
 @pytest.mark.parametrize("name", ["64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_any_other_precision_is_kept(name: str) -> None:
     assert resolve_precision(name, "cpu") == name
