@@ -7,7 +7,7 @@ model of one layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.config.import_path import explaining_outside_errors, is_outside
 from moe_ffn.ffn import FFNConfig
-from moe_ffn.ffn.shared_expert import CombineConfig
 from moe_ffn.model.decoder import Block, Decoder
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
@@ -31,22 +30,28 @@ VOCAB_SIZE = 2
 
 
 def check_counts(config: TrainConfig) -> None:
-    """Call the counts of every feed-forward block, before tables and budgets add them up.
+    """Call the counts of every feed-forward block and of the model, before tables and budgets add them up.
 
     Raises:
-        ConfigError: a count is no number of 0 or more; one sentence with the block's path.
+        ConfigError: a count is no number of 0 or more; one sentence with the part's path.
     """
-    sizes = config.model.d_model, config.data.seq_len
-    for option, ffn in dict(config.model.ffns_by_option()).items():
+    model, seq_len = config.model, config.data.seq_len
+    for option, ffn in dict(model.ffns_by_option()).items():
         name = f"model.{option} ('{ffn.type}')"
-        for count in (ffn.num_params, ffn.num_active_params, ffn.flops_per_token):
-            arguments = sizes if count == ffn.flops_per_token else sizes[:1]
-            with explaining_outside_errors(name):
-                found = count(*arguments)
-            if not isinstance(found, int | float) or not 0 <= found < math.inf:
-                raise ConfigError(
-                    f"{name}: {count.__name__} returned {show(found)}, but has to return a number of 0 or more"
-                )
+        _require_number(name, ffn.num_params, model.d_model)
+        _require_number(name, ffn.num_active_params, model.d_model)
+        _require_number(name, ffn.flops_per_token, model.d_model, seq_len)
+    for count in (model.num_params, model.num_active_params, model.flops_per_token):
+        _require_number("model", count, *config.data.text_sizes)
+
+
+def _require_number(name: str, count: Callable[..., object], *arguments: int) -> None:
+    with explaining_outside_errors(name):
+        found = count(*arguments)
+    if not isinstance(found, int | float) or not 0 <= found < math.inf:
+        raise ConfigError(
+            f"{name}: {count.__name__} returned {show(found)}, but has to return a number of 0 or more"
+        )
 
 
 def check_num_params(decoder: Decoder) -> None:
@@ -112,7 +117,7 @@ def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
                     if info.router is part:
                         trial.router(part, info.num_experts)
                         break
-            elif isinstance(part, CombineConfig | NormConfig | PositionsConfig):
+            elif isinstance(part, NormConfig | PositionsConfig):
                 decoder = _small_model(config, trial)
                 trial.require_blind_to_future(decoder, lambda _, ids, d=decoder: d(ids).logits)
             elif isinstance(part, OptimizerConfig):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from moe_ffn.config.errors import ConfigError, Situation
+from moe_ffn.config.errors import Situation
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout

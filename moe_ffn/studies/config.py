@@ -20,7 +20,6 @@ from moe_ffn.runs.config import TrainConfig, not_a_folder_name
 from moe_ffn.runs.folder import named_run_folder, output_dir
 from moe_ffn.studies.budget import Budget
 
-
 STUDY_FILE = "study.yaml"
 """The study as it was planned, in the folder of its runs."""
 
