@@ -15,7 +15,6 @@ from moe_ffn.files import (
     read_text,
     reason,
     remove_unfinished,
-    set_aside,
     write_file,
     write_whole,
 )
@@ -202,13 +201,10 @@ def _last_step(row: Row, start: Start) -> int:
 
 
 def _cut(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
-    """Keep some lines of a log; of a damaged log a copy is kept too."""
+    """Keep some lines of a log, without those that are damaged."""
     if number := num_damaged(path, kind):
         log.warning(
-            "'%s' is damaged: %d of its lines cannot be read and are left out; %s has it as it was",
-            path,
-            number,
-            set_aside(path).name,
+            "'%s' is damaged: %d of its lines cannot be read and are left out", path, number
         )
     cut_lines(path, kind, is_kept)
 
