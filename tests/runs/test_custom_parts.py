@@ -61,10 +61,6 @@ class ChunksFFN(GoodFFN):
         size = min(16, x.shape[1])
         return self.y(x.unflatten(1, (-1, size)).mean(2).repeat_interleave(size, 1))
 
-class Double(Good, frozen=True): pass
-class DoubleFFN(GoodFFN):
-    def mixed(self, x): return x.double()
-
 class NaN(Good, frozen=True): pass
 class NaNFFN(GoodFFN):
     def mixed(self, x): return x.log()
@@ -115,19 +111,12 @@ class KeepsZerosFFN(GoodFFN):
         if history: before = history.window(self, 0 * ids, 1)[:, :-1]
         return FFNOutput(self.y(x) + before[..., None])
 
-class Training(Good, frozen=True): pass
-class TrainingFFN(GoodFFN):
-    def mixed(self, x): return x - x.mean(1, keepdim=True) if self.training else x
-
 class Noisy(Good, frozen=True): pass
 class NoisyFFN(GoodFFN):
     def mixed(self, x): return self.y(nn.functional.dropout(x, 0.5, self.training))
 
 class Linear(Good, frozen=True): pass
 def LinearFFN(d_model, rank): return nn.Linear(d_model, d_model)
-
-class Nothing(Good, frozen=True): pass
-def NothingFFN(d_model, rank): return None
 
 class Raises(Good, frozen=True): pass
 class RaisesFFN(GoodFFN):
@@ -136,9 +125,6 @@ class RaisesFFN(GoodFFN):
 class Exits(Good, frozen=True): pass
 class ExitsFFN(GoodFFN):
     def mixed(self, x): sys.exit(0)
-
-class BuildExits(Good, frozen=True): pass
-def BuildExitsFFN(d_model, rank): sys.exit(3)
 
 class NotRouting(Good, frozen=True): pass
 class NotRoutingFFN(GoodFFN):
@@ -343,10 +329,6 @@ BROKEN = {
         "hidden is a tensor of shape (2, 8, 32) and torch.float32, "
         "but has to be like x, a tensor of shape (2, 8, 16) and torch.float32"
     ),
-    "Double": (
-        "hidden is a tensor of shape (2, 8, 16) and torch.float64, "
-        "but has to be like x, a tensor of shape (2, 8, 16) and torch.float32"
-    ),
     "NaN": "hidden holds NaN or infinity, though x is random of size 1",
     "Mixer": (
         "its output at position {p} changes when tokens from position 128 on do, "
@@ -357,9 +339,6 @@ BROKEN = {
     "Chunks": "its output at position {p} changes when tokens from position 255 on do, so ",
     "Batch": "its output at position {p} changes when tokens from position 128 on do, so ",
     "Closed": "its output at position {p} changes when tokens from position 128 on do, so ",
-    "Training": (
-        "its output at position {p} changes when tokens from position 128 on do (in training), so "
-    ),
     "Past": (
         "its config does not refuse Situation(cached=True), but the token at position {p} becomes "
         "something else alone than in its sequence, and text would be written so; refuse it in "
@@ -372,10 +351,8 @@ BROKEN = {
     ),
     "KeepsZeros": "its config does not refuse Situation(cached=True), but the token at position {p} ",
     "Linear": "build returned a Linear, but has to return an FFNBlock",
-    "Nothing": "build returned None, but has to return an FFNBlock",
     "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
     "Exits": "failed: SystemExit: 0 (own.py, line {p}, in mixed)",
-    "BuildExits": "failed: SystemExit: 3 (own.py, line {p}, in BuildExitsFFN)",
     "NotRouting": (
         "forward returned a list, but has to return a Routing; `moe_ffn.routing_of_pairs` makes one"
     ),
