@@ -15,7 +15,7 @@ from torch import nn
 
 from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.config.import_path import explaining_outside_errors, is_outside
-from moe_ffn.ffn import FFNConfig
+from moe_ffn.ffn import FFNConfig, IdentityConfig
 from moe_ffn.model.decoder import Block, Decoder
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
@@ -118,15 +118,15 @@ def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
                         trial.router(part, info.num_experts)
                         break
             elif isinstance(part, NormConfig | PositionsConfig):
-                decoder = _small_model(config, trial)
+                decoder = _small_model(config, trial, ffn=IdentityConfig())
                 trial.require_blind_to_future(decoder, lambda _, ids, d=decoder: d(ids).logits)
             elif isinstance(part, OptimizerConfig):
                 _check_optimizer(part, _small_model(config, trial), trial)
 
 
-def _small_model(config: TrainConfig, trial: Trial) -> Decoder:
+def _small_model(config: TrainConfig, trial: Trial, **changes: object) -> Decoder:
     """Return a model of one layer, after one forward pass."""
-    one_layer = config.model.model_copy(update={"num_layers": 1, "ffn_at": {}})
+    one_layer = config.model.model_copy(update={"num_layers": 1, "ffn_at": {}, **changes})
     decoder = one_layer.build(VOCAB_SIZE, config.data.seq_len).to(trial.device)
     if not decoder(trial.token_ids_BS()).logits.isfinite().all():
         raise trial.refuse("a model with it returns NaN or infinity")

@@ -139,7 +139,7 @@ class ProgressLines(Callback):
     def __init__(self, steps: StepLogger, validation: ValidationLogger) -> None:
         self.steps = steps
         self.validation = validation
-        self._validation_began_at = self._printed_at = 0.0
+        self._printed_at = 0.0
         self._first_step = 0
         self._first_ended_at: float | None = None
         """Time at which the first step ended, whose preparations later steps do not repeat."""
@@ -157,28 +157,10 @@ class ProgressLines(Callback):
         end: list[str] = []
         # A validation follows the last step; how long it takes is unknown.
         if self._first_ended_at is not None and self._first_step < step < num_steps:
-            left = _seconds_left(self._first_ended_at, step - self._first_step, num_steps - step)
+            per_step = (time.monotonic() - self._first_ended_at) / (step - self._first_step)
+            left = per_step * (num_steps - step)
             end = [f"{left:.0f} s left"]
         self._print("  ".join([f"step {step}/{num_steps}", *status(self.steps, step), *end]))
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validation_began_at = self._printed_at = time.monotonic()
-
-    def on_validation_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if trainer.is_global_zero and self._is_due():
-            done, total = batch_idx + 1, num_batches(trainer)
-            left = _seconds_left(self._validation_began_at, done, total - done)
-            self._print(
-                f"validation at step {trainer.global_step}: {done}/{total}  "
-                f"loss {loss_so_far(pl_module):.3f} so far  {left:.0f} s left"
-            )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
@@ -191,10 +173,6 @@ class ProgressLines(Callback):
     def _print(self, line: str) -> None:
         self._printed_at = time.monotonic()
         log.info(line)
-
-
-def _seconds_left(began_at: float, num_done: int, num_left: int) -> float:
-    return (time.monotonic() - began_at) / num_done * num_left
 
 
 def num_batches(trainer: Trainer) -> int:

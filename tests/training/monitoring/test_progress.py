@@ -208,19 +208,3 @@ def test_without_a_terminal_each_validation_has_a_line_with_its_loss(
     assert validation_lines(capsys.readouterr().err) == [
         f"validation at step 6: loss {losses[1]:.4f}"
     ]
-
-
-def test_without_a_terminal_a_long_validation_says_how_far_it_is(
-    fit: Callable[..., Fitted],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    clock = iter(range(0, 1_000_000, 10))  # ten seconds pass whenever somebody looks
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    done = fit(trainer={"validate_every_n_steps": 3, "max_steps": 3})
-
-    loss = done.watchers.validation.last["loss"]
-    first, *others = validation_lines(capsys.readouterr().err)
-    # Begun at 0 s; looked at after 10 s, which is too soon, and after 20 s.
-    assert re.fullmatch(rf"validation at step 3: 2/2  loss {loss:.3f} so far  0 s left", first)
-    assert others == [f"validation at step 3: loss {loss:.4f}"]
