@@ -8,11 +8,11 @@ those of ours, in float32, in evaluation and, where noise or a capacity act, in 
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -57,22 +57,26 @@ SMALL: dict[str, Any] = {
     "num_shared_experts": 2,
     "router_hidden_size": 8,
     "router_jitter_noise": 0.1,
+    "mlp_bias": True,
+    "moe_router_logit_softcapping": 0.7,
+    "zero_expert_num": 2,
+    "expert_ffn_hidden_size": 12,
+    **dict.fromkeys(("swiglu_limit", "mlp_gate_softcap", "mlp_up_softcap"), 0.5),
+    "moe_num_shared_experts": 2,
+    **dict.fromkeys(("moe_hidden_size", "moe_latent_size", "shared_intermediate_size"), 20),
+    **dict.fromkeys(
+        ("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"), 20
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 6),
 }
 BATCH, LENGTH = 2, 6
 
 
-@dataclass(frozen=True)
-class Errors:
-    """The largest difference of theirs and ours, by the largest number of theirs."""
+Errors = dict[str, float]
+"""Largest differences of theirs and ours, relative to the largest number of theirs.
 
-    output: float
-    gradients: dict[str, float]
-    """Our name of a parameter -> error of its gradient; `x` is the input."""
-
-    @property
-    def largest(self) -> float:
-        return max(self.output, *self.gradients.values())
+Keys are `output`, and for gradients `x` (the input) and our names of parameters.
+"""
 
 
 def config_of(model: str, entry: Block, options: Mapping[str, Any]) -> Any:
@@ -212,7 +216,8 @@ def compare(model: str, *, training: bool = False) -> Errors:
     found = {name: parameter.grad for name, parameter in ours.named_parameters()}
     # In training a block with noise may hold the one that is compared in evaluation.
     errors = {n.removeprefix("ffn."): _error(found[n], expected[n]) for n in found}
-    return Errors(_error(y_ours, y_theirs), {"x": _error(x_ours.grad, x_theirs.grad), **errors})
+    own = {"output": _error(y_ours, y_theirs), "x": _error(x_ours.grad, x_theirs.grad)}
+    return {**own, **errors}
 
 
 @torch.no_grad()
@@ -239,8 +244,8 @@ transformers and fails by the name of a model that is missing here.
 - **Weights** of a live model come over by `moe_ffn.interop.convert_block("{example}", block, config)`, the
   config alone by `block_config("{example}", config)`.
 
-Of {total} models {exact} are equal to rounding ({share:.1%}); {paper} of them are held to their papers, since
-theirs are wrong in evaluation too.
+Of {total} models {exact} are equal to rounding ({share:.1%}); {paper} of them are compared with their
+papers, since theirs are wrong in evaluation too.
 
 | model | block of transformers | our config | output | gradients | |
 |---|---|---|---|---|---|
@@ -279,15 +284,10 @@ def build_empty(options: Mapping[str, Any]) -> nn.Module:
 
 
 def largest_errors(model: str, entry: Block) -> Errors:
-    """In evaluation and, where that differs, in training."""
+    """Return the larger error in evaluation and, where that differs, in training."""
     found = compare(model)
-    if entry.in_training is not None:
-        other = compare(model, training=True)
-        larger = {
-            name: max(error, other.gradients[name]) for name, error in found.gradients.items()
-        }
-        found = Errors(max(found.output, other.output), larger)
-    return found
+    trained = found if entry.in_training is None else compare(model, training=True)
+    return {name: max(error, trained[name]) for name, error in found.items()}
 
 
 def page(errors: Mapping[str, Errors]) -> str:
@@ -307,38 +307,25 @@ def page(errors: Mapping[str, Errors]) -> str:
         if isinstance(entry, str):
             rows.append(f"| `{model}` | | | | | no: {entry} |")
             continue
-        found = errors[model]
+        output, *gradients = errors[model].values()
         notes = [entry.note, f"**Theirs is wrong:** {entry.wrong}" if entry.wrong else ""]
         rows.append(
             f"| `{model}` | `{entry.class_name}` | `{flow(shown_config(model, entry))}` | "
-            f"{found.output:.0e} | {max(found.gradients.values()):.0e} | {'. '.join(filter(None, notes))} |"
+            f"{output:.0e} | {max(gradients):.0e} | {'. '.join(filter(None, notes))} |"
         )
     others = "; ".join(f"`{model}` ({why})" for model, why in NO_BLOCK.items())
     return f"{head}{chr(10).join(rows)}\n\nNot sparse, though their files speak of it: {others}.\n"
 
 
 def main(argv: Sequence[str]) -> int:
-    if list(argv) in (["-h"], ["--help"]):
-        print(
-            "usage: python -m experiments.models [FILE]\n\n"
-            "Compares the sparse block of every model of transformers with ours, and writes the table\n"
-            "to FILE, docs/models.md where none is given."
-        )
-        return 0
-    if len(argv) > 1 or any(argument.startswith("-") for argument in argv):
-        raise ConfigError(
-            "give the file to write, or nothing: python -m experiments.models [docs/models.md]"
-        )
-    path = Path(argv[0] if argv else "docs/models.md")
-    errors = {
-        model: largest_errors(model, entry)
-        for model, entry in BLOCKS.items()
-        if not isinstance(entry, str)
-    }
+    parser = argparse.ArgumentParser(prog="python -m experiments.models", description=__doc__)
+    parser.add_argument("file", type=Path, nargs="?", default=Path("docs/models.md"))
+    path = parser.parse_args(argv).file
+    blocks = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, Block)}
+    errors = {model: largest_errors(model, entry) for model, entry in blocks.items()}
     write_whole(path, page(errors))
-    print(
-        f"{path}: {len(errors)} blocks, the largest error {max(e.largest for e in errors.values()):.1e}"
-    )
+    largest = max(max(found.values()) for found in errors.values())
+    print(f"{path}: {len(errors)} blocks, the largest error {largest:.1e}")
     return 0
 
 

@@ -15,16 +15,12 @@ from moe_ffn.cli.parser import Parser
 from moe_ffn.config import trust
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.files import kind_of
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.runs.folder import is_run
-from moe_ffn.runs.reader import load_model
 from moe_ffn.weights.from_transformers import architecture_of, load_transformers
-from moe_ffn.weights.init_from import written_lines
+from moe_ffn.weights.init_from import read_source, written_lines
 from moe_ffn.weights.pretrained import (
-    TOKENIZER_FILE,
     is_model_folder,
-    load_pretrained,
     load_tokenizer,
     require_replaceable,
     save_pretrained,
@@ -52,16 +48,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _export(source: Path, target: Path, *, trust_code: bool) -> None:
     require_absent(target)  # before a large model is read
-    if is_model_folder(source):
-        decoder = load_pretrained(source, trust_code=trust_code)
-        has_tokenizer = kind_of(source / TOKENIZER_FILE) is not None
-        tokenizer = load_tokenizer(source) if has_tokenizer else None
-    else:
-        with trust.accepting_code(trust_code):
-            saved = load_model(source)
-        decoder, tokenizer = saved.decoder, saved.tokenizer
-    _say_read(source, "moe_ffn", decoder, tokenizer)
-    export = export_transformers(decoder, target, tokenizer)
+    found = read_source(str(source), "SOURCE", trust_code=trust_code)
+    _say_read(source, "moe_ffn", found.decoder, found.tokenizer)
+    export = export_transformers(found.decoder, target, found.tokenizer)
     print(f"written: '{target}', {export.family.architecture} of transformers")
     for note in export.notes:
         print(f"  {note}")

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -30,7 +31,7 @@ from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.yaml_files import merge, read_yaml, validate
 from moe_ffn.data.batches import Batch
-from moe_ffn.data.prepare import DataConfig, PreparedData, prepare, validation_batches
+from moe_ffn.data.prepare import DataConfig, prepare, validation_batches
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.metrics.load_summary import percent
 from moe_ffn.metrics.table import LAYER_METRICS
@@ -118,18 +119,21 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     written: dict[str, Any] = {"model": str(given.folder)}
     if names_text or given.tasks is None:
-        text = text_of(model, config, given.data, given.stride)
+        what, batches = text_of(model, config, given.data, given.stride)
         found = evaluate(
             model.decoder,
-            text.batches,
+            batches,
             model.tokenizer.byte_lengths,
             masked_fraction=model.masked_fraction,
             precision=model.precision,
         )
-        print_evaluation(console, f"{text.what}; {model.precision} on {device}", found)
-        written |= {"data": text.what, "precision": model.precision, **found.to_dict()}
+        print_evaluation(console, f"{what}; {model.precision} on {device}", found)
+        written |= {"data": what, "precision": model.precision, **found.to_dict()}
     if given.tasks is not None:
-        written["tasks"] = run_tasks(model, given.tasks.split(","), config.batch_size)
+        from moe_ffn.interop.lm_eval import HarnessModel, evaluate_tasks
+
+        harness = HarnessModel(model.decoder, model.tokenizer, config.batch_size)
+        written["tasks"] = evaluate_tasks(harness, given.tasks.split(","))
         console.print(task_table(written["tasks"]))
     if given.json is not None:
         write_output("--json", given.json, json.dumps(plain_values(written), indent=2) + "\n")
@@ -155,18 +159,13 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def device_of(name: str | None) -> torch.device:
     """The device of that name; without one a GPU where there is one."""
-    has_gpu = torch.cuda.is_available()
-    if name is None:
-        return torch.device("cuda" if has_gpu else "cpu")
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-        if device.type == "cpu" or (has_gpu and torch.empty(0, device=device) is not None):
-            return device
-    except RuntimeError:
-        pass
-    raise ConfigError(
-        f"--device: there is no '{name}' here; give cpu, or cuda on a machine with a GPU"
-    )
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f"--device: there is no '{name}' here; give cpu, or cuda on a machine with a GPU"
+        ) from error
 
 
 # -- the model
@@ -175,11 +174,6 @@ def device_of(name: str | None) -> torch.device:
 def of_model_folder(folder: Path, device: torch.device, *, trust_code: bool) -> Model:
     tokenizer = load_tokenizer(folder)
     decoder = load_pretrained(folder, trust_code=trust_code).to(device)
-    if tokenizer.vocab_size > decoder.embedding.num_embeddings:
-        raise ConfigError(
-            f"'{folder}': its {TOKENIZER_FILE} has {tokenizer.vocab_size} tokens and its model "
-            f"{decoder.embedding.num_embeddings}; put back the tokenizer of this model"
-        )
     if not decoder.config.causal:
         raise ConfigError(
             f"'{folder}' has model.causal (false), and does not say how many tokens to mask "
@@ -237,16 +231,10 @@ def _is_same_text(one: DataConfig, other: DataConfig) -> bool:
     return (one.corpus, one.validation_percent) == (other.corpus, other.validation_percent)
 
 
-@dataclass(frozen=True)
-class Text:
-    """The text to evaluate, in batches."""
-
-    what: str
-    batches: Iterable[Batch]
-
-
-def text_of(model: Model, config: DataConfig, path: Path | None, stride: int | None) -> Text:
-    """All of the text in `path`, or the validation split of the corpus, in windows.
+def text_of(
+    model: Model, config: DataConfig, path: Path | None, stride: int | None
+) -> tuple[str, Iterable[Batch]]:
+    """Return a description and the windows of the text in `path`, or of the validation split of the corpus.
 
     Raises:
         ConfigError: it cannot be read or is too short, or the windows do not suit the model.
@@ -262,22 +250,19 @@ def text_of(model: Model, config: DataConfig, path: Path | None, stride: int | N
     if path is not None and not is_config(path):
         tokens, what = tokens_of_path(path, model.tokenizer, "--data"), f"{path}"
     else:
-        data = _prepared(model, config)
+        run = model.run
+        if run is not None and _is_same_text(config, run.config.data):
+            data = prepare_data(run, "give a text with --data")
+        else:
+            data = prepare(config)
         what = "validation split"
         if stride is None:
             what += f", {config.validation_tokens:,} tokens at most as in training"
-            return Text(what, validation_batches(config, data))
+            return what, validation_batches(config, data)
         tokens = data.validation[:]
     length = min(config.seq_len, len(tokens) - 1)
     what += f", windows of {length} tokens {min(step, length)} apart"
-    return Text(what, strided_batches(tokens, config.seq_len, step, config.batch_size))
-
-
-def _prepared(model: Model, config: DataConfig) -> PreparedData:
-    run = model.run
-    if run is not None and _is_same_text(config, run.config.data):
-        return prepare_data(run, "give a text with --data")
-    return prepare(config)
+    return what, strided_batches(tokens, config.seq_len, step, config.batch_size)
 
 
 # -- what is shown
@@ -300,39 +285,33 @@ def print_evaluation(console: Console, what: str, found: Evaluation) -> None:
 
 def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
     """A row for each sparse layer; a cell is empty where the layer has no such value."""
-    table = Table(box=None, pad_edge=False)
-    names = [LAYER_METRICS[key].label for key in ("max_violation", "dropped_fraction", "entropy")]
     used = LAYER_METRICS["experts_used"]
-    lists = any(used.key in values for values in routing.values())
-    for name in ("layer", "experts", "load entropy", *names, "dead experts"):
+    columns: dict[str, Callable[[Mapping[str, Tensor]], str]] = {
+        "experts": lambda values: str(len(values["load"])),
+        "load entropy": lambda values: f"{values['load_entropy']:.3f}",
+        LAYER_METRICS["max_violation"].label: lambda values: f"{values['max_violation']:.2f}",
+        LAYER_METRICS["dropped_fraction"].label: lambda values: (
+            f"{percent(values['dropped_fraction'].item())}%"
+        ),
+        LAYER_METRICS["entropy"].label: lambda values: f"{values['entropy']:.2f}",
+        "dead experts": lambda values: str(int((values["load"] == 0).sum())),
+        f"{used.label} (of a batch)": lambda values: f"{values[used.key]:{used.form}}",
+    }
+    if not any(used.key in values for values in routing.values()):
+        columns.popitem()
+    table = Table(box=None, pad_edge=False)
+    for name in ("layer", *columns):
         table.add_column(name, justify="right")
-    if lists:
-        table.add_column(f"{used.label} (of a batch)", justify="right")
     for layer, values in routing.items():
-        load_E = values.get("load")
-        cells = {
-            key: "" if key not in values else f"{values[key]:{form}}"
-            for key, form in {"load_entropy": ".3f", "max_violation": ".2f"}.items()
-        }
-        table.add_row(
-            short_name(layer),
-            "" if load_E is None else str(len(load_E)),
-            *cells.values(),
-            f"{percent(values['dropped_fraction'].item())}%",
-            f"{values['entropy']:.2f}",
-            "" if load_E is None else str(int((load_E == 0).sum())),
-            *([f"{values[used.key]:{used.form}}" if used.key in values else ""] if lists else []),
-        )
+        cells = [""] * len(columns)
+        for place, cell in enumerate(columns.values()):
+            with suppress(KeyError):
+                cells[place] = cell(values)
+        table.add_row(short_name(layer), *cells)
     return table
 
 
 # -- tasks of lm-eval
-
-
-def run_tasks(model: Model, tasks: Sequence[str], batch_size: int) -> dict[str, dict[str, float]]:
-    from moe_ffn.interop.lm_eval import HarnessModel, evaluate_tasks
-
-    return evaluate_tasks(HarnessModel(model.decoder, model.tokenizer, batch_size), tasks)
 
 
 def task_table(tasks: Mapping[str, Mapping[str, float]]) -> Table:
@@ -343,12 +322,7 @@ def task_table(tasks: Mapping[str, Mapping[str, float]]) -> Table:
     for task, values in tasks.items():
         for key, value in values.items():
             if "_stderr" not in key:
-                error = values.get(_error_of(key))
+                name, comma, filtered = key.partition(",")
+                error = values.get(f"{name}_stderr{comma}{filtered}")
                 table.add_row(task, key, f"{value:.4f}", "" if error is None else f"{error:.4f}")
     return table
-
-
-def _error_of(key: str) -> str:
-    """`acc_stderr` for `acc`, `exact_match_stderr,strict` for `exact_match,strict`."""
-    name, comma, filtered = key.partition(",")
-    return f"{name}_stderr{comma}{filtered}"

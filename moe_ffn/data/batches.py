@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ffn.config.base import require_count
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.token_files import TokenRow
 
@@ -152,13 +151,6 @@ class _Batches:
     split: ClassVar[str]
 
     def __post_init__(self) -> None:
-        if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
-            raise ConfigError(
-                f"tokens must be whole numbers in one row, but are {self.tokens.dtype} of shape "
-                f"{self.tokens.shape}"
-            )
-        require_count(self.seq_len, "data.seq_len")
-        require_count(self.batch_size, "data.batch_size")
         require_window(self.seq_len, len(self.tokens), f"the {self.split} split")
 
     def _windows(self, starts: np.ndarray) -> np.ndarray:
@@ -186,11 +178,6 @@ class TrainBatches(_Batches):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count(self.world_size, "world_size")
-        if not 0 <= self.rank < self.world_size:
-            raise ConfigError(
-                f"rank ({self.rank}) must lie in [0, world_size), and that is {self.world_size}"
-            )
         require_equal_shares(self.batch_size, self.world_size)
 
     @property
@@ -200,8 +187,6 @@ class TrainBatches(_Batches):
 
     def __getitem__(self, index: int) -> Batch:
         """Return micro-batch `index`, counted from 0 over the whole training."""
-        if index < 0:
-            raise IndexError(f"index ({index}) must not be negative: the batches have no end")
         rows = self.batch_size // self.world_size
         first = index * self.batch_size + self.rank * rows
         end = first + rows
@@ -230,8 +215,6 @@ class ValidationBatches(_Batches):
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Batch:
-        if not 0 <= index < len(self):
-            raise IndexError(f"index ({index}) must lie in [0, {len(self)})")
         first = index * self.batch_size
         return self._batch(self._starts[first : first + self.batch_size])
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import ConfigError, expand_path
@@ -107,23 +107,16 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def _none_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
-    if "" in paths:
-        raise ValueError("holds an empty path; leave it out (the current folder is '.')")
-    return paths
-
-
 Paths = Annotated[
-    tuple[str, ...],
+    tuple[Annotated[str, Field(min_length=1)], ...],
     Field(strict=False, min_length=1),
-    AfterValidator(_none_empty),
     BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]),
 ]
 """Files, folders and globs; one alone need not be a list."""
 
 
 class TextConfig(CorpusConfig, frozen=True):
-    """Your own UTF-8 text files; each file is one document."""
+    """UTF-8 text files of yours; each file is one document."""
 
     type: Literal["text"] = "text"
 
@@ -158,7 +151,10 @@ PATHS_KEY = "data.corpus.paths"
 def text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[Document]:
     """Implement `TextConfig.documents`; `key` names the option in messages."""
     files = _distinct_files(paths, key)
-    _refuse_records(files, key)
+    reasons = [_not_plain_text(file.path) for file in files]
+    for file, why in zip(files, reasons, strict=True):
+        if why and (file.is_given or all(reasons)):
+            raise ConfigError(f"{key}: '{file.path}' {why}")
     num_bytes = 0
     for file in files:
         size = _text_size(file.path)
@@ -265,21 +261,16 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _files_below(folder: Path, skip: Collection[str] = ()) -> Iterator[Path]:
-    """Regular files below `folder`, in any order, without hidden ones and folders named in `skip`."""
-    for where, _, files in _walk(folder, skip):
-        yield from filter(_is_file, (where / name for name in files if not name.startswith(".")))
-
-
-def _walk(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Run `os.walk`, which does not follow links, without hidden folders and those in `skip`."""
+    """Regular files below `folder`, in any order, without hidden ones, links to folders and `skip`."""
 
     def refuse(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise unreadable(error.filename, error) from error
 
     for where, folders, files in os.walk(folder, onerror=refuse):
-        yield Path(where), folders, files
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        paths = (Path(where) / name for name in files if not name.startswith("."))
+        yield from filter(_is_file, paths)
 
 
 def _is_file(path: Path) -> bool:
@@ -292,14 +283,6 @@ def _is_file(path: Path) -> bool:
 
 def unreadable(path: Path | str, error: OSError) -> ConfigError:
     return ConfigError(f"data.corpus: '{path}' cannot be read ({reason(error)})")
-
-
-def _refuse_records(files: Collection[_File], key: str) -> None:
-    """Raise ConfigError for a file of records that the user named, or if there is nothing else."""
-    is_all = all(_not_plain_text(file.path) for file in files)
-    for file in files:
-        if (file.is_given or is_all) and (why := _not_plain_text(file.path)):
-            raise ConfigError(f"{key}: '{file.path}' {why}")
 
 
 def _not_plain_text(path: Path) -> str:

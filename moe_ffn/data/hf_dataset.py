@@ -46,13 +46,10 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
                 f"data.corpus.validation_split ('{self.split}') must differ from data.corpus.split; "
                 f"leave it out to validate on a part of '{self.split}'"
             )
-        if self.validation_split is None:
-            loaded = [(self._rows("split", self.split), None)]
-        else:
-            loaded: list[tuple[Any, Split | None]] = [
-                (self._rows("split", self.split), "train"),
-                (self._rows("validation_split", self.validation_split), "validation"),
-            ]
+        loaded: list[tuple[Any, Split | None]] = [(self._rows("split", self.split), None)]
+        if self.validation_split is not None:
+            validation = self._rows("validation_split", self.validation_split)
+            loaded = [(loaded[0][0], "train"), (validation, "validation")]
         return (
             Document(str(index), blocks(io.BytesIO((text or "").encode())), side)
             for rows, side in loaded
@@ -88,10 +85,7 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
             if local.is_file():
                 reader = _reader_for(local)
                 return datasets.load_dataset(reader, name, data_files=str(local), split=split)
-            if local.is_dir():
-                return datasets.load_dataset(str(local), name, split=split)
-            _require_hub(path)
-            return datasets.load_dataset(path, name, split=split)
+            return datasets.load_dataset(str(local) if local.is_dir() else path, name, split=split)
         except ConfigError:
             raise
         except Exception as error:  # `datasets` raises what its readers raise
@@ -117,8 +111,6 @@ _READERS = {
     ".txt": "text",
     ".text": "text",
 }
-
-_HUB_TIMEOUT_S = 5.0
 
 _ROWS_AT_ONCE = 1024
 
@@ -152,28 +144,3 @@ def _reader_for(file: Path) -> str:
             "for other text files use data.corpus.type: text"
         )
     return reader
-
-
-def _require_hub(path: str) -> None:
-    """Raise ConfigError within seconds if the hub cannot be reached.
-
-    `load_dataset` alone repeats its requests for 23 s, and no option shortens that.
-    """
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return  # the user asked for an earlier download, which `load_dataset` finds by itself
-    try:
-        huggingface_hub.HfApi().dataset_info(path, timeout=_HUB_TIMEOUT_S)
-    except HfHubHTTPError:
-        return  # the hub answered; `load_dataset` explains the error better
-    except HFValidationError as error:
-        raise ConfigError(
-            f"data.corpus.path: '{path}' is neither a local path nor a name on the Hugging Face hub"
-        ) from error
-    except Exception as error:  # requests before huggingface_hub 1.0, httpx after it
-        raise ConfigError(
-            f"data.corpus.path: '{path}' is not a local path, and the Hugging Face hub cannot be "
-            "reached; connect, set HF_HUB_OFFLINE=1 to use an earlier download, or give a local path"
-        ) from error

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,13 @@ from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.data.batches import ValidationBatches, require_window
 from moe_ffn.data.cache import building, read_meta, seal, write_json, writing
-from moe_ffn.data.corpus import CorpusConfig, Document, Split, StdlibConfig, TokenFiles
+from moe_ffn.data.corpus import CorpusConfig, Split, StdlibConfig, TokenFiles
 from moe_ffn.data.split import MAX_NAMED, Documents, Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.token_files import TokenRow
 from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
 from moe_ffn.files import make_folder, read_bytes, read_object, write_file
 
-_Report = Callable[[str, int, int | None], None]
-"""(stage, bytes of text done, bytes in all or None if not known yet)."""
+log = logging.getLogger(__name__)
 
 
 class DataConfig(Config, frozen=True):
@@ -45,8 +44,7 @@ class DataConfig(Config, frozen=True):
     """Sequences per forward pass, summed over all ranks."""
 
     validation_percent: int = Field(default=5, ge=1, le=50)
-    """Percent of the documents to keep for validation. Their share of the text may differ; a line is
-    printed where it is 1.5 times as large or small."""
+    """Percent of the documents to keep for validation; their share of the text may differ."""
 
     validation_tokens: int = Field(default=131_072, ge=1, le=MAX_COUNT)
     """Number of tokens to predict in each validation, in sequences spread evenly over the split."""
@@ -111,14 +109,11 @@ class PreparedData:
         return self.documents.corpus_sha256
 
 
-def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
+def prepare(config: DataConfig) -> PreparedData:
     """Read, split and encode the corpus, or find the result in `data.cache_dir`.
 
     The corpus is read again only if the name, size or time of a file changed. Memory grows by some twenty
     bytes per document. Several processes may prepare the same data at the same time.
-
-    Args:
-        progress: report on stderr, with a bar in a terminal.
 
     Raises:
         ConfigError: the corpus cannot be read or is too short, or the cache cannot be written.
@@ -131,12 +126,14 @@ def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
     folder = documents and cache_dir / _key(config, documents.corpus_sha256)
     meta = folder and read_meta(folder)
     if documents is None or folder is None or meta is None:
-        documents, folder, meta = _read_and_build(config, cache_dir, progress)
+        documents, folder, meta = _read_and_build(config, cache_dir)
         if stamp is not None and stamp == config.corpus.stamp():
-            _remember(cache_dir, stamp, documents)
-    if progress:
-        for note in meta["notes"]:
-            _say(note)
+            with contextlib.suppress(OSError):  # otherwise it is read again
+                make_folder(cache_dir / _KNOWN)
+                text = json.dumps(documents.to_dict())
+                write_file(cache_dir / _KNOWN, f"{stamp}.json", text)
+    for note in meta["notes"]:
+        log.info("data: %s", note)
     sizes = {split: SplitSize(**size) for split, size in meta["splits"].items()}
     for split, size in sizes.items():
         require_window(config.seq_len, size.num_tokens, f"the {split} split")
@@ -163,23 +160,16 @@ def validation_batches(config: DataConfig, data: PreparedData) -> ValidationBatc
     )
 
 
-def _read_and_build(
-    config: DataConfig, cache_dir: Path, progress: bool
-) -> tuple[Documents, Path, dict[str, Any]]:
+def _read_and_build(config: DataConfig, cache_dir: Path) -> tuple[Documents, Path, dict[str, Any]]:
     """Build the cache folder; return the documents of the corpus, the folder and its metadata."""
-    has_bar = progress and sys.stderr.isatty()
-    say = _say if progress and not has_bar else lambda _: None
-    say("reading the corpus")
-    with _bar(has_bar) as report:
-        plan = plan_split(
-            _watched(config.corpus.documents(), report, "reading"), config.validation_percent
-        )
-        folder = cache_dir / _key(config, plan.documents.corpus_sha256)
+    log.info("data: reading the corpus")
+    plan = plan_split(config.corpus.documents(), config.validation_percent)
+    folder = cache_dir / _key(config, plan.documents.corpus_sha256)
+    meta = read_meta(folder)
+    if meta is None:
+        log.info("data: preparing %.1f MB of text", plan.num_bytes / 1e6)
+        _build(config, plan, folder)
         meta = read_meta(folder)
-        if meta is None:
-            say(f"preparing {plan.num_bytes / 1e6:.1f} MB of text")
-            _build(config, plan, folder, report)
-            meta = read_meta(folder)
     assert meta is not None, f"'{folder}' was just written"
     return plan.documents, folder, meta
 
@@ -196,12 +186,6 @@ def _known_documents(cache_dir: Path, stamp: str | None) -> Documents | None:
         return None if values is None else Documents.from_dict(values)
     except (ConfigError, OSError):
         return None
-
-
-def _remember(cache_dir: Path, stamp: str, documents: Documents) -> None:
-    with contextlib.suppress(OSError):  # then it is read again
-        make_folder(cache_dir / _KNOWN)
-        write_file(cache_dir / _KNOWN, f"{stamp}.json", json.dumps(documents.to_dict()))
 
 
 def _of_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
@@ -264,18 +248,14 @@ def _key(config: DataConfig, corpus_sha256: str) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _build(config: DataConfig, plan: SplitPlan, folder: Path, report: _Report) -> None:
+def _build(config: DataConfig, plan: SplitPlan, folder: Path) -> None:
     """Encode the corpus into `folder`, which appears atomically."""
-
-    def pieces(stage: str) -> Iterator[Piece]:
-        documents = _watched(config.corpus.documents(), report, stage, plan.num_bytes)
-        return split_pieces(documents, plan)
-
-    train = (p.text for p in pieces("training the tokenizer") if p.split == "train" and p.text)
+    pieces = split_pieces(config.corpus.documents(), plan)
+    train = (piece.text for piece in pieces if piece.split == "train" and piece.text)
     every_nth = -(-plan.num_bytes // _TOKENIZER_TRAINING_BYTES)
     tokenizer = config.tokenizer.build(islice(train, 0, None, every_nth))
     with building(folder) as built:
-        sizes = _encode(pieces("encoding"), tokenizer, built)
+        sizes = _encode(split_pieces(config.corpus.documents(), plan), tokenizer, built)
         meta = {
             "corpus_sha256": plan.documents.corpus_sha256,
             "dtype": tokenizer.dtype.name,
@@ -322,45 +302,3 @@ def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-# -- progress
-
-
-def _watched(
-    documents: Iterable[Document], report: _Report, stage: str, total: int | None = None
-) -> Iterator[Document]:
-    """Pass the documents through; call `report` with the number of bytes read."""
-    done = 0
-
-    def counted(blocks: Iterable[bytes]) -> Iterator[bytes]:
-        nonlocal done
-        for block in blocks:
-            yield block
-            done += len(block)
-            report(stage, done, total)
-
-    for document in documents:
-        yield replace(document, blocks=counted(document.blocks))
-
-
-def _say(what: str) -> None:
-    print(f"data: {what}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _bar(is_shown: bool) -> Iterator[_Report]:
-    """Show a bar on stderr if `is_shown`."""
-    if not is_shown:
-        yield lambda stage, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    label = TextColumn("data: {task.description}")
-    columns = (label, BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading", total=None)
-        yield lambda stage, done, total: bar.update(
-            task, description=stage, completed=done, total=total
-        )

@@ -21,9 +21,6 @@ MAX_NAMED = 10_000
 _SPLITS: tuple[Split, ...] = get_args(Split)
 _TRAIN, _VALIDATION, _LEFT_OUT = 0, 1, 2
 
-_CLEARLY = 1.5
-"""Factor between the share of the text and the share asked for that is worth a note."""
-
 _REACH_BYTES = 256
 """Bytes that a cut may move back to the end of a line."""
 
@@ -180,8 +177,6 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
         if num_repeats := int(repeats.sum()):
             what = "1 document" if num_repeats == 1 else f"{num_repeats} documents"
             notes.append(f"{what} left out of training: validation holds the same content")
-        if not named:
-            notes += _note_share(sizes, places, validation_percent)
     return SplitPlan(
         documents=Documents(
             corpus_sha256=corpus.hexdigest(),
@@ -233,18 +228,6 @@ def _bytes_before(block: bytes, cut: int) -> int:
     if cut >= len(block):
         return len(block)
     return text_boundary(block, cut, reach=_REACH_BYTES) if cut > 0 else 0
-
-
-def _note_share(sizes: np.ndarray, places: np.ndarray, validation_percent: int) -> Iterator[str]:
-    """Describe a share of validation text that is far from the share asked for."""
-    train, validation = (int(sizes[places == place].sum()) for place in (_TRAIN, _VALIDATION))
-    percent = 100 * validation / (train + validation)
-    if not 1 / _CLEARLY < percent / validation_percent < _CLEARLY:
-        count = int(np.count_nonzero(places != _LEFT_OUT))
-        yield (
-            f"validation is {percent:.3g}% of the text ({validation_percent}% asked for): documents are "
-            f"drawn whole, and there are {count:,}"
-        )
 
 
 def _fingerprint(content: hashlib._Hash) -> int:

@@ -83,8 +83,6 @@ class _File:
 class TokenRow:
     """Tokens of several files as one sequence. A slice reads only its own tokens."""
 
-    ndim = 1
-
     def __init__(self, files: Sequence[_File], start: int = 0, stop: int | None = None) -> None:
         """Take the tokens from `start` up to `stop` of all files."""
         self.files = files
@@ -105,10 +103,6 @@ class TokenRow:
 
     def part(self, start: int, stop: int) -> TokenRow:
         return TokenRow(self.files, self.start + start, self.start + stop)
-
-    @property
-    def shape(self) -> tuple[int]:
-        return (len(self),)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -190,15 +184,11 @@ _BLOCK, _NUM_BLOCKS = 4096, 16
 """Tokens of a block, and blocks that are spread over a file."""
 
 
-def _spread_blocks(file: _File) -> Iterator[np.ndarray]:
-    last = max(file.num_tokens - _BLOCK, 0)
-    for first in sorted({last * place // (_NUM_BLOCKS - 1) for place in range(_NUM_BLOCKS)}):
-        yield _tokens(file, first, min(_BLOCK, file.num_tokens - first))
-
-
 def _seen(file: _File) -> SeenFile:
     digest, largest = hashlib.sha256(f"{file.dtype.str} {file.num_tokens} ".encode()), -1
-    for block in _spread_blocks(file):
+    last = max(file.num_tokens - _BLOCK, 0)
+    for first in sorted({last * place // (_NUM_BLOCKS - 1) for place in range(_NUM_BLOCKS)}):
+        block = _tokens(file, first, min(_BLOCK, file.num_tokens - first))
         digest.update(block.tobytes())
         if len(block):
             largest = max(largest, int(block.max()))

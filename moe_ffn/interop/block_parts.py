@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from moe_ffn.weights.families import FAMILIES, Family
+from moe_ffn.weights.families import FAMILIES
 from moe_ffn.weights.from_transformers import sparse_options
-from moe_ffn.weights.layouts import Layout, Piece, linear, named, transposed
+from moe_ffn.weights.layouts import Layout, Piece, interleaved, linear, named, transposed
 from moe_ffn.weights.options import ACTIVATIONS, Theirs
 
 # -- an entry
 
 Template = Mapping[str, Any] | Callable[[Any], Any]
-"""Our options as in YAML; a function computes its option from the config of transformers."""
+"""Options of ours as in YAML; a function computes its option from the config of transformers."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class Block:
     class_name: str
     """Name of the class in the file of its model; a decoder layer where experts have no block."""
     ffn: Template
-    """Our config of the block."""
-    names: Mapping[str, Layout]
-    """Our name of a tensor -> theirs, in the block."""
+    """Config of our block."""
+    names: Mapping[str, Layout] = field(default_factory=dict)
+    """Name of a tensor of ours -> theirs in the block, where `NAMES` does not have it."""
     config_name: str = ""
     """Name of the config class; by default the config that shares the prefix of `class_name`."""
     small: Mapping[str, Any] = field(default_factory=dict)
-    """Their options for a small block, in addition to `SMALL` of `experiments.models`."""
+    """Options of theirs for a small block, in addition to `SMALL` of `experiments.models`."""
     served: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Their option that `ffn` does not read -> the values for which this entry is right."""
+    """Option of theirs that `ffn` does not read -> the values for which this entry is right."""
     unused: tuple[str, ...] = ()
     """Patterns of tensors in their class that are outside the block, or unused in it."""
     in_training: Template | None = None
-    """Our options in training, where they differ because noise or a capacity acts."""
+    """Options of ours in training, where they differ because noise or a capacity acts."""
     note: str = ""
     """Remark for the reader of the table."""
     wrong: str = ""
@@ -155,6 +155,7 @@ QWEN = {**SOFTMAX, "renormalize": its("norm_topk_prob")}
 GROUPED = {**QWEN, "scale": its("routed_scaling_factor"), "groups": groups}
 SIGMOID = {"type": "sigmoid_top_k", "k": K}
 BIASED = {**SIGMOID, "scale": its("routed_scaling_factor")}
+BIASED_GROUPS = {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups}
 
 
 def moe(router: Any, width: Any = NARROW, count: str = "num_experts", **more: Any) -> Template:
@@ -179,30 +180,39 @@ def shared(*width: str, **more: Any) -> Template:
 
 Names = Mapping[str, Layout]
 
-ROUTER, GATE = linear(router__projection="router"), linear(router__projection="gate")
-EXPERTS: Names = {
-    name: named(f"experts.{theirs}")
-    for name, theirs in {"experts.gate_up": "gate_up_proj", "experts.down": "down_proj"}.items()
+
+def _either(ours: str, *stems: str) -> dict[str, Layout]:
+    """Return the weight and the bias of a module, whose stem differs between models."""
+    return {
+        f"{ours}.{kind}": named(*(f"{stem}.{kind}" for stem in stems))
+        for kind in ("weight", "bias")
+    }
+
+
+_ROUTERS = ("gate", "router", "gate.wg", "router.gate", "router.layer", "router.classifier")
+_SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared_mlp")
+TRANSPOSED: Names = {
+    f"experts.{name}": transposed(f"experts.{name}_proj") for name in ("gate_up", "down")
 }
-TRANSPOSED = {name: transposed(f"experts.{name.split('.')[1]}_proj") for name in EXPERTS}
-COMMON = {**EXPERTS, **GATE}
-
-
-def inside(option: str, names: Names) -> Names:
-    """The names of parts that kinds of experts hold as `option`."""
-    return {f"{option}.{name}": layout for name, layout in names.items()}
-
-
-def shared_at(stem: str) -> Names:
-    return linear(
-        shared_expert__gate=f"{stem}.gate_proj",
-        shared_expert__up=f"{stem}.up_proj",
-        shared_expert__down=f"{stem}.down_proj",
-    )
-
-
-def bias_at(name: str) -> Names:
-    return {"router.correction_bias_E": named(name)}
+NAMES: Names = {
+    **_either("router.projection", *_ROUTERS),
+    "router.correction_bias_E": named(
+        "gate.e_score_correction_bias",
+        "e_score_correction_bias",
+        "expert_bias",
+        "gate.moe_statics.e_score_correction_bias",
+        "router.e_score_correction_bias",
+        "gate.balancing_biases",
+    ),
+    **{f"experts.{name}": named(f"experts.{name}_proj") for name in ("gate_up", "up", "down")},
+    "experts.gate_up_bias": named("experts.gate_up_proj_bias"),
+    "experts.down_bias": named("experts.down_proj_bias"),
+    **_either("shared_expert.gate", *(f"{stem}.gate_proj" for stem in _SHARED_EXPERTS)),
+    **_either("shared_expert.up", *(f"{stem}.up_proj" for stem in _SHARED_EXPERTS)),
+    **_either("shared_expert.down", *(f"{stem}.down_proj" for stem in _SHARED_EXPERTS)),
+    **_either("combine.gate", "shared_expert_gate"),
+}
+"""Name of a tensor of ours -> the names under which the blocks of most models hold it."""
 
 
 def fused_shared_expert(into: str, out_of: str) -> Names:
@@ -273,33 +283,16 @@ _FAMILY = {family.model_type: family for family in FAMILIES}
 
 
 def of_family(model_type: str, class_name: str) -> Block:
-    """The block of an architecture of `interop.families`, whose options and names are those."""
+    """Return the block of an architecture that `weights.families` describes."""
     family = _FAMILY[model_type]
 
     def template(config: Any) -> dict[str, Any]:
         return sparse_options(family, Theirs(class_name, LiveOptions(config, family.defaults)))
 
-    return Block(class_name, template, _inside(family))
-
-
-def _inside(family: Family) -> Names:
-    def in_block(
-        layout: Layout, prefix: str, shape: torch.Size, their: Theirs
-    ) -> list[list[Piece]]:
-        return [
-            [Piece(piece.name.split(".", 1)[1], piece.part, piece.order) for piece in form]
-            for form in layout(prefix, shape, their)
-        ]
-
-    return {
-        name.removeprefix("ffn."): partial(in_block, layout)
-        for name, layout in family.names.items()
-        if name.startswith("ffn.")
-    }
+    return Block(class_name, template)
 
 
 SCORE = its_word({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "scoring_func")
-SILU = {"hidden_act": ("silu", "swish")}
 
 
 def step_gate(config: Any, option: str) -> dict[str, Any]:
@@ -318,10 +311,13 @@ DEEPSEEK = of_family("deepseek_v3", "DeepseekV3MoE")
 QWEN2 = of_family("qwen2_moe", "Qwen2MoeSparseMoeBlock")
 QWEN3 = of_family("qwen3_moe", "Qwen3MoeSparseMoeBlock")
 OLMOE = of_family("olmoe", "OlmoeSparseMoeBlock")
-GPT_OSS = of_family("gpt_oss", "GptOssMLP")
-SHARED = {**COMMON, **shared_at("shared_experts")}
-BIAS = bias_at("gate.e_score_correction_bias")
-QWEN_NAMES = {**COMMON, **shared_at("shared_expert"), **linear(combine__gate="shared_expert_gate")}
+GPT_OSS = of_family("gpt_oss", "GptOssMLP").but(
+    names={
+        "experts.gate_up": interleaved("experts.gate_up_proj", is_transposed=True),
+        "experts.gate_up_bias": interleaved("experts.gate_up_proj_bias", is_transposed=False),
+        "experts.down": transposed("experts.down_proj"),
+    }
+)
 GATED_SHARED = {
     "shared_expert": shared("shared_expert_intermediate_size"),
     "combine": {"type": "sigmoid_gate"},
@@ -341,16 +337,19 @@ DEEPSEEK_V2 = Block(
         count="n_routed_experts",
         shared_expert=shared("moe_intermediate_size", "n_shared_experts", bias=its("mlp_bias")),
     ),
-    SHARED,
     served={"topk_method": ("greedy", "group_limited_greedy")},
     # Of two groups, each the place of its best expert, the best two experts are always chosen.
-    small={"topk_method": "group_limited_greedy", "topk_group": 1, "mlp_bias": True},
+    small={"topk_method": "group_limited_greedy", "topk_group": 1},
 )
-CLAMPED = {"type": "clamped_swiglu", "alpha": 1.0, "limit": its("swiglu_limit"), "added": 0.0}
+CLAMPED = {
+    "type": its_word(dict.fromkeys(("silu", "swish"), "clamped_swiglu"), "hidden_act"),
+    "alpha": 1.0,
+    "limit": its("swiglu_limit"),
+    "added": 0.0,
+}
 GRANITE = Block(
     "GraniteMoeMoE",
     moe(CHOSEN, WIDE, "num_local_experts"),
-    {**EXPERTS, **ROUTER},
     note="its residual multiplier is the decoder's",
 )
 GRANITE_LAYER = GRANITE.but(
@@ -366,7 +365,6 @@ GRANITE_LAYER = GRANITE.but(
         },
         **fused_shared_expert("shared_mlp.input_linear", "shared_mlp.output_linear"),
     },
-    small={"shared_intermediate_size": 20},
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
 )
 EPS = {"eps": its("rms_norm_eps")}
@@ -401,7 +399,6 @@ GEMMA = Block(
         },
     },
     {
-        **inside("experts", EXPERTS),
         **linear(router__projection="router.proj"),
         "router.input_norm.weight": named("router.scale"),
         "router.weight_scale": named("router.per_expert_scale"),
@@ -441,7 +438,7 @@ SWITCH_FFN = {
 SWITCH = Block(
     "SwitchTransformersSparseMLP",
     SWITCH_FFN,
-    {**experts_by_number("wi", "wo"), **linear(router__projection="router.classifier")},
+    experts_by_number("wi", "wo"),
     small={"expert_capacity": 2, "dropout_rate": 0.0},
     in_training=jittered(merged(SWITCH_FFN, {"router": {"jitter": 0.0}}), "router_jitter_noise"),
     wrong="in float32 its jitter multiplies the block's input in place and reaches the experts, where "

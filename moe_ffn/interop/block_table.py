@@ -5,16 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from moe_ffn.interop.block_parts import (
-    BIAS,
     BIASED,
+    BIASED_GROUPS,
     CHOSEN,
     CLAMPED,
-    COMMON,
     DEEPSEEK,
     DEEPSEEK_V2,
     EPS,
-    EXPERTS,
-    GATE,
     GATED_SHARED,
     GEMMA,
     GPT_OSS,
@@ -27,42 +24,33 @@ from moe_ffn.interop.block_parts import (
     QWEN,
     QWEN2,
     QWEN3,
-    QWEN_NAMES,
     RENORMALIZED,
-    ROUTER,
     SCORE,
-    SHARED,
     SIGMOID,
-    SILU,
     SOFTMAX,
     SWITCH,
     TRANSPOSED,
     WIDE,
     Block,
     K,
-    bias_at,
     dbrx,
     experts_by_number,
     first_experts,
     fused_shared_expert,
     gate,
-    groups,
     if_set,
     inkling,
     inkling_bias,
-    inside,
     its,
     jittered,
     moe,
     shared,
-    shared_at,
     step_gate,
     times,
 )
 from moe_ffn.weights.layouts import linear, named, zero_centered
 
 NEMOTRON_EXPERTS = {"type": "mlp", "activation": "relu_squared", "d_ff": NARROW}
-NEMOTRON_NAMES = {f"experts.{name}": named(f"experts.{name}_proj") for name in ("up", "down")}
 
 BLOCKS: dict[str, Block | str] = {
     "afmoe": Block(
@@ -71,7 +59,6 @@ BLOCKS: dict[str, Block | str] = {
             {**SIGMOID, "scale": its("route_scale")},
             shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
         ),
-        {**SHARED, **linear(router__projection="router.gate"), **bias_at("expert_bias")},
     ),
     "aria": Block(
         "AriaTextMoELayer",
@@ -84,13 +71,12 @@ BLOCKS: dict[str, Block | str] = {
                 "intermediate_size", "moe_num_shared_experts", bias=its("mlp_bias")
             ),
         ),
-        {**TRANSPOSED, **ROUTER, **shared_at("shared_experts")},
-        small={"moe_num_shared_experts": 2, "mlp_bias": True},
+        TRANSPOSED,
     ),
     "axk1": DEEPSEEK.but(
         class_name="AXK1MoE",
         ffn={"type": "normed", "output": EPS, "ffn": DEEPSEEK.ffn},
-        names={**DEEPSEEK.names, **linear(output="post_mlp_layernorm")},
+        names=linear(output="post_mlp_layernorm"),
     ),
     "axk2": DEEPSEEK.but(
         class_name="AXK2MoE",
@@ -98,11 +84,7 @@ BLOCKS: dict[str, Block | str] = {
         "any whose score and bias add up to less than 0 (DeepSeek-V3, arXiv:2412.19437)",
     ),
     "bailing_hybrid": DEEPSEEK.but(class_name="BailingHybridMoE"),
-    "beam": Block(
-        "BeamMoE",
-        moe({**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups}),
-        {**COMMON, **BIAS},
-    ),
+    "beam": Block("BeamMoE", moe(BIASED_GROUPS)),
     "cohere2_moe": Block(
         "Cohere2MoeSparseMoeBlock",
         moe(
@@ -121,12 +103,11 @@ BLOCKS: dict[str, Block | str] = {
                 else {"type": "sum"}
             ),
         ),
-        SHARED,
         served={
             "expert_selection_fn": ("softmax", "sigmoid"),
             "shared_expert_combination_strategy": ("average", "sum"),
         },
-        small={"num_shared_experts": 2, "expert_selection_fn": "sigmoid"},
+        small={"expert_selection_fn": "sigmoid"},
     ),
     "dbrx": Block(
         "DbrxFFN",
@@ -149,11 +130,7 @@ BLOCKS: dict[str, Block | str] = {
             },
             "ffn_config.moe_jitter_eps",
         ),
-        {
-            **linear(router__projection="router.layer"),
-            "experts.gate_up": partial(dbrx, "w1"),
-            "experts.down": partial(dbrx, "w2"),
-        },
+        {"experts.gate_up": partial(dbrx, "w1"), "experts.down": partial(dbrx, "w2")},
         config_name="DbrxConfig",
         small={
             "ffn_config": {
@@ -182,9 +159,7 @@ BLOCKS: dict[str, Block | str] = {
             experts=CLAMPED,
             shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
         ),
-        {**SHARED, **BIAS},
-        served=SILU,
-        small={"swiglu_limit": 0.5, "mlp_layer_types": ["moe", "moe"], "mlp_bias": True},
+        small={"mlp_layer_types": ["moe", "moe"]},
     ),
     "deepseek_v4 hash": Block(
         "DeepseekV4SparseMoeBlock",
@@ -200,9 +175,8 @@ BLOCKS: dict[str, Block | str] = {
             experts=CLAMPED,
             shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
         ),
-        {**SHARED, "router.table_VK": named("gate.tid2eid")},
-        served=SILU,
-        small={"swiglu_limit": 0.5, "mlp_layer_types": ["hash_moe", "moe"]},
+        {"router.table_VK": named("gate.tid2eid")},
+        small={"mlp_layer_types": ["hash_moe", "moe"]},
         note="its first layers",
     ),
     "diffusion_gemma": GEMMA.but(
@@ -231,7 +205,7 @@ BLOCKS: dict[str, Block | str] = {
             ),
         },
         served={"norm_topk_prob": (False,)},
-        small={"num_experts": 9, "mlp_bias": True},
+        small={"num_experts": 9},
         wrong="of several tokens it takes the scores of the first half for those of the first table, and "
         "of the second half for the second's, so that tokens choose each other's experts; ours chooses as "
         "theirs does of a single token (CDMoE, arXiv:2412.11834)",
@@ -242,14 +216,12 @@ BLOCKS: dict[str, Block | str] = {
         options={
             "shared_expert": {"d_ff": times("shared_experts_intermediate_size", "n_shared_experts")}
         },
-        small={"shared_experts_intermediate_size": 20},
     ),
     "dots3_note vision": Block(
         "Dots3NoteVisionMoE",
         moe({**SIGMOID, "scale": its("router_scaling_factor")}, count="num_local_experts"),
-        {**COMMON, **bias_at("e_score_correction_bias")},
         config_name="Dots3NoteVisionConfig",
-        small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse", "sparse"]},
+        small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse"] * 2, "mlp_bias": False},
         note="of images; `per_layer_config` of theirs has the number of experts of each layer",
     ),
     "ernie4_5_moe": Block(
@@ -261,8 +233,6 @@ BLOCKS: dict[str, Block | str] = {
                 shared("moe_intermediate_size", "moe_num_shared_experts", bias=its("use_bias")),
             ),
         ),
-        {**SHARED, **bias_at("gate.moe_statics.e_score_correction_bias")},
-        small={"moe_num_shared_experts": 2},
     ),
     "ernie4_5_vl_moe": Block(
         "Ernie4_5_VLMoeMoeBlock",
@@ -279,21 +249,16 @@ BLOCKS: dict[str, Block | str] = {
             "experts.gate_up": named("text_moe.experts.gate_up_proj"),
             "experts.down": named("text_moe.experts.down_proj"),
             **linear(router__projection="text_moe.gate"),
-            **bias_at("text_moe.gate.moe_statics.e_score_correction_bias"),
-            **shared_at("shared_experts"),
+            "router.correction_bias_E": named("text_moe.gate.moe_statics.e_score_correction_bias"),
         },
         config_name="Ernie4_5_VLMoeTextConfig",
-        small={"moe_num_shared_experts": 2, "moe_intermediate_size": [12, 8]},
+        small={"moe_intermediate_size": [12, 8]},
         unused=("vision_moe.*",),
         note="of text; tokens of images have such a pool of experts of their own, another of our blocks",
     ),
     "exaone_moe": Block(
         "ExaoneMoeSparseMoEBlock",
-        moe(
-            {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
-            shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
-        ),
-        {**SHARED, **BIAS},
+        moe(BIASED_GROUPS, shared_expert=shared("moe_intermediate_size", "num_shared_experts")),
     ),
     "flex_olmo": OLMOE.but(class_name="FlexOlmoSparseMoeBlock"),
     "flint": Block(
@@ -302,7 +267,6 @@ BLOCKS: dict[str, Block | str] = {
             {**SIGMOID, "renormalize": its("norm_topk_prob"), "correction_bias": False},
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
-        {**COMMON, **shared_at("shared_expert")},
     ),
     "gemma4": GEMMA,
     "glm4_moe": DEEPSEEK.but(class_name="Glm4MoeMoE"),
@@ -312,16 +276,13 @@ BLOCKS: dict[str, Block | str] = {
         class_name="Glm5NextTextMoE",
         options={"experts": CLAMPED, "shared_expert": CLAMPED},
         config_name="Glm5NextTextConfig",
-        served=SILU,
-        small={"swiglu_limit": 0.5},
     ),
     "glm_moe_dsa": DEEPSEEK.but(class_name="GlmMoeDsaMoE"),
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITE,
     "granitemoe_swa": GRANITE_LAYER.but(class_name="GraniteMoeSWADecoderLayer"),
     "granitemoehybrid": GRANITE_LAYER.but(
-        class_name="GraniteMoeHybridDecoderLayer",
-        small={"shared_intermediate_size": 20, "mamba_n_heads": 2, "mamba_d_head": 16},
+        class_name="GraniteMoeHybridDecoderLayer", small={"mamba_n_heads": 2, "mamba_d_head": 16}
     ),
     "granitemoeshared": GRANITE_LAYER.but(class_name="GraniteMoeSharedDecoderLayer"),
     "hunyuan_v1_moe": Block(
@@ -329,7 +290,6 @@ BLOCKS: dict[str, Block | str] = {
         moe(
             {**RENORMALIZED, "k": its("moe_topk")}, WIDE, shared_expert=shared("intermediate_size")
         ),
-        {**EXPERTS, **linear(router__projection="gate.wg"), **shared_at("shared_mlp")},
     ),
     "hy_v3": Block(
         "HYV3MoE",
@@ -339,15 +299,8 @@ BLOCKS: dict[str, Block | str] = {
                 "moe_intermediate_size", "num_shared_experts", bias=its("mlp_bias")
             ),
         ),
-        {**SHARED, **bias_at("e_score_correction_bias")},
-        small={"mlp_bias": True},
     ),
-    "hy_v4": DEEPSEEK.but(
-        class_name="HYV4MoE",
-        options={"experts": CLAMPED},
-        served=SILU,
-        small={"swiglu_limit": 0.5},
-    ),
+    "hy_v4": DEEPSEEK.but(class_name="HYV4MoE", options={"experts": CLAMPED}),
     "inkling": Block(
         "InklingMoE",
         {
@@ -362,14 +315,12 @@ BLOCKS: dict[str, Block | str] = {
             "experts": {"type": gate(), "d_ff": NARROW},
         },
         {
-            **GATE,
             "router.weight_scale": named("gate.global_scale"),
             "router.correction_bias_E": inkling_bias,
             "experts.gate_up": partial(inkling, "gate_up"),
             "experts.down": partial(inkling, "down"),
         },
         config_name="InklingTextConfig",
-        small={"n_shared_experts": 2},
         note="its shared experts are the last ones of ours",
     ),
     "inkling2": Block(
@@ -383,26 +334,20 @@ BLOCKS: dict[str, Block | str] = {
                 "up_cap": its("mlp_up_softcap"),
             },
         ),
-        {**COMMON, **BIAS},
         config_name="Inkling2TextConfig",
-        small={"mlp_gate_softcap": 0.7, "mlp_up_softcap": 0.9},
     ),
-    "jamba": Block("JambaSparseMoeBlock", moe(SOFTMAX, WIDE), {**EXPERTS, **ROUTER}),
+    "jamba": Block("JambaSparseMoeBlock", moe(SOFTMAX, WIDE)),
     "jetmoe": Block(
         "JetMoeMoE",
         {
             "type": "biased",
             "ffn": moe(
-                CHOSEN,
-                WIDE,
-                "num_local_experts",
-                experts={"type": gate("activation_function")},
+                CHOSEN, WIDE, "num_local_experts", experts={"type": gate("activation_function")}
             ),
         },
         {
             "experts.gate_up": named("input_linear.weight"),
             "experts.down": named("output_linear.weight"),
-            **linear(router__projection="router.layer"),
             "bias": named("bias"),
         },
         note="its mixture of attention heads is no feed-forward block",
@@ -414,7 +359,6 @@ BLOCKS: dict[str, Block | str] = {
             {**SIGMOID, "renormalize": its("norm_topk_prob"), "select_by": "logit"},
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
-        {**SHARED, **BIAS},
     ),
     "laguna": Block(
         "LagunaSparseMoeBlock",
@@ -426,8 +370,6 @@ BLOCKS: dict[str, Block | str] = {
             },
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
-        {**SHARED, **BIAS},
-        small={"moe_router_logit_softcapping": 0.7},
     ),
     "lfm2_moe": Block(
         "Lfm2MoeSparseMoeBlock",
@@ -440,7 +382,6 @@ BLOCKS: dict[str, Block | str] = {
             },
             experts={"type": "swiglu"},
         ),
-        {**COMMON, **bias_at("expert_bias")},
     ),
     "llama4": Block(
         "Llama4TextMoe",
@@ -454,7 +395,7 @@ BLOCKS: dict[str, Block | str] = {
             },
             shared_expert=shared("intermediate_size"),
         ),
-        {**inside("experts", TRANSPOSED), **ROUTER, **shared_at("shared_expert")},
+        TRANSPOSED,
     ),
     "longcat_flash": Block(
         "LongcatFlashMoE",
@@ -470,28 +411,14 @@ BLOCKS: dict[str, Block | str] = {
             "n_routed_experts",
             zero_computation=if_set("zero_expert_num", {"num_copy": its("zero_expert_num")}, {}),
         ),
-        {
-            **EXPERTS,
-            "experts.gate_up": first_experts,
-            **linear(router__projection="router.classifier"),
-            **bias_at("router.e_score_correction_bias"),
-        },
-        small={"zero_expert_num": 2, "expert_ffn_hidden_size": 12},
+        {"experts.gate_up": first_experts},
     ),
     "mellum": QWEN3.but(class_name="MellumSparseMoeBlock"),
-    "mimo_v2_flash": Block(
-        "MiMoV2FlashMoE",
-        moe(
-            {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
-            count="n_routed_experts",
-        ),
-        {**COMMON, **BIAS},
-    ),
+    "mimo_v2_flash": Block("MiMoV2FlashMoE", moe(BIASED_GROUPS, count="n_routed_experts")),
     "minimax": MIXTRAL.but(class_name="MiniMaxSparseMoeBlock"),
     "minimax_m2": Block(
         "MiniMaxM2SparseMoeBlock",
         jittered(moe(SIGMOID, WIDE, "num_local_experts"), "router_jitter_noise"),
-        {**COMMON, **bias_at("e_score_correction_bias")},
         in_training={},
     ),
     "minimax_m3_vl": Block(
@@ -500,21 +427,22 @@ BLOCKS: dict[str, Block | str] = {
             BIASED,
             WIDE,
             "num_local_experts",
-            experts={**CLAMPED, "alpha": its("swiglu_alpha"), "added": 1.0},
+            experts={
+                **CLAMPED,
+                "type": "clamped_swiglu",
+                "alpha": its("swiglu_alpha"),
+                "added": 1.0,
+            },
             shared_expert={
                 **CLAMPED,
+                "type": "clamped_swiglu",
                 "alpha": its("swiglu_alpha"),
                 "added": 1.0,
                 "d_ff": its("shared_intermediate_size"),
             },
         ),
-        {
-            **COMMON,
-            **BIAS,
-            **fused_shared_expert("shared_experts.gate_up_proj", "shared_experts.down_proj"),
-        },
+        fused_shared_expert("shared_experts.gate_up_proj", "shared_experts.down_proj"),
         config_name="MiniMaxM3VLTextConfig",
-        small={"swiglu_limit": 0.5, "shared_intermediate_size": 20},
     ),
     "mistral4": Block(
         "Mistral4MoE",
@@ -523,7 +451,6 @@ BLOCKS: dict[str, Block | str] = {
             count="n_routed_experts",
             shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
         ),
-        SHARED,
     ),
     "mistral_large4": Block(
         "MistralLarge4TextMoE",
@@ -532,7 +459,6 @@ BLOCKS: dict[str, Block | str] = {
             count="n_routed_experts",
             shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
         ),
-        SHARED,
     ),
     "mixtral": MIXTRAL,
     "muse_spark": Block(
@@ -553,22 +479,18 @@ BLOCKS: dict[str, Block | str] = {
             },
         ),
         {
-            **inside("experts.experts", EXPERTS),
-            **GATE,
-            **BIAS,
             **linear(experts__into="pre_expert_proj", experts__out_of="post_expert_proj"),
             "experts.experts.input.weight": zero_centered("pre_expert_norm.weight"),
             "experts.experts.each.weight": zero_centered("experts.post_expert_norm.weight"),
         },
         config_name="MuseSparkTextConfig",
-        small={"moe_hidden_size": 20},
     ),
     "nemotron_h": Block(
         "NemotronHMoE",
         {
             "type": "moe",
             "num_experts": its("n_routed_experts"),
-            "router": {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
+            "router": BIASED_GROUPS,
             "experts": if_set(
                 "moe_latent_size",
                 {
@@ -586,16 +508,8 @@ BLOCKS: dict[str, Block | str] = {
                 "bias": its("mlp_bias"),
             },
         },
-        {
-            **GATE,
-            **BIAS,
-            **NEMOTRON_NAMES,
-            **inside("experts", NEMOTRON_NAMES),
-            **shared_at("shared_experts"),
-            **linear(experts__into="fc1_latent_proj", experts__out_of="fc2_latent_proj"),
-        },
+        linear(experts__into="fc1_latent_proj", experts__out_of="fc2_latent_proj"),
         served={"mlp_hidden_act": ("relu2",)},
-        small={"moe_latent_size": 20, "mlp_bias": True, "moe_shared_expert_intermediate_size": 20},
     ),
     "nllb_moe": Block(
         "NllbMoeSparseMLP",
@@ -616,7 +530,7 @@ BLOCKS: dict[str, Block | str] = {
                 "renormalize": lambda c: not c.normalize_router_prob_before_dropping,
             },
         },
-        {**experts_by_number("fc1", "fc2"), **linear(router__projection="router.classifier")},
+        experts_by_number("fc1", "fc2"),
         served={
             "second_expert_policy": ("all",),
             "batch_prioritized_routing": (False,),
@@ -631,15 +545,7 @@ BLOCKS: dict[str, Block | str] = {
         "(arXiv:2207.04672, section 6.2)",
     ),
     "olmoe": OLMOE,
-    "openai_privacy_filter": GPT_OSS.but(
-        class_name="OpenAIPrivacyFilterMLP",
-        names={
-            **TRANSPOSED,
-            "experts.gate_up_bias": named("experts.gate_up_proj_bias"),
-            "experts.down_bias": named("experts.down_proj_bias"),
-            **ROUTER,
-        },
-    ),
+    "openai_privacy_filter": GPT_OSS.but(class_name="OpenAIPrivacyFilterMLP", names=TRANSPOSED),
     "phimoe": Block(
         "PhimoeSparseMoeBlock",
         jittered(
@@ -650,7 +556,6 @@ BLOCKS: dict[str, Block | str] = {
             ),
             "input_jitter_noise",
         ),
-        {**EXPERTS, **ROUTER},
         served={"num_experts_per_tok": (2,)},  # `sparsemixer` takes two whatever it says
         small={"router_jitter_noise": 0.3, "input_jitter_noise": 0.0},
         note="in training compared without `jitter`",
@@ -662,7 +567,6 @@ BLOCKS: dict[str, Block | str] = {
     "qwen3_5_moe": Block(
         "Qwen3_5MoeSparseMoeBlock",
         moe(RENORMALIZED, **GATED_SHARED),
-        QWEN_NAMES,
         config_name="Qwen3_5MoeTextConfig",
     ),
     "qwen3_moe": QWEN3,
@@ -671,10 +575,10 @@ BLOCKS: dict[str, Block | str] = {
         class_name="Qwen3OmniMoeThinkerTextSparseMoeBlock", config_name="Qwen3OmniMoeTextConfig"
     ),
     "qwen3_omni_moe talker": Block(
-        "Qwen3OmniMoeTalkerTextSparseMoeBlock", moe(QWEN, **GATED_SHARED), QWEN_NAMES
+        "Qwen3OmniMoeTalkerTextSparseMoeBlock", moe(QWEN, **GATED_SHARED)
     ),
-    "qwen3_vl_moe": Block("Qwen3VLMoeTextSparseMoeBlock", moe(RENORMALIZED), COMMON),
-    "qwen4_exp": Block("Qwen4ExpTextSparseMoeBlock", moe(QWEN, **GATED_SHARED), QWEN_NAMES),
+    "qwen3_vl_moe": Block("Qwen3VLMoeTextSparseMoeBlock", moe(RENORMALIZED)),
+    "qwen4_exp": Block("Qwen4ExpTextSparseMoeBlock", moe(QWEN, **GATED_SHARED)),
     "solar_open": DEEPSEEK.but(class_name="SolarOpenMoE"),
     "step3p7": Block(
         "Step3p7SparseMoeBlock",
@@ -688,9 +592,8 @@ BLOCKS: dict[str, Block | str] = {
                 "bias": c.mlp_bias,
             },
         ),
-        {**SHARED, **BIAS},
         config_name="Step3p7TextConfig",
-        served=SILU,
+        served={"hidden_act": ("silu", "swish")},
         small={
             "swiglu_limits": [0.5, 0.5],
             "swiglu_limits_shared": [0.3, 0.3],
@@ -713,17 +616,13 @@ BLOCKS: dict[str, Block | str] = {
             },
             zero_computation={"num_zero": 1},
         ),
-        {
-            **EXPERTS,
-            **bias_at("gate.balancing_biases"),
-            **linear(
-                router__mlp__into="gate.down_proj",
-                router__mlp__norm="gate.router_mlp.norm",
-                router__mlp__layers__0="gate.router_mlp.fc1",
-                router__mlp__layers__1="gate.router_mlp.fc2",
-                router__projection="gate.router_mlp.out_proj",
-            ),
-        },
+        linear(
+            router__mlp__into="gate.down_proj",
+            router__mlp__norm="gate.router_mlp.norm",
+            router__mlp__layers__0="gate.router_mlp.fc1",
+            router__mlp__layers__1="gate.router_mlp.fc2",
+            router__projection="gate.router_mlp.out_proj",
+        ),
         small={"num_experts_per_tok": 1},
         note="its first layer",
     ),

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn import build_ffn
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.interop.block_parts import Block, LiveOptions, resolve
+from moe_ffn.interop.block_parts import NAMES, Block, LiveOptions, resolve
 from moe_ffn.interop.block_table import BLOCKS
+from moe_ffn.weights.layouts import Layout
 from moe_ffn.weights.options import Theirs
 
 
 def block_config(model: str, config: Any) -> dict[str, Any]:
-    """Our config of the sparse block of a model of transformers.
+    """Return our config of the sparse block of a model of transformers.
 
     Args:
         model: its name in `docs/models.md`, such as `qwen3_moe`.
@@ -41,7 +42,7 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def convert_block(model: str, block: nn.Module, config: Any) -> FFNBlock:
-    """Our block with copies of the weights of a live one of transformers, in its mode and dtype.
+    """Return our block with copies of the weights of a live one of transformers, in its mode and dtype.
 
     Arguments and errors as of `block_config`; `block` is of the class that the table names.
     """
@@ -79,6 +80,13 @@ def _dtype_in(state: Mapping[str, Tensor]) -> torch.dtype:
     return max(state.values(), key=Tensor.numel).dtype
 
 
+def _layout(entry: Block, name: str) -> Layout | None:
+    """Return where theirs have a tensor; a block or experts that hold others have the names of both."""
+    inner = re.sub(r"^(experts\.)+", "experts.", name.removeprefix("ffn."))
+    names = {**NAMES, **entry.names}
+    return names.get(name) or names.get(name.removeprefix("ffn.")) or names.get(inner)
+
+
 def convert_tensors(
     entry: Block,
     theirs: Mapping[str, Tensor],
@@ -100,8 +108,7 @@ def convert_tensors(
     made: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, like in ours.items():
-        # A block that holds another has the names of both.
-        layout = entry.names.get(name) or entry.names.get(name.removeprefix("ffn."))
+        layout = _layout(entry, name)
         if layout is None:
             raise ConfigError(f"{entry.class_name} has nothing that is our {name}")
         options = Theirs(entry.class_name, LiveOptions(config, {}))

@@ -1,4 +1,4 @@
-"""Our models in EleutherAI's lm-evaluation-harness (`lm-eval`).
+"""Models of this project in EleutherAI's lm-evaluation-harness (`lm-eval`).
 
     from moe_ffn.interop.lm_eval import HarnessModel
 
@@ -133,7 +133,9 @@ class HarnessModel(TemplateLM):
             self.decoder,
             [torch.tensor(prompt[-self.max_length :], device=self._device)],
             int(options.get("max_gen_toks") or MAX_NEW_TOKENS),
-            Sampling(float(options.get("temperature") or 1) if sampled else 0.0, top_k=None),
+            Sampling(
+                temperature=float(options.get("temperature") or 1) * bool(sampled), top_k=None
+            ),
             torch.Generator(self._device).manual_seed(0),
         )
         text, new_ids = "", list[int]()
@@ -177,20 +179,17 @@ def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[
             raise ConfigError(f"--tasks: '{folder}' has no task file of lm-eval (.yaml)")
         names += found
     try:
-        loaded = manager.load(names)
+        results: Any = simple_evaluate(
+            model=model,
+            tasks=[*names],
+            batch_size=model.batch_size,
+            log_samples=False,
+            task_manager=manager,
+        )
+    except ConfigError:
+        raise
     except Exception as error:  # of whatever kind: a data set, a template, code that a file names
-        raise ConfigError(f"--tasks: lm-eval cannot load them: {first_line(error)}") from error
-    groups: Mapping[str, Any] = loaded.get("groups", {})
-    grouped = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
-    alone = [task for name, task in loaded["tasks"].items() if name not in grouped]
-    top: list[Any] = [*(groups[name] for name in names if name in groups), *alone]
-    results: Any = simple_evaluate(
-        model=model,
-        tasks=top,
-        batch_size=model.batch_size,
-        log_samples=False,
-        task_manager=manager,
-    )
+        raise ConfigError(f"--tasks: lm-eval cannot run them: {first_line(error)}") from error
     return {name: _plain(values) for name, values in results["results"].items()}
 
 

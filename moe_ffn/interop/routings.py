@@ -185,23 +185,11 @@ def routing_modules(model: nn.Module) -> dict[str, str]:
             )
         found[layer_name(number)] = path
     if not found:
-        why = (
-            "its experts are not given ids and weights, as those of most models of transformers are"
+        raise ConfigError(
+            f"nothing can be seen of a routing in {type(model).__name__}: it has no block of ours, and no "
+            "experts that are given ids and weights, as in most sparse models of transformers"
         )
-        if not _has_router(model):
-            why = "it has no experts, and no block of ours"
-        raise ConfigError(f"nothing can be seen of a routing in {type(model).__name__}: {why}")
     return found
-
-
-def _has_router(model: nn.Module) -> bool:
-    """Return whether the model itself can list the logits of its routers."""
-    recorders: list[Any] = []
-    for module in model.modules():
-        listed = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
-        recorders += listed if isinstance(listed, list) else [listed]
-    classes = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
-    return any(isinstance(module, classes) for module in model.modules())
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -17,6 +17,8 @@ from moe_ffn.ffn.dense import DenseConfig, GatedConfig
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.interop.transformers import activation_of
 from moe_ffn.kernels.activations import GATE_ACTIVATIONS, GatedType
+
+log = logging.getLogger(__name__)
 
 GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("c_fc", "c_proj")
 """Names of the matrices of an FFN in Llama and Qwen (our gate, up, down), and in GPT-2 (our up, down)."""
@@ -49,8 +51,8 @@ def swap_ffn(
     Llama's, Qwen's and GPT-2's FFNs are taken, and what is built like them. A dense or gated block gets
     their weights and computes the same; its width, biases and activation are theirs, and need not be given.
     The experts of a MoE are copies of the FFN (`moe_ffn.weights.upcycle`). They compute the same where
-    the weights of every token have the same sum, as with `renormalize: true` in the router; otherwise a line
-    on stderr warns how far the outputs differ. Any other block begins with weights of its own.
+    the weights of every token have the same sum, as with `renormalize: true` in the router; otherwise the
+    log warns how far the outputs differ. Any other block begins with weights of its own.
 
     The model trains and generates as before, and `watch` sees the routing. Padding is routed too, as in
     transformers' own sparse models. A block that looks at earlier positions (`conv`) needs `use_cache=False`.
@@ -72,13 +74,7 @@ def swap_ffn(
         raise ConfigError(f"swap_ffn: the model looks back alone, but config.{why}")
     made: dict[str, SwappedFFN] = {}
     changes: dict[int, float] = {}
-    num_layers = _num_layers(model)
     for layer in layers:
-        if not 0 <= layer < num_layers:
-            raise ConfigError(
-                f"swap_ffn: {type(model).__name__} has no layer {layer}: it has {num_layers} layers, "
-                "numbered from 0"
-            )
         if layer not in found:
             known = ", ".join(map(str, found)) or "no layer"
             raise ConfigError(
@@ -92,10 +88,12 @@ def swap_ffn(
         model.set_submodule(path, swapped)
     if isinstance(target, MoEConfig) and (changed := [n for n in changes if changes[n] > 0]):
         layers_changed = ", ".join(map(str, changed))
-        print(
-            f"swap_ffn: the experts of layer {layers_changed} are copies of the FFN, but change its output "
-            f"by up to {max(changes.values()):.2g} of its largest value; {_how_to_keep(target)}",
-            file=sys.stderr,
+        log.warning(
+            "swap_ffn: the experts of layer %s are copies of the FFN, but change its output by up to %.2g of "
+            "its largest value; %s",
+            layers_changed,
+            max(changes.values()),
+            _how_to_keep(target),
         )
 
 
@@ -109,12 +107,6 @@ def _how_to_keep(config: MoEConfig) -> str:
     if not options:
         return "train the model before you use it"
     return f"set {' and '.join(options)} to keep it, or train the model before you use it"
-
-
-def _num_layers(model: nn.Module) -> int:
-    """Return the number of a layer, from the path of a module."""
-    numbers = (re.search(r"(?:^|\.)(\d+)(?:\.|$)", path) for path, _ in model.named_modules())
-    return 1 + max((int(number[1]) for number in numbers if number), default=-1)
 
 
 def _ffns(model: nn.Module) -> dict[int, str]:
@@ -162,7 +154,7 @@ def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN,
 
         generator = Generator().manual_seed(int(torch.randint(2**62, ())))
         config = _with_experts_like(own, target, weight.shape[1])
-        dense, block = block, upcycle(block, config, weight.shape[1], generator).to(weight.dtype)
+        dense, block = block, upcycle([block], config, weight.shape[1], generator).to(weight.dtype)
         change = _difference(dense, block, _probe(weight))
     else:
         block = target.build(weight.shape[1])

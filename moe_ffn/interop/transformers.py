@@ -1,4 +1,4 @@
-"""Our kernels as an experts implementation of transformers.
+"""Kernels of this project as an experts implementation of transformers.
 
     moe_ffn.interop.register()
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="moe_ffn")

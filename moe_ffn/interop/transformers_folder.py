@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,9 @@ from moe_ffn.interop.transformers import NOT_INSTALLED
 from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import (
     CONFIG_FILE,
-    INDEX_FILE,
     TOKENIZER_FILE,
-    WEIGHTS_FILE,
     no_tokenizer,
+    weight_files,
 )
 
 
@@ -98,26 +96,17 @@ def is_transformers_folder(folder: Path) -> bool:
 def _load_model(folder: Path) -> Any:
     transformers = import_transformers()
     kind = (read_object(folder / CONFIG_FILE) or {}).get("model_type")
-    if kind not in transformers.CONFIG_MAPPING:
-        raise ConfigError(
-            f"'{folder / CONFIG_FILE}': model_type is {show(kind)}, which transformers "
-            f"{transformers.__version__} does not know"
-        )
-    if not any(kind_of(folder / name) == "a file" for name in (WEIGHTS_FILE, INDEX_FILE)):
-        pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-        why = f"; '{pickles[0].name}' is a pickle, which may run code and is never read"
-        raise ConfigError(
-            f"'{folder}' has neither {WEIGHTS_FILE} nor {INDEX_FILE}{why if pickles else ''}"
-        )
+    weight_files(folder)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     try:
-        with _quietly(transformers):
-            model, found = transformers.AutoModelForCausalLM.from_pretrained(
-                folder,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     except Exception as error:  # of many kinds, for a damaged file
         raise ConfigError(
             f"'{folder}' cannot be read as a language model of type {show(kind)} ({first_line(error)})"
@@ -151,18 +140,3 @@ def import_transformers() -> Any:
     except ImportError as error:
         raise ConfigError(NOT_INSTALLED) from error
     return transformers
-
-
-@contextmanager
-def _quietly(transformers: Any) -> Iterator[None]:
-    """Silence the progress bars and warnings of transformers."""
-    logging = transformers.utils.logging
-    level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if had_bar:
-            logging.enable_progress_bar()

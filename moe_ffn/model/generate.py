@@ -5,45 +5,28 @@ R rows, S sequence, V vocabulary
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.errors import Situation
 from moe_ffn.model.decoder import Decoder, DecoderOutput
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """The rule by which the next token is drawn from the logits.
+class Sampling(Config, frozen=True):
+    """The rule by which the next token is drawn from the logits."""
 
-    Raises:
-        ValueError: a number is none of these.
-    """
-
-    temperature: float = 0.8
+    temperature: float = Field(default=0.8, ge=0)
     """Divides the logits; 0 takes the most probable token."""
-    top_k: int | None = 50
+    top_k: int | None = Field(default=50, ge=1, le=MAX_COUNT)
     """Number of most probable tokens to draw from; None takes all."""
-    top_p: float | None = None
+    top_p: float | None = Field(default=None, gt=0, le=1)
     """Probability that the most probable tokens must reach together: the fewest of those that `top_k` leaves
     are drawn from (nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751, section 3.1); None takes all."""
-
-    def __post_init__(self) -> None:
-        if self.top_k is not None:
-            _check_count("top_k", self.top_k, 1)
-        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
-            raise ValueError(
-                f"temperature must be a finite number of at least 0, got {self.temperature!r}"
-            )
-        if self.top_p is not None and not (
-            isinstance(self.top_p, int | float) and 0 < self.top_p <= 1
-        ):
-            raise ValueError(f"top_p must be a number above 0 and at most 1, got {self.top_p!r}")
 
     def choose(self, logits_RV: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw the next token of each row, int64 (R,).
@@ -100,7 +83,6 @@ class Decoding:
         Raises:
             TypeError, ValueError: a prompt is none of these, or longer than `max_seq_len`.
         """
-        _check_count("num_tokens", num_tokens, 0)
         for prompt_ids in prompts:
             _check_prompt(prompt_ids, model.max_seq_len)
         self.model, self.num_tokens, self.sampling = model, num_tokens, sampling
@@ -219,7 +201,11 @@ def generate(
         the mode it was in.
     """
     return generate_batch(
-        model, [prompt_ids], num_tokens, Sampling(temperature, top_k, top_p), generator
+        model,
+        [prompt_ids],
+        num_tokens,
+        Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        generator,
     )[0]
 
 
@@ -242,9 +228,6 @@ def generate_batch(
 
 
 def _check_prompt(prompt_ids: Tensor, max_seq_len: int) -> None:
-    if not isinstance(prompt_ids, Tensor):
-        kind = type(prompt_ids).__name__
-        raise TypeError(f"prompt_ids must be a torch.Tensor, but is of type {kind}")
     if prompt_ids.ndim != 1 or prompt_ids.numel() == 0:
         raise ValueError(f"prompt_ids must be (S,) with S >= 1, got {tuple(prompt_ids.shape)}")
     if len(prompt_ids) > max_seq_len:
@@ -252,8 +235,3 @@ def _check_prompt(prompt_ids: Tensor, max_seq_len: int) -> None:
             f"prompt_ids has {len(prompt_ids)} tokens, but the model was built for max_seq_len "
             f"({max_seq_len}); give a shorter prompt, such as its last {max_seq_len} tokens"
         )
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange, repeat
@@ -89,16 +89,8 @@ class LearnedConfig(PositionsConfig, frozen=True):
         return Learned(d_model, max_seq_len)
 
 
-class Placed(Protocol):
-    """A part that adds positions to tokens: `Positions` from 0 on, or those of `Positions.at`."""
-
-    def embed(self, x_BSD: Tensor) -> Tensor: ...
-
-    def rotate(self, x_BHSd: Tensor) -> Tensor: ...
-
-
-class Positions(nn.Module):
-    """Adds positions to embeddings, or to queries and keys; each kind overrides one of the two."""
+class Placed:
+    """Positions of some tokens, added to embeddings or to queries and keys; each kind overrides one."""
 
     def embed(self, x_BSD: Tensor) -> Tensor:
         """Return token embeddings with their positions."""
@@ -108,13 +100,17 @@ class Positions(nn.Module):
         """Return queries or keys with their positions."""
         return x_BHSd
 
+
+class Positions(Placed, nn.Module):
+    """Positions of tokens from 0 on."""
+
     def at(self, places: slice | Tensor) -> Placed:
         """Return the same for tokens at the positions of a slice, or at those of each row, int64 (B, S)."""
         return self
 
 
 @dataclass(frozen=True)
-class Added:
+class Added(Placed):
     """Vectors that are added to embeddings."""
 
     table: Tensor
@@ -123,20 +119,14 @@ class Added:
     def embed(self, x_BSD: Tensor) -> Tensor:
         return x_BSD + self.table
 
-    def rotate(self, x_BHSd: Tensor) -> Tensor:
-        return x_BHSd
-
 
 @dataclass(frozen=True)
-class Turned:
+class Turned(Placed):
     """A rotation of queries and keys."""
 
     cos: Tensor
     """Cosines, (S, d) or (B, 1, S, d)."""
     sin: Tensor
-
-    def embed(self, x_BSD: Tensor) -> Tensor:
-        return x_BSD
 
     def rotate(self, x_BHSd: Tensor) -> Tensor:
         first, second = x_BHSd.chunk(2, dim=-1)
@@ -180,7 +170,7 @@ class Sinusoidal(Positions):
         self.register_buffer("table_SD", table_SD, persistent=False)
 
     def embed(self, x_BSD: Tensor) -> Tensor:
-        return x_BSD + self.table_SD[: x_BSD.shape[-2]]
+        return self.at(slice(x_BSD.shape[-2])).embed(x_BSD)
 
     def at(self, places: slice | Tensor) -> Placed:
         return Added(self.table_SD[places])
@@ -195,7 +185,7 @@ class Learned(Positions):
         nn.init.normal_(self.table.weight, std=0.02)
 
     def embed(self, x_BSD: Tensor) -> Tensor:
-        return x_BSD + self.table.weight[: x_BSD.shape[-2]]
+        return self.at(slice(x_BSD.shape[-2])).embed(x_BSD)
 
     def at(self, places: slice | Tensor) -> Placed:
         return Added(self.table.weight[places])

@@ -37,7 +37,7 @@ class SampleConfig(Config, frozen=True):
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 64, 4, 40

@@ -22,15 +22,14 @@ from moe_ffn.ffn.moe import MoEConfig, MoEFFN
 from moe_ffn.ffn.networks import memories, networks
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import TokenContext
 from moe_ffn.routing.balanced_assignment import assign
 from moe_ffn.routing.neuron_top_k import NeuronTopKRouterConfig
 from moe_ffn.weights.initialiser import (
     InitialiserConfig,
+    block_inputs,
     build_block,
     layer_blocks,
     prefix_errors,
-    run_with_hook,
     with_blocks,
 )
 from moe_ffn.weights.upcycle import as_experts
@@ -57,6 +56,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
 
     needs_text: ClassVar[bool] = True
 
+    @torch.no_grad()
     def initialise(
         self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
     ) -> Decoder:
@@ -67,20 +67,12 @@ class CarveConfig(InitialiserConfig, frozen=True):
         for layer, (config, dense) in enumerate(layer_blocks(source)):
             target = self.target(config, d_model, layer)
             active: list[Tensor] = []
-
-            def hook(
-                x: Tensor,
-                context: TokenContext,
-                dense: FFNBlock = dense,
-                active: list[Tensor] = active,
-            ) -> None:
+            for x, context in block_inputs(source, layer, ids_BS):
                 (memory,) = memories(dense, x, context)
                 active.append(most_active(memory.activations_NF, self.active_units))
-
-            run_with_hook(source, layer, ids_BS, hook)
             partition = partition_units(torch.cat(active), self.num_experts, self.num_shared)
             made[layer] = target, carve(dense, target, d_model, partition, generator)
-        return with_blocks(source, made, "method")
+        return with_blocks(source, made)
 
     def target(self, config: FFNConfig, d_model: int, layer: int) -> MoEConfig:
         """The config of the carved layer.
@@ -110,7 +102,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
             "experts": {**options, "d_ff": size},
             "shared_expert": shared and {k: v for k, v in shared.items() if k != "backend"},
         }
-        with prefix_errors("method"):
+        with prefix_errors():
             return validate(MoEConfig, given)
 
 

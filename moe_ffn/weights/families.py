@@ -114,38 +114,29 @@ class Family:
     defaults: Mapping[str, Any]
     """Defaults of transformers for options that a config leaves out."""
     names: Mapping[str, Layout] = field(default_factory=lambda: EXPERTS)
-    """Our name of a weight in a layer -> theirs."""
+    """Name of a weight of ours in a layer -> theirs."""
     lacks: str = ""
     """Feature that our decoder lacks, so that only single blocks can be read; empty if none."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of options in files."""
     fill: Callable[[Options], Options] = _no_change
     """Options that this architecture always has and our model may lack; they are written as zeros."""
-    llama_cpp_renormalizes: bool | None = None
-    """True if llama.cpp renormalises the weights of a token; None if the config decides."""
 
     @property
     def is_sparse(self) -> bool:
         return self.names is not BLOCK
 
 
-def _with_shared_expert(options: Options, width: int = 32) -> Options:
+def _with_shared_expert(options: Options) -> Options:
     """Qwen2-MoE always has one; 32 units are the least that llama.cpp packs."""
     if "sparse.shared_expert.type" in options:
         return options
-    shared = {"type": options.get("sparse.experts.type"), "d_ff": width, "bias": False}
+    shared = {"type": options.get("sparse.experts.type"), "d_ff": 32, "bias": False}
     return {
         **options,
         **{f"sparse.shared_expert.{name}": value for name, value in shared.items()},
         "sparse.combine.type": "sigmoid_gate",
     }
-
-
-def _with_shared_expert_and_bias(options: Options) -> Options:
-    """DeepSeek-V3 always has both; its shared expert is as wide as some of the others together."""
-    combine = {"sparse.combine.type": options.get("sparse.combine.type")}
-    filled = _with_shared_expert(options, options.get("sparse.experts.d_ff", 1))
-    return {**filled, **combine, "sparse.router.correction_bias": True}
 
 
 QWEN = {
@@ -228,7 +219,6 @@ FAMILIES = (
                 "mlp.experts.down_proj", "block_sparse_moe.experts.{}.w2.weight"
             ),
         },
-        llama_cpp_renormalizes=True,
     ),
     Family(
         "qwen3_moe",
@@ -237,7 +227,6 @@ FAMILIES = (
         (*QWEN_LAYERS, gated("sparse.experts.type", "dense.type")),
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
         aliases={"num_local_experts": "num_experts"},
-        llama_cpp_renormalizes=True,
     ),
     Family(
         "olmoe",
@@ -267,7 +256,6 @@ FAMILIES = (
             "norm_topk_prob": False,
         },
         aliases={"num_local_experts": "num_experts"},
-        llama_cpp_renormalizes=False,
     ),
     Family(
         "deepseek_v3",
@@ -344,7 +332,6 @@ FAMILIES = (
             "ffn.router.correction_bias_E": named("mlp.gate.e_score_correction_bias"),
         },
         aliases={"num_local_experts": "n_routed_experts"},
-        fill=_with_shared_expert_and_bias,
     ),
     Family(
         "qwen2_moe",
@@ -375,7 +362,6 @@ FAMILIES = (
         },
         aliases={"num_local_experts": "num_experts"},
         fill=_with_shared_expert,
-        llama_cpp_renormalizes=False,
     ),
     Family(
         "gpt_oss",

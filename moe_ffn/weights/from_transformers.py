@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,22 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.base import Config
-from moe_ffn.config.errors import ConfigError, first_line, nearest_or_all, show
+from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.config.yaml_files import RootConfig, nest, validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.files import kind_of, read_object, reason
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.families import FAMILIES, OUTSIDE, Family
 from moe_ffn.weights.layouts import Layout, Piece
 from moe_ffn.weights.options import Options, Theirs
 from moe_ffn.weights.pretrained import (
     CONFIG_FILE,
-    INDEX_FILE,
     MODEL_TYPE,
     PretrainedConfig,
     assign_weights,
-    tied_names,
+    distinct_tensors,
+    naming_failures,
+    read_config_json,
+    require_fitting,
     weight_files,
 )
 
@@ -65,10 +65,7 @@ def load_transformers(folder: str | Path) -> Decoder:
         )
     config = config_of(family, their)
     decoder = config.model.build_empty(config.vocab_size, config.max_seq_len)
-    tied = tied_names(decoder)
-    expected = {name: value for name, value in decoder.state_dict().items() if name not in tied}
-    with _open(folder) as files:
-        weights = _read(files, family, their, expected, lambda name: True)
+    weights = _read(folder, family, their, distinct_tensors(decoder))
     assign_weights(decoder, weights)
     decoder.positions = config.model.positions.build(
         config.model.d_model, config.model.head_dim, config.max_seq_len
@@ -104,8 +101,7 @@ def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
         block = config.ffn.build(their.count("hidden_size"))
     expected = {f"layers.{layer}.ffn.{name}": value for name, value in block.state_dict().items()}
     parts = tuple(f"model.layers.{layer}.{name}." for name in ("mlp", "block_sparse_moe"))
-    with _open(folder) as files:
-        weights = _read(files, family, their, expected, lambda name: name.startswith(parts))
+    weights = _read(folder, family, their, expected, parts)
     prefix = f"layers.{layer}.ffn."
     found = {name.removeprefix(prefix): value for name, value in weights.items()}
     block.load_state_dict(found, assign=True)
@@ -118,14 +114,7 @@ def architecture_of(folder: Path) -> str:
 
 
 def _read_theirs(folder: Path) -> tuple[Family, Theirs]:
-    if kind_of(folder) != "a folder":
-        raise ConfigError(
-            f"'{folder}' is {kind_of(folder) or 'not there'}; give the folder of a model"
-        )
-    path = folder / CONFIG_FILE
-    values = read_object(path)
-    if values is None:
-        raise ConfigError(f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged")
+    path, values = folder / CONFIG_FILE, read_config_json(folder)
     found = values.get("model_type")
     if found == MODEL_TYPE:
         raise ConfigError(f"'{folder}' is a model of ours; moe_ffn.load_pretrained reads it")
@@ -173,96 +162,67 @@ def _validate(root: type[RootConfig], options: Mapping[str, Any], their: Theirs)
         raise ConfigError("\n".join(lines)) from error
 
 
-@dataclass(frozen=True)
-class _Files:
-    """The weights of a folder, by their names."""
-
-    folder: Path
-    slices: Mapping[str, Any]
-    """Lazy tensors of safetensors, of which a part can be read."""
-    whole: Mapping[str, Callable[[], Tensor]]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.slices[name].get_shape())
-
-    def dtype(self, name: str) -> torch.dtype:
-        found = self.slices[name].get_dtype()
-        if found not in _DTYPES:
-            raise ConfigError(
-                f"'{self.folder}' has {show(name)} as {found}, which is quantised; give weights in a "
-                "floating-point dtype"
-            )
-        return _DTYPES[found]
-
-
 @contextmanager
-def _open(folder: Path) -> Iterator[_Files]:
-    from safetensors import SafetensorError, safe_open
+def _open(folder: Path) -> Iterator[dict[str, Any]]:
+    """Open the weights of a folder: name -> lazy tensor of safetensors, of which a part can be read."""
+    from safetensors import safe_open
 
-    files = _Files(folder, {}, {})
-    path = folder
+    slices: dict[str, Any] = {}
     with ExitStack() as stack:
-        try:
-            for path, expected in weight_files(folder).items():
-                handle = stack.enter_context(safe_open(path, "pt"))
-                names = set(handle.keys())
-                if expected is not None and (missing := sorted(expected - names)):
-                    raise ConfigError(
-                        f"'{path}' lacks {show(missing[0])}, which {INDEX_FILE} says it has"
-                    )
-                slices = {name: handle.get_slice(name) for name in names}
-                whole = {name: partial(handle.get_tensor, name) for name in names}
-                files = _Files(folder, {**files.slices, **slices}, {**files.whole, **whole})
-            yield files
-        except (SafetensorError, OSError) as error:
-            why = reason(error) if isinstance(error, OSError) else first_line(error)
-            raise ConfigError(f"'{path}' cannot be read ({why}); copy it again") from error
+        for path in weight_files(folder):
+            stack.enter_context(naming_failures(path, "read", "copy it again"))
+            handle = stack.enter_context(safe_open(path, "pt"))
+            slices |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+        yield slices
 
 
 def _read(
-    files: _Files,
+    folder: Path,
     family: Family,
     their: Theirs,
     expected: Mapping[str, Tensor],
-    is_ours: Callable[[str], bool],
+    prefixes: tuple[str, ...] = ("",),
 ) -> dict[str, Tensor]:
     """Read a tensor for each of `expected`, whose values are ignored.
 
     Args:
-        is_ours: returns True for a name that must not be left over.
+        prefixes: beginnings of names that must not be left over.
     """
-    pieces = {
-        name: _held(layout_of(family, name)(value.shape, their), files)
-        for name, value in expected.items()
-    }
-    used = {piece.name for found in pieces.values() for piece in found}
-    given = {name for name in files.slices if not _is_known(name, their, files)}
-    further = sorted(name for name in given - used if is_ours(name))
-    for problem, names in (
-        ("lacks", sorted(used - given)),
-        (f"has what {family.model_type} lacks,", further),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    with _open(folder) as slices:
+        pieces = {
+            name: _held(layout_of(family, name)(value.shape, their), slices)
+            for name, value in expected.items()
+        }
+        shapes = {
+            piece.name: piece.part(expected[name]).shape
+            for name, found in pieces.items()
+            for piece in found
+        }
+        require_fitting(
+            folder,
+            family.model_type,
+            dict(sorted(shapes.items())),
+            {
+                name: tuple(slices[name].get_shape())
+                for name in sorted(slices)
+                if name in shapes
+                or (name.startswith(prefixes) and not _is_known(name, their, slices))
+            },
+        )
+        largest = pieces[max(expected, key=lambda name: expected[name].numel())][0].name
+        dtype = _DTYPES.get(stored := slices[largest].get_dtype())
+        if dtype is None:
             raise ConfigError(
-                f"'{files.folder}' {problem} {show(names[0])}{more}: its {CONFIG_FILE} is that of another "
-                "model"
+                f"'{folder}' has {show(largest)} as {stored}, which is quantised; give weights in a "
+                "floating-point dtype"
             )
-    for name, found in pieces.items():
-        for piece in found:
-            shape = tuple(piece.part(expected[name]).shape)
-            if files.shape(piece.name) != shape:
-                raise ConfigError(
-                    f"'{files.folder}' has {show(piece.name)} as {files.shape(piece.name)}, and its "
-                    f"{CONFIG_FILE} asks for {shape}"
-                )
-    largest = max(expected, key=lambda name: expected[name].numel())
-    dtype = files.dtype(pieces[largest][0].name)
-    return {
-        # A correction bias is float32 in every model.
-        name: _made(files, pieces[name], value, torch.float32 if name.endswith("_E") else dtype)
-        for name, value in expected.items()
-    }
+        return {
+            # A correction bias is float32 in every model.
+            name: _made(
+                slices, pieces[name], value, torch.float32 if name.endswith("_E") else dtype
+            )
+            for name, value in expected.items()
+        }
 
 
 def layout_of(family: Family, name: str) -> Callable[[torch.Size, Theirs], list[list[Piece]]]:
@@ -275,16 +235,16 @@ def layout_of(family: Family, name: str) -> Callable[[torch.Size, Theirs], list[
     return partial(family.names[inside], f"model.layers.{layer}.")
 
 
-def _held(ways: list[list[Piece]], files: _Files) -> list[Piece]:
+def _held(ways: list[list[Piece]], slices: Mapping[str, Any]) -> list[Piece]:
     """Return the pieces under which the files hold a tensor, or the first form if they hold none."""
-    return next((way for way in ways if any(p.name in files.slices for p in way)), ways[0])
+    return next((way for way in ways if any(p.name in slices for p in way)), ways[0])
 
 
-def _is_known(name: str, their: Theirs, files: _Files) -> bool:
+def _is_known(name: str, their: Theirs, slices: Mapping[str, Any]) -> bool:
     """Return whether transformers ignores a tensor as well."""
     if name == "lm_head.weight" and their.get("tie_word_embeddings"):
-        embedding = files.whole.get("model.embed_tokens.weight")
-        return embedding is not None and torch.equal(embedding(), files.whole[name]())
+        embedding = slices.get("model.embed_tokens.weight")
+        return embedding is not None and torch.equal(embedding[:], slices[name][:])
     if their.get("num_nextn_predict_layers"):  # modules that predict a second token
         prefix, _, rest = name.partition("model.layers.")
         number = rest.partition(".")[0]
@@ -293,14 +253,16 @@ def _is_known(name: str, their: Theirs, files: _Files) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _made(files: _Files, pieces: list[Piece], shape: Tensor, dtype: torch.dtype) -> Tensor:
+def _made(
+    slices: Mapping[str, Any], pieces: list[Piece], shape: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Assemble one of our tensors from their pieces, one expert at a time."""
     first = pieces[0]
     if len(pieces) == 1 and first.order is None and first.part is Piece.part:
-        return files.whole[first.name]().to(dtype)
+        return slices[first.name][...].to(dtype)
     ours = torch.empty(shape.shape, dtype=dtype)
     for piece in pieces:
-        into, given = piece.part(ours), files.slices[piece.name]
+        into, given = piece.part(ours), slices[piece.name]
         if into.ndim == 3:
             for expert, place in enumerate(into):
                 place.copy_(piece.to_ours(given[expert : expert + 1][0]))

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, command, expand_path, show
 from moe_ffn.config.option_tree import flatten, show_value
 from moe_ffn.config.trust import accepting_code
-from moe_ffn.config.yaml_files import flag_value, nest
+from moe_ffn.config.yaml_files import flag_value
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.files import kind_of
@@ -24,11 +23,11 @@ from moe_ffn.runs.folder import CONFIG_FILE, MODEL_FOLDER, is_run, of_library
 from moe_ffn.runs.reader import load_model
 from moe_ffn.weights.pretrained import (
     TOKENIZER_FILE,
+    distinct_tensors,
     is_model_folder,
     load_pretrained,
     load_tokenizer,
     no_tokenizer,
-    tied_names,
 )
 
 
@@ -57,15 +56,6 @@ class Source:
         if self.tokenizer is None:
             raise ConfigError(f"{self.option}: {no_tokenizer(self.folder)}")
         return FileTokenizerConfig(path=str(path))
-
-    def require_fitting(self, model: DecoderConfig) -> None:
-        """Raise ConfigError if a model has another width than these weights."""
-        width = self.decoder.config.d_model
-        if model.d_model != width:
-            raise ConfigError(
-                f"{self.option}: '{self.folder}' has model.d_model {width}, and this run {model.d_model}, so "
-                f"that no weight fits; give --model.d_model {width}, or another folder"
-            )
 
     def require_same_tokens(self, tokenizer: Tokenizer) -> None:
         """Raise ConfigError if a token id stands for other text in `tokenizer`."""
@@ -106,19 +96,17 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
         what = kind_of(path) or "not there"
         raise ConfigError(f"{option}: '{path}' is {what}; give the folder of a model or of a run")
     try:
-        if is_model_folder(path):
-            decoder = load_pretrained(path, trust_code=trust_code)
-            has_one = kind_of(path / TOKENIZER_FILE) is not None
-            return Source(option, path, decoder, load_tokenizer(path) if has_one else None, None)
-        if is_run(path):
-            with accepting_code(trust_code):
-                own = own_config(path / CONFIG_FILE)
-                if is_model_folder(path / MODEL_FOLDER):
-                    decoder = load_pretrained(path / MODEL_FOLDER, trust_code=trust_code)
-                    tokenizer = FileTokenizerConfig(path=str(path / TOKENIZER_FILE)).build(())
-                    return Source(option, path, decoder, tokenizer, own.data)
+        with accepting_code(trust_code):
+            data = own_config(path / CONFIG_FILE).data if is_run(path) else None
+            place = path if data is None else path / MODEL_FOLDER
+            if is_model_folder(place):
+                decoder = load_pretrained(place, trust_code=trust_code)
+                has_one = kind_of(place / TOKENIZER_FILE) is not None
+                tokenizer = load_tokenizer(place) if has_one else None
+                return Source(option, path, decoder, tokenizer, data)
+            if data is not None:
                 saved = load_model(path)
-            return Source(option, path, saved.decoder, saved.tokenizer, own.data)
+                return Source(option, path, saved.decoder, saved.tokenizer, data)
     except ConfigError as error:
         raise type(error)(f"{option}: {error}") from error
     fix = "give one that `moe_ffn.save_pretrained` or a training run has written"
@@ -139,12 +127,12 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
     Raises:
         ConfigError: a weight has the same name and another shape.
     """
-    found, wanted = source.decoder.state_dict(), decoder.state_dict()
-    tied = tied_names(decoder)
-    taken, wrong = _taken(source.decoder, decoder)
-    if wrong:
+    found, wanted = source.decoder.state_dict(), distinct_tensors(decoder)
+    other = tuple(_parts_of_another_type(source.decoder.config, decoder.config))
+    taken = {name: found[name] for name in wanted if name in found and not name.startswith(other)}
+    if wrong := [name for name, value in taken.items() if value.shape != wanted[name].shape]:
         name, more = wrong[0], f", and {len(wrong) - 1} more do not fit" if wrong[1:] else ""
-        differ = _options_that_fit(source.decoder, decoder)
+        differ = _changes_of_one_type(source.decoder, decoder)
         values = (
             f"{k} is {show_value(old)} there and {show_value(new)} here"
             for k, (old, new) in differ.items()
@@ -155,8 +143,8 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
             f"{source.option}: {name} is {tuple(found[name].shape)} in '{source.folder}' and "
             f"{tuple(wanted[name].shape)} in this model{more}{fix}"
         )
-    new = [name for name in wanted if name not in taken and name not in tied]
-    left = [name for name in found if name not in taken and name not in tied_names(source.decoder)]
+    new = [name for name in wanted if name not in taken]
+    left = [name for name in distinct_tensors(source.decoder) if name not in taken]
     lines = [
         f"{source.option}: of {len(taken) + len(new)} tensors {len(taken)} are those of {source.folder}, "
         f"{sum(value.numel() for value in taken.values()):,} numbers"
@@ -172,57 +160,19 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
     return taken, lines
 
 
-def _taken(source: Decoder, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights that two models share by name, and the names whose shapes differ."""
-    found, wanted = source.state_dict(), decoder.state_dict()
-    tied = tied_names(decoder)
-    anew = tuple(_parts_of_another_type(source.config, decoder.config))
-    taken = {
-        name: found[name]
-        for name in wanted
-        if name in found and name not in tied and not name.startswith(anew)
-    }
-    return taken, [name for name, value in taken.items() if value.shape != wanted[name].shape]
-
-
-def _options_that_fit(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
-    """Find the fewest options to take from the source so that shapes agree; values there and here.
-
-    The result is empty if no set of options is enough.
-    """
-    changes = _changes(source, decoder)
-    options = _flat_options(decoder)
-
-    def fits(keys: Iterable[str]) -> bool:
-        given = options | {key: changes[key][0] for key in keys}
-        root = nest((k, v) for k, v in given.items() if v is not None)
-        try:
-            model = DecoderConfig.model_validate(root["model"])
-            sizes = decoder.embedding.num_embeddings, root["data"]["seq_len"]
-            return not _taken(source, model.build_empty(*sizes))[1]
-        except (ConfigError, ValidationError):
-            return False
-
-    if not fits(changes):
-        return {}
-    kept = list(changes)
-    sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in changes)
-    for prefix in (
-        *sections,
-        *changes,
-    ):  # a whole section first: parts of it may not go without others
-        fewer = [key for key in kept if not f"{key}.".startswith(f"{prefix}.")]
-        if fits(fewer):
-            kept = fewer
-    return {key: changes[key] for key in kept}
-
-
 def _parts_of_another_type(before: DecoderConfig, now: DecoderConfig) -> Iterator[str]:
     """Yield the prefix of weight names of each part whose `type` differs."""
     old, new = before.layer_ffns(), now.layer_ffns()
     for layer, (ours, theirs) in enumerate(zip(old, new, strict=False)):
         yield from _of_another_type(ours.to_dict(), theirs.to_dict(), f"layers.{layer}.ffn.")
     yield from _of_another_type(before.positions.to_dict(), now.positions.to_dict(), "positions.")
+
+
+def _changes_of_one_type(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
+    """Return the options in which two models differ, without parts whose `type` differs."""
+    other = tuple(_of_another_type(source.config.to_dict(), decoder.config.to_dict(), ""))
+    other = tuple(f"model.{prefix}" for prefix in other)
+    return {k: v for k, v in _changes(source, decoder).items() if not k.startswith(other)}
 
 
 def _of_another_type(old: Any, new: Any, prefix: str) -> Iterator[str]:
@@ -246,27 +196,13 @@ def _flat_options(decoder: Decoder) -> dict[str, Any]:
     return flatten({"model": decoder.config.to_dict(), **sizes})
 
 
-_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
-
-
 def _by_layer(names: Iterable[str]) -> list[str]:
-    """Join the names of several layers, as in `layers.0-3.ffn.up.weight`."""
-    groups: dict[str, list[int]] = {}
+    """Join the names of several layers, as in `layers.0,1,2.ffn.up.weight`."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        match = _LAYER.fullmatch(name)
-        groups.setdefault(match[2] if match else name, []).extend([int(match[1])] if match else [])
-    return [f"layers.{_ranges(layers)}.{n}" if layers else n for n, layers in groups.items()]
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Format [0, 1, 2, 5] as `0-2,5`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        before, number, after = re.fullmatch(r"(layers\.)?(?(1)(\d+)|)(.*)", name).groups("")  # pyright: ignore[reportOptionalMemberAccess]
+        groups.setdefault((before, after), []).append(number)
+    return [before + ",".join(numbers) + after for (before, after), numbers in groups.items()]
 
 
 # -- how to start a run from a model folder

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -49,10 +49,6 @@ class InitialiserConfig(TaggedConfig, frozen=True):
         """
 
 
-InputHook = Callable[[Tensor, TokenContext], None]
-"""Function that receives the input of a feed-forward block: tokens and context."""
-
-
 def layer_blocks(decoder: Decoder) -> list[tuple[FFNConfig, FFNBlock]]:
     """Return (config, feed-forward block) of each layer."""
     blocks = [cast("Block", layer).ffn for layer in decoder.layers]
@@ -70,21 +66,16 @@ def build_block(config: FFNConfig, like: FFNBlock, d_model: int, generator: Gene
 
 
 @contextmanager
-def prefix_errors(option: str) -> Iterator[None]:
-    """Prefix the option that a ConfigError names with `option.`, as you type it."""
+def prefix_errors(prefix: str = "method.") -> Iterator[None]:
+    """Complete the option that a ConfigError names to what you type."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{option}.{error}") from error
+        raise ConfigError(f"{prefix}{error}") from error
 
 
-def with_blocks(
-    decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock]], option: str
-) -> Decoder:
+def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock]]) -> Decoder:
     """Return a copy of a decoder with other blocks in some layers.
-
-    Args:
-        option: option that messages begin with, such as `method`.
 
     Raises:
         ConfigError: the decoder rejects such a block.
@@ -98,10 +89,8 @@ def with_blocks(
         "ffn": last.to_dict(),
         "ffn_at": {str(i): c.to_dict() for i, c in enumerate(configs) if c != last},
     }
-    try:
+    with prefix_errors("method: "):
         config = validate(DecoderConfig, options)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from error
     replaced = {id(cast("Block", decoder.layers[i]).ffn): block for i, (_, block) in blocks.items()}
     made = copy.deepcopy(decoder, replaced)  # which takes these blocks in the place of copies
     made.config = config
@@ -109,66 +98,51 @@ def with_blocks(
 
 
 @torch.no_grad()
-def run_with_hook(decoder: Decoder, layer: int, ids_BS: Tensor, hook: InputHook) -> None:
-    """Run a decoder on a text, with a hook on the input of one layer's feed-forward block."""
+def block_inputs(
+    decoder: Decoder, layer: int, ids_BS: Tensor
+) -> Iterator[tuple[Tensor, TokenContext]]:
+    """Run a decoder on a text; yield the tokens and the context that one feed-forward block is given."""
+    inputs: list[tuple[Tensor, TokenContext]] = []
     ffn = cast("Block", decoder.layers[layer]).ffn
-    handle = ffn.register_forward_pre_hook(lambda _, inputs: hook(*inputs))
+    handle = ffn.register_forward_pre_hook(lambda _, given: inputs.append(given))
     try:
         for ids in ids_BS.split(_BATCH_SIZE):
             decoder(ids)
+            yield inputs.pop()
     finally:
         handle.remove()
 
 
-def with_num_experts(config: FFNConfig, num_experts: int, d_model: int) -> MoEConfig | None:
-    """Return the block with so many experts, each as wide as now; None where it is no mixture of experts.
-
-    Raises:
-        ValueError: its router cannot serve so few.
-    """
-    if not isinstance(config, MoEConfig):
-        return None
-    experts = config.experts.with_fixed_width(d_model, config.experts_per_token)
-    options = {**dict(config), "num_experts": num_experts, "experts": experts}
-    return type(config).model_validate(options)
-
-
-def resized_layers(
-    decoder: Decoder, num_experts: int, option: str
-) -> dict[int, tuple[FFNConfig, MoEFFN]]:
-    """Return (config with fewer experts, block) of each sparse layer of a decoder.
+def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNConfig, MoEFFN]]:
+    """Return (config with fewer experts, block) of each sparse layer; experts stay as wide as they are.
 
     Raises:
         ConfigError: no layer is sparse, one has fewer experts already, or a router cannot serve so few.
     """
     found: dict[int, tuple[FFNConfig, MoEFFN]] = {}
     for layer, (config, block) in enumerate(layer_blocks(decoder)):
-        stack = config.expert_stack
-        if stack is None:
+        if not isinstance(config, MoEConfig) or config.expert_stack is None:
             continue
+        experts = config.experts.with_fixed_width(decoder.config.d_model, config.experts_per_token)
+        options = {**dict(config), "num_experts": num_experts, "experts": experts}
         try:
-            smaller = with_num_experts(config, num_experts, decoder.config.d_model)
+            smaller = type(config).model_validate(options)
         except ValueError as error:
             why = str(error).split("Value error, ")[-1].split(" [type=")[0]
             raise ConfigError(
-                f"{option}.num_experts ({num_experts}), layer {layer}: {why}"
+                f"method.num_experts ({num_experts}), layer {layer}: {why}"
             ) from error
-        if smaller is None:
-            continue
-        if num_experts > stack.num_experts:
+        if num_experts > config.num_experts:
             raise ConfigError(
-                f"{option}.num_experts ({num_experts}) must not exceed the experts of layer {layer} "
-                f"({stack.num_experts}); give fewer"
+                f"method.num_experts ({num_experts}) must not exceed the experts of layer {layer} "
+                f"({config.num_experts}); give fewer"
             )
         found[layer] = smaller, cast("MoEFFN", block)
     if not found:
-        for layer, config in enumerate(decoder.config.layer_ffns()):
-            if config.routers():
-                raise ConfigError(
-                    f"{option}.type: layer {layer} is of type '{config.type}', whose experts cannot be made "
-                    "fewer; take a model whose blocks are of type 'moe'"
-                )
+        types = {ffn.type for ffn in decoder.config.layer_ffns() if ffn.routers()}
+        why = f", and experts of type {types.pop()!r} cannot be made fewer" if types else ""
         raise ConfigError(
-            f"{option}.type: no layer of this model has experts; use upcycle or carve first"
+            f"method.type: no layer of this model is of type 'moe'{why}; use upcycle or carve first, or take "
+            "another model"
         )
     return found

@@ -21,12 +21,11 @@ from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.networks import networks
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import TokenContext
 from moe_ffn.weights.initialiser import (
     InitialiserConfig,
+    block_inputs,
     build_block,
     resized_layers,
-    run_with_hook,
     with_blocks,
 )
 from moe_ffn.weights.prune import copy_experts
@@ -45,31 +44,24 @@ class MergeConfig(InitialiserConfig, frozen=True):
 
     needs_text: ClassVar[bool] = True
 
+    @torch.no_grad()
     def initialise(
         self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
     ) -> Decoder:
         (source,) = sources
         assert ids_BS is not None
         made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
-        layers = resized_layers(source, self.num_experts, "method")
-        for layer, (config, _) in layers.items():
+        for layer, (config, block) in resized_layers(source, self.num_experts).items():
             for info in config.routers().values():
                 if info.router.is_listed:
                     raise ConfigError(
                         f"method.type: merge compares the router's scores of all experts, but that of "
                         f"layer {layer}, of type '{info.router.type}', lists a few; take another model"
                     )
-        for layer, (config, block) in layers.items():
             counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
             products_EE = torch.zeros(block.num_experts, block.num_experts, dtype=torch.float64)
 
-            def hook(
-                x: Tensor,
-                context: TokenContext,
-                block: MoEFFN = block,
-                counts_E: Tensor = counts_E,
-                products_EE: Tensor = products_EE,
-            ) -> None:
+            for x, context in block_inputs(source, layer, ids_BS):
                 x_TD, flat = flatten_tokens(x, context)
                 routing = block.router(x_TD, flat)
                 logits_TE = routing.require("logits_TE", "merging experts").double()
@@ -78,13 +70,12 @@ class MergeConfig(InitialiserConfig, frozen=True):
                 ids_N = routing.expert_ids_N[routing.real_N]
                 counts_E.add_(count_pairs(ids_N[ids_N < block.num_experts], block.num_experts))
 
-            run_with_hook(source, layer, ids_BS, hook)
             groups = group_experts(counts_E, products_EE, self.num_experts)
             made[layer] = (
                 config,
                 merge_experts(block, config, source.config.d_model, groups, counts_E, generator),
             )
-        return with_blocks(source, made, "method")
+        return with_blocks(source, made)
 
 
 def group_experts(counts_E: Tensor, products_EE: Tensor, num_groups: int) -> list[list[int]]:
@@ -122,7 +113,7 @@ def merge_experts(
 
     Args:
         block: a routed Mixture of Experts.
-        config: of the new block, such as `with_num_experts` of the old one's.
+        config: config of the new block, with as many experts as there are groups.
         groups: experts; the first of each is the one that hidden units are aligned with.
         counts_E: by which the mean is weighted; equally in a group that was never chosen.
         generator: of weights that the others replace.

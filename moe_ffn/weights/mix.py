@@ -17,7 +17,7 @@ from moe_ffn.ffn.networks import networks
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.routing import RouterConfig, TopKRouterConfig
 from moe_ffn.weights.initialiser import InitialiserConfig, layer_blocks, prefix_errors, with_blocks
-from moe_ffn.weights.upcycle import experts_like, stack_networks
+from moe_ffn.weights.upcycle import experts_like, upcycle
 
 
 class MixConfig(InitialiserConfig, frozen=True):
@@ -53,13 +53,13 @@ class MixConfig(InitialiserConfig, frozen=True):
                 config, d_model, num_experts, self.granularity, self.router, layer
             )
             blocks = [of_source[layer][1] for of_source in layers]
-            with prefix_errors("method"):
-                made[layer] = target, stack_networks(blocks, target, d_model, generator)
+            with prefix_errors():
+                made[layer] = target, upcycle(blocks, target, d_model, generator)
         if not made:
             raise ConfigError(
                 "--source: no layer of these models has a dense or a gated block to mix"
             )
-        mixed = with_blocks(first, made, "method")
+        mixed = with_blocks(first, made)
         others = [dict(source.named_parameters()) for source in sources]
         with torch.no_grad():
             for name, parameter in mixed.named_parameters():

@@ -13,7 +13,7 @@ from typing import Any
 from moe_ffn.config.errors import ConfigError, show
 
 Options = Mapping[str, Any]
-"""Our options: dotted path -> value."""
+"""Options of ours: dotted path -> value."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ ACTIVATIONS = {
     "sigmoid": "glu",
     "linear": "bilinear",
 }
-"""Their activation of a gate -> the type of our gated block."""
+"""Activation of a gate of theirs -> the type of our gated block."""
 
 
 def gated(*ours: str) -> Part:

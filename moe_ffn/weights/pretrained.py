@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +27,6 @@ from moe_ffn.config.yaml_files import read_config
 from moe_ffn.data.tokenizer import Tokenizer, read_tokenizer
 from moe_ffn.files import (
     kind_of,
-    parse_object,
-    read_bytes,
     read_object,
     reason,
     replacing_folder,
@@ -101,8 +99,6 @@ def write_model_folder(
     Raises:
         ConfigError: as `save_pretrained`.
     """
-    from safetensors import SafetensorError
-
     folder = folder.absolute()
     config = PretrainedConfig(
         vocab_size=decoder.embedding.num_embeddings,
@@ -112,17 +108,25 @@ def write_model_folder(
     texts = {CONFIG_FILE: json.dumps(portable_options(config), indent=2) + "\n"}
     if tokenizer is not None and (definition := tokenizer.to_hugging_face()) is not None:
         texts[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False) + "\n"
-    try:
+    with naming_failures(folder, "written", "make room, or fix its permissions"):
         require_replaceable(folder)
         with replacing_folder(folder) as unfinished:
             for name, text in {**texts, **code_files(config)}.items():
                 write_file(unfinished, name, text)
-            _write_weights(unfinished, decoder, weights)
-    except (OSError, SafetensorError) as error:  # which is what it makes of a full disk
+            sizes = {name: value.nbytes for name, value in distinct_tensors(decoder).items()}
+            save_tensors(unfinished, sizes, weights.__getitem__)
+
+
+@contextmanager
+def naming_failures(path: Path, what: str, advice: str) -> Iterator[None]:
+    """Turn an error of a disk or of safetensors into a ConfigError that names the path."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         why = reason(error) if isinstance(error, OSError) else first_line(error)
-        raise ConfigError(
-            f"'{folder}' cannot be written ({why}); make room, or fix its permissions"
-        ) from error
+        raise ConfigError(f"'{path}' cannot be {what} ({why}); {advice}") from error
 
 
 def require_replaceable(folder: Path) -> bool:
@@ -146,31 +150,15 @@ def require_replaceable(folder: Path) -> bool:
 
 def entries_of(folder: Path) -> list[Path]:
     """List a folder, or raise ConfigError if it is not readable."""
-    try:
+    with naming_failures(folder, "read", "fix its permissions"):
         return list(folder.iterdir())
-    except OSError as error:
-        raise ConfigError(
-            f"'{folder}' cannot be read ({reason(error)}); fix its permissions"
-        ) from error
 
 
-def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
-    """Write every tensor once, under its first name."""
-    state = decoder.state_dict()
-    if kept := [name for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise ConfigError(
-            f"'{kept[0]}' of the model is no tensor, so that safetensors cannot hold it"
-        )
-    tied = tied_names(decoder)
-    sizes = {name: value.nbytes for name, value in state.items() if name not in tied}
-    save_tensors(folder, sizes, weights)
-
-
-def save_tensors(folder: Path, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str], Tensor]) -> None:
     """Write tensors of these sizes in bytes, with an index if they need several files.
 
     Args:
-        tensors: tensors by name; one file's worth is read at a time.
+        tensor: returns a tensor by its name; one file's worth is in memory at a time.
     """
     from safetensors.torch import save_file
 
@@ -184,7 +172,7 @@ def save_tensors(folder: Path, sizes: Mapping[str, int], tensors: Mapping[str, T
             places |= dict.fromkeys(names, file)
         # Of buffers that share memory each gets its own.
         found = {
-            name: tensors[name].detach().clone(memory_format=torch.contiguous_format)
+            name: tensor(name).detach().clone(memory_format=torch.contiguous_format)
             for name in names
         }
         save_file(found, folder / file, metadata={"format": "pt"})
@@ -211,14 +199,29 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     Raises:
         ConfigError: the folder is no model folder, is damaged, or has the weights of another model.
     """
+    from safetensors.torch import load_file
+
     folder = Path(folder)
     config = _read_config(folder, trust_code=trust_code)
-    weights = _read_weights(folder)
+    weights: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with naming_failures(path, "read", "copy it again"):
+            weights |= load_file(path)
     with _no_init_weights(), refusing_absurd_sizes(f"'{folder / CONFIG_FILE}'"):
         decoder = config.build()
-    _require_fitting(folder, weights, decoder, tied_names(decoder))
+    expected, found = (
+        {name: value.shape for name, value in tensors.items()}
+        for tensors in (distinct_tensors(decoder), weights)
+    )
+    require_fitting(folder, "this model", expected, found)
     assign_weights(decoder, weights)
     return decoder.eval()
+
+
+def distinct_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """Return the tensors that a folder holds, each once, under its first name."""
+    tied = tied_names(decoder)
+    return {name: value for name, value in decoder.state_dict().items() if name not in tied}
 
 
 def assign_weights(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
@@ -255,25 +258,25 @@ def no_tokenizer(folder: str | Path) -> ConfigError:
     )
 
 
-def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
-    path = folder / CONFIG_FILE
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """Read the `config.json` of a model of any library, or raise ConfigError."""
     if kind_of(folder) != "a folder":
         raise ConfigError(
             f"'{folder}' is {kind_of(folder) or 'not there'}; give the folder of a model"
         )
-    try:
-        found = parse_object(read_bytes(path))
-    except FileNotFoundError:
-        found = None
-    except OSError as error:
-        raise ConfigError(f"'{path}' cannot be read ({reason(error)})") from error
+    found = read_object(folder / CONFIG_FILE)
     if found is None:
         of_run = folder / MODEL_FOLDER
         hint = f"; that of this run is '{of_run}'" if kind_of(of_run) == "a folder" else ""
         raise ConfigError(
             f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged{hint}"
         )
-    if (kind := found.get("model_type")) != MODEL_TYPE:
+    return found
+
+
+def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
+    path = folder / CONFIG_FILE
+    if (kind := read_config_json(folder).get("model_type")) != MODEL_TYPE:
         raise ConfigError(
             f"'{path}': model_type is {show(kind)}, and only '{MODEL_TYPE}' is read here; "
             f"moe_ffn.weights.load_transformers reads models of transformers, and {command('convert')} makes "
@@ -283,28 +286,10 @@ def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
         return read_config(path, PretrainedConfig)
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read every tensor in the files."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    weights: dict[str, Tensor] = {}
-    for path, names in weight_files(folder).items():
-        try:
-            found = load_file(path)
-        except (SafetensorError, OSError) as error:
-            why = reason(error) if isinstance(error, OSError) else first_line(error)
-            raise ConfigError(f"'{path}' cannot be read ({why}); copy it again") from error
-        if names is not None and (missing := sorted(names - found.keys())):
-            raise ConfigError(f"'{path}' lacks {show(missing[0])}, which {INDEX_FILE} says it has")
-        weights |= found
-    return weights
-
-
-def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files, each with the names that the index lists for it, or None without an index."""
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files; ConfigError if one is missing, or there are only pickles."""
     if kind_of(folder / WEIGHTS_FILE) == "a file":
-        return {folder / WEIGHTS_FILE: None}
+        return [folder / WEIGHTS_FILE]
     index = read_object(folder / INDEX_FILE)
     places = index.get("weight_map") if index else None
     if places is None:
@@ -315,39 +300,43 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
             else ""
         )
         raise ConfigError(f"'{folder}' has neither {WEIGHTS_FILE} nor a whole {INDEX_FILE}{why}")
-    files: dict[Path, set[str] | None] = {}
-    for name, file in places.items() if isinstance(places, dict) else ():
+    files = dict.fromkeys(places.values()) if isinstance(places, dict) else {}
+    for file in files:
         if Path(str(file)).name != file:
             raise ConfigError(
-                f"'{folder / INDEX_FILE}' names {show(file)}, which is no file beside it"
+                f"'{folder / INDEX_FILE}' names {show(file)}, which is no file in this folder"
             )
         if kind_of(folder / file) != "a file":
             raise ConfigError(f"'{folder}' lacks '{file}', which {INDEX_FILE} names; copy it too")
-        names = files.setdefault(folder / file, set())
-        assert names is not None
-        names.add(name)
-    return files
+    return [folder / file for file in files]
 
 
-def _require_fitting(
-    folder: Path, weights: Mapping[str, Tensor], decoder: Decoder, tied: Mapping[str, str]
+def require_fitting(
+    folder: Path,
+    model: str,
+    expected: Mapping[str, Sequence[int]],
+    found: Mapping[str, Sequence[int]],
 ) -> None:
-    """Raise ConfigError if names or shapes differ from the decoder's."""
-    expected = {name: value for name, value in decoder.state_dict().items() if name not in tied}
+    """Raise ConfigError if the tensors of a folder have other names or shapes than a model's.
+
+    Args:
+        model: the model, in messages.
+        expected, found: shapes by name.
+    """
     for problem, names in (
-        ("lacks", [name for name in expected if name not in weights]),
-        ("has what this model lacks,", [name for name in weights if name not in expected]),
+        ("lacks", [name for name in expected if name not in found]),
+        (f"has what {model} lacks,", [name for name in found if name not in expected]),
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ConfigError(
                 f"'{folder}' {problem} {show(names[0])}{more}: its {CONFIG_FILE} is that of another model"
             )
-    for name, value in expected.items():
-        if weights[name].shape != value.shape:
+    for name, shape in expected.items():
+        if tuple(found[name]) != tuple(shape):
             raise ConfigError(
-                f"'{folder}' has {show(name)} as {tuple(weights[name].shape)}, and its {CONFIG_FILE} "
-                f"asks for {tuple(value.shape)}"
+                f"'{folder}' has {show(name)} as {tuple(found[name])}, and its {CONFIG_FILE} asks for "
+                f"{tuple(shape)}"
             )
 
 

@@ -6,7 +6,6 @@ T tokens, D model width, E experts, N pairs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
 import torch
@@ -19,12 +18,11 @@ from moe_ffn.ffn.base import FFNBlock, FFNConfig, flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.networks import networks
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import TokenContext
 from moe_ffn.weights.initialiser import (
     InitialiserConfig,
+    block_inputs,
     build_block,
     resized_layers,
-    run_with_hook,
     with_blocks,
 )
 from moe_ffn.weights.upcycle import run_expert
@@ -53,32 +51,29 @@ class PruneConfig(InitialiserConfig, frozen=True):
         (source,) = sources
         assert ids_BS is not None
         made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
-        for layer, (config, block) in resized_layers(source, self.num_experts, "method").items():
+        for layer, (config, block) in resized_layers(source, self.num_experts).items():
             if self.by == "random":
                 score_E = torch.rand(block.num_experts, generator=generator)
             else:
-                use = observe_use(source, layer, block, ids_BS)
-                score_E = use.reap_E if self.by == "reap" else use.counts_E
+                counts_E, reap_E = observe_use(source, layer, block, ids_BS)
+                score_E = reap_E if self.by == "reap" else counts_E
             kept = score_E.topk(self.num_experts).indices.sort().values
             made[layer] = (
                 config,
                 prune_experts(block, config, source.config.d_model, kept, generator),
             )
-        return with_blocks(source, made, "method")
+        return with_blocks(source, made)
 
 
-@dataclass(frozen=True)
-class ExpertUse:
-    """Statistics of the experts of a layer on a text."""
-
-    counts_E: Tensor
-    """int64, number of pairs that each expert computed."""
-    reap_E: Tensor
-    """float64, mean of g ||f|| over these pairs; 0 for an expert without pairs."""
-
-
-def observe_use(decoder: Decoder, layer: int, block: MoEFFN, ids_BS: Tensor) -> ExpertUse:
+@torch.no_grad()
+def observe_use(
+    decoder: Decoder, layer: int, block: MoEFFN, ids_BS: Tensor
+) -> tuple[Tensor, Tensor]:
     """Measure the experts of a layer on a text.
+
+    Returns:
+        the number of pairs that each expert computed, int64 (E,); and the mean of g ||f|| over these pairs,
+        float64 (E,), 0 for an expert without pairs.
 
     Raises:
         ConfigError: they are of a kind whose outputs cannot be asked for.
@@ -92,7 +87,7 @@ def observe_use(decoder: Decoder, layer: int, block: MoEFFN, ids_BS: Tensor) -> 
     counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
     norms_E = torch.zeros(block.num_experts, dtype=torch.float64)
 
-    def hook(x: Tensor, context: TokenContext) -> None:
+    for x, context in block_inputs(decoder, layer, ids_BS):
         x_TD, flat = flatten_tokens(x, context)
         routing = block.capacity.limit(block.router(x_TD, flat), training=False)
         for expert in range(block.num_experts):
@@ -104,8 +99,7 @@ def observe_use(decoder: Decoder, layer: int, block: MoEFFN, ids_BS: Tensor) -> 
             counts_E[expert] += len(pairs)
             norms_E[expert] += (routing.weights_N[pairs] * norm_N).sum()
 
-    run_with_hook(decoder, layer, ids_BS, hook)
-    return ExpertUse(counts_E, norms_E / counts_E.clamp(min=1))
+    return counts_E, norms_E / counts_E.clamp(min=1)
 
 
 @torch.no_grad()
@@ -120,7 +114,7 @@ def prune_experts(
 
     Args:
         block: a routed Mixture of Experts.
-        config: of the new block, `with_num_experts` of the old one's.
+        config: config of the new block, with fewer experts.
         kept: int64, the experts that stay, ascending; those without a network all stay.
         generator: of weights that the others replace.
     """

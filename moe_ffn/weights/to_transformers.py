@@ -1,4 +1,4 @@
-"""Our decoder as a folder that transformers reads, as the architecture whose routing is the same.
+"""Write our decoder as a folder that transformers reads, as the architecture with the same routing.
 
     moe_ffn.weights.export_transformers(decoder, "models/exported", tokenizer)
 
@@ -8,7 +8,7 @@ What has no equal there is found by reading again what would be written.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ffn.config.errors import ConfigError, first_line
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.experts.matrices import MatrixExpertsConfig
@@ -25,7 +25,7 @@ from moe_ffn.ffn.base import FFNConfig
 from moe_ffn.ffn.dense import HiddenWidthConfig
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.ffn.wrappers import JitteredConfig
-from moe_ffn.files import kind_of, reason, replacing_folder, write_file
+from moe_ffn.files import kind_of, replacing_folder, write_file
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.weights.families import FAMILIES, Family
 from moe_ffn.weights.from_transformers import config_of, layout_of
@@ -35,9 +35,10 @@ from moe_ffn.weights.pretrained import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     PretrainedConfig,
+    distinct_tensors,
     entries_of,
+    naming_failures,
     save_tensors,
-    tied_names,
 )
 
 
@@ -47,9 +48,9 @@ class Export:
 
     family: Family
     config: PretrainedConfig
-    """Our config, read back from the written options."""
+    """Config of ours, read back from the written options."""
     options: Mapping[str, Any]
-    """Their options, as they are written."""
+    """Options of theirs, as written."""
     notes: tuple[str, ...]
     """Remarks: reason for the architecture, parts left out or added, readers that differ."""
 
@@ -69,11 +70,9 @@ def export_transformers(
         ConfigError: an option has no equal there, and is named; or something is at `folder` already, or it
             cannot be written. Nothing is written then.
     """
-    from safetensors import SafetensorError
-
     folder = Path(folder).absolute()
     export = choose_architecture(decoder)
-    sizes, tensors = _their_tensors(decoder, export)
+    sizes, makers = _their_tensors(decoder, export)
     dtype = str(decoder.embedding.weight.dtype).removeprefix("torch.")
     end = None if tokenizer is None else tokenizer.end_of_document
     config = {
@@ -86,18 +85,13 @@ def export_transformers(
         "pad_token_id": None,
     }
     texts = {CONFIG_FILE: config, **_their_tokenizer(tokenizer, decoder.max_seq_len)}
-    try:
+    with naming_failures(folder, "written", "make room, or fix its permissions"):
         require_absent(folder)
         with replacing_folder(folder) as unfinished:
             for name, content in texts.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False)
                 write_file(unfinished, name, text + "\n")
-            save_tensors(unfinished, sizes, tensors)
-    except (OSError, SafetensorError) as error:
-        why = reason(error) if isinstance(error, OSError) else first_line(error)
-        raise ConfigError(
-            f"'{folder}' cannot be written ({why}); make room, or fix its permissions"
-        ) from error
+            save_tensors(unfinished, sizes, lambda name: makers[name]())
     return export
 
 
@@ -136,8 +130,12 @@ def choose_architecture(decoder: Decoder) -> Export:
             continue
         read, _ = options_of(config.model)
         if not (different := _differences(filled, read)):
-            notes = [f"{name} has {_said(found[0])}" for name, found in rejected.items()]
-            notes += _notes(family, ours, filled)
+            notes = [
+                f"{name} has {path}: {json.dumps(there)}, this model {json.dumps(value)}"
+                for name, [(path, value, there), *_] in rejected.items()
+            ]
+            if added := sorted(_path(path) for path in filled if ours.get(path) != filled[path]):
+                notes.append(f"zeros stand for what this model lacks: {', '.join(added)}")
             notes += [f"{path} acts in training alone and is left out" for path in left_out]
             return Export(family, config, values, tuple(notes))
         rejected[family.model_type] = different
@@ -239,62 +237,23 @@ def _path(path: str) -> str:
     return f"ffn{dot}{rest}" if kind in ("sparse", "dense") else path
 
 
-def _said(different: tuple[str, Any, Any]) -> str:
-    path, ours, theirs = different
-    return f"{path}: {json.dumps(theirs)}, this model {json.dumps(ours)}"
-
-
-def _notes(family: Family, ours: Options, filled: Options) -> list[str]:
-    notes: list[str] = []
-    if added := sorted(_path(path) for path in filled if ours.get(path) != filled[path]):
-        notes.append(f"zeros stand for what this model lacks: {', '.join(added)}")
-    renormalizes = family.llama_cpp_renormalizes
-    if renormalizes not in (None, ours.get("sparse.router.renormalize")):
-        does = "always divides" if renormalizes else "never divides"
-        notes.append(
-            f"llama.cpp {does} the weights of {family.model_type} by their sum, and would compute other "
-            "logits"
-        )
-    types = {ours.get(f"{kind}.type") for kind in ("sparse.experts", "dense")} - {None}
-    if types != {"swiglu"}:
-        notes.append("vLLM and llama.cpp compute SiLU gates alone")
-    return notes
-
-
-class _Lazy(Mapping[str, Tensor]):
-    """Their tensors, each made when it is asked for."""
-
-    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
-        self.makers = makers
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.makers[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.makers)
-
-    def __len__(self) -> int:
-        return len(self.makers)
-
-
-def _their_tensors(decoder: Decoder, export: Export) -> tuple[dict[str, int], Mapping[str, Tensor]]:
-    """The sizes of their tensors in bytes, and these; what ours lacks is zeros."""
+def _their_tensors(
+    decoder: Decoder, export: Export
+) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
+    """Return the sizes of their tensors in bytes, and functions that make them; ours lacks zeros."""
     config = export.config
     empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
-    tied = tied_names(empty)
     dtype = decoder.embedding.weight.dtype
     # A block with noise holds the one that is written.
     ours = {name.replace(".ffn.ffn.", ".ffn.", 1): t for name, t in decoder.state_dict().items()}
     sizes: dict[str, int] = {}
     makers: dict[str, Callable[[], Tensor]] = {}
-    for name, shape in empty.state_dict().items():
-        if name in tied:
-            continue
+    for name, shape in distinct_tensors(empty).items():
         found = ours[name] if name in ours else torch.zeros(shape.shape, dtype=dtype)
         for piece in layout_of(export.family, name)(shape.shape, export.theirs)[0]:
             sizes[piece.name] = piece.part(shape).numel() * found.element_size()
             makers[piece.name] = partial(_part, piece, found)
-    return sizes, _Lazy(makers)
+    return sizes, makers
 
 
 def _part(piece: Piece, ours: Tensor) -> Tensor:

@@ -96,10 +96,10 @@ class UpcycleConfig(InitialiserConfig, frozen=True):
                 self.router,
                 layer,
             )
-            with prefix_errors("method"):
-                block = upcycle(dense, target, source.config.d_model, generator, self.redraw)
+            with prefix_errors():
+                block = upcycle([dense], target, source.config.d_model, generator, self.redraw)
             made[layer] = target, block
-        return with_blocks(source, made, "method")
+        return with_blocks(source, made)
 
 
 def experts_like(
@@ -129,7 +129,7 @@ def experts_like(
         )
     options["d_ff"] //= granularity
     given = {"num_experts": num_experts, "router": router.to_dict(), "experts": options}
-    with prefix_errors("method"):
+    with prefix_errors():
         return validate(MoEConfig, given)
 
 
@@ -154,39 +154,28 @@ def as_experts(config: FFNConfig, d_model: int) -> ExpertsConfig | None:
 
 
 def upcycle(
-    dense: FFNBlock,
-    config: MoEConfig,
-    d_model: int,
-    generator: Generator,
-    redraw: float = 0.0,
-) -> FFNBlock:
-    """A layer of experts made of a dense block.
-
-    Where experts have 1 / G of its width, expert e is shard e % G of copy e // G, and the router's rows are
-    the same within a copy, so that its k experts are whole copies. `down` is multiplied by G / t, t the sum
-    of a token's weights: the result is the dense block where t is the same for all tokens, and nothing is
-    dropped or drawn anew. Elsewhere t is the mean over tokens of N(0, 1).
-
-    Args:
-        dense: a dense or a gated block.
-        config: of the layer; its experts are of the activation and biases of the block.
-        generator: of the router's weights, and of what is drawn anew.
-        redraw: the share of hidden units of each expert that are drawn anew.
-
-    Raises:
-        ConfigError: the experts are of another kind or size than shards of this block.
-    """
-    return stack_networks([dense], config, d_model, generator, redraw)
-
-
-def stack_networks(
     blocks: Sequence[FFNBlock],
     config: MoEConfig,
     d_model: int,
     generator: Generator,
     redraw: float = 0.0,
 ) -> FFNBlock:
-    """`upcycle` of several dense blocks in turn: copy c is one of block c % their number."""
+    """Return a layer of experts made of dense blocks: copy c is one of block c % their number.
+
+    Where experts have 1 / G of a block's width, expert e is shard e % G of copy e // G, and the router's rows
+    are the same within a copy, so that its k experts are whole copies. `down` is multiplied by G / t, t the
+    sum of a token's weights: the result of one block is that block where t is the same for all tokens, and
+    nothing is dropped or redrawn. Elsewhere t is the mean over tokens of N(0, 1).
+
+    Args:
+        blocks: dense or gated blocks of one config.
+        config: config of the layer; its experts have the activation and biases of the blocks.
+        generator: source of the router's weights, and of redrawn units.
+        redraw: share of hidden units of each expert that are drawn again.
+
+    Raises:
+        ConfigError: the experts are of another kind or size than shards of these blocks.
+    """
     made = build_block(config, blocks[0], d_model, generator)
     found, into = [networks(block) for block in blocks], networks(made)
     if into is None or config.shared_expert is not None or config.zero_computation.total:

@@ -104,38 +104,6 @@ def test_a_run_begins_with_what_was_converted_by_the_printed_command(tmp_path: P
     assert " (was " not in done.stdout.replace("data.seq_len is 16 (was 48)", "")
 
 
-def test_a_folder_that_is_no_model_is_not_replaced(tmp_path: Path) -> None:
-    save("llama", tmp_path / "theirs")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/notes.txt").write_text("")
-    done = convert(tmp_path / "theirs", tmp_path / "mine")
-    assert (done.code, done.stdout) == (2, "")
-    assert "has 'notes.txt', which is no part of a model of ours and would be lost" in done.stderr
-
-
-@pytest.mark.parametrize("which", ["theirs", "ours"])
-def test_a_target_that_cannot_be_read_is_a_sentence(
-    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    target.mkdir()
-    source.mkdir()
-    kind = "moe_ffn" if which == "ours" else "llama"
-    (source / "config.json").write_text(f'{{"model_type": "{kind}"}}')
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "iterdir", _refused)
-        done = convert(source, target)
-    assert done.code == 2
-    assert (
-        done.stderr
-        == f"error: '{target}' cannot be read (Permission denied); fix its permissions\n"
-    )
-
-
-def _refused(path: Path) -> None:
-    raise PermissionError(13, "Permission denied")
-
-
 @pytest.mark.parametrize("which", ["theirs", "ours"])
 def test_what_is_refused_is_one_line_and_nothing_is_written(which: str, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"

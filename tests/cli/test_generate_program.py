@@ -74,12 +74,6 @@ def test_the_trace_has_the_experts_of_every_token(dropless_run: Path, length: in
         assert re.findall(r"(\d) [.\d]+ ", row.split(token.token, 1)[1])[: len(experts)] == experts
 
 
-def test_a_trace_of_a_model_with_a_capacity(moe_run: Any) -> None:
-    """Every new token is routed with all before it, which a cache would not do."""
-    argv = (moe_run.folder, "--prompt", "a mat ", "--num-tokens", 4, "--temperature", 0)
-    assert len(rows_of(program(*argv, "--trace").stdout)) == 10
-
-
 REFUSED = {
     "a long prompt": (
         ("--prompt", "a" * 17),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ffn import load_pretrained
-from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, MODEL_FOLDER
+from moe_ffn.runs.folder import MODEL_FOLDER
 from moe_ffn.weights.pretrained import TOKENIZER_FILE
 from tests.helpers import theirs
 from tests.helpers.hub import to_snapshot
@@ -64,16 +64,6 @@ def test_a_link_to_a_run(run: Path, tmp_path: Path, has_model: bool) -> None:
     ):
         done = run_here(*argv, program=f"moe_ffn.cli.{program}")
         assert done.code == 0, (program, done.stderr)
-
-
-def test_a_run_without_its_best_checkpoint_says_which_one_is_used(run: Path) -> None:
-    (run / CHECKPOINTS_FOLDER / "best.ckpt").unlink()
-
-    for program, *argv in (("evaluate", str(run)), ("generate", str(run), "--prompt", "a")):
-        done = run_here(*argv, program=f"moe_ffn.cli.{program}")
-        assert done.code == 0, done.stderr
-        said = f"{run / CHECKPOINTS_FOLDER}: there is no best.ckpt; taking step_00000012.ckpt"
-        assert said in done.own_lines, done.stderr
 
 
 def test_a_damaged_model_inside_a_run_is_named(run: Path) -> None:

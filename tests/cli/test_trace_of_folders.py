@@ -127,10 +127,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         without("tokenizer.json"),
         "has no tokenizer.json, so text cannot become tokens; put one there",
     ),
-    "unknown": (with_config(model_type="mixtrol"), "model_type is 'mixtrol', which transformers"),
+    "unknown": (with_config(model_type="mixtrol"), "`mixtrol` but Transformers does not recognize"),
     "truncated": (truncated, "cannot be read as a language model of type 'qwen3_moe' ("),
     "deeper": (with_config(num_hidden_layers=4), "lacks 'model.layers.3"),
-    "dense": (dense, "LlamaForCausalLM: it has no experts, and no block of ours; give a sparse"),
+    "dense": (dense, "LlamaForCausalLM: it has no block of ours, and no experts"),
     "small": (with_config(max_position_embeddings=2), "--text: has 3 tokens, but"),
 }
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,18 +82,9 @@ def test_rows_are_documents_named_by_their_index(
     assert {document.split for document in read_back} == {None}
 
 
-def test_the_lines_of_a_text_file_are_documents(tmp_path: Path) -> None:
-    (tmp_path / "lines.txt").write_text("one\n\nzwölf\n", encoding="utf-8")
-    assert [content(document) for document in read(tmp_path / "lines.txt")] == ["one", "", "zwölf"]
-
-
 def test_a_missing_text_is_an_empty_document(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": null}\n{"text": "x"}\n')
     assert [content(document) for document in read(tmp_path / "rows.jsonl")] == ["", "x"]
-
-
-def test_a_part_of_a_split_is_read_alone(tmp_path: Path) -> None:
-    assert len(read(as_json(tmp_path), split="train[:50%]")) == 2
 
 
 def test_the_text_may_stand_in_another_column(tmp_path: Path) -> None:
@@ -111,7 +101,7 @@ def test_a_validation_split_follows_the_training_split(tmp_path: Path) -> None:
 
 def test_prepare_keeps_the_given_splits(tmp_path: Path) -> None:
     corpus = HFDatasetConfig(path=str(as_saved_splits(tmp_path)), validation_split="test")
-    data = prepare(DataConfig(corpus=corpus, seq_len=4, cache_dir=str(tmp_path)), progress=False)
+    data = prepare(DataConfig(corpus=corpus, seq_len=4, cache_dir=str(tmp_path)))
     assert data.train_size.num_documents == 3  # the empty row is none
     assert data.tokenizer.decode(data.validation[:]) == "t0t1t2"
 
@@ -168,27 +158,6 @@ def test_an_unknown_kind_of_file_is_refused(tmp_path: Path) -> None:
     message = r"data\.corpus\.path: '.*rows\.xml' must end in one of \.json, .*; for other text"
     with pytest.raises(ConfigError, match=message):
         read(tmp_path / "rows.xml")
-
-
-def test_neither_a_path_nor_a_name_is_refused(tmp_path: Path) -> None:
-    message = r"data\.corpus\.path: './rows\.json' is neither a local path nor a name on the"
-    with pytest.raises(ConfigError, match=message):
-        read("./rows.json")
-
-
-def test_a_missing_network_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: object, **__: object) -> None:
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
-    message = (
-        r"data\.corpus\.path: 'someone/stories' is not a local path, and the Hugging Face hub cannot "
-        "be reached; connect, set HF_HUB_OFFLINE=1 to use an earlier download, or give a local path"
-    )
-    started = time.monotonic()
-    with pytest.raises(ConfigError, match=message):
-        read("someone/stories")
-    assert time.monotonic() - started < 5
 
 
 def test_staying_offline_without_an_earlier_download_is_refused(

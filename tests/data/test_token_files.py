@@ -70,7 +70,7 @@ def test_a_slice_opens_the_files_that_it_lies_in_alone(folder: Path) -> None:
 
 
 def test_the_end_of_the_row_is_validated_on(folder: Path) -> None:
-    data = prepare(config_of(folder, validation_percent=10), progress=False)
+    data = prepare(config_of(folder, validation_percent=10))
     assert (len(data.train), len(data.validation)) == (900, 100)
     assert np.array_equal(data.train[:], IDS[:900])
     assert np.array_equal(data.validation[:], IDS[900:])
@@ -78,13 +78,13 @@ def test_the_end_of_the_row_is_validated_on(folder: Path) -> None:
 
 def test_files_of_their_own_are_validated_on(folder: Path) -> None:
     corpus = {"train": [f"{folder}/a.bin", f"{folder}/b.npy"], "validation": f"{folder}/c.bin"}
-    data = prepare(config_of(folder, corpus=corpus), progress=False)
+    data = prepare(config_of(folder, corpus=corpus))
     assert (len(data.train), len(data.validation)) == (301, 699)
 
 
 def test_files_are_known_by_blocks_of_them(folder: Path) -> None:
     def read() -> PreparedData:
-        return prepare(config_of(folder), progress=False)
+        return prepare(config_of(folder))
 
     before = read()
     assert changed(before.documents, read().documents) is None
@@ -95,7 +95,7 @@ def test_files_are_known_by_blocks_of_them(folder: Path) -> None:
 
 
 def digest_of(folder: Path, **changes: Any) -> str:
-    return prepare(config_of(folder, **changes), progress=False).corpus_sha256
+    return prepare(config_of(folder, **changes)).corpus_sha256
 
 
 def test_a_large_file_is_known_by_its_size_type_and_ends(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_validation_files_and_the_cut_are_part_of_what_a_corpus_is(folder: Path)
 def test_ids_of_a_given_type_are_read_from_a_file_of_any_name(tmp_path: Path) -> None:
     path = tmp_path / "tokens.dat"
     IDS.astype(np.uint32).tofile(path)
-    data = prepare(config_of(path, corpus={"dtype": "uint32"}), progress=False)
+    data = prepare(config_of(path, corpus={"dtype": "uint32"}))
     assert np.array_equal(data.train[:], IDS[:950])
 
 
@@ -145,7 +145,7 @@ def test_a_tokenizer_of_another_program_or_run_is_read(tmp_path: Path) -> None:
 
 def refusal(config: DataConfig) -> str:
     with pytest.raises(ConfigError) as raised:
-        prepare(config, progress=False)
+        prepare(config)
     return str(raised.value)
 
 
@@ -200,7 +200,7 @@ def test_ten_billion_tokens_are_begun_at_once_in_little_memory(tmp_path: Path) -
             file.truncate(2_000_000_000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
-    data = prepare(config_of(tmp_path, seq_len=255), progress=False)
+    data = prepare(config_of(tmp_path, seq_len=255))
     train = TrainBatches(data.train, seq_len=255, batch_size=64, seed=0)
     last = train.windows_per_epoch // 64
     for index in (0, 1, last, last + 1):  # the last one ends an epoch and begins another

@@ -25,7 +25,7 @@ Do = Callable[[Path], object]
 def expected() -> tuple[TrainConfig, PreparedData, LanguageModel]:
     """What the run has to agree in with a checkpoint."""
     config = read_config(trained() / CONFIG_FILE, TrainConfig)
-    data = prepare(config.data, progress=False)
+    data = prepare(config.data)
     return config, data, build_module(config, data)
 
 

@@ -50,7 +50,7 @@ def fit(
     Args:
         weights: what the decoder begins with in the place of what is drawn.
     """
-    data = prepare(config.data, progress=False)
+    data = prepare(config.data)
     torch.manual_seed(config.seed)
     module = build_module(config, data, layout)
     module.start_from(weights or {})

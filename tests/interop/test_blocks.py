@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -81,21 +80,6 @@ def test_every_class_that_holds_experts_has_a_row() -> None:
     assert holders - rows == {*NO_ROW}
 
 
-def test_a_model_with_a_second_sparse_block_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "models" / "new"
-    folder.mkdir(parents=True)
-    (folder / "modeling_new.py").write_text(
-        "class NewExperts(nn.Module):\n    pass\n\n\n"
-        "class NewText(nn.Module):\n    def __init__(self):\n        self.experts = NewExperts()\n\n\n"
-        "class NewVision(nn.Module):\n    def __init__(self):\n        self.experts = NewExperts()\n"
-    )
-    spec = ModuleSpec("transformers", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setitem(globals(), "find_spec", lambda _: spec)
-    assert sparse_models() == {"new": ["NewText", "NewVision"]}
-
-
 def test_at_least_95_percent_of_the_models_are_exact() -> None:
     all_models = {model.split()[0] for model in BLOCKS}
     missing = {model for model, entry in BLOCKS.items() if isinstance(entry, str)}
@@ -111,7 +95,7 @@ def test_at_least_95_percent_of_the_models_are_exact() -> None:
 def test_output_and_every_gradient_are_theirs(model: str, training: bool) -> None:
     errors = compare(model, training=training)
 
-    assert errors.largest < 3e-6, errors
+    assert max(errors.values()) < 3e-6, errors
 
 
 OTHER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -149,7 +133,7 @@ def test_other_options_of_theirs_are_read_too(
     monkeypatch.setattr(models, "BLOCKS", {model: changed})
     for training in (False, True) if model in TRAINED else (False,):
         errors = compare(model, training=training)
-        assert errors.largest < 3e-6, errors
+        assert max(errors.values()) < 3e-6, errors
 
 
 class Changed:
@@ -185,29 +169,6 @@ def test_what_no_row_computes_is_refused(model: str, option: str, values: tuple[
     )
 
 
-def test_phimoe_chooses_two_experts_whatever_its_config_says() -> None:
-    """`sparsemixer` of transformers takes `top_k` and ignores it."""
-    entry = COMPARED["phimoe"]
-    config = config_of("phimoe", entry, SMALL | dict(entry.small))
-    with pytest.raises(
-        ConfigError, match="num_experts_per_tok is 3, which our model does not compute"
-    ):
-        block_config("phimoe", Changed(config, {"num_experts_per_tok": 3}))
-
-
-WORDS = [
-    ("beam", "hidden_act", "hidden_act is 'quick_gelu', which our model does not compute; served "),
-    ("inkling2", "scoring_func", "scoring_func is 'quick_gelu', which our model does not compute"),
-]
-
-
-@pytest.mark.parametrize(("model", "option", "message"), WORDS, ids=[m for m, _, _ in WORDS])
-def test_a_word_of_theirs_that_ours_lacks_is_refused(model: str, option: str, message: str) -> None:
-    _, config = their_block(model)
-    with pytest.raises(ConfigError, match=message):
-        block_config(model, Changed(config, {option: "quick_gelu"}))
-
-
 @pytest.mark.parametrize("model", [model for model in COMPARED if model not in TRAINED])
 def test_a_block_that_is_compared_in_evaluation_alone_is_the_same_in_training(model: str) -> None:
     theirs, config = their_block(model)
@@ -227,7 +188,7 @@ def test_the_config_that_the_page_shows_can_be_built(model: str) -> None:
 
 
 def test_the_page_is_what_the_command_writes() -> None:
-    zero = models.Errors(0.0, {"x": 0.0})
+    zero = {"output": 0.0, "x": 0.0}
     numbers = re.compile(r"(?<=\| )\d+e[+-]\d+(?= \|)")
     written = numbers.sub("", models.page(dict.fromkeys(COMPARED, zero)))
 
@@ -235,88 +196,6 @@ def test_the_page_is_what_the_command_writes() -> None:
 
     assert numbers.sub("", found) == written, "python -m experiments.models"
     assert max(map(float, numbers.findall(found))) <= 3e-6
-
-
-# -- where theirs is wrong
-
-
-def test_nllb_in_transformers_computes_with_the_first_two_experts_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(models, "PAPERS", {})
-    assert compare("nllb_moe").output > 0.1
-    theirs, _ = their_block("nllb_moe")
-    theirs(torch.randn(2, 6, 16)).sum().backward()
-    used = [p.grad is not None for n, p in theirs.experts.named_parameters() if "fc1.weight" in n]
-    assert used == [True, True, False, False, False, False]
-
-
-def test_doge_in_transformers_sends_tokens_to_the_experts_of_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(models, "PAPERS", {})
-    assert compare("doge").output > 0.01
-    theirs, _ = their_block("doge")
-    x_BSD = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(0))
-    changed_BSD = x_BSD.clone()
-    changed_BSD[:, -1] += 1
-    assert not torch.equal(theirs(x_BSD)[0][:, :-1], theirs(changed_BSD)[0][:, :-1])
-
-
-def test_switch_in_transformers_lets_its_jitter_reach_the_experts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    published = {"switch_transformers": COMPARED["switch_transformers"].but(in_training={})}
-    monkeypatch.setattr(models, "BLOCKS", published)
-    assert compare("switch_transformers", training=True).output > 1e-3
-
-    def paper(block: Any, x_BSD: torch.Tensor) -> torch.Tensor:
-        chosen_BSE, weights_BS1, _ = block.router(x_BSD * 1)  # which it changes
-        chosen_T1E = chosen_BSE.flatten(0, 1)[:, None]
-        y_TD = block.experts(x_BSD.flatten(0, 1), chosen_T1E, weights_BS1.flatten(0, 1))
-        return y_TD.view_as(x_BSD)
-
-    monkeypatch.setitem(models.PAPERS, "switch_transformers", paper)
-    assert compare("switch_transformers", training=True).largest < 3e-6
-
-
-def test_phimoe_in_transformers_adds_its_noise_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    noisy = COMPARED["phimoe"].but(small={"input_jitter_noise": 0.1, "router_jitter_noise": 0.3})
-    monkeypatch.setattr(models, "BLOCKS", {"phimoe": noisy})
-    assert compare("phimoe", training=True).output > 1e-3
-
-    def published(block: Any, x_BSD: torch.Tensor) -> torch.Tensor:
-        block.router.input_jitter_noise = 0.0
-        return block(x_BSD)
-
-    monkeypatch.setitem(models.PAPERS, "phimoe", published)
-    assert compare("phimoe", training=True).largest < 3e-6
-
-
-def test_axk2_in_transformers_leaves_its_groups_where_scores_are_negative() -> None:
-    theirs, config = their_block("axk2")
-    theirs.gate.e_score_correction_bias.fill_(-2.0)
-    ours: Any = convert_block("axk2", theirs, config)
-    x_BSD = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
-
-    def num_groups(ids_TK: torch.Tensor) -> int:
-        """The most groups of a token; two experts are in one."""
-        return max(len(set(row)) for row in (ids_TK // 2).tolist())
-
-    _, _, ids_TK = theirs.gate(x_BSD)
-    allowed = _groups_kept(theirs, x_BSD)
-    assert not allowed.gather(1, ids_TK).all(), "theirs go to experts of other groups"
-    ours_TK = ours(x_BSD).routing.expert_ids_N.view(-1, 2)
-    assert allowed.gather(1, ours_TK).all()
-
-
-def _groups_kept(block: Any, x_BSD: torch.Tensor) -> torch.Tensor:
-    """bool (T, E), by the paper: the two groups of highest sums of score + bias, each of two experts."""
-    gate = block.gate
-    ranking_TE = (x_BSD.flatten(0, 1) @ gate.weight.T).sigmoid() + gate.e_score_correction_bias
-    sums_TG = ranking_TE.view(len(ranking_TE), 3, 2).sum(dim=-1)
-    lowest_T1 = sums_TG.topk(2, dim=-1).values[:, -1:]
-    return (sums_TG >= lowest_T1).repeat_interleave(2, dim=1)
 
 
 # -- blocks of live models
@@ -381,10 +260,6 @@ def without_sizes(options: Any) -> Any:
     if not isinstance(options, dict):
         return options
     return {key: without_sizes(value) for key, value in options.items() if key not in SIZES}
-
-
-def test_there_is_a_small_config_of_twelve_models() -> None:
-    assert len(SMALL_CONFIGS) == 12
 
 
 @pytest.mark.parametrize("path", SMALL_CONFIGS, ids=[path.stem for path in SMALL_CONFIGS])

@@ -139,7 +139,7 @@ def test_what_cannot_be_asked_is_said(decoder: Decoder, tmp_path: Path) -> None:
     (tmp_path / "lost.yaml").write_text(
         "task: lost\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"
     )
-    with pytest.raises(ConfigError, match=r"--tasks: lm-eval cannot load them: .*nowhere\.jsonl"):
+    with pytest.raises(ConfigError, match=r"--tasks: lm-eval cannot run them: .*nowhere\.jsonl"):
         evaluate_tasks(model, [str(tmp_path)])
     masked = decoder.config.model_copy(update={"causal": False}).build(257, LENGTH)
     with pytest.raises(ConfigError, match=r"model\.causal is false: the model guesses masked"):

@@ -164,19 +164,10 @@ def test_metrics_and_alarms_read_it() -> None:
     assert kinds == {("collapse", "layer_01")}
 
 
-@pytest.mark.parametrize(
-    ("family", "why"),
-    [
-        ("llama", "LlamaForCausalLM: it has no experts, and no block of ours"),
-        (
-            "llama4_text",
-            "Llama4ForCausalLM: its experts are not given ids and weights, as those of",
-        ),
-        ("jetmoe", "JetMoeForCausalLM: its experts are not given ids and weights, as those of"),
-    ],
-)
-def test_a_model_whose_routing_cannot_be_seen_is_named(family: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why), watch(model_of(family, {})):
+@pytest.mark.parametrize("family", ["llama", "llama4_text", "jetmoe"])
+def test_a_model_whose_routing_cannot_be_seen_is_named(family: str) -> None:
+    message = r"in \w+ForCausalLM: it has no block of ours, and no experts that are given ids"
+    with pytest.raises(ConfigError, match=message), watch(model_of(family, {})):
         pass
 
 

@@ -87,7 +87,7 @@ def test_experts_that_are_copies_compute_what_was_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "llama-bf16"])
 def test_experts_that_change_what_was_there_are_said_to(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A token's softmax weights sum to less than 1 without `renormalize`, differently for each token."""
     family, options, _ = DENSE[name]
@@ -96,11 +96,12 @@ def test_experts_that_change_what_was_there_are_said_to(
 
     swap_ffn(model, [0, 1], {**MOE, "router": {"type": "top_k", "k": 2}})
 
+    (message,) = caplog.messages
     said = re.fullmatch(
         r"swap_ffn: the experts of layer 0, 1 are copies of the FFN, but change its output by up to (.*) of "
         r"its largest value; set config\.router\.renormalize: true to keep it, or train the model before you "
-        r"use it\n",
-        capsys.readouterr().err,
+        r"use it",
+        message,
     )
     assert said is not None
     assert float(said[1]) > 0.001
@@ -120,13 +121,12 @@ def test_experts_that_change_what_was_there_are_said_to(
     ids=["one expert", "dropped pairs", "the same"],
 )
 def test_the_advice_names_the_option_that_keeps_the_output(
-    options: dict[str, Any], advice: str, capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any], advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     swap_ffn(model_of("llama"), [1], MOE | options)
 
-    said = capsys.readouterr().err
-    assert ("swap_ffn: the experts of layer 1 are" in said) == bool(advice)
-    assert said.removesuffix("\n").endswith(advice)
+    assert len(caplog.messages) == bool(advice)
+    assert all(message.endswith(advice) for message in caplog.messages)
 
 
 def test_a_swapped_model_generates_and_trains() -> None:
@@ -146,30 +146,11 @@ def test_the_dropout_of_gpt2_stays_and_the_mode_too() -> None:
     model = model_of("gpt2", **GPT2, resid_pdrop=0.5).train()
     swap_ffn(model, [0], "dense")
     swapped = model.transformer.h[0].mlp
-    assert not any(m.training for m in _in_evaluation().modules())
 
     assert swapped.training
     assert swapped.block.training
     share = (swapped(torch.randn(1, 200, 32)) == 0).float().mean()
     assert 0.4 < share < 0.6
-
-
-def _in_evaluation() -> Any:
-    model = model_of("gpt2", **GPT2)
-    swap_ffn(model, [0], "dense")
-    return model
-
-
-def test_the_same_seed_gives_the_same_router() -> None:
-    models = [model_of("llama") for _ in range(3)]
-    for model, seed in zip(models, (1, 1, 2), strict=True):
-        torch.manual_seed(seed)
-        swap_ffn(model, [0], MOE)
-    first, same, other = (
-        model.model.layers[0].mlp.block.router.projection.weight for model in models
-    )
-    assert torch.equal(first, same)
-    assert not torch.equal(first, other)
 
 
 def test_any_other_block_begins_with_weights_of_its_own() -> None:
@@ -182,8 +163,7 @@ def test_any_other_block_begins_with_weights_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("family", "layers", "config", "sentence"),
     [
-        ("llama", [0, 2], "swiglu", "^swap_ffn: LlamaForCausalLM has no layer 2: it has 2 layers, numbered"),
-        ("gpt2", [-1], "dense", "^swap_ffn: GPT2LMHeadModel has no layer -1: it has 2 layers, numbered"),
+        ("llama", [0, 2], "swiglu", "^swap_ffn: layer 2 of LlamaForCausalLM .*; there is one in 0, 1$"),
         ("qwen2_moe", [0], "swiglu", "layer 0 of Qwen2MoeForCausalLM has no dense FFN of gate_proj, "
          "up_proj, down_proj, nor of c_fc, c_proj; there is one in no layer"),
         ("llama", [0], "geglu", "config.type is 'geglu', but the FFN of layer 0 has 'swiglu'"),

@@ -119,14 +119,6 @@ def test_what_is_none_of_our_experts_is_named() -> None:
     )
 
 
-def test_a_norm_after_each_expert_is_named() -> None:
-    class NormedExperts(nn.Module):
-        has_post_expert_norm = True
-
-    with pytest.raises(NotImplementedError, match="NormedExperts, which has a norm after each"):
-        weights_of(NormedExperts())
-
-
 def test_rows_of_gate_and_up_that_take_turns_are_not_copied() -> None:
     experts = next(m for m in model_of("gpt_oss", {}).modules() if hasattr(m, "is_transposed"))
     weights = weights_of(experts)

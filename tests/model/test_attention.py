@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -16,7 +15,6 @@ from moe_ffn.model.attention import (
     AttentionConfig,
     LatentAttention,
     SelfAttention,
-    attention_mask,
 )
 from moe_ffn.model.norm import LayerNormConfig, NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Positions, RotaryConfig
@@ -81,27 +79,6 @@ def test_attention_equals_the_loops(
     torch.testing.assert_close(module(x, positions, mask), wanted, rtol=0, atol=1e-12)
 
 
-def test_grouped_heads_equal_full_attention_with_repeated_heads() -> None:
-    grouped, full = attention(num_heads=4, num_kv_heads=2), attention(1, num_heads=4)
-    with torch.no_grad():
-        for name in ("query", "output"):
-            getattr(full, name).weight.copy_(getattr(grouped, name).weight)
-        for name in ("key", "value"):
-            heads = getattr(grouped, name).weight.view(2, 4, D_MODEL)  # 2 heads of width 4
-            getattr(full, name).weight.copy_(heads.repeat_interleave(2, dim=0).flatten(0, 1))
-    x = tokens(2, 6)
-    torch.testing.assert_close(
-        grouped(x, Positions(), None), full(x, Positions(), None), rtol=0, atol=1e-12
-    )
-
-
-def test_the_causal_mask_equals_the_one_made_by_hand() -> None:
-    # Token 1 is padding: nobody else sees it.
-    mask = attention_mask(torch.tensor([[True, False, True]]), causal=True)
-    assert mask.shape == (1, 1, 3, 3)
-    assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
-
-
 def test_padding_only_is_finite() -> None:
     module = attention(num_heads=2)
     x = tokens(1, 4).requires_grad_()
@@ -142,46 +119,6 @@ def test_num_params_counts_the_built_module(options: dict[str, Any], norm: NormC
     assert config.num_params(D_MODEL, norm) == sum(p.numel() for p in module.parameters())
 
 
-@pytest.mark.parametrize(
-    ("family", "module", "options"),
-    [
-        ("Qwen3Moe", "qwen3_moe", {"norm_qk": "head", "head_dim": 6}),  # where d_model / 4 is 4
-        ("Olmoe", "olmoe", {"norm_qk": "all"}),
-    ],
-)
-def test_normalised_queries_and_keys_equal_those_of_transformers(
-    family: str, module: str, options: dict[str, Any]
-) -> None:
-    source = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-    width = {"head_dim": options["head_dim"]} if "head_dim" in options else {}
-    config = getattr(source, f"{family}Config")(
-        hidden_size=D_MODEL,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rms_norm_eps=RMSNormConfig().eps,
-        attn_implementation="eager",
-        **width,
-    )
-    theirs = getattr(source, f"{family}Attention")(config, layer_idx=0).double()
-    ours = attention(num_heads=4, num_kv_heads=2, **options)
-    for their_name, our_name in {
-        **{f"{name[0]}_proj": name for name in ("query", "key", "value", "output")},
-        **{f"{name[0]}_norm": f"{name}_norm" for name in ("query", "key")},
-    }.items():
-        weight = torch.randn_like(getattr(ours, our_name).weight)
-        for attention_of, name in ((ours, our_name), (theirs, their_name)):
-            getattr(attention_of, name).weight.data.copy_(weight)
-    x = tokens(2, 5)
-    angles = getattr(source, f"{family}RotaryEmbedding")(config)(x, torch.arange(5)[None])
-    unseen = torch.full((5, 5), -torch.inf, dtype=x.dtype).triu(1)[None, None]
-
-    wanted, _ = theirs(x, angles, unseen)
-
-    positions = RotaryConfig().build(D_MODEL, options.get("head_dim", 4), 8)
-    # Theirs normalises in float32, of which the tables of angles are too.
-    torch.testing.assert_close(ours(x, positions, None), wanted, rtol=1e-5, atol=1e-5)
-
-
 def latent_config(**latent: int | None) -> AttentionConfig:
     narrow = {"kv_rank": 7, "query_rank": 5, "rotated_dim": 2, "value_dim": 3}
     options = {"num_heads": 4, "head_dim": 6, "latent": narrow | latent}
@@ -194,55 +131,6 @@ def latent_attention(**latent: int | None) -> LatentAttention:
     module = config.build(D_MODEL, causal=True, norm=RMSNormConfig())
     assert isinstance(module, LatentAttention)
     return module.double()
-
-
-@pytest.mark.parametrize("query_rank", [5, None])
-@pytest.mark.parametrize("value_dim", [3, None])
-def test_latent_attention_equals_that_of_transformers(
-    query_rank: int | None, value_dim: int | None
-) -> None:
-    source = importlib.import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
-    ours = latent_attention(query_rank=query_rank, value_dim=value_dim)
-    config = source.DeepseekV3Config(
-        hidden_size=D_MODEL,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=query_rank,
-        kv_lora_rank=7,
-        qk_nope_head_dim=6,
-        qk_rope_head_dim=2,
-        v_head_dim=value_dim or 6,
-        rope_interleave=False,
-        rms_norm_eps=RMSNormConfig().eps,
-        attn_implementation="eager",
-    )
-    theirs = source.DeepseekV3Attention(config, layer_idx=0).double()
-    theirs.requires_grad_(False)
-    query = (
-        [theirs.q_a_proj, theirs.q_a_layernorm, theirs.q_b_proj] if query_rank else [theirs.q_proj]
-    )
-    pairs = zip(
-        [*ours.query, ours.kv_down, ours.kv_norm, ours.kv_up, ours.output],
-        [*query, theirs.kv_a_proj_with_mqa, theirs.kv_a_layernorm, theirs.kv_b_proj, theirs.o_proj],
-        strict=True,
-    )
-    for mine, other in pairs:
-        (weight,) = mine.parameters()
-        weight.data.normal_()
-        other.weight.copy_(weight)
-    for layer in theirs.modules():  # whose own epsilon no option reaches
-        if hasattr(layer, "variance_epsilon"):
-            layer.variance_epsilon = RMSNormConfig().eps
-    x = tokens(2, 5)
-    angles = source.DeepseekV3RotaryEmbedding(config)(x, torch.arange(5)[None])
-    unseen = torch.full((5, 5), -torch.inf, dtype=x.dtype).triu(1)[None, None]
-
-    wanted, _ = theirs(x, angles, unseen)
-
-    positions = RotaryConfig().build(D_MODEL, 2, 8)
-    torch.testing.assert_close(ours(x, positions, None), wanted, rtol=1e-5, atol=1e-5)
-    whole = torch.ones(2, 5, dtype=torch.bool)
-    torch.testing.assert_close(ours(x, positions, whole), ours(x, positions, None))
 
 
 @pytest.mark.parametrize("query_rank", [5, None])

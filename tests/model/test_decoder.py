@@ -11,12 +11,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import Decoder, DecoderConfig, FFNConfig, TokenContext
 from moe_ffn.config.errors import Situation
-from moe_ffn.ffn import DenseConfig
 from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
@@ -152,35 +150,6 @@ def test_left_padding_changes_nothing_where_positions_are_relative(ffn: Any) -> 
     torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-6)
 
 
-def test_sequences_of_a_batch_do_not_meet_in_evaluation() -> None:
-    model = build(ffn="moe").double().eval()
-    ids = some_ids(3, 6)
-    alone = torch.cat([model(row[None]).logits for row in ids])
-    torch.testing.assert_close(model(ids).logits, alone, rtol=0, atol=1e-12)
-
-
-def test_a_mask_that_hides_nothing_changes_nothing() -> None:
-    model = build(ffn="moe").double()
-    ids = some_ids(2, 6)
-    masked = model(ids, torch.ones(2, 6, dtype=torch.bool)).logits
-    torch.testing.assert_close(masked, model(ids).logits, rtol=0, atol=1e-12)
-
-
-def test_an_integer_mask_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"mask must be bool.*use mask\.bool\(\)"):
-        build()(some_ids(2, 6), torch.ones(2, 6, dtype=torch.int64))
-
-
-def test_no_positions_no_order() -> None:
-    # Without positions attention sees a set; with any of them the order of the past matters.
-    ids = torch.tensor([[1, 2, 3, 4]])
-    swapped = torch.tensor([[2, 1, 3, 4]])
-    for positions in PositionsConfig.members:
-        model = build(ffn="dense", positions=positions, num_layers=1).double().eval()
-        difference = (model(ids).logits - model(swapped).logits)[0, 3].abs().max()
-        assert difference > 1e-6, positions
-
-
 # ---------------------------------------------------------------------------------- the output
 
 
@@ -194,14 +163,6 @@ def test_routings_are_of_the_sparse_layers_alone() -> None:
         assert routing.num_tokens == 10
         assert routing.sequence_length == 5
     assert build(ffn="dense")(some_ids(2, 5)).routings == {}
-
-
-def test_the_mask_reaches_the_router() -> None:
-    mask = torch.tensor([[True, True, False]])
-    output = build(ffn="moe")(some_ids(1, 3), mask)
-    mask_T = output.routings["layer_00"].mask_T
-    assert mask_T is not None
-    assert mask_T.tolist() == [True, True, False]
 
 
 def test_output_is_a_pytree() -> None:
@@ -289,13 +250,6 @@ def test_norm_formulas_by_hand() -> None:
     assert layer.tolist() == pytest.approx([-1 / 4, 1 / 4])
 
 
-def test_an_identity_block_leaves_the_stream_of_attention() -> None:
-    block, positions, x = a_block_and_its_input(ffn="identity")
-    output = block(x, positions, TokenContext()).hidden
-    attended = x + block.attention(block.attention_norm(x), positions, None)
-    assert torch.equal(output, attended)
-
-
 def test_decoder_is_its_parts_in_order() -> None:
     for placement in ("pre", "post"):
         model: Any = build(ffn="dense", positions="learned", norm_placement=placement).double()
@@ -345,13 +299,6 @@ def test_recomputed_parts_are_not_kept(ffn: str, norm_placement: str) -> None:
     assert torch.equal(model(some_ids(2, 8)).logits, plain(some_ids(2, 8)).logits)
 
 
-def test_tied_embeddings_are_one_matrix() -> None:
-    tied, untied = build(tie_embeddings=True), build(tie_embeddings=False)
-    assert tied.unembedding.weight is tied.embedding.weight
-    assert untied.unembedding.weight is not untied.embedding.weight
-    assert len(list(untied.parameters())) == len(list(tied.parameters())) + 1
-
-
 def test_scaled_embeddings_are_multiplied_by_the_root_of_d_model() -> None:
     plain: Any = build(num_layers=1, ffn="identity", scale_embeddings=False)
     scaled: Any = build(num_layers=1, ffn="identity", scale_embeddings=True)
@@ -362,14 +309,6 @@ def test_scaled_embeddings_are_multiplied_by_the_root_of_d_model() -> None:
         model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         model(some_ids(1, 3))
     torch.testing.assert_close(seen[0], seen[1])
-
-
-def test_dropout_is_for_training_only() -> None:
-    model, without = build(ffn="dense", dropout=0.5), build(ffn="dense")
-    ids = some_ids(2, 5)
-    torch.manual_seed(2)
-    assert not torch.equal(model(ids).logits, model(ids).logits)
-    assert torch.equal(model.eval()(ids).logits, without.eval()(ids).logits)
 
 
 @pytest.mark.parametrize("silent", ["attention", "ffn"])
@@ -405,31 +344,6 @@ def test_dropout_falls_on_the_embeddings_too() -> None:
     kept = seen[0] != 0
     torch.testing.assert_close(seen[0][kept], embedded[kept] / 0.75)
     assert (~kept).double().mean().item() == pytest.approx(0.25, abs=0.035)
-
-
-@pytest.mark.parametrize("placement", ["pre", "post"])
-def test_checkpointing_a_block_changes_nothing(placement: str) -> None:
-    ffn = {"type": "moe", "num_experts": 4, "capacity": {"factor": 0.75}}
-    block, positions, x = a_block_and_its_input(ffn=ffn, norm_placement=placement)
-
-    def run(through: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
-        block.zero_grad()
-        inputs = x.clone().requires_grad_()
-        output = through(inputs)
-        (output.hidden.square().sum() + output.routing.logits_TE.square().sum()).backward()
-        assert inputs.grad is not None
-        gradients = {name: p.grad.clone() for name, p in block.named_parameters()}
-        return inputs.grad, gradients, output.routing
-
-    plain = run(lambda inputs: block(inputs, positions, TokenContext()))
-    again = run(
-        lambda inputs: checkpoint(block, inputs, positions, TokenContext(), use_reentrant=False)
-    )
-    torch.testing.assert_close(again[0], plain[0], rtol=0, atol=0)
-    torch.testing.assert_close(again[1], plain[1], rtol=0, atol=0)
-    # Counts are returned, so they are not doubled by the second forward pass.
-    assert again[2].expert_ids_N.shape == plain[2].expert_ids_N.shape
-    assert torch.equal(again[2].dropped_N, plain[2].dropped_N)
 
 
 # ------------------------------------------------------------------------------- what it costs
@@ -482,34 +396,6 @@ def test_flops_per_token_equal_the_count_of_torch(ffn: str) -> None:
     seen = 2 * 2 * 16 * (10 + 1) // 2
     expected = model.config.flops_per_token(VOCAB, seq_len=10) + 2 * (whole - seen)
     assert counter.get_total_flops() == 2 * 10 * expected
-
-
-@pytest.mark.parametrize("d_model", [64, 512, 4096])
-def test_the_ffn_is_two_thirds_of_a_standard_block(d_model: int) -> None:
-    # Attention: 4 d^2. FFN: 2 * d * 4d = 8 d^2. 8 / 12 = 2 / 3, the two norms aside.
-    config = DecoderConfig(d_model=d_model, num_layers=1, ffn=DenseConfig())
-    ffn = config.ffn.num_params(d_model)
-    attention = config.attention.num_params(d_model, config.norm)
-    assert ffn == 8 * d_model**2
-    assert attention == 4 * d_model**2
-    block = ffn + attention + 2 * config.norm.num_params(d_model)
-    # 2d of norms in 12d^2: one part in 6d.
-    assert ffn / block == pytest.approx(2 / 3, rel=1 / (6 * d_model))
-    gated = DecoderConfig(d_model=d_model, num_layers=1, ffn=FFNConfig.model_validate("swiglu"))
-    share = gated.ffn.num_params(d_model) / (gated.ffn.num_params(d_model) + attention)
-    assert share == pytest.approx(2 / 3, rel=0.01)
-
-
-def test_state_dict_restores_the_model() -> None:
-    model, other = build(ffn="moe"), build(seed=5, ffn="moe")
-    other.load_state_dict(model.state_dict())
-    ids = some_ids(2, 5)
-    assert torch.equal(model(ids).logits, other(ids).logits)
-
-
-def test_the_same_seed_builds_the_same_model() -> None:
-    first, second = build(seed=3).state_dict(), build(seed=3).state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize(

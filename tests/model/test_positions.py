@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn import ConfigError
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.model.positions import LearnedConfig, PositionsConfig, RotaryConfig, SinusoidalConfig
 
@@ -34,26 +33,6 @@ def test_rope_angles_follow_the_base() -> None:
     # base 100: 100^(-2/4) = 0.1
     turned = rotate(torch.tensor([0, 1.0, 0, 0]), 5, base=100.0)
     assert turned.tolist() == pytest.approx([0, cos(0.5), 0, sin(0.5)], abs=FLOAT32)
-
-
-def test_the_default_base_of_rope_is_that_of_the_paper() -> None:
-    # Su et al. 2021, section 3.2.2: theta_i = 10000^(-2i/d). The slowest of a head of 8 turns by
-    # 10000^(-6/8) = 0.001 a position, of one of 4 by 10000^(-2/4) = 0.01.
-    for positions in ("rope", {"type": "rope"}, RotaryConfig()):
-        rotary = PositionsConfig.model_validate(positions).build(0, head_dim=8, max_seq_len=64)
-        slowest = torch.tensor([0, 0, 0, 1.0, 0, 0, 0, 0]).expand(1, 1, 64, 8)
-        turned = rotary.rotate(slowest)[0, 0, 50].tolist()
-        expected = [0, 0, 0, cos(0.05), 0, 0, 0, sin(0.05)]
-        assert turned == pytest.approx(expected, abs=FLOAT32)
-    config = DecoderConfig.model_validate({"d_model": 8, "attention": {"num_heads": 2}})
-    default: Any = config.build(11, 64).positions
-    assert default.sin[50].tolist() == pytest.approx([sin(50), sin(0.5)] * 2, abs=FLOAT32)
-
-
-def test_rope_leaves_the_first_position_and_every_length() -> None:
-    x = torch.randn(8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(rotate(x, 0), x)
-    assert rotate(x, 50).norm().item() == pytest.approx(x.norm().item(), rel=FLOAT32)
 
 
 def test_rope_products_depend_on_the_distance_alone() -> None:
@@ -128,7 +107,3 @@ def test_tables_are_in_no_checkpoint(member: str) -> None:
 def test_odd_widths_are_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecoderConfig.model_validate(config)
-
-
-def test_config_error_is_a_value_error() -> None:
-    assert issubclass(ConfigError, ValueError)

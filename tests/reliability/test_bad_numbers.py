@@ -121,7 +121,7 @@ def fit(config: TrainConfig, folder: Path, watcher: Callback) -> Fitted:
     folder.mkdir()
     with warnings.catch_warnings():
         quiet_libraries()
-        return Fitted(config, prepare(config.data, progress=False), folder, watcher)
+        return Fitted(config, prepare(config.data), folder, watcher)
 
 
 def state_of(fitted: Fitted) -> dict[str, Any]:

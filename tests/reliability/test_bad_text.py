@@ -25,7 +25,7 @@ def prepared(folder: Path, *given: Path) -> Any:
     """The data of a corpus, with its cache in `folder`."""
     corpus = {"type": "text", "paths": [str(path) for path in given]}
     config = {"corpus": corpus, "seq_len": 8, "cache_dir": str(folder / "cache")}
-    return prepare(DataConfig.model_validate(config), progress=False)
+    return prepare(DataConfig.model_validate(config))
 
 
 def check_refused(folder: Path, given: Path, *named: str) -> None:
@@ -118,7 +118,7 @@ else:
     raise SystemExit("the limit does not hold: an array of the file's size fits")
 corpus = dict(type="text", paths=[path])
 data = prepare(
-    DataConfig.model_validate(dict(corpus=corpus, cache_dir=cache, seq_len=256)), progress=False
+    DataConfig.model_validate(dict(corpus=corpus, cache_dir=cache, seq_len=256))
 )
 batches = TrainBatches(data.train, seq_len=256, batch_size=16, seed=0)
 for index in range(100):

@@ -41,7 +41,7 @@ def test_every_size_is_refused_in_a_sentence_and_taken_when_there_is_room(tmp_pa
     )
     for num_bytes in ROOMS:
         with room_for(num_bytes), pytest.raises(ConfigError) as refused:
-            prepare(config, progress=False)
+            prepare(config)
 
         assert str(refused.value) == (
             f"data.cache_dir: '{cache}' cannot be written (File too large); make room, or name another "
@@ -49,7 +49,7 @@ def test_every_size_is_refused_in_a_sentence_and_taken_when_there_is_room(tmp_pa
         ), num_bytes
         assert not list(cache.iterdir()), f"{num_bytes}: something half-written was left"
 
-    assert prepare(config, progress=False).train_size.num_documents > 0
+    assert prepare(config).train_size.num_documents > 0
 
 
 _ON_A_SMALL_DISK = """
@@ -72,7 +72,7 @@ for pages in range(1, 12):
     print(done.code, len(done.own_lines), len(list(cache.iterdir())), done.own_lines[0])
     assert not (folder / "runs").exists(), "a run was left"
     subprocess.run(["mount", "-o", "remount,size=1m", cache], check=True)
-    prepare(parse_config(argv, TrainConfig, "train").data, progress=False)
+    prepare(parse_config(argv, TrainConfig, "train").data)
     subprocess.run(["umount", "-l", cache], check=True)
 else:
     raise SystemExit("never enough")

@@ -52,7 +52,7 @@ def read(folder: Path, given: str, **changes: Any) -> Any:
         "cache_dir": str(folder / "cache"),
         **changes,
     }
-    return prepare(DataConfig.model_validate(config), progress=False)
+    return prepare(DataConfig.model_validate(config))
 
 
 def _bpe(size: int) -> dict[str, Any]:

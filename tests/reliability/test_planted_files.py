@@ -250,13 +250,11 @@ def test_a_corpus_that_is_a_pipe_is_refused(tmp_path: Path, corpus: str) -> None
     os.mkfifo(path)
 
     with within(10), pytest.raises(ConfigError, match=r"data\.corpus\.path.*pipe\.txt"):
-        prepare(
-            DataConfig.model_validate({"corpus": yaml.safe_load(corpus % path)}), progress=False
-        )
+        prepare(DataConfig.model_validate({"corpus": yaml.safe_load(corpus % path)}))
 
 
 def test_a_pipe_among_the_files_of_a_corpus_is_left_out(data: DataConfig, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "corpus" / "pipe.txt")
 
     with within(10):
-        assert prepare(data, progress=False).documents.count == 12
+        assert prepare(data).documents.count == 12

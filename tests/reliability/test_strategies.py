@@ -127,7 +127,7 @@ def train(*argv: str, code: int = 0) -> str:
     [
         ("16-mixed", "trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed"),
         *(
-            (name, f"trainer.precision: must be one of 'auto', 'fastest', '64-true', '32-true', "
+            (name, f"trainer.precision: must be one of 'auto', '64-true', '32-true', "
              f"'bf16-mixed', 'bf16-true' or '16-mixed', got '{name}'")
             for name in ("16-true", "transformer-engine", "transformer-engine-float16", "bf16")
         ),

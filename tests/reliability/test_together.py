@@ -121,7 +121,7 @@ def prepare_in(cache: Path, corpus: Path, percent: int = 5) -> Path:
         "tokenizer": {"type": "bpe", "vocab_size": 512},
         "validation_percent": percent,
     }
-    return prepare(DataConfig.model_validate(config), progress=False).folder
+    return prepare(DataConfig.model_validate(config)).folder
 
 
 @pytest.mark.parametrize("state", ["no cache", "a damaged cache"])

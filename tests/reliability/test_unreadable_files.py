@@ -50,7 +50,6 @@ def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
         DataConfig.model_validate(
             {"corpus": {"type": "text", "paths": [__file__]}, "seq_len": 16, "cache_dir": str(run)}
         ),
-        progress=False,
     )
 
 

@@ -145,7 +145,7 @@ def test_the_text_comes_from_the_cache_alone_and_its_loss_is_one_sentence(
     sha256 = run.facts.corpus_sha256 or ""
     kept = cached_validation(data, sha256)
     assert kept is not None
-    assert kept.tolist() == prepare(data, progress=False).validation[:].tolist()
+    assert kept.tolist() == prepare(data).validation[:].tolist()
     assert cached_validation(data, "another corpus") is None
 
     cache = Path(data.cache_dir)

@@ -58,7 +58,7 @@ def make_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Train
 
 @pytest.fixture(scope="session")
 def prepared(make_config: Callable[..., TrainConfig]) -> PreparedData:
-    return prepare(make_config().data, progress=False)
+    return prepare(make_config().data)
 
 
 @pytest.fixture

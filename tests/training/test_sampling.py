@@ -107,7 +107,7 @@ def test_rows_end_with_their_own_stop_strings() -> None:
 
 def test_every_option_and_the_seed_reach_the_texts() -> None:
     options = SampleConfig(temperature=0.5, top_k=3, top_p=0.25)
-    assert options.sampling == Sampling(0.5, 3, 0.25)
+    assert options.sampling == Sampling(temperature=0.5, top_k=3, top_p=0.25)
     torch.manual_seed(0)
     model = DecoderConfig.model_validate(
         {"d_model": 16, "num_layers": 1, "attention": {"num_heads": 2}, "ffn": "dense"}
@@ -130,7 +130,7 @@ def test_the_prompt_of_a_run_is_cut_to_a_sequence(tmp_path: Path) -> None:
     config = DataConfig(
         corpus=TextConfig(paths=(str(tmp_path / "a.txt"),)), seq_len=8, cache_dir=str(tmp_path)
     )
-    data = prepare(config, progress=False)
+    data = prepare(config)
     words = first_words(data)
     assert len(words) > 8
     for seq_len in (len(words) + 1, len(words), len(words) - 1, 1):

@@ -132,7 +132,7 @@ def test_the_default_prompt_is_the_beginning_of_the_validation_text(
     config = DataConfig(
         corpus=TextConfig(paths=(str(tmp_path / "a.txt"),)), seq_len=8, cache_dir=str(tmp_path)
     )
-    data = prepare(config, progress=False)
+    data = prepare(config)
     ids = [*text.encode(), data.tokenizer.end_of_document, *b"another"]
 
     assert first_words(replace(data, validation=np.array(ids, dtype=np.uint16))) == prompt
