@@ -139,15 +139,6 @@ def route_logits() -> Callable[..., Routing]:
 
 
 @pytest.fixture
-def published_logits_LTE() -> Tensor:
-    """The logits behind the published numbers: 3 layers, 12 tokens, 8 experts."""
-    layer = torch.arange(3).view(3, 1, 1)
-    token = torch.arange(12).view(1, 12, 1)
-    expert = torch.arange(8).view(1, 1, 8)
-    return 2 * torch.sin(0.7 * (token + 1) * (expert + 1) + 1.3 * layer)
-
-
-@pytest.fixture
 def dtype_of() -> Callable[[str], torch.dtype]:
     """The widest dtype that a backend takes."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -11,69 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_ffn import TokenContext, build_ffn
 from moe_ffn.kernels.select import BACKENDS
 
 D_MODEL = 8  # of `build_moe`
 
 
 # -------------------------------------------------------------------------------------- edges
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_only_gives_zero_output_and_zero_gradients(
-    backend: str, build_moe: Any, tokens_and_mask: Any, gradients: Any, dtype_of: Any
-) -> None:
-    moe = build_moe(backend, capacity={"factor": 1.0})
-    x, mask = tokens_and_mask(dtype_of(backend), padded=False)
-    x.requires_grad_()
-    output = moe(x, TokenContext(mask=torch.zeros_like(mask)))
-    assert output.hidden.count_nonzero() == 0
-    for name, gradient in gradients(moe, x, output.hidden).items():
-        assert gradient is not None, name
-        assert gradient.count_nonzero() == 0, name
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(0, D_MODEL), (2, 0, D_MODEL), (0, 3, D_MODEL)], ids=str)
-def test_no_tokens_give_no_output_and_zero_gradients(
-    shape: tuple[int, ...], backend: str, build_moe: Any, dtype_of: Any
-) -> None:
-    moe = build_moe(backend, capacity={"factor": 1.0})
-    output = moe(torch.zeros(shape, dtype=dtype_of(backend)))
-    assert output.hidden.shape == shape
-    output.hidden.sum().backward()
-    for name, parameter in moe.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.count_nonzero() == 0, name
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_expanded_gradient_is_taken(
-    backend: str, build_moe: Any, tokens_and_mask: Any, dtype_of: Any
-) -> None:
-    # y.sum() hands back one number with strides of 0, which F.grouped_mm itself refuses.
-    moe = build_moe(backend)
-    x, _ = tokens_and_mask(dtype_of(backend), padded=False)
-    x.requires_grad_()
-    moe(x).hidden.sum().backward()
-    expanded = x.grad
-    assert expanded is not None
-
-    x_again = x.detach().clone().requires_grad_()
-    moe(x_again).hidden.backward(torch.ones_like(x))
-    assert x_again.grad is not None
-    torch.testing.assert_close(expanded, x_again.grad, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_transposed_input_is_taken(
-    backend: str, build_moe: Any, tokens_and_mask: Any, dtype_of: Any
-) -> None:
-    moe = build_moe(backend)
-    x, _ = tokens_and_mask(dtype_of(backend), padded=False)
-    transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
-    torch.testing.assert_close(moe(transposed).hidden, moe(x).hidden, rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------------------------- dtypes
@@ -146,11 +88,6 @@ def test_grouped_mm_under_compilation_is_for_bfloat16(
         build_moe("grouped_mm")(torch.zeros(3, D_MODEL))
 
 
-def test_auto_takes_what_grouped_mm_refuses(build_moe: Any) -> None:
-    moe = build_moe("auto", experts={"d_ff": 5}).double()
-    assert moe(torch.zeros(3, D_MODEL, dtype=torch.float64)).hidden.dtype == torch.float64
-
-
 # -------------------------------------------------------------------- under other machinery
 
 
@@ -219,33 +156,3 @@ def test_dropout_in_the_experts_is_for_training_only(
     torch.manual_seed(3)
     assert not torch.equal(moe(x).hidden, moe(x).hidden)
     torch.testing.assert_close(moe.eval()(x).hidden, without(x).hidden, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dropout_keeps_the_mean(
-    backend: str, build_moe: Any, tokens_and_mask: Any, dtype_of: Any
-) -> None:
-    if backend == "triton":
-        pytest.skip("takes minutes under the interpreter; tests/kernels has its mean")
-    moe = build_moe(backend, experts={"dropout": 0.5, "d_ff": 512})
-    x = tokens_and_mask(dtype_of(backend), padded=False)[0][:1]
-    torch.manual_seed(4)
-    dropped = torch.stack([moe(x).hidden for _ in range(64)]).mean(0)
-    # 64 draws of 512 units: the mean is known to about 1 / sqrt(64) of one draw's deviation.
-    spread = torch.stack([moe(x).hidden for _ in range(8)]).std(0).mean()
-    error = (dropped - moe.eval()(x).hidden).abs().mean()
-    assert error < 3 * spread / math.sqrt(64)
-
-
-def test_what_stands_in_the_padding_reaches_neither_outputs_nor_gradients() -> None:
-    ffn = build_ffn({"type": "moe", "num_experts": 4}, d_model=8)
-    x = torch.randn(2, 3, 8)
-    x[1, 2] = torch.nan
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    mask[1, 2] = False
-
-    ffn(x, TokenContext(mask=mask)).hidden[mask].square().sum().backward()
-
-    for name, parameter in ffn.named_parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.isfinite().all(), name

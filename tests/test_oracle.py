@@ -221,7 +221,7 @@ def oracle(moe: MoEFFN, x_BSD: Tensor, mask_BS: Tensor, limit: Limit) -> tuple[T
 
 
 def combined(moe: Any, routed: Tensor, shared: Tensor, x: Tensor) -> Tensor:
-    """What `ffn.combine` computes, written out by the name of its class."""
+    """Compute `ffn.combine` in plain formulas, by the name of its class."""
     kind = type(moe.combine).__name__
     if kind == "SigmoidGate":
         return routed + shared / (1 + torch.exp(-(x @ moe.combine.gate.weight.T)))

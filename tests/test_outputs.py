@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_ffn import FFNOutput, Router, TokenContext, build_ffn, routing_of_pairs
 from moe_ffn.balancing.bias_rules import QuantileRuleConfig, SignRuleConfig
@@ -57,19 +56,6 @@ def test_a_routing_without_a_name_is_refused() -> None:
         FFNOutput(tokens(2, 6), wrong)
 
 
-@pytest.mark.parametrize("config", ["dense", "moe", NESTED], ids=["dense", "moe", "nested"])
-def test_an_output_is_a_tree_of_its_tensors(config: Any) -> None:
-    output = build_ffn(config, D_MODEL)(tokens(2, 6))
-    leaves, tree = pytree.tree_flatten(output)
-    again = pytree.tree_unflatten(leaves, tree)
-    assert repr(again) == repr(output)
-    assert list(again.routings) == list(output.routings)
-    assert list(again.shared_shares) == list(output.shared_shares)
-    assert any(leaf is output.hidden for leaf in leaves)
-    if output.routing is not None:
-        assert any(leaf is output.routing.weights_N for leaf in leaves)
-
-
 @pytest.mark.parametrize("config", ["dense", "moe"])
 @pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
 def test_a_compiled_caller_reads_the_routing(config: str) -> None:
@@ -82,34 +68,12 @@ def test_a_compiled_caller_reads_the_routing(config: str) -> None:
     torch.testing.assert_close(torch.compile(weights, backend="eager")(x), weights(x))
 
 
-class Routed(nn.Module):
-    """A router alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = build_ffn("moe", D_MODEL).routers()["routing"]
-
-    def forward(self, x_TD: Tensor) -> FFNOutput:
-        return FFNOutput(x_TD, {"routing": self.router(x_TD, TokenContext())})
-
-
-@pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
-def test_an_exported_program_returns_an_output() -> None:
-    model, x_TD = Routed(), tokens(6)
-    dynamic = ({0: torch.export.Dim("T", min=2, max=64)},)
-    program = torch.export.export(model, (x_TD,), dynamic_shapes=dynamic)
-    for x_TD in (tokens(6), tokens(9)):
-        output, expected = program.module()(x_TD), model(x_TD)
-        assert repr(output) == repr(expected)
-        torch.testing.assert_close(output.routing.weights_N, expected.routings["routing"].weights_N)
-
-
 # ------------------------------------------------------------------------------- without tables
 
 
 @pytest.fixture
 def tableless(make_routing: Callable[..., Routing]) -> Routing:
-    """Of a router that has too many experts for a table."""
+    """Routing of a router that has too many experts for a table."""
     routing = make_routing([[0, 1], [2, 1], [0, 3]], 4, target_k=1.0)
     return replace(routing, logits_TE=None, scores_TE=None)
 

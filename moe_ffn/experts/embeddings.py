@@ -14,9 +14,8 @@ from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.kernels.activations import ACTIVATIONS, Activation
-from moe_ffn.kernels.base import check_dtype
+from moe_ffn.kernels.base import check_dtype, without_autocast
 from moe_ffn.kernels.memory import require_table_memory
-from moe_ffn.kernels.torch_modes import without_autocast
 from moe_ffn.outputs import Plan
 
 

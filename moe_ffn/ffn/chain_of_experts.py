@@ -13,10 +13,18 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import Refusal, Situation, first_refusal
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo, parts_of
-from moe_ffn.ffn.inputs import check_input, flatten_tokens, without_padding
+from moe_ffn.ffn.base import (
+    FFNBlock,
+    FFNConfig,
+    RouterInfo,
+    check_input,
+    flatten_tokens,
+    parts_of,
+    round_name,
+    within,
+    without_padding,
+)
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
-from moe_ffn.ffn.routing_names import round_name, within
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing.base import Router
 

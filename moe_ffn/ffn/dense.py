@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from moe_ffn.config.base import MAX_COUNT, describe_options
 from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import HiddenWidth, gated_width, given_width, linear_flops, linear_params
-from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.ffn.inputs import check_input, flatten_tokens, without_padding
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, check_input, flatten_tokens, without_padding
 from moe_ffn.kernels.activations import (
     ACTIVATIONS,
     GATE_ACTIVATIONS,
@@ -63,6 +62,9 @@ class HiddenWidthConfig(FFNConfig, frozen=True):
 
     num_matrices: ClassVar[int] = 2
 
+    def refusal(self, situation: Situation) -> Refusal | None:
+        return None
+
     def width(self, d_model: int) -> int:
         return given_width(self.d_ff) or 4 * d_model
 
@@ -82,9 +84,6 @@ class DenseConfig(HiddenWidthConfig, frozen=True):
     activation: Activation = "gelu"
     """Element-wise function between the two matrices."""
 
-    def refusal(self, situation: Situation) -> Refusal | None:
-        return None
-
     def build(self, d_model: int) -> FFNBlock:
         return DenseFFN(self, d_model)
 
@@ -96,9 +95,6 @@ class ThreeMatrixConfig(HiddenWidthConfig, frozen=True):
     """The default hidden width is rounded to a multiple of this."""
 
     num_matrices: ClassVar[int] = 3
-
-    def refusal(self, situation: Situation) -> Refusal | None:
-        return None
 
     @property
     def gate_activation(self) -> Activation:
@@ -204,6 +200,8 @@ class HiddenWidthFFN(FFNBlock):
 
     config: Any
     """The config that built it, of the block's own class."""
+    down: Any
+    """The last matrix, or convolution."""
 
     def __init__(self, config: HiddenWidthConfig, d_model: int, activation: Activation) -> None:
         super().__init__()
@@ -216,14 +214,14 @@ class HiddenWidthFFN(FFNBlock):
     def hidden(self, x: Tensor, context: TokenContext | None) -> Tensor:
         """The activations of the hidden units, (..., d_ff), before the dropout."""
 
-    @abstractmethod
     def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
         """(..., d_model), in any dtype."""
+        return self.down(self.dropout(self.hidden(x, context)))
 
     @property
-    @abstractmethod
     def values_FD(self) -> Tensor:
         """Vector that each hidden unit adds to the output of its own token."""
+        return self.down.weight.t()
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
@@ -246,13 +244,6 @@ class DenseFFN(HiddenWidthFFN):
     def hidden(self, x: Tensor, context: TokenContext | None) -> Tensor:
         return self.activation(self.up(without_padding(x, context)))
 
-    def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
-        return self.down(self.dropout(self.hidden(x, context)))
-
-    @property
-    def values_FD(self) -> Tensor:
-        return self.down.weight.t()
-
 
 class GatedFFN(HiddenWidthFFN):
     """down(act(gate x) * up x), or with a gate of another kind."""
@@ -269,13 +260,6 @@ class GatedFFN(HiddenWidthFFN):
         gate, up = self.gate(x), self.up(x)
         gate_function = self.config.gate_function
         return self.activation(gate) * up if gate_function is None else gate_function(gate, up)
-
-    def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
-        return self.down(self.dropout(self.hidden(x, context)))
-
-    @property
-    def values_FD(self) -> Tensor:
-        return self.down.weight.t()
 
 
 class ConvFFN(HiddenWidthFFN):

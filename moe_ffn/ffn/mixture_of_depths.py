@@ -14,12 +14,9 @@ from pydantic import model_validator
 from torch import Tensor
 
 from moe_ffn.config.errors import Refusal, Situation, first_refusal
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo, check_input, flatten_tokens, within
 from moe_ffn.ffn.dense import GatedConfig
-from moe_ffn.ffn.inputs import check_input, flatten_tokens
-from moe_ffn.ffn.routing_names import within
-from moe_ffn.kernels.base import refuse_vmap
-from moe_ffn.kernels.torch_modes import is_transform_on, needs_static_shapes
+from moe_ffn.kernels.base import is_transform_on, needs_static_shapes, refuse_vmap
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig
 from moe_ffn.routing.base import Router

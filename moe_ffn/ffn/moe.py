@@ -17,13 +17,19 @@ from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, plan_of_list
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
-from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo, parts_of
-from moe_ffn.ffn.inputs import check_input, flatten_tokens
-from moe_ffn.ffn.moved import without_moved
+from moe_ffn.ffn.base import (
+    ExpertStack,
+    FFNBlock,
+    FFNConfig,
+    PlaceExperts,
+    RouterInfo,
+    check_input,
+    flatten_tokens,
+    parts_of,
+)
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
-from moe_ffn.kernels.base import refuse_vmap
-from moe_ffn.kernels.torch_modes import is_transform_on
+from moe_ffn.kernels.base import is_transform_on, refuse_vmap
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing import RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router
@@ -51,7 +57,7 @@ class MoEConfig(FFNConfig, frozen=True):
 
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
-        options, moved = without_moved(super()._as_mapping(data))
+        options, moved = _without_moved(super()._as_mapping(data))
         if moved:
             raise errors_at(cls, moved, data)
         return options
@@ -251,3 +257,52 @@ class MoEFFN(FFNBlock):
 
     def routers(self) -> dict[str, Router]:
         return {"routing": self.router}
+
+
+# -- old options
+
+_MOVED = {
+    "latent": "experts: {type: latent, VALUE, experts: {...}}",
+    "weights_at": "experts: {type: input_weighted, experts: {...}}",
+    "jitter": "{type: jittered, jitter: VALUE, ffn: {type: moe, ...}}",
+    "output_bias": "{type: biased, ffn: {type: moe, ...}}",
+    "norms.experts_input": "experts: {type: normed, input: {VALUE}, experts: {...}}",
+    "norms.each_expert": "experts: {type: normed, each: {VALUE}, experts: {...}}",
+    "norms.routed": "experts: {type: normed, output: {VALUE}, experts: {...}}",
+    "norms.shared_input": "shared_expert: {type: normed, input: {VALUE}, ffn: {...}}",
+    "norms.shared": "shared_expert: {type: normed, output: {VALUE}, ffn: {...}}",
+    "norms.output": "{type: normed, output: {VALUE}, ffn: {type: moe, ...}}",
+}
+"""Old option -> what to write."""
+
+_OLD_DEFAULTS = (None, False, "output")
+"""Records of older runs hold the old names with these values, or 0."""
+
+
+def _without_moved(options: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
+    """Take the old names out of the options of a mixture.
+
+    Returns:
+        The other options, and a sentence for each old name that has no default value.
+    """
+    kept, sentences = dict(options), dict[str, str]()
+    found = {name: kept.pop(name) for name in _MOVED if name in kept}
+    norms = kept.pop("norms", None)
+    if isinstance(norms, Mapping):
+        found |= {f"norms.{place}": norm for place, norm in norms.items()}
+    elif norms is not None:
+        found["norms.experts_input"] = norms
+    for name, value in found.items():
+        if name in _MOVED and value not in _OLD_DEFAULTS:
+            value = {"width": value} if name == "latent" and type(value) is int else value
+            is_shown = isinstance(value, Mapping) or name == "jitter"
+            fix = _MOVED[name].replace("VALUE", _text(value) if is_shown else "...")
+            sentences[name] = f"has moved; write {fix}"
+    return kept, sentences
+
+
+def _text(value: Any) -> str:
+    """Write a value as YAML does on one line, a mapping without its braces."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_text(inner)}" for key, inner in value.items())
+    return str(value).lower() if isinstance(value, bool) else str(value)

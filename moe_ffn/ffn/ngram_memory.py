@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from moe_ffn.config.base import MAX_COUNT, describe_options
 from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import linear_flops, linear_params
-from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.inputs import check_input, flatten_tokens
+from moe_ffn.ffn.base import FFNBlock, check_input, flatten_tokens
 from moe_ffn.ffn.wrappers import WrapperConfig, WrapperFFN
 from moe_ffn.kernels.base import check_dtype
 from moe_ffn.kernels.memory import require_table_memory
@@ -91,7 +90,7 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
         return tables + self._params_beside_tables(d_model) + self.ffn.num_params(d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        """With one row of each table."""
+        """Number of parameters with one row of each table."""
         read = self.memory_width(d_model)
         return read + self._params_beside_tables(d_model) + self.ffn.num_active_params(d_model)
 

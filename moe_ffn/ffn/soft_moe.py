@@ -18,10 +18,8 @@ from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
-from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig
-from moe_ffn.ffn.inputs import check_input, flatten_tokens
-from moe_ffn.kernels.base import refuse_vmap
-from moe_ffn.kernels.torch_modes import is_transform_on, without_autocast
+from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, check_input, flatten_tokens
+from moe_ffn.kernels.base import is_transform_on, refuse_vmap, without_autocast
 from moe_ffn.outputs import FFNOutput, Plan, TokenContext
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.experts.wrappers import InnerNormConfig, build_norm
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo, parts_of
-from moe_ffn.ffn.inputs import check_input, without_padding
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo, check_input, parts_of, without_padding
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.outputs import FFNOutput, TokenContext
 from moe_ffn.routing import LinearRouterConfig

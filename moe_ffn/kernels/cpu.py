@@ -8,32 +8,33 @@ T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from threading import Lock
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from moe_ffn.kernels.activations import GateFunction
-from moe_ffn.kernels.autograd import Gradients, Implementation, Inputs, register
+from moe_ffn.kernels.activations import Activation, ClampedSwiGLU, GateFunction
+from moe_ffn.kernels.autograd import register
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
     ExpertWeights,
+    autograd_in_operators,
     compute_dtype,
     dropout_mask,
-    needs_gradient,
-    product_dtype_on_cpu,
-)
-from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.kernels.native.experts import NATIVE, has_kernel, native
-from moe_ffn.kernels.torch_modes import (
-    autograd_in_operators,
     is_dispatch_mode_on,
     is_transform_on,
+    needs_gradient,
+    product_dtype_on_cpu,
+    refuse_more_derivatives,
     without_autocast,
 )
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.kernels.torch_products import run_loop
 from moe_ffn.outputs import Plan
 
@@ -59,6 +60,192 @@ def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
     return f"is for tensors on the CPU, but x is on {x_TD.device}; use 'auto'"
 
 
+# -- an autograd function around either implementation
+
+
+class Inputs(NamedTuple):
+    """Inputs of the forward and the backward pass."""
+
+    x_TD: Tensor
+    weights_N: Tensor
+    parameters: Sequence[Any]
+    """`ExpertWeights.parameters`."""
+    token_ids_N: Tensor
+    offsets_E: Tensor
+    pair_ids_N: Tensor
+    dropout_NF: Tensor | None
+    options: ExpertWeights
+    """Kind of the experts; its tensors are not read."""
+    dtype: torch.dtype
+    """Dtype of what is kept, and of products if this CPU multiplies in it."""
+
+
+Gradients = tuple[Tensor | None, ...]
+"""The gradients of x, of the pairs' weights and of the four parameters."""
+
+
+class Implementation(NamedTuple):
+    """The forward and the backward pass of experts on a CPU."""
+
+    forward: Callable[[Inputs, Tensor | None], Tensor]
+    """(inputs, kept_NH) -> y_TD; writes the first product to `kept_NH` unless it is None."""
+    backward: Callable[[Inputs, Tensor, Tensor, Sequence[bool]], Gradients]
+    """(inputs, kept_NH, grad_y_TD, wanted) -> the wanted gradients; that of the weights always."""
+
+
+def run(implementation: Implementation, x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+    """Run experts of any dtype; reads the offsets on the host.
+
+    An expert without tokens gets a zero gradient. The first product (N, H) and the dropout mask are kept
+    for backward.
+    """
+    weights_N, parameters = plan.weights_N[: int(plan.offsets_E[-1])], weights.parameters
+    if needs_gradient(x_TD, weights_N, *parameters):
+        return _Experts.apply(implementation, plan, weights, x_TD, weights_N, *parameters)
+    return implementation.forward(_inputs(plan, weights, x_TD, weights_N, parameters), None)
+
+
+def _inputs(
+    plan: Plan, weights: ExpertWeights, x_TD: Tensor, weights_N: Tensor, parameters: Any
+) -> Inputs:
+    dtype = compute_dtype(x_TD)
+    dropout_NF = dropout_mask(len(weights_N), weights, product_dtype_on_cpu(dtype), x_TD.device)
+    ids = plan.token_ids_N, plan.offsets_E, plan.pair_ids_N
+    return Inputs(x_TD, weights_N, parameters, *ids, dropout_NF, weights, dtype)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        implementation: Implementation,
+        plan: Plan,
+        weights: ExpertWeights,
+        x_TD: Tensor,
+        weights_N: Tensor,
+        *parameters: Any,
+    ) -> Tensor:
+        inputs = _inputs(plan, weights, x_TD, weights_N, parameters)
+        kept_NH = x_TD.new_empty(len(weights_N), parameters[0].shape[1], dtype=inputs.dtype)
+        y_TD = implementation.forward(inputs, kept_NH)
+        tensors = (*parameters, *inputs[3:7], kept_NH)
+        ctx.save_for_backward(x_TD, weights_N, *tensors)
+        ctx.implementation, ctx.options = implementation, inputs[7:]
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_more_derivatives("cpu", grads[0])
+        saved = ctx.saved_tensors  # once: activation checkpointing computes them again for it
+        inputs = Inputs._make((*saved[:2], saved[2:6], *saved[6:10], *ctx.options))
+        wanted = ctx.needs_input_grad[3:]
+        return (None,) * 3 + ctx.implementation.backward(inputs, saved[10], grads[0], wanted)
+
+
+# -- compiled kernels
+
+_CODES = {name: code for code, name in enumerate((*get_args(Activation), "clamped"))}
+"""The numbers of `Activation` in passes.h."""
+
+
+def has_kernel(weights: ExpertWeights) -> bool:
+    """Return True if a kernel has the gate of these experts."""
+    return weights.gate_function is None or isinstance(weights.gate_function, ClampedSwiGLU)
+
+
+def native(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+    """Run the experts by compiled kernels; any number of threads gives the same bits."""
+    return run(NATIVE, x_TD, plan, weights)
+
+
+def _layer(inputs: Inputs) -> tuple[Any, ...]:
+    """First arguments of both operators."""
+    dtype = product_dtype_on_cpu(inputs.dtype)
+    if dtype == torch.float16:  # which the operators store and do not multiply
+        dtype = torch.float32
+    of_sums = torch.float64 if dtype == torch.float64 else torch.float32
+    options, clamped = inputs.options, inputs.options.gate_function
+    assert clamped is None or isinstance(clamped, ClampedSwiGLU)  # see `has_kernel`
+    return (
+        inputs.x_TD.contiguous(),
+        inputs.weights_N.to(of_sums).contiguous(),
+        *(None if parameter is None else parameter.contiguous() for parameter in inputs.parameters),
+        inputs.token_ids_N.contiguous(),
+        inputs.offsets_E.int().contiguous(),
+        inputs.dropout_NF,
+        _CODES["clamped" if clamped is not None else options.activation],
+        options.gated,
+        options.interleaved,
+        0.0 if clamped is None else clamped.alpha,
+        0.0 if clamped is None else clamped.limit,
+        dtype,
+    )
+
+
+def _native_forward(inputs: Inputs, kept_NH: Tensor | None) -> Tensor:
+    y_TD = torch.empty_like(inputs.x_TD, memory_format=torch.contiguous_format)
+    torch.ops.moe_ffn_cpu.experts_forward(*_layer(inputs), kept_NH, y_TD)
+    return y_TD
+
+
+def _native_backward(
+    inputs: Inputs, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
+) -> Gradients:
+    layer = _layer(inputs)
+    wants_x, _, *wants = wanted
+    grad_x_TD = None
+    if wants_x:
+        grad_x_TD = torch.empty_like(inputs.x_TD, memory_format=torch.contiguous_format)
+    grad_weights_N = torch.empty_like(layer[1])
+    gradients = [
+        empty_gradient(parameter) if wanted and parameter is not None else None
+        for parameter, wanted in zip(inputs.parameters, wants, strict=True)
+    ]
+    torch.ops.moe_ffn_cpu.experts_backward(
+        *layer, kept_NH, grad_y_TD.contiguous(), grad_x_TD, grad_weights_N, *gradients
+    )
+    return grad_x_TD, grad_weights_N.to(inputs.weights_N.dtype), *gradients
+
+
+NATIVE = Implementation(_native_forward, _native_backward)
+
+
+# -- memory of gradients
+
+LARGE_BYTES = 32 * 2**20
+"""Size from which glibc keeps no freed memory (the largest value of M_MMAP_THRESHOLD)."""
+
+ALIGNMENT = 64
+"""Size in bytes of a cache line, and of the widest vector register."""
+
+_buffers = WeakTensorKeyDictionary()
+_lock = Lock()
+
+
+def empty_gradient(weight: Tensor) -> Tensor:
+    """Return an uninitialised, contiguous tensor like `weight`.
+
+    A large one reuses the memory of an earlier gradient of the same weight that no tensor uses any more.
+    That memory is freed with the weight.
+    """
+    size = weight.numel() * weight.itemsize
+    if size < LARGE_BYTES:
+        return torch.empty_like(weight, memory_format=torch.contiguous_format)
+    with _lock:
+        if weight not in _buffers:
+            _buffers[weight] = []
+        buffers: list[bytearray] = _buffers[weight]
+        # Every storage over a buffer holds a reference to it; torch has no other way to tell that the last of
+        # them is gone. Then the list's and the argument's are left; a loop variable would be a third.
+        in_use = [sys.getrefcount(buffers[i]) > 2 for i in range(len(buffers))]
+        if all(in_use):
+            in_use.append(False)
+            buffers.append(bytearray(size + ALIGNMENT))
+        bytes_B = torch.frombuffer(buffers[in_use.index(False)], dtype=torch.uint8)
+        start = -bytes_B.data_ptr() % ALIGNMENT
+        return bytes_B[start : start + size].view(weight.dtype).view(weight.shape)
+
+
 # -- without a compiled kernel
 
 
@@ -81,11 +268,11 @@ def _run_inputs(inputs: Inputs, x_TD: Tensor, weights_N: Tensor, *parameters: An
     return loop_on_cpu(x_TD, plan, weights, inputs.dtype, inputs.dropout_NF)
 
 
-def _forward(inputs: Inputs, kept_NH: Tensor | None) -> Tensor:
+def _loop_forward(inputs: Inputs, kept_NH: Tensor | None) -> Tensor:
     return _run_inputs(inputs, inputs.x_TD, inputs.weights_N, *inputs.parameters)
 
 
-def _backward(
+def _loop_backward(
     inputs: Inputs, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
 ) -> Gradients:
     """Compute the forward pass again, and differentiate it."""
@@ -103,7 +290,7 @@ def _backward(
     )
 
 
-LOOP = Implementation(_forward, _backward)
+LOOP = Implementation(_loop_forward, _loop_backward)
 """`loop` for the operator; it does not read the first product."""
 
 

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from moe_ffn.kernels import cpu
-from moe_ffn.kernels.base import Backend, ExpertWeights, check_dtype, refuse_vmap
-from moe_ffn.kernels.torch_modes import has_no_data, is_transform_on
+from moe_ffn.kernels.base import (
+    Backend,
+    ExpertWeights,
+    check_dtype,
+    has_no_data,
+    is_transform_on,
+    refuse_vmap,
+)
 from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_refusal, loop
 from moe_ffn.kernels.triton import backend as triton
 from moe_ffn.outputs import Plan

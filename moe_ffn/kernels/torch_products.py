@@ -12,8 +12,13 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from moe_ffn.kernels.base import ExpertWeights, combine, compute_dtype, outside_graphs
-from moe_ffn.kernels.torch_modes import is_forward_mode
+from moe_ffn.kernels.base import (
+    ExpertWeights,
+    combine,
+    compute_dtype,
+    is_forward_mode,
+    outside_graphs,
+)
 from moe_ffn.outputs import Plan
 
 

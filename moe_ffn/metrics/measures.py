@@ -97,7 +97,7 @@ class RowEnd:
     load_E: Tensor
     """Share of the row's (token, expert) pairs."""
     idle_steps_E: Tensor
-    """For how many optimizer steps each expert has had no token."""
+    """Optimizer steps since each expert last had a token."""
     dead_after_steps: int
     """An expert with so many idle steps is dead."""
     num_ranks: int

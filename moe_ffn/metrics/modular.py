@@ -67,7 +67,7 @@ class _RoutingMetrics(Metric):
             setattr(self, statistic.name, statistic.add(before, batch))
 
     def compute(self) -> dict[str, Tensor]:
-        """Key -> value; nan where a layer has no such value, such as the capacity of a dropless one."""
+        """Return key -> value; nan where a layer lacks a value, such as the capacity of a dropless one."""
         metrics = self._metrics()
         return compute(metrics, {s.name: getattr(self, s.name) for s in statistics_of(metrics)})
 
@@ -79,7 +79,8 @@ class LoadMetrics(_RoutingMetrics):
     """The metrics that are counts of a routing, such as `load`: cheap enough for every batch.
 
     Counts are summed before ratios are taken, so MaxVio measures lasting imbalance and not the noise of one
-    batch.
+    batch. `capacity_used` is nan unless `update` gets `places`, such as
+    `layer.capacity.places(routing, training=True)`.
     """
 
     measured = ("every batch",)

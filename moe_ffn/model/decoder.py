@@ -22,8 +22,7 @@ from moe_ffn.config.base import MAX_COUNT, Config, require_count
 from moe_ffn.config.errors import ConfigError, Refusal, Situation, first_refusal
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
-from moe_ffn.ffn.base import FFNBlock, RouterInfo
-from moe_ffn.ffn.routing_names import within
+from moe_ffn.ffn.base import FFNBlock, RouterInfo, within
 from moe_ffn.model.attention import AttentionConfig
 from moe_ffn.model.cache import KVCache, LayerCache
 from moe_ffn.model.norm import NormConfig, RMSNormConfig

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig, describe_options
 from moe_ffn.config.errors import ConfigError, Refusal, Situation
 from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
+from moe_ffn.kernels.base import without_autocast
 from moe_ffn.kernels.native.routing import wide_linear, wide_linear_backward
-from moe_ffn.kernels.torch_modes import without_autocast
 from moe_ffn.outputs import Routing, TokenContext
 
 
@@ -119,7 +119,7 @@ class LinearRouterConfig(RouterConfig, frozen=True):
     bias: bool = False
     """Add a learned bias to the logits, as GPT-OSS does."""
     jitter: float = Field(default=0.0, ge=0, lt=1)
-    """In training, multiply what the router sees by noise from U(1 - jitter, 1 + jitter) (Switch)."""
+    """Multiply the input of the router, in training, by noise from U(1 - jitter, 1 + jitter) (Switch)."""
     input_norm: RouterNormConfig | None = None
     """An RMS norm of what the router reads (Gemma 4); none by default."""
     mlp: RouterMLPConfig | None = None
@@ -185,7 +185,7 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        """Route flattened tokens; `context` is flattened too (`ffn.inputs.flatten_tokens`)."""
+        """Route flattened tokens; `context` is flattened too (`ffn.base.flatten_tokens`)."""
 
     def max_tokens(self, sequence_length: int) -> int:
         """The most tokens of one sequence that an expert can take."""

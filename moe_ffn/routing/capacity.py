@@ -175,7 +175,7 @@ def by_choice(routing: Routing) -> Tensor:
 
 
 def at_random(routing: Routing) -> Tensor:
-    """In random order, from torch's generator (DeepSpeed's random token selection). Not causal."""
+    """Random order, from torch's generator (DeepSpeed's random token selection). Not causal."""
     return torch.rand(routing.token_ids_N.shape, device=routing.token_ids_N.device)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
 from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
-from moe_ffn.kernels.torch_modes import without_autocast
+from moe_ffn.kernels.base import without_autocast
 from moe_ffn.outputs import ListedRouting, Routing, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import Refusal, Situation
-from moe_ffn.kernels.torch_modes import needs_static_shapes
+from moe_ffn.kernels.base import needs_static_shapes
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     LinearRouter,

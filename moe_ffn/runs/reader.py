@@ -21,7 +21,7 @@ from moe_ffn.config.import_path import explaining_outside_errors
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_yaml
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.ffn.routing_names import ROUTING_SUFFIX
+from moe_ffn.ffn.base import ROUTING_SUFFIX
 from moe_ffn.files import read_text
 from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.outputs import Routing

@@ -14,8 +14,7 @@ from torch import Generator, Tensor
 
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.ffn.inputs import flatten_tokens
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.networks import networks
 from moe_ffn.model.decoder import Decoder

@@ -59,13 +59,6 @@ def test_padding_changes_neither_value_nor_gradient(name: str, padding: float) -
     assert gradient_BSE[~mask_BS].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_mask_that_hides_nobody_is_no_mask(name: str) -> None:
-    logits = random_logits(6, 4)
-    with_mask = value_and_gradient(name, logits, torch.ones(6, dtype=torch.bool))
-    torch.testing.assert_close(with_mask, value_and_gradient(name, logits), rtol=0, atol=EXACT)
-
-
 @pytest.mark.parametrize("num_tokens", [0, 3], ids=["no_tokens", "padding_only"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_real_token_scores_zero_with_a_gradient_of_zero(name: str, num_tokens: int) -> None:

@@ -59,7 +59,7 @@ every_block = pytest.mark.parametrize(("make", "active"), BLOCKS.values(), ids=B
 
 
 def build(config: FFNConfig | Options) -> FFNBlock:
-    """With experts that differ, which begin as equals."""
+    """Build a layer whose experts, which begin as equals, differ."""
     torch.manual_seed(0)
     block = FFNConfig.model_validate(config).build(D_MODEL)
     with torch.no_grad():

@@ -276,12 +276,6 @@ def test_bad_options_are_refused_by_path(config: Any, message: str) -> None:
     assert "\n" not in str(caught.value)  # one mistake, one line
 
 
-@pytest.mark.parametrize("d_model", [0, -1])
-def test_d_model_must_be_positive(d_model: int) -> None:
-    with pytest.raises(ConfigError, match=f"d_model must be at least 1, got {d_model}"):
-        build_ffn("dense", d_model=d_model)
-
-
 def test_all_mistakes_are_told_at_once() -> None:
     config = {"type": "moe", "num_experts": 0, "experts": {"type": "mlp", "dff": 3}, "kk": 1}
     with pytest.raises(ConfigError) as caught:

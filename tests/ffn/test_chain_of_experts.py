@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from moe_ffn import FFNConfig, TokenContext, build_ffn
-from moe_ffn.config.errors import Situation
 from moe_ffn.ffn.networks import memories
 from tests.helpers.refusing import refuses
 
@@ -47,7 +46,7 @@ def swiglu(x_D: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def loop(chain: Any, x_BSD: Tensor, mask_BS: Tensor) -> tuple[Tensor, list[list[set[int]]]]:
-    """What the chain computes, 0 for padding, and the experts of each token in each round."""
+    """Return the output of the chain, 0 for padding, and the experts of each token in each round."""
     moe, outputs, taken = chain.ffn, list[Tensor](), list[list[set[int]]]()
     routers = [moe.router, *chain.later_routers]
     for x_D, real in zip(x_BSD.flatten(0, 1), mask_BS.flatten().tolist(), strict=True):
@@ -104,30 +103,6 @@ def test_output_and_every_gradient_equal_the_loop(
         assert set(pairs) == {(t, e) for t, rounds in enumerate(taken) for e in rounds[number]}
     assert any(len(set(map(frozenset, rounds))) > 1 for rounds in taken), "rounds choose alike"
     assert list(output.shared_shares) == (NAMES if config is SHARED else [])
-
-
-def test_a_later_token_changes_nothing_in_any_round() -> None:
-    chain, x = built(SHARED), tokens(2, 6, D)
-    altered = x.clone()
-    altered[:, 4:] = 1 - altered[:, 4:]
-    one, other = chain(x), chain(altered)
-    torch.testing.assert_close(one.hidden[:, :4], other.hidden[:, :4], rtol=0, atol=1e-12)
-    assert FFNConfig.model_validate(SHARED).refusal(Situation(causal=True)) is None
-    refused = {**CHAIN, "ffn": {**CHAIN["ffn"], "router": "expert_choice"}}
-    refusal = FFNConfig.model_validate(refused).refusal(Situation(causal=True))
-    assert str(refusal).startswith("ffn.router.type 'expert_choice' ranks tokens against later")
-
-
-def test_experts_count_once_as_parameters_and_each_round_as_compute() -> None:
-    """The FLOPs of the built block are counted in test_ffn_blocks.py, as of every block."""
-    chain = FFNConfig.model_validate(CHAIN)
-    mixture = FFNConfig.model_validate({"type": "moe", **CHAIN["ffn"]})
-    expert, router = 3 * D * 16, D * NUM_EXPERTS
-    assert chain.num_params(D) == 4 * expert + 3 * router
-    assert chain.num_active_params(D) == 4 * expert + 3 * router  # 3 * 2 are more than there are
-    assert chain.flops_per_token(D, 6) == 3 * mixture.flops_per_token(D, 6)
-    alone = FFNConfig.model_validate({**CHAIN, "rounds": 1})
-    assert alone.num_active_params(D) == mixture.num_active_params(D) == 2 * expert + router
 
 
 def test_recorded_experts_are_those_of_the_first_round() -> None:

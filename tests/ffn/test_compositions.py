@@ -59,7 +59,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
 
 
 def built(config: dict[str, Any]) -> Any:
-    """In float64, all weights drawn, thresholds too."""
+    """Build a block in float64 with random weights and thresholds."""
     torch.manual_seed(0)
     block = build_ffn(config, D).double()
     with torch.no_grad():
@@ -104,7 +104,7 @@ def mixture_by_hand(block: Any, router: Any, x_SD: Tensor) -> Tensor:
 
 
 def by_hand(block: Any, config: Any, x_SD: Tensor, ids_S: Tensor) -> Tensor:
-    """Of one sequence without padding."""
+    """Return the output for one sequence without padding."""
     if config == "dense":
         return block(x_SD).hidden
     if config["type"] == "moe":

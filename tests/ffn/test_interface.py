@@ -1,4 +1,4 @@
-"""What every block and its config answer, so that nobody asks of what kind they are."""
+"""The questions that every block and its config answer, whatever their kind."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def tokens(seed: int = 1) -> Tensor:
 
 
 def chosen_and_weights(ffn: Any, x: Tensor, router: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """From the router's matrix alone: the best half of each sequence, or the positive ones."""
+    """Weights from the router's matrix alone: the best half of each sequence, or the positive ones."""
     logits = (x @ ffn.router.projection.weight.T).squeeze(-1)
     if router is RELU:
         return logits > 0, logits.relu()

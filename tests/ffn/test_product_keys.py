@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.config.errors import Situation
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.kernels import memory
 from moe_ffn.metrics import ListMetrics, LoadMetrics
@@ -166,14 +165,6 @@ def test_values_are_added_up_in_float32_under_autocast() -> None:
     torch.testing.assert_close(got_TD, block(x_TD).hidden, rtol=1e-5, atol=1e-6)
 
 
-@every_form
-def test_no_token_is_a_batch_too(form: str) -> None:
-    x_TD = tokens(0).requires_grad_()
-    build(config(form))(x_TD).hidden.sum().backward()
-    assert x_TD.grad is not None
-    assert x_TD.grad.shape == (0, D_MODEL)
-
-
 def test_experts_of_rows_are_those_of_a_sorted_plan_too() -> None:
     """A soft mixture gives them slots, sorted by expert."""
     torch.manual_seed(0)
@@ -188,18 +179,6 @@ def test_experts_of_rows_are_those_of_a_sorted_plan_too() -> None:
 
 
 # -- causality
-
-
-@pytest.mark.parametrize("training", [True, False])
-@every_form
-def test_a_token_depends_on_itself_alone(form: str, training: bool) -> None:
-    options = config(form)
-    block, x_BSD = build(options).train(training), tokens(2, 6)
-    assert FFNConfig.model_validate(options).refusal(Situation(causal=True)) is None
-    whole = block(x_BSD).hidden
-    for position in range(6):
-        alone = block(x_BSD[:, position : position + 1]).hidden
-        torch.testing.assert_close(alone, whole[:, position : position + 1], rtol=0, atol=1e-13)
 
 
 # -- costs
@@ -257,28 +236,6 @@ def test_a_step_makes_nothing_of_the_size_of_e_but_gradients(form: str) -> None:
 
 
 # -- torch
-
-
-@pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
-def test_torch_exports_them() -> None:
-    block, x_BSD = build(config("peer")), tokens(2, 5)
-    shapes = {"x": {0: torch.export.Dim("batch")}}
-    program = torch.export.export(block, (x_BSD,), dynamic_shapes=shapes)
-    torch.testing.assert_close(program.module()(x_BSD[:1]).hidden, block(x_BSD[:1]).hidden)
-
-
-@pytest.mark.filterwarnings("ignore")  # what the first jvp of a process loads
-def test_torch_transforms_them() -> None:
-    block, x_BSD = build(config("peer")), tokens(3, 2, 5)
-
-    def call(x: Tensor) -> Tensor:
-        return block(x).hidden
-
-    torch.testing.assert_close(torch.func.vmap(call)(x_BSD), torch.stack(list(map(call, x_BSD))))
-    step = 1e-6
-    slope = torch.func.jvp(call, (x_BSD[0],), (x_BSD[1],))[1]
-    near = (call(x_BSD[0] + step * x_BSD[1]) - call(x_BSD[0] - step * x_BSD[1])) / (2 * step)
-    torch.testing.assert_close(slope, near, rtol=1e-5, atol=1e-6)
 
 
 # -- refusals

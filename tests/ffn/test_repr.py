@@ -1,4 +1,4 @@
-"""What a block and what it returns print: sizes and options in a few lines, and no tensor's values."""
+"""Text of a block and of its output: sizes and options in a few lines, and no tensor's values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shared expert's part of the output is said to be."""
+"""Share of a shared expert in the output."""
 
 from __future__ import annotations
 

@@ -70,17 +70,3 @@ def test_a_sequence_does_not_see_its_neighbours() -> None:
     x = torch.randn(3, 5, 8, dtype=torch.float64)
     alone = torch.cat([ffn(sequence[None]).hidden for sequence in x])
     torch.testing.assert_close(ffn(x).hidden, alone, rtol=0, atol=1e-12)
-
-
-def test_as_many_slots_as_tokens_cost_what_top_1_does_and_the_mixing() -> None:
-    soft = {"type": "soft_moe", "num_experts": 4, "slots_per_expert": 8}
-    switch = {"type": "moe", "num_experts": 4, "router": {"type": "top_k", "k": 1}}
-    from moe_ffn import FFNConfig
-
-    mixing = 3 * 2 * 16 * 32  # logits, in and out: 3 products of d_model and 32 slots
-    router = 2 * 16 * 4
-    soft_flops, switch_flops = (
-        FFNConfig.model_validate(config).flops_per_token(16, seq_len=32)
-        for config in (soft, switch)
-    )
-    assert soft_flops - mixing == switch_flops - router

@@ -74,7 +74,7 @@ SPARSE: dict[str, dict[str, Any]] = {
         for combine in CombineConfig.members
     },
 }
-"""Those whose experts a backend computes; it is to be put in."""
+"""Blocks whose experts a backend computes; `on` sets the backend."""
 
 BLOCKS: dict[str, dict[str, Any]] = {
     **{member: {"type": member} for member in FFNConfig.members},
@@ -265,15 +265,15 @@ REFUSED: dict[str, dict[str, tuple[str, str]]] = {
         dict.fromkeys(("auto", *BACKENDS), ("a leading axis", LEADING_AXIS)),
     ),
 }
-"""What is tried -> backend -> what to use instead, and the sentence that says so."""
+"""Feature of torch -> backend -> what to use instead, and the sentence that names it."""
 
 NO_KERNEL = {
     ("moe-soft_capped_swiglu", "triton"): ("`auto`", "has no kernel for the gate .*; use 'auto'")
 }
-"""What a backend does not compute at all, whatever torch does around it."""
+"""Experts that a backend never computes."""
 
 IN_BFLOAT16 = {"`torch.compile(fullgraph=True)`", "`torch.export`, dynamic batch"}
-"""What `grouped_mm` holds in this dtype alone; in others it says that `auto` does."""
+"""Features that `grouped_mm` supports in bfloat16 alone; for other dtypes it names `auto`."""
 
 QUICK = {
     ("dense", "auto"),
@@ -282,7 +282,7 @@ QUICK = {
     ("moe", "cpu"),
     ("depths-moe", "auto"),
 }
-QUICK_IN_GRAPHS = {("moe", "auto"), ("moe", "loop")}
+QUICK_IN_GRAPHS = {("dense", "auto"), ("moe", "auto"), ("moe", "loop")}
 
 
 def every(*whats: str) -> Any:
@@ -318,7 +318,7 @@ def test_it_holds_or_one_sentence_says_what_does(what: str, name: str, backend: 
 
 
 def is_sparse(name: str) -> bool:
-    """Whether it routes to networks, or has experts: a mixture of depths around a dense block too."""
+    """Return True if a block routes, even if to one dense block, or has experts of matrices."""
     experts = BLOCKS[name].get("experts", {}).get("type")
     config = FFNConfig.model_validate(BLOCKS[name])
     return experts not in OF_TABLES and (bool(config.routers()) or name == "soft_moe")

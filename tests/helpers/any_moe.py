@@ -19,7 +19,7 @@ from moe_ffn import TokenContext, build_ffn
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn import CombineConfig
-from moe_ffn.ffn.inputs import flatten_tokens
+from moe_ffn.ffn.base import flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.activations import Activation
 from moe_ffn.kernels.select import BACKENDS
@@ -29,7 +29,7 @@ from moe_ffn.routing.expert_threshold import ExpertThresholdRouter
 
 SOME = settings(max_examples=settings().max_examples // 2)
 FEW = settings(max_examples=settings().max_examples // 10)
-"""Of the examples that the profile has (see `tests/conftest.py`)."""
+"""Fractions of the examples of the profile in `tests/conftest.py`."""
 
 D_MODEL = 8
 Options = dict[str, Any]
@@ -39,11 +39,11 @@ DTYPES = {
     "cpu": (torch.float64, torch.float32, torch.bfloat16),
     "grouped_mm": (torch.float32, torch.bfloat16),
 }
-"""What each backend takes; `triton`, which is interpreted on a CPU, is in tests/kernels."""
+"""Dtypes of each backend; `triton`, which is interpreted on a CPU, is in tests/kernels."""
 assert DTYPES.keys() == BACKENDS.keys() - {"triton"}
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of the largest value: sums of tens of terms, rounded at 1e-16, 1e-7 and, about five times, 4e-3."""
+"""Error over the largest value: sums of tens of terms, rounded at 1e-16, 1e-7 and, about five times, 4e-3."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class AnyMoE:
     dtype: torch.dtype
     training: bool
     shape: tuple[int, ...]
-    """Of the batch, without D."""
+    """Shape of the batch, without D."""
     padding: tuple[bool, ...] | None
     seed: int
 
@@ -94,14 +94,14 @@ class AnyMoE:
     def call(
         self, layer: MoEFFN, x: Tensor, context: TokenContext | None = None
     ) -> tuple[FFNOutput, Routing]:
-        """With torch's generator in the same state every time, for what is random in training."""
+        """Call the layer with torch's generator in the same state every time."""
         torch.manual_seed(self.seed + 3)
         output = layer(x, self.context() if context is None else context)
         assert output.routing is not None
         return output, output.routing
 
     def promised(self, layer: MoEFFN, x: Tensor) -> Routing:
-        """What the router alone says, before any capacity."""
+        """Return the choice of the router, before any capacity."""
         x_TD, context = flatten_tokens(x, self.context())
         torch.manual_seed(self.seed + 3)
         return layer.router(x_TD, context)
@@ -203,10 +203,10 @@ ROUTERS: dict[str, Callable[[int], st.SearchStrategy[Options]]] = {
         "sparse_mixer", k=st.integers(1, e), threshold=st.sampled_from([0.02, 0.5, 1.9])
     ),
 }
-"""By type, given the number of experts; a router that is missing here is drawn with its defaults."""
+"""Options by type, given the number of experts; a router that is missing here is drawn with its defaults."""
 
 PER_TOKEN = tuple(RouterConfig.members.keys() - {"forced", "expert_choice"})
-"""In evaluation each of these sends a token where that token alone decides; `forced` asks for its
+"""Routers whose choice for a token, in evaluation, depends on that token alone; `forced` asks for its
 position, and `expert_choice` compares it with others."""
 
 
@@ -308,7 +308,7 @@ def any_moe(
 
 
 def _every_second(x: Tensor) -> Tensor:
-    """With a gap behind each value, and an offset."""
+    """Return a view with a gap behind each value, and an offset."""
     nobodys = torch.nan if x.is_floating_point() else 1
     spread = torch.full([2 * size + 1 for size in x.shape], nobodys, dtype=x.dtype)
     return spread[tuple(slice(1, None, 2) for _ in x.shape)].copy_(x)

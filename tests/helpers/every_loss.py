@@ -31,7 +31,7 @@ def for_every_loss(routing: Routing, **more: Any) -> RoutingForEveryLoss:
 
 
 def of_one_layer(loss: BalancingLoss) -> Callable[[Routing], Tensor]:
-    """Of a model with one layer, whose step is one batch; whether the loss concerns that layer or not."""
+    """Return the loss of a model with one layer, whose step is one batch, even if it skips that layer."""
     everywhere = replace(loss, concerns=lambda _: True)
 
     def value(routing: Routing) -> Tensor:
@@ -46,7 +46,7 @@ LOSSES = {name: of_one_layer(loss) for name, loss in BALANCING_LOSSES.items()}
 
 LOAD_BALANCING = ["load_balance", "load_balance_sequence", "load_balance_pooled"]
 LOAD_BALANCING += ["load_balance_global"]
-"""Those that are E * sum_i f_i P_i."""
+"""Losses that are E * sum_i f_i P_i."""
 
 
 def routing_of(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ffn import build_ffn
 from moe_ffn.config.errors import Situation
-from moe_ffn.ffn.inputs import flatten_tokens
+from moe_ffn.ffn.base import flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import FFNOutput, ListedRouting, Routing, TokenContext
 from moe_ffn.routing import RouterConfig
@@ -128,7 +128,7 @@ def padded_mask() -> Tensor:
 
 
 def route_batch(router: Router, batch: Batch, seed: int = 0) -> Routing:
-    """With torch's generator in a known state, for what is random in training."""
+    """Route a batch with torch's generator in a known state."""
     x_TD, context = flatten_tokens(batch.x_BSD, batch.context)
     torch.manual_seed(seed)
     return router(x_TD, context)
@@ -142,7 +142,7 @@ def call_layer(layer: MoEFFN, batch: Batch, seed: int = 0) -> tuple[FFNOutput, R
 
 
 def pairs_by_token(routing: Routing) -> list[dict[int, float]]:
-    """For each token its real experts and their weights."""
+    """Return the real experts of each token, and their weights."""
     pairs: list[dict[int, float]] = [{} for _ in range(routing.num_tokens)]
     for n in routing.real_N.nonzero().flatten().tolist():
         expert = int(routing.expert_ids_N[n])
@@ -154,7 +154,7 @@ def pairs_by_token(routing: Routing) -> list[dict[int, float]]:
 
 
 def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_EXPERTS) -> None:
-    """What holds of every Routing, whatever the router."""
+    """Check the invariants of every Routing."""
     (num_pairs,) = routing.token_ids_N.shape
     for name in ("token_ids_N", "expert_ids_N"):
         assert getattr(routing, name).dtype == torch.int64, name

@@ -63,7 +63,7 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], **options: int)
 
 
 def numbers(log: str) -> dict[str, int]:
-    """From ptxas -v: "Used 168 registers", "0 bytes stack frame, 0 bytes spill stores, ..."."""
+    """Parse ptxas -v: "Used 168 registers", "0 bytes stack frame, 0 bytes spill stores, ..."."""
 
     def before(what: str) -> int:
         return int(re.findall(rf"(\d+) {what}", log)[-1])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_ffn import build_ffn
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.kernels.native import experts as gradient_memory
+from moe_ffn.kernels import cpu as gradient_memory
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ def build(backend: str, config: dict[str, Any], d_model: int = 16) -> MoEFFN:
 @pytest.mark.parametrize("backend", ["grouped_mm", "triton"])
 @pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
 def test_a_layer_runs_without_anything_in_its_tensors(config: dict[str, Any], backend: str) -> None:
-    """With tensors that hold nothing, reading one raises, and so does a shape that depends on one."""
+    """Tensors without data: reading one raises, and so does a shape that depends on one."""
     if backend == "triton":
         pytest.importorskip("triton", reason="triton is not installed here")
     with FakeTensorMode(), torch.device(DEVICE):

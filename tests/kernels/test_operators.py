@@ -12,10 +12,9 @@ from torch.library import opcheck
 
 from moe_ffn.kernels import cpu as cpu_operator
 from moe_ffn.kernels.activations import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
-from moe_ffn.kernels.cpu import cpu
+from moe_ffn.kernels.cpu import cpu, native
 from moe_ffn.kernels.native import routing
 from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.kernels.native.experts import native
 from moe_ffn.routing import balanced_assignment, sinkhorn
 
 EXPERTS = [[0, 2], [0, None], [1, 2]]

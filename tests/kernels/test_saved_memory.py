@@ -1,4 +1,4 @@
-"""What a layer keeps for backward, against the block that Hugging Face would train."""
+"""Memory that a layer keeps for backward, compared with the block that Hugging Face would train."""
 
 from __future__ import annotations
 

@@ -149,30 +149,6 @@ def test_every_plan_equals_the_loop(name: str, make_weights: Any, make_plan_of: 
     check(tokens(len(plan)), make_plan_of(plan, 3), make_weights())
 
 
-LAYERS: dict[str, dict[str, Any]] = {
-    "top_k_dropping": {"capacity": {"factor": 0.5}},
-    "top_p": {"router": {"type": "top_p", "p": 0.5}},
-    "relu": {"router": {"type": "relu", "k": 2}},
-    "expert_choice": {"router": {"type": "expert_choice"}},
-}
-
-
-@pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
-def test_behind_every_kind_of_router_a_layer_equals_the_loop(
-    config: dict[str, Any], build_moe: Any, gradients: Any
-) -> None:
-    layers = [build_moe(name, **config).to(DEVICE) for name in ("triton", "loop")]
-    x_BSD = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    outcomes = []
-    for layer in layers:
-        x = x_BSD.to(next(layer.experts.parameters()).dtype).detach().clone().requires_grad_()
-        hidden = layer(x).hidden
-        outcomes.append({"y": hidden.detach(), **gradients(layer, x, hidden)})
-    for name, got in outcomes[0].items():
-        wanted = outcomes[1][name]
-        torch.testing.assert_close(got, wanted.to(got.dtype), rtol=1e-5, atol=1e-5, msg=name)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_adds_up_in_float32(
     dtype: torch.dtype, make_weights: Any, make_plan_of: Any

@@ -1,4 +1,4 @@
-"""What the interpreter cannot prove: that every kernel compiles for a GPU, and well.
+"""Every Triton kernel compiles for a GPU, and well, which the interpreter cannot prove.
 
 Triton compiles for a target that is not there with what its package brings along.
 """

@@ -23,7 +23,7 @@ KINDS = (LoadMetrics, TokenMetrics, CoactivationMetrics)
 def measure(
     num_experts: int, *routings: Routing, factors: Sequence[float] = ()
 ) -> dict[str, Tensor]:
-    """What all of them say of some batches of a layer."""
+    """Return all metrics of some batches of a layer."""
     values: dict[str, Tensor] = {}
     for metric in (kind(num_experts) for kind in KINDS):
         for routing, factor in zip_longest(routings, factors):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ffn.ffn.routing_names import round_name, within
+from moe_ffn.ffn.base import round_name, within
 from moe_ffn.model.decoder import is_inner, layer_name, layer_number, short_name
 
 

@@ -121,7 +121,7 @@ def test_a_rank_without_tokens_takes_part(tmp_path: Path) -> None:
 
 
 class Order(TorchDispatchMode):
-    """What is sent, waited for and multiplied, in order, each by the last axis of what it gives."""
+    """Sends, waits and products, in order, each by the last axis of what it gives."""
 
     def __init__(self) -> None:
         super().__init__()

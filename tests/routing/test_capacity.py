@@ -1,4 +1,4 @@
-"""How many pairs an expert takes: who is dropped, why, and what an earlier token may know of it."""
+"""Capacity of an expert: its size, the dropped pairs, and causality."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from moe_ffn import FFNConfig, TokenContext, build_ffn
 from moe_ffn.config.errors import Refusal, Situation
-from moe_ffn.ffn.inputs import flatten_tokens
+from moe_ffn.ffn.base import flatten_tokens
 from moe_ffn.outputs import Routing
 from moe_ffn.routing import RouterConfig, routing_of_pairs
 from moe_ffn.routing.capacity import (
@@ -85,13 +85,6 @@ def test_capacity_is_exact_however_small_or_large_the_factor(
         assert limited.dropped_N.sum() == max(num_pairs - exact, 0)
 
 
-@pytest.mark.parametrize("factor", [2e15, 1e300, 1.7e308])
-def test_a_factor_beyond_all_bounds_drops_nothing(make_routing: Any, factor: float) -> None:
-    routing = limit_by_position(make_routing([[0]] * 40_000, 8, capacity_k=1.0), factor)
-    assert capacity_of(routing, factor) >= 40_000
-    assert dropped(routing) == []
-
-
 def test_capacity_of_a_router_whose_pairs_depend_on_the_data_is_exact_too(
     make_routing: Any,
 ) -> None:
@@ -160,20 +153,6 @@ def test_survivors_keep_their_weight(make_routing: Any) -> None:
     limited = limit_by_position(routing, 1.0)  # C = ceil(4 / 4) = 1
     assert dropped(limited) == [2, 3]
     assert limited.weights_N is weights
-
-
-def test_counts_after_dropping_equal_the_published_ones(
-    route_logits: Any, published_logits_LTE: Any
-) -> None:
-    # What Megatron-LM's own functions (d98e8a6) returned: cf1.0_before and
-    # cf1.0_probs_policy_kept_per_expert_k2, and how many DeepSpeed's top-2 kept. Which pairs are kept
-    # differs, how many cannot.
-    routing = route_logits(published_logits_LTE[0], k=2)
-    assert routing.expert_ids_N.bincount(minlength=8).tolist() == [4, 3, 4, 3, 2, 4, 2, 2]
-    limited = limit_by_position(routing, 1.0)
-    kept = limited.expert_ids_N[limited.computed_N]
-    assert kept.bincount(minlength=8).tolist() == [3, 3, 3, 3, 2, 3, 2, 2]
-    assert len(kept) == 21
 
 
 # ---------------------------------------------------------------------------- inside the layer
@@ -309,21 +288,6 @@ def test_the_last_leading_axis_is_the_sequence(shape: tuple[int, ...], length: i
     x_TD, context = flatten_tokens(torch.zeros(shape), None)
     assert x_TD.shape == (math.prod(shape[:-1]), 8)
     assert context.sequence_length == length
-
-
-@pytest.mark.parametrize("name", ["mask", "token_ids"])
-def test_a_context_of_another_shape_is_refused(name: str) -> None:
-    wrong = torch.ones(3, 2, dtype=torch.bool if name == "mask" else torch.int64)
-    message = rf"TokenContext\.{name} must have the leading shape of x, \(2, 3\), but has \(3, 2\)"
-    context = TokenContext(mask=wrong) if name == "mask" else TokenContext(token_ids=wrong)
-    with pytest.raises(ValueError, match=message):
-        build_ffn("moe", d_model=8)(torch.zeros(2, 3, 8), context)
-
-
-def test_a_mask_of_numbers_is_refused() -> None:
-    # Hugging Face tokenizers return int64 masks.
-    with pytest.raises(ValueError, match=r"mask must be bool.*is torch\.int64; use mask\.bool\(\)"):
-        TokenContext(mask=torch.ones(2, 3, dtype=torch.int64))
 
 
 # ----------------------------------------------------------------------------- whom a full one drops

@@ -1,4 +1,4 @@
-"""What holds of every registered router: well-formed routings, honest sizes, gradients and dtypes."""
+"""Properties of every registered router: well-formed routings, honest sizes, gradients and dtypes."""
 
 from __future__ import annotations
 

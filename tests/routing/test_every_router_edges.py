@@ -1,4 +1,4 @@
-"""What no registered router may do: see padding or the future, or let one broken token spoil others."""
+"""No registered router sees padding or the future, or lets one broken token spoil others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.helpers.every_router import (
 
 
 def is_random(router: Router) -> bool:
-    """Whether another seed gives another routing."""
+    """Return True if another seed gives another routing."""
     first, second = (pairs_by_token(route_batch(router, make_batch(), seed)) for seed in (0, 1))
     return first != second
 

@@ -23,7 +23,7 @@ def scores_of(row: list[float], score: str) -> list[float]:
 def naive(
     config: ExpertChoiceRouterConfig, logits_TE: Tensor, length: int, mask: list[bool]
 ) -> list[list[tuple[int, float]]]:
-    """For each token its experts and weights, by a loop over groups of tokens and experts."""
+    """Return the experts and weights of each token, by a loop over groups of tokens and experts."""
     scores = [scores_of(row, config.score) for row in logits_TE.tolist()]
     num_tokens, num_experts = logits_TE.shape
     size = length if config.among == "sequence" else num_tokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ffn.routing import GroupsConfig, SigmoidTopKRouterConfig, TopKRouterConfig
-from tests.helpers.identity_router import experts_of, random_logits, real_pairs, route
+from tests.helpers.identity_router import experts_of, random_logits, route
 
 NUM_EXPERTS = 12
 
@@ -73,23 +73,3 @@ def test_both_score_rules_as_worked_by_hand() -> None:
         groups = GroupsConfig(num_groups=2, keep=1, score_top=score_top)
         config = SigmoidTopKRouterConfig(k=1, renormalize=False, groups=groups)
         assert experts_of(route(config, logits)) == [[expert]]
-
-
-def test_the_best_expert_of_all_is_passed_over_outside_the_kept_groups() -> None:
-    # Group sums 1.0, 1.1, 0.3: expert 0 has the highest score and is in no kept group.
-    logits = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.2, 0.1]]).logit()
-    config = SigmoidTopKRouterConfig(k=2, groups=GroupsConfig(num_groups=3, keep=1))
-    (pairs,) = real_pairs(route(config, logits))
-    assert [e for e, _ in pairs] == [2, 3]
-    assert [w for _, w in pairs] == pytest.approx([6 / 11, 5 / 11])
-
-
-def test_groups_are_chosen_by_the_biased_scores() -> None:
-    logits = torch.tensor([[0.9, 0.1, 0.6, 0.5]]).logit()
-    config = SigmoidTopKRouterConfig(
-        k=2, renormalize=False, groups=GroupsConfig(num_groups=2, keep=1)
-    )
-    # The bias lifts group 0 to 1.2 over 1.1; the weights stay the plain scores.
-    (pairs,) = real_pairs(route(config, logits, bias=[0.0, 0.2, 0.0, 0.0]))
-    assert [e for e, _ in pairs] == [0, 1]
-    assert [w for _, w in pairs] == pytest.approx([0.9, 0.1])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn import build_ffn
 from moe_ffn.outputs import NoisyRouting, TokenContext
 from moe_ffn.routing import NoisyTopKRouterConfig
 from moe_ffn.routing.noisy_top_k import MIN_NOISE, selection_probabilities
@@ -90,44 +89,8 @@ def test_selection_probabilities_equal_the_papers_formula(k: int) -> None:
             assert got[t, e].item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_selection_probabilities_are_the_frequencies_of_drawing_ones_own_noise_again() -> None:
-    k, draws = 2, 20_000
-    logits, noisy, scale, got = probabilities_of(6, 5, k)
-    generator = torch.Generator().manual_seed(3)
-    for t, row in enumerate(noisy.tolist()):
-        for e in range(5):
-            own = torch.randn(draws, generator=generator, dtype=torch.float64)
-            h = logits[t, e] + own * scale[t, e]
-            frequency = (h > kth_largest_of_the_others(row, e, k)).double().mean().item()
-            # A frequency's deviation is at most 0.5 / sqrt(20 000) = 0.0035; four and a half of them.
-            assert got[t, e].item() == pytest.approx(frequency, abs=0.016)
-
-
 def test_with_k_of_all_experts_each_is_certain() -> None:
     routing = route(NoisyTopKRouterConfig(k=4), random_logits(6, 4), training=True)
     assert isinstance(routing, NoisyRouting)
     assert (routing.selection_probs_TE == 1).all()
     assert all(sorted(e for e, _ in pairs) == [0, 1, 2, 3] for pairs in real_pairs(routing))
-
-
-def test_the_noise_learns_from_the_output_and_from_the_probabilities() -> None:
-    router = {"type": "noisy_top_k", "k": 2}
-    torch.manual_seed(0)
-    layer = build_ffn({"type": "moe", "num_experts": 4, "router": router}, d_model=8)
-    noise = layer.get_parameter("router.noise.weight")
-    assert noise.count_nonzero() == 0
-    output = layer.train()(torch.randn(6, 8))
-    (by_output,) = torch.autograd.grad(output.hidden.square().sum(), noise, retain_graph=True)
-    assert by_output.norm() > 1e-4
-    assert isinstance(output.routing, NoisyRouting)
-    load_E = output.routing.selection_probs_TE.sum(dim=0)
-    (by_load,) = torch.autograd.grad(load_E.var(), noise)
-    assert by_load.norm() > 1e-4
-
-
-def test_evaluation_repeats_itself_and_training_does_not() -> None:
-    router = identity_router(NoisyTopKRouterConfig(), 6)
-    x = random_logits(20, 6)
-    assert torch.equal(router(x, TokenContext()).scores_TE, router(x, TokenContext()).scores_TE)
-    router.train()
-    assert not torch.equal(router(x, TokenContext()).scores_TE, router(x, TokenContext()).scores_TE)

@@ -19,6 +19,11 @@ BIAS = [0.3, -0.2, 0.0, 0.5, -0.4, 0.1]
 IDS = [3, 0, 8, 3, 5, 1, 8, 2]
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "before": {"type": "top_k", "k": 3, "scale": 2.5},
+    "renormalized": {"type": "top_k", "renormalize": True, "correction_bias": True},
+    "after": {"type": "top_k", "k": 3, "softmax": "after", "correction_bias": True},
+    "sigmoid": {"type": "sigmoid_top_k", "k": 3, "scale": 1.5},
+    "sigmoid_plain": {"type": "sigmoid_top_k", "renormalize": False},
     "logit_scale": {"type": "top_k", "logit_scale": 0.25},
     "logit_cap": {"type": "sigmoid_top_k", "logit_cap": 0.7},
     "scale_and_cap": {"type": "top_k", "k": 3, "logit_scale": 3.0, "logit_cap": 2.0},

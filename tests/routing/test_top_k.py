@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from moe_ffn import TokenContext, build_ffn
+from moe_ffn import TokenContext
 from moe_ffn.routing import TopKRouterConfig
 from moe_ffn.routing.base import RouterLinear
 from tests.helpers.identity_router import (
     experts_of,
     identity_router,
     random_logits,
-    real_pairs,
     route,
 )
 
@@ -29,44 +26,6 @@ def test_scores_and_choice_equal_those_worked_by_hand(route_logits: Any) -> None
     torch.testing.assert_close(routing.scores_TE, torch.tensor([[0.125, 0.25, 0.625]]))
 
 
-def test_renormalized_weights_add_up_to_one(route_logits: Any) -> None:
-    # (5, 2) / 7
-    routing = route_logits(torch.tensor([[1.0, 2.0, 5.0]]).log(), k=2, renormalize=True)
-    torch.testing.assert_close(routing.weights_N, torch.tensor([5 / 7, 2 / 7]))
-    # The scores that the losses see are those before.
-    torch.testing.assert_close(routing.scores_TE, torch.tensor([[0.125, 0.25, 0.625]]))
-
-
-# What Megatron-LM's own functions (d98e8a6) returned for the first token, with softmax before top-k
-# and after it (which equals renormalising the former; DeepSpeed's gates of token 0 agree).
-# Printed to six digits.
-@pytest.mark.parametrize(
-    ("renormalize", "weights"),
-    [(False, [0.368572, 0.288633]), (True, [0.560818, 0.439182])],
-    ids=["pre_softmax", "post_softmax"],
-)
-def test_weights_of_the_first_token_equal_the_published_ones(
-    route_logits: Any, published_logits_LTE: Tensor, renormalize: bool, weights: list[float]
-) -> None:
-    routing = route_logits(published_logits_LTE[0], k=2, renormalize=renormalize)
-    assert routing.expert_ids_N[:2].tolist() == [1, 2]
-    assert routing.weights_N[:2].tolist() == pytest.approx(weights, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("k", "counts"),
-    [
-        (1, [4, 3, 0, 1, 1, 0, 1, 2]),  # deepspeed top1_counts
-        (2, [4, 3, 4, 3, 2, 4, 2, 2]),  # deepspeed top2_counts, megatron cf1.0_before
-    ],
-)
-def test_counts_equal_the_published_ones(
-    route_logits: Any, published_logits_LTE: Tensor, k: int, counts: list[int]
-) -> None:
-    routing = route_logits(published_logits_LTE[0], k=k)
-    assert routing.expert_ids_N.bincount(minlength=8).tolist() == counts
-
-
 def test_pairs_are_token_major_with_the_favourite_first(route_logits: Any) -> None:
     routing = route_logits(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), k=3)
     assert routing.token_ids_N.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
@@ -74,55 +33,6 @@ def test_pairs_are_token_major_with_the_favourite_first(route_logits: Any) -> No
     assert (weights.diff(dim=-1) <= 0).all()
     assert all(len(set(row)) == 3 for row in routing.expert_ids_N.view(5, 3).tolist())
     assert not routing.dropped_N.any()
-
-
-def test_padded_tokens_stay_in_the_list_but_are_not_computed(route_logits: Any) -> None:
-    mask = torch.tensor([True, False, True])
-    routing = route_logits(torch.eye(3), k=2, mask=mask)
-    assert routing.num_tokens == 3
-    assert len(routing.token_ids_N) == 6
-    assert routing.real_N.tolist() == [True, True, False, False, True, True]
-    assert routing.computed_N.tolist() == routing.real_N.tolist()
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.5])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"renormalize": True}, {"softmax": "after"}, {"softmax": "after", "renormalize": True}],
-    ids=["before", "renormalized", "after", "after_renormalized"],
-)
-@pytest.mark.parametrize("k", [2, 3, 6])
-def test_every_way_to_weigh_equals_a_loop_in_plain_python(
-    k: int, options: dict[str, Any], scale: float
-) -> None:
-    logits = random_logits(20, 6)
-    routing = route(TopKRouterConfig(k=k, scale=scale, **options), logits)
-    for row, pairs in zip(logits.tolist(), real_pairs(routing), strict=True):
-        chosen = sorted(range(6), key=lambda e: -row[e])[:k]
-        # Renormalised probabilities are the softmax of the chosen logits.
-        among = chosen if options else range(6)
-        total = sum(math.exp(row[e]) for e in among)
-        assert [e for e, _ in pairs] == chosen
-        expected = [scale * math.exp(row[e]) / total for e in chosen]
-        assert [w for _, w in pairs] == pytest.approx(expected)
-    # Whatever the weights, the scores that the losses see are among all experts.
-    torch.testing.assert_close(routing.scores_TE, logits.softmax(dim=-1))
-
-
-@pytest.mark.parametrize(
-    ("softmax", "weights"),
-    [("before", [0.125, 0.625]), ("after", [1 / 6, 5 / 6])],
-)
-def test_the_correction_bias_changes_the_choice_and_never_a_weight(
-    softmax: str, weights: list[float]
-) -> None:
-    # Probabilities (1, 2, 5) / 8 and a bias of 0.6 on expert 0: 0.725, 0.25, 0.625. The weights are
-    # those of experts 0 and 2 without it, 1/8 and 5/8, or after selection (1, 5) / 6.
-    config = TopKRouterConfig.model_validate({"softmax": softmax, "correction_bias": True})
-    logits = torch.tensor([[1.0, 2.0, 5.0]]).log()
-    (pairs,) = real_pairs(route(config, logits, bias=[0.6, 0.0, 0.0]))
-    assert [e for e, _ in pairs] == [0, 2]
-    assert [w for _, w in pairs] == pytest.approx(weights)
 
 
 def test_a_learned_bias_is_added_to_the_logits_and_starts_at_zero() -> None:
@@ -152,28 +62,6 @@ def test_jitter_multiplies_what_the_router_sees_and_only_in_training(dtype: torc
     assert jittered.mean().item() == pytest.approx(2, abs=0.026)
     assert jittered.std().item() == pytest.approx(12**-0.5, rel=0.05)
     assert len(jittered.unique()) > 1900  # drawn for every value, finer than bfloat16
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"k": 1}, {"k": 2}, {"k": 2, "renormalize": True}, {"k": 2, "softmax": "after"}],
-    ids=["k1", "k2", "k2_renormalized", "k2_after"],
-)
-def test_the_router_learns_from_the_output_alone(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    router = {"type": "top_k", **options}
-    layer = build_ffn({"type": "moe", "num_experts": 4, "router": router}, d_model=8)
-    output = layer(torch.randn(6, 8))
-    output.hidden.square().sum().backward()
-    gradient = layer.get_parameter("router.projection.weight").grad
-    assert gradient is not None
-    assert gradient.norm() > 1e-4
-
-
-def test_one_expert_of_one_has_weight_one() -> None:
-    router = TopKRouterConfig(k=1).build(4, 1)
-    routing = router(torch.randn(3, 4), TokenContext())
-    assert routing.weights_N.tolist() == [1, 1, 1]
 
 
 def test_projection_is_float32_under_autocast_and_in_a_bfloat16_layer() -> None:

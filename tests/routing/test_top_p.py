@@ -68,13 +68,6 @@ def test_no_smaller_set_of_experts_reaches_p(p: float) -> None:
     assert len(sizes) > 1
 
 
-def test_undecided_tokens_get_more_experts_than_decided_ones() -> None:
-    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]])
-    undecided, decided = experts_of(route(TopPRouterConfig(p=0.6), logits))
-    assert len(undecided) == 3  # 0.25, 0.5, 0.75
-    assert decided == [0]
-
-
 def test_a_probability_that_is_exactly_p_is_enough() -> None:
     # exp(0) / 2 and sums of quarters are exact in binary.
     assert experts_of(route(TopPRouterConfig(p=0.5), torch.zeros(1, 2))) == [[0]]

@@ -2,7 +2,6 @@
 
 build.py      compiling, once for a machine, and loading
 routing.py    choosing experts and sorting pairs by them, compiled or not
-experts.py    the experts' arguments for the operators
 experts.cpp   all operators, and the forward pass of the experts
 backward.h    the backward pass
 layer.h       their arguments, and how rows are divided among threads, and cut into chunks and tiles

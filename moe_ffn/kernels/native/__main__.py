@@ -5,7 +5,5 @@ from __future__ import annotations
 from moe_ffn.kernels.native.build import load
 
 if __name__ == "__main__":
-    failure = load()
-    print(
-        "the CPU kernels are compiled" if failure is None else f"the compiled CPU kernel {failure}"
-    )
+    why = load()
+    print("the CPU kernels are compiled" if why is None else f"the compiled CPU kernel {why}")

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_ffn.kernels.base import is_dispatch_mode_on, is_transform_on, without_autocast
 from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.kernels.torch_modes import is_dispatch_mode_on, is_transform_on, without_autocast
 
 NARROW = (torch.bfloat16, torch.float16)
 

@@ -17,9 +17,9 @@ from moe_ffn.kernels.base import (
     ExpertWeights,
     compute_dtype,
     dropout_mask,
+    is_transform_on,
     needs_gradient,
 )
-from moe_ffn.kernels.torch_modes import is_transform_on
 from moe_ffn.outputs import Plan
 
 INSTALLED = find_spec("triton") is not None

@@ -15,8 +15,8 @@ from torch import nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
+from moe_ffn.ffn.base import within
 from moe_ffn.ffn.networks import memories
-from moe_ffn.ffn.routing_names import within
 from moe_ffn.model.decoder import Block, Decoder, layer_name
 from moe_ffn.outputs import FFNOutput
 from moe_ffn.report.expert_tokens import Assignment, RoutedText, add_batch
