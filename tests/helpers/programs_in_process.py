@@ -21,7 +21,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.rows import flat
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.browser import chromium
-from tests.helpers.snapshot import snapshot
+from tests.helpers.same_run import snapshot
 
 TINY = """
 model: {d_model: 16, num_layers: 2, attention: {num_heads: 2}}

@@ -14,14 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.killed_inside import killing
-from tests.helpers.same_run import require_same
-from tests.helpers.snapshot import snapshot
+from tests.helpers.same_run import require_same, snapshot
 from tests.helpers.tiny_runs import (
     REPOSITORY,
     WITH_ALARMS,
@@ -54,9 +52,6 @@ CHANGES = {
     "checkpoints__every_n_steps": "3",
 }
 
-Record = Callable[[str, object], None]
-"""pytest's `record_property`: what is recorded as `measured` is printed below the table."""
-
 
 def times(signum: signal.Signals, number: int, seed: str) -> list[object]:
     """Random numbers from 0 to 1, the same every time."""
@@ -71,9 +66,7 @@ def times(signum: signal.Signals, number: int, seed: str) -> list[object]:
 @pytest.mark.parametrize(
     ("signum", "part"), [case for s in SIGNALS for case in times(s, TIMES_IN_TRAINING, "training")]
 )
-def test_killed_in_training(
-    tmp_path: Path, record_property: Record, signum: signal.Signals, part: float
-) -> None:
+def test_killed_in_training(tmp_path: Path, signum: signal.Signals, part: float) -> None:
     """After `part` of the steps and a moment more, so that it is anywhere in a step."""
     row, moment = divmod(part * MAX_STEPS, ROWS_EVERY)
     process = start(*options(tmp_path, **CHANGES))
@@ -84,23 +77,21 @@ def test_killed_in_training(
     time.sleep(moment / ROWS_EVERY * 0.1)
     process.send_signal(signum)
 
-    record_property("measured", check_going_on(finish(process), signum, tmp_path))
+    check_going_on(finish(process), signum, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "part"), [case for s in SIGNALS for case in times(s, TIMES_BEFORE, "before")]
 )
-def test_killed_before_training(
-    tmp_path: Path, record_property: Record, signum: signal.Signals, part: float
-) -> None:
+def test_killed_before_training(tmp_path: Path, signum: signal.Signals, part: float) -> None:
     """After `part` of the time that it takes to begin."""
     seconds = part * seconds_to_begin()
     process = start(*options(tmp_path, **CHANGES))
     time.sleep(seconds)
     process.send_signal(signum)
 
-    record_property("measured", check_going_on(finish(process), signum, tmp_path))
+    check_going_on(finish(process), signum, tmp_path)
 
 
 @pytest.mark.slow
