@@ -116,22 +116,24 @@ def expect(done: Finished, code: int) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
-        ("trainer__precision", "16-mixed",
-         "trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed"),
-        ("trainer__precision", "bf16",
-         "trainer.precision: must be one of 'auto', 'fastest', '64-true', '32-true', 'bf16-mixed', "
-         "'bf16-true' or '16-mixed', got 'bf16'"),
-        ("trainer__strategy", "fsdp",
-         "trainer.strategy: must be one of 'auto', 'ddp' or 'ddp_find_unused_parameters_true', got 'fsdp'"),
+        (
+            "trainer__precision",
+            "16-mixed",
+            "trainer.precision (16-mixed) needs a GPU; on a CPU use",
+        ),
+        ("trainer__precision", "bf16", "trainer.precision: must be one of 'auto', "),
+        ("trainer__strategy", "fsdp", "trainer.strategy: must be one of 'auto', 'ddp' or "),
     ],
-)  # fmt: skip
+)
 def test_another_precision_or_strategy_is_rejected(
     tmp_path: Path, option: str, value: str, sentence: str
 ) -> None:
     done = run_here(*options(tmp_path, **{option: value}))
 
     expect(done, 2)
-    assert done.stderr.splitlines()[-1] == f"error: {sentence}"
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: {sentence}"), last
+    assert value in last, last
     assert not (tmp_path / "runs").exists()
 
 
