@@ -462,7 +462,6 @@ def test_a_flag_that_looks_like_another(refuse: Callable[..., str], flag: str, m
         ("report RUN --wach", "--wach: unknown; did you mean '--watch'?"),
         ("compare RUN --baselin a", "--baselin: unknown; did you mean '--baseline'?"),
         ("study_page a.yaml --run runs", "--run: unknown; did you mean '--runs'?"),
-        ("crossover RUN --bse a", "--bse: unknown; did you mean '--base'?"),
         ("convert a b --trust_code", "--trust_code: unknown; did you mean '--trust-code'?"),
         (
             "convert a b --zzz",

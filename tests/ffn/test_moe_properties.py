@@ -1,6 +1,6 @@
 """What holds of every MoE layer and every batch, tried on many that nobody chose.
 
-`tests/reliability/test_layer_properties.py` tries each sentence below on twenty times as many.
+`--hypothesis-profile many` tries each sentence below on twenty times as many.
 
 T tokens, E experts, N (token, expert) pairs
 """

@@ -108,8 +108,6 @@ class WandbServer:
         self.speaks.set()
         self.refusal = ""
         """Error in the answer to an attempt to save a view."""
-        self.spec: str | None = None
-        """Specification of the saved view that a query finds."""
         self.upserts: list[dict[str, Any]] = []
         """Variables of every attempt to save a view."""
         self._server = _Server(("127.0.0.1", 0), _handler(self))
@@ -138,9 +136,6 @@ class WandbServer:
                 return {"errors": [{"message": self.refusal}], "data": {"upsertView": None}}
             view = {"id": "ID1", "name": "nw-abc-v"}
             return {"data": {"upsertView": {"view": view, "inserted": True}}}
-        if "allViews" in query:
-            node = {"id": "ID1", "displayName": "Old", "spec": self.spec}
-            return {"data": {"project": {"allViews": {"edges": [{"node": node}]}}}}
         if name == "UpsertBucket":
             self.started = True
             project = {"id": "1", "name": variables["project"], "entity": {"id": "1", "name": "me"}}

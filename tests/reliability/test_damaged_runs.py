@@ -336,7 +336,7 @@ def test_a_run_with_a_damaged_file_is_read(tmp_path: Path, name: str, what: str)
     ("name", "content", "said"),
     [
         (SUMMARY_FILE, '{"validation_loss": 1.2', "has lost its results: summary.json is damaged"),
-        (FACTS_FILE, "", "does not say what it was trained on: facts.json or tokenizer.json is damaged"),
+        (FACTS_FILE, "", "does not have its sizes: facts.json is damaged"),
         (CONFIG_FILE, "model: {ffn: ", "does not say its seed: config.yaml is damaged"),
     ],
 )  # fmt: skip
