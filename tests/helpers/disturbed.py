@@ -67,7 +67,7 @@ def fail(descriptor: int) -> None:
 
 
 def crawl(descriptor: int) -> None:
-    """As a disk that takes a fifth of a second, where a tenth counts as slow."""
+    """Sync as a disk that takes a fifth of a second; a tenth counts as slow."""
     time.sleep(0.2)
     _fsync(descriptor)
 

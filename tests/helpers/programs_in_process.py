@@ -35,7 +35,7 @@ sample: {num_tokens: 8}
 
 @dataclass(frozen=True)
 class Result:
-    """What a run of the program left behind; `folder` is that of its only run."""
+    """Results of a program; `folder` is the folder of its only run."""
 
     code: int
     stdout: str

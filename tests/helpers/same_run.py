@@ -30,8 +30,8 @@ MISSING = object()
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Where two run folders differ: metrics, alarms, samples, summary, the newest checkpoint and the best,
-    with weights, optimizer, router biases and every other state; empty where nowhere.
+    """Differences of two run folders: metrics, alarms, samples, summary, and every state in the newest
+    and the best checkpoint; empty without any.
     """
     rows, others = ([*map(dict, read_lines(run / METRICS_FILE, Row))] for run in (one, other))
     damaged = [num_damaged(run / METRICS_FILE, Row) for run in (one, other)]

@@ -49,7 +49,7 @@ def check_refused(folder: Path, content: bytes, named: str) -> None:
 
 
 def names(line: str, named: str) -> bool:
-    """Whether a line is about `model.ffn`, what is inside of it, or about `model` and says `ffn`."""
+    """Return True for a line about `model.ffn` or a key below it, or about `model` that says `ffn`."""
     where, _, sentence = line.partition(": ")
     above, _, name = named.rpartition(".")
     if where == named or where.startswith(f"{named}."):
@@ -141,7 +141,7 @@ def misspelt_options() -> Iterator[Wrong]:
 
 
 def changed_files() -> Iterator[Wrong]:
-    """Of every key of every shipped file: misspelt, given twice, its value of another kind."""
+    """Every key of every shipped file: misspelt, given twice, or with a value of another kind."""
     files = {*(REPOSITORY / "configs").rglob("*.yaml")}
     for file in sorted(files - {*(REPOSITORY / "configs/studies").iterdir()}):
         options = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -188,7 +188,7 @@ def test_every_option_and_every_key(
     changes: Callable[[], Iterable[Wrong]],
     every: int,
 ) -> None:
-    """All mistakes of the program are told together."""
+    """Collect all failures and report them together."""
     tried = list(changes())[::every]
     broken = []
     for content, named in tried:

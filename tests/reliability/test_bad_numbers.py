@@ -46,7 +46,7 @@ PLACES = {
     "a hidden state": ("into:layers.1", "the input of decoder.layers.1"),
     "router logits": (ROUTER, f"decoder.{ROUTER}"),
 }
-"""Where a number breaks, as a fault's place and as the run has to name it."""
+"""Places where a number breaks: as a fault names them, and as the run has to name them."""
 SKIPPED = 8
 """The optimizer step, of twelve, in which it breaks."""
 QUICK = [
@@ -123,7 +123,7 @@ def fit(config: TrainConfig, folder: Path, watcher: Callback) -> Fitted:
 
 
 def state_of(fitted: Fitted) -> dict[str, Any]:
-    """All that training moves: parameters, biases and the optimizer's moments and counts."""
+    """State that training changes: parameters, biases and the optimizer's moments and counts."""
     moments = fitted.trainer.optimizers[0].state_dict()["state"]
     return {
         **fitted.module.state_dict(),

@@ -1,4 +1,4 @@
-"""In a network namespace without a route the quickstart works to its end: no prompt, nothing waited for."""
+"""The quickstart works without a network: no prompt, and no waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.tiny_runs import Finished, environment
 pytestmark = pytest.mark.slow
 
 MAX_SECONDS = 240
-"""For one program. Each waits for nothing, so this is what a slow machine computes."""
+"""Seconds for one program on a slow machine; no program waits."""
 KEY = {"WANDB_API_KEY": "0123456789" * 4}
 """An API key that is well formed, and nobody's."""
 
@@ -28,7 +28,7 @@ CONNECT = "import socket; socket.create_connection(('192.0.2.1', 443), timeout=5
 @pytest.mark.parametrize("variables", [{}, KEY], ids=["", "with a key for wandb"])
 @pytest.mark.parametrize("terminal", [False, True], ids=["", "in a terminal"])
 def test_the_quickstart(tmp_path: Path, terminal: bool, variables: dict[str, str]) -> None:
-    """What the README begins with, in three steps instead of hundreds."""
+    """The first commands of the README, with three steps instead of hundreds."""
     few = {"run.name": "my-run", "trainer.max_steps": "3", "data.validation_tokens": "4096"}
     options = [part for key, value in few.items() for part in (f"--{key}", value)]
 

@@ -91,7 +91,7 @@ def changes_of(model: str, precision: str, accumulate: int, dropout: str) -> dic
 
 @functools.cache
 def shared_folder() -> Path:
-    """Of the corpus, its cache and the unbroken runs."""
+    """Folder of the corpus, its cache and the unbroken runs."""
     return lasting_folder()
 
 

@@ -109,7 +109,7 @@ def prepare_in(cache: Path, corpus: Path, percent: int = 5) -> Path:
 @pytest.mark.parametrize("state", ["no cache", "a damaged cache"])
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_that_prepare_the_same_data(tmp_path: Path, number: int, state: str) -> None:
-    """They leave, to the byte, what a process alone does, and nothing beside it."""
+    """The processes leave the same bytes as one process alone, and nothing else."""
     corpus, cache = write_corpus(tmp_path / "corpus", 100), tmp_path / "cache"
     alone = prepare_in(tmp_path / "alone", corpus).parent
     if state == "a damaged cache":
@@ -124,7 +124,7 @@ def test_processes_that_prepare_the_same_data(tmp_path: Path, number: int, state
 @pytest.mark.slow
 @pytest.mark.parametrize("fifth", [1, 3, 5])
 def test_one_of_two_that_prepare_the_same_data_is_killed(tmp_path: Path, fifth: int) -> None:
-    """At a fifth of the time that building takes, and so on; the other must not notice."""
+    """The kill comes after some fifths of the time that building takes; the other process must not notice."""
     corpus, cache, alone = (tmp_path / name for name in ("corpus", "cache", "alone"))
     write_corpus(corpus, 4000)
     for folder in (cache, alone):
