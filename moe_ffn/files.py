@@ -21,9 +21,6 @@ log = logging.getLogger(__name__)
 UNFINISHED = ".unfinished"
 """Suffix of a file that is being written, or was when its process died."""
 
-DAMAGED = ".damaged"
-"""Suffix of the copy that is kept of a damaged file before it is repaired."""
-
 _KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a folder",
@@ -181,13 +178,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write `content` to `path` as `replacing` does; text as UTF-8."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-
-
-def set_aside(path: Path) -> Path:
-    """Copy a damaged file before it is repaired; return the path of the copy."""
-    kept = path.with_name(f"{path.name}{DAMAGED}")
-    write_whole(kept, read_bytes(path))
-    return kept
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -15,7 +15,6 @@ from moe_ffn.files import (
     read_bytes,
     remove_unfinished,
     replacing,
-    set_aside,
     sync_folder,
     write_whole,
 )
@@ -97,16 +96,6 @@ def test_only_unfinished_files_are_removed(tmp_path: Path) -> None:
     remove_unfinished(tmp_path)
 
     assert names(tmp_path) == [".hidden", "file", "mine.unfinished"]
-
-
-def test_a_damaged_file_is_copied(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\xff\x00")
-
-    kept = set_aside(path)
-
-    assert kept == tmp_path / "metrics.jsonl.damaged"
-    assert kept.read_bytes() == path.read_bytes() == b"\xff\x00"
 
 
 @pytest.mark.parametrize(

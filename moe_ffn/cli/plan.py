@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
-from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
@@ -26,11 +25,8 @@ from moe_ffn.runs.planner import (
     EFFICIENCY,
     Device,
     LayoutPlan,
-    RecordedLoads,
-    Traffic,
     plan_layouts,
 )
-from moe_ffn.runs.reader import load_run
 
 MAX_RANKS = 2**16
 MAX_REFUSED = 3
@@ -43,11 +39,9 @@ def main(argv: Sequence[str]) -> int:
     device = device_of(flags)
     if flags.plot is not None:
         check_output("--plot", flags.plot, OPENING)
-    recorded = None if flags.routing is None else RecordedLoads.of(load_run(flags.routing))
     plans = plan_layouts(config, flags.gpus, device, flags.efficiency)
-    balances = [] if recorded is None else balances_of(plans, recorded)
     if flags.plot is not None:
-        write_output("--plot", flags.plot, _page(plans, balances))
+        write_output("--plot", flags.plot, _page(plans))
     say = Console().print
     params, active = (
         compact(count(*config.data.text_sizes))
@@ -62,9 +56,6 @@ def main(argv: Sequence[str]) -> int:
     if (left_out := len(plans) - len(shown(plans))) > 0:
         say(f"{left_out} more layouts do not fit")
     say(verdict(plans), highlight=False, soft_wrap=True)
-    if recorded is not None:
-        say()
-        say(balance_table(balances, recorded))
     if flags.plot is not None:
         say(f"written: {flags.plot}", highlight=False, soft_wrap=True)
     return 0 if plans[0].fits else EXIT_FAILED
@@ -89,12 +80,6 @@ def _add_flags(parser: Parser) -> None:
         default=EFFICIENCY,
         metavar="SHARE",
         help="share of the published FLOPs and bandwidths that is reached (%(default)s)",
-    )
-    add(
-        "--routing",
-        type=Path,
-        metavar="RUN",
-        help="what the balance of this run, step by step, would make of the time of a step",
     )
     add(
         "--plot",
@@ -166,20 +151,18 @@ def plan_table(plans: Sequence[LayoutPlan], efficiency: float) -> Table:
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for plan in shown(plans):
+        sent = plan.traffic
         table.add_row(
             " x ".join(map(str, astuple(plan.layout))),
             *(f"{part / 1e9:.1f}" for part in astuple(plan.memory)),
             f"{plan.memory.total / 1e9:.1f}",
-            *(f"{sent / 1e9:.1f}" for sent in sent_by(plan.traffic)),
+            f"{sent.weights / 1e9:.1f}",
+            f"{(sent.gradients + sent.copies) / 1e9:.1f}",
+            f"{sent.tokens / 1e9:.1f}",
             f"{plan.seconds:.3g}" if plan.fits else "too large",
             style="" if plan.fits else "dim",
         )
     return table
-
-
-def sent_by(traffic: Traffic) -> tuple[float, float, float]:
-    """Bytes of a GPU in all-gathers, in sums of gradients, and in all-to-alls."""
-    return traffic.weights, traffic.gradients + traffic.copies, traffic.tokens
 
 
 def verdict(plans: Sequence[LayoutPlan]) -> str:
@@ -210,72 +193,10 @@ def verdict(plans: Sequence[LayoutPlan]) -> str:
     )
 
 
-# -- balance
-
-
-@dataclass(frozen=True)
-class Balance:
-    """A layout whose ranks share the experts, and how unevenly a recorded run would have used them."""
-
-    plan: LayoutPlan
-    violations: Sequence[float]
-    """MaxVio of the ranks at each step that was recorded."""
-
-    def seconds(self, steps: slice) -> float:
-        """Mean time of those steps."""
-        return fmean(map(self.plan.seconds_at, self.violations[steps]))
-
-
-def balances_of(plans: Sequence[LayoutPlan], recorded: RecordedLoads) -> list[Balance]:
-    """Return the balance of the fastest fitting layout, for each number of ranks that share the experts.
-
-    Raises:
-        ConfigError: there is none, or the recorded experts cannot be divided so.
-    """
-    fastest: dict[int, LayoutPlan] = {}
-    for plan in plans:
-        if plan.fits and plan.layout.expert > 1:
-            fastest.setdefault(plan.layout.expert, plan)
-    if not fastest:
-        raise ConfigError("--routing: no layout that fits divides experts among ranks")
-    return [
-        Balance(fastest[degree], recorded.rank_violations(degree)) for degree in sorted(fastest)
-    ]
-
-
-def balance_table(balances: Sequence[Balance], recorded: RecordedLoads) -> Table:
-    """Tabulate the cost of waiting for the busiest rank, in the first and last tenth of the steps."""
-    num_layers, num_experts, num_steps = recorded.loads_LET.shape
-    tenth = max(1, num_steps // 10)
-    parts = {"first": slice(0, tenth), "last": slice(-tenth, None)}
-    table = Table(
-        title=f"If {recorded.run} were routed so ({num_layers} layers, {num_experts} experts, "
-        f"{num_steps} rows)",
-        title_justify="left",
-        caption="first, last: a tenth of the rows; MaxVio of ranks: pairs of the busiest over their mean, "
-        "less one; all wait for it, layer by layer, with its products and its tokens",
-        caption_justify="left",
-        box=None,
-        padding=(0, 1, 0, 0),
-    )
-    names = [f"{part}\n{what}" for part in parts for what in ("MaxVio", "s/step", "longer")]
-    for name in ("data", "shard", "expert", "balanced\ns/step", *names):
-        table.add_column(name, justify="right", no_wrap=True)
-    for balance in balances:
-        plan = balance.plan
-        cells = [*map(str, astuple(plan.layout)), f"{plan.seconds:.3g}"]
-        for steps in parts.values():
-            seconds = balance.seconds(steps)
-            cells += [f"{fmean(balance.violations[steps]):.2f}", f"{seconds:.3g}"]
-            cells.append(f"{seconds / plan.seconds - 1:.0%}")
-        table.add_row(*cells)
-    return table
-
-
-def _page(plans: Sequence[LayoutPlan], balances: Sequence[Balance]) -> str:
-    """Return a page of figures: memory by layout, and time of a step by balance where ranks share experts."""
+def _page(plans: Sequence[LayoutPlan]) -> str:
+    """Return a page with the memory of each layout as a bar."""
     # Only now: the tables should not wait for plotly.
-    from moe_ffn.report.layout_figures import memory, step_times
+    from moe_ffn.report.layout_figures import memory
     from moe_ffn.report.plots import figures_page
 
     bars = {
@@ -284,12 +205,4 @@ def _page(plans: Sequence[LayoutPlan], balances: Sequence[Balance]) -> str:
         }
         for plan in shown(plans)
     }
-    lines = {
-        f"expert {balance.plan.layout.expert}": [
-            (violation, balance.plan.seconds_at(violation) / balance.plan.seconds)
-            for violation in balance.violations
-        ]
-        for balance in balances
-    }
-    figures = [memory(bars, plans[0].device.memory_bytes / 1e9)]
-    return figures_page("Layouts", [*figures, *([step_times(lines)] if lines else [])])
+    return figures_page("Layouts", [memory(bars, plans[0].device.memory_bytes / 1e9)])

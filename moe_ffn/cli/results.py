@@ -27,7 +27,7 @@ from moe_ffn.model.decoder import short_name
 from moe_ffn.report.html import compact
 from moe_ffn.report.run_summary import EXTREMES, Cell, ExpertRow, expert_rows
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.folder import ALARMS_FILE, SUMMARY_FILE
+from moe_ffn.runs.folder import ALARMS_FILE, REPORT_FILE, SUMMARY_FILE
 
 if TYPE_CHECKING:
     from moe_ffn.runs.assemble import RunCallbacks
@@ -110,10 +110,7 @@ def print_results(
         say("\nSample:")
         prompt = Text(printable(samples.prompt, also="\n\t"), style="bold")
         console.print(prompt + Text(printable(samples.last, also="\n\t")))
-    say(f"\nResults in {folder}/")
-    for pattern, meaning in _FILES.items():
-        for path in sorted(folder.glob(pattern))[-1:]:
-            say(f"  {path.relative_to(folder).as_posix():31} {meaning}")
+    say(f"\nResults in {folder}/; open its {REPORT_FILE} in a browser")
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any], callbacks: RunCallbacks) -> None:
@@ -151,24 +148,6 @@ def plain_values(value: Any) -> Any:
 
 
 _LEGEND = f"MaxVio: {LAYER_METRICS['max_violation'].formula}; entropy in nats"
-
-_FILES = {
-    "report.html": "all of this as a page; open it in a browser",
-    "config.yaml": "the resolved options; --config takes it again",
-    "facts.json": "corpus, code revision, sizes, precision",
-    "metrics.jsonl": "every logged value, by step",
-    "summary.json": "the numbers above",
-    "sample.txt": "the text above",
-    "profile.txt": "where the time went (trainer.profiler)",
-    "samples.jsonl": "the texts of every validation",
-    "alarms.jsonl": "what went wrong, and what to try",
-    "tokenizer.json": "how text became tokens",
-    "documents.json": "the documents it read, with their sha256",
-    "checkpoints/best.ckpt": "weights of the lowest validation loss, alone",
-    "checkpoints/step_*.ckpt": "where --resume continues",
-    "model": "for moe_ffn.load_pretrained",
-    "wandb": "the run for wandb",
-}
 
 
 def model_table(config: TrainConfig, vocab_size: int) -> Table:

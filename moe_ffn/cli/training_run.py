@@ -40,7 +40,6 @@ from moe_ffn.runs.reader import read_weights
 from moe_ffn.runs.resume import Start, find_start, resume_hint, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.runs.validate import Hardware, find_hardware, require_valid
-from moe_ffn.training.config import FASTEST
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
@@ -83,7 +82,9 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         torch.manual_seed(config.seed)
         module = assemble.build_module(config, data, hardware.layout)
         check_num_params(module.decoder)
-    describe(config, data, console, say)
+    console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
+    for line in (*config.notes(), f"\n{describe_data(data)}"):
+        say(line)
 
     with ExitStack() as stack:
         start = Start()
@@ -93,28 +94,33 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         if start.checkpoint is None:
             begin_with(source or read_initial_weights(config), data, module, say)
         source = None  # or a second copy of the weights would stay while it trains
-        precision = choose_precision(config, resume, hardware, data, say)
+        precision = choose_precision(config, resume, hardware)
+        say(f"precision {precision}")
         run_id = start.run_id or run_folder.new_run_id()
         facts = assemble.run_facts(config, data, precision, run_id)
         files = files_of_a_new_run(config, data, facts)
-        folder, files = open_folder(config, resume, start, files)
-        stack.enter_context(held(folder) if resume is None else nullcontext())
+        folder = open_folder(config, resume, start, files)
+        if resume is None:
+            stack.enter_context(held(folder))
 
         loggers, wandb_line = assemble.make_loggers(config, folder, facts) if is_main else ([], "")
-        describe_folder(folder, hardware, wandb_line, files if resume is None else {}, say)
+        ranks = [hardware.layout.describe()] if hardware.layout.num_ranks > 1 else []
+        code = outside_code.describe_code(files, folder) if resume is None else ()
+        for line in (*ranks, wandb_line, *code, f"writing to {folder}/\n"):
+            say(line)
         callbacks = assemble.make_callbacks(config, data, folder, run_id)
         trainer = assemble.build_trainer(
             config, folder, precision, loggers, callbacks, hardware.layout
         )
         compile_kernels(module, trainer.strategy.root_device)
 
+        token_data = assemble.make_token_data(config, data)
         with logging_to(loggers, folder), ending_as_documented(config, trainer, callbacks, say):
-            fit(trainer, module, assemble.make_token_data(config, data), callbacks, start)
+            trainer.fit(module, datamodule=token_data, ckpt_path=start.checkpoint)
+            if callbacks.validation.last_step != trainer.global_step:
+                trainer.validate(module, datamodule=token_data, verbose=False)
         if is_main:
             finish(config, data, module, trainer, callbacks, loggers, console)
-
-
-# -- validate and prepare
 
 
 def read_initial_weights(config: TrainConfig) -> Source | None:
@@ -130,14 +136,14 @@ def read_initial_weights(config: TrainConfig) -> Source | None:
     return source
 
 
-def describe(config: TrainConfig, data: PreparedData, console: Console, say: Say) -> None:
-    console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
-    for note in config.notes():
-        say(note)
-    say(f"\n{describe_data(data)}")
-
-
-# -- build
+def begin_with(source: Source | None, data: PreparedData, module: LanguageModel, say: Say) -> None:
+    """Replace the drawn weights of a model by those of `init_from`."""
+    if source is not None:
+        source.require_same_tokens(data.tokenizer)
+        weights, lines = fit_weights(source, module.decoder)
+        module.start_from(weights)
+        for line in lines:
+            say(line)
 
 
 def held(folder: Path) -> AbstractContextManager[None]:
@@ -161,31 +167,12 @@ def find_resume_point(resume: Resume, data: PreparedData, module: LanguageModel,
     return start
 
 
-def begin_with(source: Source | None, data: PreparedData, module: LanguageModel, say: Say) -> None:
-    """Replace the drawn weights of a model by those of `init_from`."""
-    if source is not None:
-        source.require_same_tokens(data.tokenizer)
-        weights, lines = fit_weights(source, module.decoder)
-        module.start_from(weights)
-        for line in lines:
-            say(line)
-
-
-def choose_precision(
-    config: TrainConfig, resume: Resume | None, hardware: Hardware, data: PreparedData, say: Say
-) -> str:
-    """Return the number format: a resumed run keeps the one that `auto` or `fastest` once chose."""
-    precision, why = hardware.precision, ""
-    if resume is not None and config.trainer.precision in ("auto", FASTEST):
+def choose_precision(config: TrainConfig, resume: Resume | None, hardware: Hardware) -> str:
+    """Return the number format: a resumed run keeps the one that `auto` once chose."""
+    if resume is not None and config.trainer.precision == "auto":
         known = Facts.read(resume.folder / run_folder.FACTS_FILE).precision
-        precision = known or precision
-    if precision == FASTEST:
-        from moe_ffn.cli.fastest_precision import fastest_precision  # few runs need it
-
-        precision, found = fastest_precision(config, data)
-        why = f" ({found})"
-    say(f"precision {precision}{why}")
-    return precision
+        return known or hardware.precision
+    return hardware.precision
 
 
 def files_of_a_new_run(
@@ -202,45 +189,20 @@ def files_of_a_new_run(
 
 
 def open_folder(
-    config: TrainConfig, resume: Resume | None, start: Start, files: dict[str, str]
-) -> tuple[Path, dict[str, str]]:
+    config: TrainConfig, resume: Resume | None, start: Start, files: Mapping[str, str]
+) -> Path:
     """Make the folder of a new run, or cut that of a resumed one back to its checkpoint.
 
-    Returns:
-        the folder, and the files of the run's beginning; other ranks than the first write nothing.
+    Only the first rank writes; the folder of a new run is `run.output_dir` on the other ranks.
     """
-    if resume is not None:
-        return resume.folder, rewind(resume, start, files) if is_first_rank() else files
     if not is_first_rank():
-        return Path(config.run.output_dir), files
+        return Path(config.run.output_dir) if resume is None else resume.folder
+    if resume is not None:
+        rewind(resume, start, files)
+        return resume.folder
     folder = run_folder.make_run_folder(config, files)
     trust(outside_code.named_code(config))
-    return folder, files
-
-
-def describe_folder(
-    folder: Path, hardware: Hardware, wandb_line: str, files: Mapping[str, str], say: Say
-) -> None:
-    ranks = (hardware.layout.describe(),) if hardware.layout.num_ranks > 1 else ()
-    code = outside_code.describe_code(files, folder)
-    for line in (*ranks, wandb_line, *code, f"writing to {folder}/\n"):
-        say(line)
-
-
-# -- fit
-
-
-def fit(
-    trainer: assemble.Trainer,
-    module: LanguageModel,
-    token_data: assemble.TokenData,
-    callbacks: assemble.RunCallbacks,
-    start: Start,
-) -> None:
-    """Train to the last step, and validate there."""
-    trainer.fit(module, datamodule=token_data, ckpt_path=start.checkpoint)
-    if callbacks.validation.last_step != trainer.global_step:
-        trainer.validate(module, datamodule=token_data, verbose=False)
+    return folder
 
 
 @contextmanager
@@ -303,9 +265,6 @@ def ending_as_documented(
         raise SystemExit(EXIT_INTERRUPTED) from None
 
 
-# -- finish
-
-
 def finish(
     config: TrainConfig,
     data: PreparedData,
@@ -321,8 +280,14 @@ def finish(
         SystemExit: a file of them could not be written.
     """
     folder = callbacks.checkpoints.folder.parent
-    if trainer.global_step < config.trainer.max_steps:
-        print_reason_of_early_end(config, trainer.global_step, console)
+    if trainer.global_step < (max_steps := config.trainer.max_steps):
+        limits = {
+            "trainer.early_stopping": config.trainer.early_stopping,
+            "trainer.max_time": config.trainer.max_time,
+        }
+        why = " or ".join(name for name, limit in limits.items() if limit is not None)
+        line = f"ended after step {trainer.global_step} of {max_steps} ({why})"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     targets = validation_batches(config.data, data).targets
     summary = summary_of(callbacks, unigram_loss(data.train, targets, data.tokenizer.vocab_size))
     save_model = partial(write_model, folder, config, data, module)
@@ -331,16 +296,6 @@ def finish(
     if lost:
         log.error("%s", lost)
         raise SystemExit(EXIT_FAILED)
-
-
-def print_reason_of_early_end(config: TrainConfig, step: int, console: Console) -> None:
-    limits = {
-        "trainer.early_stopping": config.trainer.early_stopping,
-        "trainer.max_time": config.trainer.max_time,
-    }
-    why = " or ".join(name for name, limit in limits.items() if limit is not None)
-    line = f"ended after step {step} of {config.trainer.max_steps} ({why})"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def write_results(

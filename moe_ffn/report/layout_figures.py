@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import plotly.graph_objects as go
 
 from moe_ffn.metrics.plotting import axis_title
-from moe_ffn.report.drawing import LIGHT, curves_figure, scatter, style_of
+from moe_ffn.report.drawing import LIGHT, curves_figure, scatter
 
 
 def memory(bars: Mapping[str, Mapping[str, float]], limit: float) -> go.Figure:
@@ -47,26 +47,3 @@ def memory(bars: Mapping[str, Mapping[str, float]], limit: float) -> go.Figure:
         height=180 + 26 * len(bars),
         barmode="stack",
     )
-
-
-def step_times(points: Mapping[str, Sequence[tuple[float, float]]]) -> go.Figure:
-    """Draw the time of a step over the balance of the ranks that share experts.
-
-    Args:
-        points: layout -> (MaxVio of ranks, time over that in perfect balance) of each step.
-    """
-    traces = [
-        scatter(
-            name,
-            [x for x, _ in found],
-            [y for _, y in found],
-            style_of(number),
-            f"{name}: %{{y:.3f}} at %{{x:.2f}}<extra></extra>",
-            mode="markers",
-            marker={"size": 5, "opacity": 0.5},
-        )
-        for number, (name, found) in enumerate(points.items())
-    ]
-    x_axis = {"title": axis_title("MaxVio of the ranks that share the experts")}
-    y_axis = {"title": axis_title("time of a step over that in balance")}
-    return curves_figure(traces, "Time of a step by balance", "", x_axis, y_axis)

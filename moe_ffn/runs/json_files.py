@@ -1,26 +1,14 @@
-"""The JSON files of a run's folder, each as one typed model.
-
-A disk or an editor may have damaged any of them. A value of a wrong type counts as absent, so that the rest
-can still be used; `JsonFile.has` tells null from absent.
-"""
+"""The JSON files of a run's folder, each as one typed model; a damaged file counts as absent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_ffn.files import parse_object, read_object
+from moe_ffn.files import read_object
 from moe_ffn.training.config import PRECISIONS, Precision
 from moe_ffn.training.monitoring.json_lines import Line
 
@@ -30,36 +18,23 @@ Value = float | None | list[float | None] | list[list[float | None]]
 
 
 class JsonFile(BaseModel):
-    """One JSON object without its invalid values; false where none are left."""
+    """One JSON object; false where it is empty."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _drop_invalid(cls, found: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return handler(found)
-        except ValidationError as error:
-            if not isinstance(found, Mapping):
-                raise
-            wrong = {problem["loc"][0] for problem in error.errors() if problem["loc"]}
-            return handler({key: value for key, value in found.items() if key not in wrong})
-
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file; empty if it cannot be read or holds no JSON object."""
-        return cls.model_validate(read_object(path) or {})
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Parse the text of such a file."""
-        return cls.model_validate(parse_object(text) or {})
+        """Read a file; empty if it cannot be read, or holds anything else."""
+        try:
+            return cls.model_validate(read_object(path) or {})
+        except ValidationError:
+            return cls()
 
     def __bool__(self) -> bool:
         return bool(self.model_fields_set)
 
     def has(self, key: str) -> bool:
-        """Return whether the file has a value of the right type there, which may be null."""
+        """Return true if the file has a value there, which may be null."""
         return key in self.model_fields_set
 
 
@@ -89,7 +64,7 @@ class Facts(JsonFile):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether it holds what a resumed run needs."""
+        """Return true if it holds what a resumed run needs."""
         return self.precision in PRECISIONS
 
 
@@ -138,19 +113,12 @@ class Alarm(Line):
     advice: str = ""
 
 
-def _require_path(value: Any) -> str:
-    """Text, even where it is not UTF-8, which pydantic's own strings have to be."""
-    if not isinstance(value, str) or "\0" in value:
-        raise ValueError("must be a path")
-    return value
-
-
 class CodeEntry(BaseModel):
     """Origin of a file or module of custom code."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    path: Annotated[Any, AfterValidator(_require_path)]
+    path: str
     sha256: str
     copied: bool
 

@@ -62,7 +62,7 @@ def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> 
 
 def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
     """Yield lines about the custom code of a new run: what it copies, and what it does not."""
-    entries = CodeEntries.parse(files.get(CODE_FILE, "")).entries
+    entries = CodeEntries.model_validate_json(files.get(CODE_FILE, "{}")).entries
     copied = [name for name, entry in entries.items() if entry.copied]
     others = [name for name, entry in entries.items() if not entry.copied]
     if copied:

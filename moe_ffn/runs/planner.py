@@ -20,14 +20,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from moe_ffn.config.errors import ConfigError, Situation
+from moe_ffn.config.errors import Situation
 from moe_ffn.data.batches import require_equal_shares
-from moe_ffn.ffn import ChainOfExpertsConfig, FFNConfig, MixtureOfDepthsConfig, MoEConfig
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.reader import Run
-from moe_ffn.training.config import FASTEST
 from moe_ffn.training.objective import cross_entropy_of
 
 # -- devices
@@ -279,8 +276,6 @@ class LayoutPlan:
     traffic: Traffic
     compute_seconds: float
     """Seconds of the products of a step."""
-    expert_seconds: float
-    """Seconds of the products of routed experts."""
     beside_seconds: float
     """Seconds to send weights and gradients, at the same time as the products."""
     between_seconds: float
@@ -295,33 +290,11 @@ class LayoutPlan:
     @property
     def seconds(self) -> float:
         """Seconds of a step in perfect balance."""
-        return self.seconds_at(0.0)
-
-    def seconds_at(self, max_violation: float) -> float:
-        """Return the seconds of a step in which all ranks wait for the busiest one.
-
-        Args:
-            max_violation: load of the busiest of the ranks that share the experts over their mean, less one.
-        """
-        compute = self.compute_seconds + max_violation * self.expert_seconds
-        return max(compute, self.beside_seconds) + (1 + max_violation) * self.between_seconds
+        return max(self.compute_seconds, self.beside_seconds) + self.between_seconds
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
-
-
-def routed_flops_per_token(ffn: FFNConfig, d_model: int, seq_len: int) -> int:
-    """Return the FLOPs of a block for one token that run on the ranks of its experts."""
-    if isinstance(ffn, MoEConfig):
-        return ffn.routed_flops_per_token(d_model, seq_len)
-    if isinstance(ffn, ChainOfExpertsConfig):
-        return ffn.rounds * routed_flops_per_token(ffn.ffn, d_model, seq_len)
-    if isinstance(ffn, MixtureOfDepthsConfig):
-        share, inner_length = ffn.inner_tokens(seq_len)
-        return round(share * routed_flops_per_token(ffn.ffn, d_model, inner_length))
-    inner = ffn.inner_blocks().values()
-    return sum(routed_flops_per_token(block, d_model, seq_len) for block in inner)
 
 
 def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
@@ -369,7 +342,7 @@ def plan_layouts(
 
 def _precision(config: TrainConfig) -> str:
     precision = config.trainer.precision
-    return "bf16-mixed" if precision in ("auto", FASTEST) else precision
+    return "bf16-mixed" if precision == "auto" else precision
 
 
 def _plan(
@@ -401,7 +374,6 @@ def _plan(
     ffns = model.layer_ffns()
     forward = model.flops_per_token(*config.data.text_sizes)
     of_ffns = sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
-    routed = sum(routed_flops_per_token(ffn, model.d_model, data.seq_len) for ffn in ffns)
     # Backward is twice forward, and what is not kept is computed once more.
     again = {"ffn": of_ffns, False: 0}.get(model.activation_checkpointing, forward)
     per_flop = tokens / device.flops / efficiency
@@ -411,7 +383,6 @@ def _plan(
         _memory(sizes, layout, item, activations, num_batches),
         traffic,
         compute_seconds=per_flop * (3 * forward + again),
-        expert_seconds=per_flop * (4 if again else 3) * routed,
         beside_seconds=beside / efficiency,
         between_seconds=traffic.tokens / pace(layout.expert) / efficiency,
         tokens=tokens * layout.num_ranks,
@@ -486,51 +457,3 @@ def _numbers_received(config: TrainConfig, layout: Layout, tokens: int) -> float
         width = d_model if info.experts is None else info.experts.dispatch_width(d_model)
         numbers += tokens * info.share * ranks * (1 - none) * width
     return numbers
-
-
-# -- balance
-
-
-@dataclass(frozen=True)
-class RecordedLoads:
-    """Loads of the experts of a run, at each of its rows."""
-
-    run: str
-    """Its name."""
-    loads_LET: Tensor
-    """Share of the pairs of each layer that each of its experts took."""
-
-    @classmethod
-    def of(cls, run: Run) -> RecordedLoads:
-        """
-        Raises:
-            ConfigError: it has none, or layers that cannot be put together.
-        """
-        layers = list(run.loads.values())
-        if not layers:
-            raise ConfigError(
-                f"'{run.folder}' has no loads of experts in its rows; give a run of an MoE that has begun"
-            )
-        sizes = {(len(experts), *map(len, experts)) for experts in layers}
-        if len(sizes) > 1 or len({*next(iter(sizes))[1:]}) > 1:
-            raise ConfigError(
-                f"'{run.folder}' has layers with different numbers of experts or of rows; give another run"
-            )
-        loads_LET = torch.tensor([[list(e.values) for e in experts] for experts in layers])
-        return cls(run.name, loads_LET)
-
-    def rank_violations(self, num_ranks: int) -> list[float]:
-        """MaxVio of ranks that have equally many experts each, the next ones in order: at each step.
-
-        The mean over layers: in each of them all wait for its busiest rank, which is not always the same.
-
-        Raises:
-            ConfigError: the experts cannot be divided evenly.
-        """
-        num_layers, num_experts, num_steps = self.loads_LET.shape
-        if num_experts % num_ranks:
-            raise ConfigError(
-                f"the {num_experts} experts of '{self.run}' cannot be divided evenly among {num_ranks} ranks"
-            )
-        of_ranks = self.loads_LET.reshape(num_layers, num_ranks, -1, num_steps).sum(2)
-        return (of_ranks.amax(1) / of_ranks.mean(1) - 1).mean(0).tolist()

@@ -15,7 +15,6 @@ from moe_ffn.files import (
     read_text,
     reason,
     remove_unfinished,
-    set_aside,
     write_file,
     write_whole,
 )
@@ -161,14 +160,12 @@ def resume_hint(folder: Path, keeper: CheckpointKeeper) -> str:
 # -- the folder
 
 
-def rewind(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str, str]:
+def rewind(resume: Resume, start: Start, files: Mapping[str, str]) -> None:
     """Remove what was written after the checkpoint, and record that the run is resumed.
 
     Args:
-        files: the files that a new run would begin with, name -> text.
-
-    Returns:
-        the same, with what is known of the run's beginning.
+        files: the files that a new run would begin with, name -> text. Those that are missing, damaged, or
+            have other options now are written.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -189,7 +186,7 @@ def rewind(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str, 
         _cut(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= start.step)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         write_whole(folder / RESUMES_FILE, f"{_text(folder / RESUMES_FILE)}{json.dumps(line)}\n")
-        return _update_files(resume, files)
+        _update_files(resume, files)
     except OSError as error:
         raise ConfigError(
             f"'{folder}' cannot be written ({reason(error)}), so the run cannot be resumed there; make room, "
@@ -202,19 +199,15 @@ def _last_step(row: Row, start: Start) -> int:
 
 
 def _cut(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
-    """Keep some lines of a log; of a damaged log a copy is kept too."""
+    """Keep some lines of a log, without those that are damaged."""
     if number := num_damaged(path, kind):
         log.warning(
-            "'%s' is damaged: %d of its lines cannot be read and are left out; %s has it as it was",
-            path,
-            number,
-            set_aside(path).name,
+            "'%s' is damaged: %d of its lines cannot be read and are left out", path, number
         )
     cut_lines(path, kind, is_kept)
 
 
-def _update_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
-    """Write the files of a run's beginning where they are missing, damaged, or have other options now."""
+def _update_files(resume: Resume, files: Mapping[str, str]) -> None:
     entries = CodeEntries.read(resume.folder / CODE_FILE).entries
     facts = _facts_now(resume, files[FACTS_FILE])
     updated = {**files, FACTS_FILE: facts, **code_files(resume.config, entries)}
@@ -226,7 +219,6 @@ def _update_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
         if is_lost or name in (TOKENIZER_FILE, DOCUMENTS_FILE):
             log.warning("'%s' is missing or damaged; it is recreated", path)
         write_file(resume.folder, name, text)
-    return updated
 
 
 def _facts_now(resume: Resume, fresh: str) -> str:

@@ -20,7 +20,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_parts import check_counts, check_custom_parts
 from moe_ffn.runs.folder import check_run_folder
 from moe_ffn.runs.memory import check_fits
-from moe_ffn.training.config import FASTEST, resolve_precision
+from moe_ffn.training.config import resolve_precision
 
 LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
 """Variables of which torchrun, SLURM, LSF and MPI set at least one for the processes that they start."""
@@ -33,7 +33,6 @@ class Hardware:
     device: torch.device
     num_ranks: int
     precision: str
-    """Number format; still `fastest` if that is to be timed."""
     layout: Layout
     """Division of the model among the ranks."""
 
@@ -57,7 +56,7 @@ def validate(config: TrainConfig, *, is_new: bool = True) -> list[ConfigError]:
         return [mistake]
     return _collect(
         partial(require_equal_shares, config.data.batch_size, hardware.num_ranks),
-        partial(_check_precision, config, hardware),
+        partial(_check_precision, hardware),
         partial(check_layout, config, hardware.num_ranks, hardware.precision),
         partial(check_custom_parts, config, hardware.device),
         partial(_check_device, config, hardware.device.type),
@@ -126,15 +125,9 @@ def _check_launcher(config: TrainConfig) -> None:
         )
 
 
-def _check_precision(config: TrainConfig, hardware: Hardware) -> None:
+def _check_precision(hardware: Hardware) -> None:
     if hardware.precision == "16-mixed" and hardware.device.type == "cpu":
         raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
-    if hardware.precision == FASTEST and (hardware.num_ranks > 1 or config.trainer.compile):
-        other = "trainer.compile" if config.trainer.compile else f"{hardware.num_ranks} processes"
-        raise ConfigError(
-            f"trainer.precision (fastest) times eager steps in one process, which does not go with {other}; "
-            "use auto, 32-true or bf16-mixed"
-        )
 
 
 def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:

@@ -19,7 +19,6 @@ from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.runs.config import TrainConfig, not_a_folder_name
 from moe_ffn.runs.folder import named_run_folder, output_dir
 from moe_ffn.studies.budget import Budget
-from moe_ffn.training.config import FASTEST
 
 STUDY_FILE = "study.yaml"
 """The study as it was planned, in the folder of its runs."""
@@ -223,11 +222,6 @@ class StudyConfig(Config, frozen=True):
         except ConfigError as error:
             lines = (_located(line, given, arm.name) for line in str(error).splitlines())
             raise ConfigError("\n".join(lines)) from error
-        if config.trainer.precision == FASTEST:
-            raise ConfigError(
-                "trainer.precision (fastest) is timed for each run, so that the runs of a study might differ "
-                "in it; use auto, 32-true or bf16-mixed"
-            )
         if self.training_flops is not None:
             config = _with_steps(config, self.training_flops, arm.name)
         folder = output_dir(config) / self.name

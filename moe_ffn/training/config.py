@@ -34,9 +34,8 @@ class EarlyStoppingConfig(Config, frozen=True):
     """Smallest fall of the validation loss, in nats per token, that counts as improvement."""
 
 
-FASTEST = "fastest"
-Precision = Literal["auto", "fastest", "64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"]
-PRECISIONS = tuple(name for name in get_args(Precision) if name not in ("auto", FASTEST))
+Precision = Literal["auto", "64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"]
+PRECISIONS = tuple(name for name in get_args(Precision) if name != "auto")
 """The precisions in which a run may be trained."""
 
 
@@ -49,7 +48,7 @@ class _LoopConfig(Config, frozen=True):
     """Largest gradient norm, to which a larger gradient is scaled down; 0: no clipping."""
     precision: Precision = "auto"
     """Number format of weights and products. auto: 32-true on a CPU, bf16-mixed on a GPU that has it
-    natively; fastest: timed on a CPU."""
+    natively."""
     compile: bool = False
     """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""
     validate_every_n_steps: int = Field(default=200, ge=1, le=MAX_COUNT)
@@ -182,17 +181,16 @@ class LoggingConfig(Config, frozen=True):
 
 
 def resolve_precision(precision: str, device: str) -> str:
-    """The format that `auto` chooses for a kind of device; any other name as it is.
+    """Return the format that `auto` chooses for a kind of device, and any other name unchanged.
 
-    bfloat16 on a GPU that multiplies it natively, float32 everywhere else. The kind of device decides,
-    and never a measurement: the format changes the result of a run, and a timing differs from one
-    minute to the next. Who wants one asks for `fastest`, which stays as it is where a step is to be timed.
+    A GPU that multiplies bfloat16 natively gets bf16-mixed, every other device float32. Nothing is timed,
+    because the format changes the result of a run.
 
     Args:
-        precision: `auto`, `fastest`, or a name that `lightning.Trainer` takes.
+        precision: `auto`, or a name that `lightning.Trainer` takes.
         device: `torch.device.type`.
     """
-    if precision not in ("auto", FASTEST) or (precision == FASTEST and device == "cpu"):
+    if precision != "auto":
         return precision
     if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16-mixed"

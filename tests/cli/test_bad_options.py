@@ -178,7 +178,7 @@ REFUSED = {
     ),
     "none of the choices": (
         "--trainer.precision bf16",
-        "trainer.precision: must be one of 'auto', 'fastest', '64-true', '32-true', 'bf16-mixed', "
+        "trainer.precision: must be one of 'auto', '64-true', '32-true', 'bf16-mixed', "
         "'bf16-true' or '16-mixed', got 'bf16'",
     ),
     "beta out of range": (

@@ -26,11 +26,11 @@ VOCAB_SIZE = 257
 # -- the files
 
 
-def test_the_run_succeeds_and_writes_what_it_lists(moe_run: Any) -> None:
+def test_the_run_succeeds_and_writes_its_files(moe_run: Any) -> None:
     assert moe_run.code == 0
-    listed = re.findall(r"^  (\S+\.\w+) ", moe_run.stdout.partition("Results in")[2], re.MULTILINE)
     written = {str(p.relative_to(moe_run.folder)) for p in moe_run.folder.rglob("*") if p.is_file()}
-    assert set(listed) == {
+    assert written == {
+        ".lock",
         "report.html",
         "config.yaml",
         "facts.json",
@@ -41,12 +41,12 @@ def test_the_run_succeeds_and_writes_what_it_lists(moe_run: Any) -> None:
         "tokenizer.json",
         "documents.json",
         "checkpoints/best.ckpt",
+        "checkpoints/step_00000004.ckpt",
         "checkpoints/step_00000006.ckpt",
+        "model/config.json",
+        "model/model.safetensors",
+        "model/tokenizer.json",
     }
-    before_the_last = {".lock", "checkpoints/step_00000004.ckpt"}
-    of_model = {f"model/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
-    assert written - before_the_last == {*listed, *of_model}
-    assert "\n  model  " in moe_run.stdout
 
 
 def test_the_run_ends_with_a_model_folder(moe_run: Any) -> None:
@@ -161,22 +161,6 @@ def test_load_sums_to_one_and_agrees_with_the_other_measures(moe_run: Any) -> No
             assert 0 < float(row[f"{prefix}entropy"]) <= 1.3863 + 1e-4  # log 4
 
 
-def test_objective_is_the_loss_and_the_weighted_balancing_losses(moe_run: Any) -> None:
-    for row in (row for row in moe_run.rows if "train/loss" in row):
-        value = {name: float(row[f"train/{name}"]) for name in ("loss", "load_balance", "router_z")}
-        expected = value["loss"] + 0.01 * value["load_balance"] + 0.001 * value["router_z"]
-        assert float(row["train/objective"]) == pytest.approx(expected, rel=1e-6)
-
-
-def test_learning_rate_is_the_one_the_step_was_made_with(moe_run: Any, config_of: ConfigOf) -> None:
-    # warmup_fraction 0.05 of 6 steps rounds to none. Step 6 of 6 is number 5, after 5/6 of the
-    # cosine: 0.1 + 0.9 * (1 + cos(5/6 pi)) / 2 = 0.1 + 0.45 * (1 - 0.8660254) = 0.1602886
-    rate = config_of(moe_run.args).optimizer.learning_rate
-    last = [row for row in moe_run.rows if "train/loss" in row][-1]
-
-    assert float(last["train/learning_rate"]) == pytest.approx(0.1602886 * rate, rel=1e-6)
-
-
 def test_summary_json_holds_the_last_validation(moe_run: Any) -> None:
     summary = json.loads((moe_run.folder / "summary.json").read_text())
     last = [row for row in moe_run.rows if "validation/loss" in row][-1]
@@ -189,10 +173,6 @@ def test_summary_json_holds_the_last_validation(moe_run: Any) -> None:
     assert summary["tokens_per_second"] > 0
     assert set(summary["routing"]) == {"layer_00", "layer_01"}
     assert len(summary["routing"]["layer_00"]["load"]) == 4
-
-
-def test_sample_txt_starts_with_the_prompt(moe_run: Any) -> None:
-    assert (moe_run.folder / "sample.txt").read_text().startswith("sat on the cat")
 
 
 @pytest.mark.parametrize("name", ["best", "step_00000006"])

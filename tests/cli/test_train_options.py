@@ -130,22 +130,6 @@ def test_early_stopping_stops_and_writes_the_steps_since_the_last_row(
     assert [int(row["step"]) for row in run.rows if "train/loss" in row] == [4, 6]
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_gradient_norm_is_logged_however_gradients_are_clipped(
-    run_train: RunTrain, tiny_moe: str, tmp_path: Path, algorithm: str
-) -> None:
-    run = run_train(
-        tmp_path,
-        "--model.ffn", tiny_moe,
-        "--trainer.gradient_clip_algorithm", algorithm,
-        "--trainer.gradient_clip_val", "1e-4",
-        "--logging.every_n_steps", "1",
-        "--trainer.max_steps", "1",
-    )  # fmt: skip
-
-    assert float(run.rows[0]["train/gradient_norm"]) > 0.1, "the norm before clipping"
-
-
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
 def test_a_run_trains_in_every_precision(
     run_train: RunTrain, tiny_moe: str, tmp_path: Path, precision: str

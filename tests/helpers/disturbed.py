@@ -67,7 +67,7 @@ def fail(descriptor: int) -> None:
 
 
 def crawl(descriptor: int) -> None:
-    """Sync as a disk that takes a fifth of a second; a tenth counts as slow."""
+    """Sync as a disk that takes a fifth of a second."""
     time.sleep(0.2)
     _fsync(descriptor)
 
@@ -75,8 +75,6 @@ def crawl(descriptor: int) -> None:
 def sync_with(sync: Callable[[int], None]) -> Callable[[Path], None]:
     def replace(run: Path) -> None:
         os.fsync = sync
-        if sync is crawl:
-            checkpoint_keeper.SLOW_SECONDS = 0.1
 
     return replace
 

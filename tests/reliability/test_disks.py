@@ -138,11 +138,10 @@ def test_checkpoints_that_are_removed_come_back(tmp_path: Path) -> None:
     require_same(undisturbed(), left)
 
 
-def test_a_slow_disk_is_told_of_in_one_line(tmp_path: Path) -> None:
+def test_a_slow_disk_changes_nothing(tmp_path: Path) -> None:
     done, left = disturb(tmp_path, "slow")
 
     assert done.code == 0, done.stderr
-    assert done.stderr.count("a checkpoint took") == 1
     require_same(undisturbed(), left)
 
 

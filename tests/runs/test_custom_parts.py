@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.runs import custom_parts
@@ -62,10 +61,6 @@ class ChunksFFN(GoodFFN):
         size = min(16, x.shape[1])
         return self.y(x.unflatten(1, (-1, size)).mean(2).repeat_interleave(size, 1))
 
-class Double(Good, frozen=True): pass
-class DoubleFFN(GoodFFN):
-    def mixed(self, x): return x.double()
-
 class NaN(Good, frozen=True): pass
 class NaNFFN(GoodFFN):
     def mixed(self, x): return x.log()
@@ -116,19 +111,12 @@ class KeepsZerosFFN(GoodFFN):
         if history: before = history.window(self, 0 * ids, 1)[:, :-1]
         return FFNOutput(self.y(x) + before[..., None])
 
-class Training(Good, frozen=True): pass
-class TrainingFFN(GoodFFN):
-    def mixed(self, x): return x - x.mean(1, keepdim=True) if self.training else x
-
 class Noisy(Good, frozen=True): pass
 class NoisyFFN(GoodFFN):
     def mixed(self, x): return self.y(nn.functional.dropout(x, 0.5, self.training))
 
 class Linear(Good, frozen=True): pass
 def LinearFFN(d_model, rank): return nn.Linear(d_model, d_model)
-
-class Nothing(Good, frozen=True): pass
-def NothingFFN(d_model, rank): return None
 
 class Raises(Good, frozen=True): pass
 class RaisesFFN(GoodFFN):
@@ -137,9 +125,6 @@ class RaisesFFN(GoodFFN):
 class Exits(Good, frozen=True): pass
 class ExitsFFN(GoodFFN):
     def mixed(self, x): sys.exit(0)
-
-class BuildExits(Good, frozen=True): pass
-def BuildExitsFFN(d_model, rank): sys.exit(3)
 
 class NotRouting(Good, frozen=True): pass
 class NotRoutingFFN(GoodFFN):
@@ -158,14 +143,11 @@ class Fine(Good, frozen=True):
 """
 
 PARTS = """
-import math
 from dataclasses import replace
 import torch
 from torch import nn
 from moe_ffn import Router, RouterConfig, routing_of_pairs
 from moe_ffn.outputs import ListedRouting
-from moe_ffn.balancing.bias_rules import BiasRuleConfig
-from moe_ffn.data.corpus import CorpusConfig
 from moe_ffn.experts.base import Experts
 from moe_ffn.experts import ExpertsConfig
 from moe_ffn.ffn.shared_expert import Combine
@@ -174,7 +156,6 @@ from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.model.positions import Positions
 from moe_ffn.training.optimizer import OptimizerConfig
-from moe_ffn.training.schedule import ScheduleConfig
 
 class Learns(RouterConfig, frozen=True):
     how: str = "well"
@@ -275,7 +256,18 @@ class Join(CombineConfig, frozen=True):
     def build(self, d_model, experts_per_token): return JoinCombine()
 
 class JoinCombine(Combine):
-    def forward(self, routed, shared, x): return routed
+    def forward(self, routed, shared, x): return routed.roll(-1, 1), shared
+
+class Shift(PositionsConfig, frozen=True):
+    how: str = "well"
+    def build(self, d_model, head_dim, max_seq_len): return ShiftPositions(self.how)
+
+class ShiftPositions(Positions):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+    def embed(self, x): return x.roll(-1, 1) if self.how == "ahead" else x
+    def rotate(self, x_BHSd): return x_BHSd.flatten(2) if self.how == "flat" else x_BHSd
 
 class Norm(NormConfig, frozen=True):
     how: str = "sequence"
@@ -288,30 +280,6 @@ class Sequence(nn.Module):
         self.how = how
     def forward(self, x): return x - x.mean(1, keepdim=True) if self.how == "sequence" else x[0]
 
-class Where(PositionsConfig, frozen=True):
-    def build(self, d_model, head_dim, max_seq_len): return Flat()
-
-class Added(PositionsConfig, frozen=True):
-    has_places = True
-    how: str = "well"
-    def build(self, d_model, head_dim, max_seq_len):
-        return AddedPositions(self.how, torch.arange(max_seq_len))
-
-class AddedPositions(Positions):
-    def __init__(self, how, numbers):
-        super().__init__()
-        self.how, self.numbers = how, numbers
-    def embed(self, x): return x + self.numbers[: x.shape[-2], None]
-    def at(self, places):
-        kept = self.how == "silent" or (self.how == "rows" and not isinstance(places, slice))
-        return self if kept else AddedPositions("well", self.numbers[places].flatten())
-
-class Flat(Positions):
-    def rotate(self, x_BHSd): return x_BHSd.flatten(2)
-
-class Rate(ScheduleConfig, frozen=True):
-    def after_warmup(self, step, warmup_steps, max_steps): return math.nan
-
 class Moves(OptimizerConfig, frozen=True):
     learning_rate: float = 0.1
     how: str = "well"
@@ -321,19 +289,8 @@ class Moves(OptimizerConfig, frozen=True):
             rest = [p for name, p in model.named_parameters() if "layers." not in name]
             return torch.optim.SGD([*groups, {"params": rest}], lr=self.learning_rate)
         kept = [p for p in model.parameters() if p.ndim > 1 or self.how != "matrices"]
-        if self.how == "bare": return kept
-        rate = math.inf if self.how == "inf" else self.learning_rate
-        return (Breaks if self.how == "breaks" else torch.optim.SGD)(kept, lr=rate)
+        return torch.optim.SGD(kept, lr=self.learning_rate)
 
-class Breaks(torch.optim.SGD):
-    def step(self, closure=None): return 1 // 0
-
-class Rule(BiasRuleConfig, frozen=True):
-    def observe(self, routing, bias_E): return bias_E
-    def update(self, bias_E, observed_E, num_batches): return 3
-
-class Texts(CorpusConfig, frozen=True):
-    def documents(self): yield "text"
 """
 
 
@@ -372,10 +329,6 @@ BROKEN = {
         "hidden is a tensor of shape (2, 8, 32) and torch.float32, "
         "but has to be like x, a tensor of shape (2, 8, 16) and torch.float32"
     ),
-    "Double": (
-        "hidden is a tensor of shape (2, 8, 16) and torch.float64, "
-        "but has to be like x, a tensor of shape (2, 8, 16) and torch.float32"
-    ),
     "NaN": "hidden holds NaN or infinity, though x is random of size 1",
     "Mixer": (
         "its output at position {p} changes when tokens from position 128 on do, "
@@ -386,9 +339,6 @@ BROKEN = {
     "Chunks": "its output at position {p} changes when tokens from position 255 on do, so ",
     "Batch": "its output at position {p} changes when tokens from position 128 on do, so ",
     "Closed": "its output at position {p} changes when tokens from position 128 on do, so ",
-    "Training": (
-        "its output at position {p} changes when tokens from position 128 on do (in training), so "
-    ),
     "Past": (
         "its config does not refuse Situation(cached=True), but the token at position {p} becomes "
         "something else alone than in its sequence, and text would be written so; refuse it in "
@@ -401,10 +351,8 @@ BROKEN = {
     ),
     "KeepsZeros": "its config does not refuse Situation(cached=True), but the token at position {p} ",
     "Linear": "build returned a Linear, but has to return an FFNBlock",
-    "Nothing": "build returned None, but has to return an FFNBlock",
     "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
     "Exits": "failed: SystemExit: 0 (own.py, line {p}, in mixed)",
-    "BuildExits": "failed: SystemExit: 3 (own.py, line {p}, in BuildExitsFFN)",
     "NotRouting": (
         "forward returned a list, but has to return a Routing; `moe_ffn.routing_of_pairs` makes one"
     ),
@@ -532,55 +480,23 @@ PLACES = {
         "model.ffn ('moe' with 'own.py:Work'): build returned a Linear, "
         "but has to return an Experts"
     ),
+    ("model.ffn.router", "RoutesAlone", "past"): (
+        "model.ffn.router ('own.py:RoutesAlone'): its config does not refuse Situation(cached=True), but "
+    ),
     ("model.ffn.combine", "Join", ""): (
-        "model.ffn.combine ('own.py:Join'): forward returned a tensor of shape (2, 8, 16) and "
-        "torch.float32, but has to return a tuple"
+        "model.ffn ('moe' with 'own.py:Join'): its output at position {p} changes when "
     ),
     ("model.norm", "Norm", "sequence"): (
         "model.norm ('own.py:Norm'): its output at position {p} changes when "
     ),
-    ("model.norm", "Norm", "first"): (
-        "model.norm ('own.py:Norm'): what forward returns is a tensor of shape (8, 16) and "
-        "torch.float32, but has to be like x, "
+    ("model.norm", "Norm", "first"): "model.norm ('own.py:Norm') failed: {any}Error: ",
+    ("model.positions", "Shift", "ahead"): (
+        "model.positions ('own.py:Shift'): its output at position {p} changes when "
     ),
-    ("model.positions", "Where", ""): (
-        "model.positions ('own.py:Where'): what rotate returns is a tensor of "
-    ),
-    ("model.ffn.router", "RoutesAlone", "past"): (
-        "model.ffn.router ('own.py:RoutesAlone'): its config does not refuse Situation(cached=True), but "
-    ),
-    ("model.positions", "Added", "silent"): (
-        "model.positions ('own.py:Added'): its config does not refuse Situation(cached=True), but the "
-        "token at position 7 becomes something else alone than in its sequence, and text would be "
-    ),
-    (
-        "model.positions",
-        "Added",
-        "rows",
-    ): "model.positions ('own.py:Added'): its config does not refuse Situation(cached=True), but the",
-    ("optimizer.schedule", "Rate", ""): (
-        "optimizer.schedule ('own.py:Rate'): the multiplier of step 399 is nan, "
-        "but has to be a finite number"
-    ),
-    ("optimizer", "Moves", "bare"): (
-        "optimizer ('own.py:Moves'): build returned a list, but has to return an Optimizer"
-    ),
+    ("model.positions", "Shift", "flat"): "model.positions ('own.py:Shift') failed: {any}Error: ",
     ("optimizer", "Moves", "matrices"): (
         "optimizer ('own.py:Moves'): its groups hold {p} parameters of a model with {p}; "
         "each has to be in one group, and in one alone"
-    ),
-    ("optimizer", "Moves", "breaks"): (
-        "optimizer ('own.py:Moves') failed: ZeroDivisionError: {any} (own.py, line {p}, in step)"
-    ),
-    ("optimizer", "Moves", "inf"): (
-        "optimizer ('own.py:Moves'): its first step makes NaN or infinity of 'embedding.weight', "
-        "though its gradient is random of size 1"
-    ),
-    ("objective.bias_rule", "Rule", ""): (
-        "objective.bias_rule ('own.py:Rule'): update returned 3, but has to return a Tensor"
-    ),
-    ("data.corpus", "Texts", ""): (
-        "data.corpus ('own.py:Texts'): documents returned 'text', but has to return a Document"
     ),
 }
 
@@ -604,7 +520,7 @@ def test_other_parts_are_held_to_theirs(
         ("model.ffn.router", {"type": "Routes"}),
         ("model.ffn.router", {"type": "RoutesAlone"}),
         ("model.ffn.router", {"type": "Lists", "how": "list"}),
-        ("model.positions", {"type": "Added"}),
+        ("model.positions", {"type": "Shift"}),
         ("model.ffn.experts", {"type": "Work"}),
         ("optimizer", {"type": "Moves"}),
         ("optimizer", {"type": "Moves", "how": "by layer"}),
@@ -646,9 +562,7 @@ def test_the_parts_of_the_documents_keep_the_contract(
 
 
 def test_nothing_of_this_package_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        custom_parts, "_CHECKS", {TaggedConfig: lambda *_: pytest.fail("was tried")}
-    )
+    monkeypatch.setattr(custom_parts, "Trial", lambda *_: pytest.fail("was tried"))
 
     check_custom_parts(TrainConfig(), torch.device("cpu"))
 

@@ -52,26 +52,6 @@ def test_other_ranks_are_asked_for_their_counts(make_routing: Any) -> None:
     assert bias.tolist() == pytest.approx([RATE, -RATE])
 
 
-def test_ranks_that_observe_the_same_move_a_quantile_as_one_does(route_logits: Any) -> None:
-    """What they observed is summed over ranks, and so divided by the batches of all of them."""
-    weights = ObjectiveConfig.model_validate({"bias_rule": {"type": "quantile"}})
-    generator = torch.Generator().manual_seed(0)
-    routing = route_logits(torch.randn(12, 4, generator=generator), 2)
-    biases: list[Tensor] = []
-    for num_ranks in (1, 2):
-        routers = {"layer_00": SigmoidTopKRouterConfig(k=2).build(4, 4)}
-        updater = BalanceUpdater(weights)
-        for _ in range(3):
-            updater.observe({"layer_00": routing}, routers)
-        updater.step(routers, lambda value, ranks=num_ranks: ranks * value, num_ranks)
-        bias = routers["layer_00"].correction_bias_E
-        assert bias is not None
-        biases.append(bias)
-
-    assert biases[0].abs().max() > 1e-4
-    torch.testing.assert_close(biases[1], biases[0], rtol=1e-5, atol=0)
-
-
 def test_a_router_without_a_bias_is_left_alone(make_routing: Any) -> None:
     routers = {"layer_00": TopKRouterConfig(k=1).build(4, 2)}
     updater = BalanceUpdater(ObjectiveConfig())

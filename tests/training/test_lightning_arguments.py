@@ -38,7 +38,6 @@ def test_a_profile_is_a_file_of_the_run(run_train: RunTrain, tmp_path: Path) -> 
     assert run.code == 0, run.stderr
     text = (run.folder / "profile.txt").read_text()
     assert "LanguageModel.optimizer_step" in text
-    assert "  profile.txt  " in run.stdout
     assert text.startswith("optimizer steps 1 to 2\n")
 
     more = ("--resume", str(run.folder), "--trainer.max_steps")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -16,45 +15,26 @@ from moe_ffn.training.config import resolve_precision
 from moe_ffn.training.objective import ObjectiveConfig, objective
 
 
-def test_auto_on_a_cpu_is_float32_whatever_the_cpu_and_the_hour(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("perf_counter", "monotonic", "time"):  # nothing is timed
-        monkeypatch.delattr(time, name)
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
-    monkeypatch.delattr(torch, "mm")
-
-    assert resolve_precision("auto", "cpu") == "32-true"
-
-
-@pytest.mark.parametrize(("native", "resolved"), [(True, "bf16-mixed"), (False, "32-true")])
-def test_auto_on_a_gpu_is_bfloat16_where_it_is_not_emulated(
-    monkeypatch: pytest.MonkeyPatch, native: bool, resolved: str
+@pytest.mark.parametrize(
+    ("precision", "device", "has_bfloat16", "resolved"),
+    [
+        ("auto", "cpu", True, "32-true"),
+        ("auto", "mps", True, "32-true"),
+        ("auto", "cuda", True, "bf16-mixed"),
+        ("auto", "cuda", False, "32-true"),
+        *((name, "cpu", True, name) for name in ("64-true", "32-true", "bf16-mixed", "bf16-true")),
+        ("16-mixed", "cuda", True, "16-mixed"),
+    ],
+)
+def test_auto_is_resolved_by_the_kind_of_device(
+    monkeypatch: pytest.MonkeyPatch, precision: str, device: str, has_bfloat16: bool, resolved: str
 ) -> None:
     def supported(including_emulation: bool = True) -> bool:
-        return native or including_emulation
+        return has_bfloat16 or including_emulation
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
 
-    assert resolve_precision("auto", "cuda") == resolved
-
-
-def test_auto_on_any_other_device_is_float32() -> None:
-    assert resolve_precision("auto", "mps") == "32-true"
-
-
-def test_fastest_is_left_to_a_measurement_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-
-    assert resolve_precision("fastest", "cpu") == "fastest"
-    assert resolve_precision("fastest", "cuda") == "bf16-mixed"
-    assert resolve_precision("fastest", "mps") == "32-true"
-
-
-@pytest.mark.parametrize("name", ["64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"])
-def test_any_other_precision_is_kept(name: str) -> None:
-    assert resolve_precision(name, "cpu") == name
-    assert resolve_precision(name, "cuda") == name
+    assert resolve_precision(precision, device) == resolved
 
 
 MIXED_MODELS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -147,10 +146,6 @@ def wandb_logger(
     mode = _requested_mode(config)
     if mode == "disabled":
         return None, "wandb: off"
-    try:
-        str(run_dir.absolute()).encode()
-    except UnicodeEncodeError:  # on which its own log fails, with a traceback for each line
-        return None, "wandb: off (the run's path is not UTF-8), metrics are in metrics.jsonl"
     wandb = _import_wandb()
     if wandb is None:
         return None, "wandb: not installed, metrics are in metrics.jsonl (pip install wandb)"
@@ -219,17 +214,10 @@ def _reason(error: Exception) -> str:
 
 
 def command_line(command: str, run: Any) -> str:
-    """Return `wandb sync runs/mine/wandb/run-1`, as a person would type it where the program was started.
-
-    If no environment is activated, it has the path of the client next to this Python.
-    """
-    client = "wandb" if shutil.which("wandb") else _from_here(Path(sys.executable).parent / "wandb")
-    return f"{client} {command} {_from_here(Path(run.dir).parent)}"
-
-
-def _from_here(path: Path) -> str:
-    here = Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+    """Return `wandb sync runs/mine/wandb/run-1`, as a person would type it where the program was started."""
+    folder, here = Path(run.dir).parent, Path.cwd()
+    shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    return f"wandb {command} {shlex.quote(str(shown))}"
 
 
 def _requested_mode(config: WandbConfig) -> str:

@@ -24,7 +24,6 @@ from rich.progress import (
 from rich.text import Text
 from torch import Tensor
 
-from moe_ffn.metrics.load_summary import percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import short_name
 from moe_ffn.training.module import LanguageModel
@@ -34,13 +33,6 @@ log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 15.0
 
-MAX_BARS = 32
-"""Largest number of experts in a layer that are shown as bars; the loads of more are summed up in words."""
-
-MAX_LOAD_LINES = 4
-"""Largest number of lines for loads; if all layers need more, the least balanced are shown."""
-
-_LOAD = "load  "
 _SPACE = "\N{NO-BREAK SPACE}"
 
 
@@ -133,9 +125,8 @@ class ProgressBar(Callback):
             step, loss = self.validation.last_step, self.validation.last["loss"]
             validation = f"validation loss {loss:.3f} (step {step})"
         width = self._live.console.width
-        load = load_lines(self.steps.last_routing, width)
         # The validation has a line of its own, so that nothing moves when it comes.
-        self._lines = [*flow(status(self.steps), width), *filter(None, [validation]), *load]
+        self._lines = [*flow(status(self.steps), width), *filter(None, [validation])]
 
     def _frame(self) -> Group:
         lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines)
@@ -148,7 +139,7 @@ class ProgressLines(Callback):
     def __init__(self, steps: StepLogger, validation: ValidationLogger) -> None:
         self.steps = steps
         self.validation = validation
-        self._validation_began_at = self._printed_at = 0.0
+        self._printed_at = 0.0
         self._first_step = 0
         self._first_ended_at: float | None = None
         """Time at which the first step ended, whose preparations later steps do not repeat."""
@@ -166,28 +157,10 @@ class ProgressLines(Callback):
         end: list[str] = []
         # A validation follows the last step; how long it takes is unknown.
         if self._first_ended_at is not None and self._first_step < step < num_steps:
-            left = _seconds_left(self._first_ended_at, step - self._first_step, num_steps - step)
+            per_step = (time.monotonic() - self._first_ended_at) / (step - self._first_step)
+            left = per_step * (num_steps - step)
             end = [f"{left:.0f} s left"]
         self._print("  ".join([f"step {step}/{num_steps}", *status(self.steps, step), *end]))
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validation_began_at = self._printed_at = time.monotonic()
-
-    def on_validation_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if trainer.is_global_zero and self._is_due():
-            done, total = batch_idx + 1, num_batches(trainer)
-            left = _seconds_left(self._validation_began_at, done, total - done)
-            self._print(
-                f"validation at step {trainer.global_step}: {done}/{total}  "
-                f"loss {loss_so_far(pl_module):.3f} so far  {left:.0f} s left"
-            )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
@@ -200,10 +173,6 @@ class ProgressLines(Callback):
     def _print(self, line: str) -> None:
         self._printed_at = time.monotonic()
         log.info(line)
-
-
-def _seconds_left(began_at: float, num_done: int, num_left: int) -> float:
-    return (time.monotonic() - began_at) / num_done * num_left
 
 
 def num_batches(trainer: Trainer) -> int:
@@ -259,48 +228,8 @@ def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
     return parts
 
 
-def load_lines(routing: Mapping[str, Mapping[str, Tensor]], width: int = 80) -> list[str]:
-    """Return `load  0 ▃▅█▁  1 ▄▄▄▄` in lines of `width`: the share of each expert, the even one half a block.
-
-    Many experts are summed up by the busiest, the median, the idlest and the number of unused ones.
-    """
-    routing = {layer: values for layer, values in routing.items() if "load" in values}
-    by_balance = sorted(routing, key=lambda layer: routing[layer]["max_violation"].item())
-    for num_left_out in range(len(routing)):
-        left_out = by_balance[:num_left_out]
-        parts = [
-            f"{short_name(layer)} {_load(values['load'].tolist())}"
-            for layer, values in routing.items()
-            if layer not in left_out
-        ]
-        if left_out:
-            parts.append(f"(of {len(routing)} layers the least balanced)")
-        first, *others = flow(parts, width - len(_LOAD))
-        if len(others) < MAX_LOAD_LINES:
-            return [_LOAD + first, *(" " * len(_LOAD) + line for line in others)]
-    return []
-
-
 def flow(parts: Sequence[str], width: int) -> list[str]:
     """Return the parts, two spaces between them, in lines of `width`; no part is broken."""
     text = "  ".join(part.replace(" ", _SPACE) for part in parts)
     lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
     return [line.replace(_SPACE, " ") for line in lines]
-
-
-def _load(load: list[float]) -> str:
-    summary = summarize_load(load)
-    if summary is None:
-        return "not measured"
-    if len(load) <= MAX_BARS:
-        return "".join(_block(share * len(load)) for share in load)
-    busiest, median, idlest = summary.percentages(percent_digits(len(load)))
-    return (
-        f"busiest {busiest}%, median {median}%, idlest {idlest}%, "
-        f"{len(summary.unused)} of {len(load)} unused"
-    )
-
-
-def _block(ratio: float) -> str:
-    """Return a block as high as the share over the even share; full at twice the even one, a dot at none."""
-    return "\N{MIDDLE DOT}" if ratio == 0 else "▁▂▃▄▅▆▇█"[min(int(ratio * 4), 7)]

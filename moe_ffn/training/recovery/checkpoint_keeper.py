@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -35,9 +34,6 @@ from moe_ffn.training.recovery.checkpoint_file import (
 from moe_ffn.training.recovery.guard import found_on_any_rank
 
 log = logging.getLogger(__name__)
-
-SLOW_SECONDS, SLOW_SHARE = 10.0, 0.25
-"""A save that takes longer than both is reported: seconds, share of the time since the last save."""
 
 
 class SealedCheckpointIO(CheckpointIO):
@@ -102,8 +98,7 @@ class CheckpointKeeper(Callback):
         self._failures = WriteFailures(folder)
         self._had_stopped = False  # early, before the checkpoint that the run resumes from
         self._should_stop = False
-        self._saved_at = time.monotonic()
-        self._reported: set[str] = set()
+        self._has_reported_broken = False
 
     def is_between_steps(self, trainer: Trainer, batch: LoadedBatch) -> bool:
         """Return true after the last batch of an optimizer step, unless a validation follows."""
@@ -213,39 +208,24 @@ class CheckpointKeeper(Callback):
         """
         broken = found_on_any_rank(_first_broken(trainer.lightning_module))
         if broken is not None:
-            self._report_once(
-                f"checkpoint: none of step {trainer.global_step}, nor until that is fixed: '{broken}' holds "
-                f"NaN or infinity; those in '{self.folder}' stay"
-            )
+            if not self._has_reported_broken:
+                self._has_reported_broken = True
+                log.warning(
+                    "checkpoint: none of step %d, nor until that is fixed: '%s' holds NaN or infinity; those "
+                    "in '%s' stay",
+                    *(trainer.global_step, broken, self.folder),
+                )
             return f"'{broken}' holds NaN or infinity"
         self._should_stop = trainer.should_stop
-        start = time.monotonic()
         for logger in trainer.loggers:
             logger.save()  # a run that resumes from here needs the rows before
         save(self.folder / name)
         failure = self.io.failure
         if trainer.is_global_zero:
-            self._report_if_slow(time.monotonic() - start)
             with self._failures.expected():
                 if failure is not None:
                     raise failure
         return trainer.strategy.broadcast("" if failure is None else reason(failure))
-
-    def _report_if_slow(self, seconds: float) -> None:
-        now = time.monotonic()
-        share, self._saved_at = seconds / max(now - self._saved_at, seconds), now
-        if seconds > SLOW_SECONDS and share > SLOW_SHARE:
-            self._report_once(
-                f"disk: a checkpoint took {seconds:.0f} s, {share:.0%} of the time since the last one; "
-                f"raise checkpoints.every_n_steps (now {self._every})"
-            )
-
-    def _report_once(self, line: str) -> None:
-        """Report the first line about each subject, its first word."""
-        subject = line.partition(" ")[0]
-        if subject not in self._reported:
-            self._reported.add(subject)
-            log.warning(line)
 
     def _remove_old(self, step: int) -> None:
         """Remove all but the newest few before `step`, after verifying the file of `step`."""

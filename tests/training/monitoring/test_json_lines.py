@@ -13,7 +13,6 @@ from moe_ffn.training.monitoring.json_lines import (
     JsonLines,
     Line,
     Row,
-    Sample,
     cut_lines,
     num_damaged,
     read_lines,
@@ -224,43 +223,25 @@ def test_lines_after_a_step_are_cut(path: Path) -> None:
 DAMAGES = {
     "bytes": b"\xff\xfe\x00",
     "half": b"{",
-    "empty": b"",
     "a list": b"[1]",
     "no step": b"{}",
     "a step of text": b'{"step": "4"}',
-    "a boolean": b'{"step": true}',
-    "a fraction": b'{"step": 4.5}',
-    "below zero": b'{"step": -1}',
-    "infinity": b'{"step": Infinity}',
-    "fifty digits": b'{"step": ' + b"9" * 50 + b"}",
-    "without end": b'{"step": ' + b"9" * 200_000 + b"}",
+    "a number without end": b'{"step": ' + b"9" * 200_000 + b"}",
     "nested": b"[" * 100_000,
-    "nested within": b'{"step": 1, "x": ' + b"[" * 1000 + b"]" * 1000 + b"}",
-}
-OF_ROWS = {
-    "text": b'{"step": 6, "loss": "low"}',
-    "a boolean loss": b'{"step": 6, "loss": true}',
-    "a mapping": b'{"step": 6, "loss": {}}',
+    "a loss of text": b'{"step": 6, "loss": "low"}',
     "a list of text": b'{"step": 6, "load": ["x"]}',
-    "a matrix": b'{"step": 6, "load": [[1]]}',
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "line"),
-    [(kind, line) for kind in (Line, Row, Sample) for line in DAMAGES.values()]
-    + [(Row, line) for line in OF_ROWS.values()]
-    + [(Sample, b'{"step": 6, "text": 3}')],
-    ids=[*(f"{name} {n}" for n in range(3) for name in DAMAGES), *OF_ROWS, "no text"],
-)
-def test_damaged_lines_are_counted_and_left_out(path: Path, kind: type[Line], line: bytes) -> None:
+@pytest.mark.parametrize("line", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_lines_are_counted_and_left_out(path: Path, line: bytes) -> None:
     JsonLines(path).add([{"step": 2}, {"step": 4}])
     with path.open("ab") as file:
         file.write(line + b'\n{"step": 8}\n')
 
-    assert num_damaged(path, kind) == 1
-    assert [value.step for value in read_lines(path, kind)] == [2, 4, 8]
-    cut_lines(path, kind, lambda value: value.step <= 4)
+    assert num_damaged(path, Row) == 1
+    assert [value.step for value in read_lines(path, Row)] == [2, 4, 8]
+    cut_lines(path, Row, lambda value: value.step <= 4)
     assert path.read_text() == text(2, 4)
 
 

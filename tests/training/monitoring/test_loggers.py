@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,6 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from moe_ffn.training.monitoring.loggers import MetricsFile, WandbRun, alert, close
 from tests.helpers.fake_wandb import StubRun
-
-
-@pytest.fixture(autouse=True)
-def _activated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment, so that wandb's program is found by its name."""
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from moe_ffn.training.monitoring.progress import (
     ProgressBar,
     ProgressLines,
     flow,
-    load_lines,
     routing_health,
     status,
 )
@@ -59,56 +58,6 @@ def test_layers_without_loads_are_ranked_by_used_experts() -> None:
     assert routing_health(routing) == ["experts used 25.0% (layer 1)"]
 
 
-def test_bars_are_half_full_at_the_even_share() -> None:
-    # 1, 4, 2 and 1 eighths of the pairs: half, twice, one and a half times the even quarter.
-    uneven = values([0.125, 0.5, 0.375, 0.0])
-    assert load_lines({"layer_00": EVEN, "layer_11": uneven}) == ["load  0 ▅▅▅▅  11 ▃█▇·"]
-
-
-def test_without_routing_there_is_no_load() -> None:
-    assert load_lines({}) == []
-    assert load_lines({"layer_00": values([float("nan")] * 4)}) == ["load  0 not measured"]
-
-
-def test_many_experts_are_summed_up_by_their_extremes() -> None:
-    # 15 of 64 experts have tokens, expert 40 a quarter of them, and the median expert none.
-    load = [0.0] * 64
-    load[40], load[3:17] = 0.25, [0.75 / 14] * 14
-    assert load_lines({"layer_07": values(load)}) == [
-        "load  7 busiest #40 25.00%, median 0.00%, idlest 0.00%, 49 of 64 unused"
-    ]
-    load = [0.75 / 62] * 64
-    load[40], load[5] = 0.25, 0.0
-    assert load_lines({"layer_07": values(load)}) == [
-        "load  7 busiest #40 25.00%, median 1.21%, idlest 0.00%, 1 of 64 unused"
-    ]
-
-
-def lopsided(num_experts: int, worst: int) -> dict[str, Tensor]:
-    """One expert has `worst` times the even share, and the last one none."""
-    rest = (1 - worst / num_experts) / (num_experts - 2)
-    return values([worst / num_experts, *[rest] * (num_experts - 2), 0.0], dead_experts=1)
-
-
-@pytest.mark.parametrize("num_layers", [1, 4, 12, 48])
-@pytest.mark.parametrize("num_experts", [8, 32, 64, 256])
-def test_the_load_of_any_model_fits_a_terminal(num_experts: int, num_layers: int) -> None:
-    # The middle layers are the least balanced.
-    worst = [2 + min(n, num_layers - 1 - n) / num_layers for n in range(num_layers)]
-    routing = {
-        f"layer_{n:02d}/inner": lopsided(num_experts, w)  # pyright: ignore[reportArgumentType]
-        for n, w in enumerate(worst)
-    }
-    lines = load_lines(routing, 80)
-
-    assert 1 <= len(lines) <= 4
-    assert max(map(len, lines)) <= 80
-    assert f" {num_layers // 2} inner " in "".join(lines)
-    shown = len(re.findall(r"\d+ inner ", "".join(lines)))
-    is_whole = shown == num_layers
-    assert is_whole != (f"(of {num_layers} layers the least balanced)" in "".join(lines))
-
-
 def test_parts_are_not_broken() -> None:
     assert flow(["loss 2.3", "MaxVio 1 (layer 0)", "9 tokens/s"], 28) == [
         "loss 2.3  MaxVio 1 (layer 0)",
@@ -133,7 +82,6 @@ def test_a_dense_run_has_no_routing_to_show(fit: Callable[..., Fitted]) -> None:
     steps = fit(model={"ffn": "dense"}).watchers.steps
 
     assert "MaxVio" not in "".join(status(steps))
-    assert load_lines(steps.last_routing) == []
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
@@ -144,7 +92,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return screen
 
 
-def test_the_bar_shows_load_under_it_in_a_terminal(
+def test_the_bar_shows_the_routing_under_it_in_a_terminal(
     fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watchers = fit(model={"ffn": {"type": "moe", "num_experts": 4}}).watchers
@@ -159,7 +107,6 @@ def test_the_bar_shows_load_under_it_in_a_terminal(
     bar.on_train_end(trainer, module)
 
     assert "MaxVio" in screen.getvalue()
-    assert "\n".join(load_lines(steps.last_routing)) in screen.getvalue()
 
 
 class Frames(Callback):
@@ -261,19 +208,3 @@ def test_without_a_terminal_each_validation_has_a_line_with_its_loss(
     assert validation_lines(capsys.readouterr().err) == [
         f"validation at step 6: loss {losses[1]:.4f}"
     ]
-
-
-def test_without_a_terminal_a_long_validation_says_how_far_it_is(
-    fit: Callable[..., Fitted],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    clock = iter(range(0, 1_000_000, 10))  # ten seconds pass whenever somebody looks
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    done = fit(trainer={"validate_every_n_steps": 3, "max_steps": 3})
-
-    loss = done.watchers.validation.last["loss"]
-    first, *others = validation_lines(capsys.readouterr().err)
-    # Begun at 0 s; looked at after 10 s, which is too soon, and after 20 s.
-    assert re.fullmatch(rf"validation at step 3: 2/2  loss {loss:.3f} so far  0 s left", first)
-    assert others == [f"validation at step 3: loss {loss:.4f}"]

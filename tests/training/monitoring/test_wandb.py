@@ -65,25 +65,6 @@ def test_an_offline_run_needs_no_reason(start: Any) -> None:
     assert start(StubWandb(), WandbConfig(mode="offline"))[1] == f"wandb: offline; {COMMANDS}"
 
 
-@pytest.mark.parametrize(
-    ("python", "program"),
-    [
-        (".venv/bin/python", ".venv/bin/wandb"),
-        ("/an environment/python", "'/an environment/wandb'"),
-    ],
-)
-def test_where_no_environment_is_activated_the_commands_name_its_wandb(
-    start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python: str, program: str
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing here"))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / python))
-
-    folder = "runs/mine/wandb/offline-run-1"
-    assert start(StubWandb(), WandbConfig(mode="offline"))[1] == (
-        f"wandb: offline; look: {program} leet {folder}; upload: {program} sync {folder}"
-    )
-
-
 def test_a_run_continues_without_wandb(start: Any) -> None:
     wandb = StubWandb(failing=("online", "offline"), why="the disk is full")
 

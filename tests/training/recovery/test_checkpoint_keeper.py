@@ -265,32 +265,6 @@ def test_broken_weights_replace_the_report_of_a_full_disk(
     assert trainer.keeper.problem.endswith(" holds NaN or infinity")
 
 
-def test_a_slow_disk_is_reported_once(
-    make: Callable[..., FakeTrainer],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    clock = 0.0
-    monkeypatch.setattr(checkpoint_keeper.time, "monotonic", lambda: clock)
-    trainer = make(every_n_steps=2)
-    write = checkpoint_keeper.write_checkpoint
-
-    def crawl(values: dict[str, Any], path: Path) -> None:
-        nonlocal clock
-        clock += 30.0
-        write(values, path)
-
-    monkeypatch.setattr(checkpoint_keeper, "write_checkpoint", crawl)
-    for number in range(2, 9):
-        clock += 15.0
-        trainer.step(number)
-
-    assert capsys.readouterr().err.splitlines() == [
-        "disk: a checkpoint took 30 s, 67% of the time since the last one; raise checkpoints.every_n_steps "
-        "(now 2)"
-    ]
-
-
 def test_a_step_is_saved_once(make: Callable[..., FakeTrainer], folder: Path) -> None:
     trainer = make(every_n_steps=2)
     trainer.step(2)

@@ -48,37 +48,72 @@ def batch(
     return forward
 
 
-def test_where_all_is_finite_nothing_is_named(model: nn.Module) -> None:
-    assert find_nan_source(model, [batch(model), batch(model)]) is None
+Broken = list[Callable[[], Objective]]
 
 
-def test_a_parameter(model: nn.Module) -> None:
+def in_parameter(model: nn.Module) -> Broken:
     with torch.no_grad():
         model.get_parameter("1.inner.weight")[0, 1] = torch.nan
-    assert find_nan_source(model, [batch(model)]) == "the parameter 1.inner.weight"
+    return [batch(model)]
 
 
-def test_the_innermost_module(model: nn.Module) -> None:
+def in_innermost_module(model: nn.Module) -> Broken:
     model.get_submodule("1.inner").register_forward_hook(break_output)
-    assert find_nan_source(model, [batch(model)]) == "1.inner"
+    return [batch(model)]
 
 
-def test_a_module_that_overflows_between_its_submodules(model: nn.Module) -> None:
+def between_submodules(model: nn.Module) -> Broken:
+    """Return a batch of 2 and 2 quarters of the largest number, then 2 + 4 of them."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
-    largest = torch.finfo(torch.float32).max
-    x = torch.full((1, 2), largest / 4)
-    # 2 and 2 quarters, then 2 + 4 of them.
-    with torch.no_grad():
         model.get_parameter("0.bias").zero_()
         model.get_parameter("1.inner.weight").copy_(torch.eye(2) * 1.5)
-    assert find_nan_source(model, [batch(model, x)]) == "1"
+    return [batch(model, torch.full((1, 2), torch.finfo(torch.float32).max / 4))]
 
 
-def test_the_input(model: nn.Module) -> None:
-    x = torch.tensor([[1.0, torch.nan]])
-    assert find_nan_source(model, [batch(model, x)]) == "the input of 0"
+def in_part_of_loss(model: nn.Module) -> Broken:
+    def forward() -> Objective:
+        losses = batch(model)()
+        parts = {"z": losses.total * torch.inf}
+        return Objective(losses.total * torch.nan, losses.cross_entropy, parts)
+
+    return [forward]
+
+
+def in_gradient(model: nn.Module) -> Broken:
+    model.get_parameter("0.weight").register_hook(lambda g: g * torch.inf)
+    model.get_parameter("1.inner.weight").register_hook(lambda g: g * torch.nan)
+    return [batch(model)]
+
+
+SOURCES: dict[str, tuple[Callable[[nn.Module], Broken], str | None]] = {
+    "nothing": (lambda model: [batch(model), batch(model)], None),
+    "parameter": (in_parameter, "the parameter 1.inner.weight"),
+    "innermost module": (in_innermost_module, "1.inner"),
+    "between submodules": (between_submodules, "1"),
+    "input of the second batch": (
+        lambda model: [batch(model), batch(model, torch.full((1, 2), torch.inf))],
+        "the input of 0",
+    ),
+    "loss": (
+        lambda model: [batch(model, loss=lambda y: y.mean() * torch.nan)],
+        "the objective's total",
+    ),
+    "part of the loss": (in_part_of_loss, "the objective's z"),
+    "gradient that backward reaches first": (in_gradient, "the gradient of 1.inner.weight"),
+    "derivative that does not exist": (
+        lambda model: [batch(model, loss=lambda y: (y - y).abs().sum().sqrt())],
+        "the gradient of 2.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "source"), SOURCES.values(), ids=SOURCES)
+def test_the_source_of_a_nan_is_named(
+    model: nn.Module, spoil: Callable[[nn.Module], Broken], source: str | None
+) -> None:
+    assert find_nan_source(model, spoil(model)) == source
 
 
 class Masked(nn.Module):
@@ -110,37 +145,6 @@ def test_a_mask_of_infinities_is_not_blamed_for_the_loss_or_a_gradient(model: nn
     assert find_nan_source(masked, [broken]) == "the objective's total"
     masked.get_parameter("2.inner.weight").register_hook(lambda g: g * torch.nan)
     assert find_nan_source(masked, [batch(masked)]) == "the gradient of 2.inner.weight"
-
-
-def test_the_second_batch(model: nn.Module) -> None:
-    broken = batch(model, torch.full((1, 2), torch.inf))
-    assert find_nan_source(model, [batch(model), broken]) == "the input of 0"
-
-
-def test_the_loss(model: nn.Module) -> None:
-    broken = batch(model, loss=lambda y: y.mean() * torch.nan)
-    assert find_nan_source(model, [broken]) == "the objective's total"
-
-
-def test_a_part_of_the_loss(model: nn.Module) -> None:
-    def forward() -> Objective:
-        losses = batch(model)()
-        return Objective(
-            losses.total * torch.nan, losses.cross_entropy, {"z": losses.total * torch.inf}
-        )
-
-    assert find_nan_source(model, [forward]) == "the objective's z"
-
-
-def test_the_gradient_that_backward_reaches_first(model: nn.Module) -> None:
-    model.get_parameter("0.weight").register_hook(lambda g: g * torch.inf)
-    model.get_parameter("1.inner.weight").register_hook(lambda g: g * torch.nan)
-    assert find_nan_source(model, [batch(model)]) == "the gradient of 1.inner.weight"
-
-
-def test_a_derivative_that_does_not_exist(model: nn.Module) -> None:
-    broken = batch(model, loss=lambda y: (y - y).abs().sum().sqrt())
-    assert find_nan_source(model, [broken]) == "the gradient of 2.bias"
 
 
 def test_a_gradient_that_only_its_scale_makes_overflow(model: nn.Module) -> None:
