@@ -35,7 +35,7 @@ test-slow: lint  ## the same, with the tests that take longer
 test-gpu: $(DEV)  ## what ranks that share a model compute on GPUs, by NCCL, and how long it takes
 	$(PY) -m pytest -m gpu --durations=0 tests/training/test_parallel.py
 
-test-reliability: $(DEV)  ## what docs/reliability.md promises, all of it tried and counted; hours
+test-reliability: $(DEV)  ## what docs/reliability.md promises, all of it tried; hours
 	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/reliability
 
 lint: $(DEV)  ## format, lint and types

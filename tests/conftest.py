@@ -22,8 +22,7 @@ from moe_ffn.routing import TopKRouterConfig
 
 pytest_plugins = ["tests.helpers.programs_in_process"]
 
-# The same examples every time, however slow the machine. `--hypothesis-profile many` is what
-# `tests/reliability/test_layer_properties.py` asks for.
+# The same examples every time, however slow the machine; `--hypothesis-profile many` tries thousands.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("many", settings.get_profile("repeatable"), max_examples=2000)
 settings.load_profile("repeatable")

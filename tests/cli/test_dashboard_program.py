@@ -14,8 +14,8 @@ import pytest
 from moe_ffn.cli.dashboard import parse_options
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.report.dashboard import build_workspace, to_json
+from tests.helpers.fake_wandb import WandbServer, wandb_server
 from tests.helpers.tiny_runs import run_here
-from tests.helpers.wandb_server import WandbServer, wandb_server
 
 WHERE = ("--entity", "team", "--project", "project")
 NO_KEY = "no wandb key: run 'wandb login' or set WANDB_API_KEY; --json needs none"

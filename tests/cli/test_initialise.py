@@ -14,7 +14,7 @@ import pytest
 import moe_ffn
 from moe_ffn.data.tokenizer import BPETokenizer
 from tests.helpers.programs_in_process import Result
-from tests.helpers.snapshot import snapshot
+from tests.helpers.same_run import snapshot
 from tests.helpers.tiny_runs import Finished, run_here
 
 RunTrain = Callable[..., Result]

@@ -1,15 +1,16 @@
-"""The program with the real wandb client, in situations that make it ask, wait or fail.
+"""Training with the real wandb client, in situations that make it ask, wait or fail.
 
-Each run is a process of its own, with a home folder of its own. Where a server is needed, it is a
-stand-in on this machine (`fake_wandb.py`). The quick suite has one situation of each kind, here or with
-the client in its own process (`tests/training/monitoring/test_wandb_client.py`); `make test-slow` has them
-all.
+Each run is a process with a home folder of its own. `fake_wandb.py` stands in for the server. One situation
+is in the default suite. `tests/training/monitoring/test_wandb_client.py` has the client in this process.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.fake_wandb import Manners, fake_wandb
-from tests.helpers.wandb_records import history, inspect
-from tests.helpers.wandb_runs import KEY, Outcome, client_environment, train
+from moe_ffn.runs.rows import flat
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
+from tests.helpers.cases import cases
+from tests.helpers.fake_wandb import KEY, Manners, history, inspect, wandb_server
 
-MAX_SECONDS_ADDED = 25
-"""As docs/observing.md says; held on a machine that has nothing else to do."""
-MAX_SECONDS_OF_A_BUSY_MACHINE = 150
-"""That it does not wait for ever."""
+ROOT = Path(__file__).parents[2]
+MAX_SECONDS_ADDED, MAX_SECONDS_ON_A_BUSY_MACHINE = 25, 150
+"""Limits of the time that wandb adds to a run; docs/observing.md has the first."""
 
 FOLDER = r"runs/kept/wandb/offline-run-\S+"
 COMMANDS = rf"look: wandb leet {FOLDER}; upload: wandb sync {FOLDER}"
@@ -33,194 +34,140 @@ NO_KEY = r"wandb: offline \(No API key configured\. Use `wandb login` to log in\
 TIMED_OUT = (
     r"wandb: Timed out finishing run; upload what it kept: wandb sync runs/kept/wandb/run-\S+"
 )
+IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+"""Program that runs its arguments in a pseudo-terminal where nobody types."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What the program meets, and the `line` (a pattern) with which it answers."""
+    """The surroundings of the program, and the `line` (a pattern) with which it answers."""
 
     line: str
     environment: dict[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
-    terminal: bool = False
     server: Manners | None = None
-    """How the server behaves; without one, wandb's own cannot be reached."""
-    files: dict[str, str] = field(default_factory=dict)
-    """What lies in the folder where the program is started."""
-    installed: bool = True
+    """Behaviour of the server; None if wandb's own server cannot be reached."""
     kept: bool = True
-    """Whether wandb has the run on disk."""
-    dies: bool = False
-    """Whether wandb's process dies with rows that it had not written; `metrics.jsonl` has them all."""
+    """True if wandb has the run on disk."""
 
 
-def with_key(line: str, **more: Any) -> Situation:
-    return Situation(line, environment={"WANDB_API_KEY": KEY}, **more)
-
-
-def malformed(key: str, why: str) -> Situation:
-    line = rf"wandb: offline \(WANDB_API_KEY invalid: {why}\); {COMMANDS}"
-    return Situation(line, environment={"WANDB_API_KEY": key}, terminal=True)
+def with_key(line: str, server: Manners | None = None) -> Situation:
+    return Situation(line, environment={"WANDB_API_KEY": KEY}, server=server)
 
 
 def mode(value: str, line: str, **more: Any) -> Situation:
     return Situation(line, environment={"WANDB_MODE": value}, **more)
 
 
-DEFAULT = {
-    "no key, with a terminal": Situation(NO_KEY, terminal=True),
-}
-SLOW = {
-    "not installed, leftover folder wandb": Situation(
-        r"wandb: not installed, metrics are in metrics\.jsonl \(pip install wandb\)",
-        files={"wandb/latest-run/run.log": ""},
-        installed=False,
-        kept=False,
+SITUATIONS = {
+    "no key": Situation(NO_KEY),
+    "no key, option online": Situation(NO_KEY, options=("--logging.wandb.mode", "online")),
+    "network silent midway": with_key(TIMED_OUT, "silent midway"),
+    "network gone midway": with_key(TIMED_OUT, "gone midway"),
+    "a server that never answers": with_key(
+        rf"wandb: offline \(Timed out initializing run: .+\); {COMMANDS}", "silent"
     ),
-    "network silent midway": with_key(TIMED_OUT, server="silent midway"),
-    "key, a server that never answers": with_key(
-        rf"wandb: offline \(Timed out initializing run: .+\); {COMMANDS}", server="silent"
-    ),
-    "no key, no terminal": Situation(NO_KEY),
-    "no key, option online, with a terminal": Situation(
-        NO_KEY, options=("--logging.wandb.mode", "online"), terminal=True
-    ),
-    "key too short": malformed("abc", r"API key must have 40\+ characters, has 3"),
-    "key, no network": with_key(rf"wandb: offline \(.+\); {COMMANDS}"),
     "key, connection refused": with_key(
-        rf"wandb: offline \(.+connection refused\); {COMMANDS}", server="refusing"
+        rf"wandb: offline \(.+connection refused\); {COMMANDS}", "refusing"
     ),
-    "key that is nobody's": with_key(
-        rf"wandb: offline \(user is not logged in\); {COMMANDS}", server="forbidding"
+    "key of no account": with_key(
+        rf"wandb: offline \(user is not logged in\); {COMMANDS}", "forbidding"
     ),
     "key and a server": with_key(
-        r"wandb: online, http://127\.0\.0\.1:\d+/me/moe_ffn/runs/\w+", server="well"
-    ),
-    "network gone midway": with_key(TIMED_OUT, server="gone midway"),
-    "server failing midway": with_key(TIMED_OUT, server="failing midway"),
-    "key withdrawn midway": with_key(
-        "wandb: WARNING Fatal error while uploading data.+Use `wandb sync`.*",
-        server="forbidding midway",
-    ),
-    "wandb's process dies midway": with_key(
-        # Which of the two depends on whether the end of the run or the end of the process is first.
-        r"wandb: (HandleAbandonedError|Connection lost); "
-        r"upload what it kept: wandb sync runs/kept/wandb/run-\S+",
-        server="nonsense midway",
-        dies=True,
+        r"wandb: online, http://127\.0\.0\.1:\d+/me/moe_ffn/runs/\w+", "well"
     ),
     "WANDB_MODE offline": mode("offline", rf"wandb: offline; {COMMANDS}"),
-    "WANDB_MODE online": mode("online", NO_KEY, terminal=True),
     "WANDB_MODE disabled": mode("disabled", "wandb: off", kept=False),
     "WANDB_MODE disabled, option offline": mode(
         "disabled", rf"wandb: offline; {COMMANDS}", options=("--logging.wandb.mode", "offline")
     ),
-    "a setting that wandb refuses": Situation(
+    "a setting that wandb rejects": Situation(
         r"wandb: off \(base_url: Input should be a valid URL.*\), metrics are in metrics\.jsonl",
         environment={"WANDB_BASE_URL": "not a url"},
         kept=False,
     ),
-    "not installed": Situation(
-        r"wandb: not installed, metrics are in metrics\.jsonl \(pip install wandb\)",
-        installed=False,
-        kept=False,
-    ),
+    "home not writable": Situation(NO_KEY, environment={"HOME": "/proc/none"}),
 }
 
 
-@pytest.fixture(scope="session")
-def tiny_config(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of experts, and wandb as it is where nobody has set it."""
-    text = tiny_yaml.read_text().replace(", wandb: {mode: disabled}", "")
-    path = tmp_path_factory.mktemp("wandb") / "tiny.yaml"
-    path.write_text(
-        text.replace("num_layers: 2", "num_layers: 2, ffn: {type: moe, num_experts: 4}")
-    )
-    return path
+def train(config: Path, where: Path, situation: Situation) -> tuple[str, float]:
+    """Train two steps in a terminal; returns the printed text and the seconds."""
+    text = config.read_text().replace(", wandb: {mode: disabled}", "")
+    text = text.replace("num_layers: 2", "num_layers: 2, ffn: {type: moe, num_experts: 4}")
+    (where / "tiny.yaml").write_text(text)
+    home = where / "home of the client"
+    home.mkdir()
+    command = [
+        *(sys.executable, "-c", IN_A_TERMINAL, sys.executable, "-m", "experiments.train"),
+        *("--config", str(where / "tiny.yaml"), "--data.cache_dir", str(where / "cache")),
+        *("--run.name", "kept", "--trainer.max_steps", "2", "--logging.every_n_steps", "1"),
+        *("--logging.churn_every_n_steps", "1", *situation.options),
+    ]
+    start = time.perf_counter()
+    with wandb_server(situation.server) if situation.server else nullcontext() as server:
+        address = {"WANDB_BASE_URL": server.url} if server else {}
+        done = subprocess.run(
+            command,
+            cwd=where,
+            env={**client_environment(home), **address, **situation.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout
+    return done.stdout, time.perf_counter() - start
 
 
-@pytest.fixture(scope="session")
-def measure_without(
-    tiny_config: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[], float]:
-    """Seconds of the same run where wandb is off."""
-
-    def measure() -> float:
-        where = tmp_path_factory.mktemp("without")
-        outcome = train(tiny_config, where, "--logging.wandb.mode", "disabled")
-        assert outcome.code == 0, outcome.printed
-        assert "\nwandb: off\n" in outcome.printed
-        assert not (outcome.folder / "wandb").exists()
-        return outcome.seconds
-
-    return measure
+@pytest.fixture(scope="module")
+def baseline_seconds(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """Seconds of the same run without wandb."""
+    return train(tiny_yaml, tmp_path_factory.mktemp("without"), SITUATIONS["WANDB_MODE disabled"])[
+        1
+    ]
 
 
-@pytest.fixture(scope="session")
-def seconds_without(measure_without: Callable[[], float]) -> float:
-    return measure_without()
-
-
-@pytest.fixture
-def run_in(tiny_config: Path, tmp_path: Path) -> Callable[[Situation], Outcome]:
-    def run(situation: Situation) -> Outcome:
-        for name, text in situation.files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-            (tmp_path / name).chmod(0o600)  # as a netrc has to be
-        with fake_wandb(situation.server) if situation.server else nullcontext() as server:
-            address = {"WANDB_BASE_URL": server.url} if server else {}
-            return train(
-                tiny_config,
-                tmp_path,
-                *situation.options,
-                environment={**address, **situation.environment},
-                terminal=situation.terminal,
-                installed=situation.installed,
-            )
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("situation", "max_added"),
-    [pytest.param(s, MAX_SECONDS_OF_A_BUSY_MACHINE, id=name) for name, s in DEFAULT.items()]
-    + [
-        pytest.param(s, MAX_SECONDS_ADDED, id=f"{name}, in time", marks=pytest.mark.slow)
-        for name, s in (DEFAULT | SLOW).items()
-    ],
-)
+@pytest.mark.parametrize("situation", cases(SITUATIONS, quick=["no key"]))
 def test_a_run_ends_as_if_there_were_no_wandb(
-    situation: Situation,
-    max_added: float,
-    run_in: Callable[[Situation], Outcome],
-    seconds_without: float,
-    measure_without: Callable[[], float],
+    tiny_yaml: Path, tmp_path: Path, baseline_seconds: float, situation: Situation
 ) -> None:
-    outcome = run_in(situation)
+    printed, seconds = train(tiny_yaml, tmp_path, situation)
 
-    added = outcome.seconds - seconds_without
-    if added > max_added:  # the machine may have become busier since
-        added = outcome.seconds - measure_without()
-    print(f"{added:+.1f} s\n{outcome.printed}")
-    assert outcome.code == 0
-    assert added <= max_added
-    assert not re.search(r"enter your choice|paste an api key|/authorize", outcome.printed, re.I)
-    lines = [line for line in outcome.printed.splitlines() if line.startswith("wandb: ")]
+    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
+    limit = MAX_SECONDS_ON_A_BUSY_MACHINE if is_busy else MAX_SECONDS_ADDED
+    assert seconds - baseline_seconds <= limit
+    assert not re.search(r"enter your choice|paste an api key|/authorize", printed, re.I)
+    lines = [line for line in printed.splitlines() if line.startswith("wandb: ")]
     assert any(re.fullmatch(situation.line, line) for line in lines), lines
-    assert [row["step"] for row in outcome.rows] == [1, 2, 2]
-    if situation.dies:
-        assert outcome.wandb_folders()
-    elif situation.kept:
-        _assert_read_back(outcome)
+    folder = tmp_path / "runs" / "kept"
+    rows = read_lines(folder / "metrics.jsonl", Row)
+    written = [{"step": row.step, **flat(row.values)} for row in rows]
+    assert [row["step"] for row in written] == [1, 2, 2]
+    if situation.kept:
+        check_kept(folder, tmp_path / "home of the client", written)
     else:
-        assert not (outcome.folder / "wandb").exists()
+        assert not (folder / "wandb").exists()
 
 
-def _assert_read_back(outcome: Outcome) -> None:
+def client_environment(home: Path) -> dict[str, str]:
+    """The environment of this process, without any settings for wandb."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
+    return {
+        **kept,
+        "HOME": str(home),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def check_kept(folder: Path, home: Path, written: list[dict[str, Any]]) -> None:
     """wandb's own tool finds the facts, and every key and value of every row of `metrics.jsonl`."""
-    (folder,) = outcome.wandb_folders()
-    records = inspect(folder, client_environment(outcome.home))
+    (kept,) = (folder / "wandb").glob("*run-*")
+    records = inspect(kept, client_environment(home))
     (run,) = [record["run"] for record in records if record["type"] == "run"]
     assert run["display_name"] == "kept"
     assert run["tags"] == ["moe"]
@@ -233,47 +180,24 @@ def _assert_read_back(outcome: Outcome) -> None:
     assert "trainer/global_step" in str([r for r in records if r["type"] == "metric"])
 
     rows = history(records)
-    assert [row["trainer/global_step"] for row in rows] == [1, 2, 2]
     assert rows[-1].pop("routing/load_heatmap")["_type"] == "plotly-file"
-    for row, written in zip(rows, outcome.rows, strict=True):
-        columns = _columns(row)
-        assert columns.pop("trainer/global_step") == written.pop("step")
-        assert columns == pytest.approx(written, nan_ok=True)
-    _, training, validation = [_columns(row).keys() for row in rows]
-    of_a_layer = {
-        *(f"load/expert_0{e}" for e in range(4)),
-        *("max_violation", "load_cv", "sequence_max_violation", "dropped_fraction"),
-        *("experts_per_token", "nonfinite_tokens", "entropy", "entropy_of_mean", "top1_margin"),
-        *("logit_max", "load_balance", "router_z"),
-    }
-    assert training == {
-        *("trainer/global_step", "train/loss", "train/objective", "train/load_balance"),
-        *("train/router_z", "train/learning_rate", "train/gradient_norm"),
-        *("train/skipped_steps", "train/tokens", "train/tokens_per_second"),
-        *("train/seconds", "train/step_seconds"),
-        *_of_layers("routing", of_a_layer | {"dead_experts", "churn"}),
-    }
-    assert validation == {
-        *("trainer/global_step", "validation/loss", "validation/bits_per_byte"),
-        *_of_layers("validation/routing", of_a_layer | {"coactivation_max"}),
-    }
+    for row, own in zip(rows, written, strict=True):
+        columns = columns_of(row)
+        assert columns.pop("trainer/global_step") == own.pop("step")
+        assert columns == pytest.approx(own, nan_ok=True)
 
 
-def _of_layers(prefix: str, names: set[str]) -> set[str]:
-    return {f"{prefix}/layer_0{layer}/{name}" for layer in range(2) for name in names}
-
-
-def _columns(row: dict[str, Any]) -> dict[str, float]:
-    """A histogram as the columns that the table has of it."""
-    flat: dict[str, float] = {}
+def columns_of(row: dict[str, Any]) -> dict[str, float]:
+    """The row with the columns of the table in the place of its histograms."""
+    columns: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, dict):
             assert value["_type"] == "histogram"
             assert value["bins"] == list(range(len(value["values"]) + 1))
-            flat |= {f"{key}/expert_{e:02d}": v for e, v in enumerate(value["values"])}
+            columns |= {f"{key}/expert_{e:02d}": v for e, v in enumerate(value["values"])}
         else:
-            flat[key] = value
-    return flat
+            columns[key] = value
+    return columns
 
 
 def test_without_wandb_metrics_go_to_the_log(

@@ -1,6 +1,6 @@
 """Properties of every MoE layer and every batch, tested on random ones.
 
-`tests/reliability/test_layer_properties.py` tries each sentence below on twenty times as many.
+`--hypothesis-profile many` tries each sentence below on twenty times as many.
 
 T tokens, E experts, N (token, expert) pairs
 """

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 PHONE, DESKTOP = 400, 1280
 
 SCREENSHOTS = Path(os.environ.get("SCREENSHOTS", "screenshots"))
-"""Where screenshots are kept, relative to the checkout: an artefact of CI, ignored by git."""
+"""Folder of screenshots, relative to the checkout: an artefact of CI, ignored by git."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ WRONG: dict[Any, tuple[Any, ...]] = {
     dict: (3, "moe", True, ["moe"]),
     Config: (3, 1.5, True, [], ["moe"]),
 }
-"""By kind of option: values of other kinds."""
+"""Values of other kinds, by kind of option."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Field:
     path: tuple[str, ...]
     annotation: Any
     bounds: tuple[Any, ...]
-    """Of `annotated_types`: `Ge(1)` and the like."""
+    """Bounds of `annotated_types`, such as `Ge(1)`."""
     around: dict[str, Any]
     """Options without which this one is not there: the types of the families above it."""
 
@@ -97,7 +97,7 @@ def fields_of(
 
 
 def _members(annotation: Any) -> list[tuple[type[Config], str | None]]:
-    """What may stand in the place of an option, with its type; nothing where that is no config."""
+    """Members that an option may hold, with their types; empty if it holds no config."""
     if not (isinstance(annotation, type) and issubclass(annotation, Config)):
         return []
     if not (issubclass(annotation, TaggedConfig) and annotation.is_family_root()):

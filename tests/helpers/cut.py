@@ -1,14 +1,22 @@
-"""The moment at which a run in this process is cut, asked to end or as if its process had died."""
+"""Interrupt a run: ask it to end, let it die, or send a signal at the worst moment.
+
+python tests/helpers/cut.py MOMENT SIGNAL NTH [OPTION...]
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.train import main
 from moe_ffn.training.module import LanguageModel
 
 
@@ -18,13 +26,13 @@ class Crash(Exception):  # noqa: N818 - made by the test, not by the program
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a run ends before its time."""
+    """The moment at which a run ends early."""
 
     name: str
     step: int
     """The optimizer step it happens in, counted from 1."""
     is_crash: bool = False
-    """Whether nothing can be saved any more; otherwise SIGTERM asks the run to end."""
+    """True for a death without a save; otherwise SIGTERM asks the run to end."""
     within: str = "training_step"
     """The method of LanguageModel in which it happens."""
 
@@ -52,3 +60,36 @@ def cutting(cut: Cut | None) -> Iterator[None]:
 
     with patch.object(LanguageModel, cut.within, step):
         yield
+
+
+MOMENTS = {
+    # Called once for each group of parameters: after the first, half of them are updated.
+    "update": "torch.optim.adam.adam",
+    # Called with a file that is written but has no checksum and no name yet.
+    "save": "moe_ffn.training.recovery.checkpoint_file._seal",
+}
+
+
+@contextlib.contextmanager
+def killing(moment: str, signum: signal.Signals, nth: int) -> Iterator[None]:
+    """Within, this process gets a signal in the n-th of such moments."""
+    original: Callable[..., object] = resolve_name(MOMENTS[moment])
+    calls = 0
+
+    def wrapped(*args: object, **kwargs: object) -> object:
+        nonlocal calls
+        calls += 1
+        result = original(*args, **kwargs)
+        if calls == nth:
+            os.kill(os.getpid(), signum)
+        return result
+
+    with patch(MOMENTS[moment], wrapped):
+        yield
+
+
+if __name__ == "__main__":
+    moment, name, nth = sys.argv[1:4]
+    del sys.argv[1:4]
+    with killing(moment, signal.Signals[name], int(nth)):
+        raise SystemExit(exit_on_bad_input(main))

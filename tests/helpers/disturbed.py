@@ -67,7 +67,7 @@ def fail(descriptor: int) -> None:
 
 
 def crawl(descriptor: int) -> None:
-    """As a disk that takes a fifth of a second."""
+    """Sync as a disk that takes a fifth of a second."""
     time.sleep(0.2)
     _fsync(descriptor)
 

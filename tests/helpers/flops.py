@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def counting(call: Callable[[], Result]) -> tuple[int, Result]:
-    """What torch counts of a call; the fused attention of a CPU it would not count, its products it does."""
+    """Return the FLOPs that torch counts of a call, and its result; attention is not fused, so it counts."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         result = call()
     return counter.get_total_flops(), result
@@ -26,7 +26,7 @@ def counting(call: Callable[[], Result]) -> tuple[int, Result]:
 def told(
     model: DecoderConfig, vocab_size: int, routings: Mapping[str, Routing], shape: tuple[int, int]
 ) -> int:
-    """What the config tells of a batch of `shape`, put right where by docs/training.md it is a mean."""
+    """Return the FLOPs that the config gives for a batch, corrected for its own routing."""
     num_tokens, seq_len = shape[0] * shape[1], shape[1]
     seen, square = (
         model.attention.flops_per_token(model.d_model, seq_len, causal)

@@ -11,7 +11,7 @@ from moe_ffn.routing.base import Router
 
 
 def identity_router(config: RouterConfig, num_experts: int) -> Router:
-    """In evaluation mode; its projection is the identity, so that its logits are its input."""
+    """Build a router in evaluation mode whose logits are its input, since its projection is the identity."""
     router = config.build(num_experts, num_experts)
     with torch.no_grad():
         router.get_parameter("projection.weight").copy_(torch.eye(num_experts))
@@ -27,7 +27,7 @@ def route(
     training: bool = False,
     bias: list[float] | None = None,
 ) -> Routing:
-    """What the router does with these logits, given this correction bias."""
+    """Route these logits with this correction bias."""
     router = identity_router(config, logits_TE.shape[-1]).train(training)
     if bias is not None:
         assert router.correction_bias_E is not None
@@ -36,7 +36,7 @@ def route(
 
 
 def real_pairs(routing: Routing) -> list[list[tuple[int, float]]]:
-    """For each token its real (expert, weight) pairs, in their order."""
+    """Return the real (expert, weight) pairs of each token, in their order."""
     pairs: list[list[tuple[int, float]]] = [[] for _ in range(routing.num_tokens)]
     for token, expert, weight, real in zip(
         routing.token_ids_N.tolist(),
@@ -51,12 +51,12 @@ def real_pairs(routing: Routing) -> list[list[tuple[int, float]]]:
 
 
 def experts_of(routing: Routing) -> list[list[int]]:
-    """For each token the experts it really goes to, in their order."""
+    """Return the experts of each token's real pairs, in their order."""
     return [[expert for expert, _ in pairs] for pairs in real_pairs(routing)]
 
 
 def load_of(routing: Routing) -> list[int]:
-    """How many real pairs each expert has."""
+    """Return the number of real pairs of each expert."""
     return routing.expert_ids_N[routing.real_N].bincount(minlength=routing.num_experts).tolist()
 
 

@@ -1,4 +1,4 @@
-"""What a run logs of each sparse layer, some of it only in some runs."""
+"""Measures that a run logs for each sparse layer, some of them only in some runs."""
 
 MEASURES = (
     "max_violation",

@@ -1,4 +1,4 @@
-"""Being a user without any rights, and a place that such a user may enter."""
+"""A user without any rights, and a folder that such a user may enter."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.rows import flat
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.browser import chromium
-from tests.helpers.snapshot import snapshot
+from tests.helpers.same_run import snapshot
 
 TINY = """
 model: {d_model: 16, num_layers: 2, attention: {num_heads: 2}}
@@ -35,7 +35,7 @@ sample: {num_tokens: 8}
 
 @dataclass(frozen=True)
 class Result:
-    """What a run of the program left behind; `folder` is that of its only run."""
+    """Results of a program; `folder` is the folder of its only run."""
 
     code: int
     stdout: str

@@ -30,7 +30,7 @@ def on_ranks(
     *given: Any,
     device: str = "cpu",
 ) -> list[Any]:
-    """What `function(rank, *given)` returns on each rank; its tensors are of no graph.
+    """Return the results of `function(rank, *given)` on each rank; their tensors have no graph.
 
     Args:
         device: `cpu`, or `cuda`: a GPU for each rank, where `function` is one of a module.

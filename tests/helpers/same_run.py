@@ -1,4 +1,4 @@
-"""When two runs, or two values, are the same: to the bit, in everything but the time they took."""
+"""Comparison of two runs, values or folders to the bit, without durations."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MISSING = object()
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Where two run folders differ: metrics, alarms, samples, summary, the newest checkpoint and the best,
-    with weights, optimizer, router biases and every other state; empty where nowhere.
+    """Differences of two run folders: metrics, alarms, samples, summary, and every state in the newest
+    and the best checkpoint; empty without any.
     """
     rows, others = ([*map(dict, read_lines(run / METRICS_FILE, Row))] for run in (one, other))
     damaged = [num_damaged(run / METRICS_FILE, Row) for run in (one, other)]
@@ -97,3 +97,22 @@ def _json(path: Path) -> Any:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def snapshot(folder: Path, *ignored: str) -> dict[str, bytes | str | None]:
+    """Every path below a folder, relative to it: a file's bytes, a link's target, None of anything else.
+
+    Args:
+        ignored: names that do not count, wherever they are.
+    """
+    return {
+        str(path.relative_to(folder)): _content(path)
+        for path in sorted(folder.rglob("*"))
+        if path.name not in ignored
+    }
+
+
+def _content(path: Path) -> bytes | str | None:
+    if path.is_symlink():
+        return str(path.readlink())
+    return path.read_bytes() if path.is_file() else None

@@ -103,7 +103,7 @@ def raise_alarms(folder: Path) -> None:
 
 
 def age(folder: Path, seconds: float) -> None:
-    """As if the run had last written so long ago."""
+    """Date the files back, as if the run had last written so long ago."""
     then = time.time() - seconds
     for path in folder.iterdir():
         os.utime(path, (then, then))

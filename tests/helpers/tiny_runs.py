@@ -61,7 +61,7 @@ class Finished(NamedTuple):
 
     @property
     def own_lines(self) -> list[str]:
-        """Of stderr, without those that say what is waited for, which come before."""
+        """Lines of stderr without the progress lines before them."""
         lines = self.stderr.splitlines()
         return [line for line in lines if not line.startswith(("data: ", "importing "))]
 
@@ -131,7 +131,7 @@ def run_here(*argv: str, program: str = "experiments.train") -> Finished:
 
 
 class ForkedTraining:
-    """In the place of the `subprocess.Popen` of a sweep: its command, in a copy of this process."""
+    """Substitute for the `subprocess.Popen` of a sweep: runs its command in a copy of this process."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         """
@@ -238,7 +238,7 @@ def wait_for_row(
 
 OLDER, NEWEST, BEST = step_name(8), step_name(12), "best.ckpt"
 WITH_ALARMS = {"logging__alarms__router_logit": "0.01"}
-"""What the finished run has beyond the options of a tiny one."""
+"""Options of the finished run, in addition to those of a tiny run."""
 
 
 @cache

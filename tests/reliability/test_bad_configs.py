@@ -49,7 +49,7 @@ def check_refused(folder: Path, content: bytes, named: str) -> None:
 
 
 def names(line: str, named: str) -> bool:
-    """Whether a line is about `model.ffn`, what is inside of it, or about `model` and says `ffn`."""
+    """Return True for a line about `model.ffn` or a key below it, or about `model` that says `ffn`."""
     where, _, sentence = line.partition(": ")
     above, _, name = named.rpartition(".")
     if where == named or where.startswith(f"{named}."):
@@ -68,40 +68,17 @@ FILES: dict[str, Wrong] = {
     name: (content, FILE)
     for name, content in {
         "a number": b"3",
-        "zeros": bytes(1000),
         "a byte that is no UTF-8, in the middle": GOOD[:200] + b"\xff" + GOOD[200:],
         "a good file as UTF-16": GOOD.decode().encode("utf-16"),
         "a NUL at its end": GOOD + b"\0",
         "a list without end": GOOD + b"x: [1, 2\n",
         "a tab": GOOD + b"\tx: 1\n",
-        "a second document": GOOD + b"---\nseed: 1\n",
         "an alias of nobody": GOOD + b"x: *nobody\n",
-        "a tag of nobody": GOOD + b"x: !mine {}\n",
-        "ten thousand digits": GOOD + b"x: " + b"9" * 10_000 + b"\n",
         "a Python name": b"seed: !!python/name:os.system",
-        "a Python module": b"? !!python/module:this\n: 1",
-        "a set": b"seed: !!set {a, b}",
-        "a date by its tag": b"seed: !!timestamp 2026-11-21",
-        "bytes": b"seed: !!binary aGk=",
-        "an empty number": b"seed: !!int ''",
-        "a list that holds itself": b"&a [*a]",
-        "a mapping that holds itself": b"&a\nmodel: *a\n",
         "a block that holds itself": b"model:\n  ffn: &f {type: mixture_of_depths, ffn: *f}\n",
-        "a mapping merged into itself": b"model: &a {<<: *a}",
-        "one long word": b"x" * 99_999,
         "a mapping as a key": b"? {a: b}\n: 3\n",
         "10 MB": b"# a comment\n" * 900_000,
-        "10 MB in one line": b"seed: " + b"1" * 10_000_000,
-        "100 kB of quotes": b'seed: "' + b"\\x41" * 25_000 + b'"',
-        "another version of YAML": b"%YAML 9.9\n---\nseed: 1\n",
-        "a tag of one's own": b"%TAG ! tag:evil.org,2026:\n---\nseed: !x 1\n",
-        "an equals sign": b"seed: =\n",
-        "merging a number": b"<<: 3\n",
-        "merging text": b"model: {<<: moe}\n",
-        "a block indented by nine": b"run:\n  name: |9\n   x\n",
         "a quotation without end": b'seed: "1\n',
-        "a character beyond Unicode": b'seed: "\\UFFFFFFFF"\n',
-        "Arabic digits by a tag": "seed: !!int '\u0663x'\n".encode(),
     }.items()
 }
 
@@ -109,69 +86,30 @@ FILES: dict[str, Wrong] = {
 
 SIZES = ("model.num_layers", "model.d_model", "data.batch_size")
 KEYS: dict[str, Wrong] = {
-    "an alias as a key": (b"seed: &a 1\n*a : 2\n", "1"),
-    "an explicit key without a name": (b"? \n: 1\n", "None"),
-    "Arabic digits": ("seed: \u0663\n".encode(), "seed"),
-    "fullwidth digits": ("seed: \uff11\n".encode(), "seed"),
-    "a look-alike": ("\u0455eed: 1\n".encode(), "\u0455eed"),
     "an invisible space in a key": ("se\u200bed: 1\n".encode(), "se\\u200bed"),
-    "writing from right to left": ("\u202edees: 1\n".encode(), "\\u202edees"),
-    "a line separator in a key": (b'"a\\u2028b": 1\n', "a\\u2028b"),
     "a dotted key": (b"model.ffn.type: dense\n", "model.ffn.type"),
-    "a section left empty by a list": (b"model: []\n", "model"),
     "a type of null": (b"model: {ffn: {type: null}}\n", "model.ffn.type"),
-    "a type that is empty": (b"model: {ffn: ''}\n", "model.ffn.type"),
-    "a type that is a mapping": (b"model: {ffn: {type: {type: moe}}}\n", "model.ffn.type"),
     "layers as a list": (b"model: {ffn_at: [dense]}\n", "model.ffn_at"),
-    "a slice without a step": (b"model: {ffn_at: {'::0': dense}}\n", "model.ffn_at"),
     "a slice of no layer": (b"model: {ffn_at: {'1:1': dense}}\n", "model.ffn_at"),
-    "a slice of many digits": (
-        b"model: {ffn_at: {'%s:': dense}}\n" % (b"9" * 400),
-        "model.ffn_at",
-    ),
-    "a path of null": (b"data: {corpus: {type: text, paths: [null]}}\n", "data.corpus"),
-    "a tag with a colour": (b'logging: {wandb: {tags: ["\\e[31m", 1]}}\n', "logging.wandb.tags"),
-    "a name of 60 faces": ("run: {name: %s}\n".replace("%s", "\U0001f600" * 60).encode(), "run.name"),
     "a name of a dot": (b"run: {name: .}\n", "run.name"),
-    "a cache without a name": (b"data: {cache_dir: ''}\n", "data.cache_dir"),
-    "runs without a folder": (b"run: {output_dir: ''}\n", "run.output_dir"),
-    "seed: 1000 values of another kind": (b"seed: [" + b"1, " * 1000 + b"1]", "seed"),
-    "a number as a key, deep": (b"model: {ffn: {1: 2}}", "model.ffn.1"),
-    "true as a key": (b"true: 1", "True"),
-    "null as a key": (b"model: {null: 1}", "model.None"),
-    "an empty key": (b"'': 1", "''"),
     "a line break in a type": (b'model: {ffn: "a\\nb"}', "model.ffn.type"),
-    "a line break in an import path": (b'model: {ffn: "a\\nb:C"}', "model.ffn.type"),
     "colours": (b'seed: "\\e[31m"', "seed"),
     "a long key": (b"? %s\n: 1" % (b"k" * 9_000), f"{'k' * 28}...{'k' * 28}"),
-    "a long type": (b"model: {ffn: %s}" % (b"t" * 9_000), "model.ffn.type"),
-    "a long import path": (b"model: {ffn: '%s:b'}" % (b"t" * 9_000), "model.ffn.type"),
     "fifty keys": (b"".join(b"k%d: 1\n" % number for number in range(50)), "k0"),
     "no class": (b"model: {ffn: 'os:'}", "model.ffn.type"),
-    "no module": (b"model: {ffn: ':b'}", "model.ffn.type"),
-    "a relative module": (b"model: {ffn: '..:b'}", "model.ffn.type"),
     "a file that is not there": (b"model: {ffn: 'no.py:b'}", "model.ffn.type"),
-    "a device": (b"model: {ffn: '/dev/null:b'}", "model.ffn.type"),
     "a function": (b"model: {ffn: 'os:system'}", "model.ffn.type"),
     "YAML 1.1's octal": (b"seed: 010", "seed"),
     "a time": (b"seed: 1:30", "seed"),
-    "a date": (b"seed: 2024-13-45", "seed"),
-    "hexadecimal": (b"seed: 0x10", "seed"),
-    "an underscore": (b"seed: 1_000", "seed"),
     "a float for an int": (b"seed: 1e3", "seed"),
     "too large for a float": (b"optimizer: {learning_rate: 1e999}", "optimizer.learning_rate"),
-    "too small for a float": (b"optimizer: {learning_rate: 1e-999}", "optimizer.learning_rate"),
-    "5000 digits": (b"optimizer: {learning_rate: %s.0}" % (b"9" * 5000), "optimizer.learning_rate"),
     "a layer that is no layer": (b"model: {ffn_at: {null: dense}}", "model.ffn_at"),
-    "a layer far away": (b"model: {ffn_at: {99999999999999999999: dense}}", "model.ffn_at"),
     "a NUL in a path": (b'run: {output_dir: "a\\0b"}', "run.output_dir"),
-    "a surrogate": (b'run: {name: "\\ud800"}', "run.name"),
     "more experts than fit": (b"model: {ffn: {num_experts: 1000000000}}", "model"),
-    "a long folder": (b"run: {name: %s}" % (b"n" * 300), "run.name"),
     **{
         f"{key} {size}": (json.dumps(nested(tuple(key.split(".")), size)).encode(), key)
         for key in SIZES
-        for size in (10**9, 10**10, 2**63, 10**30)
+        for size in (10**9, 2**63)
     },
 }  # fmt: skip
 
@@ -203,7 +141,7 @@ def misspelt_options() -> Iterator[Wrong]:
 
 
 def changed_files() -> Iterator[Wrong]:
-    """Of every key of every shipped file: misspelt, given twice, its value of another kind."""
+    """Every key of every shipped file: misspelt, given twice, or with a value of another kind."""
     files = {*(REPOSITORY / "configs").rglob("*.yaml")}
     for file in sorted(files - {*(REPOSITORY / "configs/studies").iterdir()}):
         options = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -247,11 +185,10 @@ CHANGES = (wrong_values, misspelt_options, changed_files)
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: changes.__name__)
 def test_every_option_and_every_key(
     tmp_path: Path,
-    record_property: Callable[[str, object], None],
     changes: Callable[[], Iterable[Wrong]],
     every: int,
 ) -> None:
-    """All mistakes of the program are told together."""
+    """Collect all failures and report them together."""
     tried = list(changes())[::every]
     broken = []
     for content, named in tried:
@@ -261,8 +198,6 @@ def test_every_option_and_every_key(
             broken.append(f"{content[:300]!r}: {type(error).__name__}: {error}")
     assert not broken, f"{len(broken)} of {len(tried)} broken, first {'; '.join(broken[:3])}"
     assert tried
-    if every == 1:
-        record_property("measured", f"{len(tried):,} refused: {changes.__name__}")
 
 
 # -- what looks odd and is right

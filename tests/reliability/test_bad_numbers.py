@@ -20,8 +20,6 @@ from lightning.pytorch.callbacks import Callback
 
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.data.prepare import prepare
-from moe_ffn.outputs import TokenContext
-from moe_ffn.routing import RouterConfig
 from moe_ffn.runs.assemble import quiet_libraries
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE
@@ -48,7 +46,7 @@ PLACES = {
     "a hidden state": ("into:layers.1", "the input of decoder.layers.1"),
     "router logits": (ROUTER, f"decoder.{ROUTER}"),
 }
-"""Where a number breaks, as a fault's place and as the run has to name it."""
+"""Places where a number breaks: as a fault names them, and as the run has to name them."""
 SKIPPED = 8
 """The optimizer step, of twelve, in which it breaks."""
 QUICK = [
@@ -125,7 +123,7 @@ def fit(config: TrainConfig, folder: Path, watcher: Callback) -> Fitted:
 
 
 def state_of(fitted: Fitted) -> dict[str, Any]:
-    """All that training moves: parameters, biases and the optimizer's moments and counts."""
+    """State that training changes: parameters, biases and the optimizer's moments and counts."""
     moments = fitted.trainer.optimizers[0].state_dict()["state"]
     return {
         **fitted.module.state_dict(),
@@ -173,11 +171,8 @@ class Breaks(FFNBlock):
 @pytest.mark.parametrize(
     ("limit", "ranks", "parallel"),
     [
-        (1, 1, "null"),
         (3, 1, "null"),
-        (10, 1, "null"),
         (3, 2, "null"),
-        (3, 2, "{expert: 2}"),
         (3, 2, "{shard: 2}"),
     ],
 )
@@ -213,36 +208,3 @@ def test_too_many_in_a_row(tmp_path: Path, limit: int, ranks: int, parallel: str
     for path in (folder / "checkpoints").glob("*.ckpt"):
         for name, tensor in read_checkpoint(path)["state_dict"].items():
             assert tensor.isfinite().all(), f"{name} in {path.name} is not finite"
-
-
-# -- huge activations
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["weights too", "autocast"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", RouterConfig.members)
-def test_a_router_computes_in_float32(kind: str, dtype: torch.dtype, autocast: bool) -> None:
-    """In training and evaluation, on values up to the largest of float16."""
-    num_tokens, d_model, num_experts = 32, 16, 4
-    for training, size in product((True, False), (1e4, 6e4)):
-        torch.manual_seed(0)
-        router = RouterConfig.model_validate(kind).build(d_model, num_experts).train(training)
-        with torch.no_grad():
-            for parameter in router.parameters():
-                parameter.mul_(30)  # logits far above what float16 holds
-        if not autocast:
-            router = router.to(dtype)
-        x_TD = (size * torch.randn(num_tokens, d_model).sign()).to(dtype).requires_grad_()
-        context = TokenContext(token_ids=torch.arange(num_tokens), sequence_length=num_tokens)
-        with torch.autocast("cpu", dtype, enabled=autocast):
-            routing = router(x_TD, context)
-        for name in ("weights_N", "logits_TE", "scores_TE"):
-            value = getattr(routing, name)
-            if value is not None:  # of experts that are too many for a table
-                assert value.isfinite().all(), f"{name} is not finite"
-                assert value.dtype == torch.float32, f"{name} is {value.dtype}"
-        ids_N = routing.expert_ids_N[routing.real_N]
-        assert ((ids_N >= 0) & (ids_N < num_experts)).all(), "no such expert"
-        if routing.weights_N.requires_grad:
-            (gradient,) = torch.autograd.grad(routing.weights_N.sum(), x_TD)
-            assert gradient.isfinite().all(), "the gradient is not finite"

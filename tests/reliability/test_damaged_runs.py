@@ -1,18 +1,33 @@
-"""A run whose config, tokenizer, facts, summary or logs are damaged is refused in a line that names the file,
-or repaired and said to be; its page is made without the file.
+"""A damaged or missing file of a run is named: a checkpoint is skipped for the newest intact one, a log is
+repaired, and a config is rejected.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import random
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import read_config
+from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.runs.assemble import build_module
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import (
-    ALARMS_FILE,
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     FACTS_FILE,
@@ -22,23 +37,233 @@ from moe_ffn.runs.folder import (
     TOKENIZER_FILE,
 )
 from moe_ffn.runs.reader import load_model
-from tests.helpers.damages import Damage, cut, garbage, holding
-from tests.helpers.same_run import differences
+from moe_ffn.runs.resume import Start, find_start
+from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.recovery import checkpoint_keeper
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
+from tests.helpers.arms import write_arm
+from tests.helpers.cases import cases
+from tests.helpers.own_disk import ALONE, mounting
+from tests.helpers.same_run import differences, require_same
 from tests.helpers.tiny_runs import (
+    BEST,
     NEWEST,
+    OLDER,
+    WITH_ALARMS,
+    finish,
     finished_copy,
     options,
     run_here,
+    start_command,
     trained,
     unfinished_copy,
 )
 
+Damage = Callable[[Path], object]
 
-def garbage_in_the_middle(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 8] = b'\x00\xff"\n\xfe{[\x80'[: len(content) - middle]
-    path.write_bytes(content)
+
+def cut(parts: float) -> Damage:
+    return lambda path: os.truncate(path, int(path.stat().st_size * parts))
+
+
+def holding(content: bytes) -> Damage:
+    return lambda path: path.write_bytes(content)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(random.Random(0).randbytes(path.stat().st_size))
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the values of a checkpoint, whose checksum is right again."""
+    values = read_checkpoint(path)
+    change(values)
+    write_checkpoint(values, path)
+
+
+# -- checkpoints
+
+
+@cache
+def expected() -> tuple[TrainConfig, PreparedData, LanguageModel]:
+    """The config, data and model that a checkpoint of the run has to match."""
+    config = read_config(trained() / CONFIG_FILE, TrainConfig)
+    data = prepare(config.data, progress=False)
+    return config, data, build_module(config, data)
+
+
+def start_of(folder: Path) -> Start:
+    config, data, module = expected()
+    return find_start(folder, config, data, module, config.trainer.max_steps)
+
+
+MARKER = "code-was-run"
+
+
+class Hostile:
+    """An object that runs a command when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {MARKER}",)
+
+
+HOSTILE: Any = {"state_dict": Hostile()}
+
+
+def another_run(path: Path) -> None:
+    rewrite(path, lambda values: values["identity"].update(run_id="f" * 16))
+
+
+DAMAGES: dict[str, tuple[Damage, str, bool]] = {
+    "cut to a half": (cut(0.5), "does not end in its checksum: it was cut short", False),
+    "garbage": (garbage, "does not end in its checksum", False),
+    "missing": (lambda p: (p.unlink(), p.symlink_to("nowhere")), "No such file", False),
+    "an archive that runs code": (
+        lambda p: torch.save(HOSTILE, p), "does not end in its checksum", False
+    ),
+    "a sealed archive that runs code": (
+        lambda p: write_checkpoint(HOSTILE, p), "is no checkpoint of", False
+    ),
+    "of another run": (another_run, "was made with run_id ffffffffffffffff, but this run has ", False),
+    "without its loops": (
+        lambda p: rewrite(p, lambda values: values.pop("loops", None)), "lacks 'loops'", True
+    ),
+    "of another version": (
+        lambda p: rewrite(p, lambda values: values.get("guard", {}).pop("losses", None)),
+        "holds a state that this version cannot load (KeyError('losses'))",
+        True,
+    ),
+}  # fmt: skip
+"""The damage, the reason that is logged, and whether the weights can still be used."""
+QUICK = ("cut to a half", "a sealed archive that runs code", "of another run", "of another version")
+
+
+@pytest.mark.parametrize(("damage", "reason", "weights_are_good"), cases(DAMAGES, QUICK))
+def test_the_newest_intact_checkpoint_is_used(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Damage,
+    reason: str,
+    weights_are_good: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = finished_copy(tmp_path)
+    checkpoints = folder / CHECKPOINTS_FOLDER
+
+    damage(checkpoints / NEWEST)
+    start = start_of(folder)
+    assert start.checkpoint == checkpoints / OLDER
+    (skipped,) = start.skipped
+    check_reason(skipped, NEWEST, reason)
+
+    damage(checkpoints / BEST)
+    with redirect_stderr(io.StringIO()) as logged:
+        loaded = load_model(folder).decoder.state_dict()
+    if weights_are_good:
+        assert not logged.getvalue()
+    else:
+        values = read_checkpoint(checkpoints / OLDER)["state_dict"]
+        assert all(torch.equal(value, values[f"decoder.{name}"]) for name, value in loaded.items())
+        check_reason(logged.getvalue(), BEST, reason)
+
+    damage(checkpoints / OLDER)
+    with pytest.raises(ConfigError) as rejected:
+        start_of(folder)
+    check_reason(str(rejected.value), NEWEST, reason)
+    assert not (tmp_path / MARKER).exists(), "code in the file was run"
+
+
+def check_reason(said: str, name: str, reason: str) -> None:
+    assert "\n" not in said.removesuffix("\n"), said
+    assert name in said, said
+    assert reason in said, said
+    assert "weights_only" not in said, f"torch's advice to run the code: {said}"
+
+
+@pytest.mark.slow
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+    folder = unfinished_copy(tmp_path)
+    os.truncate(folder / CHECKPOINTS_FOLDER / NEWEST, 1000)
+
+    done = run_here("--resume", str(folder))
+
+    assert done.code == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("resuming "))
+    assert f"from {OLDER}; skipped, since {NEWEST} does not end in its checksum" in line
+    require_same(trained(), folder)
+
+
+def test_a_run_without_checkpoints_restarts_and_ends_the_same(tmp_path: Path) -> None:
+    folder = unfinished_copy(tmp_path)
+    shutil.rmtree(folder / CHECKPOINTS_FOLDER)
+    run_id = json.loads((folder / FACTS_FILE).read_text())["run_id"]
+
+    done = run_here("--resume", str(folder))
+
+    assert done.code == 0, done.stderr
+    assert f"resuming {folder} from the start: it has no checkpoint" in done.stdout
+    assert json.loads((folder / FACTS_FILE).read_text())["run_id"] == run_id
+    require_same(trained(), folder)
+
+
+@pytest.mark.slow
+def test_a_learning_rate_may_be_changed_again_and_again(tmp_path: Path) -> None:
+    """Each run resumes from the checkpoint of step 8, which was made with the first rate."""
+    folder = unfinished_copy(tmp_path)
+    for rate in ("0.007", "0.01"):
+        (folder / CHECKPOINTS_FOLDER / NEWEST).unlink()
+        (folder / SUMMARY_FILE).unlink(missing_ok=True)
+        done = run_here("--resume", str(folder), "--optimizer.learning_rate", rate)
+        assert done.code == 0, done.stderr
+        assert f"from {OLDER}" in done.stdout
+
+    assert not [found for found in differences(trained(), folder) if "alarms" not in found]
+
+
+# -- disks without room for a checkpoint
+
+
+def test_a_run_on_a_disk_without_room_says_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(values: dict[str, Any], path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_keeper, "write_checkpoint", fail)
+        done = run_here(*options(tmp_path, run__name="run", **WITH_ALARMS))
+    folder = tmp_path / "runs" / "run"
+    assert done.code == 1
+    assert done.stderr.splitlines()[-1] == (
+        "error: the weights of step 12 are not saved (No space left on device); fix that, then: moe-ffn "
+        f"train --resume {folder}"
+    )
+
+    done = run_here("--resume", str(folder))
+
+    assert done.code == 0, done.stderr
+    require_same(trained(), folder)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_real_disk_without_room_resumes_once_there_is_some(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    train = f"{sys.executable} -m experiments.train"
+    script = (
+        f'{mounting(runs, "300k")}; {train} "$@"; echo "ended $?"; mount -o remount,size=64m \'{runs}\'; '
+        f"{train} --resume '{runs}/run'; code=$?; cp -a '{runs}' '{tmp_path}/copied'; exit $code"
+    )
+    command = [*ALONE, script, "sh", *options(tmp_path, run__name="run", **WITH_ALARMS)]
+
+    done = finish(start_command(command), timeout=300)
+
+    assert "ended 1\n" in done.stdout, done.stderr
+    assert done.code == 0, done.stderr
+    require_same(trained(), tmp_path / "copied" / "run")
+
+
+# -- other files
 
 
 def another_rate(path: Path) -> None:
@@ -51,52 +276,18 @@ ACCIDENTS: dict[str, Damage] = {
     "cut in two": cut(0.5),
     "empty": holding(b""),
     "garbage": garbage,
-    "garbage in the middle": garbage_in_the_middle,
-    "brackets without end": holding(b"[" * 99_000 + b"\n"),
-    "one word without end": holding(b'"' + b"9" * 300_000 + b"\n"),
     "removed": Path.unlink,
 }
-"""What may become of any file."""
-
-CONTENTS: dict[str, Damage] = {
-    "one byte": holding(b"{"),
-    "binary": holding(bytes(range(256))),
-    "not UTF-8": holding(b"model: \xff"),
-    "UTF-16": holding("{}".encode("utf-16")),
-    "a list": holding(b"[1, 2]"),
-    "a number": holding(b"3"),
-    "a list that holds itself": holding(b"&a [*a]"),
-    "a Python object": holding(b"!!python/object/apply:os.system ['touch hacked']"),
-    "NaN": holding(b'{"seed": NaN, "routing": NaN, "type": NaN}'),
-    "other kinds": holding(
-        b'{"seed": [], "routing": [1], "model": 3, "loss": "x", "type": [1], "data": null}'
-    ),
-    "10 MB": holding(b"# \n" * 3_500_000),
-}
-"""What somebody may have put in the place of a YAML or JSON file."""
-
-# -- training that goes on
-
-RESUMED = (CONFIG_FILE, FACTS_FILE, TOKENIZER_FILE, METRICS_FILE, SAMPLES_FILE, ALARMS_FILE)
-QUICK = (FACTS_FILE, "cut in two")
+RESUMED = (CONFIG_FILE, FACTS_FILE, TOKENIZER_FILE, METRICS_FILE, SAMPLES_FILE)
+FILES = {
+    **{f"{name}, {what}": (name, damage) for name, (what, damage) in product(RESUMED, ACCIDENTS.items())},
+    "another rate": (CONFIG_FILE, another_rate),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        pytest.param(
-            *(name, damage),
-            id=f"{name}: {what}",
-            marks=() if (name, what) == QUICK else pytest.mark.slow,
-        )
-        for name, (what, damage) in [
-            *product(RESUMED, ACCIDENTS.items()),
-            (CONFIG_FILE, ("another rate", another_rate)),
-        ]
-    ],
-)
-def test_a_run_that_goes_on(tmp_path: Path, name: str, damage: Damage) -> None:
-    """It is refused by the file's name, or repaired with a line, or nothing is missing in the end."""
+@pytest.mark.parametrize(("name", "damage"), cases(FILES, [f"{FACTS_FILE}, cut in two"]))
+def test_a_run_with_a_damaged_file_is_resumed(tmp_path: Path, name: str, damage: Damage) -> None:
+    """The file is rejected by its name or repaired with a warning, or nothing is missing in the end."""
     folder = unfinished_copy(tmp_path)
     (folder / CHECKPOINTS_FOLDER / NEWEST).unlink()
     damage(folder / name)
@@ -114,23 +305,20 @@ def test_a_run_that_goes_on(tmp_path: Path, name: str, damage: Damage) -> None:
     assert said or not lost, f"silently, {lost[:2]}"
 
 
-# -- programs that read a run
-
 READERS: dict[str, tuple[str, ...]] = {
     "generate": ("--num-tokens", "2"),
     "trace": ("--text", "import os"),
     "report": (),
 }
-"""With what each needs besides the run."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ACCIDENTS | CONTENTS)
+@pytest.mark.parametrize("what", ACCIDENTS)
 @pytest.mark.parametrize("name", [CONFIG_FILE, TOKENIZER_FILE, FACTS_FILE, SUMMARY_FILE])
-def test_programs_that_read_a_run(tmp_path: Path, name: str, what: str) -> None:
-    """Each does without the file, or refuses it by its name; a page is made in any case."""
+def test_a_run_with_a_damaged_file_is_read(tmp_path: Path, name: str, what: str) -> None:
+    """Each program does without the file or names it; a page is made in any case."""
     folder = finished_copy(tmp_path)
-    (ACCIDENTS | CONTENTS)[what](folder / name)
+    ACCIDENTS[what](folder / name)
 
     for program, argv in READERS.items():
         done = run_here(str(folder), *argv, program=f"moe_ffn.cli.{program}")
@@ -141,24 +329,28 @@ def test_programs_that_read_a_run(tmp_path: Path, name: str, what: str) -> None:
             assert name in done.stderr
 
 
-@pytest.mark.slow
-def test_flipped_bits_of_a_vocabulary(tmp_path: Path) -> None:
-    """One flipped bit in the vocabulary of a BPE makes other text of the same weights."""
-    bpe = {"data__tokenizer": "{type: bpe, vocab_size: 512}", "trainer__max_steps": "4"}
-    done = run_here(*options(tmp_path, run__name="run", **bpe))
-    assert done.code == 0, done.stderr
-    path = tmp_path / "runs" / "run" / TOKENIZER_FILE
-    good = path.read_bytes()
-    load_model(path.parent)
-    num_flips = 40
-    for number in range(num_flips):
-        damaged = bytearray(good)
-        damaged[(len(good) - 1) * number // (num_flips - 1)] ^= 1 << number % 7
-        path.write_bytes(damaged)
-        try:
-            load_model(path.parent)
-        except ConfigError as error:
-            said = str(error)
-            assert TOKENIZER_FILE in said or "data.tokenizer" in said
-        else:
-            assert json.loads(damaged) == json.loads(good), "was loaded silently"
+# -- comparisons
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (SUMMARY_FILE, '{"validation_loss": 1.2', "has lost its results: summary.json is damaged"),
+        (FACTS_FILE, "", "does not have its sizes: facts.json is damaged"),
+        (CONFIG_FILE, "model: {ffn: ", "does not say its seed: config.yaml is damaged"),
+    ],
+)  # fmt: skip
+def test_a_damaged_run_is_left_out_of_a_comparison_by_name(
+    tmp_path: Path, name: str, content: str, said: str
+) -> None:
+    study = tmp_path / "all"
+    for arm in ("good", "hurt"):
+        write_arm(study, arm, [2.0, 2.1], experts=4)
+    (study / "hurt-seed1" / name).write_text(content)
+
+    done = run_here(str(study), program="experiments.compare")
+
+    assert done.code == 1
+    assert done.stderr == f"left out: '{study / 'hurt-seed1'}' {said}\n"
+    for row in (r"good +2 +2\.0500", r"hurt +1 +2\.0000"):
+        assert re.search(f"^{row}", done.stdout, re.MULTILINE), done.stdout

@@ -1,5 +1,5 @@
-"""On a disk that is full, read-only, failing, slow or taken away training goes on, says so once, tries again,
-and no unreadable file ever stands at a final name.
+"""Training continues on a full, read-only, failing or slow disk. It warns once and retries, and no unreadable
+file ever has a final name.
 """
 
 from __future__ import annotations

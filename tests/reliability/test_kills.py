@@ -14,14 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.killed_inside import killing
-from tests.helpers.same_run import require_same
-from tests.helpers.snapshot import snapshot
+from tests.helpers.cut import killing
+from tests.helpers.same_run import require_same, snapshot
 from tests.helpers.tiny_runs import (
     REPOSITORY,
     WITH_ALARMS,
@@ -41,7 +39,7 @@ from tests.helpers.tiny_runs import (
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 TIMES_IN_TRAINING, TIMES_BEFORE = 20, 4
-"""How often each comes at a random time while steps are made, and before the first of them."""
+"""Number of kills by each signal at random times, during training and before the first step."""
 
 MAX_STEPS, ROWS_EVERY = 40, 2
 CHANGES = {
@@ -53,9 +51,6 @@ CHANGES = {
     "trainer__validate_every_n_steps": "5",
     "checkpoints__every_n_steps": "3",
 }
-
-Record = Callable[[str, object], None]
-"""pytest's `record_property`: what is recorded as `measured` is printed below the table."""
 
 
 def times(signum: signal.Signals, number: int, seed: str) -> list[object]:
@@ -71,10 +66,8 @@ def times(signum: signal.Signals, number: int, seed: str) -> list[object]:
 @pytest.mark.parametrize(
     ("signum", "part"), [case for s in SIGNALS for case in times(s, TIMES_IN_TRAINING, "training")]
 )
-def test_killed_in_training(
-    tmp_path: Path, record_property: Record, signum: signal.Signals, part: float
-) -> None:
-    """After `part` of the steps and a moment more, so that it is anywhere in a step."""
+def test_killed_in_training(tmp_path: Path, signum: signal.Signals, part: float) -> None:
+    """The signal comes after `part` of the steps and a moment more, so anywhere in a step."""
     row, moment = divmod(part * MAX_STEPS, ROWS_EVERY)
     process = start(*options(tmp_path, **CHANGES))
     if row:
@@ -84,23 +77,21 @@ def test_killed_in_training(
     time.sleep(moment / ROWS_EVERY * 0.1)
     process.send_signal(signum)
 
-    record_property("measured", check_going_on(finish(process), signum, tmp_path))
+    check_going_on(finish(process), signum, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "part"), [case for s in SIGNALS for case in times(s, TIMES_BEFORE, "before")]
 )
-def test_killed_before_training(
-    tmp_path: Path, record_property: Record, signum: signal.Signals, part: float
-) -> None:
-    """After `part` of the time that it takes to begin."""
+def test_killed_before_training(tmp_path: Path, signum: signal.Signals, part: float) -> None:
+    """The signal comes after `part` of the time until the first step."""
     seconds = part * seconds_to_begin()
     process = start(*options(tmp_path, **CHANGES))
     time.sleep(seconds)
     process.send_signal(signum)
 
-    record_property("measured", check_going_on(finish(process), signum, tmp_path))
+    check_going_on(finish(process), signum, tmp_path)
 
 
 @pytest.mark.slow
@@ -111,7 +102,7 @@ def test_killed_in_the_middle_of_an_update_or_a_save(
 ) -> None:
     argv = (moment, signum.name, str(nth), *options(tmp_path, **CHANGES))
 
-    check_going_on(finish(start_script("killed_inside.py", *argv)), signum, tmp_path)
+    check_going_on(finish(start_script("cut.py", *argv)), signum, tmp_path)
 
 
 def test_a_copy_of_this_process_is_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
@@ -133,7 +124,7 @@ def test_a_copy_of_this_process_is_killed_in_the_middle_of_a_save(tmp_path: Path
 
 
 def check_going_on(killed: Finished, signum: signal.Signals, folder: Path) -> str:
-    """Go on with the run until it ends, and hold it to the unbroken one; returns from where."""
+    """Resume the run to its end and compare it with the unbroken one."""
     run_folder = folder / "runs" / "killed"
     if (run_folder / "summary.json").exists():
         # The page of a finished run may still have been interrupted.
@@ -161,7 +152,7 @@ def check_going_on(killed: Finished, signum: signal.Signals, folder: Path) -> st
 
 @functools.cache
 def unbroken() -> Path:
-    """The run that nothing happened to."""
+    """The same run without a kill."""
     folder = lasting_folder()
     done = run_here(*options(folder, **CHANGES))
     assert done.code == 0, done.stderr
@@ -190,7 +181,7 @@ def wait_for_folder(folder: Path, process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 def test_the_progress_bar_leaves_the_terminal_clean(tmp_path: Path) -> None:
-    """In a terminal, Ctrl-C leaves the cursor visible and the last line ended."""
+    """Ctrl-C leaves the cursor visible and the last line ended."""
     shown, code = in_a_terminal(options(tmp_path, **CHANGES))
 
     assert code == 128 + signal.SIGINT
@@ -202,7 +193,7 @@ def test_the_progress_bar_leaves_the_terminal_clean(tmp_path: Path) -> None:
 
 
 def in_a_terminal(argv: list[str]) -> tuple[bytes, int]:
-    """What a person sees of a run that gets Ctrl-C once its progress bar moves, and its exit code."""
+    """Interrupt a run once its progress bar moves; returns the terminal's characters and the exit code."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "experiments.train", *argv],

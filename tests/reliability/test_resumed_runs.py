@@ -14,18 +14,15 @@ from unittest.mock import patch
 
 import pytest
 
+from moe_ffn.training.recovery.stopping import StepTimer
 from tests.helpers.cases import cases
 from tests.helpers.cut import Crash, Cut, cutting
 from tests.helpers.same_run import require_same
 from tests.helpers.tiny_runs import (
-    finish,
     lasting_folder,
     losses,
     options,
-    run,
     run_here,
-    start,
-    wait_for_row,
 )  # fmt: skip
 
 MAX_STEPS = 14
@@ -94,7 +91,7 @@ def changes_of(model: str, precision: str, accumulate: int, dropout: str) -> dic
 
 @functools.cache
 def shared_folder() -> Path:
-    """Of the corpus, its cache and the unbroken runs."""
+    """Folder of the corpus, its cache and the unbroken runs."""
     return lasting_folder()
 
 
@@ -156,22 +153,38 @@ def test_a_run_that_died_once_its_last_validation_was_written(tmp_path: Path) ->
     require_same(tmp_path / "runs/whole", tmp_path / "runs/cut")
 
 
+# -- runs that ended early by their own rules
+
+
+def test_a_run_that_its_time_ended_in_an_accumulation_window_is_resumed(tmp_path: Path) -> None:
+    elapsed = iter([0.0] * 8)  # at the start of the fit and after each step but the last
+    changes = {"trainer__accumulate_grad_batches": "3", "trainer__max_time": "01:00:00:00"}
+    with patch.object(StepTimer, "time_elapsed", lambda *_: next(elapsed, 1e9)):
+        train(*options(tmp_path, run__name="run", **changes))
+    assert max(losses(tmp_path / "runs/run")) < 12
+
+    more = ("--trainer.max_steps", "14", "--trainer.max_time=null")
+    train("--resume", str(tmp_path / "runs/run"), *more)
+
+    assert max(losses(tmp_path / "runs/run")) == 14
+
+
+@pytest.mark.parametrize(
+    ("change", "step"),
+    [
+        pytest.param("--trainer.early_stopping=null", 14, id="without the rule"),
+        pytest.param("--trainer.early_stopping.patience=2", 12, id="more patience"),
+        pytest.param("--trainer.early_stopping.patience=1", 8, id="the same"),
+    ],
+)
 @pytest.mark.slow
-def test_two_ranks_that_are_resumed_as_one_keep_the_order_of_their_data(tmp_path: Path) -> None:
-    """The losses are those of one rank alone, but for the order in which ranks add up."""
-    changes = {"model__ffn": "dense", "trainer__max_steps": "40"}
-    train(*options(tmp_path, run__name="one", **changes))
-    ranks = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
-    process = start(*options(tmp_path, run__name="two", **changes), *ranks)
-    wait_for_row(tmp_path / "runs/two", 10, process)
-    process.send_signal(signal.SIGTERM)
-    two = finish(process)
-    assert two.code == 128 + signal.SIGTERM, f"exit code {two.code}: {two.stderr}"
+def test_a_resumed_run_stops_early_by_its_new_options(
+    tmp_path: Path, change: str, step: int
+) -> None:
+    stopping = "{patience: 1, min_delta: 9.0}"  # no loss falls by so much
+    train(*options(tmp_path, run__name="run", trainer__early_stopping=stopping))
+    assert max(losses(tmp_path / "runs/run")) == 8
 
-    alone = ("--trainer.devices", "1", "--trainer.strategy", "auto")
-    resumed = run("--resume", str(tmp_path / "runs/two"), *alone)
+    train("--resume", str(tmp_path / "runs/run"), "--trainer.max_steps", "14", change)
 
-    assert resumed.code == 0, resumed.stderr
-    found, expected = (losses(tmp_path / "runs" / name) for name in ("two", "one"))
-    assert list(found) == list(expected)
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert max(losses(tmp_path / "runs/run")) == step

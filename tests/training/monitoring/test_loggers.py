@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from moe_ffn.training.monitoring.loggers import MetricsFile, WandbRun, alert, close
-from tests.helpers.stub_wandb import StubRun
+from tests.helpers.fake_wandb import StubRun
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from moe_ffn.training.config import WandbConfig
 from moe_ffn.training.monitoring.loggers import WandbRun, wandb_logger
-from tests.helpers.stub_wandb import StubRun, StubWandb
+from tests.helpers.fake_wandb import StubRun, StubWandb
 
 pytestmark = pytest.mark.usefixtures("nobodys_wandb")
 

@@ -20,7 +20,7 @@ from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, m
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.config import WandbConfig
 from moe_ffn.training.monitoring.loggers import close, wandb_logger
-from tests.helpers.wandb_records import history, inspect
+from tests.helpers.fake_wandb import history, inspect
 
 pytestmark = pytest.mark.usefixtures("nobodys_wandb")
 

@@ -1,0 +1,183 @@
+"""Wrong calls of the library are rejected in one sentence: batches, samples, ids and tokenizers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from moe_ffn import Decoder, DecoderConfig, build_ffn
+from moe_ffn.data.batches import TrainBatches
+from moe_ffn.data.tokenizer import BPEConfig, Tokenizer, train_bpe
+from moe_ffn.model.generate import generate
+from moe_ffn.training.optimizer import OptimizerConfig
+from tests.helpers.refusing import refuses
+
+# -- models
+
+
+@cache
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    options = {"d_model": 8, "num_layers": 1, "attention": {"num_heads": 2}}
+    return DecoderConfig.model_validate(options).build(vocab_size=17, max_seq_len=10).eval()
+
+
+IDS = torch.arange(12).view(2, 6)
+REAL = torch.ones(2, 6, dtype=torch.bool)
+BAD_BATCHES: list[tuple[Any, Any, type[Exception], str]] = [
+    (IDS + 9, None, ValueError, "token_ids must lie in [0, 17), but reach from 9 to 20"),
+    (IDS[0], None, ValueError, "token_ids must be (batch, sequence), but has (6,)"),
+    ([[1]], None, TypeError, "token_ids must be a torch.Tensor, but is of type list"),
+    (IDS.float(), None, ValueError, "TokenContext.token_ids must be integers, but is "),
+    (IDS, REAL[:, :5], ValueError, "mask must have the shape of token_ids, (2, 6), but"),
+]
+
+
+@pytest.mark.parametrize(("ids", "mask", "error", "message"), BAD_BATCHES)
+def test_bad_ids_are_rejected(ids: Any, mask: Any, error: type[Exception], message: str) -> None:
+    refuses(lambda: decoder()(ids, mask), message, error)
+
+
+BAD_SAMPLES: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1.0}, "temperature must be a finite number of at least 0, got -1.0"),
+    ({"temperature": float("nan")}, "temperature must be a finite number of at least 0, got nan"),
+    ({"top_k": 0}, "top_k must be a whole number of at least 1, got 0"),
+    ({"num_tokens": 2.5}, "num_tokens must be a whole number of at least 0, got 2.5"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_SAMPLES, ids=[text for _, text in BAD_SAMPLES])
+def test_bad_sampling_options_are_rejected(options: dict[str, Any], message: str) -> None:
+    arguments = {"num_tokens": 2, **options}
+    refuses(lambda: generate(decoder(), IDS[0], **arguments), message, ValueError)
+
+
+def test_a_model_with_nan_generates_no_text() -> None:
+    model = DecoderConfig(d_model=8).build(17, 10)
+    with torch.no_grad():
+        model.embedding.weight.fill_(torch.nan)
+    message = "the model's largest logit is nan: there is no next token"
+    refuses(lambda: generate(model, IDS[0], 2), message, RuntimeError)
+
+
+BAD_CONFIGS: list[tuple[Any, str]] = [
+    (None, "must be a mapping of options, got None"),
+    ({"type": ["moe"]}, "type: must be a name, got ['moe']; known: "),
+    ({"type": "moe", "num_experts": 8.0}, "num_experts: must be a whole number, got 8.0"),
+    ({"type": "moe", "capacity": 1.0}, "capacity: must be a mapping of options, got 1.0"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BAD_CONFIGS, ids=[text for _, text in BAD_CONFIGS])
+def test_bad_configs_are_rejected(config: Any, message: str) -> None:
+    refuses(lambda: build_ffn(config, 8), message)
+
+
+# -- data
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return train_bpe([b"the cat sat on the mat " * 50], 300)
+
+
+BAD_IDS: list[tuple[Any, type[Exception], str]] = [
+    ([3, 10**6], ValueError, "ids must lie in [0, "),
+    ([1.0], TypeError, "ids must be whole numbers, got 1.0"),
+]
+
+
+@pytest.mark.parametrize(("ids", "error", "message"), BAD_IDS)
+def test_ids_outside_a_vocabulary_are_not_decoded(
+    ids: Any, error: type[Exception], message: str
+) -> None:
+    refuses(lambda: tokenizer().decode(ids), message, error)
+
+
+def set_at(*path: str, to: Any) -> Callable[[dict[str, Any]], None]:
+    def change(stored: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            stored = stored[key]
+        stored[path[-1]] = to
+
+    return change
+
+
+FOREIGN_TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "no definition": (lambda stored: stored.pop("tokenizer"), "cannot be read: "),
+    "a gap": (set_at("tokenizer", "model", "vocab", "Ġthe", to=9999), "does not give each of its "),
+    "another alphabet": (
+        set_at("tokenizer", "model", "vocab", "中", to=269),
+        "has the token '中', which is not written as bytes",
+    ),
+    "lower case": (set_at("tokenizer", "normalizer", to={"type": "Lowercase"}), "loses text: "),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), FOREIGN_TOKENIZERS.values(), ids=FOREIGN_TOKENIZERS)
+def test_a_tokenizer_that_loses_text_is_rejected(
+    change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    stored = json.loads(json.dumps(tokenizer().to_dict()))
+    change(stored)
+    prefix = "data.tokenizer: the stored tokenizer of type 'bpe' "
+    refuses(lambda: BPEConfig().restore(stored), prefix + message)
+
+
+BAD_TRAIN_BATCHES: list[tuple[dict[str, Any], str]] = [
+    ({"batch_size": 0}, "data.batch_size must be at least 1, got 0"),
+    ({"world_size": 2, "rank": 2}, "rank (2) must lie in [0, world_size), and that is 2"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_TRAIN_BATCHES)
+def test_bad_sizes_of_batches_are_rejected(options: dict[str, Any], message: str) -> None:
+    arguments = {"tokens": np.arange(100), "seq_len": 4, "batch_size": 4, "seed": 0, **options}
+    refuses(lambda: TrainBatches(**arguments), message)
+
+
+# -- optimizers
+
+
+class OddModel(nn.Module):
+    """Parameters of every odd shape, one of them frozen and one never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterDict(
+            {
+                "scalar": nn.Parameter(torch.tensor(1.0)),
+                "vector": nn.Parameter(torch.ones(3)),
+                "matrix_1x1": nn.Parameter(torch.ones(1, 1)),
+                "zero_matrix": nn.Parameter(torch.zeros(3, 4)),
+                "stack": nn.Parameter(torch.ones(5, 1, 3)),
+                "frozen": nn.Parameter(torch.ones(2, 2), requires_grad=False),
+                "unused": nn.Parameter(torch.ones(2, 2)),
+            }
+        )
+
+
+@pytest.mark.parametrize("member", OptimizerConfig.members)
+def test_parameters_of_any_shape_are_optimized(member: str) -> None:
+    model = OddModel()
+    optimizer = OptimizerConfig.model_validate({"type": member}).build(model)
+    optimizer.step()  # before there is any gradient
+    for _ in range(2):
+        optimizer.zero_grad()
+        used = [value for name, value in model.layers.items() if name != "unused"]
+        sum(value.square().sum() for value in used).backward()  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.step()
+    assert all(value.isfinite().all() for value in model.parameters())
+    for name in ("frozen", "unused"):
+        assert (model.layers[name] == 1).all()
+    assert all(
+        (model.layers[name] < 1).all() for name in ("scalar", "vector", "matrix_1x1", "stack")
+    )
+    assert (model.layers["zero_matrix"] == 0).all()
