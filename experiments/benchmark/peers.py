@@ -1,14 +1,13 @@
-"""Other libraries' layers with our weights in them, one adapter each.
+"""Layers of other libraries with our weights in them, one adapter each.
 
-A peer is timed where its package is installed. One that refuses a shape (ValueError), or breaks on it, is
-named with the reason and left out; it never ends the run.
+A peer is timed if its package is installed. A peer that rejects a shape (ValueError), or breaks on it, is
+skipped with its reason; it never ends the run.
 
 D model width, E experts, F hidden width
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ from torch import Tensor, nn
 
 from experiments.benchmark.shapes import Shape
 
-SAME, OTHER, REFERENCE = "same", "other function", "reference"
+SAME, REFERENCE = "same", "reference"
 """Relation of a layer's function to that of our `loop` backend."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights to load into a peer, laid out as in `nn.Linear`, (out, in)."""
+    """Weights to load into a peer, laid out as in `nn.Linear`, (out, in)."""
 
     router_ED: Tensor
     gate_EFD: Tensor
@@ -38,35 +37,24 @@ class Weights:
 
 @dataclass(frozen=True)
 class Peer:
-    """A layer of another library."""
+    """Layer of another library."""
 
     package: str
-    """The name of its module."""
+    """Name of its module."""
     build: Callable[[Weights, Shape], nn.Module]
-    """The layer, x (B, S, D) -> hidden or (hidden, more)."""
-    computes: str = SAME
-    """`OTHER` if its experts, its router or its dropping are of another kind than ours."""
+    """Builds the layer, x (B, S, D) -> hidden or (hidden, more)."""
     gpu_only: bool = False
-    distribution: str | None = None
-    """Its name in the package index, if another."""
 
     @property
     def is_installed(self) -> bool:
         return importlib.util.find_spec(self.package) is not None
-
-    @property
-    def version(self) -> str:
-        try:
-            return importlib.metadata.version(self.distribution or self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return "unknown"
 
 
 # --------------------------------------------------------------------- Hugging Face transformers
 
 
 def mixtral(implementation: str) -> Callable[[Weights, Shape], nn.Module]:
-    """The block of Mixtral: softmax over all experts, the k largest renormalised."""
+    """Build the block of Mixtral: softmax over all experts, the k largest renormalised."""
 
     def build(weights: Weights, shape: Shape) -> nn.Module:
         if shape.k == 1:
@@ -92,43 +80,11 @@ def mixtral(implementation: str) -> Callable[[Weights, Shape], nn.Module]:
     return build
 
 
-# ------------------------------------------------------------------- lucidrains' two libraries
-
-
-def build_st_moe(weights: Weights, shape: Shape) -> nn.Module:
-    """GEGLU experts of the same width with biases, and a capacity of 1.25."""
-    if shape.k < 2:
-        raise ValueError("st-moe-pytorch routes to at least two experts")
-    module = import_module("st_moe_pytorch")
-    moe = module.MoE(
-        dim=shape.d_model,
-        num_experts=shape.num_experts,
-        # It takes 2/3 of the product and rounds it down.
-        expert_hidden_mult=(1.5 * shape.d_ff + 0.5) / shape.d_model,
-        gating_top_n=shape.k,
-    )
-    return moe.to(weights.down_EDF)
-
-
-def build_mixture_of_experts(weights: Weights, shape: Shape) -> nn.Module:
-    """GELU experts of two matrices, wide enough to cost what ours cost, and a capacity of 1.25."""
-    if shape.k != 2:
-        raise ValueError(f"mixture-of-experts routes to two experts, not to {shape.k}")
-    module = import_module("mixture_of_experts")
-    moe = module.MoE(
-        dim=shape.d_model,
-        num_experts=shape.num_experts,
-        hidden_dim=3 * shape.d_ff // 2,
-        activation=nn.GELU,
-    )
-    return moe.to(weights.down_EDF)
-
-
-# ------------------------------------------------------------------------------- for GPUs alone
+# ---------------------------------------------------------------------------------- GPUs only
 
 
 class ScatterMoE(nn.Module):
-    """ScatterMoE has experts and no router: this is Mixtral's, in front of them."""
+    """Experts of ScatterMoE, which has no router, behind the router of Mixtral."""
 
     def __init__(self, weights: Weights, shape: Shape) -> None:
         super().__init__()
@@ -182,7 +138,7 @@ def build_megablocks(weights: Weights, shape: Shape) -> nn.Module:
 
 
 def build_sonic_moe(weights: Weights, shape: Shape) -> nn.Module:
-    """A softmax over the k chosen logits, which equals Mixtral's renormalised softmax over all."""
+    """Build SonicMoE; its softmax over k logits equals Mixtral's renormalised softmax over all."""
     with weights.down_EDF.device:
         moe = import_module("sonicmoe").MoE(
             num_experts=shape.num_experts,
@@ -209,20 +165,18 @@ PEERS: dict[str, Peer] = {
     HF_EAGER: Peer("transformers", mixtral("eager")),
     HF_GROUPED: Peer("transformers", mixtral("grouped_mm")),
     HF_BATCHED: Peer("transformers", mixtral("batched_mm")),
-    "st-moe-pytorch": Peer("st_moe_pytorch", build_st_moe, OTHER),
-    "mixture-of-experts": Peer("mixture_of_experts", build_mixture_of_experts, OTHER),
     SCATTERMOE: Peer("scattermoe", ScatterMoE, gpu_only=True),
     "MegaBlocks": Peer("megablocks", build_megablocks, gpu_only=True),
-    "SonicMoE": Peer("sonicmoe", build_sonic_moe, gpu_only=True, distribution="sonic-moe"),
+    "SonicMoE": Peer("sonicmoe", build_sonic_moe, gpu_only=True),
 }
-"""The peers by name, in the order of the tables."""
+"""Peers by name, in the order of the tables."""
 
 TRAINING_PEERS = tuple(name for name in PEERS if name != HF_BATCHED)
-"""batched_mm copies every expert's weights for every pair: made for decoding a few tokens."""
+"""Peers but batched_mm, which copies an expert's weights for every pair to decode a few tokens."""
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The hidden states of whatever a layer returns."""
+    """Return the hidden states in the output of any layer."""
     if isinstance(output, Tensor):
         return output
     return output[0] if isinstance(output, tuple) else output.hidden
