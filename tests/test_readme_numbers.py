@@ -133,28 +133,6 @@ def test_the_numbers_of_the_readme_are_those_of_this_code(record: dict[str, Any]
     assert first_steps() == losses, write_anew
 
 
-def test_the_block_is_put_between_its_comments_and_nothing_else_moves() -> None:
-    before = f"# Title\n\n{BEGIN}old\n{END}\nThe rest.\n"
-    block = f"{BEGIN}new\n{END}"
-    assert with_block(before, block) == f"# Title\n\n{block}\nThe rest.\n"
-    with pytest.raises(AssertionError, match="has no lines"):
-        with_block("# Title\n", block)
-
-
-def test_a_run_without_results_is_no_record() -> None:
-    with pytest.raises(AssertionError, match="the run printed no results; run it by hand"):
-        results_of("error: no corpus")
-
-
-def test_the_block_says_what_the_run_took(record: dict[str, Any]) -> None:
-    record |= {"seconds": 195, "tokens_per_second": 8704, "num_threads": 2, "date": "May 2026"}
-    record |= {"precision": "32-true", "versions": {"torch": "2.13.0+cpu"}, "screen": "loss 1"}
-    assert readme_block(record) == (
-        f"{BEGIN}```text\nloss 1\n```\n\nThat took 3 min 15 s on 2 CPU cores (8,704 tokens/s), in 32-true, "
-        f"with torch 2.13.0, in May 2026.\n{END}"
-    )
-
-
 if __name__ == "__main__":
     new = default_run()
     text = with_block(README.read_text(encoding="utf-8"), readme_block(new))
