@@ -2,15 +2,14 @@
 
     python -m experiments.overhead [any option of experiments.train] [--rounds 5] [--steps 40]
 
-Both train the same model on the same batches on the CPU, in turns, so that a busy machine slows both
-alike. What observing costs (every metric of every layer, the look at the probe batch, rows, alarms) is
-measured inside the program: the time its parts take, as a share of the steps.
+Both train the same model on the same batches on the CPU, in turns, so that a busy machine slows both alike.
+The cost of observing (metrics of every layer, the probe batch, rows, alarms) is measured inside the program,
+as a share of the time of a step.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ import torch
 from pydantic import Field
 
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.exit import EXIT_SIGNAL, announce_import, exit_on_bad_input
+from moe_ffn.cli.exit import announce_import, exit_on_bad_input
 from moe_ffn.config.environment import check_environment
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.batches import TrainBatches
@@ -113,7 +112,6 @@ def time_program(
 
     from moe_ffn.runs import assemble
     from moe_ffn.training.monitoring.loggers import close
-    from moe_ffn.training.recovery.stopping import Interrupted
 
     starts: list[float] = []
 
@@ -143,14 +141,8 @@ def time_program(
     trainer.callbacks.insert(0, Stopwatch())  # pyright: ignore[reportAttributeAccessIssue]  # set late
     # The share of a shared expert is measured inside the forward pass.
     with patch.object(moe, "share_of_norms", timed(moe.share_of_norms)):
-        try:
-            trainer.fit(
-                assemble.build_module(config, data),
-                datamodule=assemble.make_token_data(config, data),
-            )
-        except Interrupted as interrupted:
-            print("interrupted", file=sys.stderr)
-            raise SystemExit(EXIT_SIGNAL + interrupted.signum) from None
+        token_data = assemble.make_token_data(config, data)
+        trainer.fit(assemble.build_module(config, data), datamodule=token_data)
     close(loggers)
     # From the first row on, which imports what draws histograms, to the last start of a batch.
     begin, end = starts[min(config.logging.every_n_steps, config.steps // 2)], starts[-1]

@@ -77,13 +77,9 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return suggest([near] if near else [])
 
 
-def suggest(names: Sequence[str], of: str = "") -> str:
-    """`"; did you mean 'k' or 'top_k'?"` with the first three names, the empty string without a name.
-
-    Args:
-        of: follows the names.
-    """
-    return f"; did you mean {any_of(names)}{of}?" if names else ""
+def suggest(names: Sequence[str]) -> str:
+    """Format `"; did you mean 'k' or 'top_k'?"` with the first three names; empty without a name."""
+    return f"; did you mean {any_of(names)}?" if names else ""
 
 
 def any_of(names: Sequence[str]) -> str:

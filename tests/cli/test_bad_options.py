@@ -333,14 +333,6 @@ def test_the_paths_of_a_corpus_that_has_none(refuse: Callable[..., str]) -> None
         "data.corpus.paths: unknown with data.corpus.type 'stdlib'; it belongs to type 'text': "
         "add --data.corpus.type text"
     )
-    assert refuse(*stdlib, "--data.corpus.path", "books") == (
-        "data.corpus.path: unknown with data.corpus.type 'stdlib'; it belongs to type 'hf_dataset': "
-        "add --data.corpus.type hf_dataset; did you mean 'data.corpus.paths' of type 'text'?"
-    )
-    assert refuse(*stdlib, "--data.corpus.pahts", "books") == (
-        "data.corpus.pahts: unknown with data.corpus.type 'stdlib'; did you mean 'data.corpus.paths' of "
-        "type 'text'?"
-    )
     assert (
         refuse("--data.corpus.path", "books") == "data.corpus.path: unknown; did you mean 'paths'?"
     )
