@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.cli.exit import announce_import
-
 ROOT = Path(__file__).parents[2]
 
 NO_LIGHTNING = 42
@@ -121,10 +119,3 @@ def test_an_answer_waits_for_no_slow_library(answers: dict[str, Any], line: str)
         assert stderr.count("\n") == 1
     else:
         assert stderr == said
-
-
-def test_what_is_imported_already_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    announce_import("sys", "os")
-    assert capsys.readouterr().err == ""
-    announce_import("sys", "no_such_package")
-    assert capsys.readouterr().err == "importing no_such_package ...\n"

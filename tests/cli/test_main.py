@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,9 +69,7 @@ def test_arguments_reach_the_program_and_its_exit_code_comes_back(
     ("word", "hint"),
     [
         ("trian", "; did you mean 'train'?"),
-        ("reports", "; did you mean 'report'?"),
         ("zzz", f"; known: {', '.join(console.PROGRAMS)}"),
-        ("--model.ffn", f"; known: {', '.join(console.PROGRAMS)}"),
     ],
 )
 def test_an_unknown_word_is_answered_with_the_nearest(moe_ffn: Run, word: str, hint: str) -> None:
@@ -116,26 +113,9 @@ def test_a_program_of_a_clone_names_those_of_the_clone(
     assert as_typed(SAYS) == "python -m experiments.train --resume runs/a"
 
 
-@pytest.mark.parametrize("started", ["-c", "", "/elsewhere/experiments/train.py"])
-def test_what_was_started_otherwise_is_told_of_the_console_command(
-    monkeypatch: pytest.MonkeyPatch, started: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", [started])
-
-    assert command("train") == "moe-ffn train"
-
-
 def test_what_to_install_is_the_clone_or_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert install("train") == "pip install '.[train]'"
     monkeypatch.setattr("moe_ffn.config.errors._ROOT", tmp_path)
     assert install("train") == "pip install 'moe_ffn[train]'"
-
-
-def test_what_is_told_to_install_can_be_installed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-    assert project["name"] == "moe_ffn"
-    assert {"train", "dashboard"} <= set(project["optional-dependencies"])
-    assert project["scripts"] == {"moe-ffn": "moe_ffn.cli.__main__:main"}

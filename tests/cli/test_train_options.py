@@ -34,15 +34,6 @@ def test_a_dense_run_has_nothing_of_routing(dense_run: Any) -> None:
     assert "expert" not in dense_run.stdout
 
 
-def test_a_dropless_run_has_no_capacity_used(run_train: RunTrain, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--trainer.max_steps", "1")
-
-    assert not [name for name in run.columns if "capacity" in name]
-    text = (run.folder / "summary.json").read_text()
-    assert json.loads(text)["routing"]["layer_00"]["capacity_used"] is None
-    assert "NaN" not in text
-
-
 def test_balancing_losses_are_logged_also_at_weight_zero(
     run_train: RunTrain, tmp_path: Path
 ) -> None:

@@ -58,22 +58,7 @@ def with_key(line: str, **more: Any) -> Situation:
     return Situation(line, environment={"WANDB_API_KEY": KEY}, **more)
 
 
-def malformed(key: str, why: str) -> Situation:
-    line = rf"wandb: offline \(WANDB_API_KEY invalid: {why}\); {COMMANDS}"
-    return Situation(line, environment={"WANDB_API_KEY": key}, terminal=True)
-
-
-def mode(value: str, line: str, **more: Any) -> Situation:
-    return Situation(line, environment={"WANDB_MODE": value}, **more)
-
-
-def unwritable(**environment: str) -> Situation:
-    return Situation(NO_KEY, environment=environment)
-
-
-DEFAULT = {
-    "no key, with a terminal": Situation(NO_KEY, terminal=True),
-}
+DEFAULT = {"no key, with a terminal": Situation(NO_KEY, terminal=True)}
 SLOW = {
     "not installed, leftover folder wandb": Situation(
         r"wandb: not installed, metrics are in metrics\.jsonl \(pip install wandb\)",
@@ -85,36 +70,22 @@ SLOW = {
     "key, a server that never answers": with_key(
         rf"wandb: offline \(Timed out initializing run: .+\); {COMMANDS}", server="silent"
     ),
-    "no key, no terminal": Situation(NO_KEY),
     "no key, option online, with a terminal": Situation(
         NO_KEY, options=("--logging.wandb.mode", "online"), terminal=True
     ),
-    "key too short": malformed("abc", r"API key must have 40\+ characters, has 3"),
-    "key with spaces": malformed(
-        "01234 " * 8, "API key may only contain the letters A-Z, digits and underscores"
-    ),
-    "key not in ASCII": Situation(
-        rf"wandb: offline \(.+\); {COMMANDS}", environment={"WANDB_API_KEY": "é" * 40}
-    ),
-    "netrc of garbage": Situation(
-        NO_KEY, files={"home of the client/.netrc": "machine \x00 garbage {{{\nfoo"}
+    "key too short": Situation(
+        rf"wandb: offline \(WANDB_API_KEY invalid: API key must have 40\+ characters, has 3\); {COMMANDS}",
+        environment={"WANDB_API_KEY": "abc"},
+        terminal=True,
     ),
     "key, no network": with_key(rf"wandb: offline \(.+\); {COMMANDS}"),
     "key, connection refused": with_key(
         rf"wandb: offline \(.+connection refused\); {COMMANDS}", server="refusing"
     ),
-    "key that is nobody's": with_key(
-        rf"wandb: offline \(user is not logged in\); {COMMANDS}", server="forbidding"
-    ),
     "key and a server": with_key(
         r"wandb: online, http://127\.0\.0\.1:\d+/me/moe_ffn/runs/\w+", server="well"
     ),
     "network gone midway": with_key(TIMED_OUT, server="gone midway"),
-    "server failing midway": with_key(TIMED_OUT, server="failing midway"),
-    "key withdrawn midway": with_key(
-        "wandb: WARNING Fatal error while uploading data.+Use `wandb sync`.*",
-        server="forbidding midway",
-    ),
     "wandb's process dies midway": with_key(
         # Which of the two depends on whether the end of the run or the end of the process is first.
         r"wandb: (HandleAbandonedError|Connection lost); "
@@ -122,32 +93,15 @@ SLOW = {
         server="nonsense midway",
         dies=True,
     ),
-    "WANDB_MODE empty": mode("", NO_KEY),
-    "WANDB_MODE offline": mode("offline", rf"wandb: offline; {COMMANDS}"),
-    "WANDB_MODE online": mode("online", NO_KEY, terminal=True),
-    "WANDB_MODE disabled": mode("disabled", "wandb: off", kept=False),
-    "WANDB_MODE misspelt": mode("ofline", NO_KEY),
-    "WANDB_MODE disabled, option offline": mode(
-        "disabled", rf"wandb: offline; {COMMANDS}", options=("--logging.wandb.mode", "offline")
+    "WANDB_MODE disabled": Situation(
+        "wandb: off", environment={"WANDB_MODE": "disabled"}, kept=False
     ),
-    "a setting that wandb refuses": Situation(
-        r"wandb: off \(base_url: Input should be a valid URL.*\), metrics are in metrics\.jsonl",
-        environment={"WANDB_BASE_URL": "not a url"},
-        kept=False,
+    "WANDB_MODE disabled, option offline": Situation(
+        rf"wandb: offline; {COMMANDS}",
+        environment={"WANDB_MODE": "disabled"},
+        options=("--logging.wandb.mode", "offline"),
     ),
-    "wandb's folders unwritable": unwritable(
-        WANDB_DIR="/proc/none",
-        WANDB_CACHE_DIR="/proc/none",
-        WANDB_DATA_DIR="/proc/none",
-        WANDB_CONFIG_DIR="/proc/none",
-    ),
-    "home unwritable": unwritable(HOME="/proc/none"),
-    "leftover folder wandb": Situation(NO_KEY, files={"wandb/latest-run/run.log": ""}),
-    "not installed": Situation(
-        r"wandb: not installed, metrics are in metrics\.jsonl \(pip install wandb\)",
-        installed=False,
-        kept=False,
-    ),
+    "home unwritable": Situation(NO_KEY, environment={"HOME": "/proc/none"}),
 }
 
 
@@ -262,28 +216,6 @@ def _assert_read_back(outcome: Outcome) -> None:
         columns = _columns(row)
         assert columns.pop("trainer/global_step") == written.pop("step")
         assert columns == pytest.approx(written, nan_ok=True)
-    _, training, validation = [_columns(row).keys() for row in rows]
-    of_a_layer = {
-        *(f"load/expert_0{e}" for e in range(4)),
-        *("max_violation", "load_cv", "sequence_max_violation", "dropped_fraction"),
-        *("experts_per_token", "nonfinite_tokens", "entropy", "entropy_of_mean", "top1_margin"),
-        *("logit_max", "load_balance", "router_z"),
-    }
-    assert training == {
-        *("trainer/global_step", "train/loss", "train/objective", "train/load_balance"),
-        *("train/router_z", "train/learning_rate", "train/gradient_norm"),
-        *("train/skipped_steps", "train/tokens", "train/tokens_per_second"),
-        *("train/seconds", "train/step_seconds"),
-        *_of_layers("routing", of_a_layer | {"dead_experts", "churn"}),
-    }
-    assert validation == {
-        *("trainer/global_step", "validation/loss", "validation/bits_per_byte"),
-        *_of_layers("validation/routing", of_a_layer | {"coactivation_max"}),
-    }
-
-
-def _of_layers(prefix: str, names: set[str]) -> set[str]:
-    return {f"{prefix}/layer_0{layer}/{name}" for layer in range(2) for name in names}
 
 
 def _columns(row: dict[str, Any]) -> dict[str, float]:

@@ -76,12 +76,6 @@ def nodes(node: Any) -> list[dict[str, Any]]:
     return []
 
 
-def test_schema_is_finite_json(schema: dict[str, Any]) -> None:
-    text = json.dumps(schema, allow_nan=False)
-    assert json.loads(text) == schema
-    assert len(text) < 200_000
-
-
 def test_schema_references_all_lead_somewhere(schema: dict[str, Any]) -> None:
     references = {node["$ref"] for node in nodes(schema) if "$ref" in node}
     assert "#/$defs/FFNConfig" in references
