@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from experiments.benchmark.shapes import Shape
@@ -50,9 +49,6 @@ class Peer:
         return importlib.util.find_spec(self.package) is not None
 
 
-# --------------------------------------------------------------------- Hugging Face transformers
-
-
 def mixtral(implementation: str) -> Callable[[Weights, Shape], nn.Module]:
     """Build the block of Mixtral: softmax over all experts, the k largest renormalised."""
 
@@ -78,9 +74,6 @@ def mixtral(implementation: str) -> Callable[[Weights, Shape], nn.Module]:
         return block
 
     return build
-
-
-# ---------------------------------------------------------------------------------- GPUs only
 
 
 class ScatterMoE(nn.Module):
@@ -110,54 +103,6 @@ class ScatterMoE(nn.Module):
         return self.experts(x, weights_TK, expert_ids_TK)
 
 
-def build_megablocks(weights: Weights, shape: Shape) -> nn.Module:
-    layers = import_module("megablocks.layers.arguments")
-    arguments = layers.Arguments(
-        hidden_size=shape.d_model,
-        ffn_hidden_size=shape.d_ff,
-        moe_num_experts=shape.num_experts,
-        moe_top_k=shape.k,
-        moe_normalize_expert_weights=1 if shape.k > 1 else None,  # the norm: a sum
-        moe_loss_weight=0.0,  # or every pass would be kept in a list of the module
-        activation_fn=F.silu,
-        mlp_type="glu",
-        mlp_impl="grouped",
-        bias=False,
-        return_bias=False,
-        bf16=weights.down_EDF.dtype == torch.bfloat16,
-        fp16=weights.down_EDF.dtype == torch.float16,
-        device=weights.down_EDF.device,
-    )
-    moe = import_module("megablocks.layers.dmoe").dMoE(arguments)
-    with torch.no_grad():
-        moe.router.layer.weight.copy_(weights.router_ED)
-        moe.experts.mlp.w1.copy_(rearrange(weights.gate_EFD, "e f d -> (e f) d"))
-        moe.experts.mlp.v1.copy_(rearrange(weights.up_EFD, "e f d -> (e f) d"))
-        moe.experts.mlp.w2.copy_(rearrange(weights.down_EDF, "e d f -> (e f) d"))
-    return moe
-
-
-def build_sonic_moe(weights: Weights, shape: Shape) -> nn.Module:
-    """Build SonicMoE; its softmax over k logits equals Mixtral's renormalised softmax over all."""
-    with weights.down_EDF.device:
-        moe = import_module("sonicmoe").MoE(
-            num_experts=shape.num_experts,
-            num_experts_per_tok=shape.k,
-            hidden_size=shape.d_model,
-            intermediate_size=shape.d_ff,
-            activation_function=import_module("sonicmoe.enums").ActivationType.SWIGLU,
-            add_bias=False,
-            std=0.02,
-        )
-    moe = moe.to(weights.down_EDF.dtype)
-    alternating = torch.stack([weights.gate_EFD, weights.up_EFD], dim=2)
-    with torch.no_grad():
-        moe.router.weight.copy_(weights.router_ED)
-        moe.c_fc.weight.copy_(rearrange(alternating, "e f two d -> e (f two) d"))
-        moe.c_proj.weight.copy_(weights.down_EDF)
-    return moe
-
-
 HF_EAGER, HF_GROUPED, HF_BATCHED = "HF eager", "HF grouped_mm", "HF batched_mm"
 SCATTERMOE = "ScatterMoE"
 
@@ -166,8 +111,6 @@ PEERS: dict[str, Peer] = {
     HF_GROUPED: Peer("transformers", mixtral("grouped_mm")),
     HF_BATCHED: Peer("transformers", mixtral("batched_mm")),
     SCATTERMOE: Peer("scattermoe", ScatterMoE, gpu_only=True),
-    "MegaBlocks": Peer("megablocks", build_megablocks, gpu_only=True),
-    "SonicMoE": Peer("sonicmoe", build_sonic_moe, gpu_only=True),
 }
 """Peers by name, in the order of the tables."""
 
