@@ -17,7 +17,7 @@ from typing import Any
 from moe_ffn.cli.logs import SetLevel
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError, command, did_you_mean, nearest_or_all
+from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all
 from moe_ffn.files import reason, write_whole
 
 
@@ -48,10 +48,9 @@ class Parser(argparse.ArgumentParser):
     """Parser that answers `--version`, raises ConfigError for a mistake, and splits no word of its help."""
 
     def __init__(self, **options: Any) -> None:
-        """Take the options of `argparse.ArgumentParser`, and show `moe-ffn NAME` as it was typed."""
-        description = as_typed(options.pop("description", None) or "")  # none in `python -OO`
+        """Take the options of `argparse.ArgumentParser`."""
         defaults = {"formatter_class": _Formatter, "allow_abbrev": False}
-        super().__init__(description=description, **(defaults | options))
+        super().__init__(**(defaults | options))
         self.add_argument(
             "--version",
             action="version",
@@ -112,11 +111,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         raise ConfigError(message.removeprefix("argument "))
-
-
-def as_typed(text: str) -> str:
-    """`text` in which every `moe-ffn NAME` is what this user types."""
-    return re.sub(r"moe-ffn (\w+)", lambda found: command(found[1]), text)
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_ffn.cli import __main__ as console
-from moe_ffn.cli.parser import as_typed
-from moe_ffn.config.errors import command, install
+from moe_ffn.config.errors import install
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,28 +88,6 @@ def test_a_module_in_the_current_folder_is_found(
 
     assert (code, err) == (0, "importing 'a_module_of_mine', which runs its code\n")
     assert "type: a_module_of_mine:Mine" in out
-
-
-# -- what a person is told to type
-
-SAYS = "moe-ffn train --resume runs/a"
-
-
-def test_an_installed_command_is_named_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/moe-ffn", "train"])
-
-    assert command("train") == "moe-ffn train"
-    assert as_typed(SAYS) == SAYS
-
-
-@pytest.mark.parametrize("started", ["train.py", "benchmark/__main__.py"])
-def test_a_program_of_a_clone_names_those_of_the_clone(
-    monkeypatch: pytest.MonkeyPatch, started: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "experiments" / started)])
-
-    assert command("report") == "python -m moe_ffn.cli report"
-    assert as_typed(SAYS) == "python -m experiments.train --resume runs/a"
 
 
 def test_what_to_install_is_the_clone_or_the_package(

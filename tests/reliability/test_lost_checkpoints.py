@@ -179,7 +179,7 @@ def test_once_there_is_room_on_a_real_disk_the_advice_works(tmp_path: Path, room
     done = finish(start_command(command), timeout=300)
 
     assert "ended 1\n" in done.stdout, done.stderr
-    assert f"fix that, then: python -m experiments.train --resume {runs}/run\n" in done.stderr
+    assert f"fix that, then: moe-ffn train --resume {runs}/run\n" in done.stderr
     assert done.code == 0, done.stderr
     assert f"resuming {runs}/run from the start: it has no checkpoint" in done.stdout
     assert differences(trained(), tmp_path / "copied" / "run") == []
