@@ -194,13 +194,6 @@ def test_all_published_models_are_there() -> None:
     assert {path.stem for path in PUBLISHED} == {*SIZES}
 
 
-@pytest.mark.parametrize(
-    "path", [*CONFIGS, *PUBLISHED], ids=[path.stem for path in [*CONFIGS, *PUBLISHED]]
-)
-def test_config_starts_with_a_comment_that_says_what_it_is(path: Path) -> None:
-    assert path.read_text(encoding="utf-8").startswith("# ")
-
-
 def test_a_batch_passes_through_few_files_to_its_loss() -> None:
     module, package = build(TrainConfig(), 257), Path(moe_ffn.__file__).parent
     batch, entered = random_batch(257), set[str]()

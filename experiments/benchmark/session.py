@@ -227,8 +227,7 @@ class Session:
 
 def result(values: Sequence[float], unit: str = "s", computes: str = SAME) -> Result:
     """Summarise measurements by their quartiles."""
-    if len(values) == 1:
-        return Result(computes, unit, *(3 * values))
+    values = [*values, values[0]] if len(values) == 1 else values
     return Result(computes, unit, *statistics.quantiles(values, n=4, method="inclusive"))
 
 

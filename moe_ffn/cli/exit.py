@@ -44,14 +44,26 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
     set_up_logging()
     prepare_streams()
     try:
-        code = _exit_code(main)
+        with _signals_as_exits():
+            code = main(sys.argv[1:])
         sys.stdout.flush()
+        return code
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BrokenPipeError:  # the reader, such as `head`, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = EXIT_FAILED
-    return code
+        return EXIT_FAILED
+    except ConfigError as error:
+        _report(error)
+        return EXIT_BAD_INPUT
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not (sentence := out_of_memory(error)):
+            raise
+        LOGGER.error("%s", sentence)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        LOGGER.warning("interrupted")
+        return EXIT_INTERRUPTED
 
 
 def prepare_streams() -> None:
@@ -65,31 +77,18 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
-    try:
-        with _signals_as_exits():
-            return main(sys.argv[1:])
-    except ConfigError as error:
-        lines = [shorten(line, 600) for line in str(error).split("\n")]
-        if len(lines) > MAX_LINES:
-            rest = len(lines) - (MAX_LINES - 1)
-            lines[MAX_LINES - 1 :] = [f"and {rest} more mistakes; fix these first"]
-        # Once for each machine; another machine may lack a file that this one has.
-        if is_first_here() or isinstance(error, LaunchError):
-            for line in lines:
-                LOGGER.error("%s", printable(line))
-        elif is_under_torchrun():
-            # torchrun ends all processes with the first that exits, perhaps before the error is logged.
-            time.sleep(EXIT_GRACE_SECONDS)
-        return EXIT_BAD_INPUT
-    except (MemoryError, OSError, RuntimeError) as error:
-        if not (sentence := out_of_memory(error)):
-            raise
-        LOGGER.error("%s", sentence)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        LOGGER.warning("interrupted")
-        return EXIT_INTERRUPTED
+def _report(error: ConfigError) -> None:
+    """Log the first mistakes, once for each machine; another machine may lack a file that this one has."""
+    lines = [shorten(line, 600) for line in str(error).split("\n")]
+    if len(lines) > MAX_LINES:
+        rest = len(lines) - (MAX_LINES - 1)
+        lines[MAX_LINES - 1 :] = [f"and {rest} more mistakes; fix these first"]
+    if is_first_here() or isinstance(error, LaunchError):
+        for line in lines:
+            LOGGER.error("%s", printable(line))
+    elif is_under_torchrun():
+        # torchrun ends all processes with the first that exits, perhaps before the error is logged.
+        time.sleep(EXIT_GRACE_SECONDS)
 
 
 @contextmanager

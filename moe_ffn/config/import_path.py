@@ -124,14 +124,12 @@ def import_class(tag: str, family: type[Class]) -> type[Class]:
     """
     where, _, name = tag.rpartition(":")
     code = find_code(where)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            module = (_import_file if code.is_file else _import_module)(code)
-            found = getattr(module, name, None)
-    except BaseException as error:  # a user's module may fail in any way
-        if isinstance(error, ConfigError) or _is_of_a_signal(error):
-            raise
-        raise ConfigError(f"importing '{where}' failed: {_describe(error)}") from error
+    with (
+        explaining_outside_errors(f"importing '{where}'"),
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        module = (_import_file if code.is_file else _import_module)(code)
+        found = getattr(module, name, None)
     _imported[where] = code
     if found is None:
         raise ConfigError(f"'{where}' has no '{name}'{did_you_mean(name, vars(module))}")
@@ -156,6 +154,8 @@ def find_code(where: str) -> Code:
         except OSError:
             return Code(where, None, b"")
     path = Path(where)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"importing '{where}' failed: it is not a file")
     try:
         return Code(where, path, path.read_bytes())
     except (OSError, ValueError) as error:  # ValueError: a NUL character

@@ -79,7 +79,7 @@ class Option:
     def children(self) -> list[Option]:
         """Options of a section in order; empty for a plain value or an unknown type."""
         if self.is_from_outside:
-            text = "Its own options are not listed, since --help runs nobody's code; --print-config has them."
+            text = "Its options are not listed, since --help runs no custom code; --print-config has them."
             return [Option(self._below("type"), None, self.type, f"{self.meaning} {text}".lstrip())]
         try:
             config = self.config

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,33 +214,6 @@ def test_three_mistakes_are_all_named(refuse: Callable[..., str]) -> None:
         "model.d_modl: unknown; did you mean 'd_model'?",
         "sample.top_k: must be at least 1, got 0",
     ]
-
-
-# -- how soon
-
-
-SECONDS = """
-import contextlib, io, sys, time
-import torch, einops, pydantic
-of_torch = time.process_time()
-from experiments.train import main
-from moe_ffn.cli.exit import exit_on_bad_input
-sys.argv = ["train", "--model.ffn.num_expert", "4"]
-with contextlib.redirect_stderr(io.StringIO()):
-    assert exit_on_bad_input(main) == 2
-print(time.process_time() / of_torch)
-"""
-
-
-def test_an_answer_comes_soon_after_torch_is_imported() -> None:
-    def ratio() -> float:
-        # Of work, not of waiting; again where another process slowed it.
-        done = subprocess.run(
-            [sys.executable, "-c", SECONDS], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        return float(done.stdout)
-
-    assert any(ratio() < 1.8 for _ in range(3))
 
 
 # -- what may be meant
