@@ -1,4 +1,4 @@
-"""Every YAML in configs/ resolves, builds, and learns from two short sequences."""
+"""YAML files in configs/: each resolves, builds, and learns from two short sequences."""
 
 from __future__ import annotations
 

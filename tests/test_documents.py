@@ -122,7 +122,7 @@ def test_contributing_names_files_and_targets_that_there_are() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_table_of_experts_left_out_is_that_of_the_losses_beside_it() -> None:
+def test_the_table_of_pruned_experts_has_the_recorded_losses() -> None:
     text = (ROOT / "docs" / "initialising.md").read_text(encoding="utf-8")
     found = json.loads((ROOT / "docs" / "pruning.json").read_text(encoding="utf-8"))
     every = found["num_experts"]

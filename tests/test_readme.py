@@ -1,4 +1,4 @@
-"""Every command and every code block of the README does what it says."""
+"""Commands and code blocks of the README do what it promises."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ TINY = [
 
 @pytest.fixture
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as after cloning, with a small corpus and the README's own block and experts beside it."""
+    """A folder as after cloning, with a small corpus and the README's custom block and experts."""
     for name in ("configs", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "README.md").write_text(README[:4_000], encoding="utf-8")  # a text to evaluate
@@ -77,7 +77,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(arguments: list[str]) -> int:
-    """Run a program by its module in this process; importing torch anew would take seconds."""
+    """Run a program by its module in this process; a new process would import torch for seconds."""
     module = importlib.import_module(arguments[0])
     try:
         return module.main(arguments[1:])

@@ -1,6 +1,6 @@
-"""The numbers of the README are those of the default run, and it is told when they no longer are.
+"""The numbers of the README are compared with those of the default run.
 
-    python -m tests.test_readme_numbers    # trains the default model, and writes its numbers anew
+    python -m tests.test_readme_numbers    # trains the default model, and writes its numbers
 
 The default run takes minutes. So that a test can tell whether its numbers are old, the record of it holds its
 options and the losses of the first three steps of the default model on LICENSE, a text that never changes.
@@ -36,13 +36,13 @@ README = ROOT / "README.md"
 RECORD = ROOT / "docs" / "default_run.json"
 COMMAND = "python -m experiments.train"
 ON_CPU = ("--trainer.accelerator", "cpu", "--trainer.devices", "1")
-"""So that the numbers are the same on a machine with GPUs."""
+"""Options that make the numbers the same on a machine with GPUs."""
 BEGIN, END = "<!-- written by `make readme` -->\n", "<!-- end of what `make readme` writes -->\n"
 
 NUM_FIRST_STEPS = 3
 
 LOSS_TOLERANCE = 2e-4
-"""In nats: other processors round differently; bfloat16, or another model or optimizer, differs by more."""
+"""Tolerance in nats for other processors; bfloat16, or another model or optimizer, differs by more."""
 
 
 def default_run() -> dict[str, Any]:
@@ -92,7 +92,7 @@ def first_steps() -> list[float]:
 
 
 def results_of(screen: str) -> str:
-    """From the losses to the last line before the sample, or before the list of files."""
+    """Return the lines from the losses to the sample or the list of files."""
     found = re.search(r"^validation loss .*?(?=\n\n(?:Sample:|Results in ))", screen, re.M | re.S)
     assert found, f"the run printed no results; run it by hand: {COMMAND}"
     return "\n".join(line.rstrip() for line in found[0].splitlines())

@@ -1,4 +1,4 @@
-"""What `pip install` brings: the wheel, installed in an environment of its own, is all that a user has."""
+"""The wheel, installed in a fresh environment, is all that a user needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, since building leaves folders beside what it builds."""
+    """Build from a copy, since building leaves folders in the source."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -109,7 +109,7 @@ def test_it_is_the_wheel_that_is_imported(run: Run, environment: Path) -> None:
 
 
 def clone() -> set[Path]:
-    """What is in the folders of the clone that a program might write to."""
+    """Return the files of the clone in folders that a program might write to."""
     folders = [ROOT / name for name in ("moe_ffn", "experiments", "configs", "runs", "build")]
     inside = {path for folder in folders for path in folder.rglob("*")}
     return {*ROOT.iterdir(), *(path for path in inside if "__pycache__" not in path.parts)}

@@ -1,4 +1,4 @@
-"""Every mistake in an option is answered by exit code 2 and a line that names what to fix."""
+"""Mistakes in options: exit code 2 and a line that names the fix."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_help_shows_the_options_of_the_chosen_types_with_their_values(
 
     printed = " ".join(capsys.readouterr().out.split())
     assert "--seed 7 " in printed
-    assert "--data.corpus.paths (required)" in printed, "help answers somebody who lacks an option"
+    assert "--data.corpus.paths (required)" in printed, "--help works without a required option"
     assert "--model.ffn.shared_expert.d_ff null" in printed
     assert "One of: auto, loop, cpu, grouped_mm, triton." in printed
     assert "PydanticUndefined" not in printed

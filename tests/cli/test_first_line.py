@@ -1,4 +1,4 @@
-"""What a person who pressed Enter sees first, and which libraries that waits for."""
+"""First output of every program, and the libraries that it waits for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ANSWERS = {
     "train --resume nowhere": (2, None),
     "generate --help": (0, ""),
     "generate nowhere": (2, None),
-    "generate RUN --prompt a --num-tokens 0": (0, ""),  # of written ones the speed is said
+    "generate RUN --prompt a --num-tokens 0": (0, ""),
     "report --help": (0, ""),
     "report nowhere --every soon": (2, None),
     "compare --help": (0, ""),
@@ -50,7 +50,7 @@ ANSWERS = {
     "--help": (0, ""),
     "--version": (0, ""),
     "trian": (2, None),
-    # Only what trains waits for lightning, and says so before; of several ranks the first alone.
+    # Only training imports lightning, and the first rank logs it.
     "train": (NO_LIGHTNING, SAID),
     "train RANK=1": (NO_LIGHTNING, ""),
     "overhead": (NO_LIGHTNING, SAID),

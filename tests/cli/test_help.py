@@ -31,7 +31,7 @@ Show = Callable[..., str]
 
 @pytest.fixture
 def show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Show:
-    """What the training program prints, on one line, and exits with code 0."""
+    """Return the output of the training program as one line; its exit code is 0."""
 
     def printed(*argv: str, columns: int = 80) -> str:
         monkeypatch.setenv("COLUMNS", str(columns))

@@ -1,4 +1,4 @@
-"""What an option of the program changes in a run."""
+"""Effects of options on a run."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ from tests.helpers.wandb_records import history, inspect
 from tests.helpers.wandb_runs import KEY, Outcome, client_environment, train
 
 MAX_SECONDS_ADDED = 25
-"""As docs/observing.md says; held on a machine that has nothing else to do."""
+"""Promise of docs/observing.md, for a machine without other work."""
 MAX_SECONDS_OF_A_BUSY_MACHINE = 150
-"""That it does not wait for ever."""
+"""Bound for a busy machine."""
 
 FOLDER = r"runs/kept/wandb/offline-run-\S+"
 COMMANDS = rf"look: wandb leet {FOLDER}; upload: wandb sync {FOLDER}"
@@ -37,21 +37,21 @@ TIMED_OUT = (
 
 @dataclass(frozen=True)
 class Situation:
-    """What the program meets, and the `line` (a pattern) with which it answers."""
+    """Surroundings of the program, and a pattern of the `line` that it prints."""
 
     line: str
     environment: dict[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     terminal: bool = False
     server: Manners | None = None
-    """How the server behaves; without one, wandb's own cannot be reached."""
+    """Behaviour of the server; None: no server can be reached."""
     files: dict[str, str] = field(default_factory=dict)
-    """What lies in the folder where the program is started."""
+    """Files in the current folder."""
     installed: bool = True
     kept: bool = True
-    """Whether wandb has the run on disk."""
+    """True if wandb has the run on disk."""
     dies: bool = False
-    """Whether wandb's process dies with rows that it had not written; `metrics.jsonl` has them all."""
+    """True if wandb's process dies before it writes all rows."""
 
 
 def with_key(line: str, **more: Any) -> Situation:

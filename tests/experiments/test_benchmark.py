@@ -271,7 +271,7 @@ def test_the_dense_model_has_the_active_width_of_the_default() -> None:
 
 
 @pytest.mark.parametrize("noisy", ["ours", DENSE])
-def test_a_promise_beside_a_disturbed_result_is_marked(
+def test_a_promise_about_a_noisy_result_is_marked(
     noisy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = Session((), CPU)

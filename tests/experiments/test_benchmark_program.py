@@ -155,4 +155,4 @@ def test_every_suite_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     assert answer.returncode == 0, answer.stderr
     assert "== promises ==" in answer.stdout
-    assert "not measured" in answer.stdout  # beside Hugging Face
+    assert "not measured" in answer.stdout  # without Hugging Face

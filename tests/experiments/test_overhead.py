@@ -1,4 +1,4 @@
-"""What observing costs, measured on the default model by the program that promises it."""
+"""Cost of observing the default model, measured by the program that promises it."""
 
 from __future__ import annotations
 
