@@ -67,13 +67,15 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
 
 
 def prepare_streams() -> None:
-    """Print characters that the encoding of a stream lacks as escapes."""
+    """Print characters that the encoding of a stream lacks as escapes; a closed stream goes nowhere."""
     for name in ("COLUMNS", "LINES"):
         if not os.environ.get(name, "1").strip("0"):  # rich would print nothing to a width of 0
             del os.environ[name]
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper):
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
