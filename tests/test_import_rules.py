@@ -78,7 +78,6 @@ ONLY_PLACES = {
         "experiments/benchmark",
     },
     "datasets": {"moe_ffn/data"},
-    "submitit": {"moe_ffn/cli/sweep.py"},
     "lm_eval": {"moe_ffn/interop/lm_eval.py"},
     "triton": {"moe_ffn/kernels/triton"},
     "plotly": {

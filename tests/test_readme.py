@@ -1,4 +1,4 @@
-"""Commands and code blocks of the README do what it promises."""
+"""Commands and code blocks of the README and of the pages for users do what they promise."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from tests.helpers.tiny_runs import ForkedTraining
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXCHANGE = "docs/exchange.md"
+PAGES = ("README.md", "docs/custom_parts.md", EXCHANGE, "docs/runs.md")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def commands() -> list[str]:
-    lines = "".join(blocks("bash")).splitlines()
+    lines = "".join(block for page in PAGES for block in blocks("bash", page)).splitlines()
     return [shlex.join(shlex.split(line, comments=True)) for line in lines if line.strip()]
 
 
@@ -35,7 +38,6 @@ OUR_COMMANDS = [c for c in commands() if c.startswith(("python -m ", "moe-ffn ")
 
 # What another command tries of the same program, or begins with, and takes seconds.
 SLOW = {
-    "python -m experiments.benchmark",
     "moe-ffn generate runs/my-run --prompt 'class '",
     "moe-ffn convert runs/my-run models/exported",
 }
@@ -61,7 +63,7 @@ TINY = [
 
 @pytest.fixture
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as after cloning, with a small corpus and the README's custom block and experts."""
+    """A folder as after cloning, with a small corpus and the documented block and experts."""
     for name in ("configs", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "README.md").write_text(README[:4_000], encoding="utf-8")  # a text to evaluate
@@ -140,7 +142,7 @@ def test_every_command_succeeds(
         assert f"written: '{arguments[1]}', " in capsys.readouterr().out
         return
     if module == "moe_ffn.cli.dashboard":
-        assert run([module, *arguments, "--json", "-"]) == 0
+        assert run([module, *arguments, "--json"]) == 0
         assert "routing/load_heatmap" in capsys.readouterr().out
         return
     if "--resume" in arguments:
@@ -212,7 +214,9 @@ def test_the_yaml_block_trains_the_model_it_describes(capsys: pytest.CaptureFixt
 
 def test_the_block_in_your_own_model_gives_hidden_and_a_loss_near_one():
     names: dict[str, object] = {}
-    exec(compile(python_with("load_balancing_loss(output"), "README.md", "exec"), names)
+    exec(
+        compile(python_with("load_balancing_loss(output", "README.md"), "README.md", "exec"), names
+    )
     hidden = names["output"].hidden  # pyright: ignore[reportAttributeAccessIssue]
     assert hidden.shape == (4, 16, 64)
     loss = names["loss"].item()  # pyright: ignore[reportAttributeAccessIssue]
@@ -223,25 +227,25 @@ def test_the_block_in_your_own_model_gives_hidden_and_a_loss_near_one():
 def test_the_trained_model_is_loaded_and_saved():
     assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
     names: dict[str, Any] = {}
-    exec(compile(python_with('"models/mine", tokenizer'), "README.md", "exec"), names)
+    exec(compile(python_with('"models/mine", tokenizer', EXCHANGE), EXCHANGE, "exec"), names)
     assert names["decoder"].config.ffn.type == "moe"
     assert names["tokenizer"].encode(b"import").tolist() == [*b"import"]
     written = {path.name for path in Path("models/mine").iterdir()}
     assert written == {"config.json", "model.safetensors", "tokenizer.json"}
     assert run(["moe_ffn.cli.convert", "models/mine", "models/exported"]) == 0
     names = {}  # each block has all that it needs
-    exec(compile(python_with("load_ffn"), "README.md", "exec"), names)
+    exec(compile(python_with("load_ffn", EXCHANGE), EXCHANGE, "exec"), names)
     assert names["block"].routers()
     assert Path("models/exported-again/tokenizer_config.json").is_file()
     pytest.importorskip("transformers", reason="transformers is not installed here")
     names = {}
-    exec(compile(python_with("swap_ffn"), "README.md", "exec"), names)
+    exec(compile(python_with("swap_ffn", EXCHANGE), EXCHANGE, "exec"), names)
     assert list(names["passes"][-1]) == ["layer_00", "layer_01"]
     swapped = [type(layer.mlp).__name__ == "SwappedFFN" for layer in names["dense"].model.layers]
     assert swapped == [False, True, False, True]
     pytest.importorskip("peft", reason="peft is not installed here")
     names = {}
-    exec(compile(python_with("get_peft_model"), "README.md", "exec"), names)
+    exec(compile(python_with("get_peft_model", EXCHANGE), EXCHANGE, "exec"), names)
     trained = [p for name, p in names["model"].named_parameters() if "lora_" in name]
     assert all(p.grad is not None for p in trained)
     assert {path.name for path in Path("models/adapted").iterdir()} == written

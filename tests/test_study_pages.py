@@ -1,6 +1,6 @@
 """The committed pages of the studies are what the program makes of the committed results.
 
-python -m tests.test_study_pages    # `make studies`: writes pages, pictures and the table in README.md
+python -m tests.test_study_pages    # `make studies`: writes pages and pictures
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ STUDIES = [
     for path in sorted((ROOT / "configs/studies").glob("*.yaml"))
     if (PAGES / path.stem).is_dir()
 ]
-BEGIN, END = "<!-- written by `make studies` -->\n", "<!-- end of what `make studies` writes -->\n"
 DRAWN = re.compile(r'class="js-line"[^>]* d="([^"]*)"|class="point"[^>]* transform="([^"]*)"')
 """Lines and points of an SVG that plotly drew."""
 WIDTH = 760
@@ -57,15 +56,6 @@ def unfounded(text: str, computed: str) -> list[str]:
         for said, digits in found
         if not any(abs(value - float(said)) <= 0.5001 * 10**-digits for value in known)
     ]
-
-
-def with_table(readme: str, table: str) -> str:
-    """The README with the rows of all studies between its two comments, if it has them."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    rows = "".join(line for line in table.splitlines(keepends=True) if line.startswith("|"))
-    linked = re.sub(r"^\| \[(.+?)\]\(", r"| [\1](docs/studies/", rows, flags=re.MULTILINE)
-    return f"{before}{begin}{linked}{end}{after}" if end else readme
 
 
 def numbers(text: str) -> list[float]:
@@ -175,23 +165,6 @@ def test_a_number_that_nothing_rounds_to_is_seen() -> None:
     ]
 
 
-@pytest.mark.skipif(not STUDIES, reason="no study has been run")
-def test_the_readme_shows_the_table_of_all_studies() -> None:
-    readme = README.read_text(encoding="utf-8")
-    table = (PAGES / SUMMARY_FILE).read_text(encoding="utf-8")
-    assert with_table(readme, table) == readme, "write it anew: make studies"
-
-
-def test_the_table_is_put_between_its_comments_and_its_links_lead_to_the_pages() -> None:
-    table = "# Studies\n\n| study | found |\n|---|---|\n| [a](a.md) | [1, 2] |\n"
-    expected = "| study | found |\n|---|---|\n| [a](docs/studies/a.md) | [1, 2] |\n"
-    before = f"# Title\n\n{BEGIN}old\n{END}The rest.\n"
-    assert with_table(before, table) == f"# Title\n\n{BEGIN}{expected}{END}The rest.\n"
-    assert with_table("# Title\n", table) == "# Title\n"
-
-
 if __name__ == "__main__":
     main([*map(str, STUDIES), "--output", str(PAGES)])
     write_pictures()
-    summary = (PAGES / SUMMARY_FILE).read_text(encoding="utf-8")
-    README.write_text(with_table(README.read_text(encoding="utf-8"), summary), encoding="utf-8")

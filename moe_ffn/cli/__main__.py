@@ -21,7 +21,6 @@ PROGRAMS = {
     "compare": "compare runs that exist: losses with intervals, differences, cost",
     "sweep": "train the runs of a study, several at a time, or resume them",
     "study_page": "write the page of a study from the results of its runs",
-    "crossover": "show losses against the FLOPs of all training, of runs that began with a trained model too",
     "plan": "compare the ways to divide a model among GPUs",
     "trace": "show which experts each token of a text goes to, layer by layer",
     "inspect": "show what the feed-forward blocks of a run store, unit by unit and expert by expert",

@@ -2,8 +2,8 @@
 
     moe-ffn compare runs/gating                  the runs of a study, or of any folder
     moe-ffn compare runs/a runs/b                runs, grouped into arms by their options
-    moe-ffn compare results/gating               a folder with a table of results, or the table
-    moe-ffn compare runs/gating results/gating --html gating.html
+    moe-ffn compare docs/studies/gating          a folder with a table of results, or the table
+    moe-ffn compare runs/gating --html gating.html
 
 Nothing is trained; that is moe-ffn sweep. Runs that are not finished, or damaged, are listed and left out,
 and the exit code is 1.
@@ -16,17 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.config.errors import ConfigError, command, printable
-from moe_ffn.report.comparison_tables import (
-    CSV_OPENING,
-    MARKDOWN_OPENING,
-    print_comparison,
-    to_csv,
-    to_markdown,
-)
+from moe_ffn.report.comparison_tables import print_comparison
 from moe_ffn.report.html import OPENING
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import Gathered, gather
@@ -38,28 +31,17 @@ EXIT_LEFT_OUT = 1
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv or ["--help"])
-    outputs = {
-        "--markdown": (options.markdown, MARKDOWN_OPENING),
-        "--csv": (options.csv, CSV_OPENING),
-        "--html": (options.html, OPENING),
-    }
-    for option, (path, opening) in outputs.items():
-        if path is not None:
-            check_output(option, path, opening)
-    gathered = read(options.paths)
+    if options.html is not None:
+        check_output("--html", options.html, OPENING)
+    gathered = gather(options.paths)
     comparison = compare(gathered, options.baseline)
     print_comparison(Console(), comparison)
-    if options.markdown is not None:
-        write_output("--markdown", options.markdown, to_markdown(comparison))
-    if options.csv is not None:
-        write_output("--csv", options.csv, to_csv(comparison))
     if options.html is not None:
-        write_html(comparison, gathered, options.html)
-    if options.json_dir is not None:
-        gathered.write(options.json_dir, "--json-dir")
-    for path in (options.markdown, options.csv, options.html, options.json_dir):
-        if path is not None:
-            print(f"written: {path}")
+        # Only now: tables alone should not wait for plotly.
+        from moe_ffn.report.comparison_page import comparison_html
+
+        write_output("--html", options.html, comparison_html(gathered, comparison, options.html))
+        print(f"written: {options.html}")
     for why in gathered.left_out.values():
         log.warning("left out: %s", printable(why))
     return EXIT_LEFT_OUT if gathered.left_out else 0
@@ -79,34 +61,14 @@ def _parser() -> Parser:
         metavar="ARM",
         help="the arm that the others are compared with; that of the study, or the first",
     )
-    for name, what in {
-        "--markdown": "the tables as Markdown",
-        "--html": "one page with plots that opens from disk",
-        "--csv": "the numbers in full, a row for each arm",
-    }.items():
-        parser.add_argument(name, type=Path, metavar="FILE", help=f"write {what}")
     parser.add_argument(
-        "--json-dir",
-        type=Path,
-        metavar="DIR",
-        help="put the results into results.jsonl there, to be committed: a line for each run",
+        "--html", type=Path, metavar="FILE", help="write a page with plots that opens from disk"
     )
     return parser
 
 
-def read(paths: Sequence[Path]) -> Gathered:
-    """Read the runs of the folders, with a progress bar on a terminal."""
-    columns = (TextColumn("reading runs"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=None)
-        return gather(paths, lambda done, total: bar.update(task, completed=done, total=total))
-
-
 def compare(gathered: Gathered, baseline: str | None = None) -> Comparison:
-    """The comparison of what was found; `baseline` over that of its study."""
+    """Return the comparison; an error also counts the runs that are left out."""
     try:
         return gathered.compare(baseline)
     except ConfigError as error:
@@ -115,14 +77,3 @@ def compare(gathered: Gathered, baseline: str | None = None) -> Comparison:
         raise ConfigError(
             f"{error} ({len(gathered.left_out)} runs are left out: they are not finished)"
         ) from error
-
-
-def write_html(comparison: Comparison, gathered: Gathered, path: Path) -> None:
-    """The page of a comparison.
-
-    Raises:
-        ConfigError: the page cannot be written.
-    """
-    from moe_ffn.report.comparison_page import write_comparison_page
-
-    write_comparison_page(comparison, gathered.results, path, gathered.folders)

@@ -5,7 +5,6 @@ moe-ffn inspect runs/NAME [--layers 0,3] [--tokens N] [--output FILE]
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from moe_ffn.runs.folder import check_has_weights
 from moe_ffn.runs.reader import load_run
 
 PAGE = "inspect.html"
-MAX_TOP_K = 50
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,12 +33,6 @@ def main(argv: Sequence[str]) -> int:
         help="tokens of the validation text to look at, in whole sequences (default: 65536)",
     )
     parser.add_argument(
-        "--top-k",
-        default="10",
-        metavar="K",
-        help=f"inputs kept of each unit, 2 to {MAX_TOP_K} (default: 10)",
-    )
-    parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
@@ -49,44 +41,29 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help=f"where to write the page; {PAGE} in the run"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers too")
     given = parser.parse_args(argv)
     check_has_weights(given.run)
     layers = None if given.layers is None else parse_layers(given.layers)
-    num_tokens = _count("--tokens", given.tokens, least=1)
-    top_k = _count("--top-k", given.top_k, least=2, most=MAX_TOP_K)
+    num_tokens = whole_number(given.tokens, 1, 10**9)
+    if num_tokens is None:
+        raise ConfigError(
+            f"--tokens: must be a whole number from 1 to 1000000000, got '{given.tokens}'"
+        )
     output = given.output or given.run / PAGE
     check_output("--output", output, OPENING)
-    if given.json is not None:
-        check_output("--json", given.json, "{")
     run = load_run(given.run, trust_code=given.trust_code)
     if given.text is None:
         text = text_of_run(run, num_tokens)
     else:
         text = text_of_file(run, given.text, num_tokens)
-    found = inspect_run(run, text, layers, top_k=top_k)
+    found = inspect_run(run, text, layers)
     # Only now: a mistake in the options should not wait for plotly.
-    from moe_ffn.report.inspect.page import PageParts, inspection_html, numbers
+    from moe_ffn.report.inspect.page import PageParts, inspection_html
     from moe_ffn.report.plots import shared_script
 
     write_output("--output", output, inspection_html(found, run, shared_script(output)))
-    if given.json is not None:
-        write_output(
-            "--json",
-            given.json,
-            json.dumps({"run": run.name, **numbers(found)}, allow_nan=False) + "\n",
-        )
     console = Console(highlight=False, soft_wrap=False)
     for sentence in (*PageParts(found).findings(), *PageParts(found).absent()):
         console.print(sentence, markup=False)
-    for path in (output, given.json):
-        if path is not None:
-            print(f"written: {path}")
+    print(f"written: {output}")
     return 0
-
-
-def _count(option: str, text: str, least: int, most: int = 10**9) -> int:
-    number = whole_number(text, least, most)
-    if number is None:
-        raise ConfigError(f"{option}: must be a whole number from {least} to {most}, got '{text}'")
-    return number

@@ -3,10 +3,8 @@
     moe-ffn report runs/NAME              writes runs/NAME/report.html
     moe-ffn report runs/a runs/b          which is better, as far as they say: runs/report.html
     moe-ffn report --watch runs/NAME      keeps the page current until the run has ended
-    moe-ffn report --csv FILE runs/NAME   writes the run's rows as a table instead
 
-Runs that differ in their seeds alone are one arm. With --shared-script plotly's 4.8 MB lie once in
-runs/plotly.min.js, and this page and all later ones of runs in that folder refer to it.
+Runs that differ only in their seeds are one arm.
 """
 
 from __future__ import annotations
@@ -14,13 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ffn.cli.parser import Parser, check_output, write_output
+from moe_ffn.cli.parser import Parser, check_output
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.page import watch, write_report
-from moe_ffn.runs.folder import explaining
-from moe_ffn.runs.reader import read_run
-from moe_ffn.training.monitoring.json_lines import STEP_KEY
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,17 +34,6 @@ def main(argv: Sequence[str]) -> int:
         help="wait for the runs, and write again whenever a file of one changed, until all have ended",
     )
     parser.add_argument(
-        "--shared-script",
-        action="store_true",
-        help="put plotly's script beside the pages once, and not into each",
-    )
-    parser.add_argument(
-        "--csv",
-        type=Path,
-        metavar="FILE",
-        help="write the rows of one run as CSV here, and no page",
-    )
-    parser.add_argument(
         "--every",
         type=float,
         default=10,
@@ -59,13 +43,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if not 0.1 <= options.every <= 86_400:
         raise ConfigError(f"--every: must be seconds, from 0.1 to 86400, got {options.every}")
-    if options.csv is not None:
-        return write_csv(options.runs, options.csv)
     if options.output is not None:
         check_output("--output", options.output, OPENING)
     output = options.output or default_output(options.runs)
-    if options.shared_script:
-        share(output if options.output or output.parent not in options.runs else output.parent)
     if options.watch:
         watch(options.runs, output, options.every, lambda text: print(text, flush=True))
         return 0
@@ -74,29 +54,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def share(beside: Path) -> None:
-    """Put plotly's script beside this file or folder."""
-    # Only now: a mistake in the options should not wait for plotly.
-    from moe_ffn.report.plots import SHARED_SCRIPT, share_script
-
-    folder = beside.resolve().parent
-    problem = f"--shared-script: '{folder / SHARED_SCRIPT}' cannot be written"
-    with explaining(problem, "choose another file with --output"):
-        share_script(folder)
-
-
-def write_csv(folders: Sequence[Path], path: Path) -> int:
-    """The rows of a run as a table, a row for each optimizer step."""
-    if len(folders) > 1:
-        raise ConfigError(f"--csv: takes the rows of one run, got {len(folders)} runs")
-    check_output("--csv", path, f"{STEP_KEY},")
-    write_output("--csv", path, read_run(folders[0]).rows.csv())
-    print(path)
-    return 0
-
-
 def default_output(folders: Sequence[Path]) -> Path:
-    """In the run, or, of several, in the folder that holds the first."""
+    """Return the page's path: in the run, or in the folder that holds the first of several."""
     first = folders[0]
     is_one = len({folder.resolve() for folder in folders}) == 1
     return (first if is_one else first.resolve().parent) / "report.html"

@@ -68,9 +68,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_planned(study: StudyConfig, file: Path, found: Gathered) -> None:
-    """ConfigError where a result is of a run with other options than the study plans.
+    """Raise a ConfigError where the options of a result are not those that the study plans.
 
-    Flags that the sweep was given, which are in the study beside the results, count as planned; options that
+    Flags that the sweep was given, which the study next to the results has, count as planned; options that
     a result does not know came with later versions.
     """
     seeds = dict.fromkeys([*study.seeds, *(result.seed for result in found.results)])

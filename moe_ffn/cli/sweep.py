@@ -21,11 +21,8 @@ import json
 import logging
 import os
 import statistics
-import subprocess
 import time
-from argparse import ArgumentTypeError
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from itertools import takewhile
@@ -33,9 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -45,30 +40,26 @@ from moe_ffn.config.errors import (
     ConfigError,
     command,
     did_you_mean,
-    first_line,
     install,
     printable,
     show,
 )
 from moe_ffn.config.trust import FLAG, HELP, accepting_code
-from moe_ffn.config.yaml_files import parse_value, read_yaml, to_yaml, validate
+from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.files import write_whole
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.config import PlannedRun, StudyConfig
 from moe_ffn.studies.gather import TIMING_FILE
-from moe_ffn.studies.sweep import Job, Sweep, in_words, program_command, write_study
+from moe_ffn.studies.sweep import Job, Sweep, write_study
 from moe_ffn.studies.timing import time_arms, timing_file
 
 log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_POLLS = 0.2
 _SECONDS_BETWEEN_LINES = 60.0
-"""Longest silence where the output is not a terminal, in which nothing stays in place."""
-
-MINUTES_OF_A_JOB = 240
-"""For one job of SLURM; submitit's own 5 minutes are too few."""
+"""Longest silence while runs are trained."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,51 +67,22 @@ def main(argv: Sequence[str]) -> int:
     flags, rest = parser.parse_known_args(argv or ["--help"])
     # As a positional of argparse they would take the value of an option that is not its own.
     files = [Path(word) for word in takewhile(lambda word: not word.startswith("-"), rest)]
-    overrides = rest[len(files) :]
-    study = read_study(flags, files, overrides_of(overrides, TrainConfig, parser))
+    study = read_study(flags, files, overrides_of(rest[len(files) :], TrainConfig, parser))
     runs = chosen(study.planned_runs(), flags.seeds, flags.only)
     for corpus in {repr(c): c for c in (run.config.data.corpus for run in runs)}.values():
         corpus.require_files()  # before any run has begun, and not in each of them
-    source = ["--config", str(flags.config)] if flags.config else [*map(str, files)]
-    seeds = ["--seeds", *map(str, flags.seeds)] if flags.seeds else []
-    if flags.wandb_sweep:  # over the study's file, and below the flags, of which the last one wins
-        overrides = ["--logging.wandb.mode", "auto", *overrides]
-    again = [
-        *source,
-        "--name",
-        study.name,
-        *seeds,
-        *([FLAG] if flags.trust_code else []),
-        *overrides,
-    ]
-    if flags.wandb_sweep:
-        print(wandb_sweep(study, runs, again), end="")
-        return 0
     with accepting_code(flags.trust_code):
-        sweep = Sweep(runs, flags.jobs or 1, flags.trust_code)
+        sweep = Sweep(runs, flags.jobs, flags.trust_code)
         if flags.dry_run:
             print_plan(sweep)
             return 0
         write_study(study, runs[0].folder.parent)
         if flags.time:
-            given = "OMP_NUM_THREADS" in os.environ
-            with _threads(torch.get_num_threads() if given else sweep.num_threads):
-                return time_study(study, runs)
-        if flags.slurm is not None:
-            submit(sweep, again, dict(flags.slurm), flags.jobs)
-            return 0
+            if "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(sweep.num_threads)
+            return time_study(study, runs)
         share_plotly(runs[0].folder.parent)
         return train(sweep)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _parser() -> Parser:
@@ -149,8 +111,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--jobs",
         type=whole(1, 1000),
+        default=1,
         metavar="N",
-        help="train so many runs at a time; by default 1, with --slurm all",
+        help="train so many runs at a time; 1 by default",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print every run with its budget, and train none"
@@ -160,34 +123,14 @@ def _parser() -> Parser:
         action="store_true",
         help="train nothing, but time the training step of each arm, in turns, with the threads of a run",
     )
-    parser.add_argument(
-        "--slurm",
-        nargs="*",
-        type=_parameter,
-        metavar="KEY=VALUE",
-        help="submit the runs as an array of SLURM jobs, with these parameters of submitit, such as "
-        "timeout_min=240 slurm_partition=gpu gpus_per_node=1",
-    )
-    parser.add_argument(
-        "--wandb-sweep",
-        action="store_true",
-        help="print the YAML of a wandb sweep, whose agents train one run after the other",
-    )
     parser.add_argument(FLAG, action="store_true", help=HELP)
     return parser
-
-
-def _parameter(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise ArgumentTypeError(f"expected KEY=VALUE, got '{text}'")
-    return key, parse_value(value, where=f"--slurm {key}")
 
 
 def chosen(
     runs: Sequence[PlannedRun], seeds: Sequence[int] | None, names: Sequence[str] | None
 ) -> list[PlannedRun]:
-    """The runs with these seeds, without those of tuning, and with these names; None is all.
+    """Return the runs with these seeds, without tuning, and with these names; None is all.
 
     Raises:
         ConfigError: there is no run of a name.
@@ -205,7 +148,7 @@ def chosen(
 
 
 def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> StudyConfig:
-    """The study that a command line asks for.
+    """Return the study that a command line asks for.
 
     Raises:
         ConfigError: there is none, or it is wrong.
@@ -248,27 +191,21 @@ _LEGEND = (
 
 
 def print_plan(sweep: Sweep) -> None:
-    """Every run with its budget; how near the widths that were solved come to theirs."""
-    names = ("params", "active", "FLOPs")
-    columns: dict[str, list[str]] = {"": [], "run": [], " ": []}
-    columns |= {f"{part}\n{name}": [] for part in ("model", "FFNs") for name in names}
-    columns |= {"train\ntokens": [], "train\nFLOPs": []}
+    """Print every run with its budget, and how near solved widths come to their target."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    parts = [
+        f"{part}\n{name}" for part in ("model", "FFNs") for name in ("params", "active", "FLOPs")
+    ]
+    for name in ("", "run", "state", *parts, "train\ntokens", "train\nFLOPs"):
+        is_text = name in ("run", "state")
+        justify = "left" if is_text else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "run", overflow="fold")
     notes: dict[str, None] = {}
     for index, job in enumerate(sweep.jobs):
         config, budget = job.run.config, Budget.of(job.run.config)
         notes |= {f"{job.run.arm}: {note}": None for note in config.notes()}
         cells = [str(index), job.name, _state(job), *_cells(budget.model), *_cells(budget.ffn)]
         cells += [short(budget.tokens), short(budget.training_flops)]
-        for column, cell in zip(columns.values(), cells, strict=True):
-            column.append(cell)
-    if not any(columns[" "]):
-        del columns[" "]
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
-    for name in columns:
-        is_text = name in ("run", " ")
-        justify = "left" if is_text else "right"
-        table.add_column(name, justify=justify, no_wrap=name != "run", overflow="fold")
-    for cells in zip(*columns.values(), strict=True):
         table.add_row(*map(Text, cells))
     console = Console(highlight=False)
     console.print(table)
@@ -292,83 +229,12 @@ def _state(job: Job) -> str:
 
 
 def short(number: float) -> str:
-    """`1.25M`: three digits and a letter for the thousands."""
+    """Return three digits and a letter for the thousands: `1.25M`."""
     letters = iter("kMGTPE")
     letter = ""
     while abs(number) >= 999.5:
         number, letter = number / 1000, next(letters)
     return f"{number:.3g}{letter}"
-
-
-# -- on many machines
-
-
-def wandb_sweep(study: StudyConfig, runs: Sequence[PlannedRun], argv: Sequence[str]) -> str:
-    """The YAML of a wandb sweep over the names of the runs: each agent trains one after the other.
-
-    See https://docs.wandb.ai/guides/sweeps/sweep-config-keys.
-
-    Args:
-        argv: the arguments of this program that make the same study.
-    """
-    program = program_command("sweep")[1:]
-    return to_yaml(
-        {
-            "name": study.name,
-            "description": study.question,
-            "program": program[-1],
-            "command": ["${env}", "${interpreter}", *program, *argv, "${args}"],
-            "method": "grid",
-            "metric": {"name": "validation/loss", "goal": "minimize"},
-            "parameters": {"only": {"values": [run.name for run in runs]}},
-        }
-    )
-
-
-def submit(
-    sweep: Sweep, argv: Sequence[str], parameters: dict[str, Any], num_at_once: int | None
-) -> None:
-    """Submit the runs that are not finished as an array of SLURM jobs, one job each.
-
-    Args:
-        argv: the arguments of this program that make the same study.
-        parameters: of submitit's `AutoExecutor.update_parameters`; and `cluster`, for its executors that
-            need no SLURM.
-        num_at_once: None for all.
-
-    Raises:
-        ConfigError: submitit is not installed, there is no SLURM, or it does not take the parameters.
-    """
-    jobs = sweep.of("waiting")
-    if not jobs:
-        print(f"all {len(sweep.jobs)} runs are done")
-        return
-    try:
-        import submitit
-    except ImportError as error:
-        raise ConfigError(f"--slurm: needs submitit; install it with {install('slurm')}") from error
-    folder = jobs[0].log.parent
-    cluster = parameters.pop("cluster", None)
-    commands = [[*program_command("sweep"), *argv, "--only", job.name] for job in jobs]
-    given = {"name": sweep.jobs[0].run.folder.parent.name, "timeout_min": MINUTES_OF_A_JOB}
-    given |= {"slurm_array_parallelism": num_at_once or len(jobs), **parameters}
-    try:
-        executor = submitit.AutoExecutor(folder / "slurm/%j", cluster=cluster)
-        if cluster is None and executor.cluster != "slurm":
-            raise ConfigError(
-                "--slurm: there is no SLURM on this machine, which has no srun; leave it out to train here"
-            )
-        executor.update_parameters(**given)
-        submitted = executor.map_array(subprocess.check_call, commands)
-    except (NameError, TypeError, ValueError, RuntimeError, OSError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"--slurm: {first_line(error)}") from error
-    for job, submitted_job in zip(jobs, submitted, strict=True):
-        print(f"{job.name}: job {submitted_job.job_id}")
-    print(
-        f"what the jobs say is in {folder}/; the same command submits again what has failed or was cut off"
-    )
 
 
 # -- time
@@ -409,7 +275,7 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
 
 
 def share_plotly(folder: Path) -> None:
-    """Put plotly's script beside the runs, which each of them would put into its page."""
+    """Write plotly's script next to the runs, so that their pages need not contain it."""
     from moe_ffn.report.plots import share_script
 
     with run_folder.explaining(f"'{folder}' cannot be written"):
@@ -417,25 +283,25 @@ def share_plotly(folder: Path) -> None:
 
 
 def train(sweep: Sweep) -> int:
-    """Train what is not finished; the exit code."""
+    """Train the unfinished runs; return the exit code."""
     folder = sweep.jobs[0].run.folder.parent
     num_done = len(sweep.of("finished"))
     print(f"{len(sweep.jobs)} runs in {folder}/, {num_done} of them done", flush=True)
-    display = Display(sweep)
+    spoke_at = time.monotonic()
     try:
-        with display:
-            while not sweep.is_done:
-                for line in sweep.advance():
-                    display.say(line)
-                display.break_silence()
-                if not sweep.is_done:
-                    time.sleep(_SECONDS_BETWEEN_POLLS)
+        while not sweep.is_done:
+            for line in sweep.advance():
+                print(printable(line), flush=True)
+                spoke_at = time.monotonic()
+            if time.monotonic() - spoke_at > _SECONDS_BETWEEN_LINES and sweep.progress:
+                print(sweep.progress, flush=True)
+                spoke_at = time.monotonic()
+            if not sweep.is_done:
+                time.sleep(_SECONDS_BETWEEN_POLLS)
     except BaseException:
         sweep.stop()
         num_done = len([job for job in sweep.jobs if run_folder.is_finished(job.run.folder)])
-        print(
-            f"{num_done} of {len(sweep.jobs)} runs are done; the same command goes on with the rest"
-        )
+        print(f"{num_done} of {len(sweep.jobs)} runs are done; the same command resumes the rest")
         raise
     failed = sweep.of("failed")
     for job in failed:
@@ -444,63 +310,3 @@ def train(sweep: Sweep) -> int:
         needs = "" if find_spec("scipy") else f" (needs scipy; {install('studies')})"
         print(f"\ncompare them: {command('compare')} {folder}{needs}")
     return 1 if failed else 0
-
-
-class Display:
-    """Status of the running runs and the time left; a terminal shows it in place."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self._sweep = sweep
-        console = Console(highlight=False)
-        self._live = Live(
-            get_renderable=self._frame,
-            console=console,
-            transient=True,
-            auto_refresh=console.is_terminal,
-        )
-        self._said_at = time.monotonic()
-
-    def __enter__(self) -> Display:
-        if self._live.console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._live.console.is_terminal:
-            self._live.stop()
-
-    def say(self, line: str) -> None:
-        self._live.console.print(Text(printable(line)), soft_wrap=True)
-        self._live.console.file.flush()
-        self._said_at = time.monotonic()
-
-    def break_silence(self) -> None:
-        """Say where the runs are, if a log was told nothing for a while."""
-        silence = time.monotonic() - self._said_at
-        training = self._sweep.of("training")
-        if self._live.console.is_terminal or not training or silence < _SECONDS_BETWEEN_LINES:
-            return
-        left = self._sweep.seconds_left
-        self.say(
-            ", ".join(f"{job.name}: step {job.step} of {job.max_steps}" for job in training)
-            + ("" if left is None else f"; about {in_words(left)} left")
-        )
-
-    def _frame(self) -> Group:
-        sweep = self._sweep
-        table = Table.grid(padding=(0, 2), expand=True)
-        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        table.add_column(width=20)
-        table.add_column(justify="right", no_wrap=True)
-        for job in sweep.of("training"):
-            done = job.step / job.max_steps
-            steps = f"{job.step}/{job.max_steps}"
-            table.add_row(Text(job.name), ProgressBar(completed=done, total=1, width=20), steps)
-        left = sweep.seconds_left
-        num_done = len(sweep.of("finished"))
-        table.add_row(
-            Text(f"{num_done} of {len(sweep.jobs)} runs", style="bold"),
-            ProgressBar(completed=sweep.share_done, total=1, width=20),
-            "" if left is None else f"{in_words(left)} left",
-        )
-        return Group(table)

@@ -25,7 +25,7 @@ class ExpertsConfig(TaggedConfig, frozen=True):
     a layer costs as much as the dense block.
 
     Custom experts subclass this in any file and define `build`, `params_per_expert` and `flops_per_pair`.
-    YAML names them as `experts: {type: my_module:MyConfig}`; see the README.
+    YAML names them as `experts: {type: my_module:MyConfig}`; see `docs/custom_parts.md`.
     """
 
     divides_over_ranks: ClassVar[bool] = False

@@ -46,7 +46,7 @@ LATE = 0.25
 """Share of training after which losses decide the range of the loss axis."""
 
 MAX_LABELS = 10
-"""Most arms that the frontier names beside their points; of more only the legend has the names."""
+"""Most arms whose names stand next to their points; with more, only the legend has the names."""
 
 _MIN_SPAN = 0.1
 """The shortest axis of costs, as a share of the largest cost."""
@@ -421,5 +421,5 @@ def error_bar(value: float, interval: Interval, number: int) -> dict[str, Any]:
 
 
 def _short(name: str) -> str:
-    """Return a name that fits beside a point."""
+    """Return a name that fits next to a point."""
     return label(name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -13,10 +11,8 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.report import arm_figures, figures, run_summary
 from moe_ffn.report.arm_figures import AXES, LOSSES, ArmCurves, curves_of
-from moe_ffn.report.comparison_tables import tables as tables_of
-from moe_ffn.report.comparison_tables import tuning_tables
+from moe_ffn.report.comparison_tables import tables, tuning_tables
 from moe_ffn.report.drawing import style_of
-from moe_ffn.report.html import write_page
 from moe_ffn.report.plots import (
     FIRST,
     Plot,
@@ -26,99 +22,103 @@ from moe_ffn.report.plots import (
     render_plots,
     shared_script,
 )
-from moe_ffn.runs.folder import REPORT_FILE, explaining
+from moe_ffn.runs.folder import REPORT_FILE
 from moe_ffn.runs.reader import Run
-from moe_ffn.runs.rows import Series
 from moe_ffn.studies.comparison import COSTS, Comparison
 from moe_ffn.studies.differences import what_differs
 from moe_ffn.studies.gather import Gathered, gather
-from moe_ffn.studies.result import Curve, RunResult
+from moe_ffn.studies.result import RunResult
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Contents of a page of several runs."""
-
-    comparison: Comparison | None
-    """Comparison of the finished runs; None where they do not compare."""
-    problem: str = ""
-    """Reason why they do not compare."""
-    arms: Sequence[ArmCurves] = ()
-    """Arms of the comparison, then each run outside it; their place gives the colour."""
-    results: Sequence[RunResult] = ()
-    left_out: Sequence[str] = ()
-    """Reason for each run that is not in the comparison."""
-    runs: Sequence[Run] = ()
-    """Runs whose folders exist."""
-    arm_names: Sequence[str] = ()
-    """Name of the arm of each run."""
-
-
-def write_comparison_page(
-    comparison: Comparison,
-    results: Sequence[RunResult],
-    path: Path,
-    folders: Mapping[str, Path] | None = None,
-) -> None:
-    """Write the page of a comparison of runs, or of their committed results.
-
-    Args:
-        folders: shown name of a result -> folder of its run, for a link to its page.
-
-    Raises:
-        ConfigError: `path` cannot be written.
-    """
-    found = Compared(comparison, arms=curves_of(comparison.arms), results=results)
-    html = comparison_html(found, links=links_to(folders or {}, path), script=shared_script(path))
-    with explaining(f"'{path}' cannot be written", "choose another file"):
-        write_page(path, html)
+def html_of_runs(runs: Sequence[Run], output: Path | None, reload_every: float | None) -> str:
+    """Return the page of runs, as far as they compare, finished or not."""
+    gathered, comparison, problem = Gathered([]), None, ""
+    try:
+        gathered = gather([run.folder for run in runs])
+        comparison = gathered.compare()
+    except ConfigError as error:
+        problem = str(error)
+    return comparison_html(
+        gathered, comparison, output, problem=problem, runs=runs, reload_every=reload_every
+    )
 
 
 def comparison_html(
-    found: Compared,
+    gathered: Gathered,
+    comparison: Comparison | None,
+    output: Path | None,
     *,
-    links: Mapping[str, str] | None = None,
+    problem: str = "",
+    runs: Sequence[Run] = (),
     reload_every: float | None = None,
-    script: str | None = None,
 ) -> str:
-    """Return the page.
+    """Return the page of a comparison, of runs or of their committed results.
 
     Args:
-        links: name of a run -> its own page.
-        script: see `render_plots`.
+        comparison: None where the runs do not compare, for the reason in `problem`.
+        output: path of the page, for links to the pages of the runs and for a shared script.
+        runs: runs whose balance over training, alarms and progress the page shows.
     """
-    names = [arm.name for arm in found.arms]
-    of_arms: dict[str, list[Run]] = {name: [] for name in names}
-    for name, run in zip(found.arm_names, found.runs, strict=True):
-        of_arms[name].append(run)
-    plots = plots_of_arms(found.comparison, found.arms, of_arms)
-    comparison, runs = found.comparison, found.runs
+    arms = curves_of(comparison.arms) if comparison else []
+    compared = gathered.arms if comparison else {}
+    results = list(gathered.results)
+    arm_of = {result.shown_name: result.main_arm for result in results if comparison}
+    for run in runs:
+        if run.folder in compared:
+            continue
+        arms.append(_curves_of(run))
+        if run.name not in [result.shown_name for result in results]:
+            results += _result_of(run)
+    numbers = {arm.name: number for number, arm in enumerate(arms)}
+    of_arms: dict[str, list[Run]] = {name: [] for name in numbers}
+    for run in runs:
+        of_arms[compared.get(run.folder, run.name)].append(run)
     differs = {arm.name: arm.differs for arm in comparison.arms} if comparison else {}
     if len(differs) < 2:
-        differs = {run.name: what_differs(runs[0].options, run.options) for run in runs}
+        differs = {r.shown_name: what_differs(results[0].config, r.config) for r in results}
     question = comparison.question if comparison else ""
-    shown = [*tables_of(comparison), *tuning_tables(comparison)] if comparison else []
+    shown = [*tables(comparison), *tuning_tables(comparison)] if comparison else []
     # Several runs of one arm have no other name together.
-    called = names if len(names) > 1 or not runs else [run.name for run in runs]
+    called = [*numbers] if len(numbers) > 1 or not runs else [run.name for run in runs]
     joined = ", ".join(called)
+    folders = {**gathered.folders, **{run.name: run.folder for run in runs}}
     return render_plots(
         "runs.html",
-        plots,
-        script=script,
+        plots_of_arms(comparison, arms, of_arms),
+        script=shared_script(output) if output else None,
         reload_every=reload_every,
         title=question or (joined if len(joined) <= 80 else f"{len(called)} arms"),
-        found=found,
-        comparison=comparison,
-        differs=differs,
         heading=question or " · ".join(called),
+        comparison=comparison,
+        problem=problem,
+        left_out=gathered.left_out.values(),
+        differs=differs,
         runs=runs,
-        links=links or {},
-        number_of={name: number for number, name in enumerate(names)},
+        results=results,
+        arm_of=arm_of,
+        states={run.name: run_summary.STATES[run.state][1] for run in runs},
+        links=_links(folders, output) if output else {},
+        number_of=numbers,
         style_of=style_of,
         loss_tables=shown[:1],
         other_tables=shown[1:],
         run_summary=run_summary,
     )
+
+
+def _result_of(run: Run) -> list[RunResult]:
+    """Return the result of a run outside the comparison, so far; none where its options are lost."""
+    try:
+        return [RunResult.of_run(run).model_copy(update={"found_as": run.name})]
+    except ConfigError:
+        return []
+
+
+def _curves_of(run: Run) -> ArmCurves:
+    for own in _result_of(run):
+        flops = own.budget.model.flops_per_token
+        return ArmCurves(run.name, [own.validation], [own.train], flops)
+    return ArmCurves(run.name, [], [])
 
 
 def plots_of_arms(
@@ -147,8 +147,7 @@ def plots_of_arms(
         for of in LOSSES
         if (axes := arm_figures.axes_of(arms, of))
     ]
-    moving = [key for key in FIRST if _moves(runs, key)]
-    measures = [plot_of(figures.overlay_measure(runs, key)) for key in moving]
+    measures = [plot_of(figures.overlay_measure(runs, key)) for key in FIRST if _moves(runs, key)]
     return numbered(answer=answer, curves=curves, tuning=tuning, measures=measures)
 
 
@@ -157,7 +156,7 @@ def _moves(runs: Mapping[str, Sequence[Run]], key: str) -> bool:
     return len({value for series in means for value in series.values}) > 1
 
 
-def links_to(folders: Mapping[str, Path], page: Path) -> dict[str, str]:
+def _links(folders: Mapping[str, Path], page: Path) -> dict[str, str]:
     """Return name of a run -> link from `page` to its own page, where that exists."""
     own = {name: folder / REPORT_FILE for name, folder in folders.items()}
     return {
@@ -165,43 +164,3 @@ def links_to(folders: Mapping[str, Path], page: Path) -> dict[str, str]:
         for name, file in own.items()
         if file.is_file()
     }
-
-
-def compare_runs(runs: Sequence[Run]) -> Compared:
-    """Compare runs, as far as their folders allow, finished or not."""
-    comparison, problem = None, ""
-    gathered = Gathered([])
-    try:
-        gathered = gather([run.folder for run in runs])
-        comparison = gathered.compare()
-    except ConfigError as error:
-        problem = str(error)
-    arms = curves_of(comparison.arms) if comparison else []
-    compared = gathered.arms if comparison else {}
-    arms += [_curves_of(run) for run in runs if run.folder not in compared]
-    return Compared(
-        comparison,
-        problem,
-        arms,
-        gathered.results,
-        [*gathered.left_out.values()],
-        runs,
-        [compared.get(run.folder, run.name) for run in runs],
-    )
-
-
-def _curves_of(run: Run) -> ArmCurves:
-    """Return the losses of a run outside the comparison, over its steps and the costs that it knows."""
-    try:
-        own = RunResult.of_run(run)
-    except ConfigError:
-        validation, train = (
-            _over_steps(run.series(f"{row}/loss")) for row in ("validation", "train")
-        )
-        return ArmCurves(run.name, [validation], [train])
-    return ArmCurves(run.name, [own.validation], [own.train], own.budget.model.flops_per_token)
-
-
-def _over_steps(series: Series) -> Curve:
-    finite = [value if math.isfinite(value) else None for value in series.values]
-    return Curve(steps=list(series.steps), losses=finite)

@@ -1,9 +1,7 @@
-"""A comparison as tables of text: for the terminal, as Markdown, and as CSV."""
+"""Tables of a comparison, for the terminal, the page and Markdown."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +14,8 @@ from moe_ffn.config.errors import printable
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.report.html import NONE, compact, number
 from moe_ffn.report.markdown import markdown_table, plain
-from moe_ffn.studies.comparison import COSTS, Arm, Comparison, p_text
+from moe_ffn.studies.comparison import Arm, Comparison, p_text
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval
-
-CSV_OPENING, MARKDOWN_OPENING = "arm,baseline,seeds,", "<!-- comparison of runs -->"
-"""Beginnings of such files."""
 
 
 @dataclass(frozen=True)
@@ -252,88 +247,8 @@ def _difference_lines(comparison: Comparison) -> Iterator[str]:
     yield ""
 
 
-def to_markdown(comparison: Comparison) -> str:
-    """Return the same as Markdown."""
-    lines = [MARKDOWN_OPENING, ""]
-    lines += [plain(comparison.question), ""] if comparison.question else []
-    lines += [*(f"- {plain(sentence)}" for sentence in comparison.verdicts), ""]
-    for table in [*tables(comparison), *tuning_tables(comparison)]:
-        lines += [markdown(table), ""]
-    if len(comparison.arms) > 1:
-        lines += [f"**What differs from {plain(comparison.baseline)}**", ""]
-        for arm in (arm for arm in comparison.arms if arm.base):
-            lines += [f"- {plain(arm.name)}: {plain('; '.join(arm.differs) or 'nothing')}"]
-        lines += [""]
-    lines += [f"*{plain(note)}*\n" for note in comparison.notes]
-    return "\n".join(lines).rstrip() + "\n"
-
-
 def markdown(table: Table) -> str:
     """Return a table in Markdown with its title and legend."""
     head, *rows = [[plain(cell) for cell in row] for row in (table.headers, *table.rows)]
     legend = plain(table.legend.rstrip("."))
     return f"**{plain(table.title)}**\n\n{markdown_table(head, rows)}\n\n{legend}."
-
-
-def to_csv(comparison: Comparison) -> str:
-    """Return CSV with a row per arm, and every number in full."""
-    rows = [_record(arm, comparison.base_of(arm)) for arm in comparison.arms]
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _record(arm: Arm, base: Arm) -> dict[str, Any]:
-    interval, found, reached = arm.interval, arm.difference, arm.reached
-    of_difference = found.interval if found else None
-    simultaneous = found.simultaneous if found else None
-    budget = arm.budget
-    return {
-        "arm": arm.name,
-        "baseline": base.name,
-        "seeds": len(arm.results),
-        "loss": arm.loss,
-        "loss_low": interval.low if interval else None,
-        "loss_high": interval.high if interval else None,
-        "loss_interval_over": arm.interval_over if interval else None,
-        "loss_sd": arm.sd,
-        "difference": found.mean if found else None,
-        "difference_low": of_difference.low if of_difference else None,
-        "difference_high": of_difference.high if of_difference else None,
-        "difference_over": found.over if found else None,
-        "difference_simultaneous_low": simultaneous.low if simultaneous else None,
-        "difference_simultaneous_high": simultaneous.high if simultaneous else None,
-        "p_holm": found.p_value if found else None,
-        "detectable_difference": found.detectable if found else None,
-        "seeds_needed": found.seeds_needed if found else None,
-        "params": budget.model.params,
-        "active_params": budget.model.active_params,
-        "flops_per_token": budget.model.flops_per_token,
-        "ffn_params": budget.ffn.params,
-        "ffn_active_params": budget.ffn.active_params,
-        "ffn_flops_per_token": budget.ffn.flops_per_token,
-        "tokens": budget.tokens,
-        "training_flops": arm.training_flops,
-        "training_seconds": arm.training_seconds,
-        "tokens_per_second": arm.tokens_per_second,
-        **{
-            key: arm.mean(key)
-            for key in (
-                "bits_per_byte",
-                "wall_seconds",
-                "peak_memory_bytes",
-                "max_violation",
-                "dropped_fraction",
-                "dead_experts",
-                "num_skipped_steps",
-            )
-        },
-        "alarms": sum(arm.alarms.values()),
-        "steps_to_baseline": reached.steps if reached else None,
-        "flops_to_baseline": reached.flops if reached else None,
-        "seconds_to_baseline": reached.seconds if reached else None,
-        **{f"on_frontier_of_{kind.lower()}": int(arm.on_frontier[kind]) for kind in COSTS},
-        "differs": "; ".join(arm.differs),
-    }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
@@ -34,9 +33,8 @@ with warnings.catch_warnings():
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces.reports.v2.interface import PanelTypes
 
-DEFAULT_NAME = "Feed-forward blocks"
-DEFAULT_LAYERS = (0,)
-"""Layers that every model has."""
+NAME = "Feed-forward blocks"
+"""Name of the saved view."""
 
 SPEED = RUN_METRICS["tokens_per_second"]
 
@@ -80,23 +78,16 @@ def efficiency_panels() -> list[PanelTypes]:
     ]
 
 
-def routing_panels(layers: Sequence[int]) -> list[PanelTypes]:
-    """Return loads as heat maps, then the metrics of each layer.
-
-    Args:
-        layers: layers whose load has a heat map of its own over the steps.
-    """
+def routing_panels() -> list[PanelTypes]:
+    """Return loads as heat maps, then the metrics of each layer."""
     return [
         reports.MediaBrowser(
             title="Load over the even share: layer x expert; the slider is time",
             media_keys=[LOAD_FIGURE],
             num_columns=1,
         ),
-        *(
-            # One histogram per step, a bin for each expert: drawn as expert x step.
-            _lines(f"Load of layer {layer}", "expert", f"routing/layer_{layer:02d}/load")
-            for layer in layers
-        ),
+        # One histogram per step, a bin for each expert: drawn as expert x step. Every model has layer 0.
+        _lines("Load of layer 0", "expert", "routing/layer_00/load"),
         *(_of_layers(metric) for metric in layer_measures() if metric.measured != "validation"),
         *(_of_layers(m, "validation/") for m in result_columns()),
         *(_of_layers(m, "validation/") for m in layer_measures() if m.measured == "validation"),
@@ -143,28 +134,18 @@ MAX_LINES = 20
 """Runs, or groups of runs, that a panel draws."""
 
 
-def build_workspace(
-    entity: str,
-    project: str,
-    layers: Sequence[int] = DEFAULT_LAYERS,
-    name: str = DEFAULT_NAME,
-) -> ws.Workspace:
-    """Return the workspace, not yet saved: training, efficiency and routing, grouped by FFN type.
-
-    Args:
-        layers: layers whose load has a heat map of its own, expert x step.
-        name: name of the saved view.
-    """
+def build_workspace(entity: str, project: str) -> ws.Workspace:
+    """Return the workspace, not yet saved: training, efficiency and routing, grouped by FFN type."""
     panels = {
         "Training": training_panels(),
         "Efficiency": efficiency_panels(),
-        "Routing": routing_panels(layers),
+        "Routing": routing_panels(),
     }
     over_steps: dict[str, Any] = {"x_axis": WANDB_STEP, "smoothing_type": "none"}
     return ws.Workspace(
         entity=entity,
         project=project,
-        name=name,
+        name=NAME,
         sections=[
             ws.Section(
                 name=title,
@@ -191,27 +172,20 @@ def to_json(workspace: ws.Workspace) -> str:
     return workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)
 
 
-def save(workspace: ws.Workspace, replace: str | None = None) -> str:
-    """Save the workspace as a new view, or over the one at the URL `replace`; return its URL.
+def save(workspace: ws.Workspace) -> str:
+    """Save the workspace as a new view; return its URL.
 
     Raises:
         ConfigError: without a key or an answer, and where the server refuses.
     """
     if not _has_key():
-        raise ConfigError(
-            "no wandb key: run 'wandb login' or set WANDB_API_KEY; --json FILE needs none"
-        )
+        raise ConfigError("no wandb key: run 'wandb login' or set WANDB_API_KEY; --json needs none")
     try:
-        if replace is None:
-            return workspace.save().url
-        saved = ws.Workspace.from_url(replace)  # which keeps its address
-        for part in ("name", "sections", "settings", "runset_settings"):
-            setattr(saved, part, getattr(workspace, part))
-        return saved.save().url
+        return workspace.save().url
     except Exception as error:  # errors of every kind: wandb's own, its service's, pydantic's
         raise ConfigError(
             f"wandb did not save the workspace: {first_line(error).rstrip('. ')}; check the network, "
-            f"the key and {workspace.entity}/{workspace.project}, or use --json FILE"
+            f"the key and {workspace.entity}/{workspace.project}, or use --json"
         ) from error
 
 

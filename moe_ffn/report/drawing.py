@@ -33,7 +33,7 @@ HEALTHY = "#1a7f37"
 """The colour, almost transparent, behind healthy values; page.js takes it from the style sheet."""
 
 Value = float | None
-"""None where nothing finite was measured: JSON has no NaN, and plotly draws a gap."""
+"""A measured value; None where it is not finite: JSON has no NaN, and plotly draws a gap."""
 
 _FORMS = {
     "share": ".2%",
@@ -111,9 +111,16 @@ def _means(bins: np.ndarray, series: Series, num_bins: int) -> list[Value]:
 
 
 def rounded(value: float) -> float:
-    """Return seven significant digits: nobody sees more, and they would double the page."""
+    """Return seven significant digits; more would double the size of the page."""
     value = float(f"{value:.7g}")
     return int(value) if value == int(value) else value
+
+
+def plain_rows(values: Any) -> list[list[Value]]:
+    """Return the rows of a heat map with four decimals; None where a value is not finite."""
+    return [
+        [round(float(value), 4) if np.isfinite(value) else None for value in row] for row in values
+    ]
 
 
 def describe_points(found: Sequence[Series], max_points: int, what: str = "point") -> str:

@@ -10,7 +10,7 @@ T tokens, N (token, expert) pairs, E experts
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -19,10 +19,11 @@ import torch
 from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.prepare import cached_validation
+from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report.assignments import Assignment, add_batch
+from moe_ffn.outputs import Routing
 from moe_ffn.report.run_summary import evenly_chosen
-from moe_ffn.report.trace import visible
+from moe_ffn.report.trace import origin, visible
 from moe_ffn.runs.reader import Run
 
 MAX_FLOPS = 2e10
@@ -36,21 +37,98 @@ MIN_COUNT = 5
 CONTEXT = 24
 """Bytes of text before a token; half as many after it."""
 
-NOWHERE = -1
-"""In `RoutedLayer.heaviest_T`, for a token that no expert computed."""
+
+# -- experts that tokens chose
+
+NOT_REACHED = -1
+"""Value in `first_T` of a token that did not come to this router."""
 
 
-@dataclass(frozen=True, eq=False)
-class RoutedLayer:
-    """Experts of a layer's router, and the tokens that they computed."""
+@dataclass
+class Assignment:
+    """Experts that each token chose at one router."""
 
-    experts: tuple[str, ...]
-    """Name of each: its number, after a word such as `zero` without a network; or `through` of a gate."""
-    token_ids_N: np.ndarray
-    """Place in the text of each pair's token, in [0, T)."""
-    expert_ids_N: np.ndarray
-    heaviest_T: np.ndarray
-    """Expert with the largest weight at each token; `NOWHERE` where none computed it."""
+    name: str
+    """Name, such as `layer_03` or `layer_03/inner`."""
+    expert_names: tuple[str, ...]
+    num_tokens: int
+    """T"""
+    first_T: np.ndarray = field(init=False)
+    """Expert of the largest weight; E where the router chose none, NOT_REACHED where the token never came."""
+    _pairs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.first_T = np.full(self.num_tokens, NOT_REACHED, dtype=np.int32)
+
+    def add(self, routing: Routing, came_from: np.ndarray, *, with_dropped: bool = True) -> None:
+        """Count the pairs of a batch.
+
+        Args:
+            came_from: (routing.num_tokens,) place in the text of each token; NOT_REACHED for padding.
+            with_dropped: count pairs that their expert had no place for.
+        """
+        kept = routing.real_N if with_dropped else routing.computed_N
+        tokens = came_from[routing.token_ids_N[kept].cpu().numpy()].astype(np.int32)
+        experts = routing.expert_ids_N[kept].cpu().numpy().astype(np.int32)
+        weights = routing.weights_N[kept].detach().float().cpu().numpy()
+        self.first_T[came_from[came_from >= 0]] = routing.num_experts
+        # The heaviest is written last; among equals, the first that the router lists.
+        order = np.lexsort((-np.arange(len(weights)), weights))
+        self.first_T[tokens[order]] = experts[order]
+        self._pairs.append((tokens, experts))
+
+    @property
+    def num_experts(self) -> int:
+        """E"""
+        return len(self.expert_names)
+
+    @property
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return token and expert of each pair, (N,)."""
+        tokens, experts = zip(*self._pairs, strict=True)
+        return np.concatenate(tokens), np.concatenate(experts)
+
+    @property
+    def reached_T(self) -> np.ndarray:
+        return self.first_T != NOT_REACHED
+
+
+def add_batch(
+    assignments: dict[str, Assignment],
+    routings: Mapping[str, Routing],
+    infos: Mapping[str, RouterInfo],
+    first: int,
+    num_tokens: int,
+    *,
+    with_dropped: bool = True,
+) -> None:
+    """Count the routings of a batch that begins at token `first` of a text of `num_tokens`.
+
+    Routers that list pairs of very many experts are left out.
+    """
+    gates = [name for name, info in infos.items() if info.is_gate]
+    for name, routing in routings.items():
+        if routing.is_listed:
+            continue
+        if name not in assignments:
+            info = infos.get(name)
+            names = tuple(map(str, range(routing.num_experts)))
+            if info is not None:
+                names = ("through",) if info.is_gate else info.expert_names()
+            assignments[name] = Assignment(name, names, num_tokens)
+        places = came_from(routings, name, gates, first)
+        assignments[name].add(routing, places, with_dropped=with_dropped)
+
+
+def came_from(
+    routings: Mapping[str, Routing], name: str, gates: Sequence[str], first: int
+) -> np.ndarray:
+    """Return the places in the text of a routing's tokens, in a batch that begins at token `first`."""
+    inside = origin(routings, name, gates)
+    if inside is None:
+        return np.arange(routings[name].num_tokens) + first
+    places = inside.cpu().numpy()
+    return np.where(places < 0, NOT_REACHED, places + first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +140,8 @@ class RoutedText:
     """Token at each place, window after window."""
     seq_len: int
     """Tokens of a window."""
-    layers: Mapping[str, RoutedLayer]
-    """Name, such as `layer_03` or `layer_03/inner` -> layer."""
+    layers: Mapping[str, Assignment]
+    """Name, such as `layer_03` or `layer_03/inner` -> choices of its router."""
 
     def text(self, start: int, end: int) -> bytes:
         return b"".join(self.vocabulary[token] for token in self.ids_T[start:end])
@@ -98,13 +176,7 @@ def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
             routings = decoder(ids_BS).routings
         add_batch(assignments, routings, infos, first, ids_WS.size, with_dropped=False)
         first += ids_BS.numel()
-    layers = {name: routed_layer(found) for name, found in assignments.items()}
-    return RoutedText(saved.tokenizer.token_bytes, ids_WS.reshape(-1), data.seq_len, layers)
-
-
-def routed_layer(found: Assignment) -> RoutedLayer:
-    heaviest_T = np.where(found.first_T < found.num_experts, found.first_T, NOWHERE)
-    return RoutedLayer(found.expert_names, *found.pairs, heaviest_T)
+    return RoutedText(saved.tokenizer.token_bytes, ids_WS.reshape(-1), data.seq_len, assignments)
 
 
 # -- what an expert takes
@@ -149,12 +221,12 @@ def expert_tokens(
         num_tokens: length of each list.
         num_contexts: places in the text for each token, evenly spread.
     """
-    here = routed.layers[layer]
+    tokens_N, experts_N = routed.layers[layer].pairs
     vocab_size = len(routed.vocabulary)
     base_V = np.bincount(routed.ids_T, minlength=vocab_size) / len(routed.ids_T)
     found: list[ExpertTokens] = []
-    for expert, name in enumerate(here.experts):
-        places = np.sort(here.token_ids_N[here.expert_ids_N == expert])
+    for expert, name in enumerate(routed.layers[layer].expert_names):
+        places = np.sort(tokens_N[experts_N == expert])
         counts_V = np.bincount(routed.ids_T[places], minlength=vocab_size)
         shares_V = counts_V / max(len(places), 1)
         lifts_V = np.divide(shares_V, base_V, out=np.zeros(vocab_size), where=base_V > 0)
@@ -165,7 +237,7 @@ def expert_tokens(
             return TopToken(
                 visible(routed.vocabulary[place]),
                 int(counts[place]),
-                contexts=tuple(_context(routed, int(at)) for at in spread),
+                contexts=tuple(context(routed, int(at)) for at in spread),
                 share=float(counts[place] / len(of)),
                 lift=float(counts[place] / len(of) / base_V[place]),
             )
@@ -179,7 +251,7 @@ def expert_tokens(
         found.append(
             ExpertTokens(
                 name,
-                len(places) / max(len(here.token_ids_N), 1),
+                len(places) / max(len(tokens_N), 1),
                 tuple(map(token, frequent[:num_tokens])),
                 tuple(map(token, typical[:num_tokens])),
             )
@@ -192,7 +264,7 @@ def _spread(items: np.ndarray, max_items: int) -> np.ndarray:
     return items[(2 * np.arange(count) + 1) * len(items) // max(2 * count, 1)]
 
 
-def _context(routed: RoutedText, place: int) -> tuple[str, str, str]:
+def context(routed: RoutedText, place: int) -> tuple[str, str, str]:
     """Return the text before a token, the token, and the text after, within its window."""
     start = place - place % routed.seq_len
     before = routed.text(max(start, place - CONTEXT), place)[-CONTEXT:]
@@ -202,9 +274,11 @@ def _context(routed: RoutedText, place: int) -> tuple[str, str, str]:
 
 
 def stretches(routed: RoutedText, layer: str, window: int) -> list[tuple[int, bytes]]:
-    """Return a window as (expert, text), cut where the expert with the largest weight changes."""
+    """Return a window as (expert, text), cut where the heaviest expert changes; -1 for none."""
     places = slice(window * routed.seq_len, (window + 1) * routed.seq_len)
-    ids, experts = routed.ids_T[places], routed.layers[layer].heaviest_T[places]
+    here = routed.layers[layer]
+    first_T = np.where(here.first_T < here.num_experts, here.first_T, NOT_REACHED)
+    ids, experts = routed.ids_T[places], first_T[places]
     pairs = zip(experts.tolist(), ids.tolist(), strict=True)
     return [
         (expert, b"".join(routed.vocabulary[token] for _, token in group))
@@ -262,7 +336,7 @@ def _layer_view(routed: RoutedText, name: str) -> LayerView:
     busiest = sorted(experts, key=lambda found: -found[1].share)[:MAX_EXPERTS]
     return LayerView(
         f"layer {short_name(name)}",
-        routed.layers[name].experts,
+        routed.layers[name].expert_names,
         [
             [(expert, text.decode("utf-8", "backslashreplace")) for expert, text in found]
             for found in (stretches(routed, name, window) for window in range(num_windows))

@@ -33,6 +33,7 @@ from moe_ffn.report.drawing import (
     describe_points,
     form_of,
     line_figure,
+    plain_rows,
     scale_of,
 )
 from moe_ffn.report.run_summary import measured
@@ -54,7 +55,7 @@ MAX_TEXTS = 12
 MAX_CELLS = 4000
 """Most cells of a heat map of layers."""
 
-MAX_LOADS = 240_000
+MAX_LOADS = 120_000
 """Most cells of the load heat maps of all layers: a page of a large run has under a megabyte of data."""
 
 ROW_NAMES = {"train": "training", "validation": "validation"}
@@ -148,18 +149,16 @@ def load(run: Run, layer: int | str) -> go.Figure:
     rows = sum(map(len, run.loads.values()))
     columns = min(max(MAX_LOADS // rows, 32), 200)
     grid = average(run.loads[name], columns)
-    num_experts, shares = len(grid.values), np.array(grid.values, dtype=float)
+    num_experts = len(grid.values)
     return heat_figure(
         grid.steps,
         range(num_experts),
-        shares * num_experts,
+        plain_rows(np.array(grid.values, dtype=float) * num_experts),
         (STEP_AXIS, "expert"),
         title=f"Load, {_title(name)}",
         note=describe_points(run.loads[name], columns, "column"),
-        hover="step %{x:,~r}, expert %{y}<br><b>%{customdata:.2%}</b> of the pairs, "
-        "<b>%{z:.2f}</b> times the even share",
-        customdata=shares,
-        meta={"is_packed": True, "stops": {r: place for r, (place, _) in LOAD_SCALE.items()}},
+        hover="step %{x:,~r}, expert %{y}: <b>%{z:.2f}</b> times the even share",
+        meta={"stops": {r: place for r, (place, _) in LOAD_SCALE.items()}},
         **LOAD_OPTIONS,
     )
 
@@ -224,7 +223,7 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
     return heat_figure(
         experts,
         experts,
-        shares,
+        plain_rows(shares),
         ("expert j", "expert i"),
         title=f"{metric.title}, {_title(name)}",
         note=f"On the validation split.{even}",
@@ -234,7 +233,6 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
         colorscale="Cividis",
         zmin=0,
         texttemplate="%{z:.0%}" if len(experts) <= MAX_TEXTS else None,
-        meta={"is_packed": True},
     )
 
 

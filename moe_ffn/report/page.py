@@ -53,17 +53,14 @@ def report_html(
     from moe_ffn.report.trace_view import PALETTE
 
     reload_every = reload_every if any(run.is_going_on for run in runs) else None
-    script = None if output is None else shared_script(output)
     if len(runs) > 1:
-        from moe_ffn.report.comparison_page import compare_runs, comparison_html, links_to
+        from moe_ffn.report.comparison_page import html_of_runs
 
-        links = {} if output is None else links_to({run.name: run.folder for run in runs}, output)
-        found = compare_runs(runs)
-        return comparison_html(found, links=links, reload_every=reload_every, script=script)
+        return html_of_runs(runs, output, reload_every)
     return render_plots(
         "run.html",
         plots_of_run(runs[0]),
-        script=script,
+        script=None if output is None else shared_script(output),
         title=runs[0].name,
         runs=runs,
         run_summary=run_summary,

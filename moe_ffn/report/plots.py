@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from plotly.offline import get_plotlyjs
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
@@ -21,12 +19,12 @@ from moe_ffn.report.drawing import LIGHT
 from moe_ffn.report.html import render
 from moe_ffn.runs.reader import Run
 
-MAX_PAIRS = 200_000
+MAX_PAIRS = 100_000
 """Most pairs of experts in all co-activation heat maps; of more some layers are left out."""
 
 NOT_DRAWN = {
     "bits_per_byte": "the loss in another unit",
-    "objective": "the loss, and what balancing adds to it, which is said beside the balancing losses",
+    "objective": "the loss, and what balancing adds to it, which the note of the balancing losses gives",
     "tokens": "the step times the tokens of a step",
     "load_cv": "as MaxVio",
     "entropy_of_mean": "as MaxVio",
@@ -38,9 +36,6 @@ FOLDED = {"tokens_per_second", "learning_rate"}
 
 FIRST = ("max_violation", "dropped_fraction", "entropy", "logit_max", "churn", "dead_experts")
 """Metrics of layers that the page shows at once; the others are folded."""
-
-NOT_MEASURED = 65535
-"""Missing value in the packed shares of a heat map."""
 
 
 @dataclass
@@ -187,28 +182,11 @@ def shared_script(page: Path) -> str | None:
 
 
 def plain_figure(figure: Any) -> dict[str, Any]:
-    """Return a figure as plain values, without title and template: the page has a heading and colours.
-
-    Shares are packed, since they are by far the most numbers; page.js unpacks them.
-    """
+    """Return a figure as plain values, without title and template: the page has a heading and colours."""
     found = figure.to_plotly_json()
     layout = found["layout"]
     for key in ("title", "template", "meta"):
         del layout[key]
     layout["height"] -= TITLE_HEIGHT
     layout["margin"]["t"] -= TITLE_HEIGHT
-    for trace, drawn in zip(found["data"], figure.data, strict=True):
-        if trace.get("meta", {}).pop("is_packed", False):
-            trace.pop("customdata", None)
-            shares = drawn.z if drawn.customdata is None else drawn.customdata
-            del trace["z"]
-            trace["meta"] |= {"rows": len(shares), "shares": pack_shares(shares)}
     return found
-
-
-def pack_shares(shares: Any) -> str:
-    """Return shares as base64 of little-endian 16-bit integers, row after row; NaN is `NOT_MEASURED`."""
-    values = np.asarray(shares, dtype=float)
-    packed = np.rint(np.clip(values, 0, 1) * (NOT_MEASURED - 1))
-    packed = np.where(np.isnan(values), NOT_MEASURED, packed)
-    return base64.b64encode(packed.astype("<u2").tobytes()).decode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -96,9 +96,9 @@ STATES = {
 """State of a run -> class of the style sheet, and text."""
 
 
-def ffn_type(run: Run) -> str:
-    """Return the type of the feed-forward block, its experts, and the layers that differ."""
-    ffn = run.option("model.ffn")
+def ffn_type(option: Callable[[str], Any]) -> str:
+    """Return the type of the block, its experts, and the layers that differ."""
+    ffn = option("model.ffn")
     if not isinstance(ffn, dict):
         return "unknown block"
     name = str(ffn.get("type", "unknown block"))
@@ -108,7 +108,7 @@ def ffn_type(run: Run) -> str:
     if isinstance(router, dict):
         k = f" k = {router['k']}" if "k" in router else ""
         name += f", {router.get('type', 'unknown')}{k}"
-    others = run.option("model.ffn_at")
+    others = option("model.ffn_at")
     if isinstance(others, dict) and others:
         name += "; differs in layers " + ", ".join(map(str, others))
     return name
@@ -341,19 +341,3 @@ def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
         return list(items)
     last = len(items) - 1
     return [items[round(place * last / (max_items - 1))] for place in range(max_items)]
-
-
-# -- several runs side by side
-
-
-def best_runs(runs: Sequence[Run]) -> list[bool]:
-    """Return True for each run with the lowest loss of several."""
-    losses = [finite(final(run, "validation/loss")) for run in runs]
-    found = [loss for loss in losses if loss is not None]
-    return [len(found) > 1 and loss == min(found) for loss in losses]
-
-
-def precisions(runs: Sequence[Run]) -> str:
-    """Return the number format of each run in order, or one that all share."""
-    names = [str(run.fact("precision") or "unknown") for run in runs]
-    return ", ".join(names) if len(set(names)) > 1 else names[0]

@@ -1,33 +1,137 @@
-"""Fits to the runs of a study: a section of its page for each name in `fit`, with its figure."""
+"""Points and lines of a study's figures, and the sections of its page that fit something to them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.sizes import TRAINING_FLOPS
 from moe_ffn.report.arm_sizes import SizedLine, over_sizes
-from moe_ffn.report.html import NONE, compact
+from moe_ffn.report.html import NONE, compact, finite
 from moe_ffn.report.markdown import markdown_table, with_interval
-from moe_ffn.report.study_points import (
-    AXIS_NAMES,
-    axis_name,
-    axis_of,
-    curve_of,
-    line_of,
-    lines_over,
-    loss_of,
-    size_of,
-    sizes_of,
-)
 from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.crossover import Point, crossover, gaps, loss_by_flops
 from moe_ffn.studies.isoflop import Parabola, fit_isoflop, fit_parabola
-from moe_ffn.studies.leverage import LEVERAGE_LIMITS, leverage
-from moe_ffn.studies.scaling_laws import CLARK, Fit, Law, fit, power_law
+from moe_ffn.studies.leverage import LEVERAGE_LIMITS, Curve, leverage
+from moe_ffn.studies.result import RunResult
+from moe_ffn.studies.scaling_laws import CLARK, E_MAX, E_START, Fit, Law, fit, power_law
+from moe_ffn.studies.statistics import mean_interval
+
+# -- points and lines
+
+AXIS_NAMES = {
+    "params": "parameters",
+    "active_params": "active parameters",
+    "flops_per_token": "forward FLOPs per token",
+    "expansion": "total over active parameters of the feed-forward blocks",
+}
+"""Axis that is no option of a run -> its title."""
+
+
+def line_of(arm: Arm) -> str:
+    """Return an arm's name up to the first comma: arms that agree in it are one line of a figure."""
+    return arm.name.partition(",")[0]
+
+
+def loss_of(run: RunResult) -> float:
+    return run.outcome.validation_loss or math.nan
+
+
+def size_of(run: RunResult, axis: str) -> float:
+    """Return a run's place on an axis; NaN where it has none."""
+    model, ffn = run.budget.model, run.budget.ffn
+    if axis == "expansion":
+        value = ffn.params / ffn.active_params if ffn.active_params else None
+    elif axis in AXIS_NAMES:
+        value = getattr(model, axis)
+    else:
+        value = run.option(axis)
+    number = finite(value)
+    return float(number) if number is not None and number > 0 else math.nan
+
+
+def sizes_of(runs: Sequence[RunResult], axis: str) -> list[float]:
+    return [size_of(run, axis) for run in runs]
+
+
+def without_seeds(arms: Sequence[Arm]) -> Sequence[Arm]:
+    """Return the arms with losses less the effect that their seed has on all arms alike.
+
+    That effect moves no minimum and no slope. Arms that do not share their seeds stay as they are.
+    """
+    seeds = arms[0].seeds
+    if len(arms) == 1 or any(arm.seeds != seeds for arm in arms):
+        return arms
+    means = {seed: fmean(arm.losses[seed] for arm in arms) for seed in seeds}
+    whole = fmean(means.values())
+    # Of A arms, the subtracted means also took 1 / A of the variance.
+    scale = math.sqrt(len(arms) / (len(arms) - 1))
+
+    def moved(run: RunResult, arm: Arm) -> RunResult:
+        loss = arm.loss + (loss_of(run) - means[run.seed] + whole - arm.loss) * scale
+        outcome = run.outcome.model_copy(update={"validation_loss": loss})
+        return run.model_copy(update={"outcome": outcome})
+
+    return [replace(arm, results=[moved(run, arm) for run in arm.results]) for arm in arms]
+
+
+def axis_of(study: StudyConfig) -> str | None:
+    """Return the axis that a study names, or the only option of its grid with several numbers."""
+    numeric = [
+        key
+        for key, values in study.grid.items()
+        if len(values) > 1 and all(isinstance(value, int | float) for value in values)
+    ]
+    return study.axis or (numeric[0] if len(numeric) == 1 else None)
+
+
+def axis_name(axis: str) -> str:
+    return AXIS_NAMES.get(axis, axis)
+
+
+def lines_over(arms: Sequence[Arm], axis: str) -> list[SizedLine]:
+    """Return final losses over an axis; no line where fewer than two places of it are known.
+
+    An arm's name begins with its line; where that part moves along the axis, the rest is the line.
+    """
+    every = {arm.name: size_of(arm.results[0], axis) for arm in arms}
+    places = {name: x for name, x in every.items() if not math.isnan(x)}
+    if len(set(places.values())) < 2:
+        return []
+
+    def spread(part: int) -> float:
+        groups: dict[str, list[float]] = {}
+        for name, x in places.items():
+            groups.setdefault(name.partition(",")[part], []).append(x)
+        return max(max(found) / min(found) for found in groups.values())
+
+    part = 0 if spread(0) >= spread(2) else 2
+    found: dict[str, dict[float, list[float]]] = {}
+    for arm in arms:
+        if arm.name in places:
+            points = found.setdefault(arm.name.partition(",")[part], {})
+            points.setdefault(places[arm.name], []).extend(arm.losses.values())
+    return [SizedLine(name or "all arms", points) for name, points in found.items()]
+
+
+def curve_of(run: RunResult) -> Curve:
+    """Return the training FLOPs and losses of a run's validations."""
+    per_token = TRAINING_FLOPS * run.budget.model.flops_per_token
+    pairs = [
+        (float(tokens * per_token), loss)
+        for tokens, loss in zip(run.validation.tokens, run.validation.losses, strict=True)
+        if tokens > 0 and loss is not None
+    ]
+    return [x for x, _ in pairs], [loss for _, loss in pairs]
+
+
+# -- sections
 
 Image = Callable[[str, Any, str], str]
 """Name, plotly figure, alternative text -> the figure in Markdown; empty where the page does not show it."""
@@ -77,8 +181,7 @@ def _clark(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
         [loss_of(run) for run in runs],
         CLARK,
         "N are the active parameters of the model; E the parameters of the feed-forward blocks over those "
-        "that a token uses.",
-        held=("E_start", "E_max"),
+        f"that a token uses. E_start ({E_START}) and E_max ({E_MAX}) are the published ones.",
     )
 
 
@@ -109,7 +212,7 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
     law = _fitted(
         {"G": sizes_of(runs, axis)},
         [loss_of(run) for run in runs],
-        power_law("G", "granularity"),
+        power_law("G"),
         "At one size and one number of tokens Krajewski's form is this one in G alone.",
     )
     table = markdown_table(["line", "granularity with the lowest loss", "why none"], rows)
@@ -176,27 +279,11 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
 
 
 def _fitted(
-    variables: Mapping[str, Sequence[float]],
-    losses: Sequence[float],
-    law: Law,
-    note: str,
-    held: Sequence[str] = (),
+    variables: Mapping[str, Sequence[float]], losses: Sequence[float], law: Law, note: str
 ) -> str:
-    """Return a table of the parameters of a fit, or the reason why there is none.
-
-    Args:
-        held: parameters to hold at their published values where the runs do not determine them.
-    """
-    fixed = {name: law.published[name] for name in held}
-    found = None
+    """Return a table of the parameters of a fit, or the reason why there is none."""
     try:
-        with suppress(ConfigError) if held else nullcontext():  # too few to determine all
-            found = fit(law, variables, losses)
-        if found is None or {*held} & {*found.undetermined}:
-            note += (
-                f" {' and '.join(held)} cannot be told from these runs, and are held as published."
-            )
-            found = fit(law, variables, losses, fixed=fixed)
+        found = fit(law, variables, losses)
     except ConfigError as error:
         return f"`{law.formula}` ({law.source}): no fit; {error}."
     rows = [
@@ -236,3 +323,82 @@ FITS: Mapping[str, tuple[str, Callable[[Image, StudyConfig, Sequence[Arm]], str]
     "leverage": ("Efficiency leverage", _leverage),
 }
 """Name in a study's `fit` -> title and text of its section."""
+
+# -- losses by the FLOPs of all training
+
+Lines = Mapping[str, Sequence[Point]]
+"""Arm, up to the first comma of its name -> its points."""
+
+
+def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
+    """Return the section; empty where the study does not give `initial_flops`."""
+    if study.initial_flops is None:
+        return ""
+    runs = [run for arm in arms for run in arm.results]
+    lines = loss_by_flops(runs, study.initial_flops)
+    seeds = [
+        loss_by_flops([run for run in runs if run.seed == seed], study.initial_flops)
+        for seed in dict.fromkeys(run.seed for run in runs)
+    ]
+    drawn = [
+        SizedLine(name, {point.flops: point.losses for point in points})
+        for name, points in lines.items()
+    ]
+    title = "Final loss over the FLOPs of all training"
+    losses = [
+        [name, compact(point.flops), f"{point.loss:.4f}"]
+        for name, points in lines.items()
+        for point in points
+    ]
+    crossings = [
+        _crossing(lines, seeds, one, other)
+        for one, other in itertools.combinations(lines, 2)
+        if gaps(lines[one], lines[other])
+    ]
+    head = "arm|beside|at or below it from|by seeds alone|difference at the fewest|and at the most FLOPs"
+    parts = [
+        f"The model that runs began with (`init_from`) had taken {compact(study.initial_flops)} FLOPs; "
+        "here they are counted. Above, each run's own training is compared alone.",
+        image("all-flops", over_sizes(drawn, "FLOPs of all training", title=title), title),
+        markdown_table(["arm", "FLOPs of all training", "loss"], losses),
+        markdown_table(head.split("|"), crossings, num_texts=2),
+        "Between points the loss is a line in log FLOPs. Differences: of the loss, at the fewest and at the "
+        "most FLOPs that both arms have, paired by seed, with the 95 % interval (Student's t); beyond those "
+        "nothing was measured. All seeds began with one model, so that the scatter is that of the second "
+        "training alone.",
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _crossing(lines: Lines, seeds: Sequence[Lines], one: str, other: str) -> list[str]:
+    """Return the row of two arms; the first is the one that is lower at the most FLOPs that both have."""
+    if gaps(lines[one], lines[other])[-1][1] > 0:
+        one, other = other, one
+    found = crossover(lines[one], lines[other])
+    pairs = [
+        (seed[one], seed[other])
+        for seed in seeds
+        if all(_places(seed.get(arm, ())) == _places(lines[arm]) for arm in (one, other))
+    ]
+    by_seed = sorted(x for pair in pairs if (x := crossover(*pair)) is not None)
+    ends = " to ".join(dict.fromkeys(map(compact, (by_seed[0], by_seed[-1])))) if by_seed else NONE
+    return [
+        other,
+        one,
+        NONE if found is None else compact(found),
+        f"{ends} ({len(by_seed)} of {len(pairs)} seeds)",
+        *(_difference(pairs, end) for end in (0, -1)),
+    ]
+
+
+def _places(points: Sequence[Point]) -> list[float]:
+    return [point.flops for point in points]
+
+
+def _difference(pairs: Sequence[tuple[Sequence[Point], Sequence[Point]]], end: int) -> str:
+    if not pairs:
+        return NONE
+    ends = [gaps(*pair)[end] for pair in pairs]
+    values = [gap for _, gap in ends]
+    cell = with_interval(mean_interval(values), "{:+.4f}".format, fmean(values))
+    return f"{cell} at {compact(ends[0][0])}"

@@ -27,9 +27,14 @@ from moe_ffn.report.comparison_tables import markdown, tables, tuning_tables
 from moe_ffn.report.html import NONE, compact, write_page
 from moe_ffn.report.markdown import markdown_row, markdown_table
 from moe_ffn.report.plots import figures_page, shared_script
-from moe_ffn.report.study_crossover import loss_by_all_flops
-from moe_ffn.report.study_fits import FITS
-from moe_ffn.report.study_points import axis_name, axis_of, lines_over, without_seeds
+from moe_ffn.report.study_fits import (
+    FITS,
+    axis_name,
+    axis_of,
+    lines_over,
+    loss_by_all_flops,
+    without_seeds,
+)
 from moe_ffn.runs.folder import explaining
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import StudyConfig
@@ -60,7 +65,7 @@ class StudyPage:
     figures: dict[str, Any] = field(default_factory=dict)
     """Name -> plotly figure."""
     summary: str = ""
-    """Its row in the table of all studies."""
+    """Row in the table of all studies."""
 
     def image(self, name: str, figure: Any, alt: str) -> str:
         """Keep a figure; return it in Markdown, or nothing where the page does not show it."""

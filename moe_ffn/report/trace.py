@@ -63,7 +63,7 @@ class TokenTrace:
     visits: Mapping[str, Visit | None]
     """Name of a layer -> visit; None for padding, and for tokens that a gate around it skipped."""
     prediction: Prediction | None
-    """None in a model that sees both sides."""
+    """The model's guess; None in a model that sees both sides."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Layer:
     """A router and its experts."""
 
     name: str
-    """`layer_03`, and `layer_03/inner` inside a mixture of depths."""
+    """Name: `layer_03`, and `layer_03/inner` inside a mixture of depths."""
     experts: tuple[str, ...]
     """Name of each expert: its number, after a word such as `zero` where it has no network."""
     capacity: str
-    """`dropless`, or the capacity factor and the places of an expert."""
+    """The word `dropless`, or the capacity factor and the places of an expert."""
     shared_expert: str | None = None
     """Type of the block that every token also passes through."""
     is_gate: bool = False

@@ -284,7 +284,7 @@ class Comparison:
         names = sorted(groups, key=lambda name: name != baseline)
         seconds = step_seconds or {}
         untimed = [name for name in names if name not in seconds]
-        if untimed:  # a busy machine's clock beside a quiet one's would say nothing
+        if untimed:  # clocks of a busy and of a quiet machine do not compare
             seconds = {}
         found = [Arm(n, groups[n], bases[n], timed_step_seconds=seconds.get(n)) for n in names]
         by_name = {arm.name: arm for arm in found}
@@ -429,7 +429,7 @@ def _alone(arm: Arm) -> str:
 
 
 def p_text(p_value: float | None) -> str:
-    """`0.03`, `< 0.001`; a dash where there is none."""
+    """Return `0.03` or `< 0.001`; a dash where there is none."""
     if p_value is None:
         return "-"
     return "< 0.001" if p_value < 0.001 else f"{p_value:.2g}"
@@ -439,7 +439,7 @@ def p_text(p_value: float | None) -> str:
 
 
 def _reached(arm: Arm, base: Arm) -> Reached:
-    """A seed that the baseline has is held to the baseline's loss in it, another one to the mean."""
+    """Compare each seed with the baseline's loss of that seed, or with the mean where it lacks the seed."""
     found = [
         first_step_at(result, base.losses.get(result.seed, base.loss)) for result in arm.results
     ]

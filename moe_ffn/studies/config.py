@@ -97,7 +97,7 @@ class StudyConfig(Config, frozen=True):
     config: Annotated[Options, BeforeValidator(_null_is_empty)] = Field(default={})
     """Options of all runs, over the defaults and `base`; nested, or by dotted keys."""
     seeds: Seeds = Field(default=[0])
-    """Each arm is run once with each."""
+    """Seeds; each arm is run once with each."""
     arms: Annotated[dict[str, Options], BeforeValidator(_null_arms_are_empty)] = Field(default={})
     """Name -> options, over those of `config`; an arm may differ in several."""
     grid: Grid = Field(default={})
@@ -165,7 +165,7 @@ class StudyConfig(Config, frozen=True):
         return (arm for arm in self._arms() if not names or arm.name in names)
 
     def _name(self, arm: str, values: Mapping[str, Any]) -> str:
-        """`swiglu,d_ff=256`: an arm and its values; keys that end alike are given in full."""
+        """Return an arm and its values as `swiglu,d_ff=256`; keys that end alike are given in full."""
         keys = [*self.grid, *(self.tuning.grid if self.tuning else ())]
         ends = [key.rpartition(".")[2] for key in keys]
         parts = [arm] if arm else []
@@ -175,9 +175,9 @@ class StudyConfig(Config, frozen=True):
         return ",".join(parts)
 
     def planned_runs(self) -> list[PlannedRun]:
-        """Every run, seed by seed, the runs of tuning last.
+        """Return every run, seed by seed, the runs of tuning last.
 
-        A run of tuning that is one of its own arm is not listed again.
+        A run of tuning that equals a run of its arm is not listed again.
 
         Raises:
             ConfigError: options of a run are wrong, with the path in the study file; two arms are equal.
@@ -242,7 +242,7 @@ class StudyConfig(Config, frozen=True):
         given: Mapping[str, Any] | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> StudyConfig:
-        """The study in a file; its name is the file's stem, of `study.yaml` that of the folder.
+        """Read a study; its name is the stem of its file, or the folder of a `study.yaml`.
 
         Args:
             given: name or seeds, in the place of those in the file.
@@ -276,7 +276,7 @@ class StudyConfig(Config, frozen=True):
         return validate(cls, options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; a class in a file is named by its absolute path."""
+        """Return plain values; a class in a file is named by its absolute path."""
         return _plain(super().to_dict() | {key: getattr(self, key) for key in _FREE})
 
 
@@ -298,7 +298,7 @@ class PlannedRun:
     """Name of the arm, values of the grid and of the tuning included."""
     seed: int
     config: TrainConfig
-    """Its options; `config.run` names its folder."""
+    """Options of the run; `config.run` names its folder."""
     main_arm: str = ""
     """The arm without the values of the tuning."""
     tuning: Mapping[str, Any] = field(default_factory=dict)
@@ -315,14 +315,14 @@ class PlannedRun:
 
     @property
     def identity(self) -> str:
-        """Equal for two runs with the same options, whatever they are called."""
+        """Return a text that is equal for runs with the same options, whatever their names."""
         options = self.config.to_dict()
         del options["run"]
         return json.dumps(options, sort_keys=True)
 
 
 def _with_steps(config: TrainConfig, training_flops: float, arm: str) -> TrainConfig:
-    """The config with the number of steps that takes so many FLOPs of training."""
+    """Return the config with as many steps as take these FLOPs of training."""
     trainer = config.trainer
     steps = training_flops / (Budget.of(config).training_flops / trainer.max_steps)
     got = max(1, round(steps)) / steps
@@ -342,7 +342,7 @@ def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[Options]:
 
 
 def _nested(options: Mapping[Any, Any]) -> Options:
-    """The options without dotted keys, at whichever depth those stand."""
+    """Return options without dotted keys at any depth."""
     return nest(
         (str(key), _nested(value) if isinstance(value, Mapping) else value)
         for key, value in options.items()
@@ -354,7 +354,7 @@ def _no_arm(name: str, arms: Sequence[str]) -> str:
 
 
 def _in_a_name(value: Any) -> str:
-    """A value as part of a folder's name: `0.001`, `true`, `{type:moe}`."""
+    """Return a value as part of a folder's name: `0.001`, `true`, `{type:moe}`."""
     if isinstance(value, str):
         return value.replace("/", "_").replace("\\", "_")
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
@@ -362,7 +362,7 @@ def _in_a_name(value: Any) -> str:
 
 
 def _located(line: str, given: Mapping[str, Options], arm: str) -> str:
-    """A mistake after the part of the study file that it stands in."""
+    """Return a mistake after the part of the study file that it stands in."""
     path = line.partition(": ")[0].split(".")
     for where, options in reversed([*given.items()]):
         if _has(options, path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
 import numpy as np
 
@@ -22,19 +22,14 @@ class Point:
 
     @property
     def loss(self) -> float:
-        """Their mean."""
+        """Mean of the losses."""
         return fmean(self.losses)
-
-    @property
-    def sd(self) -> float | None:
-        """Over the seeds; None of one."""
-        return stdev(self.losses) if len(self.losses) > 1 else None
 
 
 def loss_by_flops(
     results: Sequence[RunResult], initial_flops: float
 ) -> Mapping[str, Sequence[Point]]:
-    """Arm, up to the first comma of its name -> a point for each length of its runs, by FLOPs.
+    """Return arm, up to the first comma of its name -> a point for each length of its runs, by FLOPs.
 
     Args:
         initial_flops: of training, added to runs that began with the weights of a folder (`init_from`).
@@ -55,7 +50,7 @@ def loss_by_flops(
 
 
 def gaps(one: Sequence[Point], other: Sequence[Point]) -> Sequence[tuple[float, float]]:
-    """FLOPs, and how far the loss of `other` is above that of `one` there, where both are measured.
+    """Return FLOPs, and how far the loss of `other` is above that of `one` there, where both are measured.
 
     From the fewest FLOPs that both have to the most, at each point of either; between points the loss is a
     line in log FLOPs. Empty where they share none.
@@ -71,7 +66,7 @@ def gaps(one: Sequence[Point], other: Sequence[Point]) -> Sequence[tuple[float, 
 
 
 def crossover(one: Sequence[Point], other: Sequence[Point]) -> float | None:
-    """The FLOPs from which the losses of `other` stay at or below those of `one`, see `gaps`.
+    """Return the FLOPs from which the losses of `other` stay at or below those of `one`, see `gaps`.
 
     Returns:
         None where both are not measured at so many FLOPs: they never cross where both are, or `other` is

@@ -24,7 +24,7 @@ VALIDATION_OPTIONS = ("seq_len", "validation_percent", "validation_tokens")
 
 
 def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The options of a run in which `other` differs from `base`, a line each: `model.d_model: 128 -> 256`.
+    """Return the options that differ from `base`, a line each: `model.d_model: 128 -> 256`.
 
     A family whose `type` differs is one line: `model.ffn: swiglu -> moe, 8 experts (swiglu), top-2`.
     """
@@ -35,13 +35,13 @@ def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]
 
 
 def differing(base: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Path of an option, its value in `base` and in `other`, of all that changes what is trained."""
+    """Yield path, value in `base` and value in `other` of each option that changes what is trained."""
     base, other = _of_one_version(base, other)
     yield from _differing(base, other, "")
 
 
 def _of_one_version(*runs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Options of runs with the defaults of those that an older version did not have.
+    """Return options of runs with the defaults of those that an older version did not have.
 
     All as they are, where this version does not read one of them, or it names code that is not trusted.
     """
@@ -76,7 +76,7 @@ def _described(path: str, value: Any, options: Mapping[str, Any]) -> str:
 
 
 def block_of(options: Mapping[str, Any]) -> str:
-    """The feed-forward block of a run's options in words.
+    """Return the feed-forward block of a run's options in words.
 
     Empty where its class is in code that is not trusted, which is not run, or it is of another version.
     """
@@ -91,7 +91,7 @@ _SAID = frozenset({"type", "num_experts", "k", "p", "d_ff", "backend"})
 
 
 def _set_options(config: Config, prefix: str = "") -> Iterator[str]:
-    """`router.scale 0.25`: the options that have another value than their default."""
+    """Yield the options whose value is not their default, as `router.scale 0.25`."""
     for name, option in type(config).model_fields.items():
         value, path = getattr(config, name), f"{prefix}{name}"
         default = option.get_default(call_default_factory=True, validated_data={})
@@ -103,7 +103,7 @@ def _set_options(config: Config, prefix: str = "") -> Iterator[str]:
 
 
 def identity(result: RunResult) -> str:
-    """Equal for runs that differ in nothing but their seed, and what does not change training."""
+    """Return a text that is equal for runs with the same training apart from the seed."""
     (options,) = _of_one_version(result.config)
     kept = {k: v for k, v in options.items() if k not in UNCOMPARED and v is not None}
     return json.dumps(kept, sort_keys=True)
@@ -125,7 +125,7 @@ def few_words(base: RunResult, other: RunResult) -> str:
 
 
 def require_comparable(results: Sequence[RunResult]) -> None:
-    """ConfigError where the losses do not compare: other data, another tokenizer, other validation windows.
+    """Raise a ConfigError where data, tokenizer or validation windows differ, so that losses do not compare.
 
     It names the option at fault, both values, and the runs.
     """
@@ -149,7 +149,7 @@ def require_comparable(results: Sequence[RunResult]) -> None:
 
 
 def _data_difference(one: Sequence[RunResult], other: Sequence[RunResult]) -> str:
-    """`data.seq_len is 128 in a and b, 256 in c`; the fingerprint where no option tells."""
+    """Return `data.seq_len is 128 in a, 256 in c`, or the fingerprints where the options are the same."""
     ours, theirs = flatten(one[0].config), flatten(other[0].config)
     for key in ours | theirs:
         is_of_data = key.startswith("data.") and key != "data.batch_size"

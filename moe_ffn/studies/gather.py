@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from moe_ffn.files import make_folder, read_bytes, read_object, write_whole
 from moe_ffn.runs.folder import (
     FACTS_FILE,
     SUMMARY_FILE,
-    TOKENIZER_FILE,
     explaining,
     is_run,
     reading,
@@ -25,7 +24,7 @@ from moe_ffn.studies.differences import few_words, identity
 from moe_ffn.studies.result import RESULTS_FILE, ROW_KEYS, RunResult, add_results, lines_of, natural
 
 TIMING_FILE = "timing.json"
-"""In the folder of a study: arm -> seconds of a step, measured while the machine did nothing else."""
+"""File in the folder of a study: arm -> seconds of a step, measured while the machine did nothing else."""
 
 
 @dataclass(frozen=True)
@@ -90,17 +89,13 @@ class Gathered:
                 f"{', '.join(absent[:3])}{more}."
             )
 
-    def write(self, folder: Path, where: str = "") -> None:
-        """Put what is committed into `folder`: the results in its table, the study, the timing.
-
-        Args:
-            where: the option that names the folder.
+    def write(self, folder: Path) -> None:
+        """Write results, study and timing into `folder`, to be committed.
 
         Raises:
             ConfigError: it cannot be written, or has a table that is damaged.
         """
-        problem = f"{where}: '{folder}' cannot be written".removeprefix(": ")
-        with explaining(problem, "choose another folder"):
+        with explaining(f"'{folder}' cannot be written", "choose another folder"):
             make_folder(folder)
             add_results(folder, self.results)
             if self.study is not None:
@@ -127,14 +122,11 @@ def _one_study(studies: Sequence[StudyConfig]) -> StudyConfig | None:
     return studies[0].model_copy(update={"seeds": [*dict.fromkeys(seeds)]})
 
 
-def gather(
-    paths: Sequence[Path], on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> Gathered:
+def gather(paths: Sequence[Path]) -> Gathered:
     """Read every run, and every committed result, each once.
 
     Args:
         paths: folders of runs, folders that hold runs or a table of results, tables.
-        on_progress: called with how many are read, and how many there are.
 
     Raises:
         ConfigError: a folder holds none, or none of them can be compared.
@@ -146,8 +138,7 @@ def gather(
     left_out: dict[Path, str] = {}
     unfit: set[str] = set()
     studies = {source.folder: source.study for source in sources if source.study}
-    for done, source in enumerate(sources):
-        on_progress(done, len(sources))
+    for source in sources:
         try:
             result = source.read()
         except ConfigError as error:
@@ -158,7 +149,6 @@ def gather(
             unfit.add(result.name)
         else:
             found.append((result, source))
-    on_progress(len(sources), len(sources))
     if not found:
         first, *others = left_out.values()
         more = f"; {len(others)} more cannot be compared either" if others else ""
@@ -285,7 +275,7 @@ def _unfit(result: RunResult, path: Path) -> str:
     if outcome.validation_loss is None:
         return "has no finite validation loss"
     if None in (result.fingerprints.get("corpus"), result.fingerprints.get("tokenizer")):
-        return f"does not say what it was trained on: {FACTS_FILE} or {TOKENIZER_FILE} is damaged"
+        return f"does not say what it was trained on: {FACTS_FILE} is damaged"
     return ""
 
 

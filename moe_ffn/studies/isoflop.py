@@ -42,7 +42,7 @@ class Parabola:
 
 
 def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int = 0) -> Parabola:
-    """A parabola of the loss in log(size), by least squares, and its minimum, if one is among the sizes.
+    """Fit a parabola of the loss in log(size) by least squares, and its minimum, if one is among the sizes.
 
     Raises:
         ConfigError: a value is not positive and finite, the loss is the same in all runs, or there are fewer
@@ -120,7 +120,7 @@ class IsoFlop:
 
 
 def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence[float]) -> IsoFlop:
-    """At each budget a parabola in log N, and a power law through their minima (Hoffmann et al., approach 2).
+    """Fit a parabola in log N at each budget, and a power law through the minima (approach 2).
 
     Args:
         flops: training FLOPs of each run; runs whose FLOPs differ by less than 5 % are of one budget.

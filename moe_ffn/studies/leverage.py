@@ -36,7 +36,7 @@ class Leverage:
     """Efficiency leverage, C_dense / C_MoE at equal loss (Tian et al. 2025, arXiv 2507.17702)."""
 
     by_seed: Mapping[int, float]
-    """At the loss that both curves of a seed reach: the higher of their lowest."""
+    """Seed -> leverage at the loss that both curves reach: the higher of their lowest."""
     interval: Interval | None
     """Geometric mean over the seeds, with an interval by Student's t; None of fewer than 3 seeds."""
 

@@ -7,20 +7,19 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ffn.config.errors import ConfigError, explain
 from moe_ffn.config.option_tree import flatten
-from moe_ffn.files import read_bytes, read_text, write_whole
+from moe_ffn.files import read_bytes, write_whole
 from moe_ffn.model.decoder import is_inner
-from moe_ffn.runs.folder import CONFIG_FILE, SUMMARY_FILE, TOKENIZER_FILE, reading
-from moe_ffn.runs.identity import tokenizer_sha256
+from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, SUMMARY_FILE, reading
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies.budget import Budget, Cost
@@ -81,7 +80,7 @@ class Outcome(_Value):
     wall_seconds: float | None = None
     """Seconds from the first step to the end, with validations and checkpoints."""
     peak_memory_bytes: int | None = None
-    """On a GPU of its tensors, else of the process."""
+    """Peak of the tensors on a GPU, otherwise of the process."""
     max_violation: float | None = None
     """MaxVio of the last validation, mean of the sparse layers; null without one."""
     dropped_fraction: float | None = None
@@ -105,7 +104,7 @@ class RunResult(_Value):
     """Dotted option -> value, of a further run that only shows where the arm's optimum lies; empty for the
     runs that are compared."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Every option, but for the places of its files."""
+    """Options of the run without the places of its files."""
     budget: Budget
     train: Curve = Curve()
     validation: Curve = Curve()
@@ -121,7 +120,7 @@ class RunResult(_Value):
 
     @property
     def name(self) -> str:
-        """`swiglu-seed0`, the name of its folder in a study."""
+        """Name of its folder in a study, such as `swiglu-seed0`."""
         return f"{self.arm}-seed{self.seed}"
 
     @property
@@ -194,7 +193,7 @@ class RunResult(_Value):
             },
             fingerprints={
                 "corpus": facts.corpus_sha256,
-                "tokenizer": facts.tokenizer_sha256 or _tokenizer_of(run.folder),
+                "tokenizer": facts.tokenizer_sha256,
                 "validation": facts.validation_sha256,
             },
         )
@@ -247,7 +246,7 @@ def _kept_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens_per_step(run: Run) -> int:
-    """ConfigError where the options that say it are lost."""
+    """Return the tokens of a step; raise a ConfigError where the options are lost."""
     keys = ("seed", "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches")
     options = flatten(run.options)
     for key in keys:
@@ -257,23 +256,25 @@ def _tokens_per_step(run: Run) -> int:
 
 
 def _budget(run: Run, tokens: int) -> Budget:
-    """Read the size of a run from its facts; compute it from the config if they lack it."""
     facts = run.facts
     model = (facts.num_params, facts.num_active_params, facts.flops_per_token)
     ffn = (facts.ffn_params, facts.ffn_active_params, facts.ffn_flops_per_token)
-    if None not in (*model, *ffn):
-        return Budget(Cost(*model), Cost(*ffn), tokens)  # pyright: ignore[reportArgumentType]
-    return replace(Budget.of(run.config), tokens=tokens)
+    known = [count for count in (*model, *ffn) if count is not None]
+    if len(known) < 6:
+        raise ConfigError(f"'{run.folder}' does not have its sizes: {FACTS_FILE} is damaged")
+    return Budget(Cost(*known[:3]), Cost(*known[3:]), tokens)
 
 
 def _curve(
     losses: Series, seconds: Series, tokens_per_step: int, *, is_mean: bool = False
 ) -> Curve:
     steps, values = thinned(losses, MAX_POINTS, is_mean=is_mean)
+    ends = [0, *seconds.steps], [0, *seconds.values]
+    at = np.interp(steps, *ends, right=math.nan).tolist()
     return Curve(
         steps=steps,
         tokens=[step * tokens_per_step for step in steps],
-        seconds=[_rounded(interpolate(seconds.steps, seconds.values, step), 3) for step in steps],
+        seconds=[_rounded(value, 3) for value in at],
         losses=[_rounded(value) for value in values],
     )
 
@@ -291,20 +292,6 @@ def thinned(series: Series, max_points: int, *, is_mean: bool) -> tuple[list[int
         [series.steps[part][-1] for part in parts],
         [fmean(part) if is_mean else part[-1] for part in values],
     )
-
-
-def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
-    """The value at `x` on the line through the points, ascending in x, which begins at (0, 0).
-
-    None behind the last point.
-    """
-    before = (0.0, 0.0)
-    for point in zip(xs, ys, strict=True):
-        if x <= point[0]:
-            share = (x - before[0]) / (point[0] - before[0]) if point[0] > before[0] else 1.0
-            return before[1] + share * (point[1] - before[1])
-        before = point
-    return None
 
 
 def first_at(xs: Sequence[float], ys: Sequence[float], y: float) -> float | None:
@@ -334,14 +321,6 @@ def _date(path: Path) -> str | None:
     try:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
     except OSError:
-        return None
-
-
-def _tokenizer_of(folder: Path) -> str | None:
-    """The fingerprint of a run's tokenizer from its own file; None where that is lost."""
-    try:
-        return tokenizer_sha256(json.loads(read_text(folder / TOKENIZER_FILE)))
-    except (OSError, ValueError):
         return None
 
 

@@ -65,15 +65,15 @@ def _special() -> Any:
     return special
 
 
-def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
-    """Their mean, plus and minus t(n - 1) s / sqrt(n): Student's interval over seeds.
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """Return Student's interval over seeds: the mean, plus and minus t(n - 1) s / sqrt(n).
 
     None of fewer than `MIN_SEEDS`.
     """
     if len(values) < MIN_SEEDS:
         return None
     mean = fmean(values)
-    margin = t_quantile((1 + level) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    margin = t_quantile((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - margin, mean + margin)
 
 
@@ -86,12 +86,10 @@ class Difference:
     num_pairs: int
     """Seeds that both have, or windows."""
     interval: Interval | None = None
-    """None of fewer than `MIN_SEEDS` seeds, as are the p-value and what follows from it."""
+    """Interval of the mean; None with fewer than `MIN_SEEDS` seeds, like the fields that follow."""
     p_value: float | None = None
     """Two-sided, of no difference, after Holm's correction; None over windows, of which no claim about
     training is made."""
-    simultaneous: Interval | None = None
-    """Wide enough that all intervals of the comparison hold at once with probability `LEVEL` (Bonferroni)."""
     detectable: float | None = None
     """See `detectable_difference`, at the strictest step of Holm's correction."""
     seeds_needed: int | None = None
@@ -105,7 +103,7 @@ class Difference:
 def paired_differences(
     arms: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]],
 ) -> dict[str, Difference]:
-    """Each arm minus its baseline by Student's paired t, over the seeds that both have; of two or more.
+    """Return each arm minus its baseline by Student's paired t, over two or more shared seeds.
 
     Pairs within a seed share their data order and their weights outside the block, so that what the seed
     does to both leaves the difference.
@@ -129,7 +127,6 @@ def paired_differences(
             len(d),
             mean_interval(d),
             p_values.get(name),
-            mean_interval(d, 1 - alpha),
             detectable_difference(sd, len(d), alpha=alpha) if name in judged else None,
             seeds_needed(sd, alpha=alpha),
         )
@@ -209,7 +206,7 @@ def bootstrap_interval(values: Sequence[float]) -> Interval:
 def resampled_residuals(
     residuals: Array, num_parameters: int, num_resamples: int, generator: np.random.Generator
 ) -> Array:
-    """Residuals drawn anew, (resamples, runs): centred, and as large as before the fit took its share."""
+    """Return residuals drawn with replacement, (resamples, runs), scaled to their size before the fit."""
     num_runs = len(residuals)
     centred = (residuals - residuals.mean()) * math.sqrt(num_runs / (num_runs - num_parameters))
     return centred[generator.integers(num_runs, size=(num_resamples, num_runs))]

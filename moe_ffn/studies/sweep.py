@@ -1,7 +1,7 @@
-"""The runs of a study, trained several at a time, each in a process of its own.
+"""Train the runs of a study, several at a time, each in its own process.
 
-What is done is found in the folders alone, so that a sweep can be killed at any moment. The process of a run
-inherits the lock of its log from the sweep, and holds it as long as it lives, even where the sweep is dead.
+The folders alone tell which runs are finished, so that a sweep can be killed at any moment. The process of a
+run inherits the lock of its log from the sweep, and holds it as long as it lives.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ except ImportError:  # Windows
     fcntl = None
 
 LOGS_FOLDER = "logs"
-"""In the folder of a study: what the process of each run printed."""
+"""Subfolder of a study with the output of each run's process."""
 
 ASIDE_FOLDER = "unfinished"
-"""In the folder of a study: runs that were cut off, and whose options are no longer the study's."""
+"""Subfolder of a study with unfinished runs whose options are no longer the study's."""
 
 _TAIL_BYTES, _TAIL_LINES = 100_000, 10
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 State = Literal["waiting", "training", "elsewhere", "finished", "failed"]
-"""`elsewhere`: another process trains it."""
+"""State of a run; `elsewhere` means that another process trains it."""
 
 
 # -- what is there already
@@ -202,10 +202,7 @@ class Job:
         if code is None:
             return False
         self.seconds = time.monotonic() - self._started_at
-        try:
-            self.look()
-        except ConfigError as error:  # its folder was tampered with meanwhile
-            self.fail(str(error))
+        self.look()
         if self.state == "training":
             self.fail(f"failed ({_exit_in_words(code)}); what it said is in {self.log}")
         return True
@@ -225,7 +222,7 @@ class Job:
 
     @property
     def validation_loss(self) -> float | None:
-        """In nats per token, of a run that is finished."""
+        """Final loss of a finished run, in nats per token."""
         return Summary.read(self.run.folder / run_folder.SUMMARY_FILE).validation_loss
 
     @property
@@ -329,14 +326,8 @@ class Sweep:
         return not self.of("waiting", "training", "elsewhere")
 
     @property
-    def share_done(self) -> float:
-        """Fraction of all runs' FLOPs that is done."""
-        done = sum(job.flops * job.step / job.max_steps for job in self.jobs)
-        return done / sum(job.flops for job in self.jobs)
-
-    @property
     def seconds_left(self) -> float | None:
-        """At the speed of this sweep so far; None before it has one."""
+        """Seconds left at the speed of this sweep so far; None before it has one."""
         done = left = 0.0
         for job in self.of("waiting", "training", "elsewhere"):
             left += job.flops * (1 - job.step / job.max_steps)
@@ -344,6 +335,14 @@ class Sweep:
             if job.state == "training" or job.seconds:
                 done += job.flops * (job.step - job.first_step) / job.max_steps
         return (time.monotonic() - self._began_at) / done * left if done else None
+
+    @property
+    def progress(self) -> str:
+        """Step of each run in training, and the time left; empty where none is trained here."""
+        left = self.seconds_left
+        steps = [f"{job.name}: step {job.step} of {job.max_steps}" for job in self.of("training")]
+        more = f"; about {in_words(left)} left" if steps and left is not None else ""
+        return f"{', '.join(steps)}{more}"
 
     def advance(self) -> Iterator[str]:
         """See which runs have ended, and start others in their places; yields what a person is to know."""
@@ -411,14 +410,14 @@ class Sweep:
 
 
 def in_words(seconds: float) -> str:
-    """`40 s`, `12 min` or `3.5 h`."""
+    """Return `40 s`, `12 min` or `3.5 h`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def write_study(study: StudyConfig, folder: Path) -> None:
-    """Put the study beside its runs.
+    """Write the study into the folder of its runs.
 
     Raises:
         ConfigError: it cannot be written.

@@ -13,12 +13,12 @@ import pytest
 
 from moe_ffn.cli.dashboard import parse_options
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.report.dashboard import DEFAULT_LAYERS, DEFAULT_NAME, build_workspace, to_json
+from moe_ffn.report.dashboard import build_workspace, to_json
 from tests.helpers.tiny_runs import run_here
 from tests.helpers.wandb_server import WandbServer, wandb_server
 
 WHERE = ("--entity", "team", "--project", "project")
-NO_KEY = "no wandb key: run 'wandb login' or set WANDB_API_KEY; --json FILE needs none"
+NO_KEY = "no wandb key: run 'wandb login' or set WANDB_API_KEY; --json needs none"
 
 
 @dataclass(frozen=True)
@@ -71,39 +71,20 @@ def server() -> Iterator[WandbServer]:
 def test_json_goes_to_standard_output_without_a_key(
     dashboard: Callable[..., Answer],
 ) -> None:
-    answer = dashboard(*WHERE, "--json", "-", "--name", "Ours", "--layers", "7")
+    answer = dashboard(*WHERE, "--json", WANDB_MODE="")
 
     assert (answer.code, answer.stderr) == (0, "")
     view = json.loads(answer.stdout)
-    assert (view["entity"], view["project"], view["displayName"]) == ("team", "project", "Ours")
-    assert "routing/layer_07/load" in answer.stdout
-    assert "routing/layer_00/load" not in answer.stdout
-
-
-def test_json_goes_to_a_file(dashboard: Callable[..., Answer], tmp_path: Path) -> None:
-    answer = dashboard(*WHERE, "--json", "view.json", WANDB_MODE="")
-
-    assert (answer.code, answer.stdout, answer.stderr) == (0, "", "")
-    view = json.loads((tmp_path / "view.json").read_text())
-    assert view["displayName"] == "Feed-forward blocks"
-
-
-def test_help_says_what_becomes_of_a_view_that_exists(dashboard: Callable[..., Answer]) -> None:
-    answer = dashboard("--help")
-
-    said = " ".join(answer.stdout.split())
-    assert f"default: {DEFAULT_NAME} " in said
-    assert f"default: {' '.join(map(str, DEFAULT_LAYERS))}. " in said
-    assert answer.code == 0
-    assert (
-        "Each call saves a new view in the project's list of saved views and prints its URL. What is "
-        "there is never changed, a view of the same name neither, unless --replace names it."
-    ) in said
+    assert (view["entity"], view["project"], view["displayName"]) == (
+        "team",
+        "project",
+        "Feed-forward blocks",
+    )
+    assert "routing/layer_00/load" in answer.stdout
 
 
 # ------------------------------------------------------------------------------------- refusals
 
-VIEW_URL = "https://wandb.ai/team/project?nw=abc"
 NO_NAME = (
     "is no name as in https://wandb.ai/ENTITY/PROJECT, which is not empty and has no space at its ends and "
     r"none of / \ # ? % :"
@@ -118,50 +99,10 @@ NO_NAME = (
         (["--entity", "e", "--project", "e/p"], f"--project ('e/p') {NO_NAME}"),
         (["--entity", "e\n", "--project", "p"], f"--entity ('e\\n') {NO_NAME}"),
         (["--entity", "e ", "--project", "p"], f"--entity ('e ') {NO_NAME}"),
-        ([*WHERE, "--name", " "], "--name (' ') is empty"),
-        (
-            [*WHERE, "--name", "a + b"],
-            "--name ('a + b') must not hold '+': wandb takes no symbols",
-        ),
-        (
-            [*WHERE, "--name", "\N{GRINNING FACE}"],
-            "--name ('\N{GRINNING FACE}') must not hold '\N{GRINNING FACE}': wandb takes no symbols",
-        ),
-        ([*WHERE, "--layers", "-1"], "--layers '-1' is not the number of a layer, such as 0"),
-        (
-            [*WHERE, "--layers", "layer_03"],
-            "--layers 'layer_03' is not the number of a layer, such as 0",
-        ),
-        (
-            [*WHERE, "--json", "."],
-            "--json: '.' cannot be written (Is a directory); choose another file",
-        ),
-        (
-            [*WHERE, "--json", "no/v.json"],
-            "--json: 'no/v.json' cannot be written (No such file or directory); choose another file",
-        ),
-        (
-            [*WHERE, "--json", "-", "--replace", VIEW_URL],
-            "--replace and --json exclude each other: --json sends nothing",
-        ),
-        (
-            [*WHERE, "--replace", "Ours"],
-            "--replace 'Ours' is not the URL of a saved view, "
-            "such as https://wandb.ai/ENTITY/PROJECT?nw=a0b1c2d3",
-        ),
-        (
-            [*WHERE, "--replace", "https://wandb.ai/team/other?nw=abc"],
-            "--replace 'https://wandb.ai/team/other?nw=abc' is not a view of team/project",
-        ),
-        (
-            [*WHERE, "--replace", "https://wandb.ai/team/project?nw=nwuserme"],
-            "--replace 'https://wandb.ai/team/project?nw=nwuserme' is somebody's personal workspace; "
-            "only saved views can be replaced",
-        ),
         (
             [*WHERE, "--colour"],
             "--colour: unknown; known: --help, --version, --verbose, --quiet, --entity, --project, "
-            "--name, --layers, --replace, --json",
+            "--json",
         ),
     ],
 )
@@ -172,22 +113,13 @@ def test_a_mistake_is_one_sentence(argv: list[str], said: str) -> None:
     assert str(caught.value) == said
 
 
-@pytest.mark.parametrize(
-    "suffix", ["?nw=abc", "/workspace?nw=abc", "?nw=abc&panelDisplayName=Loss"]
-)
-def test_a_view_is_named_by_any_form_of_its_url(suffix: str) -> None:
-    options = parse_options([*WHERE, "--replace", f"https://wandb.ai/team/project{suffix}"])
-
-    assert options.replace == "https://wandb.ai/team/project?nw=abc"
-
-
 def test_without_the_library_the_program_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(ConfigError) as caught:
-        parse_options([*WHERE, "--json", "-"])
+        parse_options([*WHERE, "--json"])
 
     assert str(caught.value) == (
         "the dashboard needs wandb-workspaces; install with: pip install '.[dashboard]'"
@@ -235,32 +167,6 @@ def without_ids(spec: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-@pytest.mark.slow
-def test_a_view_is_replaced_where_it_stands(
-    dashboard: Callable[..., Answer], server: WandbServer
-) -> None:
-    other = json.loads(dashboard(*WHERE, "--json", "-", "--layers").stdout)["spec"]
-    del other["section"]["panelBankConfig"]["sections"][1:]
-    server.spec = json.dumps(other)
-
-    answer = dashboard(
-        *WHERE,
-        "--name",
-        "New",
-        "--replace",
-        f"{server.url}/team/project?nw=abc",
-        **server.environment,
-    )
-
-    assert (answer.code, answer.stderr) == (0, "")
-    assert answer.stdout == f"{server.url}/team/project?nw=abc\n"
-    (sent,) = server.upserts
-    assert (sent["id"], sent["name"], sent["displayName"]) == ("ID1", "nw-abc-v", "New")
-    section = json.loads(sent["spec"])["section"]
-    names = [part["name"] for part in section["panelBankConfig"]["sections"]]
-    assert names == ["Training", "Efficiency", "Routing"]
-
-
 def test_a_refusal_of_the_server_is_passed_on(
     dashboard: Callable[..., Answer], server: WandbServer
 ) -> None:
@@ -270,7 +176,7 @@ def test_a_refusal_of_the_server_is_passed_on(
 
     assert answer.refusal == (
         "wandb did not save the workspace: input: project not found; check the network, the key and "
-        "team/project, or use --json FILE"
+        "team/project, or use --json"
     )
 
 
@@ -284,6 +190,6 @@ def test_a_server_that_never_answers_is_given_up(
 
     assert answer.refusal.startswith("wandb did not save the workspace: Failed to verify")
     assert answer.refusal.endswith(
-        "did not respond in time; check the network, the key and team/project, or use --json FILE"
+        "did not respond in time; check the network, the key and team/project, or use --json"
     )
     assert 4 < answer.seconds < 20

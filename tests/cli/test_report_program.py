@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +11,7 @@ import pytest
 
 from moe_ffn.report import page
 from moe_ffn.report.page import stamp_of, watch
+from moe_ffn.report.plots import share_script
 from tests.helpers.synthetic_run import age, write_run
 from tests.helpers.tiny_runs import Finished, run_here
 
@@ -68,7 +68,7 @@ def test_pages_of_a_folder_share_plotly_s_script(
 
     program("runs/a")
     assert "plotly's own" in Path("runs/a/report.html").read_text(), "a page alone is one file"
-    assert program("--shared-script", "runs/a")[0] == 0
+    share_script(Path("runs"))
     assert Path("runs/plotly.min.js").read_text() == "plotly's own"
     for argv, written, address in (
         (["runs/a"], "runs/a/report.html", "../plotly.min.js"),
@@ -82,48 +82,6 @@ def test_pages_of_a_folder_share_plotly_s_script(
     Path("runs/plotly.min.js").write_text("of another version")
     program("runs/a")
     assert "plotly's own" in Path("runs/a/report.html").read_text()
-
-    Path("elsewhere").mkdir()
-    assert program("runs/a", "--shared-script", "--output", "elsewhere/page.html")[0] == 0
-    assert Path("elsewhere/plotly.min.js").is_file()
-    assert '<script src="plotly.min.js"></script>' in Path("elsewhere/page.html").read_text()
-    Path("elsewhere/plotly.min.js").unlink()
-    Path("elsewhere/plotly.min.js").mkdir()
-    code, _, said = program("runs/a", "--shared-script", "--output", "elsewhere/page.html")
-    assert code == 2
-    assert said.startswith(
-        f"error: --shared-script: '{tmp_path}/elsewhere/plotly.min.js' cannot be"
-    )
-
-
-def test_the_rows_of_a_run_as_csv(program: Program) -> None:
-    dense(Path("a"))
-
-    assert program("a", "--csv", "rows.csv") == (0, "rows.csv\n", "")
-    assert program("a", "--csv", "rows.csv") == (0, "rows.csv\n", "")
-    with Path("rows.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == [str(step) for step in range(10, 201, 10)]
-    assert float(rows[0]["train/loss"]) > float(rows[-1]["train/loss"])
-    assert rows[0]["validation/loss"] == ""
-    assert not Path("a/report.html").exists()
-
-
-def test_rows_as_csv_are_of_one_run_and_overwrite_nothing(program: Program) -> None:
-    runs = [dense(Path(name)) for name in "ab"]
-    kept = Path("a/config.yaml").read_text()
-
-    for argv, message in {
-        ("a", "b", "--csv", "rows.csv"): "--csv: takes the rows of one run, got 2 runs",
-        (
-            "a",
-            "--csv",
-            "a/config.yaml",
-        ): "--csv: 'a/config.yaml' exists and was not made by this program; "
-        "choose another file, or remove it",
-    }.items():
-        assert program(*argv) == (2, "", f"error: {message}\n")
-    assert Path(runs[0] / "config.yaml").read_text() == kept
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +15,6 @@ import torch
 from playwright.sync_api import Browser
 from rich.console import Console
 
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.trace import main
 from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrace, Visit, follow
 from moe_ffn.report.trace_view import ground, legend, page, table
 from moe_ffn.runs.reader import load_model
@@ -293,23 +289,6 @@ def test_the_text_may_come_through_a_pipe(
     assert re.findall(r"^(\d  \S+)", out, re.MULTILINE) == ["0  a", r"1  \xff"]
 
 
-def test_a_screen_without_unicode_gets_escapes(
-    moe_run: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["trace", str(moe_run.folder), "--text", "a b"])
-    with (tmp_path / "screen").open("w", encoding="ascii") as screen:
-        monkeypatch.setattr(sys, "stdout", screen)
-        monkeypatch.setattr(sys, "__stdout__", screen)
-
-        assert exit_on_bad_input(main) == 0
-
-    assert capsys.readouterr().err == ""
-    assert re.search(r"^1  \\u2423 ", (tmp_path / "screen").read_text(), re.MULTILINE)
-
-
 # -- the page
 
 
@@ -360,93 +339,47 @@ def test_the_page_says_all_that_is_known_of_a_cell(browser: Browser, tmp_path: P
         assert second.locator(".dropped").evaluate(colour) == "rgba(0, 0, 0, 0)"
 
 
-def test_the_page_says_what_its_colours_mean(tmp_path: Path) -> None:
-    colours = (
-        "<li>A colour stands for an expert&#39;s number within its layer: the same colour in "
-        "another layer is another expert.</li>"
-    )
-    way = small_way()
-    gates = tuple(layer for layer in way.layers if layer.is_gate)
-
-    assert colours in page(way)
-    assert colours not in page(replace(way, layers=gates)), "a gate has none"
-
-
 # -- mistakes
 
 
-def refused(trace: Trace, *argv: str | Path) -> str:
-    code, out, err = trace(*argv)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err.removeprefix("error: ").removesuffix("\n")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--text", "a" * 17],
+            "--text: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a shorter text",
+        ),
+        (["--text", ""], "--text: is empty; give some text, as in --text 'import os'"),
+        (
+            ["--text", "a", "--layers", "1,7"],
+            "--layers: '{run}' routes nothing in layer 7; it routes in 0, 1",
+        ),
+        (
+            ["--text", "a", "--layers", "1;2"],
+            "--layers: must be numbers of layers with commas between them, as in 0,3, got '1;2'",
+        ),
+        (
+            ["--text", "a", "--html", "no/way.html"],
+            "--html: 'no/way.html' cannot be written (No such file or directory); choose another file",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    trace: Trace, moe_run: Any, options: list[str], message: str
+) -> None:
+    error = f"error: {message.format(run=moe_run.folder)}\n"
+    assert trace(moe_run.folder, *options) == (2, "", error)
 
 
-def test_what_is_no_run_is_refused(trace: Trace, moe_run: Any) -> None:
-    absent = "'runs/no' does not exist; give the folder of a run, such as runs/my-run"
-    assert refused(trace, "runs/no", "--text", "a") == absent
-
+def test_a_folder_that_cannot_be_traced_is_named(
+    trace: Trace, moe_run: Any, dense_run: Path
+) -> None:
     parent, run = moe_run.folder.parent, moe_run.folder
-    assert refused(trace, parent, "--text", "a") == (
-        f"'{parent}' is no run: it has no config.yaml; it holds runs; give one of them, such as {run}"
-    )
-
-
-def test_a_run_without_a_checkpoint_is_refused(trace: Trace, moe_run: Any) -> None:
-    unfinished = Path("unfinished")
-    unfinished.mkdir()
-    for name in ("config.yaml", "tokenizer.json"):
-        (unfinished / name).write_bytes((moe_run.folder / name).read_bytes())
-
-    assert refused(trace, "unfinished", "--text", "a") == (
-        "'unfinished' has no checkpoints, so no model to load; give a run that has come to "
-        "its first validation"
-    )
-
-
-def test_an_interrupted_run_is_shown(trace: Trace, moe_run: Any) -> None:
-    shutil.copytree(moe_run.folder, "interrupted", ignore=shutil.ignore_patterns("summary.json"))
-
-    code, out, err = trace("interrupted", "--text", TEXT)
-
-    assert (code, err) == (0, "")
-    assert "layer 0" in out
-
-
-def test_a_run_without_routing_is_refused_by_its_type(trace: Trace, dense_run: Path) -> None:
-    said = refused(trace, dense_run, "--text", "a", "--html", "way.html")
-
-    assert said == (
-        f"'{dense_run}' routes no token: its feed-forward blocks are of type 'swiglu'; give a run "
-        "with model.ffn.type 'moe' or 'mixture_of_depths'"
-    )
-    assert not Path("way.html").exists()
-
-
-def test_a_text_that_is_too_long_or_empty_is_refused(trace: Trace, moe_run: Any) -> None:
-    assert refused(trace, moe_run.folder, "--text", "a" * 17) == (
-        "--text: has 17 tokens, but the model takes sequences of 16 "
-        "(data.seq_len); give a shorter text"
-    )
-    assert refused(trace, moe_run.folder, "--text", "") == (
-        "--text: is empty; give some text, as in --text 'import os'"
-    )
-
-
-def test_layers_that_route_nothing_are_refused(trace: Trace, moe_run: Any) -> None:
-    assert refused(trace, moe_run.folder, "--text", "a", "--layers", "1,7") == (
-        f"--layers: '{moe_run.folder}' routes nothing in layer 7; it routes in 0, 1"
-    )
-    assert refused(trace, moe_run.folder, "--text", "a", "--layers", "1;2") == (
-        "--layers: must be numbers of layers with commas between them, as in 0,3, got '1;2'"
-    )
-
-
-def test_a_page_that_cannot_be_written_is_refused(trace: Trace, moe_run: Any) -> None:
-    Path("folder").mkdir()
-    for path, why in (("no/way.html", "No such file or directory"), ("folder", "Is a directory")):
-        assert refused(trace, moe_run.folder, "--text", "a", "--html", path) == (
-            f"--html: '{path}' cannot be written ({why}); choose another file"
-        )
-    assert list(Path("folder").iterdir()) == []
+    for folder, message in {
+        "runs/no": "'runs/no' does not exist; give the folder of a run, such as runs/my-run",
+        parent: f"'{parent}' is no run: it has no config.yaml; it holds runs; give one of them, such as "
+        f"{run}",
+        dense_run: f"'{dense_run}' routes no token: its feed-forward blocks are of type 'swiglu'; give a run "
+        "with model.ffn.type 'moe' or 'mixture_of_depths'",
+    }.items():
+        assert trace(folder, "--text", "a") == (2, "", f"error: {message}\n")

@@ -24,8 +24,6 @@ class WandbServer:
     """What saving is answered with, as an error."""
     speaks: threading.Event = field(default_factory=threading.Event)
     """Cleared: nothing is answered until it is set again."""
-    spec: str | None = None
-    """That of the saved view which a query finds."""
     upserts: list[dict[str, Any]] = field(default_factory=list)
     """The variables of every attempt to save."""
 
@@ -41,9 +39,6 @@ class WandbServer:
             if self.refusal:
                 return {"errors": [{"message": self.refusal}], "data": {"upsertView": None}}
             return {"data": {"upsertView": {"view": SAVED_VIEW, "inserted": True}}}
-        if "allViews" in query:
-            node = {"id": "ID1", "displayName": "Old", "spec": self.spec}
-            return {"data": {"project": {"allViews": {"edges": [{"node": node}]}}}}
         return {"data": {"viewer": VIEWER, "serverInfo": {}}}
 
 

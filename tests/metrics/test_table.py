@@ -66,7 +66,7 @@ def tables() -> dict[str, str]:
 
 def renewed(text: str) -> str:
     for name, content in tables().items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of the {name} -->"
+        begin, end = f"<!-- {name} -->\n\n", f"\n<!-- end of the {name} -->"
         assert begin in text, f"docs/observing.md has no place for the {name}"
         assert end in text, f"docs/observing.md has no place for the {name}"
         before, _, rest = text.partition(begin)

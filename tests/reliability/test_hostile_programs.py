@@ -88,7 +88,6 @@ def test_what_looks_odd_and_is_right(argv: tuple[str, ...], shown: str) -> None:
 
 # -- other programs: what they are told
 
-_WHERE = ("dashboard", "--entity", "e", "--project", "p")
 _RUN = "no-such-run"
 _TINY = ("benchmark", "--shape", "8,8,8,2,1,fp32", "--rounds", "1", "--output", "o")
 PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -102,12 +101,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
     "a long device": (("benchmark", "--device", LONG), "--device"),
     "output below a file": ((*_TINY[:-1], "mine.txt/o"), "--output"),
     "output with a long name": (("benchmark", "--output", LONG), "--output"),
-    "layers of many digits": ((*_WHERE, "--layers", MANY_DIGITS), "--layers"),
-    "layers with colours": ((*_WHERE, "--layers", "\x1b[31m"), "--layers"),
-    "JSON into a device": ((*_WHERE, "--json", "/dev/null"), "--json"),
-    "JSON over a run's results": ((*_WHERE, "--json", "summary.json"), "--json"),
-    "JSON with a long name": ((*_WHERE, "--json", LONG), "--json"),
-    "a view with a broken address": ((*_WHERE, "--replace", "http://[::1?nw=a"), "--replace"),
+    "a project with colours": (("dashboard", "--entity", "e", "--project", "\x1b[31m"), "--project"),
     "a seed of Arabic digits": (("generate", _RUN, "--seed", "\u0663"), "--seed"),
     "rounds below 1": (("overhead", "--rounds", "0"), "rounds"),
     "rounds that are text": (("overhead", "--rounds", "many"), "rounds"),

@@ -73,7 +73,7 @@ def test_the_help_of_a_program(tmp_path: Path, program: str) -> None:
 
 
 def test_a_dashboard_as_json(tmp_path: Path) -> None:
-    argv = ("--entity", "me", "--project", "moe_ffn", "--json", "-")
+    argv = ("--entity", "me", "--project", "moe_ffn", "--json")
 
     check_ended(cut_off(tmp_path, "-m", "moe_ffn.cli", "dashboard", *argv), '"sections"')
 

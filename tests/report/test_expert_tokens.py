@@ -17,8 +17,8 @@ from moe_ffn.data.prepare import cached_validation, prepare
 from moe_ffn.report import expert_tokens as tokens_module
 from moe_ffn.report.expert_tokens import (
     MIN_COUNT,
-    NOWHERE,
-    RoutedLayer,
+    NOT_REACHED,
+    Assignment,
     RoutedText,
     expert_tokens,
     route_validation,
@@ -35,9 +35,10 @@ VOCABULARY = (b"a", b"b", b"\n", b"")
 def routed(text: str, experts_T: list[int], seq_len: int = 6) -> RoutedText:
     """Each token of a text of `ab\\n` at one expert; -1 at none."""
     ids_T = np.array(["ab\n".index(c) for c in text])
-    heaviest_T = np.array(experts_T)
-    places = np.flatnonzero(heaviest_T >= 0)
-    layer = RoutedLayer(("0", "1", "zero2"), places, heaviest_T[places], heaviest_T)
+    first_T = np.array(experts_T)
+    places = np.flatnonzero(first_T >= 0)
+    layer = Assignment("layer_00", ("0", "1", "zero2"), len(text))
+    layer.first_T, layer._pairs = first_T, [(places, first_T[places])]
     return RoutedText(VOCABULARY, ids_T, seq_len, {"layer_00": layer})
 
 
@@ -81,9 +82,14 @@ def test_of_many_places_a_few_are_shown_spread_over_the_text() -> None:
 
 
 def test_the_running_text_is_cut_where_the_expert_changes() -> None:
-    text = routed("aaaaaa" + "aab\nbb", 6 * [0] + [0, 0, 1, NOWHERE, 1, 1])
+    text = routed("aaaaaa" + "aab\nbb", 6 * [0] + [0, 0, 1, NOT_REACHED, 1, 1])
     assert stretches(text, "layer_00", 0) == [(0, b"aaaaaa")]
-    assert stretches(text, "layer_00", 1) == [(0, b"aa"), (1, b"b"), (NOWHERE, b"\n"), (1, b"bb")]
+    assert stretches(text, "layer_00", 1) == [
+        (0, b"aa"),
+        (1, b"b"),
+        (NOT_REACHED, b"\n"),
+        (1, b"bb"),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +110,15 @@ def test_a_run_s_validation_text_is_routed_as_its_model_does(trained: Path) -> N
     text = found.text(0, found.seq_len)
     routing = run.routing(text)["layer_00"]
     gate, inner = found.layers["layer_00"], found.layers["layer_00/inner"]
-    assert gate.experts == ("through",)
-    assert inner.experts == ("0", "1", "2", "3")
-    through = gate.token_ids_N[gate.token_ids_N < found.seq_len]
+    assert gate.expert_names == ("through",)
+    assert inner.expert_names == ("0", "1", "2", "3")
+    at_gate, inside = gate.pairs[0], inner.pairs[0]
+    through = at_gate[at_gate < found.seq_len]
     assert sorted(through) == sorted(routing.token_ids_N[routing.computed_N].tolist())
     # A token that goes past the block comes to none of the experts in it.
-    assert set(inner.token_ids_N.tolist()) == set(gate.token_ids_N.tolist())
-    at_none = np.flatnonzero(inner.heaviest_T == NOWHERE)
-    assert set(at_none.tolist()) == set(range(len(found.ids_T))) - set(gate.token_ids_N.tolist())
+    assert set(inside.tolist()) == set(at_gate.tolist())
+    at_none = np.flatnonzero(~inner.reached_T)
+    assert set(at_none.tolist()) == set(range(len(found.ids_T))) - set(at_gate.tolist())
     shares = [expert.share for expert in expert_tokens(found, "layer_00/inner")]
     assert sum(shares) == pytest.approx(1)
 
@@ -126,8 +133,8 @@ def test_a_text_of_many_batches_is_routed_as_one(
 
     assert len(whole.ids_T) > 4 * whole.seq_len, "more than two batches"
     for name, layer in whole.layers.items():
-        assert (parts.layers[name].heaviest_T == layer.heaviest_T).all()
-        assert (parts.layers[name].token_ids_N == layer.token_ids_N).all()
+        assert (parts.layers[name].first_T == layer.first_T).all()
+        assert (parts.layers[name].pairs[0] == layer.pairs[0]).all()
 
 
 def test_the_text_comes_from_the_cache_alone_and_its_loss_is_one_sentence(
@@ -169,7 +176,7 @@ def test_a_page_shows_what_experts_take_in_colour_and_in_words(trained: Path) ->
     for expert, text in stretches(found, "layer_00/inner", 0):
         shown = str(escape(text.decode()))
         on_ground = f'<i class="g{expert}" data-expert="{expert}">{shown}</i>'
-        assert (on_ground if expert != NOWHERE else shown) in inner
+        assert (on_ground if expert != NOT_REACHED else shown) in inner
     for expert in expert_tokens(found, "layer_00/inner"):
         for token in expert.most_frequent:
             cell = f"<code>{escape(token.token)}</code> {100 * token.share:.1f}%"

@@ -32,18 +32,6 @@ def test_a_page_opens_from_disk_without_a_word(browser: Browser, tmp_path: Path)
         assert found.page.inner_text("h1") == "</script> is only text here"
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_page_follows_the_reader_s_light(browser: Browser, tmp_path: Path, dark: bool) -> None:
-    write_page(tmp_path / "page.html", html_page("page", "<p>text</p>"))
-
-    with opened(browser, tmp_path / "page.html", dark=dark) as found:
-        ground = found.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert ground == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
-        found.page.emulate_media(media="print", color_scheme="dark")
-        ground = found.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert ground == "rgb(255, 255, 255)"
-
-
 def test_a_page_is_put_in_its_place_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "page.html"
     write_page(path, "old")

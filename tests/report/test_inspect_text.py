@@ -176,19 +176,3 @@ def test_another_text_has_no_syntax_and_says_why() -> None:
 
     assert text.syntax_T is None
     assert text.no_syntax == "this is prose"
-
-
-def test_a_context_stays_in_its_window() -> None:
-    text = read(b"one two three fours", seq_len=9)
-
-    assert text.context(4) == ("one ", "t", "wo t")
-    assert text.context(10, before=3, after=2) == ("r", "e", "e "), "the second window begins at r"
-    assert text.context(4, before=2, after=1) == ("e ", "t", "w")
-    assert text.context(3)[1] == "␣", "the token itself is seen where it is a space"
-
-
-def test_the_head_is_whole_windows() -> None:
-    text = read(b"abcdefghijklmnop", seq_len=4)
-
-    assert len(text.head(9)) == 8
-    assert text.head(1).windows.tolist() == [list(b"abcd")]

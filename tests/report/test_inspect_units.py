@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_ffn.ffn.networks import Memory
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.report.inspect import Inspection, figures, inspect_model, inspection, text_of_tokens
+from moe_ffn.report.inspect import Inspection, inspect_model, text_of_tokens
 from moe_ffn.report.inspect.units import KINDS, TopInputs, agree, examples, explanation
 from tests.helpers.known_decoder import BYTES, LETTERS, D, S, axis, decoder_of, random_text
 
@@ -131,8 +131,7 @@ def test_a_unit_that_answers_to_a_suffix_is_found_as_such() -> None:
     assert units.suffix_U.tolist() == [2]
     assert units.kind_U.tolist() == ["suffix"]
     assert explanation(units, 0, found.text) == "ac"
-    assert units.suffix_shares()[:3] == [1, 1, 0]
-    assert units.suffix_chance[1] == 0
+    assert (units.share("suffix"), units.chance["suffix"]) == (1, 0)
 
 
 def test_a_unit_that_answers_to_a_position_is_found_as_such() -> None:
@@ -263,42 +262,3 @@ def test_a_network_that_saw_fewer_tokens_than_are_kept_has_none_for_the_rest() -
 
     assert sorted(tokens[0].tolist()) == [-1, -1, -1, 1, 4]
     assert activations[0].tolist() == [1, 1, 0, 0, 0]
-
-
-def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each batch, a bounded part of the text, k inputs of a unit are kept, and four bytes a token."""
-    rows: list[int] = []
-    add = TopInputs.add
-
-    def counted(self: TopInputs, memory: Memory, first: int) -> None:
-        rows.append(len(memory.activations_NF))
-        add(self, memory, first)
-
-    monkeypatch.setattr(TopInputs, "add", counted)
-    monkeypatch.setattr(inspection, "BATCH_TOKENS", 256)
-    decoder = decoder_of({**DENSE, "d_ff": 64}, LETTERS)
-    kept: list[int] = []
-    for size in (2_000, 8_000):
-        text = random_text(LETTERS, size)
-        networks, _ = inspection.observe(decoder, text, [0], top_k=10)
-        (inputs,) = networks[0].values()
-        assert inputs.values_2Fk is not None
-        seen = sum(part.nbytes for part in inputs.seen)
-        assert seen == 4 * len(text)
-        kept.append(
-            sum(t.untyped_storage().nbytes() for t in (inputs.values_2Fk, inputs.tokens_2Fk))
-        )
-    assert max(rows) <= 256
-    assert kept == [2 * 64 * 10 * (4 + 8)] * 2
-
-
-def test_of_many_layers_the_shares_are_a_heat_map() -> None:
-    decoder = decoder_of(DENSE, LETTERS, num_layers=8)
-    found = inspect_model(decoder, random_text(LETTERS), layers=[0, 1, 2, 3, 5, 6, 7])
-
-    drawn: Any = figures.suffixes(found.units).data[0]
-    assert drawn.type == "heatmap"
-    assert list(drawn.y) == ["0", "1", "2", "3", "5", "6", "7"]
-    assert [row[0] for row in drawn.z] == pytest.approx(
-        [units.share("token") for units in found.units], abs=1e-4
-    )

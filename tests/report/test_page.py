@@ -99,16 +99,6 @@ def test_silence_is_no_good_news_where_no_alarm_could_have_rung(tmp_path: Path) 
     assert "dead experts need" not in without_plots(short).text
 
 
-def test_a_page_without_a_row_is_not_called_good(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "begun", is_finished=False)
-    (run / "metrics.jsonl").unlink()
-
-    page = without_plots(run)
-
-    assert "No alarm was raised" not in page.text
-    assert "Not judged yet: jumps of the loss need 6 rows of metrics, this run has 0." in page.text
-
-
 def test_what_is_red_in_the_table_of_health_is_said_above(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", layers=3)
     rows = run / "metrics.jsonl"
@@ -339,6 +329,7 @@ def test_a_run_that_has_only_begun_says_so(tmp_path: Path) -> None:
     page = Written(tmp_path)
 
     assert "waiting for the first row , step 0 of 5" in page.text
+    assert "No alarm was raised" not in page.text
     assert "Fewer than two points were measured yet." in page.text
     assert page.figures == {}
 

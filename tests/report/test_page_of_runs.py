@@ -10,13 +10,12 @@ from urllib.parse import unquote
 import pytest
 import yaml
 
-from moe_ffn.report.comparison_page import write_comparison_page
+from moe_ffn.report.comparison_page import comparison_html
 from moe_ffn.report.page import report_html
-from moe_ffn.report.run_summary import best_runs
 from moe_ffn.runs.reader import read_runs
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import gather
-from tests.helpers.synthetic_run import raise_alarms, write_metrics, write_run
+from tests.helpers.synthetic_run import raise_alarms, write_run
 from tests.helpers.written_page import Written, row_of, without_plots
 
 
@@ -97,17 +96,17 @@ def test_a_loss_is_drawn_over_tokens_flops_seconds_and_steps(
 def test_the_page_of_results_alone_says_the_same(
     study: list[Path], page: Written, tmp_path: Path
 ) -> None:
-    results = gather(study).results
-    comparison = Comparison.of(results, question="Is a <b> better?")
-    write_comparison_page(comparison, results, tmp_path / "page.html")
+    gathered = gather(study)
+    comparison = Comparison.of(gathered.results, question="Is a <b> better?")
+    html = comparison_html(gathered, comparison, tmp_path / "page.html")
 
-    html = (tmp_path / "page.html").read_text()
     assert "<title>Is a &lt;b&gt; better?</title>" in html
     assert "<h1>Is a &lt;b&gt; better?</h1>" in html
     table = page.body[page.body.index("<h3>Loss</h3>") :].split("</table>")[0]
     assert table in html
-    loss = results[4].outcome.validation_loss
-    assert f"dense-seed1</th><td>{loss:.4f}</td><td>600</td><td>0</td><td>2.45 M</td>" in html
+    loss = gathered.results[4].outcome.validation_loss
+    cells = f"<td>{loss:.4f}</td><td>finished</td><td>600 of 600</td><td>0</td><td>swiglu</td>"
+    assert f"dense-seed1</th>{cells}<td>2.45 M</td>" in html
 
 
 def test_it_links_to_the_pages_of_its_runs(study: list[Path], tmp_path: Path) -> None:
@@ -116,14 +115,12 @@ def test_it_links_to_the_pages_of_its_runs(study: list[Path], tmp_path: Path) ->
     gathered = gather(folders)
     output = tmp_path / "pages" / "page.html"
     output.parent.mkdir()
-    write_comparison_page(
-        Comparison.of(gathered.results), gathered.results, output, gathered.folders
-    )
 
-    html = output.read_text()
+    html = comparison_html(gathered, gathered.compare(), output)
+
     (link,) = re.findall(r'<a href="([^"]*)">a#1</a>', html)
     assert (output.parent / unquote(link)).read_text() == "its page"
-    assert '<th scope="row">b</th>' in html
+    assert "</svg> b</th>" in html
     whole = report_html(read_runs(folders), output=tmp_path / "page.html")
     assert '<a href="runs/a%231/report.html">a#1</a>' in whole
 
@@ -197,39 +194,6 @@ def test_runs_that_do_not_compare_have_no_verdict_and_their_curves(
     assert f"What differs From a. b: model.ffn: swiglu -> {block} Balance" in page.text
 
 
-def test_runs_that_say_nothing_but_their_losses_are_drawn_over_their_steps(tmp_path: Path) -> None:
-    for name, shift in (("a", 0.0), ("b", 1.0)):
-        (tmp_path / name).mkdir()
-        values = {"layer_00": 1.0 + shift, "layer_01": 2.0, "layer_01/inner": 99.0}
-        rows = [
-            {"step": step, "train/loss": 3.0 - step}
-            | {f"routing/{layer}/max_violation": step * v for layer, v in values.items()}
-            for step in (1, 2)
-        ]
-        write_metrics(tmp_path / name / "metrics.jsonl", rows)
-    page = Written(tmp_path / "a", tmp_path / "b")
-
-    assert page.traces("Training loss")["b"]["x"] == [1, 2]
-    drawn = page.traces("MaxVio")
-    # The mean of the layers: a block inside the block of one is none.
-    assert {name: (trace["x"], trace["y"]) for name, trace in drawn.items()} == {
-        "a": ([1, 2], [1.5, 3]),
-        "b": ([1, 2], [2, 4]),
-    }
-
-
-def test_the_lowest_loss_of_runs_side_by_side_is_bold(tmp_path: Path) -> None:
-    folders = []
-    for name, loss in (("a", 1.5), ("b", 1.25), ("c", 1.75)):
-        folder = write_run(tmp_path / name, experts=0)
-        summary = json.loads((folder / "summary.json").read_text())
-        (folder / "summary.json").write_text(json.dumps({**summary, "validation_loss": loss}))
-        folders.append(folder)
-
-    assert re.findall(r"<b>(.*?)</b>", without_plots(*folders).body) == ["1.2500"]
-    assert best_runs(read_runs(folders[:1])) == [False], "of one run nothing is the best"
-
-
 def test_names_and_logging_are_no_difference(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0, worse_by=1.0)
     config = yaml.safe_load((b / "config.yaml").read_text())
@@ -261,4 +225,3 @@ def test_runs_in_other_precisions_are_said_to_differ(tmp_path: Path) -> None:
     assert (
         "The runs differ in precision (32-true, bf16-mixed): losses and seconds may differ" in shown
     )
-    assert "Precision: bf16-mixed, 32-true." in shown

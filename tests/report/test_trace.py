@@ -26,7 +26,7 @@ from moe_ffn.report.trace import (
     visits_of,
 )
 from moe_ffn.report.trace_view import PALETTE, ground, page, short
-from tests.helpers.browser import DESKTOP, PHONE, opened
+from tests.helpers.browser import PHONE, opened
 
 SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 0.0], [0.125, 0.75, 0.125]])
 
@@ -98,13 +98,6 @@ def test_entropy_is_that_of_each_token_s_own_scores() -> None:
     assert second.entropy is None
 
 
-def test_a_single_expert_has_no_entropy() -> None:
-    (visit,) = visits_of(routing([(0, 0, 0.7)], torch.tensor([[0.7]])))
-
-    assert visit is not None
-    assert visit.entropy is None
-
-
 def test_tokens_inside_a_mixture_of_depths_stand_where_they_came_from() -> None:
     gate_scores = torch.tensor([[0.1], [0.6], [0.2], [0.9]])
     # Listed out of nobody's order: tokens 1 and 3 go through; 2 was listed and not chosen.
@@ -140,13 +133,6 @@ def test_layers_that_route_nothing_are_named_with_their_type() -> None:
     ffns = [GatedConfig(type="swiglu"), MoEConfig()]
 
     assert unrouted_layers(ffns, {"layer_01": routing([])}) == {"layer 0": "swiglu"}
-
-
-@pytest.mark.parametrize(
-    ("name", "title"), [("layer_03", "layer 3"), ("layer_12/inner", "layer 12 inner")]
-)
-def test_layers_are_named_as_a_person_would(name: str, title: str) -> None:
-    assert Layer(name, ("0",), "dropless").title == title
 
 
 @pytest.mark.parametrize(
@@ -227,22 +213,6 @@ def write_long_trace(path: Path) -> None:
     visits = {layer.name: Visit((Choice(0, 0.5, 0.5, False),), 0.1) for layer in layers}
     tokens = tuple(TokenTrace(n, f"t{n}", visits, None) for n in range(100))
     path.write_text(page(TextTrace("a", layers, tokens, {})))
-
-
-@pytest.mark.parametrize("width", [PHONE, DESKTOP])
-def test_the_last_row_of_a_long_trace_is_not_cut(
-    browser: Browser, tmp_path: Path, width: int
-) -> None:
-    write_long_trace(tmp_path / "trace.html")
-
-    with opened(browser, tmp_path / "trace.html", width=width) as found:
-        height, *bottoms = found.page.evaluate(
-            "() => [innerHeight, ...['.both', '.trace tfoot th'].map("
-            "e => document.querySelector(e).getBoundingClientRect().bottom)]"
-        )
-        assert height == 900
-        assert max(bottoms) <= height, "the frame, and the row of entropies, before any scrolling"
-        assert min(bottoms) > height / 2
 
 
 def test_the_header_of_a_long_trace_stays_in_sight(browser: Browser, tmp_path: Path) -> None:

@@ -629,8 +629,8 @@ def test_the_check_leaves_the_random_state_alone(check: Callable[..., None]) -> 
 @pytest.mark.parametrize(
     ("file", "name", "place"),
     [
-        ("README.md", "LowRankConfig", "ffn"),
-        ("README.md", "AdaptedConfig", "experts"),
+        ("docs/custom_parts.md", "LowRankConfig", "ffn"),
+        ("docs/custom_parts.md", "AdaptedConfig", "experts"),
         ("docs/routing.md", "ThresholdConfig", "router"),
     ],
 )

@@ -47,8 +47,6 @@ def test_each_arm_has_its_mean_and_its_paired_difference() -> None:
     assert swiglu.sd == pytest.approx(0.0158, abs=1e-3)
     assert swiglu.difference.interval is not None
     assert swiglu.difference.interval.high - swiglu.difference.interval.low < 0.007
-    assert swiglu.difference.simultaneous is not None
-    assert swiglu.difference.simultaneous.low < swiglu.difference.interval.low
     assert relu.difference is not None
     assert not relu.difference.is_claimed
 
@@ -567,15 +565,6 @@ def test_windows_that_are_not_known_are_told_by_the_options(option: str, usual: 
     other = make_result("b", fingerprints=old, options=options)
     with pytest.raises(ConfigError, match=rf"data\.{option} is {usual} in a-seed0, 9 in b-seed0"):
         Comparison.of([make_result("a"), other])
-
-
-def test_an_unknown_baseline_is_refused() -> None:
-    with pytest.raises(ConfigError) as raised:
-        Comparison.of(gating(), baseline="swigl")
-
-    assert str(raised.value) == (
-        "baseline: there is no finished run of an arm 'swigl'; did you mean 'swiglu'?"
-    )
 
 
 def test_runs_of_one_arm_have_the_same_options() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -16,13 +15,9 @@ from moe_ffn.runs.reader import read_run
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies import result as result_module
 from moe_ffn.studies.budget import Budget
-from moe_ffn.studies.comparison import Comparison
-from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import (
-    ROW_KEYS,
     RunResult,
     add_results,
-    interpolate,
     lines_of,
     thinned,
 )
@@ -132,24 +127,6 @@ def test_of_too_many_points_training_is_averaged_and_validations_are_left_out(
     assert thin.validation.losses == pytest.approx([losses[1], losses[2]], abs=1e-5)
 
 
-def test_a_run_of_an_older_version_is_counted_by_its_config(
-    folder: Path, result: RunResult, tmp_path: Path
-) -> None:
-    copy = finished_copy(tmp_path)
-    facts = json.loads((copy / "facts.json").read_text())
-    for key in ("num_params", "tokenizer_sha256"):
-        del facts[key]
-    (copy / "facts.json").write_text(json.dumps(facts))
-    change(copy / "config.yaml", trainer__max_steps=24, trainer__accumulate_grad_batches=3)
-
-    old = RunResult.of_run(read_run(copy))
-
-    # Twelve steps were made, each of three batches of 4 sequences of 16 tokens.
-    assert old.budget == replace(result.budget, tokens=12 * 3 * 4 * 16)
-    assert old.validation.tokens == [step * 3 * 4 * 16 for step in (4, 8, 12)]
-    assert old.fingerprints == result.fingerprints, "of the tokenizer's own file"
-
-
 def test_the_arm_is_the_folder_without_its_seed(folder: Path, tmp_path: Path) -> None:
     run = read_run(folder)
     for name, arm in (
@@ -158,13 +135,6 @@ def test_the_arm_is_the_folder_without_its_seed(folder: Path, tmp_path: Path) ->
         ("moe-seed", "moe-seed"),
     ):
         assert RunResult.of_run(replace(run, folder=tmp_path / name)).arm == arm
-
-
-def test_only_the_rows_that_it_needs_are_read(folder: Path, result: RunResult) -> None:
-    run = read_run(folder, keys=ROW_KEYS)
-
-    assert run.rows.columns.keys() == set(ROW_KEYS)
-    assert RunResult.of_run(run) == result
 
 
 def test_a_table_reads_back_as_it_was_and_its_order_is_that_of_the_names(
@@ -237,14 +207,6 @@ def test_a_thinned_curve_averages_neighbours_and_keeps_the_last_step() -> None:
     assert thinned(Series(), 3, is_mean=True) == ([], [])
 
 
-def test_between_points_lies_a_line() -> None:
-    assert interpolate([10, 20], [1.0, 3.0], 15) == pytest.approx(2.0)
-    assert interpolate([10, 20], [1.0, 3.0], 5) == pytest.approx(0.5)
-    assert interpolate([10, 20], [1.0, 3.0], 20) == 3.0
-    assert interpolate([10, 20], [1.0, 3.0], 21) is None
-    assert interpolate([], [], 1) is None
-
-
 def test_a_run_that_is_not_finished_says_so(folder: Path, tmp_path: Path) -> None:
     copy = finished_copy(tmp_path)
     (copy / "summary.json").unlink()
@@ -259,24 +221,3 @@ def test_a_run_that_is_not_finished_says_so(folder: Path, tmp_path: Path) -> Non
 def test_a_line_that_is_no_result_is_refused_by_its_place() -> None:
     with pytest.raises(ConfigError, match=r"'x:3' is no result of a run: main_arm: missing"):
         RunResult.of_line(b'{"arm": "a", "seed": 0, "budget": 3}', Path("x:3"))
-
-
-@pytest.mark.slow
-def test_a_hundred_runs_are_compared_in_ten_seconds(tmp_path: Path) -> None:
-    """Of this process alone: other work on the machine does not count."""
-    rows = write_run(tmp_path / "rows", layers=4, experts=8, rows=150) / "metrics.jsonl"
-    for arm in range(10):
-        write_arm(
-            tmp_path / "runs", f"arm{arm}", [2 + arm / 10 + n / 100 for n in range(10)], experts=8
-        )
-        for seed in range(10):
-            run = tmp_path / "runs" / f"arm{arm}-seed{seed}"
-            (run / "metrics.jsonl").write_bytes(rows.read_bytes())
-            change(run / "config.yaml", optimizer__learning_rate=0.001 * (arm + 1))
-
-    began = time.process_time()
-    comparison = Comparison.of(gather([tmp_path / "runs"]).results)
-    seconds = time.process_time() - began
-
-    assert len(comparison.arms) == 10
-    assert seconds < 10

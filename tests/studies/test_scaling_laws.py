@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.studies import scaling_laws
 from moe_ffn.studies.scaling_laws import (
     CLARK,
+    E_MAX,
+    E_START,
     fit,
     power_law,
 )
 
-POWER = power_law("C", "training FLOPs")
+POWER = power_law("C")
 
 
 def grid(**values: Sequence[float]) -> dict[str, list[float]]:
@@ -40,7 +40,7 @@ def clark(variables: dict[str, list[float]], **p: float) -> Any:
 
 
 EXPERTS = grid(N=[15e6, 55e6, 370e6, 1.3e9], E=[1, 2, 4, 8, 32, 128, 512])
-PUBLISHED = CLARK.published
+PUBLISHED = {**CLARK.published, "E_start": E_START, "E_max": E_MAX}
 
 
 def test_published_parameters_are_found_again_without_noise() -> None:
@@ -125,36 +125,6 @@ def test_the_huber_loss_is_not_led_by_one_bad_run() -> None:
     assert found.residuals[4] == pytest.approx(math.log(1.2), abs=0.01)
 
 
-def test_intervals_are_the_same_each_time_and_another_seed_draws_others() -> None:
-    sizes = grid(C=np.geomspace(1e12, 1e15, 8).tolist())
-    losses = noisy(2 + 1e5 / np.array(sizes["C"]) ** 0.4, 0.003)
-    first, again, other = (fit(POWER, sizes, losses, num_resamples=20, seed=s) for s in (0, 0, 1))
-    assert first.parameters == again.parameters
-    assert first.parameters != other.parameters
-
-
-def test_what_is_fixed_is_not_fitted() -> None:
-    few = {name: values[:20] for name, values in EXPERTS.items()}
-    losses = noisy(clark(few, **PUBLISHED), 0.001)
-
-    found = fit(CLARK, few, losses, fixed={"E_max": 314.478}, num_resamples=10)
-
-    assert found.parameters["E_max"] == pytest.approx((314.478,) * 3)
-    assert found.parameters["b"].value == pytest.approx(-0.108, abs=0.05)
-
-
-def test_what_is_fixed_takes_no_degree_of_freedom() -> None:
-    sizes = grid(C=np.geomspace(1e12, 1e15, 5).tolist())
-    # log L is a line in log C, and its noise is smaller than `DELTA`: least squares.
-    losses = noisy(1e5 / np.array(sizes["C"]) ** 0.4, 0.0003)
-
-    found = fit(POWER, sizes, losses, fixed={"E": 1e-9}, num_resamples=500)
-
-    x = np.log(sizes["C"])
-    variance = np.sum(np.square(found.residuals)) / (5 - 2) / np.sum((x - x.mean()) ** 2)
-    assert found.resampled[:, 2].std() == pytest.approx(math.sqrt(variance), rel=0.1)
-
-
 def test_a_fit_says_what_it_may_not_be_used_for() -> None:
     sizes = grid(C=np.geomspace(1e12, 1e15, 8).tolist())
     straight = noisy(1e5 / np.array(sizes["C"]) ** 0.4, 0.001)
@@ -163,36 +133,6 @@ def test_a_fit_says_what_it_may_not_be_used_for() -> None:
 
     assert found.limits.startswith("Not for sizes outside of those fitted (C from 1e+12 to 1e+15)")
     assert found.limits.endswith(".")
-
-
-def test_parameters_that_the_runs_do_not_determine_are_named() -> None:
-    """Up to four experts say nothing of where their gain ends."""
-    variables = grid(N=[1e7, 1e8, 1e9], E=[1, 2, 3, 4])
-    losses = noisy(clark(variables, **PUBLISHED), 0.003)
-    found = fit(CLARK, variables, losses, num_resamples=20)
-    assert "E_max" in found.undetermined
-    assert "the runs do not determine" in found.limits
-
-
-def test_parameters_that_make_up_for_each_other_have_no_interval() -> None:
-    """Only the sum of E and A changes the losses."""
-    law = replace(POWER, log_loss=lambda p, x: p["E"] + p["A"] - p["alpha"] * x["C"])
-    sizes = grid(C=np.geomspace(1e12, 1e15, 8).tolist())
-    losses = noisy(1e5 / np.array(sizes["C"]) ** 0.4, 0.001)
-    found = fit(law, sizes, losses, num_resamples=20)
-    assert found.undetermined == ("E", "A")
-    assert found.parameters["A"][1:] == (0, math.inf)
-
-
-def test_resamples_are_fitted_as_by_l_bfgs() -> None:
-    sizes = grid(C=np.geomspace(1e12, 1e15, 10).tolist())
-    x = {"C": np.log(sizes["C"])}
-    settings = scaling_laws._Settings(POWER, list(POWER.parameters), {})
-    y = np.log([noisy(2 + 1e5 / np.array(sizes["C"]) ** 0.4, 0.003, seed) for seed in range(5)])
-    start = settings.best(x, y[0])
-    for found, losses in zip(settings.refit(x, y, start), y, strict=True):
-        expected = settings.best(x, losses)
-        assert found == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +153,6 @@ def test_resamples_are_fitted_as_by_l_bfgs() -> None:
             "C: must be positive and finite in all runs, got",
         ),
         ({"C": [1, 2, 4, 8]}, [3, 2, 1], "there are 4 values of C for 3 losses"),
-        ({"N": [1, 2, 4, 8]}, [3, 2, 1, 1], r"takes C, got N"),
-        ({}, [3, 2, 1, 1], r"takes C, got nothing"),
     ],
 )
 def test_runs_that_cannot_be_fitted_are_refused(
@@ -230,8 +168,6 @@ def test_a_variable_that_does_not_vary_is_refused() -> None:
     losses = [4, 3.5, 3.2, 3, 2.9, 2.8, 2.7]
     with pytest.raises(ConfigError, match="E is the same in all runs"):
         fit(CLARK, variables, losses)
-    with pytest.raises(ConfigError, match="has no parameter gamma"):
-        fit(CLARK, variables, losses, fixed={"gamma": 1})
 
 
 def test_a_power_law_without_a_floor_is_fitted_though_the_floor_changes_nothing() -> None:
@@ -240,4 +176,4 @@ def test_a_power_law_without_a_floor_is_fitted_though_the_floor_changes_nothing(
     losses = [2.1, 2.02, 2.0, 2.02, 2.1]
     found = fit(POWER, sizes, losses, num_resamples=50)
     assert np.isfinite(found.residuals).all()
-    assert found.undetermined
+    assert "the runs do not determine " in found.limits

@@ -70,10 +70,6 @@ def test_a_paired_difference_is_scipy_s() -> None:
     assert found.p_value == pytest.approx(4 * expected.pvalue), "Holm's, the smallest of four"
     assert found.interval is not None
     assert found.interval[1:] == pytest.approx((limits.low, limits.high))
-    wider = expected.confidence_interval(1 - 0.05 / 4)
-    assert found.simultaneous is not None
-    assert found.simultaneous[1:] == pytest.approx((wider.low, wider.high))
-    assert alone.simultaneous == pytest.approx(alone.interval)
     assert found.interval == alone.interval
     assert paired_differences({"a": (values, baseline), "apart": ({0: 2.0}, {1: 2.0})}) == {
         "a": alone
@@ -100,7 +96,7 @@ def test_two_pairs_have_a_mean_and_the_seeds_that_they_lack() -> None:
 
     pair = found["two"]
     assert (pair.mean, pair.num_pairs) == (pytest.approx(-0.05), 2)
-    assert (pair.interval, pair.simultaneous, pair.p_value, pair.detectable) == (None,) * 4
+    assert (pair.interval, pair.p_value, pair.detectable) == (None,) * 3
     assert not pair.is_claimed
     # s = 0.1 / sqrt(2); of two arms, each at 0.05 / 2.
     assert pair.seeds_needed == seeds_needed(0.1 / math.sqrt(2), alpha=0.05 / 2)

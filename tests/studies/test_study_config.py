@@ -278,27 +278,6 @@ def test_a_base_that_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
         StudyConfig.read(study)
 
 
-def test_a_study_says_in_words_what_its_page_shows_beside_numbers() -> None:
-    found = study("""
-        arms: {a: {model.ffn.d_ff: 32}, b: {model.ffn.d_ff: 48}}
-        grid: {optimizer.learning_rate: [0.1, 0.2]}
-        published: 1 to 2
-        would_change_our_mind: more seeds
-        axis: model.ffn.d_ff
-        fit: isoflop
-    """)
-    assert found.arm_names == [f"{arm},learning_rate={rate}" for arm in "ab" for rate in (0.1, 0.2)]
-    assert (found.published, found.would_change_our_mind, found.answer) == (
-        "1 to 2",
-        "more seeds",
-        "",
-    )
-    assert found.axis == "model.ffn.d_ff"
-    assert found.fit == ["isoflop"]
-    assert study("arms: {a: }\nfit: [clark, leverage]").fit == ["clark", "leverage"]
-    assert "fit.0: must be one of 'isoflop', 'clark'" in refusal("arms: {a: }\nfit: parabola")
-
-
 def test_equal_training_flops_are_solved_by_the_number_of_steps(tmp_path: Path) -> None:
     study = tmp_path / "mine.yaml"
     text = "config: {model.num_layers: 2}\ngrid: {model.d_model: [32, 64]}\n"
@@ -324,15 +303,6 @@ def test_training_flops_give_the_nearest_whole_step(steps: float, solved: int | 
         assert f" are {steps:.2f} steps of the arm 'a'" in refusal(text)
     else:
         assert planned(text)["a-seed0"].config.trainer.max_steps == solved
-
-
-def test_training_flops_that_no_number_of_steps_comes_near_to_are_refused(tmp_path: Path) -> None:
-    study = tmp_path / "mine.yaml"
-    study.write_text("training_flops: 1e10\narms: {dense: {model.ffn: dense}}\n")
-    with pytest.raises(
-        ConfigError, match=r"training_flops: 1e\+10 are 0\.\d+ steps of the arm 'dense'"
-    ):
-        StudyConfig.read(study).planned_runs()
 
 
 def test_the_study_in_the_docs_is_one(tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from moe_ffn.report.assignments import Assignment
+from moe_ffn.report.expert_tokens import Assignment
 from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text
 
 NUM_PERMUTATIONS = 5
@@ -20,9 +19,6 @@ NUM_PERMUTATIONS = 5
 
 MAX_DOCUMENTS = 16
 """Largest documents of the profile by document; the rest are one label."""
-
-CHUNK = 8192
-"""Tokens whose experts are in memory as a table at once."""
 
 
 @dataclass(frozen=True)
@@ -119,56 +115,6 @@ def agreement(expert_N: np.ndarray, label_N: np.ndarray) -> Agreement:
     )
 
 
-def same_tokens(a: Assignment, b: Assignment) -> float:
-    """Return 2 I(a; b) / (H(a) + H(b)) of two routers' first choices, over the tokens that came to both.
-
-    It is 1 where one is a renaming of the other.
-    """
-    both = a.reached_T & b.reached_T
-    first, second = a.first_T[both], b.first_T[both]
-    total = entropy(first) + entropy(second)
-    return 2 * mutual_information(first, second) / total if total > 1e-12 else math.nan
-
-
-def depth_matrix(assignments: Sequence[Assignment]) -> np.ndarray:
-    """Return `same_tokens` of all pairs, (L, L)."""
-    size = len(assignments)
-    found = np.ones((size, size))
-    for i in range(size):
-        for j in range(i):
-            found[i, j] = found[j, i] = same_tokens(assignments[i], assignments[j])
-    return found
-
-
-@dataclass(frozen=True)
-class TokenPrediction:
-    """Accuracy of guessing the first choice by a token's most frequent expert elsewhere in the text."""
-
-    accuracy: float
-    """Accuracy on every second window with counts from the windows between; an uncounted token gets the most
-    frequent expert."""
-    most_frequent: float
-    """Accuracy of always guessing the most frequent expert."""
-
-
-def predict_by_token(assignment: Assignment, text: Text) -> TokenPrediction | None:
-    """Return the accuracies; None where the text has a single window."""
-    reached = assignment.reached_T
-    is_even = (np.arange(len(text)) // text.seq_len) % 2 == 0
-    fit, judge = reached & is_even, reached & ~is_even
-    if not fit.any() or not judge.any():
-        return None
-    known, ids_T = np.unique(text.ids_T, return_inverse=True)
-    counts = np.zeros((len(known), assignment.num_experts + 1), dtype=np.int64)
-    np.add.at(counts, (ids_T[fit], assignment.first_T[fit]), 1)
-    usual = int(counts.sum(axis=0).argmax())
-    guess = np.where(counts.any(axis=1), counts.argmax(axis=1), usual)
-    truth = assignment.first_T[judge]
-    return TokenPrediction(
-        float((guess[ids_T[judge]] == truth).mean()), float((truth == usual).mean())
-    )
-
-
 # -- profiles
 
 
@@ -189,28 +135,3 @@ def lift(counts_EA: np.ndarray) -> np.ndarray:
             * counts.sum()
             / (counts.sum(axis=1, keepdims=True) * counts.sum(axis=0, keepdims=True))
         )
-
-
-def coactivation_lift(assignment: Assignment) -> np.ndarray | None:
-    """Return how often two experts share a token over how often their loads give by chance, (E, E).
-
-    count(i, j) / (c n_i n_j), with c such that observed and expected pairs are equally many; nan on the
-    diagonal. None where no token has two experts.
-    """
-    tokens, experts = assignment.pairs
-    size = assignment.num_experts
-    counts = np.zeros((size, size))
-    for start in range(0, assignment.num_tokens, CHUNK):
-        here = (tokens >= start) & (tokens < start + CHUNK)
-        chosen = np.zeros((CHUNK, size), dtype=np.float32)
-        chosen[tokens[here] - start, experts[here]] = 1
-        counts += chosen.T @ chosen
-    loads = counts.diagonal().copy()
-    np.fill_diagonal(counts, 0)
-    expected = np.outer(loads, loads)
-    np.fill_diagonal(expected, 0)
-    if not counts.any():
-        return None
-    expected *= counts.sum() / expected.sum()
-    np.fill_diagonal(counts, np.nan)
-    return np.divide(counts, expected, out=np.full_like(counts, np.nan), where=expected > 0)

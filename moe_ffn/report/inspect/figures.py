@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,58 +9,12 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
-from moe_ffn.metrics.table import Metric
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report.drawing import Line, line_figure
-from moe_ffn.report.figures import MAX_LINES, MAX_TEXTS, NotMeasuredError
+from moe_ffn.report.drawing import plain_rows
+from moe_ffn.report.figures import NotMeasuredError
 from moe_ffn.report.inspect import experts
 from moe_ffn.report.inspect.experts import Attribute
 from moe_ffn.report.inspect.inspection import Inspection, Router
-from moe_ffn.report.inspect.units import AGREE, MAX_SUFFIX_LENGTH, LayerUnits
-from moe_ffn.runs.rows import Series
-
-_SUFFIX = Metric(
-    key="suffix_share",
-    title="Units that answer to the last n tokens",
-    quantity="share of units",
-    unit="share",
-    formula="",
-    healthy="",
-)
-
-
-def suffixes(units: Sequence[LayerUnits]) -> go.Figure:
-    """Draw the share of units whose top inputs have the same last n tokens, by layer, and by chance."""
-    note = (
-        f"At least {AGREE:.0%} of a unit's top inputs end in the same n tokens. Chance: inputs drawn at "
-        "random from those that the unit's network saw."
-    )
-    lengths = range(1, MAX_SUFFIX_LENGTH + 1)
-    if len(units) > MAX_LINES:
-        return heat_figure(
-            lengths,
-            [str(one.layer) for one in units],
-            _plain([one.suffix_shares() for one in units]),
-            ("n, tokens", "layer"),
-            title=_SUFFIX.title,
-            note=note,
-            bar={"title": _SUFFIX.quantity, "tickformat": ".0%"},
-            hover="layer %{y}, last %{x}: <b>%{z:.1%}</b>",
-            colorscale="Cividis",
-        )
-    steps = array("q", lengths)
-    lines = [
-        Line(f"layer {one.layer}", Series(steps, array("d", one.suffix_shares())), number)
-        for number, one in enumerate(units)
-    ]
-    chance = np.mean([one.suffix_chance for one in units], axis=0)
-    lines.append(Line("chance", Series(steps, array("d", chance)), 7))
-    figure: Any = line_figure(lines, _SUFFIX, MAX_SUFFIX_LENGTH, note=note)
-    axis = figure.layout.xaxis
-    axis.title.text, axis.unifiedhovertitle.text = "n, tokens", "last %{x}"
-    for line in figure.data:  # the last value says nothing here
-        line.name = line.meta["name"]
-    return figure
 
 
 def agreements(found: Inspection) -> go.Figure:
@@ -115,63 +68,8 @@ def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure
         note="",
         hover=f"expert %{{x}}, {attribute.name} %{{y}}: <b>%{{z:.2f}}</b> times its part of the text,"
         "<br><b>%{customdata:.1%}</b> of what the expert takes",
-        customdata=_plain(shares),
+        customdata=plain_rows(shares),
         **_scaled("times its part of the text", "even"),
-    )
-
-
-def together(router: Router) -> go.Figure:
-    """Draw how often two experts share a token, as a multiple of chance.
-
-    Raises:
-        NotMeasuredError: no token has two experts.
-    """
-    lift = experts.coactivation_lift(router.assignment)
-    if lift is None:
-        raise NotMeasuredError(f"no token of {router.name} has two experts")
-    names = router.assignment.expert_names
-    return _heat(
-        names,
-        range(len(names)),
-        lift,
-        ("expert j", "expert i"),
-        title="Experts that share tokens",
-        note="Tokens that chose both, over what two experts of their loads would share by chance.",
-        hover="experts %{y} and %{x}: <b>%{z:.2f}</b> times chance",
-        height=440,
-        **_scaled("times chance", "chance"),
-    )
-
-
-def depth(found: Inspection) -> go.Figure:
-    """Draw the mutual information of the first choices of two layers.
-
-    Raises:
-        NotMeasuredError: fewer than two routers were looked at.
-    """
-    routers = _routers(found)
-    if len(routers) < 2:
-        raise NotMeasuredError("there is one router alone, so no other to compare with")
-    values = found.depth.copy()
-    np.fill_diagonal(values, np.nan)
-    known = values[np.isfinite(values)]
-    low, high = (known.min(), known.max()) if np.unique(known).size > 1 else (0, 1)
-    names = [short_name(router.name) for router in routers]
-    return _heat(
-        names,
-        names,
-        values,
-        ("layer", "layer"),
-        title="The same tokens together in two layers",
-        note="2 I(a; b) / (H(a) + H(b)) of the first choices of two layers: 1 where one is a renaming of the "
-        "other, about 0 where they know nothing of each other. The numbers of the experts do not matter.",
-        bar={"title": "normalised mutual information", "tickformat": ".2f"},
-        hover="layers %{y} and %{x}: <b>%{z:.3f}</b>",
-        height=360,
-        colorscale="Cividis",
-        zmin=float(low),
-        zmax=float(high),
-        texttemplate="%{z:.2f}" if len(names) <= MAX_TEXTS else None,
     )
 
 
@@ -204,7 +102,7 @@ def _heat(
     **options: Any,
 ) -> go.Figure:
     """Return a heat map with named columns; of many columns a few have their name."""
-    figure = heat_figure(range(len(columns)), rows, _plain(values), axes, **options)
+    figure = heat_figure(range(len(columns)), rows, plain_rows(values), axes, **options)
     shown = range(0, len(columns), max(-(-len(columns) // 16), 1))
     axis: Any = figure.layout["xaxis"]
     axis.tickvals, axis.ticktext = list(shown), [columns[place] for place in shown]
@@ -213,9 +111,3 @@ def _heat(
 
 def _short(name: str, width: int = 22) -> str:
     return name if len(name) <= width else f"…{name[1 - width :]}"
-
-
-def _plain(values: Any) -> list[list[float | None]]:
-    return [
-        [round(float(value), 4) if np.isfinite(value) else None for value in row] for row in values
-    ]

@@ -6,12 +6,10 @@ T tokens of a text
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,20 +19,15 @@ from moe_ffn.ffn.networks import memories
 from moe_ffn.ffn.routing_names import within
 from moe_ffn.model.decoder import Block, Decoder, layer_name
 from moe_ffn.outputs import FFNOutput
-from moe_ffn.report.assignments import Assignment, add_batch
-from moe_ffn.report.expert_tokens import RoutedText, routed_layer
+from moe_ffn.report.expert_tokens import Assignment, RoutedText, add_batch
 from moe_ffn.report.inspect import experts
-from moe_ffn.report.inspect.experts import Agreement, Attribute, TokenPrediction
+from moe_ffn.report.inspect.experts import Agreement, Attribute
 from moe_ffn.report.inspect.text import Text
 from moe_ffn.report.inspect.units import LayerUnits, TopInputs, layer_units
 from moe_ffn.runs.reader import Run
 
 BATCH_TOKENS = 4096
 """Tokens of a batch."""
-
-
-HISTORY_TOKENS = 8192
-"""Tokens that go through the model of each checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +39,6 @@ class Router:
     """True for the router of a mixture of depths, which lets a token through a block or past it."""
     agreement: Mapping[str, Agreement]
     """Name of an attribute -> share of the first choice that it explains."""
-    by_token: TokenPrediction | None
 
     @property
     def name(self) -> str:
@@ -66,9 +58,6 @@ class Inspection:
     """Units of the layers whose hidden units see single tokens."""
     routers: Mapping[str, Router]
     attributes: tuple[Attribute, ...]
-    history: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """Step of a checkpoint -> router -> share of tokens whose first choice was that of the newest step; empty
-    with fewer than two checkpoints."""
 
     def __repr__(self) -> str:
         return f"Inspection({len(self.layers)} layers, {len(self.routers)} routers)"
@@ -82,13 +71,8 @@ class Inspection:
     def routed(self) -> RoutedText:
         """Return the text and its pairs, dropped ones included, for `expert_tokens.expert_tokens`."""
         text = self.text
-        layers = {name: routed_layer(router.assignment) for name, router in self.routers.items()}
+        layers = {name: router.assignment for name, router in self.routers.items()}
         return RoutedText(text.tokenizer.token_bytes, text.ids_T, text.seq_len, layers)
-
-    @cached_property
-    def depth(self) -> np.ndarray:
-        """Return `experts.depth_matrix` of the routers in order."""
-        return experts.depth_matrix([router.assignment for router in self.routers.values()])
 
 
 def inspect_run(
@@ -103,14 +87,13 @@ def inspect_run(
     Raises:
         ConfigError: a layer that the model lacks, or a text with fewer than `top_k` tokens.
     """
-    found = inspect_model(run.model, text, layers, top_k=top_k)
-    return replace(found, history=history(run, text, found.layers) if found.routers else {})
+    return inspect_model(run.model, text, layers, top_k=top_k)
 
 
 def inspect_model(
     decoder: Decoder, text: Text, layers: Sequence[int] | None = None, *, top_k: int = 10
 ) -> Inspection:
-    """Inspect any decoder in evaluation, such as that of another checkpoint; the result has no history."""
+    """Inspect any decoder in evaluation, such as that of another checkpoint."""
     ffns = decoder.config.layer_ffns()
     for layer in layers or ():
         if layer >= len(ffns):
@@ -119,7 +102,8 @@ def inspect_model(
             )
     if len(text) < top_k:
         raise ConfigError(
-            f"--top-k: must not exceed the tokens of the text ({len(text)}), got {top_k}; give more text"
+            f"--text: the text has {len(text)} tokens, fewer than the {top_k} that are kept of each unit; "
+            "give more text"
         )
     shown = tuple(sorted(set(range(len(ffns)) if layers is None else layers)))
     networks, assignments = observe(decoder, text, shown, top_k)
@@ -133,7 +117,6 @@ def inspect_model(
             assignment,
             is_gate=name in infos and infos[name].is_gate,
             agreement={a.name: experts.agreement(first, a.labels_T[reached]) for a in known},
-            by_token=experts.predict_by_token(assignment, text),
         )
     return Inspection(
         text=text,
@@ -182,19 +165,3 @@ def observe(
         for handle in handles:
             handle.remove()
     return networks, assignments
-
-
-def history(run: Run, text: Text, layers: Sequence[int]) -> dict[int, dict[str, float]]:
-    """Return the share of the newest first choices that each readable checkpoint made."""
-    text, choices = text.head(HISTORY_TOKENS), dict[int, dict[str, np.ndarray]]()
-    for step in run.saved_steps:
-        with suppress(ConfigError):
-            _, assignments = observe(run.model_at(step), text, layers, top_k=0)
-            choices[step] = {name: one.first_T for name, one in assignments.items()}
-    if len(choices) < 2:
-        return {}
-    now = choices[max(choices)]
-    return {
-        step: {name: float((firsts[name] == now[name]).mean()) for name in now}
-        for step, firsts in choices.items()
-    }

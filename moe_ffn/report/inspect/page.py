@@ -1,21 +1,18 @@
-"""The page of an inspection, and its numbers."""
+"""Page of an inspection."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report import figures as run_figures
-from moe_ffn.report.expert_tokens import expert_tokens
-from moe_ffn.report.inspect import experts, figures
-from moe_ffn.report.inspect.inspection import HISTORY_TOKENS, Inspection
-from moe_ffn.report.inspect.text import Text
+from moe_ffn.report.expert_tokens import context, expert_tokens
+from moe_ffn.report.inspect import figures
+from moe_ffn.report.inspect.inspection import Inspection
 from moe_ffn.report.inspect.units import AGREE, KINDS, NEAR, LayerUnits, examples, explanation
 from moe_ffn.report.plots import Plot, choice_of, layer_title, numbered, plot_of, render_plots
 from moe_ffn.runs.reader import Run
@@ -33,7 +30,7 @@ def inspection_html(found: Inspection, run: Run, script: str | None = None) -> s
     """Return the page; `script` as of `render_plots`."""
     return render_plots(
         "inspect.html",
-        _plots(found, run),
+        _plots(found),
         script=script,
         title=run.name,
         found=found,
@@ -49,31 +46,19 @@ def inspection_html(found: Inspection, run: Run, script: str | None = None) -> s
     )
 
 
-def _plots(found: Inspection, run: Run) -> dict[str, list[Plot]]:
+def _plots(found: Inspection) -> dict[str, list[Plot]]:
     choosers = {
         layer_title(router.name): router
         for router in found.routers.values()
         if not router.is_gate and router.assignment.num_experts > 1
     }
-    agreement, taken, pairs, over_time = [list[Plot]() for _ in range(4)]
+    agreement, taken = list[Plot](), list[Plot]()
     if choosers:
         agreement.append(plot_of(figures.agreements(found)))
         for name in (attribute.name for attribute in found.attributes if attribute.names):
             drawn = {at: figures.taken(found, router.name, name) for at, router in choosers.items()}
             taken.append(choice_of(drawn))
-        paired = {
-            at: figures.together(router)
-            for at, router in choosers.items()
-            if experts.coactivation_lift(router.assignment) is not None
-        }
-        if paired:
-            pairs.append(choice_of(paired))
-        if len(found.routers) > 1:
-            pairs.append(plot_of(figures.depth(found)))
-        if any("churn" in measures for measures in run.layers.values()):
-            over_time.append(plot_of(run_figures.measure(run, "churn")))
-    units = [plot_of(figures.suffixes(found.units))] if found.units else []
-    return numbered(agreement=agreement, taken=taken, pairs=pairs, time=over_time, units=units)
+    return numbered(agreement=agreement, taken=taken)
 
 
 class PageParts:
@@ -134,7 +119,11 @@ class PageParts:
                 "name": units.name(unit),
                 "kind": units.kind_U[unit],
                 "what": explanation(units, unit, text),
-                "contexts": [text.context(int(t)) for t in _distinct(units.tokens_Uk[unit])[:4]],
+                "contexts": [
+                    context(self.found.routed, t)
+                    for t in units.tokens_Uk[unit].tolist()[:4]
+                    if t >= 0
+                ],
                 "activation": f"{units.activations_Uk[unit, 0]:.2f}",
                 "promotes": [text.token(int(v)) for v in units.promoted_Up[unit]],
             }
@@ -142,23 +131,15 @@ class PageParts:
         ]
 
     def agreement_rows(self) -> list[list[str]]:
-        """Return a row per router: share (chance) of each attribute, and accuracy by token."""
+        """Return a row per router: share (chance) of each attribute."""
         rows: list[list[str]] = []
         for router in self.found.routers.values():
             row = [short_name(router.name)]
             for attribute in self.found.attributes:
                 one = router.agreement[attribute.name]
                 row.append(f"{_percent(one.share)} ({_percent(one.chance)})")
-            guess = router.by_token
-            row.append(
-                f"{_percent(guess.accuracy)} ({_percent(guess.most_frequent)})" if guess else "-"
-            )
             rows.append(row)
         return rows
-
-    @property
-    def history_tokens(self) -> int:
-        return len(self.found.text.head(HISTORY_TOKENS))
 
     @property
     def top_k(self) -> int:
@@ -180,18 +161,6 @@ class PageParts:
             for layer in self.found.without_units
         ]
 
-    def history_rows(self) -> list[list[str]]:
-        """Return a row per router, a column per checkpoint: share of the newest first choices."""
-        history = self.found.history
-        return [
-            [short_name(name), *(_percent(shares[name]) for shares in history.values())]
-            for name in (self.found.routers if history else ())
-        ]
-
-
-def _distinct(tokens_k: np.ndarray) -> list[int]:
-    return [token for token in tokens_k.tolist() if token >= 0]
-
 
 def _by_layer(shares: Sequence[float], layers: Sequence[str]) -> str:
     """Return `65%, 40% (layer 0, 1)`, or range and mean of many."""
@@ -205,78 +174,3 @@ def _percent(share: float) -> str:
     if math.isnan(share):
         return "-"
     return f"{share:.0%}" if share >= 0.1 or abs(share) < 0.0005 else f"{share:.1%}"
-
-
-def numbers(found: Inspection) -> dict[str, Any]:
-    """Return the inspection as values for JSON; nan is None."""
-    text = found.text
-    layers = [
-        {
-            "layer": units.layer,
-            "num_units": len(units),
-            "num_judged": units.num_judged,
-            "share": {kind: units.share(kind) for kind in KINDS},
-            "chance": units.chance,
-            "suffix_share": units.suffix_shares(),
-            "suffix_chance": units.suffix_chance,
-            "next_agreement": units.next_agreement,
-            "next_chance": units.next_chance,
-            "units": [_unit(units, unit, text) for unit in range(len(units))],
-        }
-        for units in found.units
-    ]
-    routers = {
-        name: {
-            "experts": router.assignment.expert_names,
-            "agreement": {key: asdict(one) for key, one in router.agreement.items()},
-            "token_predicts": router.by_token and asdict(router.by_token),
-            "typical_tokens": [
-                [{"token": t.token, "share": t.share, "lift": t.lift} for t in one.most_typical]
-                for one in expert_tokens(found.routed, name)
-            ],
-            "pairs_by": {
-                attribute.name: {
-                    "labels": attribute.names,
-                    "pairs": experts.profile(router.assignment, attribute).tolist(),
-                }
-                for attribute in found.attributes
-                if attribute.names
-            },
-            "coactivation": experts.coactivation_lift(router.assignment),
-        }
-        for name, router in found.routers.items()
-    }
-    return _for_json(
-        {
-            "text": text.source,
-            "num_tokens": len(text),
-            "documents": text.documents,
-            "layers": layers,
-            "routers": routers,
-            "history": {str(step): shares for step, shares in found.history.items()},
-            "same_tokens": found.depth,
-        }
-    )
-
-
-def _unit(units: LayerUnits, unit: int, text: Text) -> dict[str, Any]:
-    return {
-        "name": units.name(unit),
-        "kind": units.kind_U[unit] if units.judged_U[unit] else None,
-        "suffix": int(units.suffix_U[unit]),
-        "activations": units.activations_Uk[unit],
-        "contexts": ["".join(text.context(t)) for t in _distinct(units.tokens_Uk[unit])[:3]],
-        "promotes": [text.token(int(v)) for v in units.promoted_Up[unit]],
-    }
-
-
-def _for_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _for_json(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        return _for_json(value.tolist())
-    if isinstance(value, list | tuple):
-        return [_for_json(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value

@@ -9,8 +9,8 @@ import hashlib
 import io
 import keyword
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -79,42 +79,8 @@ class Text:
         """Return ids (W, S)."""
         return self.ids_T.reshape(-1, self.seq_len)
 
-    def head(self, num_tokens: int) -> Text:
-        """Return the first windows, with at most `num_tokens` tokens but one window at least."""
-        length = max(num_tokens // self.seq_len, 1) * self.seq_len
-        cut = {
-            name: value[:length]
-            for name, value in vars(self).items()
-            if isinstance(value, np.ndarray)
-        }
-        return replace(self, **cut)
-
     def token(self, token_id: int) -> str:
         return visible(self.tokenizer.token_bytes[token_id])
-
-    def context(self, place: int, before: int = 36, after: int = 12) -> tuple[str, str, str]:
-        """Return the tokens before one, itself, and the tokens after it, within its window.
-
-        Args:
-            before, after: most characters of these.
-        """
-        start = place - place % self.seq_len
-        left = self._fitting(range(place - 1, start - 1, -1), before)
-        right = self._fitting(range(place + 1, start + self.seq_len), after)
-        return "".join(reversed(left)), self._shown(place), "".join(right)
-
-    def _fitting(self, places: Iterable[int], width: int) -> list[str]:
-        """Return the first tokens that fit, with plain spaces."""
-        shown: list[str] = []
-        for place in places:
-            shown.append(self._shown(place).replace("␣", " "))
-            width -= len(shown[-1])
-            if width < 0:
-                return shown[:-1]
-        return shown
-
-    def _shown(self, place: int) -> str:
-        return self.token(int(self.ids_T[place]))
 
     def suffixes(self, longest: int) -> Iterator[np.ndarray]:
         """Yield labels (T,) for n = 1 to `longest`, equal where the last n tokens of the window are."""

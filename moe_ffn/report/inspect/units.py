@@ -114,8 +114,6 @@ class LayerUnits:
     """Kind -> bool (U,), True where it explains the unit; several may."""
     chance: Mapping[str, float]
     """Kind -> share of units that it explains with random inputs."""
-    suffix_chance: np.ndarray
-    """(MAX_SUFFIX_LENGTH,) the share with random inputs, from n = 1 on."""
     next_agreement: float | None
     """Share of judged units whose first promoted token follows the top input; None in a model that sees both
     sides."""
@@ -132,11 +130,6 @@ class LayerUnits:
     def share(self, kind: str) -> float:
         """Return the share of the judged units that `kind` explains; nan where none is judged."""
         return _mean(self.explained[kind][self.judged_U])
-
-    def suffix_shares(self) -> list[float]:
-        """Return the shares of judged units whose top inputs share their last n tokens, from n = 1 on."""
-        found = self.suffix_U[self.judged_U]
-        return [_mean(found >= n) for n in range(1, MAX_SUFFIX_LENGTH + 1)]
 
     @property
     def kind_U(self) -> np.ndarray:
@@ -173,7 +166,7 @@ def layer_units(
         ]
     judged = tokens.min(axis=1) >= 0
     explained, suffix = _explained(tokens, text)
-    at_random, random_suffix = _explained(np.array(drawn, dtype=np.int64).reshape(-1, k), text)
+    at_random, _ = _explained(np.array(drawn, dtype=np.int64).reshape(-1, k), text)
     for values in explained.values():
         values &= judged
     among = np.union1d(text.ids_T, text.next_T)
@@ -203,9 +196,6 @@ def layer_units(
         suffix_U=np.where(judged, suffix, 0),
         explained=explained,
         chance={kind: _mean(values) for kind, values in at_random.items()},
-        suffix_chance=np.array(
-            [_mean(random_suffix >= n) for n in range(1, MAX_SUFFIX_LENGTH + 1)]
-        ),
         next_agreement=agreement,
         next_chance=chance,
     )

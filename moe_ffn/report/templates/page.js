@@ -20,30 +20,6 @@
   const colour = (role) =>
     getComputedStyle(document.documentElement).getPropertyValue(`--${role}`).trim();
 
-  // Two bytes a share, little-endian; 65535 is "not measured".
-  function unpack(trace) {
-    const bytes = Uint8Array.from(atob(trace.meta.shares), (c) => c.charCodeAt(0));
-    const view = new DataView(bytes.buffer);
-    const rows = trace.meta.rows;
-    const columns = bytes.length / 2 / rows;
-    const shares = [];
-    for (let row = 0; row < rows; row++) {
-      shares.push(
-        Array.from({ length: columns }, (_, column) => {
-          const packed = view.getUint16(2 * (row * columns + column), true);
-          return packed === 65535 ? null : packed / 65534;
-        }),
-      );
-    }
-    if (!trace.meta.stops) {
-      trace.z = shares;
-      return;
-    }
-    // A load is drawn as a multiple of the even share, and said as a share too.
-    trace.customdata = shares;
-    trace.z = shares.map((row) => row.map((share) => (share === null ? null : share * rows)));
-  }
-
   function paint(trace) {
     const role = trace.meta && trace.meta.colour;
     if (role !== undefined) {
@@ -55,7 +31,6 @@
     if (trace.meta && trace.meta.fill !== undefined) {
       trace.fillcolor = `${colour(`series-${trace.meta.fill}`)}24`;
     }
-    if (trace.meta && trace.meta.shares && !trace.z) unpack(trace);
     if (trace.meta && trace.meta.stops) {
       trace.colorscale = Object.entries(trace.meta.stops).map(([role, at]) => [at, colour(role)]);
     }
