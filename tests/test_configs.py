@@ -1,4 +1,4 @@
-"""Every YAML in configs/ resolves, builds, and learns from two short sequences."""
+"""YAML files in configs/: each resolves, builds, and learns from two short sequences."""
 
 from __future__ import annotations
 
@@ -192,13 +192,6 @@ def test_published_models_have_their_published_sizes(path: Path) -> None:
 
 def test_all_published_models_are_there() -> None:
     assert {path.stem for path in PUBLISHED} == {*SIZES}
-
-
-@pytest.mark.parametrize(
-    "path", [*CONFIGS, *PUBLISHED], ids=[path.stem for path in [*CONFIGS, *PUBLISHED]]
-)
-def test_config_starts_with_a_comment_that_says_what_it_is(path: Path) -> None:
-    assert path.read_text(encoding="utf-8").startswith("# ")
 
 
 def test_a_batch_passes_through_few_files_to_its_loss() -> None:

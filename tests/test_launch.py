@@ -1,4 +1,4 @@
-"""The script for SLURM: what it starts, what it goes on with, and when it is queued again."""
+"""The script for SLURM: it starts a run, resumes it and queues it again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_new_run_is_named(tmp_path: Path) -> None:
     assert submit(tmp_path, *OPTIONS) == (0, [expected])
 
 
-def test_a_run_that_was_begun_goes_on(tmp_path: Path) -> None:
+def test_a_started_run_is_resumed(tmp_path: Path) -> None:
     (tmp_path / "runs/my-run").mkdir(parents=True)
     (tmp_path / "runs/my-run/config.yaml").touch()
     expected = f"srun python -m experiments.train --resume runs/my-run {GIVEN}"

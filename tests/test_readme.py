@@ -1,4 +1,4 @@
-"""Every command and every code block of the README and of the pages for users does what it says."""
+"""Commands and code blocks of the README and of the pages for users do what they promise."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TINY = [
 
 @pytest.fixture
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as after cloning, with a small corpus and the documented block and experts beside it."""
+    """A folder as after cloning, with a small corpus and the documented block and experts."""
     for name in ("configs", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "README.md").write_text(README[:4_000], encoding="utf-8")  # a text to evaluate
@@ -79,7 +79,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(arguments: list[str]) -> int:
-    """Run a program by its module in this process; importing torch anew would take seconds."""
+    """Run a program by its module in this process; a new process would import torch for seconds."""
     module = importlib.import_module(arguments[0])
     try:
         return module.main(arguments[1:])
@@ -161,7 +161,7 @@ def test_every_command_succeeds(
         assert "ratio" in capsys.readouterr().out
         return
     if module == "experiments.benchmark":
-        tiny = ["--shape", "64,16,8,4,2,fp32", "--rounds", "1", "--warmup", "0"]
+        tiny = ["--shape", "64,16,8,4,2,fp32", "--rounds", "1"]
         asked = ["--shape"] if "--shape" in arguments else []
         assert arguments[:1] == asked
         assert run([f"{module}.__main__", *tiny]) == 0

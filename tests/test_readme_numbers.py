@@ -1,6 +1,6 @@
-"""The numbers of the README are those of the default run, and it is told when they no longer are.
+"""The numbers of the README are compared with those of the default run.
 
-    python -m tests.test_readme_numbers    # trains the default model, and writes its numbers anew
+    python -m tests.test_readme_numbers    # trains the default model, and writes its numbers
 
 The default run takes minutes. So that a test can tell whether its numbers are old, the record of it holds its
 options and the losses of the first three steps of the default model on LICENSE, a text that never changes.
@@ -36,13 +36,13 @@ README = ROOT / "README.md"
 RECORD = ROOT / "docs" / "default_run.json"
 COMMAND = "python -m experiments.train"
 ON_CPU = ("--trainer.accelerator", "cpu", "--trainer.devices", "1")
-"""So that the numbers are the same on a machine with GPUs."""
+"""Options that make the numbers the same on a machine with GPUs."""
 BEGIN, END = "<!-- written by `make readme` -->\n", "<!-- end of what `make readme` writes -->\n"
 
 NUM_FIRST_STEPS = 3
 
 LOSS_TOLERANCE = 2e-4
-"""In nats: other processors round differently; bfloat16, or another model or optimizer, differs by more."""
+"""Tolerance in nats for other processors; bfloat16, or another model or optimizer, differs by more."""
 
 
 def default_run() -> dict[str, Any]:
@@ -92,7 +92,7 @@ def first_steps() -> list[float]:
 
 
 def results_of(screen: str) -> str:
-    """From the losses to the last line before the sample, or before the list of files."""
+    """Return the lines from the losses to the sample or the list of files."""
     found = re.search(r"^validation loss .*?(?=\n\n(?:Sample:|Results in ))", screen, re.M | re.S)
     assert found, f"the run printed no results; run it by hand: {COMMAND}"
     return "\n".join(line.rstrip() for line in found[0].splitlines())
@@ -131,28 +131,6 @@ def test_the_numbers_of_the_readme_are_those_of_this_code(record: dict[str, Any]
     assert {path: options[path] for path in record["options"]} == record["options"], write_anew
     losses = pytest.approx(record["first_losses"], abs=LOSS_TOLERANCE)
     assert first_steps() == losses, write_anew
-
-
-def test_the_block_is_put_between_its_comments_and_nothing_else_moves() -> None:
-    before = f"# Title\n\n{BEGIN}old\n{END}\nThe rest.\n"
-    block = f"{BEGIN}new\n{END}"
-    assert with_block(before, block) == f"# Title\n\n{block}\nThe rest.\n"
-    with pytest.raises(AssertionError, match="has no lines"):
-        with_block("# Title\n", block)
-
-
-def test_a_run_without_results_is_no_record() -> None:
-    with pytest.raises(AssertionError, match="the run printed no results; run it by hand"):
-        results_of("error: no corpus")
-
-
-def test_the_block_says_what_the_run_took(record: dict[str, Any]) -> None:
-    record |= {"seconds": 195, "tokens_per_second": 8704, "num_threads": 2, "date": "May 2026"}
-    record |= {"precision": "32-true", "versions": {"torch": "2.13.0+cpu"}, "screen": "loss 1"}
-    assert readme_block(record) == (
-        f"{BEGIN}```text\nloss 1\n```\n\nThat took 3 min 15 s on 2 CPU cores (8,704 tokens/s), in 32-true, "
-        f"with torch 2.13.0, in May 2026.\n{END}"
-    )
 
 
 if __name__ == "__main__":

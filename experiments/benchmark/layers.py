@@ -1,7 +1,7 @@
-"""The layers to time against each other, and whether they compute the same function.
+"""Layers to time, and the check that they compute the same function.
 
-All have the same weights and get the same tokens and the same output gradient: ours in every backend, the
-dense block, and the layers of other libraries.
+Our layer in every backend and the layers of other libraries have the same weights. They and the dense block
+get the same tokens and the same output gradient.
 
 T tokens, D model width, B batch, S sequence
 """
@@ -28,9 +28,6 @@ from moe_ffn.routing.base import LinearRouter
 DENSE = "dense FFN"
 AUTO = "moe_ffn auto"
 
-Note = Callable[[str], None]
-"""Prints a remark, once."""
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -39,18 +36,18 @@ class Layer:
     name: str
     module: nn.Module
     computes: str = SAME
-    """`SAME`, `OTHER`, `REFERENCE`, or what differs."""
+    """`SAME`, `REFERENCE`, or what differs."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return hidden_of(self.module(x))
 
 
 class Tokens(NamedTuple):
-    """The input and the output gradient of every layer of a case."""
+    """Input and output gradient of every layer of a case."""
 
     x_BSD: Tensor
     grad_BSD: Tensor
-    """d(loss)/d(output), random: a constant one would spare some backends work."""
+    """Random d(loss)/d(output); a constant one would spare some backends work."""
 
     @classmethod
     def of(cls, shape: Shape, device: torch.device) -> Tokens:
@@ -64,7 +61,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Our layer with its weights and tokens, and the result of its `loop`, which every layer must match."""
+    """Our layer with its weights and tokens, and the result of `loop`, which every layer must match."""
 
     shape: Shape
     source: MoEFFN
@@ -73,7 +70,7 @@ class Case:
 
     @classmethod
     def of(cls, shape: Shape, device: torch.device, **router: Any) -> Case:
-        """Weights and tokens from fixed seeds; `router` are options of a router other than top-k."""
+        """Draw weights and tokens from fixed seeds; `router` has the options of another router than top-k."""
         torch.manual_seed(0)
         source, tokens = moe_layer(shape, "loop", device, **router), Tokens.of(shape, device)
         return cls(shape, source, tokens, outcome(source, tokens))
@@ -96,7 +93,7 @@ class PlainSwiGLU(nn.Module):
 
 
 def dense_layer(shape: Shape, device: torch.device) -> Layer:
-    """The block that a Mixture of Experts is measured against."""
+    """Build the block that a Mixture of Experts is compared with."""
     module = PlainSwiGLU(shape.d_model, shape.active_width).to(device, dtype_of(shape))
     return Layer(DENSE, module, REFERENCE)
 
@@ -106,7 +103,7 @@ def dtype_of(shape: Shape) -> torch.dtype:
 
 
 def moe_layer(shape: Shape, backend: str, device: torch.device, **router: Any) -> MoEFFN:
-    """Ours: gated SwiGLU experts behind a top-k router, renormalised as in Mixtral, or another router."""
+    """Build SwiGLU experts behind a top-k router, renormalised as in Mixtral, or another router."""
     config = {
         "type": "moe",
         "num_experts": shape.num_experts,
@@ -120,11 +117,14 @@ def moe_layer(shape: Shape, backend: str, device: torch.device, **router: Any) -
 
 
 def sparse_layers(
-    case: Case, backends: Sequence[str], peers: Sequence[str], note: Note
+    case: Case, backends: Sequence[str], peers: Sequence[str], note: Callable[[str], None]
 ) -> list[Layer]:
-    """Ours in `auto` and each of `backends`, then `peers`: those that are installed and take this shape.
+    """Return our layer in `auto` and each of `backends`, and the installed `peers` that take this shape.
 
-    Ours share the weights of the case. Each is marked with what it computes.
+    Our layers share the weights of the case. Each layer is marked with what it computes.
+
+    Args:
+        note: called with a remark about a layer that is skipped or computes something else.
     """
     on_gpu = case.tokens.x_BSD.device.type == "cuda"
     builders: dict[str, Callable[[], nn.Module]]
@@ -137,15 +137,14 @@ def sparse_layers(
         try:
             module = build()
             found = outcome(module, case.tokens)
-        except Exception as error:  # of any kind: a peer that breaks does not end the run
+        except Exception as error:  # a peer may fail in any way
             refuses = isinstance(error, ValueError)
             if not refuses and name not in PEERS:
                 raise
             kind = "" if refuses else f"{type(error).__name__}: "
             note(f"skipped: {name}: {kind}{first_line(error)}")
             continue
-        computes = PEERS[name].computes if name in PEERS else SAME
-        if computes == SAME and (computes := compare(found, case.expected)) != SAME:
+        if (computes := compare(found, case.expected)) != SAME:
             note(f"{name} {computes} at {case.shape}")
         layers.append(Layer(name, module, computes))
     return layers
@@ -159,7 +158,7 @@ def _ours(case: Case, backend: str) -> MoEFFN:
 
 
 def weights_of(block: MoEFFN) -> Weights:
-    """Our weights, as other libraries are given them."""
+    """Return our weights for other libraries."""
     router, experts = block.router, block.experts
     assert isinstance(router, LinearRouter)
     with torch.no_grad():
@@ -171,15 +170,17 @@ def weights_of(block: MoEFFN) -> Weights:
 
 
 class Tolerance(NamedTuple):
-    """The differences that rounding may make between layers that compute the same function."""
+    """Largest differences by rounding between layers that compute the same function."""
 
     row: float
     """Distance of a token's row, as a part of its length; a wrong function is off by about 1."""
     tokens: float
-    """Share of the tokens whose k-th and next expert score so close that rounding decides between them.
-    Our router computes in float32; others compute it in the dtype of the layer."""
+    """Share of tokens for which rounding decides between the k-th and the next expert.
+
+    Our router computes in float32; other routers use the dtype of the layer.
+    """
     gradient: float
-    """Difference in length of the parameters' gradient; a few tokens that go elsewhere change it too."""
+    """Difference in length of the parameters' gradient."""
 
 
 TOLERANCES = {
@@ -190,16 +191,16 @@ TOLERANCES = {
 
 
 class Outcome(NamedTuple):
-    """The result of one forward and backward pass."""
+    """Result of one forward and backward pass."""
 
     hidden_TD: Tensor
     grad_x_TD: Tensor
     grad_norm: float
-    """Length of the gradient of all parameters together, which does not depend on how they are laid out."""
+    """Length of the gradient of all parameters; independent of their layout."""
 
 
 def outcome(module: nn.Module, tokens: Tokens) -> Outcome:
-    """One forward and backward pass; all gradients are removed afterwards."""
+    """Run one forward and backward pass, and remove all gradients."""
     x = tokens.x_BSD
     hidden = hidden_of(module(x))
     hidden.backward(tokens.grad_BSD)
@@ -212,7 +213,7 @@ def outcome(module: nn.Module, tokens: Tokens) -> Outcome:
 
 
 def compare(theirs: Outcome, ours: Outcome) -> str:
-    """`SAME`, or what differs by more than rounding; a missing gradient and NaN differ from everything."""
+    """Return `SAME`, or what differs by more than rounding; NaN differs from everything."""
     tolerance = TOLERANCES[ours.hidden_TD.dtype]
     differs = 1.0
     if theirs.hidden_TD.shape == ours.hidden_TD.shape:
@@ -228,16 +229,16 @@ def compare(theirs: Outcome, ours: Outcome) -> str:
 
 
 def same_rows(their_TD: Tensor, our_TD: Tensor) -> Tensor:
-    """Bool (T,): the rows that agree within the tolerance."""
+    """Return bool (T,), the rows that agree within the tolerance."""
     length_T = our_TD.float().norm(dim=-1)
-    # A token whose experts nearly cancel is not held to a part of nearly nothing.
+    # The experts of a token may nearly cancel; its tolerance is that of a longer row.
     length_T = length_T.clamp(min=0.1 * length_T.mean().item())
     off_T = (their_TD.float() - our_TD.float()).norm(dim=-1)
     return off_T <= TOLERANCES[our_TD.dtype].row * length_T
 
 
 def in_evaluation(layer: Layer, case: Case) -> Layer:
-    """The layer in evaluation mode and what it computes there: without gradients it may go another way."""
+    """Put a layer into evaluation mode and check its output there; without gradients it runs other code."""
     layer.module.eval()
     x_BSD = case.tokens.x_BSD.detach()
     with torch.no_grad():

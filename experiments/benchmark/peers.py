@@ -1,14 +1,13 @@
-"""Other libraries' layers with our weights in them, one adapter each.
+"""Layers of other libraries with our weights in them, one adapter each.
 
-A peer is timed where its package is installed. One that refuses a shape (ValueError), or breaks on it, is
-named with the reason and left out; it never ends the run.
+A peer is timed if its package is installed. A peer that rejects a shape (ValueError), or breaks on it, is
+skipped with its reason; it never ends the run.
 
 D model width, E experts, F hidden width
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,18 +16,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from experiments.benchmark.shapes import Shape
 
-SAME, OTHER, REFERENCE = "same", "other function", "reference"
+SAME, REFERENCE = "same", "reference"
 """Relation of a layer's function to that of our `loop` backend."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights to load into a peer, laid out as in `nn.Linear`, (out, in)."""
+    """Weights to load into a peer, laid out as in `nn.Linear`, (out, in)."""
 
     router_ED: Tensor
     gate_EFD: Tensor
@@ -38,35 +36,21 @@ class Weights:
 
 @dataclass(frozen=True)
 class Peer:
-    """A layer of another library."""
+    """Layer of another library."""
 
     package: str
-    """The name of its module."""
+    """Name of its module."""
     build: Callable[[Weights, Shape], nn.Module]
-    """The layer, x (B, S, D) -> hidden or (hidden, more)."""
-    computes: str = SAME
-    """`OTHER` if its experts, its router or its dropping are of another kind than ours."""
+    """Builds the layer, x (B, S, D) -> hidden or (hidden, more)."""
     gpu_only: bool = False
-    distribution: str | None = None
-    """Its name in the package index, if another."""
 
     @property
     def is_installed(self) -> bool:
         return importlib.util.find_spec(self.package) is not None
 
-    @property
-    def version(self) -> str:
-        try:
-            return importlib.metadata.version(self.distribution or self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return "unknown"
-
-
-# --------------------------------------------------------------------- Hugging Face transformers
-
 
 def mixtral(implementation: str) -> Callable[[Weights, Shape], nn.Module]:
-    """The block of Mixtral: softmax over all experts, the k largest renormalised."""
+    """Build the block of Mixtral: softmax over all experts, the k largest renormalised."""
 
     def build(weights: Weights, shape: Shape) -> nn.Module:
         if shape.k == 1:
@@ -92,43 +76,8 @@ def mixtral(implementation: str) -> Callable[[Weights, Shape], nn.Module]:
     return build
 
 
-# ------------------------------------------------------------------- lucidrains' two libraries
-
-
-def build_st_moe(weights: Weights, shape: Shape) -> nn.Module:
-    """GEGLU experts of the same width with biases, and a capacity of 1.25."""
-    if shape.k < 2:
-        raise ValueError("st-moe-pytorch routes to at least two experts")
-    module = import_module("st_moe_pytorch")
-    moe = module.MoE(
-        dim=shape.d_model,
-        num_experts=shape.num_experts,
-        # It takes 2/3 of the product and rounds it down.
-        expert_hidden_mult=(1.5 * shape.d_ff + 0.5) / shape.d_model,
-        gating_top_n=shape.k,
-    )
-    return moe.to(weights.down_EDF)
-
-
-def build_mixture_of_experts(weights: Weights, shape: Shape) -> nn.Module:
-    """GELU experts of two matrices, wide enough to cost what ours cost, and a capacity of 1.25."""
-    if shape.k != 2:
-        raise ValueError(f"mixture-of-experts routes to two experts, not to {shape.k}")
-    module = import_module("mixture_of_experts")
-    moe = module.MoE(
-        dim=shape.d_model,
-        num_experts=shape.num_experts,
-        hidden_dim=3 * shape.d_ff // 2,
-        activation=nn.GELU,
-    )
-    return moe.to(weights.down_EDF)
-
-
-# ------------------------------------------------------------------------------- for GPUs alone
-
-
 class ScatterMoE(nn.Module):
-    """ScatterMoE has experts and no router: this is Mixtral's, in front of them."""
+    """Experts of ScatterMoE, which has no router, behind the router of Mixtral."""
 
     def __init__(self, weights: Weights, shape: Shape) -> None:
         super().__init__()
@@ -154,54 +103,6 @@ class ScatterMoE(nn.Module):
         return self.experts(x, weights_TK, expert_ids_TK)
 
 
-def build_megablocks(weights: Weights, shape: Shape) -> nn.Module:
-    layers = import_module("megablocks.layers.arguments")
-    arguments = layers.Arguments(
-        hidden_size=shape.d_model,
-        ffn_hidden_size=shape.d_ff,
-        moe_num_experts=shape.num_experts,
-        moe_top_k=shape.k,
-        moe_normalize_expert_weights=1 if shape.k > 1 else None,  # the norm: a sum
-        moe_loss_weight=0.0,  # or every pass would be kept in a list of the module
-        activation_fn=F.silu,
-        mlp_type="glu",
-        mlp_impl="grouped",
-        bias=False,
-        return_bias=False,
-        bf16=weights.down_EDF.dtype == torch.bfloat16,
-        fp16=weights.down_EDF.dtype == torch.float16,
-        device=weights.down_EDF.device,
-    )
-    moe = import_module("megablocks.layers.dmoe").dMoE(arguments)
-    with torch.no_grad():
-        moe.router.layer.weight.copy_(weights.router_ED)
-        moe.experts.mlp.w1.copy_(rearrange(weights.gate_EFD, "e f d -> (e f) d"))
-        moe.experts.mlp.v1.copy_(rearrange(weights.up_EFD, "e f d -> (e f) d"))
-        moe.experts.mlp.w2.copy_(rearrange(weights.down_EDF, "e d f -> (e f) d"))
-    return moe
-
-
-def build_sonic_moe(weights: Weights, shape: Shape) -> nn.Module:
-    """A softmax over the k chosen logits, which equals Mixtral's renormalised softmax over all."""
-    with weights.down_EDF.device:
-        moe = import_module("sonicmoe").MoE(
-            num_experts=shape.num_experts,
-            num_experts_per_tok=shape.k,
-            hidden_size=shape.d_model,
-            intermediate_size=shape.d_ff,
-            activation_function=import_module("sonicmoe.enums").ActivationType.SWIGLU,
-            add_bias=False,
-            std=0.02,
-        )
-    moe = moe.to(weights.down_EDF.dtype)
-    alternating = torch.stack([weights.gate_EFD, weights.up_EFD], dim=2)
-    with torch.no_grad():
-        moe.router.weight.copy_(weights.router_ED)
-        moe.c_fc.weight.copy_(rearrange(alternating, "e f two d -> e (f two) d"))
-        moe.c_proj.weight.copy_(weights.down_EDF)
-    return moe
-
-
 HF_EAGER, HF_GROUPED, HF_BATCHED = "HF eager", "HF grouped_mm", "HF batched_mm"
 SCATTERMOE = "ScatterMoE"
 
@@ -209,20 +110,16 @@ PEERS: dict[str, Peer] = {
     HF_EAGER: Peer("transformers", mixtral("eager")),
     HF_GROUPED: Peer("transformers", mixtral("grouped_mm")),
     HF_BATCHED: Peer("transformers", mixtral("batched_mm")),
-    "st-moe-pytorch": Peer("st_moe_pytorch", build_st_moe, OTHER),
-    "mixture-of-experts": Peer("mixture_of_experts", build_mixture_of_experts, OTHER),
     SCATTERMOE: Peer("scattermoe", ScatterMoE, gpu_only=True),
-    "MegaBlocks": Peer("megablocks", build_megablocks, gpu_only=True),
-    "SonicMoE": Peer("sonicmoe", build_sonic_moe, gpu_only=True, distribution="sonic-moe"),
 }
-"""The peers by name, in the order of the tables."""
+"""Peers by name, in the order of the tables."""
 
 TRAINING_PEERS = tuple(name for name in PEERS if name != HF_BATCHED)
-"""batched_mm copies every expert's weights for every pair: made for decoding a few tokens."""
+"""Peers but batched_mm, which copies an expert's weights for every pair to decode a few tokens."""
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The hidden states of whatever a layer returns."""
+    """Return the hidden states in the output of any layer."""
     if isinstance(output, Tensor):
         return output
     return output[0] if isinstance(output, tuple) else output.hidden

@@ -1,4 +1,4 @@
-"""The size of a layer to time, and how it is typed: `T,D,F,E,K,dtype`."""
+"""Size of a layer to time, as the command line takes it: `T,D,F,E,K,dtype`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Name on the command line -> name in torch."""
 
 SEQUENCE = 256
-"""Tokens are cut into sequences of this length if it divides their number; some libraries need several."""
+"""Length of the sequences, if it divides the number of tokens; some libraries need several sequences."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer of gated experts and the tokens it is given."""
+    """Size of a layer of gated experts and of its input."""
 
     num_tokens: int
     """T"""
@@ -34,12 +34,12 @@ class Shape:
 
     @property
     def active_width(self) -> int:
-        """Hidden width that a token passes through: that of the dense block beside it."""
+        """Hidden width for one token, and of the dense block to compare with."""
         return self.k * self.d_ff
 
     @property
     def flops(self) -> int:
-        """FLOPs of the experts, forward and backward: three matrices, three products each."""
+        """FLOPs of the experts, forward and backward: three products with each of three matrices."""
         return 3 * 3 * 2 * self.num_tokens * self.d_model * self.active_width
 
     @property
@@ -56,7 +56,7 @@ class Shape:
 
 
 def parse_shape(text: str) -> Shape:
-    """`2048,512,512,8,2,fp32` as a Shape.
+    """Parse `2048,512,512,8,2,fp32`.
 
     Raises:
         ConfigError: one sentence that begins with `--shape`.
@@ -73,7 +73,7 @@ def parse_shape(text: str) -> Shape:
         raise ConfigError(
             f"--shape {text}: K ({shape.k}) must not exceed E ({shape.num_experts}); lower K or raise E"
         )
-    # Of the experts' weights, the input and the hidden values: far less than a step needs.
+    # The weights, the input and the hidden values are far less than a step needs.
     weights = 3 * shape.num_experts * shape.d_model * shape.d_ff
     tokens = shape.num_tokens * (shape.d_model + shape.active_width)
     num_bytes = (4 if dtype == "fp32" else 2) * (weights + tokens)

@@ -1,4 +1,4 @@
-"""Suites that time the layer and count the bytes it keeps.
+"""Suites that time the layer and count the bytes that it keeps.
 
 The Mixture-of-Experts tax is the time of the whole layer (router, plan, experts, combine; gradients to x
 and all parameters) over that of the dense block whose width one token passes through, K * F.
@@ -14,14 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from experiments.benchmark.layers import (
-    AUTO,
-    DENSE,
-    Case,
-    Layer,
-    dtype_of,
-    in_evaluation,
-)
+from experiments.benchmark.layers import AUTO, DENSE, Case, Layer, dtype_of, in_evaluation
 from experiments.benchmark.peers import (
     HF_BATCHED,
     HF_EAGER,
@@ -30,13 +23,7 @@ from experiments.benchmark.peers import (
     SCATTERMOE,
     TRAINING_PEERS,
 )
-from experiments.benchmark.session import (
-    Candidate,
-    Results,
-    Session,
-    ratio,
-    times,
-)
+from experiments.benchmark.session import Candidate, Results, Session, ratio, result
 from experiments.benchmark.shapes import Shape
 
 # ------------------------------------------------------------------ one shape after the other
@@ -49,14 +36,14 @@ PROMISED = {
     Shape(2048, 1024, 1024, 8, 2, "fp32"): (1.04, 1.25),
     Shape(4096, 1024, 1024, 8, 2, "bf16"): (1.04, 1.7),
 }
-"""Shape -> the largest tax promised, and how many times faster than Hugging Face's grouped_mm."""
+"""Shape -> largest promised tax, and speed relative to Hugging Face's grouped_mm."""
 
 TAX_GOAL = 1.0
-"""The tax to reach everywhere, in the end."""
+"""Tax to reach everywhere in the end."""
 
 
 def rows(session: Session) -> None:
-    """The layer at published sizes, forward and backward, beside every library found."""
+    """The layer at published sizes, forward and backward, with every installed library."""
     time_shapes(session, list(PROMISED))
 
 
@@ -67,7 +54,7 @@ def time_shapes(session: Session, shapes: Sequence[Shape]) -> None:
         ours, dense, peer = ((str(shape), name) for name in (AUTO, DENSE, HF_GROUPED))
         limit, faster = PROMISED.get(shape, (None, None))
         if limit is None or not session.limits_apply:
-            session.say(f"  tax {times(ratio(results, ours, dense))}, goal {TAX_GOAL:g}")
+            session.say(f"  tax {ratio(results, ours, dense)}, goal {TAX_GOAL:g}")
         else:
             session.promise("tax", limit, results, ours, dense, goal=TAX_GOAL)
         if faster is not None:
@@ -81,19 +68,19 @@ def _time_shape(
     session.say(f"\n{shape}, forward and backward")
     case = Case.of(shape, session.device)
     layers = session.layers(case, TRAINING_PEERS)
-    passes = [Candidate.training(layer, case.tokens, shape) for layer in layers]
+    passes = [Candidate.training(layer, case.tokens, str(shape)) for layer in layers]
     results = session.time([*passes, *more])
     session.show(results, against)
     return results
 
 
-# ------------------------------------ one size grows; all points are timed in the same turns
+# ----------------------------------------------------------- one size grows
 
 MAX_GROWTH = 1.4
 """Largest ratio of the time at 256 experts to that at 8, for the same work."""
 
 MAX_EXPERTS_OF_EAGER = 64
-"""Eager's backward pass makes a gradient as large as all experts for each expert: 25 seconds at 256."""
+"""Experts up to which eager is timed; its backward pass takes 25 seconds at 256."""
 
 
 def experts(session: Session) -> None:
@@ -106,17 +93,17 @@ def experts(session: Session) -> None:
         few = shape.num_experts <= MAX_EXPERTS_OF_EAGER
         case = Case.of(shape, session.device)
         layers = session.layers(case, (HF_EAGER, HF_GROUPED) if few else (HF_GROUPED,))
-        candidates += [Candidate.training(layer, case.tokens, shape, name) for layer in layers]
+        candidates += [Candidate.training(layer, case.tokens, name) for layer in layers]
     results = session.time(candidates)
     session.show_grid(results)
-    taxes = [times(ratio(results, (name, AUTO), (name, DENSE))) for name in sizes]
+    taxes = [ratio(results, (name, AUTO), (name, DENSE)) for name in sizes]
     session.say(f"  {AUTO} / {DENSE}: {', '.join(taxes)}")
     most, fewest = ("E 256", AUTO), ("E 8", AUTO)
     session.promise("time at 256 experts / at 8", MAX_GROWTH, results, most, fewest)
 
 
 NUM_CALLS = 20
-"""Calls that are timed together when decoding; one takes a fraction of a millisecond."""
+"""Number of calls that are timed together; one takes a fraction of a millisecond."""
 
 
 def decoding(session: Session) -> None:
@@ -133,7 +120,7 @@ def decoding(session: Session) -> None:
         case = Case.of(shape, session.device)
         sparse = session.layers(case, (HF_EAGER, HF_GROUPED, HF_BATCHED))[1:]
         candidates += [_decoding(in_evaluation(layer, case), case, name) for layer in sparse]
-    results = session.time(candidates, to=AUTO)
+    results = session.time(candidates)
     session.show_grid(results)
     for name in sizes:
         for peer in (HF_EAGER, HF_BATCHED):
@@ -149,7 +136,7 @@ def _decoding(layer: Layer, case: Case, name: str) -> Candidate:
             for _ in range(NUM_CALLS):
                 layer(x_BSD)
 
-    return Candidate(name, layer.name, case.shape, run, calls=NUM_CALLS, computes=layer.computes)
+    return Candidate(name, layer.name, run, calls=NUM_CALLS, computes=layer.computes)
 
 
 # ---------------------------------------------------------------------------------------- skew
@@ -158,7 +145,7 @@ SKEWED = Shape(8192, 256, 512, 8, 1, "fp32")
 """k = 1, so that one expert can have all tokens."""
 
 SKEWS = {"balanced": 0.0, "half": 0.5, "one hot": 1.0}
-"""Name -> the share of the tokens that the first expert gets; the rest go to the experts in turn."""
+"""Name -> share of the tokens of the first expert; the rest go to the experts in turn."""
 
 
 def skew(session: Session) -> None:
@@ -168,8 +155,8 @@ def skew(session: Session) -> None:
     for load, share in SKEWS.items():
         case = Case.of(SKEWED, session.device, type="forced", k=SKEWED.k, skew=share)
         layers = session.layers(case)[1:]
-        candidates += [Candidate.training(layer, case.tokens, SKEWED, load) for layer in layers]
-    results = session.time(candidates, to=AUTO)
+        candidates += [Candidate.training(layer, case.tokens, load) for layer in layers]
+    results = session.time(candidates)
     session.show_grid(results)
     one, balanced = ("one hot", AUTO), ("balanced", AUTO)
     session.promise("time on one expert / balanced", 1.0, results, one, balanced)
@@ -179,13 +166,12 @@ def skew(session: Session) -> None:
 
 LARGE = Shape(32768, 2048, 1024, 64, 8, "bf16")
 PRODUCT = "one dense product"
-SHARE_GOAL = 0.8
 GPU_PROMISES = (
-    ("rate / that of one dense product", 0.6, SHARE_GOAL, PRODUCT),
+    ("rate / that of one dense product", 0.6, 0.8, PRODUCT),
     (f"times faster than {HF_GROUPED}", 1.0, None, HF_GROUPED),
     (f"times faster than {SCATTERMOE}", 1.0, None, SCATTERMOE),
 )
-"""Claim, lower limit, goal, and the result that ours is divided into."""
+"""Claim, lower limit, goal, and the result to divide by ours."""
 
 
 def gpu(session: Session) -> None:
@@ -193,14 +179,14 @@ def gpu(session: Session) -> None:
     results: Results = {}
     case = str(LARGE)
     if session.device.type == "cuda":
-        # As many multiplications as the experts' products have, in a single matrix product.
+        # A single matrix product with as many multiplications as the experts.
         device, dtype = session.device, dtype_of(LARGE)
         x_ND = torch.randn(LARGE.num_tokens * LARGE.k, LARGE.d_model, device=device, dtype=dtype)
         weight_DO = torch.randn(LARGE.d_model, 9 * LARGE.d_ff, device=device, dtype=dtype)
-        product = Candidate(case, PRODUCT, LARGE, lambda: x_ND @ weight_DO, computes=REFERENCE)
+        product = Candidate(case, PRODUCT, lambda: x_ND @ weight_DO, computes=REFERENCE)
         results = _time_shape(session, LARGE, (DENSE, PRODUCT, HF_GROUPED, SCATTERMOE), product)
-        for (_, name), result in results.items():
-            session.say(f"  {name}: {LARGE.flops / 1e12 / result.median:.0f} TFLOP/s")
+        for (_, name), found in results.items():
+            session.say(f"  {name}: {LARGE.flops / 1e12 / found.median:.0f} TFLOP/s")
     else:
         session.say(f"{LARGE}: not timed, this runs on {session.device.type}")
     for claim, limit, goal, name in GPU_PROMISES:
@@ -222,9 +208,12 @@ def memory(session: Session) -> None:
         session.say(f"\n{shape}, kept for the backward pass")
         case = Case.of(shape, session.device)
         layers = session.layers(case, (HF_EAGER, HF_GROUPED))
-        candidates = [Candidate.training(layer, case.tokens, shape) for layer in layers]
-        kept = [(saved_bytes(layer.module, case.tokens.x_BSD),) for layer in layers]
-        results = session.keep(zip(candidates, kept, strict=True), unit="B")
+        results = {
+            (str(shape), layer.name): result(
+                [saved_bytes(layer.module, case.tokens.x_BSD)], "B", layer.computes
+            )
+            for layer in layers
+        }
         session.show(results)
         ours, *peers = ((str(shape), name) for name in (AUTO, HF_EAGER, HF_GROUPED))
         there = [peer for peer in peers if peer in results]
@@ -236,15 +225,15 @@ def memory(session: Session) -> None:
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
     """Bytes of the storages that autograd holds for backward after the forward pass.
 
-    Each counts once; parameters and the input do not count. Counted by the hooks that autograd calls on every
-    tensor it saves: what a function keeps by other means is not seen.
+    Each counts once; parameters and the input do not count. Tensors that a function keeps without autograd
+    are not seen.
     """
 
     def address(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
 
     uncounted = {address(tensor) for tensor in (x, *module.parameters())}
-    # The tensors themselves are held, so that no address is given out a second time.
+    # Holding the tensors keeps their addresses from being used again.
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ PROGRAMS = {
     "evaluate": "measure a trained model on a text, or on tasks of lm-eval",
     "report": "write the page of a run, or of several runs in the same plots",
     "compare": "compare runs that exist: losses with intervals, differences, cost",
-    "sweep": "train the runs of a study, several at a time, and go on where it was interrupted",
+    "sweep": "train the runs of a study, several at a time, or resume them",
     "study_page": "write the page of a study from the results of its runs",
-    "plan": "say how to divide a model among GPUs, and what each layout takes",
+    "plan": "compare the ways to divide a model among GPUs",
     "trace": "show which experts each token of a text goes to, layer by layer",
     "inspect": "show what the feed-forward blocks of a run store, unit by unit and expert by expert",
     "convert": "write a model as a folder of transformers, or read one of theirs",
@@ -61,7 +61,7 @@ def help_page() -> str:
             "",
             "  --version   print the versions of this package, torch and Python, and stop",
             "",
-            "moe-ffn PROGRAM --help says what a program takes.",
+            "moe-ffn PROGRAM --help shows the options of a program.",
         ]
     )
 

@@ -1,8 +1,7 @@
 """Options by path: from YAML files and `--model.ffn.type moe` to one config, and the pages of `--help`.
 
-pydantic-settings would build the arguments from closed types. The families here are open (a `type`
-may name a class in a user's own file), so what is left is small and stands here: argparse takes the
-named flags, PyYAML reads files and values alike, pydantic judges the merged result.
+argparse takes the named flags, PyYAML reads files and values alike, and pydantic validates the merged
+result. Families are open (a `type` may name a class in a user's file), so no parser is built from types.
 """
 
 from __future__ import annotations
@@ -47,13 +46,6 @@ Options by path, with their values here. Each is a key of the YAML file and a fl
 --model.ffn.num_experts 16 is `model: {ffn: {num_experts: 16}}`. Values are read as YAML. Choosing
 another `type` drops the options of the old one."""
 
-MORE_HELP = {
-    "optimizer": "the options of this section, and so of each",
-    "model.ffn": "the types of the feed-forward block, and what each takes",
-    "method": "the ways in which a model is made, and what each takes",
-}
-"""Options that the first lines of `--help` name, if the program has them."""
-
 COMMON_OPTIONS = (
     "model.ffn.type",
     "model.ffn.num_experts",
@@ -70,7 +62,7 @@ COMMON_OPTIONS = (
     "run.name",
     "seed",
 )
-"""The options on the short page, as far as there are with the types that are chosen."""
+"""Options on the short page, if the chosen types have them."""
 
 
 def parse_config(
@@ -157,10 +149,10 @@ def parse_flags(
 
 
 def overrides_of(arguments: Sequence[str], root: type[Config], parser: Parser) -> dict[str, Any]:
-    """`parse_overrides` of the arguments that no flag of a program takes.
+    """Parse the arguments that no flag of a program takes.
 
     Raises:
-        ConfigError: one is no option, and nearly the name of a flag.
+        ConfigError: one is no option, but similar to a flag.
     """
     for word in arguments:
         name = word.partition("=")[0]
@@ -171,7 +163,7 @@ def overrides_of(arguments: Sequence[str], root: type[Config], parser: Parser) -
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`["--model.ffn.num_experts", "16"]` as nested mappings; values are read as YAML."""
+    """Parse `["--model.ffn.num_experts", "16"]` to nested mappings; values are read as YAML."""
     overrides: list[tuple[str, Any]] = []
     remaining = list(arguments)
     while remaining:
@@ -194,15 +186,15 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 # -- the pages of --help
 
 Line = tuple[str, str]
-"""A text that is not wrapped yet, and its style."""
+"""Unwrapped text and its style."""
 
 
 def print_help(tree: Option, usage: str, section: str = "") -> None:
-    """Print the short page or what a section takes, with the values in `tree`.
+    """Print the short page, or a section with the values in `tree`.
 
     Args:
-        usage: how the program is called, for the beginning of a page.
-        section: a path, `all`, or nothing for the short page.
+        usage: usage of the program, at the beginning of a page.
+        section: a path, `all`, or empty for the short page.
 
     Raises:
         ConfigError: a `type` is unknown, or the section; nothing is printed then.
@@ -227,22 +219,20 @@ def print_help(tree: Option, usage: str, section: str = "") -> None:
 
 
 def _overview(tree: Option) -> list[Line]:
-    """The sections, what is set most often, and how to read on."""
+    """Return the sections and the common options."""
     common = [option for path in COMMON_OPTIONS if (option := tree.find(path)) is not None]
-    more = {path: meaning for path, meaning in MORE_HELP.items() if tree.find(path) is not None}
-    more[EVERYTHING] = "every option"
+    width = max(len(option.path) for option in tree.children())
+    sections = [f"  {option.path:{width}}   {option.meaning}" for option in tree.children()]
     return [
         ("Sections", "bold"),
-        *_columns({option.path: option.meaning for option in tree.children()}),
+        *((line, "") for line in sections),
         ("\nSet most often", "bold"),
         *_options(common),
-        ("\nMore", "bold"),
-        *_columns({f"--help {path}": meaning for path, meaning in more.items()}),
     ]
 
 
 def _section(option: Option) -> list[Line]:
-    """A section with every option in it, or one option alone."""
+    """Return a section with every option in it, or one option alone."""
     title = (f"{option.path}: {option.meaning}", "bold")
     leaves = list(option.leaves())
     if leaves == [option]:
@@ -251,7 +241,7 @@ def _section(option: Option) -> list[Line]:
 
 
 def _page_of(option: Option) -> list[Line]:
-    """A section, the types that it may be of, and what each takes."""
+    """Return a section, and its possible types with their options."""
     lines = _section(option)
     if option.family is not None:
         choice = f"Types, and what each takes; --{option.path}.type NAME chooses one"
@@ -272,7 +262,7 @@ def _page_of(option: Option) -> list[Line]:
 
 
 def _in_short(option: Option) -> str:
-    """A value, of a section its type alone."""
+    """Format a value; a section is shown by its type."""
     if isinstance(option.value, Mapping) and option.config is not None:
         return str(option.value.get("type", "(a section)"))
     return show_value(option.value)
@@ -285,8 +275,3 @@ def _options(options: Iterable[Option]) -> list[Line]:
         if option.meaning:
             lines.append((f"      {option.meaning}", "dim"))
     return lines
-
-
-def _columns(meanings: Mapping[str, str]) -> list[Line]:
-    width = max(map(len, meanings))
-    return [(f"  {name:{width}}   {meaning}", "") for name, meaning in meanings.items()]

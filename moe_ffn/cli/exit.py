@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +30,7 @@ MAX_LINES = 3
 """Number of mistakes that are printed: the first are often the cause of the others."""
 
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""Signals that would end the process at once; Windows has no SIGHUP."""
 
 
 def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
@@ -43,46 +44,17 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
     set_up_logging()
     prepare_streams()
     try:
-        code = _exit_code(main)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        with _signals_as_exits():
+            code = main(sys.argv[1:])
+        sys.stdout.flush()
+        return code
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BrokenPipeError:  # the reader, such as `head`, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = EXIT_FAILED
-    return code
-
-
-def prepare_streams() -> None:
-    """Print characters that the encoding of a stream lacks as escapes; a closed stream goes nowhere."""
-    for name in ("COLUMNS", "LINES"):
-        if not os.environ.get(name, "1").strip("0"):  # rich would print nothing to a width of 0
-            del os.environ[name]
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
-    try:
-        with _signals_as_exits():
-            return main(sys.argv[1:])
+        return EXIT_FAILED
     except ConfigError as error:
-        lines = [shorten(line, 600) for line in str(error).split("\n")]
-        if len(lines) > MAX_LINES:
-            rest = len(lines) - (MAX_LINES - 1)
-            lines[MAX_LINES - 1 :] = [f"and {rest} more mistakes; fix these first"]
-        # Once for each machine, whose processes find the same: another may lack a file that this one has.
-        if is_first_here() or isinstance(error, LaunchError):
-            for line in lines:
-                LOGGER.error("%s", printable(line))
-        elif is_under_torchrun():
-            # torchrun ends all others with the first that ends: it might be before that one has spoken.
-            time.sleep(EXIT_GRACE_SECONDS)
+        _report(error)
         return EXIT_BAD_INPUT
     except (MemoryError, OSError, RuntimeError) as error:
         if not (sentence := out_of_memory(error)):
@@ -94,25 +66,36 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
         return EXIT_INTERRUPTED
 
 
-@contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Signals wait until the block ends: an import that is interrupted may leave half a module behind."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDING})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def prepare_streams() -> None:
+    """Print characters that the encoding of a stream lacks as escapes; a closed stream goes nowhere."""
+    for name in ("COLUMNS", "LINES"):
+        if not os.environ.get(name, "1").strip("0"):  # rich would print nothing to a width of 0
+            del os.environ[name]
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _report(error: ConfigError) -> None:
+    """Log the first mistakes, once for each machine; another machine may lack a file that this one has."""
+    lines = [shorten(line, 600) for line in str(error).split("\n")]
+    if len(lines) > MAX_LINES:
+        rest = len(lines) - (MAX_LINES - 1)
+        lines[MAX_LINES - 1 :] = [f"and {rest} more mistakes; fix these first"]
+    if is_first_here() or isinstance(error, LaunchError):
+        for line in lines:
+            LOGGER.error("%s", printable(line))
+    elif is_under_torchrun():
+        # torchrun ends all processes with the first that exits, perhaps before the error is logged.
+        time.sleep(EXIT_GRACE_SECONDS)
 
 
 @contextmanager
 def _signals_as_exits() -> Iterator[None]:
-    """Within, signals that would end the process at once raise SystemExit, so that `finally` is heard."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Make these signals raise SystemExit, so that `finally` blocks run."""
     before = {signum: signal.signal(signum, _exit) for signum in _ENDING}
     try:
         yield

@@ -17,7 +17,7 @@ from typing import Any
 from moe_ffn.cli.logs import SetLevel
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError, command, did_you_mean, nearest_or_all
+from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all
 from moe_ffn.files import reason, write_whole
 
 
@@ -45,19 +45,16 @@ def whole(least: int = 0, most: int = MAX_COUNT) -> Callable[[str], int]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers `--version`, raises ConfigError for a mistake, and splits no word of its help."""
+    """Parser that answers `--version`, raises ConfigError for a mistake, and splits no word of its help."""
 
     def __init__(self, **options: Any) -> None:
-        """Take the options of `argparse.ArgumentParser`, and show `moe-ffn NAME` as it was typed."""
-        description = as_typed(options.pop("description", None) or "")  # none in `python -OO`
+        """Take the options of `argparse.ArgumentParser`."""
         defaults = {"formatter_class": _Formatter, "allow_abbrev": False}
-        super().__init__(description=description, **(defaults | options))
+        super().__init__(**(defaults | options))
         self.add_argument(
             "--version",
-            action=_Version,
-            nargs=0,
-            dest=argparse.SUPPRESS,  # no value among those of the options
-            default=argparse.SUPPRESS,
+            action="version",
+            version=versions(),
             help="print the versions of moe_ffn, torch and Python",
         )
         for flags, meaning in (
@@ -68,7 +65,7 @@ class Parser(argparse.ArgumentParser):
                 *flags,
                 action=SetLevel,
                 nargs=0,
-                dest=argparse.SUPPRESS,
+                dest=argparse.SUPPRESS,  # no value among those of the options
                 default=argparse.SUPPRESS,
                 help=f"log {meaning}",
             )
@@ -109,22 +106,11 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def _flags(self) -> list[str]:
-        """Every flag with a name of its own, `--json`, in the order of the help."""
+        """Long flags in the order of the help."""
         return [flag for flag in self._option_string_actions if flag.startswith("--")]
 
     def error(self, message: str) -> Any:
         raise ConfigError(message.removeprefix("argument "))
-
-
-def as_typed(text: str) -> str:
-    """`text` in which every `moe-ffn NAME` is what this user types."""
-    return re.sub(r"moe-ffn (\w+)", lambda found: command(found[1]), text)
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
-        print(versions())
-        parser.exit()
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -148,13 +134,13 @@ def versions() -> str:
 
 
 def check_output(option: str, path: Path, opening: str) -> None:
-    """Look whether `write_output` could write this file; writes nothing.
+    """Check that `write_output` could write this file; write nothing.
 
     Args:
-        opening: how such a file begins. What begins otherwise was made by another program, or is a run's own.
+        opening: first characters of such a file. A file that begins otherwise is not overwritten.
 
     Raises:
-        ConfigError: it could not, or something else would be lost.
+        ConfigError: it could not, or another file would be lost.
     """
     try:
         if path.is_dir():
@@ -168,7 +154,7 @@ def check_output(option: str, path: Path, opening: str) -> None:
                         f"{option}: '{path}' exists and was not made by this program; choose another "
                         "file, or remove it"
                     )
-        # Only trying tells: root may write anywhere, except where the file system says no.
+        # Trying is the only test: root may write anywhere except in read-only file systems.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -194,10 +180,10 @@ _MIN_WIDTH = 30
 
 
 def wrap(text: str, width: int) -> str:
-    """`text`, each line that is too long continued under where its text begins.
+    """Wrap `text` with each long line continued below the beginning of its text.
 
-    Of a line in two columns (`  --name VALUE   what it means`) that is the second. Lines without indentation
-    that follow each other are one paragraph. A word longer than the width stands out.
+    The text of a line in two columns (`  --name VALUE   meaning`) is the second column. Successive lines
+    without indentation are one paragraph. A word longer than the width is not split.
     """
     paragraphs = re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text)
     return "\n".join(_wrap_line(line, width) for line in paragraphs.split("\n"))

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.exit import EXIT_FAILED, announce_import, signals_blocked
+from moe_ffn.cli.exit import EXIT_FAILED, announce_import
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config import trust
 from moe_ffn.config.environment import check_environment
@@ -45,8 +45,7 @@ def main(argv: Sequence[str]) -> int:
     check_environment(config.trainer.num_nodes)  # lightning reads the same variables at its import
     announce_import("lightning")
     try:
-        with signals_blocked():
-            from moe_ffn.cli.training_run import train
+        from moe_ffn.cli.training_run import train
 
         train(config, resume)
     except Exception as error:

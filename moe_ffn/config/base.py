@@ -75,12 +75,10 @@ class Config(BaseModel, frozen=True):
     @classmethod
     def _unknown_key(cls, key: str, data: Any) -> InitErrorDetails:
         known = list(cls.known_keys())
-        section, *names = key.split(".")
-        if section in known and names:
-            lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate([section, *names])]
-            lines[-1] += " null" if data[key] is None else f" {show(data[key])}"
-            below = ", and below it ".join(map(repr, lines))
-            return _mistake(shorten(key), f"is one key with a dot; nest it: {below}", data)
+        section, _, rest = key.partition(".")
+        if section in known and rest:
+            nested = f"{section}: {{{rest.replace('.', ': {')}: ...{'}' * key.count('.')}"
+            return _mistake(shorten(key), f"is one key with a dot; nest it: {nested}", data)
         hint = nearest_or_all(key, known)
         return _mistake(shorten(key), f"unknown{hint}", data, kind=UNKNOWN_KEY)
 
@@ -141,13 +139,6 @@ class Config(BaseModel, frozen=True):
         return short
 
 
-_REPLACED_BY_REFUSAL = {
-    *("not_causal_because", "not_cached_because", "refusal_on", "refusal_over"),
-    *("by_token", "reads_history"),
-}
-"""Names of earlier versions that a custom config may still define."""
-
-
 class TaggedConfig(Config, frozen=True):
     """Base of the families whose member is picked by a `type:` tag.
 
@@ -172,12 +163,6 @@ class TaggedConfig(Config, frozen=True):
         if cls.is_family_root():
             cls.members = {}
             return
-        for name in _REPLACED_BY_REFUSAL & vars(cls).keys():
-            if not hasattr(cls.__bases__[0], name):
-                raise TypeError(
-                    f"{cls.__name__}.{name} is not read any more; define refusal(self, situation), which "
-                    "returns a Refusal or None (moe_ffn.config.errors.Situation)"
-                )
         annotation = cls.model_fields["type"].annotation
         if get_origin(annotation) is Literal:
             cls._join_family(get_args(annotation))

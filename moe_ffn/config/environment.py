@@ -6,13 +6,11 @@ Import this before torch, which would crash without those folders; this module e
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.files import reason
 
 
 def _require_folders_of_torch() -> None:
@@ -37,8 +35,7 @@ class LaunchError(ConfigError):
     """Variables of a launcher are missing or wrong, so this process may be the only one."""
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """Program that starts several processes, and the variables that it sets for each."""
 
     name: str
@@ -60,11 +57,9 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 """Variables of a rank; Lightning takes the first one that is set, whichever launcher it found."""
 VARIABLES = {
     *(name for launcher in (TORCHRUN, SLURM) for name in launcher.variables),
-    *("NODE_RANK", "GROUP_RANK", "STANDALONE_PORT", "TORCHELASTIC_RUN_ID"),
+    *("NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"),
 }
 _NUMBERS = VARIABLES - {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
-_TRAINER = "PL_TRAINER_"
-"""Prefix of variables that Lightning's Trainer takes for missing arguments."""
 
 
 def is_first_rank() -> bool:
@@ -92,11 +87,8 @@ def check_environment(num_nodes: int) -> None:
     Raises:
         ConfigError: a variable has a value that no launcher sets, or lacks others that it would set too.
     """
-    for name, value in os.environ.items():
-        if name.startswith(_TRAINER):
-            option = f"--trainer.{name.removeprefix(_TRAINER).lower()}"
-            raise _refusal(f"Lightning would silently use it; give {option}", name)
-        if name in _NUMBERS and not (value.isascii() and value.isdigit() and len(value) < 10):
+    for name in _NUMBERS & os.environ.keys():
+        if not (os.environ[name].isdecimal() and len(os.environ[name]) < 10):
             raise _refusal("a launcher of processes sets a whole number; set one", name)
     launcher, node = _launcher(), _node_rank()
     if launcher in (None, LIGHTNING) and _number(node) >= max(num_nodes, 1):
@@ -105,11 +97,11 @@ def check_environment(num_nodes: int) -> None:
         return
     missing = [name for name in launcher.variables if name not in os.environ]
     if missing and os.environ.get(launcher.size) != "1":
-        raise _stray(
-            launcher, f"{launcher.name} sets {' and '.join(missing)} too; start it with that"
-        )
+        why = f"{launcher.name} sets {' and '.join(missing)} too; start it with that"
+        raise _refusal(why, *launcher.variables, *_RANKS, "TORCHELASTIC_RUN_ID")
     if _number(launcher.rank) >= _number(launcher.size):
-        raise _stray(launcher, f"{launcher.rank} has to be less than {launcher.size}; set it so")
+        why = f"{launcher.rank} has to be less than {launcher.size}; set it so"
+        raise _refusal(why, *launcher.variables, *_RANKS)
 
 
 def processes_here() -> int | None:
@@ -126,7 +118,7 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
         num_nodes: number of machines.
 
     Raises:
-        ConfigError: there are more or fewer, or they cannot connect at MASTER_ADDR and MASTER_PORT.
+        ConfigError: there are more or fewer.
     """
     launcher, num_processes = _launcher(), num_devices * num_nodes
     train = f"this run trains in {num_processes} process{'es' if num_processes > 1 else ''}"
@@ -138,14 +130,10 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
                 "resumed keeps); give --trainer.devices auto"
             )
         give = f"give --trainer.devices and --trainer.num_nodes whose product is {size}"
-        raise _stray(launcher, f"{train}; {give}")
+        raise _refusal(f"{train}; {give}", *launcher.variables, *_RANKS)
     first = next((name for name in _RANKS if name in os.environ), None)
     if first is not None and _number(first) >= num_processes:
         raise _refusal(train, first)
-    starts_others = launcher is None and num_nodes == 1
-    is_met = launcher is TORCHRUN and not is_under_torchrun() and is_first_rank()
-    if num_processes > 1 and (starts_others or is_met):
-        _check_meeting_place()
 
 
 def _launcher() -> Launcher | None:
@@ -167,29 +155,6 @@ def _node_rank() -> str:
 
 def _number(name: str) -> int:
     return int(os.environ.get(name, "0"))
-
-
-def _check_meeting_place() -> None:
-    """Raise ConfigError if the processes could not connect to this one."""
-    names = ("MASTER_ADDR", "MASTER_PORT")
-    if not {*names} & {*os.environ}:
-        return
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        family, kind, *_, place = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as tried:
-            tried.bind((place[0], _number("MASTER_PORT")))
-    except (OSError, OverflowError, UnicodeError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
-        raise _refusal(
-            f"the processes of this run cannot meet there ({why}); set others", *names
-        ) from error
-
-
-def _stray(launcher: Launcher, why: str) -> ConfigError:
-    """Error of a process that looks like one of several."""
-    of_elastic = ("TORCHELASTIC_RUN_ID",) if launcher is TORCHRUN else ()
-    return _refusal(why, *launcher.variables, *_RANKS, *of_elastic)
 
 
 def _refusal(why: str, *names: str) -> LaunchError:

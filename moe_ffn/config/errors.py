@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,13 +76,9 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return suggest([near] if near else [])
 
 
-def suggest(names: Sequence[str], of: str = "") -> str:
-    """`"; did you mean 'k' or 'top_k'?"` with the first three names, the empty string without a name.
-
-    Args:
-        of: follows the names.
-    """
-    return f"; did you mean {any_of(names)}{of}?" if names else ""
+def suggest(names: Sequence[str]) -> str:
+    """Format `"; did you mean 'k' or 'top_k'?"` with the first three names; empty without a name."""
+    return f"; did you mean {any_of(names)}?" if names else ""
 
 
 def any_of(names: Sequence[str]) -> str:
@@ -176,21 +171,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(program: str) -> str:
-    """Command line of a program: `moe-ffn train`, or `python -m experiments.train` in a clone."""
-    return f"python {' '.join(module_of(program))}" if is_from_clone() else f"moe-ffn {program}"
-
-
-def is_from_clone() -> bool:
-    """Return True in a program of `experiments/`."""
-    started = Path(sys.argv[0])
-    return started.is_absolute() and _ROOT / "experiments" in started.resolve().parents
-
-
-def module_of(program: str) -> list[str]:
-    """Return the words after `python` that run a program of this package in a clone."""
-    if (_ROOT / "experiments" / f"{program}.py").is_file():
-        return ["-m", f"experiments.{program}"]
-    return ["-m", "moe_ffn.cli", program]
+    """Command line of a program, `moe-ffn train`."""
+    return f"moe-ffn {program}"
 
 
 def install(extra: str) -> str:

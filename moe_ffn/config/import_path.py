@@ -11,8 +11,8 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import logging
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,9 +26,10 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from moe_ffn.config.environment import is_first_rank
 from moe_ffn.config.errors import ConfigError, did_you_mean, explain, first_line
 from moe_ffn.files import reason
+
+log = logging.getLogger(__name__)
 
 Class = TypeVar("Class")
 
@@ -115,7 +116,7 @@ def is_file_tag(text: str) -> bool:
 def import_class(tag: str, family: type[Class]) -> type[Class]:
     """Import the subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
 
-    Importing runs the code of that module. A line on stderr warns first, and `permitting_imports` may raise.
+    Importing runs the code of that module, after a warning in the log; `permitting_imports` may raise.
     Output of that code goes to stderr.
 
     Raises:
@@ -123,14 +124,12 @@ def import_class(tag: str, family: type[Class]) -> type[Class]:
     """
     where, _, name = tag.rpartition(":")
     code = find_code(where)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            module = (_import_file if code.is_file else _import_module)(code)
-            found = getattr(module, name, None)
-    except BaseException as error:  # a user's module may fail in any way
-        if isinstance(error, ConfigError) or _is_of_a_signal(error):
-            raise
-        raise ConfigError(f"importing '{where}' failed: {_describe(error)}") from error
+    with (
+        explaining_outside_errors(f"importing '{where}'"),
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        module = (_import_file if code.is_file else _import_module)(code)
+        found = getattr(module, name, None)
     _imported[where] = code
     if found is None:
         raise ConfigError(f"'{where}' has no '{name}'{did_you_mean(name, vars(module))}")
@@ -155,9 +154,9 @@ def find_code(where: str) -> Code:
         except OSError:
             return Code(where, None, b"")
     path = Path(where)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"importing '{where}' failed: it is not a file")
     try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"importing '{where}' failed: it is not a file")
         return Code(where, path, path.read_bytes())
     except (OSError, ValueError) as error:  # ValueError: a NUL character
         why = reason(error) if isinstance(error, OSError) else first_line(error)
@@ -212,8 +211,7 @@ def _import_file(code: Code) -> ModuleType:
 
 def _ask(code: Code) -> None:
     _permit.get()(code)
-    if is_first_rank():
-        print(f"importing {code.where!r}, which runs its code", file=sys.stderr, flush=True)
+    log.warning("importing %r, which runs its code", code.where)
 
 
 # -- what was imported
@@ -288,9 +286,6 @@ def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Return True for Ctrl-C, or an exit from the handler of a signal."""
-    if isinstance(error, Exception):
-        return False
-    handlers = {getattr(signal.getsignal(s), "__code__", None) for s in signal.valid_signals()}
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return isinstance(error, KeyboardInterrupt) or any(f.f_code in handlers for f in frames)
+    """Return True for Ctrl-C, or an exit after a signal, whose code is above 128."""
+    exited = isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128
+    return exited or isinstance(error, KeyboardInterrupt)

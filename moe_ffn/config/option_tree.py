@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -80,7 +79,7 @@ class Option:
     def children(self) -> list[Option]:
         """Options of a section in order; empty for a plain value or an unknown type."""
         if self.is_from_outside:
-            text = "Its own options are not listed, since --help runs nobody's code; --print-config has them."
+            text = "Its options are not listed, since --help runs no custom code; --print-config has them."
             return [Option(self._below("type"), None, self.type, f"{self.meaning} {text}".lstrip())]
         try:
             config = self.config
@@ -219,7 +218,7 @@ def explain_unknown(path: str, message: str, tree: Option) -> str:
     Args:
         message: of its own section, with or without a similar name.
     """
-    if found := _same_name(path, tree.everything()):
+    if found := _same_name(path, tree):
         return f"unknown{suggest(found)}"
     if why := NOT_OF_THE_TRAINER.get(path.removeprefix("trainer.")):
         return f"is set by the program itself; {why}"
@@ -236,45 +235,33 @@ def nearest_options(typed: str, tree: Option) -> str:
 
     The empty string if no option has such a name, or nearly.
     """
-    here = list(tree.everything())
-    above, _, name = typed.replace("-", "_").rpartition(".")
-    near = nearest(name, (option.name for option in here))
-    return suggest(_same_name(typed, here) or (_same_name(f"{above}.{near}", here) if near else []))
+    near = nearest(typed.rpartition(".")[2], (option.name for option in tree.everything()))
+    return suggest(_same_name(typed, tree) or (_same_name(near, tree) if near else []))
 
 
 def _of_another_type(typed: str, tree: Option) -> str:
-    """Types of its section that have an option of this name or a similar one; empty without one."""
+    """Name the types of its section that have an option of this name; empty without one."""
     path, _, name = typed.rpartition(".")
     section = tree.find(path) if path else None
     if section is None or section.family is None:
         return ""
     members = section.family.members
-    keys = {type_: list(member.known_keys()) for type_, member in members.items()}
-    types = [type_ for type_, known in keys.items() if name in known]
-    here = f"unknown with {path}.type '{section.type}'"
-    if types:
-        here += f"; it belongs to type {any_of(types)}: add --{path}.type {types[0]}"
-    others = dict.fromkeys(chain(*keys.values()))
-    if types:  # `path` may stand for `paths`, but `paths` is no slip for `path`
-        others = [key for key in others if key.startswith(name) and key != name]
-    near = nearest(name, others, cutoff=0.8)
-    if not near:
-        return here if types else ""
-    types = [type_ for type_, known in keys.items() if near in known]
-    return here + suggest([f"{path}.{near}"], of=f" of type {any_of(types)}")
+    types = [type_ for type_, member in members.items() if name in member.known_keys()]
+    if not types:
+        return ""
+    return (
+        f"unknown with {path}.type '{section.type}'; it belongs to type {any_of(types)}: "
+        f"add --{path}.type {types[0]}"
+    )
 
 
-def _same_name(typed: str, options: Iterable[Option]) -> list[str]:
-    """Paths that end as `typed` does: those with most parts in common, the shortest first."""
-    *above, name = typed.replace("-", "_").split(".")
-    common: dict[str, int] = {}
-    for option in options:
-        if option.name in (name, ALSO_CALLED.get(name)):
-            parts = option.path.split(".")[:-1]
-            same = [one == other for one, other in zip(above[::-1], parts[::-1], strict=False)]
-            common[option.path] = [*same, False].index(False)
-    most = max(common.values(), default=0)
-    return sorted((p for p in common if common[p] == most), key=lambda path: path.count("."))
+def _same_name(typed: str, tree: Option) -> list[str]:
+    """Paths of options that are named as `typed` ends: those in its section, or all, the shortest first."""
+    section, _, name = typed.replace("-", "_").rpartition(".")
+    names = (name, ALSO_CALLED.get(name))
+    paths = [option.path for option in tree.everything() if option.name in names]
+    inside = [path for path in paths if section and path.startswith(f"{section}.")]
+    return sorted(inside or paths, key=lambda path: path.count("."))
 
 
 def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any, BinaryIO, Literal
 
-from moe_ffn.config.errors import ConfigError, first_line, is_from_clone, module_of, show
+from moe_ffn.config.errors import ConfigError, first_line, show
 from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.files import make_folder, open_file, write_whole
@@ -250,9 +250,7 @@ class Job:
 
 
 def program_command(name: str) -> list[str]:
-    """Return the command that runs a program of this package, as this program was run."""
-    if is_from_clone():
-        return [sys.executable, *module_of(name)]
+    """Return the command that runs a program of this package in a process of its own."""
     # -P: a folder called moe_ffn in the current one is not taken for this package.
     return [sys.executable, "-P", "-m", "moe_ffn.cli", name]
 

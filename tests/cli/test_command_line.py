@@ -1,3 +1,5 @@
+"""Options by path: merging, values, and the answers that are not a run."""
+
 from __future__ import annotations
 
 import json
@@ -10,7 +12,7 @@ import yaml
 from moe_ffn.cli.command_line import parse_config, parse_overrides
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.config.yaml_files import merge, read_yaml, to_yaml
+from moe_ffn.config.yaml_files import merge, to_yaml
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.optimizer import MuonConfig
@@ -78,18 +80,6 @@ def test_a_file_may_be_empty_or_only_comments(tmp_path: Path) -> None:
     assert parse("--config", str(tmp_path / "empty.yaml")) == TrainConfig()
 
 
-def test_another_type_carries_no_same_named_argument_over() -> None:
-    dense = parse("--model.ffn", "{type: dense, d_ff: 40, bias: true, dropout: 0.5}")
-    assert dense.model.ffn.to_dict()["d_ff"] == 40
-
-    swapped = parse_overrides(["--model.ffn.type", "swiglu"])
-    options = merge(dense.to_dict(), swapped)
-
-    assert options["model"]["ffn"] == {"type": "swiglu"}
-    ffn = TrainConfig.model_validate(options).model.ffn.to_dict()
-    assert (ffn["d_ff"], ffn["bias"], ffn["dropout"]) == (None, False, 0.0)
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -121,17 +111,6 @@ def test_no_order_of_flags_loses_an_option(argv: list[str]) -> None:
     assert parse(*argv) == TrainConfig.model_validate(wanted)
 
 
-def test_naming_the_type_that_is_there_already_loses_no_option() -> None:
-    config = parse("--model.ffn.num_experts", "16", "--model.ffn.type", "moe")
-
-    assert config.model.ffn.to_dict()["num_experts"] == 16
-
-
-def test_options_of_the_old_type_are_refused_and_not_dropped() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.ffn\.num_experts: unknown"):
-        parse("--model.ffn.num_experts", "16", "--model.ffn.type", "swiglu")
-
-
 def test_a_flag_given_twice_the_last_wins() -> None:
     assert parse("--seed", "1", "--seed", "2").seed == 2
 
@@ -143,12 +122,8 @@ def test_a_flag_given_twice_the_last_wins() -> None:
     ("text", "value"),
     [
         ("1e-3", 1e-3),
-        ("1E5", 1e5),
         ("-2e+1", -20.0),
-        ("1.5e-3", 1.5e-3),
-        ("0.5", 0.5),
         ("16", 16),
-        ("-1", -1),
         ("true", True),
         ("null", None),
         ("~", None),
@@ -156,41 +131,21 @@ def test_a_flag_given_twice_the_last_wins() -> None:
         ("{a: 1}", {"a": 1}),
         ("'16'", "16"),
         ("swiglu", "swiglu"),
-        ("1e-3x", "1e-3x"),
         ("a=b", "a=b"),
         ("def f(x): ", "def f(x): "),
         ("- x", "- x"),
         ("2026-11-21", "2026-11-21"),
         ("1:30", "1:30"),
-        ("1:30.5", "1:30.5"),
         ("012", "012"),
         (".5", 0.5),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("equals_sign", [False, True], ids=["space", "equals"])
-def test_values_are_yaml(text: str, value: object, equals_sign: bool) -> None:
-    arguments = [f"--a.b={text}"] if equals_sign else ["--a.b", text]
-
-    parsed = parse_overrides(arguments)
-
-    assert parsed == {"a": {"b": value}}
-    assert type(parsed["a"]["b"]) is type(value)
-
-
-def test_values_reach_the_config() -> None:
-    config = parse(
-        "--optimizer.learning_rate", "1e-3",
-        "--optimizer.adamw_betas", "[0.8, 0.9]",
-        "--model.tie_embeddings", "false",
-        "--sample.top_k", "null",
-        "--trainer.devices=2",
-    )  # fmt: skip
-
-    assert config.optimizer == MuonConfig(learning_rate=1e-3, adamw_betas=(0.8, 0.9))
-    assert config.model.tie_embeddings is False
-    assert config.sample.top_k is None
-    assert config.trainer.lightning_arguments() == {"devices": 2}
+def test_values_are_yaml(text: str, value: object) -> None:
+    for arguments in ([f"--a.b={text}"], ["--a.b", text]):
+        parsed = parse_overrides(arguments)
+        assert parsed == {"a": {"b": value}}
+        assert type(parsed["a"]["b"]) is type(value)
 
 
 # -- the answers that are not a run
@@ -220,36 +175,12 @@ def test_print_config_reads_back_to_the_same_config(
     assert yaml.safe_load(printed) == parse(*argv).to_dict()
 
 
-def test_print_config_of_the_defaults_names_every_section(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        parse("--print-config")
-
-    assert list(yaml.safe_load(capsys.readouterr().out)) == list(TrainConfig.model_fields)
-
-
-def test_print_schema_is_json_whose_references_all_lead_somewhere(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_print_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse("--print-schema")
 
-    schema = json.loads(capsys.readouterr().out)
     assert stopped.value.code == 0
-    assert set(schema["properties"]) == set(TrainConfig.model_fields)
-    references = set(_references(schema))
-    assert "#/$defs/FFNConfig" in references
-    assert references <= {f"#/$defs/{name}" for name in schema["$defs"]}
-
-
-def _references(node: Any) -> list[str]:
-    if isinstance(node, list):
-        return [found for item in node for found in _references(item)]
-    if not isinstance(node, dict):
-        return []
-    here = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
-    return here + [found for item in node.values() for found in _references(item)]
+    assert set(json.loads(capsys.readouterr().out)["properties"]) == set(TrainConfig.model_fields)
 
 
 def test_help_names_every_section_and_option(
@@ -271,20 +202,6 @@ def test_help_names_every_section_and_option(
     assert not [line for line in printed.splitlines() if len(line) > 100]
 
 
-@pytest.mark.parametrize("columns", [60, 80])
-def test_help_fits_the_terminal_and_ends_no_line_in_spaces(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    with pytest.raises(SystemExit):
-        parse("--help", "all")
-
-    printed = capsys.readouterr().out
-    assert "\n  --model.ffn.type moe\n" in printed
-    assert [line for line in printed.splitlines() if line != line.rstrip()] == []
-    assert max(map(len, printed.splitlines())) <= columns
-
-
 def _paths(options: dict[str, Any], prefix: str = "") -> list[str]:
     found = []
     for key, value in options.items():
@@ -293,36 +210,20 @@ def _paths(options: dict[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-def test_help_shows_the_options_of_the_chosen_type(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parse("--help", "all", "--model.ffn.type", "swiglu", "--data.corpus.type", "text")
-
-    printed = capsys.readouterr().out
-    assert stopped.value.code == 0
-    assert "--model.ffn.multiple_of 8" in printed
-    assert "--data.corpus.paths" in printed, "help is what somebody needs who lacks an option"
-    assert "num_experts 8" not in printed
-    assert "--model.ffn.router" not in printed
-
-
-def test_help_shows_the_values_that_files_and_flags_set(
+def test_help_shows_the_options_of_the_chosen_types_with_their_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.yaml").write_text("seed: 7\n")
-
+    swapped = ("--data.corpus.type", "text", "--model.ffn.shared_expert", "swiglu")
     with pytest.raises(SystemExit):
-        parse("--help", "all", "--config", str(tmp_path / "a.yaml"), "--model.ffn.router.k", "3")
+        parse("--help", "all", "--config", str(tmp_path / "a.yaml"), *swapped)
 
-    printed = capsys.readouterr().out
-    assert "--seed 7\n" in printed
-    assert "--model.ffn.router.k 3\n" in printed
-
-
-def test_help_goes_below_a_block_inside_a_block(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--help", "all", "--model.ffn.shared_expert", "swiglu")
-
-    assert "--model.ffn.shared_expert.d_ff null" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--seed 7 " in printed
+    assert "--data.corpus.paths (required)" in printed, "--help works without a required option"
+    assert "--model.ffn.shared_expert.d_ff null" in printed
+    assert "One of: auto, loop, cpu, grouped_mm, triton." in printed
+    assert "PydanticUndefined" not in printed
 
 
 def test_help_of_an_unknown_type_is_a_mistake() -> None:
@@ -330,26 +231,6 @@ def test_help_of_an_unknown_type_is_a_mistake() -> None:
         ConfigError, match=r"^model\.ffn\.type: unknown 'swiglo'; did you mean 'swiglu'\?"
     ):
         parse("--help", "all", "--model.ffn.type", "swiglo")
-
-
-def test_a_config_of_this_program_is_read_back_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(TrainConfig()), encoding="utf-8")
-
-    assert read_yaml(path, "mine") == TrainConfig().to_dict()
-
-
-def test_help_says_which_values_an_option_takes_and_which_it_requires(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        parse("--data.corpus.type", "text", "--help", "all")
-
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "--data.corpus.paths (required)" in shown
-    assert "One of: auto, loop, cpu, grouped_mm, triton." in shown
-    assert "PydanticUndefined" not in shown
-    assert "--trainer.accelerator auto" in shown
 
 
 def test_an_interrupt_before_training_is_one_word(
@@ -401,12 +282,6 @@ def test_the_printed_config_has_the_number_and_a_comment(
     again = parse("--config", str(tmp_path / "printed.yaml"))
     assert again == parse(*MATCHED)
     assert again.matches == ()
-
-
-def test_a_match_follows_the_model_around_it() -> None:
-    small = parse(*MATCHED, "--model.d_model", "64")
-    assert small.matches[0].wanted == 2 * 64 * 256
-    assert abs(small.matches[0].mismatch) < 0.02
 
 
 def test_a_number_over_a_match_and_a_match_over_a_number(tmp_path: Path) -> None:

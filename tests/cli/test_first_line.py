@@ -1,4 +1,4 @@
-"""What a person who pressed Enter sees first, and which libraries that waits for."""
+"""First output of every program, and the libraries that it waits for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from moe_ffn.cli.exit import announce_import
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +33,7 @@ ANSWERS = {
     "train --resume nowhere": (2, None),
     "generate --help": (0, ""),
     "generate nowhere": (2, None),
-    "generate RUN --prompt a --num-tokens 0": (0, ""),  # of written ones the speed is said
+    "generate RUN --prompt a --num-tokens 0": (0, ""),
     "report --help": (0, ""),
     "report nowhere --every soon": (2, None),
     "compare --help": (0, ""),
@@ -52,7 +50,7 @@ ANSWERS = {
     "--help": (0, ""),
     "--version": (0, ""),
     "trian": (2, None),
-    # Only what trains waits for lightning, and says so before; of several ranks the first alone.
+    # Only training imports lightning, and the first rank logs it.
     "train": (NO_LIGHTNING, SAID),
     "train RANK=1": (NO_LIGHTNING, ""),
     "overhead": (NO_LIGHTNING, SAID),
@@ -121,10 +119,3 @@ def test_an_answer_waits_for_no_slow_library(answers: dict[str, Any], line: str)
         assert stderr.count("\n") == 1
     else:
         assert stderr == said
-
-
-def test_what_is_imported_already_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    announce_import("sys", "os")
-    assert capsys.readouterr().err == ""
-    announce_import("sys", "no_such_package")
-    assert capsys.readouterr().err == "importing no_such_package ...\n"

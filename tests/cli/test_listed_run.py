@@ -1,4 +1,4 @@
-"""A run with product keys in a layer: every program shows what its routings have, or says why not."""
+"""A run with product keys in a layer: programs show its routings, or the reason why they cannot."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_end_of_a_run_shows_both_kinds(run: Any) -> None:
     assert "Experts used" in page
 
 
-def test_a_run_goes_on(run: Any, run_train: RunTrain) -> None:
+def test_a_run_is_resumed(run: Any, run_train: RunTrain) -> None:
     more = run_here(
         "--resume", str(run.folder), "--trainer.max_steps", "6", program="moe_ffn.cli.train"
     )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moe_ffn.cli import __main__ as console
-from moe_ffn.cli.parser import as_typed
-from moe_ffn.config.errors import command, install
+from moe_ffn.config.errors import install
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,9 +68,7 @@ def test_arguments_reach_the_program_and_its_exit_code_comes_back(
     ("word", "hint"),
     [
         ("trian", "; did you mean 'train'?"),
-        ("reports", "; did you mean 'report'?"),
         ("zzz", f"; known: {', '.join(console.PROGRAMS)}"),
-        ("--model.ffn", f"; known: {', '.join(console.PROGRAMS)}"),
     ],
 )
 def test_an_unknown_word_is_answered_with_the_nearest(moe_ffn: Run, word: str, hint: str) -> None:
@@ -94,48 +90,9 @@ def test_a_module_in_the_current_folder_is_found(
     assert "type: a_module_of_mine:Mine" in out
 
 
-# -- what a person is told to type
-
-SAYS = "moe-ffn train --resume runs/a"
-
-
-def test_an_installed_command_is_named_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/moe-ffn", "train"])
-
-    assert command("train") == "moe-ffn train"
-    assert as_typed(SAYS) == SAYS
-
-
-@pytest.mark.parametrize("started", ["train.py", "benchmark/__main__.py"])
-def test_a_program_of_a_clone_names_those_of_the_clone(
-    monkeypatch: pytest.MonkeyPatch, started: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "experiments" / started)])
-
-    assert command("report") == "python -m moe_ffn.cli report"
-    assert as_typed(SAYS) == "python -m experiments.train --resume runs/a"
-
-
-@pytest.mark.parametrize("started", ["-c", "", "/elsewhere/experiments/train.py"])
-def test_what_was_started_otherwise_is_told_of_the_console_command(
-    monkeypatch: pytest.MonkeyPatch, started: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", [started])
-
-    assert command("train") == "moe-ffn train"
-
-
 def test_what_to_install_is_the_clone_or_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert install("train") == "pip install '.[train]'"
     monkeypatch.setattr("moe_ffn.config.errors._ROOT", tmp_path)
     assert install("train") == "pip install 'moe_ffn[train]'"
-
-
-def test_what_is_told_to_install_can_be_installed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-    assert project["name"] == "moe_ffn"
-    assert {"train", "dashboard"} <= set(project["optional-dependencies"])
-    assert project["scripts"] == {"moe-ffn": "moe_ffn.cli.__main__:main"}

@@ -33,18 +33,6 @@ def test_a_reader_that_went_away_ends_a_program_without_a_traceback() -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_a_closed_stream_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asks(_: Sequence[str]) -> int:
-        return int(sys.stdout.isatty() or sys.stderr.isatty())
-
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-
-    assert exit_on_bad_input(asks) == 0
-    for stream in (sys.stdout, sys.stderr):
-        stream.close()
-
-
 @pytest.mark.parametrize(
     ("argv", "shown"),
     [

@@ -184,8 +184,8 @@ def refusal(done: Finished) -> str:
 def test_bad_input_is_one_sentence(page: Callable[..., Finished], tmp_path: Path) -> None:
     assert refusal(page("which.yaml")) == (
         "'docs/studies/which' does not exist: there are no results of 'which' yet; train its runs, "
-        "python -m experiments.sweep --config which.yaml, and give --runs runs/which"
-    ).replace("python -m experiments.sweep", "moe-ffn sweep")
+        "moe-ffn sweep --config which.yaml, and give --runs runs/which"
+    )
     assert "'nowhere' does not exist" in refusal(page("which.yaml", "--runs", "nowhere"))
     assert "--runs: are those of one study" in refusal(
         page("which.yaml", "which.yaml", "--runs", "x")

@@ -46,27 +46,6 @@ def test_the_rows_add_up_to_the_total(options: list[str]) -> None:
         assert sum(rows) == pytest.approx(total, rel=0.01)
 
 
-def test_tokens_per_step_are_those_of_all_accumulated_batches() -> None:
-    options = [
-        "--data.batch_size",
-        "5",
-        "--data.seq_len",
-        "100",
-        "--trainer.accumulate_grad_batches",
-        "3",
-    ]
-    config: Any = parse_config(options, TrainConfig, command="train")
-    *_, total = model_table(config, VOCAB_SIZE).columns[1].cells
-    assert total == "1,500 tokens per step"
-
-
-def test_the_table_fits_an_80_column_terminal() -> None:
-    console = Console(width=80, file=io.StringIO(), record=True)
-    config: Any = parse_config([], TrainConfig, command="train")
-    console.print(model_table(config, VOCAB_SIZE))
-    assert max(len(line) for line in console.export_text().splitlines()) <= 80
-
-
 def measured(*load: float, dropped: float = 0.0) -> dict[str, Any]:
     return {
         "load": list(load),

@@ -26,8 +26,10 @@ VOCAB_SIZE = 257
 # -- the files
 
 
-def test_the_run_succeeds_and_writes_its_files(moe_run: Any) -> None:
+def test_the_run_succeeds_and_writes_its_files(moe_run: Any, config_of: ConfigOf) -> None:
     assert moe_run.code == 0
+    assert [path.name for path in moe_run.where.iterdir()] == ["runs"]
+    assert config_of(["--config", str(moe_run.folder / "config.yaml")]) == config_of(moe_run.args)
     written = {str(p.relative_to(moe_run.folder)) for p in moe_run.folder.rglob("*") if p.is_file()}
     assert written == {
         ".lock",
@@ -99,14 +101,6 @@ def test_the_last_checkpoints_are_kept(
         "best.ckpt",
         *(path.name for path in found),
     }
-
-
-def test_nothing_is_written_outside_the_run(moe_run: Any) -> None:
-    assert [path.name for path in moe_run.where.iterdir()] == ["runs"]
-
-
-def test_config_yaml_resolves_to_the_same_config(moe_run: Any, config_of: ConfigOf) -> None:
-    assert config_of(["--config", str(moe_run.folder / "config.yaml")]) == config_of(moe_run.args)
 
 
 def test_metrics_jsonl_has_a_row_every_other_step_and_one_per_validation(moe_run: Any) -> None:
@@ -263,10 +257,6 @@ def test_the_load_of_any_number_of_experts_is_shown(
             assert f" #{load.index(max(load))} {100 * max(load):.1f} " in table
             unused = load.count(0)
             assert not unused or f"{unused} of 32 (" in table
-
-
-def test_the_screen_holds_no_control_characters(moe_run: Any) -> None:
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", moe_run.stdout)
 
 
 def test_standard_error_holds_progress_and_nothing_else(moe_run: Any) -> None:

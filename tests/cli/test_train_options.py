@@ -1,4 +1,4 @@
-"""What an option of the program changes in a run."""
+"""Effects of options on a run."""
 
 from __future__ import annotations
 
@@ -32,15 +32,6 @@ def test_a_dense_run_has_nothing_of_routing(dense_run: Any) -> None:
     assert not [n for n in dense_run.columns if "rout" in n or "balance" in n or "expert" in n]
     assert json.loads((dense_run.folder / "summary.json").read_text())["routing"] == {}
     assert "expert" not in dense_run.stdout
-
-
-def test_a_dropless_run_has_no_capacity_used(run_train: RunTrain, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--trainer.max_steps", "1")
-
-    assert not [name for name in run.columns if "capacity" in name]
-    text = (run.folder / "summary.json").read_text()
-    assert json.loads(text)["routing"]["layer_00"]["capacity_used"] is None
-    assert "NaN" not in text
 
 
 def test_balancing_losses_are_logged_also_at_weight_zero(

@@ -57,7 +57,7 @@ def test_two_processes_do_what_one_does(
     two = type(one)(0, done.stdout, done.stderr, one.args, tmp_path / "two")
     assert len(two.rows) == len(one.rows) == 8
     assert done.stdout.count("Results in ") == 1
-    # The same global batch, whoever computes which part of it.
+    # Both have the same global batch.
     assert float(two.rows[0]["train/loss"]) == pytest.approx(
         float(one.rows[0]["train/loss"]), abs=1e-5
     )
@@ -110,7 +110,7 @@ def words(stage: dict[str, Any]) -> list[str]:
         ),
     ],
 )
-def test_a_run_goes_on_with_any_number_of_ranks(
+def test_a_run_is_resumed_with_any_number_of_ranks(
     stages: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     alike = {

@@ -46,7 +46,7 @@ def test_the_page_of_a_finished_run(moe_run: Any) -> None:
     assert "report.html: " not in moe_run.stderr
 
 
-def test_the_page_of_an_interrupted_run_says_so_at_once(
+def test_an_interrupted_run_has_a_page(
     run_train: RunTrain, tmp_path: Path, stop_with: Callable[[BaseException], None]
 ) -> None:
     stop_with(KeyboardInterrupt())

@@ -64,7 +64,7 @@ def test_no_class_takes_the_tag_of_another() -> None:
     assert Shape.members["square"] is Square
 
 
-def test_a_subclass_with_a_tag_of_its_own_is_a_member_beside_its_base() -> None:
+def test_a_subclass_with_another_tag_is_a_second_member() -> None:
     class Tile(Square, frozen=True):
         type: Literal["tile"] = "tile"  # pyright: ignore[reportIncompatibleVariableOverride]
 

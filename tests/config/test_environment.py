@@ -1,4 +1,4 @@
-"""What torch's import needs is looked at before: without it torch ends the process, and says nothing."""
+"""Folders that torch needs at its import, and processes that wait or stay silent."""
 
 from __future__ import annotations
 

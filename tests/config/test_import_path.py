@@ -1,4 +1,4 @@
-"""What a file raises while it is imported is a mistake in it; what a person sends meanwhile is not."""
+"""Errors and signals while custom code is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_ffn.config.import_path import (
 
 @pytest.fixture
 def _heeding_ctrl_c() -> Iterator[None]:
-    """As in a terminal; a shell lets what it starts in the background ignore Ctrl-C."""
+    """Handle Ctrl-C as in a terminal; a process in the background of a shell ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -55,7 +55,7 @@ def test_sigterm_while_a_file_is_imported_ends_the_program(tmp_path: Path) -> No
         import_class(f"{path}:X", object)
 
 
-def test_errors_without_code_from_outside_pass_as_they_are() -> None:
+def test_errors_without_custom_code_are_raised_unchanged() -> None:
     with pytest.raises(ZeroDivisionError), explaining_outside_errors():
         print(1 // 0)
     with (

@@ -1,20 +1,18 @@
-"""The stopwatch, the check that candidates compute the same, and what is kept and shown."""
+"""Timing in turns, the check that candidates compute the same, and tables and promises."""
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from experiments.benchmark import suites, training
+from experiments.benchmark import models, suites
 from experiments.benchmark.layers import (
     AUTO,
     DENSE,
@@ -28,34 +26,21 @@ from experiments.benchmark.layers import (
     moe_layer,
     outcome,
     sparse_layers,
-    weights_of,
 )
 from experiments.benchmark.peers import (
     HF_BATCHED,
     HF_EAGER,
     HF_GROUPED,
-    OTHER,
     PEERS,
     SAME,
     Peer,
     Weights,
 )
-from experiments.benchmark.session import (
-    Candidate,
-    Promise,
-    Results,
-    Session,
-    amount,
-    interleave,
-    quartiles,
-    ratio,
-    write_files,
-)
+from experiments.benchmark.session import Candidate, Results, Session, amount, ratio, result
 from experiments.benchmark.shapes import Shape
-from moe_ffn.data.batches import TrainBatches
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.timing import interleave
 
 CPU = torch.device("cpu")
 SMALL = Shape(64, 16, 8, 4, 2, "fp32")
@@ -70,10 +55,7 @@ def unheard(remark: str) -> None:
 
 def recorded(names: str, seen: list[str], calls: int = 1) -> list[Candidate]:
     """Candidates that append their name to `seen`."""
-    return [
-        Candidate("", name, SMALL, lambda name=name: seen.append(name), calls=calls)
-        for name in names
-    ]
+    return [Candidate("", name, lambda name=name: seen.append(name), calls=calls) for name in names]
 
 
 def clock_of(seconds: Sequence[float]) -> Callable[[], float]:
@@ -103,7 +85,7 @@ def test_warmup_is_thrown_away_and_calls_divide() -> None:
 
 def test_reset_follows_every_run_and_is_not_timed() -> None:
     seen: list[str] = []
-    candidate = Candidate("", "a", SMALL, lambda: seen.append("run"), lambda: seen.append("reset"))
+    candidate = Candidate("", "a", lambda: seen.append("run"), lambda: seen.append("reset"))
 
     def clock() -> float:
         seen.append("clock")
@@ -121,16 +103,15 @@ def test_patience_ends_after_three_rounds_and_not_before(patience: float, rounds
 
 
 def measured(name: str, *values: float, computes: str = SAME) -> Results:
-    candidate = Candidate("a, b", name, SMALL, lambda: None, computes=computes)
-    return Session((), CPU, suite="rows").keep([(candidate, values)])
+    return {("a, b", name): result(values, computes=computes)}
 
 
 def test_ratios_are_of_medians_and_quartiles_are_inclusive() -> None:
     results = measured("a", 5.0) | measured("b", 1.0, 2.0, 4.0, 4.0, 5.0)
-    assert quartiles([5.0]) == (5.0, 5.0, 5.0)
-    assert quartiles([1.0, 2.0, 4.0, 4.0, 5.0]) == (2.0, 4.0, 4.0)
-    assert ratio(results, ("a, b", "a"), ("a, b", "b")) == 1.25
-    assert ratio(results, ("a, b", "a"), ("a, b", "c")) is None
+    found = results["a, b", "b"]
+    assert (found.lower_quartile, found.median, found.upper_quartile) == (2.0, 4.0, 4.0)
+    assert ratio(results, ("a, b", "a"), ("a, b", "b")) == "1.25x"
+    assert ratio(results, ("a, b", "a"), ("a, b", "c")) == "-"
 
 
 def test_a_busy_machine_is_remarked_on(
@@ -183,43 +164,6 @@ def test_a_wrong_peer_is_found_out(wrong: str, case: Case, monkeypatch: pytest.M
     assert said == [f"HF eager {layer.computes} at {SMALL}"]
 
 
-class Detached(nn.Module):
-    """The right output with the wrong gradient of x."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.detach()).hidden + 0 * x
-
-
-def test_the_gradient_of_x_is_compared_too(case: Case) -> None:
-    found = outcome(Detached(case.source), case.tokens)
-
-    assert torch.equal(found.hidden_TD, case.expected.hidden_TD)
-    assert compare(found, case.expected).startswith("DIFFERS on ")
-
-
-class Idle(nn.Module):
-    """The right output, and no gradient for the experts."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        frozen = {
-            name: p.detach() for name, p in self.inner.named_parameters() if "experts" in name
-        }
-        return torch.func.functional_call(self.inner, frozen, (x,)).hidden
-
-
-def test_the_gradient_of_the_parameters_is_compared_too(case: Case) -> None:
-    found = outcome(Idle(case.source), case.tokens)
-    assert compare(found, case.expected).startswith("DIFFERS in gradients of weights")
-
-
 def test_a_layer_that_goes_another_way_without_gradients_is_found_out(case: Case) -> None:
     class Other(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -239,10 +183,12 @@ def test_the_share_that_differs_counts_tokens_and_nan(tokens: Tokens) -> None:
     assert compare(right, right) == SAME
     found = compare(right._replace(hidden_TD=hidden_TD), right)
     assert found == "DIFFERS on 3% of the tokens"  # 2 of 64
-    assert "times as long" in compare(right._replace(grad_norm=math.nan), right)
+    assert compare(right._replace(grad_x_TD=0 * right.grad_x_TD), right).startswith("DIFFERS on ")
+    for length in (0.9 * right.grad_norm, math.nan):
+        assert "times as long" in compare(right._replace(grad_norm=length), right)
 
 
-def test_a_peer_of_another_function_is_marked_and_one_that_breaks_is_named(
+def test_a_peer_that_breaks_is_skipped_with_its_reason(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusing(weights: object, shape: Shape) -> nn.Module:
@@ -251,24 +197,18 @@ def test_a_peer_of_another_function_is_marked_and_one_that_breaks_is_named(
     def broken(weights: object, shape: Shape) -> nn.Module:
         raise RuntimeError("no kernel for this machine\nand more")
 
-    def another(weights: object, shape: Shape) -> nn.Module:
-        return nn.Linear(shape.d_model, shape.d_model)
-
     peers = {
         "refusing": Peer("torch", refusing),
         "broken": Peer("torch", broken),
-        "another": Peer("torch", another, OTHER),
-        "absent": Peer("no_such_package", another),
-        "for GPUs": Peer("torch", another, gpu_only=True),
+        "absent": Peer("no_such_package", broken),
+        "for GPUs": Peer("torch", broken, gpu_only=True),
     }
     for name, peer in peers.items():
         monkeypatch.setitem(PEERS, name, peer)
-    said: list[str] = []
+    notes: list[str] = []
 
-    _, *layers = sparse_layers(case, (), list(peers), said.append)
-
-    assert [(layer.name, layer.computes) for layer in layers] == [("another", OTHER)]
-    assert said == [
+    assert len(sparse_layers(case, (), list(peers), notes.append)) == 1
+    assert notes == [
         "skipped: refusing: takes no such width",
         "skipped: broken: RuntimeError: no kernel for this machine",
     ]
@@ -277,7 +217,7 @@ def test_a_peer_of_another_function_is_marked_and_one_that_breaks_is_named(
 def test_weights_are_shared_with_ours_and_gradients_are_not(case: Case) -> None:
     first, second = sparse_layers(case, ["loop"], (), unheard)
 
-    candidate = Candidate.training(first, case.tokens, SMALL)
+    candidate = Candidate.training(first, case.tokens, "")
     candidate.run()
 
     for mine, other in zip(
@@ -321,69 +261,17 @@ def test_saved_bytes_of_the_dense_block(tokens: Tokens) -> None:
 
 def test_the_dense_model_has_the_active_width_of_the_default() -> None:
     moe = DecoderConfig()
-    dense = training.dense_counterpart(moe)
+    dense = models.dense_counterpart(moe)
     routers = moe.num_layers * moe.d_model * 8
     active = [config.num_active_params(257, 256) for config in (moe, dense)]
     assert active[0] - active[1] == routers
 
 
-def test_a_training_step_changes_every_parameter() -> None:
-    text = torch.arange(2000).remainder(257).numpy()
-    batches = TrainBatches(text, seq_len=16, batch_size=4, seed=0)
-    config = TrainConfig(model=DecoderConfig(d_model=16, num_layers=1))
-    model = training.Training(config, 257, batches, CPU, bf16=False)
-    before = [parameter.clone() for parameter in model.model.parameters()]
-
-    model.step()
-
-    after = list(model.model.parameters())
-    assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
-    assert all(parameter.grad is None for parameter in after)
-
-    shares = training.shares_of_step(model.step)
-
-    assert tuple(shares) == ("forward", "backward", "clipping", "optimizer")
-    assert sum(shares.values()) == pytest.approx(1)
-    assert all(share > 0 for share in shares.values())
-
-
-# ---------------------------------------------------------------------------------------- report
-
-
-def test_csv_holds_a_line_per_result_with_the_machine(tmp_path: Path) -> None:
-    session = Session((), CPU)
-    values = {DENSE: (1.0, 2.0, 3.0), AUTO: (2.0, 3.0, 4.0)}
-    session.keep((Candidate("a, b", name, SMALL, print), values[name]) for name in values)
-    write_files(session, tmp_path, {"torch": "2", "threads": "4"})
-
-    with (tmp_path / "results.csv").open() as file:
-        first, second = csv.DictReader(file)
-    assert list(first) == [
-        *("suite", "case", "candidate", "version", "computes", "unit"),
-        *("median", "lower_quartile", "upper_quartile", "rounds", "ratio", "ratio_to"),
-        *("num_tokens", "d_model", "d_ff", "num_experts", "k", "dtype", "torch", "threads"),
-    ]
-    assert first["case"] == "a, b"
-    assert (first["version"], second["version"]) == (torch.__version__, "0.2.0")
-    assert (second["ratio"], second["ratio_to"], second["threads"]) == ("1.5", DENSE, "4")
-
-
-@pytest.mark.parametrize(
-    ("figure", "at_most", "verdict"),
-    [(1.2, True, "kept"), (1.21, True, "MISSED"), (1.2, False, "kept"), (1.1, False, "MISSED")],
-)
-def test_verdicts(figure: float, at_most: bool, verdict: str, tmp_path: Path) -> None:
-    session = Session((), CPU)
-    session.promises = [Promise("rows", "a case", "tax", 1.2, figure, at_most, goal=1.1)]
-
-    write_files(session, tmp_path, {})
-    with (tmp_path / "promises.csv").open() as file:
-        (line,) = csv.DictReader(file)
-    assert (line["limit"], line["goal"], line["verdict"]) == ("1.2", "1.1", verdict)
+# ------------------------------------------------------------------------------------- promises
 
 
 @pytest.mark.parametrize("noisy", ["ours", DENSE])
-def test_a_promise_beside_a_disturbed_result_is_marked(
+def test_a_promise_about_a_noisy_result_is_marked(
     noisy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = Session((), CPU)
@@ -394,8 +282,10 @@ def test_a_promise_beside_a_disturbed_result_is_marked(
     session.promise("tax", 1.2, calm, ours, dense)
     session.promise("tax", 1.2, disturbed, ours, dense)
     session.promise("tax", 0.9, disturbed, ours, dense)
+    session.promise("faster", 1.1, calm, ours, dense, at_most=False)
 
-    assert [p.verdict for p in session.promises] == ["kept", "kept, noisy", "MISSED, noisy"]
+    verdicts = ["kept", "kept, noisy", "MISSED, noisy", "MISSED"]
+    assert [row[-1] for row in session.promises] == verdicts
     assert "  kept, noisy tax: 1.000, promised at most 1.2" in capsys.readouterr().out
 
 
@@ -410,7 +300,7 @@ def test_what_was_not_measured_is_neither_kept_nor_missed(
     session.promise("tax", 1.2, results, ours, dense)
     session.promise("faster", 1.2, results, peer, ours)
 
-    assert [promise.verdict for promise in session.promises] == ["not measured"] * 2
+    assert [row[-1] for row in session.promises] == ["not measured"] * 2
     printed = capsys.readouterr().out
     assert "no 'dense FFN' here" in printed
     assert "HF grouped_mm DIFFERS on 50% of the tokens" in printed
@@ -421,29 +311,7 @@ def test_limits_set_on_a_cpu_hold_on_no_gpu() -> None:
     results, key = measured("ours", 1.0), ("a, b", "ours")
     session.promise("tax", 1.2, results, key, key)
     session.promise("bytes", 1.2, results, key, key, anywhere=True)
-    assert [promise.claim for promise in session.promises] == ["bytes"]
-
-
-def test_a_remark_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    session = Session((), CPU)
-    for _ in range(2):
-        session.note("skipped: MegaBlocks: no GPU")
-    assert capsys.readouterr().out == "  skipped: MegaBlocks: no GPU\n"
-
-
-def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [["a", "9.99 ms", "[b]"], ["longer" * 20, "12.0 ms", "same"]]
-
-    Session((), CPU).table(["layer", "median", "computes"], rows)
-
-    header, rule, *lines = capsys.readouterr().out.splitlines()
-    wide = len("longer" * 20)  # nothing is cut or wrapped, whatever the width of the terminal
-    assert header.rstrip() == "  " + "layer".ljust(wide) + "    median   computes"
-    assert set(rule) == {" ", "─"}
-    assert [line.rstrip() for line in lines] == [
-        "  " + "a".ljust(wide) + "   9.99 ms   [b]",
-        "  " + "longer" * 20 + "   12.0 ms   same",
-    ]
+    assert [row[2] for row in session.promises] == ["bytes"]
 
 
 @pytest.mark.parametrize(
@@ -461,7 +329,36 @@ def test_amounts_have_a_unit(value: float, unit: str, shown: str) -> None:
     assert amount(value, unit) == shown
 
 
-def test_promised_rows_are_those_that_can_be_built() -> None:
+def test_promised_rows_can_be_built() -> None:
     for shape in suites.PROMISED:
         moe_layer(shape, "auto", torch.device("meta"))
-    assert weights_of(moe_layer(SMALL, "auto", CPU)).down_EDF.shape == (4, 16, 8)
+
+
+# ------------------------------------------------------------------------------- live_models
+
+
+def test_each_implementation_is_timed_and_a_text_that_differs_is_marked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    tiny = {"hidden_size": 32, "num_experts": 4, "num_hidden_layers": 1}
+    monkeypatch.setattr(models, "QWEN3_MOE", models.QWEN3_MOE | tiny)
+    monkeypatch.setattr(models, "NEW_TOKENS", 3)
+    generate, wrong = models._generate, "none"
+
+    def other(model: object, prompt: Tensor, implementation: str) -> Tensor:
+        return generate(model, prompt, implementation) + (implementation == wrong)
+
+    monkeypatch.setattr(models, "_generate", other)
+    session = Session((), CPU, rounds=1)
+    models.live_models(session)
+    assert [row[1] for row in session.promises] == ["batch 1", "batch 16"]
+    assert {row[-1].split(",")[0] for row in session.promises} <= {"kept", "MISSED"}
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"  {name}") >= 2 for name in (HF_EAGER, HF_GROUPED, HF_BATCHED, AUTO))
+    assert "DIFFERS" not in printed
+
+    wrong = "moe_ffn"
+    models.live_models(session)
+    assert [row[-1] for row in session.promises[2:]] == ["not measured"] * 2
+    assert "moe_ffn auto DIFFERS" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from experiments.benchmark import __main__ as program
-from experiments.benchmark.__main__ import SUITES, main
+from experiments.benchmark.__main__ import main
 from moe_ffn.cli.exit import exit_on_bad_input
 
 REPOSITORY = Path(__file__).parents[2]
@@ -26,19 +25,17 @@ SHAPE = (
 
 @pytest.fixture
 def refuse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Run the program with a mistake, which writes nothing; returns its one line without `error: `."""
+    """Run the program with a mistake; return its one line without `error: `."""
 
     def run(*argv: str) -> str:
-        monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["benchmark", *argv])
         code = exit_on_bad_input(main)
         printed = capsys.readouterr()
         (line,) = printed.err.splitlines()
         assert code == 2
         assert printed.out == ""
-        assert not (tmp_path / "runs").exists()
         return line.removeprefix("error: ")
 
     return run
@@ -51,7 +48,6 @@ def refuse(
         (["--backends", "loop", "x"], "--backends: invalid choice: 'x' (choose from "),
         (["--device", "gpu"], "--device: invalid choice: 'gpu' (choose from 'auto', "),
         (["--rounds", "0"], "--rounds: must be a whole number from 1 to 1000000000, got '0'"),
-        (["--warmup", "-1"], "--warmup: must be a whole number from 0 to "),
         (["--threads", "two"], "--threads: must be a whole number from 1 to "),
         (["--shape", "1,2,3"], f"--shape 1,2,3: {SHAPE}"),
         (["--shape", "64,0,8,4,2,fp32"], f"--shape 64,0,8,4,2,fp32: {SHAPE}"),
@@ -60,7 +56,6 @@ def refuse(
             ["--shape", "64,16,8,4,9,fp32"],
             "--shape 64,16,8,4,9,fp32: K (9) must not exceed E (4); lower K or raise E",
         ),
-        (["--output", "."], "--output '.' exists already; name a new folder, or remove it"),
         (
             ["--sweet", "rows"],
             "--sweet: unknown; known: --help, --version, --verbose, --quiet, --suite",
@@ -83,29 +78,21 @@ def test_cuda_without_a_gpu_is_a_mistake(refuse: Callable[..., str]) -> None:
 
 
 def test_a_tiny_run_from_end_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "bench"
-    argv = ["--shape", TINY, "--rounds", "1", "--warmup", "0", "--output", str(folder)]
+    argv = ["--shape", TINY, "--rounds", "1", "--backends", "loop", "--device", "cpu"]
     monkeypatch.setattr(program, "unavailable_reason", lambda: "needs a compiler")
-    monkeypatch.setattr(sys, "argv", ["benchmark", *argv, "--backends", "loop", "--device", "cpu"])
+    monkeypatch.setattr(sys, "argv", ["benchmark", *argv])
 
     assert exit_on_bad_input(main) == 0
 
     printed = capsys.readouterr()
     assert printed.err == ""
+    assert "cpu kernels not compiled" in printed.out
     assert "T 64, D 16, F 8, E 4, K 2, fp32, forward and backward" in printed.out
-    assert "moe_ffn auto" in printed.out
-    with (folder / "results.csv").open() as file:
-        lines = {line["candidate"]: line for line in csv.DictReader(file)}
-    assert list(lines)[:3] == ["dense FFN", "moe_ffn auto", "moe_ffn loop"]
-    assert lines["moe_ffn loop"]["computes"] == "same"
-    assert lines["moe_ffn loop"]["cpu_kernels"] == "not compiled"
-    assert "cpu_kernels not compiled" in printed.out
-    assert lines["moe_ffn loop"]["dtype"] == "fp32"
-    tax = float(lines["moe_ffn loop"]["median"]) / float(lines["dense FFN"]["median"])
-    assert float(lines["moe_ffn loop"]["ratio"]) == pytest.approx(tax)
-    assert (folder / "promises.csv").exists()
+    lines = [line.strip() for line in printed.out.splitlines()]
+    assert all(name in printed.out for name in ("dense FFN", "moe_ffn auto", "moe_ffn loop"))
+    assert next(line for line in lines if line.startswith("moe_ffn loop")).endswith("same")
 
 
 # ----------------------------------------------------------------------------------- subprocesses
@@ -144,24 +131,19 @@ except SystemExit:
 raise SystemExit(main({argv}))
 """
 
-ABSENT = {
-    *("wandb", "datasets", "pandas"),
-    *("transformers", "st_moe_pytorch", "mixture_of_experts"),
-}
+ABSENT = {"wandb", "datasets", "pandas", "transformers"}
 
 
-def test_help_loads_no_lightning_and_no_other_librarys_layers_are_needed(tmp_path: Path) -> None:
-    argv = ["--shape", TINY, "--rounds", "1", "--output", str(tmp_path / "bench")]
+def test_help_loads_no_lightning_and_no_other_library_is_needed() -> None:
+    argv = ["--shape", TINY, "--rounds", "1"]
 
     answer = run(WITHOUT.format(absent=ABSENT, argv=argv))
 
     assert answer.returncode == 0, answer.stderr
     assert "--suite NAME" in answer.stdout
     assert "loaded: []" in answer.stdout
-    assert "beside: none" in answer.stdout
+    assert "other libraries: none" in answer.stdout
     assert "HF" not in answer.stdout
-    names = {path.name for path in (tmp_path / "bench").iterdir()}
-    assert names == {"results.csv", "promises.csv"}
 
 
 @pytest.mark.slow
@@ -169,26 +151,8 @@ def test_every_suite_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Minutes: each suite once, without any other library's layers."""
     # Where the suite of training steps keeps the standard library's tokens, as training does.
     monkeypatch.setenv("HOME", str(tmp_path))
-    argv = ["--rounds", "1", "--warmup", "0", "--output", str(tmp_path / "bench")]
-
-    answer = run(WITHOUT.format(absent=ABSENT, argv=argv))
+    answer = run(WITHOUT.format(absent=ABSENT, argv=["--rounds", "1"]))
 
     assert answer.returncode == 0, answer.stderr
     assert "== promises ==" in answer.stdout
-    assert "not measured" in answer.stdout  # beside Hugging Face
-
-
-def test_what_was_measured_before_a_failure_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def out_of_memory(session: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setitem(SUITES, "memory", out_of_memory)
-    output = tmp_path / "bench"
-    argv = ["--shape", TINY, "--suite", "memory", "--rounds", "1"]
-    argv += ["--backends", "loop", "--output", str(output)]
-    with pytest.raises(MemoryError):
-        main(argv)
-    with (output / "results.csv").open() as file:
-        assert {row["suite"] for row in csv.DictReader(file)} == {"shape"}
+    assert "not measured" in answer.stdout  # without Hugging Face

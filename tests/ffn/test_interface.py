@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn import FFNConfig, RouterConfig, TokenContext, build_ffn
-from moe_ffn.config.base import TaggedConfig
+from moe_ffn import FFNConfig, TokenContext, build_ffn
 from moe_ffn.config.errors import Situation
 
 D_MODEL = 8
@@ -82,20 +81,3 @@ def test_a_block_as_it_comes_runs_on_any_device(block: Any) -> None:
     assert (
         config.refusal(Situation(device="cpu")) is config.refusal(Situation(device="cuda")) is None
     )
-
-
-@pytest.mark.parametrize(
-    ("family", "names"),
-    [
-        (FFNConfig, {"not_causal_because", "refusal_on", "by_token", "reads_history"}),
-        (RouterConfig, {"not_causal_because", "not_cached_because"}),
-    ],
-)
-def test_a_custom_config_with_an_earlier_name_is_told_the_new_one(
-    family: type[TaggedConfig], names: set[str]
-) -> None:
-    for name in names:
-        with pytest.raises(
-            TypeError, match=rf"^Own\.{name} is not read any more; define refusal\("
-        ):
-            type("Own", (family,), {"__module__": __name__, name: property(lambda _: None)})
