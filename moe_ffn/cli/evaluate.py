@@ -161,7 +161,9 @@ def device_of(name: str | None) -> torch.device:
     """The device of that name; without one a GPU where there is one."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        if name.partition(":")[0] != "meta":  # whose tensors have no values
+            return torch.empty(0, device=name).device
+        raise RuntimeError(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
             f"--device: there is no '{name}' here; give cpu, or cuda on a machine with a GPU"
@@ -174,6 +176,11 @@ def device_of(name: str | None) -> torch.device:
 def of_model_folder(folder: Path, device: torch.device, *, trust_code: bool) -> Model:
     tokenizer = load_tokenizer(folder)
     decoder = load_pretrained(folder, trust_code=trust_code).to(device)
+    if tokenizer.vocab_size > decoder.embedding.num_embeddings:
+        raise ConfigError(
+            f"'{folder}': its {TOKENIZER_FILE} has {tokenizer.vocab_size} tokens and its model "
+            f"{decoder.embedding.num_embeddings}; put back the tokenizer of this model"
+        )
     if not decoder.config.causal:
         raise ConfigError(
             f"'{folder}' has model.causal (false), and does not say how many tokens to mask "

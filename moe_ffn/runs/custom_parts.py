@@ -12,18 +12,21 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.config.import_path import explaining_outside_errors, is_outside
+from moe_ffn.data.corpus import CorpusConfig, Document
 from moe_ffn.ffn import FFNConfig, IdentityConfig
 from moe_ffn.model.decoder import Block, Decoder
 from moe_ffn.model.norm import NormConfig
-from moe_ffn.model.positions import PositionsConfig
+from moe_ffn.model.positions import Positions, PositionsConfig
 from moe_ffn.routing.base import RouterConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.outside_code import tagged_parts
-from moe_ffn.testing import Trial, miscounted, undisturbed
+from moe_ffn.testing import Trial, miscounted, show_value, undisturbed
 from moe_ffn.training.optimizer import OptimizerConfig
+from moe_ffn.training.schedule import ScheduleConfig
 
 VOCAB_SIZE = 2
 """Tokens of the model that parts are tried in."""
@@ -117,7 +120,14 @@ def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
                     if info.router is part:
                         trial.router(part, info.num_experts)
                         break
+            elif isinstance(part, CorpusConfig):
+                for document in part.documents():
+                    trial.require(document, Document, "documents")
+                    break
+            elif isinstance(part, ScheduleConfig):
+                _check_schedule(part, config.trainer.max_steps, trial)
             elif isinstance(part, NormConfig | PositionsConfig):
+                _check_module(part, config, trial)
                 decoder = _small_model(config, trial, ffn=IdentityConfig())
                 trial.require_blind_to_future(decoder, lambda _, ids, d=decoder: d(ids).logits)
             elif isinstance(part, OptimizerConfig):
@@ -133,9 +143,29 @@ def _small_model(config: TrainConfig, trial: Trial, **changes: object) -> Decode
     return decoder
 
 
+def _check_module(part: NormConfig | PositionsConfig, config: TrainConfig, trial: Trial) -> None:
+    """Require that a norm or the embedding of positions returns a tensor like its input."""
+    model, x = config.model, trial.x()
+    if isinstance(part, NormConfig):
+        norm = trial.built(part.build(model.d_model), nn.Module)
+        trial.require_like(norm(x), x, "what forward returns")
+    else:
+        built = part.build(model.d_model, model.head_dim, config.data.seq_len)
+        trial.require_like(trial.built(built, Positions).embed(x), x, "what embed returns")
+
+
+def _check_schedule(schedule: ScheduleConfig, max_steps: int, trial: Trial) -> None:
+    for step in (0, max_steps - 1, max_steps):
+        rate = schedule.multiplier(step, max_steps)
+        if not isinstance(rate, int | float) or not math.isfinite(rate):
+            raise trial.refuse(
+                f"the multiplier of step {step} is {show_value(rate)}, but has to be a finite number"
+            )
+
+
 def _check_optimizer(config: OptimizerConfig, model: nn.Module, trial: Trial) -> None:
     """Take a step, load its state, and require that each parameter is in one group."""
-    optimizer = config.build(model)
+    optimizer = trial.require(config.build(model), Optimizer, "build")
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if sorted(held) != sorted(map(id, model.parameters())):
         raise trial.refuse(

@@ -218,6 +218,11 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         "--stride (17) must not exceed data.seq_len (16)",
     ),
     "no such device": (("RUN", "--device", "tpu9"), "--device: there is no 'tpu9' here; give cpu"),
+    "a device without values": (("RUN", "--device", "meta"), "--device: there is no 'meta' here"),
+    "a tokenizer of a larger model": (
+        ("SMALL", "--data", "text.txt"),
+        "'SMALL': its tokenizer.json has 257 tokens and its model 200; put back the tokenizer of this model",
+    ),
     "no such task": (
         ("RUN", "--tasks", "tasks"),
         "--tasks: 'tasks' has no task file of lm-eval (.yaml)",
@@ -235,6 +240,8 @@ def bad_files(tmp_path: Path) -> None:
     np.save("tokens.npy", np.array([1, 300, 2]))
     sizes = {"d_model": 16, "num_layers": 1, "attention": {"num_heads": 2}, "ffn": "swiglu"}
     moe_ffn.save_pretrained(DecoderConfig.model_validate(sizes).build(257, 16), "MODEL")
+    small = DecoderConfig.model_validate(sizes).build(200, 16)
+    moe_ffn.save_pretrained(small, "SMALL", BytesTokenizer())
     masked = DecoderConfig.model_validate({**sizes, "causal": False}).build(257, 16)
     moe_ffn.save_pretrained(masked, "MASKED", BytesTokenizer())
 

@@ -155,7 +155,9 @@ from moe_ffn.ffn.shared_expert import CombineConfig
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.model.positions import Positions
+from moe_ffn.data.corpus import CorpusConfig
 from moe_ffn.training.optimizer import OptimizerConfig
+from moe_ffn.training.schedule import ScheduleConfig
 
 class Learns(RouterConfig, frozen=True):
     how: str = "well"
@@ -291,6 +293,11 @@ class Moves(OptimizerConfig, frozen=True):
         kept = [p for p in model.parameters() if p.ndim > 1 or self.how != "matrices"]
         return torch.optim.SGD(kept, lr=self.learning_rate)
 
+class Rate(ScheduleConfig, frozen=True):
+    def after_warmup(self, step, warmup_steps, max_steps): return float("nan")
+
+class Texts(CorpusConfig, frozen=True):
+    def documents(self): yield "text"
 """
 
 
@@ -489,11 +496,21 @@ PLACES = {
     ("model.norm", "Norm", "sequence"): (
         "model.norm ('own.py:Norm'): its output at position {p} changes when "
     ),
-    ("model.norm", "Norm", "first"): "model.norm ('own.py:Norm') failed: {any}Error: ",
+    ("model.norm", "Norm", "first"): (
+        "model.norm ('own.py:Norm'): what forward returns is a tensor of shape (8, 16) and torch.float32, "
+        "but has to be like x, a tensor of shape (2, 8, 16) and torch.float32"
+    ),
     ("model.positions", "Shift", "ahead"): (
         "model.positions ('own.py:Shift'): its output at position {p} changes when "
     ),
     ("model.positions", "Shift", "flat"): "model.positions ('own.py:Shift') failed: {any}Error: ",
+    ("optimizer.schedule", "Rate", ""): (
+        "optimizer.schedule ('own.py:Rate'): the multiplier of step 399 is nan, "
+        "but has to be a finite number"
+    ),
+    ("data.corpus", "Texts", ""): (
+        "data.corpus ('own.py:Texts'): documents returned 'text', but has to return a Document"
+    ),
     ("optimizer", "Moves", "matrices"): (
         "optimizer ('own.py:Moves'): its groups hold {p} parameters of a model with {p}; "
         "each has to be in one group, and in one alone"
