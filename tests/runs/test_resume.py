@@ -21,14 +21,12 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import prepare
 from moe_ffn.data.split import Documents
-from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.checkpoints import newest_good, refusal_of_weights
 from moe_ffn.runs.config import Resume, TrainConfig, differences
 from moe_ffn.runs.identity import checkpoint_identity
-from moe_ffn.runs.resume import Start, find_start, rewind
+from moe_ffn.runs.resume import Start, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
-from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import step_name, write_checkpoint
 
 FACTS = json.dumps({**TrainConfig().to_dict(), "precision": "32-true"}, indent=2) + "\n"
@@ -430,17 +428,6 @@ def test_facts_keep_what_was_known_when_the_run_began(tmp_path: Path) -> None:
     assert (facts["seed"], facts["precision"]) == (3, "32-true")
 
 
-def test_a_folder_without_checkpoints_begins_at_the_start(
-    config_of: Callable[[list[str]], TrainConfig], moe_run: Any, tmp_path: Path
-) -> None:
-    config = config_of(moe_run.args)
-    data = prepare(config.data)
-    start = find_start(tmp_path, config, data, build_module(config, data), 6)
-
-    assert (start.step, start.checkpoint) == (0, None)
-    assert start.describe(tmp_path).endswith("from the start: it has no checkpoint")
-
-
 def test_no_run_goes_on_from_its_best_weights(
     unfinished: Path, go_on: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -478,23 +465,3 @@ def test_the_identity_leaves_out_what_only_changes_the_computing(
         assert (checkpoint_identity(other, data) == checkpoint_identity(plain, data)) == same, (
             option
         )
-
-
-def test_weights_that_the_disk_does_not_take_are_an_exit_code_of_1(
-    run_train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(values: dict[str, Any], path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint_keeper, "write_checkpoint", fail)
-    done = run_train(tmp_path, "--run.name", "full", "--trainer.max_steps", "2")
-
-    assert done.code == 1
-    assert done.stderr.splitlines()[-1] == (
-        "error: the weights of step 2 are not saved (No space left on device); fix that, then: moe-ffn train "
-        "--resume runs/full"
-    )
-    folder = done.folder
-    assert not (folder / "summary.json").exists(), "it could not be resumed"
-    assert (folder / "metrics.jsonl").exists()
-    assert (folder / "report.html").exists()
