@@ -271,13 +271,6 @@ def test_a_pipe_gets_plain_text(trace: Trace, moe_run: Any) -> None:
     assert "Capacity in evaluation: factor 1.0, 5 places per expert (layers 0, 1)." in out
 
 
-def test_one_layer_alone(trace: Trace, moe_run: Any) -> None:
-    _, out, _ = trace(moe_run.folder, "--text", TEXT, "--layers", "1")
-
-    assert "layer 1" in out
-    assert "layer 0" not in out
-
-
 def test_the_text_may_come_through_a_pipe(
     trace: Trace, moe_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,13 +52,6 @@ def test_a_block_inside_a_block_is_a_layer_of_its_own(tmp_path: Path) -> None:
     assert list(run.loads) == ["layer_00/inner"]
 
 
-def test_a_dense_run_routes_nothing(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "dense", experts=0))
-
-    assert run.layers == run.loads == run.validated == {}
-    assert run.series("train/loss")
-
-
 def test_a_run_may_have_a_config_and_a_few_columns(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     write_metrics(tmp_path / "metrics.jsonl", [{"step": 1, "train/loss": 2.0}])
