@@ -145,18 +145,6 @@ def test_help_splits_no_word_and_fits(
     assert words(60) == words(1000)
 
 
-@pytest.mark.parametrize("name", console.PROGRAMS)
-def test_no_page_names_a_file_that_only_a_clone_has(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The wheel has no `configs/` and no `docs/`; `study_page` writes to a folder of the user's own."""
-    with pytest.raises(SystemExit):
-        console.run([name, "--help"])
-
-    text = capsys.readouterr().out.replace("docs/studies", "")
-    assert re.findall(r"(?:configs|docs|experiments|tests)/[\w/*.]*", text) == []
-
-
 def test_the_study_that_the_help_of_sweep_shows_is_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
