@@ -313,6 +313,17 @@ def test_between_steps_is_after_the_last_batch_of_one_without_a_validation(
     assert trainer.keeper.is_between_steps(trainer, batch) == is_between
 
 
+def test_a_validation_alone_saves_the_best_and_no_step(
+    make: Callable[..., FakeTrainer], folder: Path
+) -> None:
+    trainer = make(every_n_steps=2)
+    trainer.state.fn = "validate"
+
+    trainer.validate(2, loss=1.0)
+
+    assert [path.name for path in folder.iterdir()] == ["best.ckpt"]
+
+
 @pytest.mark.parametrize(("patience", "stops"), [(1, True), (2, False), (None, False)])
 def test_an_early_stop_is_remembered_as_long_as_its_rule_holds(
     make: Callable[..., FakeTrainer], folder: Path, patience: int | None, stops: bool
