@@ -11,6 +11,7 @@ import yaml
 
 from moe_ffn.cli.command_line import parse_config, parse_overrides
 from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import merge, to_yaml
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
@@ -223,6 +224,13 @@ def test_help_shows_the_options_of_the_chosen_types_with_their_values(
     assert "--model.ffn.shared_expert.d_ff null" in printed
     assert "One of: auto, loop, cpu, grouped_mm, triton." in printed
     assert "PydanticUndefined" not in printed
+
+
+def test_help_of_an_unknown_type_is_a_mistake() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^model\.ffn\.type: unknown 'swiglo'; did you mean 'swiglu'\?"
+    ):
+        parse("--help", "all", "--model.ffn.type", "swiglo")
 
 
 def test_an_interrupt_before_training_is_one_word(

@@ -13,7 +13,6 @@ import pytest
 
 from moe_ffn import files
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.runs import reader as record
 from moe_ffn.runs.folder import locked
 from moe_ffn.runs.json_files import Alarm, Facts
 from moe_ffn.runs.reader import Sample, read_run, read_runs
@@ -110,21 +109,6 @@ def test_what_cannot_be_read_is_as_good_as_absent(
     run = read_run(folder)
 
     assert (run.samples, run.alarms, run.facts, run.state) == ([], [], Facts(), "finished")
-
-
-def test_metrics_that_cannot_be_read_are_a_mistake_to_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_run(tmp_path / "a", experts=0)
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(record, "read_lines", refuse)
-    with pytest.raises(ConfigError) as raised:
-        read_run(folder)
-    said = f"'{folder}/metrics.jsonl' cannot be read (Permission denied); fix its permissions"
-    assert str(raised.value) == said
 
 
 def test_a_run_that_is_given_twice_is_taken_once(tmp_path: Path) -> None:

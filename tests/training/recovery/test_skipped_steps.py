@@ -232,6 +232,19 @@ def test_the_search_for_a_float16_scale_is_no_problem(fit: Callable[..., Fitted]
     assert fitted.module.guard.num_skipped == 0
 
 
+def test_a_nan_in_float16_is_skipped(fit: Callable[..., Fitted]) -> None:
+    watcher = Watcher()
+
+    fitted = fit(
+        *(HalfPrecision(2.0**4), watcher, Fault(ROUTER, math.nan, range(2, 3))),
+        model={"ffn": BIASED},
+    )
+
+    assert fitted.module.guard.num_skipped == 1
+    assert [bool(watcher.moved(step)) for step in (2, 3, 4)] == [True, False, True]
+    assert f"began in decoder.{ROUTER}" in fitted.watchers.steps.alarm_log.file.path.read_text()
+
+
 def test_an_overflow_of_float16_is_found(fit: Callable[..., Fitted]) -> None:
     """A step is repeated in the precision that it had: no float16 is above 65504."""
 
