@@ -233,22 +233,30 @@ def _error(ours: Tensor | None, theirs: Tensor | None) -> float:
 
 HEAD = """# Sparse blocks of transformers, by config
 
-Every model of transformers {version} whose file has a sparse feed-forward block: our config of it, and how
-far ours is from theirs. `python -m experiments.models` writes this page; a test looks through the installed
-transformers and fails by the name of a model that is missing here.
+This page compares our blocks with every model of transformers {version} whose file has a sparse
+feed-forward block. `python -m experiments.models` writes it. A test looks through the installed
+transformers and names each model that is missing here.
 
-- **Numbers**: both blocks are built small, with the same random weights; the largest difference of the
-  outputs, and of the gradients of all parameters and of the input, each by the largest number of theirs;
-  float32, in evaluation and, where noise or a capacity act, in training; the larger of both.
-- **Config**: of the default config of that model, or of a small one where the default is none that trains.
-- **Weights** of a live model come over by `moe_ffn.interop.convert_block("{example}", block, config)`, the
-  config alone by `block_config("{example}", config)`.
+- **Errors**: both blocks are built small, in float32, with the same random weights. The columns give the
+  largest difference of the outputs, and of all gradients, divided by the largest number of theirs. Blocks
+  with noise or a capacity are also compared in training; the larger error counts.
+- **Weights** of a live model are converted by `moe_ffn.interop.convert_block("{example}", block, config)`,
+  the config alone by `block_config("{example}", config)`.
 
-Of {total} models {exact} are equal to rounding ({share:.1%}); {paper} of them are compared with their
-papers, since theirs are wrong in evaluation too.
+Of {total} models {exact} are equal to rounding ({share:.1%}). {paper} of them are compared with their
+papers, since the blocks of transformers compute something else in evaluation.
 
-| model | block of transformers | our config | output | gradients | |
-|---|---|---|---|---|---|
+| model | block of transformers | output | gradients |
+|---|---|---|---|
+"""
+
+CONFIGS = """
+## Configs
+
+Each line is our config for the default config of that model, or for a small one if the default cannot be
+trained.
+
+```yaml
 """
 
 
@@ -302,19 +310,21 @@ def page(errors: Mapping[str, Errors]) -> str:
         share=len(models - missing) / len(models),
         paper=len(PAPERS),
     )
-    rows = []
+    rows, configs, notes = [], [], []
     for model, entry in BLOCKS.items():
         if isinstance(entry, str):
-            rows.append(f"| `{model}` | | | | | no: {entry} |")
+            notes.append(f"- `{model}` has no equal here: {entry}.")
             continue
         output, *gradients = errors[model].values()
-        notes = [entry.note, f"**Theirs is wrong:** {entry.wrong}" if entry.wrong else ""]
-        rows.append(
-            f"| `{model}` | `{entry.class_name}` | `{flow(shown_config(model, entry))}` | "
-            f"{output:.0e} | {max(gradients):.0e} | {'. '.join(filter(None, notes))} |"
-        )
-    others = "; ".join(f"`{model}` ({why})" for model, why in NO_BLOCK.items())
-    return f"{head}{chr(10).join(rows)}\n\nNot sparse, though their files speak of it: {others}.\n"
+        rows.append(f"| `{model}` | `{entry.class_name}` | {output:.0e} | {max(gradients):.0e} |")
+        configs.append(f"{model}: {flow(shown_config(model, entry))}")
+        if entry.note:
+            notes.append(f"- `{model}`: {entry.note}.")
+        if entry.wrong:
+            notes.append(f"- `{model}`, **an error in transformers**: {entry.wrong}.")
+    notes += [f"- `{model}` has no sparse block: {why}." for model, why in NO_BLOCK.items()]
+    parts = (head, *(f"{row}\n" for row in rows), CONFIGS, *(f"{line}\n" for line in configs))
+    return "".join([*parts, "```\n\n## Notes\n\n", *(f"{note}\n" for note in notes)])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -88,7 +88,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def expected() -> tuple[TrainConfig, PreparedData, LanguageModel]:
     """The config, data and model that a checkpoint of the run has to match."""
     config = read_config(trained() / CONFIG_FILE, TrainConfig)
-    data = prepare(config.data, progress=False)
+    data = prepare(config.data)
     return config, data, build_module(config, data)
 
 

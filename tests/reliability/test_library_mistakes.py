@@ -7,13 +7,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from moe_ffn import Decoder, DecoderConfig, build_ffn
-from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.tokenizer import BPEConfig, Tokenizer, train_bpe
 from moe_ffn.model.generate import generate
 from moe_ffn.training.optimizer import OptimizerConfig
@@ -45,20 +43,6 @@ def test_bad_ids_are_rejected(ids: Any, mask: Any, error: type[Exception], messa
     refuses(lambda: decoder()(ids, mask), message, error)
 
 
-BAD_SAMPLES: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": -1.0}, "temperature must be a finite number of at least 0, got -1.0"),
-    ({"temperature": float("nan")}, "temperature must be a finite number of at least 0, got nan"),
-    ({"top_k": 0}, "top_k must be a whole number of at least 1, got 0"),
-    ({"num_tokens": 2.5}, "num_tokens must be a whole number of at least 0, got 2.5"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_SAMPLES, ids=[text for _, text in BAD_SAMPLES])
-def test_bad_sampling_options_are_rejected(options: dict[str, Any], message: str) -> None:
-    arguments = {"num_tokens": 2, **options}
-    refuses(lambda: generate(decoder(), IDS[0], **arguments), message, ValueError)
-
-
 def test_a_model_with_nan_generates_no_text() -> None:
     model = DecoderConfig(d_model=8).build(17, 10)
     with torch.no_grad():
@@ -88,17 +72,8 @@ def tokenizer() -> Tokenizer:
     return train_bpe([b"the cat sat on the mat " * 50], 300)
 
 
-BAD_IDS: list[tuple[Any, type[Exception], str]] = [
-    ([3, 10**6], ValueError, "ids must lie in [0, "),
-    ([1.0], TypeError, "ids must be whole numbers, got 1.0"),
-]
-
-
-@pytest.mark.parametrize(("ids", "error", "message"), BAD_IDS)
-def test_ids_outside_a_vocabulary_are_not_decoded(
-    ids: Any, error: type[Exception], message: str
-) -> None:
-    refuses(lambda: tokenizer().decode(ids), message, error)
+def test_ids_outside_a_vocabulary_are_not_decoded() -> None:
+    refuses(lambda: tokenizer().decode([3, 10**6]), "ids must lie in [0, ", ValueError)
 
 
 def set_at(*path: str, to: Any) -> Callable[[dict[str, Any]], None]:
@@ -129,18 +104,6 @@ def test_a_tokenizer_that_loses_text_is_rejected(
     change(stored)
     prefix = "data.tokenizer: the stored tokenizer of type 'bpe' "
     refuses(lambda: BPEConfig().restore(stored), prefix + message)
-
-
-BAD_TRAIN_BATCHES: list[tuple[dict[str, Any], str]] = [
-    ({"batch_size": 0}, "data.batch_size must be at least 1, got 0"),
-    ({"world_size": 2, "rank": 2}, "rank (2) must lie in [0, world_size), and that is 2"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_TRAIN_BATCHES)
-def test_bad_sizes_of_batches_are_rejected(options: dict[str, Any], message: str) -> None:
-    arguments = {"tokens": np.arange(100), "seq_len": 4, "batch_size": 4, "seed": 0, **options}
-    refuses(lambda: TrainBatches(**arguments), message)
 
 
 # -- optimizers

@@ -89,4 +89,4 @@ def test_a_corpus_in_a_pipe_is_rejected(tmp_path: Path) -> None:
     config = DataConfig.model_validate({"corpus": {"type": "text", "paths": [str(path)]}})
 
     with within(10), pytest.raises(ConfigError, match=r"data\.corpus\.path.*pipe\.txt"):
-        prepare(config, progress=False)
+        prepare(config)
