@@ -176,6 +176,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         r"data: .* the token ids of a batch 8,000,000 GB; .* lower data\.batch_size"
     ),
     "--data.cache_dir ~nobodyx/c": re.compile(r"data\.cache_dir: '~nobodyx/c': .+"),
+    "--run.output_dir ~nobodyx/c": re.compile(r"run\.output_dir: '~nobodyx/c': .+"),
     "--trainer.devices 3": (
         "data.batch_size (4) must be divisible by the number of ranks (3): it counts the sequences of "
         "all ranks together; give 6, or other ranks"

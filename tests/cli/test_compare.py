@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_ffn.studies.gather import gather
-from tests.helpers.arms import change, write_arm
+from tests.helpers.synthetic_run import change, write_arm
 from tests.helpers.tiny_runs import Finished, run_here
 
 Program = Callable[..., Finished]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -12,8 +13,20 @@ from moe_ffn import load_pretrained
 from moe_ffn.runs.folder import MODEL_FOLDER
 from moe_ffn.weights.pretrained import TOKENIZER_FILE
 from tests.helpers import theirs
-from tests.helpers.hub import to_snapshot
 from tests.helpers.tiny_runs import finished_copy, options, run_here
+
+
+def to_snapshot(folder: Path) -> Path:
+    """Move the files of a model folder into `blobs/`, and link them as the hub's cache does."""
+    cache = folder.with_name(f"models--{folder.name}")
+    snapshot, blobs = cache / "snapshots" / "0123abc", cache / "blobs"
+    for place in (snapshot, blobs):
+        place.mkdir(parents=True)
+    for path in folder.iterdir():
+        blob = blobs / hashlib.sha256(path.name.encode()).hexdigest()
+        path.rename(blob)
+        (snapshot / path.name).symlink_to(Path("../..") / "blobs" / blob.name)
+    return snapshot
 
 
 @pytest.fixture

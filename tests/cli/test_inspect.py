@@ -187,15 +187,6 @@ def test_bad_options(inspect: Inspect, own: Path, options: list[str], sentence: 
     assert not (own / "inspect.html").exists()
 
 
-def test_no_run(inspect: Inspect, tmp_path: Path) -> None:
-    code, out, err = inspect(tmp_path / "nowhere")
-
-    assert (code, out) == (2, "")
-    assert err == (
-        f"error: '{tmp_path}/nowhere' does not exist; give the folder of a run, such as runs/my-run"
-    )
-
-
 @pytest.mark.parametrize("gone", [False, True], ids=["changed", "gone"])
 def test_a_corpus_that_is_not_what_it_was(
     gone: bool, corpus: Path, run_train: RunTrain, inspect: Inspect, tmp_path: Path

@@ -44,13 +44,6 @@ def test_several_runs_have_it_beside_them(program: Program, tmp_path: Path) -> N
     assert "<title>a, b</title>" in Path("runs/report.html").read_text()
 
 
-def test_one_run_given_twice_is_one_run(program: Program) -> None:
-    dense(Path("runs/a"))
-
-    assert program("runs/a", "runs/b/../a/", "./runs/a")[0] == 0
-    assert "<title>a</title>" in Path("runs/a/report.html").read_text()
-
-
 def test_the_page_may_go_elsewhere(program: Program) -> None:
     dense(Path("a"))
 
@@ -124,14 +117,6 @@ def test_a_mistake_is_one_sentence(program: Program, argv: list[str], message: s
 
     assert program(*argv) == (2, "", f"error: {message}\n")
     assert sorted(Path.cwd().rglob("*")) == before
-
-
-def test_help_shows_how_it_is_called(program: Program) -> None:
-    code, printed, _ = program("--help")
-
-    assert code == 0
-    assert "moe-ffn report --watch runs/NAME" in printed
-    assert "--every SECONDS" in printed
 
 
 def reloads(path: Path) -> bool:
@@ -250,15 +235,6 @@ def test_a_change_of_any_file_of_the_page_is_seen(tmp_path: Path, what: str) -> 
         os.utime(path, ns=(written, written + 10**9))
 
     assert stamp_of(runs) != before
-
-
-def test_a_run_that_was_interrupted_does_not_reload(program: Program) -> None:
-    run = dense(Path("run"), is_finished=False)
-    page.write_report([run], run / "report.html", reload_every=5)
-    assert reloads(run / "report.html")
-    age(run, 5000)
-    page.write_report([run], run / "report.html", reload_every=5)
-    assert not reloads(run / "report.html")
 
 
 def test_who_knows_that_a_run_has_ended_need_not_wait_for_its_silence(program: Program) -> None:

@@ -42,11 +42,6 @@ def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> st
     return console.export_text()
 
 
-def routing(*load: float) -> dict[str, torch.Tensor]:
-    scalars = dict.fromkeys(("max_violation", "entropy", "dropped_fraction"), torch.tensor(0.5))
-    return {"load": torch.tensor(load), **scalars}
-
-
 def test_a_run_worse_than_the_unigram_model_is_told_so(tmp_path: Path) -> None:
     said = "\nworse than the unigram model, which only counts tokens: too short, or broken\n"
 
@@ -61,19 +56,6 @@ def test_what_could_not_be_judged_is_said(tmp_path: Path) -> None:
 
     assert f"\nnot judged yet: {too_short}\n" in shown(tmp_path, not_judged=[too_short])
     assert "not judged" not in shown(tmp_path)
-
-
-def test_every_expert_is_used_only_where_that_was_measured(tmp_path: Path) -> None:
-    said = "every expert is used on the validation split"
-
-    assert said in shown(tmp_path, routing={"layer_00": routing(0.5, 0.5)})
-    assert said not in shown(tmp_path)
-    assert said not in shown(tmp_path, routing={"layer_00": routing(math.nan, math.nan)})
-    one_of_two = shown(
-        tmp_path, routing={"layer_00": routing(0.5, 0.5), "layer_01": routing(1.0, 0.0)}
-    )
-    assert said not in one_of_two
-    assert "\n  layer 1: 1 of 2 (1)\n" in one_of_two
 
 
 def test_the_screen_names_skipped_steps_and_alarms(tmp_path: Path) -> None:

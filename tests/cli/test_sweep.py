@@ -550,23 +550,6 @@ def test_speed_is_against_the_baseline_of_the_study(
     assert "those of 'moe'" in out
 
 
-def test_a_sweep_that_is_cut_off_counts_what_is_done(
-    program: Program, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    three = Sweep(StudyConfig.read(Path("gating.yaml"), {"seeds": [0, 1]}).planned_runs()[:3])
-
-    def advance() -> None:
-        folder = three.jobs[1].run.folder
-        folder.mkdir(parents=True)
-        (folder / "summary.json").touch()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(three, "advance", advance)
-    with pytest.raises(KeyboardInterrupt):
-        sweep.train(three)
-    assert "\n1 of 3 runs are done; the same" in capsys.readouterr().out
-
-
 def test_time_in_words() -> None:
     assert [in_words(seconds) for seconds in (4.2, 130, 3600, 7 * 3600)] == [
         *("4 s", "2 min", "60 min", "7.0 h")

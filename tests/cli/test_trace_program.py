@@ -271,13 +271,6 @@ def test_a_pipe_gets_plain_text(trace: Trace, moe_run: Any) -> None:
     assert "Capacity in evaluation: factor 1.0, 5 places per expert (layers 0, 1)." in out
 
 
-def test_one_layer_alone(trace: Trace, moe_run: Any) -> None:
-    _, out, _ = trace(moe_run.folder, "--text", TEXT, "--layers", "1")
-
-    assert "layer 1" in out
-    assert "layer 0" not in out
-
-
 def test_the_text_may_come_through_a_pipe(
     trace: Trace, moe_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,15 +364,10 @@ def test_a_mistake_is_one_sentence(
     assert trace(moe_run.folder, *options) == (2, "", error)
 
 
-def test_a_folder_that_cannot_be_traced_is_named(
-    trace: Trace, moe_run: Any, dense_run: Path
-) -> None:
-    parent, run = moe_run.folder.parent, moe_run.folder
-    for folder, message in {
-        "runs/no": "'runs/no' does not exist; give the folder of a run, such as runs/my-run",
-        parent: f"'{parent}' is no run: it has no config.yaml; it holds runs; give one of them, such as "
-        f"{run}",
-        dense_run: f"'{dense_run}' routes no token: its feed-forward blocks are of type 'swiglu'; give a run "
-        "with model.ffn.type 'moe' or 'mixture_of_depths'",
-    }.items():
-        assert trace(folder, "--text", "a") == (2, "", f"error: {message}\n")
+def test_a_run_that_routes_nothing_is_named(trace: Trace, dense_run: Path) -> None:
+    assert trace(dense_run, "--text", "a") == (
+        2,
+        "",
+        f"error: '{dense_run}' routes no token: its feed-forward blocks are of type 'swiglu'; give a run "
+        "with model.ffn.type 'moe' or 'mixture_of_depths'\n",
+    )

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import yaml
 
 import moe_ffn
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import load_model
-from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.recovery.checkpoint_file import newest_first, read_checkpoint, step_of
 
 RunTrain = Callable[..., Any]
 ConfigOf = Callable[[list[str]], TrainConfig]
@@ -79,30 +75,6 @@ def test_the_facts_tell_runs_apart(moe_run: Any) -> None:
     assert facts["model"] == config.model.to_dict()
 
 
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ([], [4, 6]),
-        (["--checkpoints.keep_last", "1"], [6]),
-        (["--checkpoints.every_n_steps", "3", "--checkpoints.keep_last", "3"], [3, 6]),
-    ],
-    ids=["at every validation", "one", "at steps of their own"],
-)
-def test_the_last_checkpoints_are_kept(
-    run_train: RunTrain, tmp_path: Path, options: list[str], kept: list[int]
-) -> None:
-    run = run_train(tmp_path, "--trainer.validate_every_n_steps", "2", *options)
-
-    assert run.code == 0, run.stderr
-    found = newest_first(run.folder / "checkpoints")
-    assert [step_of(path) for path in reversed(found)] == kept
-    assert [read_checkpoint(path)["global_step"] for path in reversed(found)] == kept
-    assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {
-        "best.ckpt",
-        *(path.name for path in found),
-    }
-
-
 def test_metrics_jsonl_has_a_row_every_other_step_and_one_per_validation(moe_run: Any) -> None:
     train = [row for row in moe_run.rows if "train/loss" in row]
     validation = [row for row in moe_run.rows if "validation/loss" in row]
@@ -138,23 +110,6 @@ def test_metrics_jsonl_has_the_promised_columns(moe_run: Any) -> None:
     }
 
 
-def test_load_sums_to_one_and_agrees_with_the_other_measures(moe_run: Any) -> None:
-    for row in moe_run.rows:
-        split = "" if "train/loss" in row else "validation/"
-        for layer in ("layer_00", "layer_01"):
-            prefix = f"{split}routing/{layer}/"
-            load = [float(row[f"{prefix}load/expert_{expert:02d}"]) for expert in range(4)]
-            dropped = float(row[f"{prefix}dropped_fraction"])
-            assert sum(load) == pytest.approx(1)
-            # (max - mean) / mean, where the mean of four shares is 1/4.
-            assert float(row[f"{prefix}max_violation"]) == pytest.approx(
-                4 * max(load) - 1, abs=1e-5
-            )
-            # With factor 1 there are as many places as pairs: what is not dropped has one.
-            assert float(row[f"{prefix}capacity_used"]) == pytest.approx(1 - dropped, abs=1e-6)
-            assert 0 < float(row[f"{prefix}entropy"]) <= 1.3863 + 1e-4  # log 4
-
-
 def test_summary_json_holds_the_last_validation(moe_run: Any) -> None:
     summary = json.loads((moe_run.folder / "summary.json").read_text())
     last = [row for row in moe_run.rows if "validation/loss" in row][-1]
@@ -167,32 +122,6 @@ def test_summary_json_holds_the_last_validation(moe_run: Any) -> None:
     assert summary["tokens_per_second"] > 0
     assert set(summary["routing"]) == {"layer_00", "layer_01"}
     assert len(summary["routing"]["layer_00"]["load"]) == 4
-
-
-@pytest.mark.parametrize("name", ["best", "step_00000006"])
-def test_checkpoints_load_with_weights_only_into_a_fresh_model(
-    moe_run: Any, config_of: ConfigOf, name: str
-) -> None:
-    checkpoint = torch.load(moe_run.folder / f"checkpoints/{name}.ckpt", weights_only=True)
-    config = config_of(moe_run.args)
-    torch.manual_seed(99)
-    module = LanguageModel(
-        config.model,
-        config.optimizer,
-        config.objective,
-        config.trainer.guard,
-        byte_lengths=torch.ones(VOCAB_SIZE),
-        max_seq_len=config.data.seq_len,
-        max_steps=6,
-        seed=0,
-    )
-
-    module.load_state_dict(checkpoint["state_dict"], strict=True)
-
-    hparams = checkpoint["hyper_parameters"]
-    assert hparams["model"] == config.model.to_dict()
-    assert hparams["vocab_size"] == VOCAB_SIZE
-    assert checkpoint["global_step"] == 6, "the loss falls on this text, so the last is the best"
 
 
 # -- the screen
@@ -236,27 +165,6 @@ def test_the_screen_shows_losses_load_sample_and_where_the_results_are(moe_run: 
     assert "Sample:\nsat on the cat" in moe_run.stdout
     assert f"Results in runs/{moe_run.folder.name}/" in moe_run.stdout
     assert "wandb: off" in moe_run.stdout
-
-
-@pytest.mark.parametrize("num_experts", [1, 32])
-def test_the_load_of_any_number_of_experts_is_shown(
-    run_train: RunTrain, tmp_path: Path, num_experts: int
-) -> None:
-    ffn = f"{{type: moe, num_experts: {num_experts}, router: {{type: top_k, k: 1}}}}"
-    run = run_train(tmp_path, "--model.ffn", ffn, "--trainer.max_steps", "1")
-
-    assert run.code == 0, run.stderr
-    table = run.stdout.partition("Load of each expert")[2].partition("Sample:")[0]
-    assert "…" not in table
-    summary = json.loads((run.folder / "summary.json").read_text())
-    for values in summary["routing"].values():
-        load = values["load"]
-        assert len(load) == num_experts
-        assert f" {100 * max(load):.1f} " in table
-        if num_experts == 32:  # which a terminal of 200 columns has no room for
-            assert f" #{load.index(max(load))} {100 * max(load):.1f} " in table
-            unused = load.count(0)
-            assert not unused or f"{unused} of 32 (" in table
 
 
 def test_standard_error_holds_progress_and_nothing_else(moe_run: Any) -> None:

@@ -12,22 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.config.errors import ConfigError, Situation
+from moe_ffn.config.errors import Situation
 from moe_ffn.config.yaml_files import read_config
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.folder import check_run_folder, make_run_folder
 
 RunTrain = Callable[..., Any]
-ConfigOf = Callable[[list[str]], TrainConfig]
 
 
-@pytest.fixture(scope="module")
-def dense_run(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_train(tmp_path_factory.mktemp("dense"), "--model.ffn", "dense")
+def test_a_dense_run_has_nothing_of_routing(run_train: RunTrain, tmp_path: Path) -> None:
+    dense_run = run_train(tmp_path, "--model.ffn", "dense")
 
-
-def test_a_dense_run_has_nothing_of_routing(dense_run: Any) -> None:
     assert dense_run.code == 0
     assert not [n for n in dense_run.columns if "rout" in n or "balance" in n or "expert" in n]
     assert json.loads((dense_run.folder / "summary.json").read_text())["routing"] == {}
@@ -119,6 +114,7 @@ def test_early_stopping_stops_and_writes_the_steps_since_the_last_row(
     assert run.code == 0
     assert [int(row["step"]) for row in run.rows if "validation/loss" in row] == [3, 6]
     assert [int(row["step"]) for row in run.rows if "train/loss" in row] == [4, 6]
+    assert "\nended after step 6 of 50 (trainer.early_stopping)\n" in run.stdout
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
@@ -212,55 +208,13 @@ def test_a_skipped_step_is_in_the_results(run_train: RunTrain, tmp_path: Path) -
     run = run_train(tmp_path, "--model.ffn.type", "once.py:Once")
 
     assert run.code == 0, run.stderr
+    assert run.folder.name.startswith("Once-"), "a custom block names its run"
     assert json.loads((run.folder / "summary.json").read_text())["num_skipped_steps"] == 1
     assert "skipped steps   1\n" in run.stdout
     assert "its loss is nan, but not when the step was repeated; if it comes again" in run.stderr
     losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
     assert len(losses) == 3
     assert all(math.isfinite(loss) for loss in losses)
-
-
-def test_automatic_names_never_collide(tmp_path: Path) -> None:
-    config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path)}})
-
-    folders = [make_run_folder(config, {}) for _ in range(5)]
-
-    assert len(set(folders)) == 5
-    assert all(folder.is_dir() and folder.name.startswith("moe-") for folder in folders)
-
-
-def test_a_name_that_another_run_took_meanwhile_is_refused_by_that_name(tmp_path: Path) -> None:
-    config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path), "name": "mine"}})
-    check_run_folder(config)
-    make_run_folder(config, {"config.yaml": "seed: 1"})
-    with pytest.raises(ConfigError, match=r"run\.name: '.*mine' exists and is never overwritten"):
-        make_run_folder(config, {"config.yaml": "seed: 2"})
-    assert (tmp_path / "mine" / "config.yaml").read_text() == "seed: 1"
-
-
-def test_an_own_block_names_its_run(
-    run_train: RunTrain, config_of: ConfigOf, tmp_path: Path
-) -> None:
-    (tmp_path / "blocks").mkdir()
-    (tmp_path / "blocks" / "own.py").write_text(
-        "from moe_ffn.ffn import DenseConfig, FFNConfig\n"
-        "class LowRank(FFNConfig, frozen=True):\n"
-        "    rank: int = 4\n"
-        "    def build(self, d_model): return DenseConfig(d_ff=self.rank).build(d_model)\n"
-        "    def num_params(self, d_model): return DenseConfig(d_ff=self.rank).num_params(d_model)\n"
-        "    def flops_per_token(self, d_model, seq_len): return 2 * self.num_params(d_model)\n"
-    )
-
-    run = run_train(
-        tmp_path,
-        "--model.ffn.type", "blocks/own.py:LowRank",
-        "--model.ffn.rank", "3",
-        "--trainer.max_steps", "1",
-    )  # fmt: skip
-
-    assert run.code == 0, run.stderr
-    assert run.folder.name.startswith("LowRank-")
-    assert config_of(["--config", str(run.folder / "config.yaml")]).model.ffn.to_dict()["rank"] == 3
 
 
 # torch's tracer looks at `.grad` of what it traces and is warned by torch.

@@ -17,22 +17,6 @@ RunTrain = Callable[..., Any]
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def stop_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
-    """`stop_with(error)` raises it in the fourth step of training."""
-    step = LanguageModel.training_step
-
-    def prepare(error: BaseException) -> None:
-        def fail(module: LanguageModel, *args: Any, **options: Any) -> Any:
-            if module.global_step == 3:
-                raise error
-            return step(module, *args, **options)
-
-        monkeypatch.setattr(LanguageModel, "training_step", fail)
-
-    return prepare
-
-
 def head_of_page(where: Path) -> str:
     """The text at the top of the page of the only run in `where`."""
     (page,) = where.glob("runs/*/report.html")
@@ -46,21 +30,23 @@ def test_the_page_of_a_finished_run(moe_run: Any) -> None:
     assert "report.html: " not in moe_run.stderr
 
 
-def test_an_interrupted_run_has_a_page(
-    run_train: RunTrain, tmp_path: Path, stop_with: Callable[[BaseException], None]
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ArithmeticError("no such number")])
+def test_a_run_that_failed_has_a_page_that_says_interrupted(
+    run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    stop_with(KeyboardInterrupt())
+    step = LanguageModel.training_step
 
-    assert run_train(tmp_path).code == 130
-    assert "interrupted , step 2 of 6" in head_of_page(tmp_path)
+    def fail(module: LanguageModel, *args: Any, **options: Any) -> Any:
+        if module.global_step == 3:
+            raise error
+        return step(module, *args, **options)
 
-
-def test_the_page_of_a_run_that_failed_says_that_it_was_interrupted(
-    run_train: RunTrain, tmp_path: Path, stop_with: Callable[[BaseException], None]
-) -> None:
-    stop_with(ArithmeticError("no such number"))
-    with pytest.raises(ArithmeticError, match="no such number"):
-        run_train(tmp_path)
+    monkeypatch.setattr(LanguageModel, "training_step", fail)
+    if isinstance(error, KeyboardInterrupt):
+        assert run_train(tmp_path).code == 130
+    else:
+        with pytest.raises(ArithmeticError, match="no such number"):
+            run_train(tmp_path)
 
     assert "interrupted , step 2 of 6" in head_of_page(tmp_path)
 

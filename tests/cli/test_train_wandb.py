@@ -44,7 +44,6 @@ class Situation:
 
     line: str
     environment: dict[str, str] = field(default_factory=dict)
-    options: tuple[str, ...] = ()
     server: Manners | None = None
     """Behaviour of the server; None if wandb's own server cannot be reached."""
     kept: bool = True
@@ -55,13 +54,8 @@ def with_key(line: str, server: Manners | None = None) -> Situation:
     return Situation(line, environment={"WANDB_API_KEY": KEY}, server=server)
 
 
-def mode(value: str, line: str, **more: Any) -> Situation:
-    return Situation(line, environment={"WANDB_MODE": value}, **more)
-
-
 SITUATIONS = {
     "no key": Situation(NO_KEY),
-    "no key, option online": Situation(NO_KEY, options=("--logging.wandb.mode", "online")),
     "network silent midway": with_key(TIMED_OUT, "silent midway"),
     "network gone midway": with_key(TIMED_OUT, "gone midway"),
     "a server that never answers": with_key(
@@ -76,11 +70,7 @@ SITUATIONS = {
     "key and a server": with_key(
         r"wandb: online, http://127\.0\.0\.1:\d+/me/moe_ffn/runs/\w+", "well"
     ),
-    "WANDB_MODE offline": mode("offline", rf"wandb: offline; {COMMANDS}"),
-    "WANDB_MODE disabled": mode("disabled", "wandb: off", kept=False),
-    "WANDB_MODE disabled, option offline": mode(
-        "disabled", rf"wandb: offline; {COMMANDS}", options=("--logging.wandb.mode", "offline")
-    ),
+    "WANDB_MODE disabled": Situation("wandb: off", {"WANDB_MODE": "disabled"}, kept=False),
     "a setting that wandb rejects": Situation(
         r"wandb: off \(base_url: Input should be a valid URL.*\), metrics are in metrics\.jsonl",
         environment={"WANDB_BASE_URL": "not a url"},
@@ -101,7 +91,7 @@ def train(config: Path, where: Path, situation: Situation) -> tuple[str, float]:
         *(sys.executable, "-c", IN_A_TERMINAL, sys.executable, "-m", "experiments.train"),
         *("--config", str(where / "tiny.yaml"), "--data.cache_dir", str(where / "cache")),
         *("--run.name", "kept", "--trainer.max_steps", "2", "--logging.every_n_steps", "1"),
-        *("--logging.churn_every_n_steps", "1", *situation.options),
+        *("--logging.churn_every_n_steps", "1"),
     ]
     start = time.perf_counter()
     with wandb_server(situation.server) if situation.server else nullcontext() as server:

@@ -81,7 +81,8 @@ class Fitted:
         *more: Callback,
         resume_from: Path | None = None,
     ) -> None:
-        torch.manual_seed(config.seed)
+        # A fresh process has drawn other numbers; the checkpoint replaces its weights.
+        torch.manual_seed(config.seed if resume_from is None else 999)
         self.config, self.data = config, data
         self.module: LanguageModel = build_module(config, data)
         self.start = {k: v.clone() for k, v in self.module.state_dict().items()}

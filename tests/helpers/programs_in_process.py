@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +12,12 @@ import pytest
 from playwright.sync_api import Browser
 
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.train import main
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.rows import flat
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.browser import chromium
 from tests.helpers.same_run import snapshot
+from tests.helpers.tiny_runs import run_here, write_corpus
 
 TINY = """
 model: {d_model: 16, num_layers: 2, attention: {num_heads: 2}}
@@ -61,12 +57,7 @@ class Result:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    words = ["the cat ", "sat on ", "a mat.\n", "def f(x):\n", "    return x\n"]
-    for number in range(12):
-        picked = [words[(number * place + place * place // 3) % 5] for place in range(60)]
-        (folder / f"{number}.txt").write_text("".join(picked))
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
 @pytest.fixture(scope="session")
@@ -83,17 +74,11 @@ def run_train(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
     def run(where: Path, *options: str) -> Result:
         args = ["--config", str(tiny_yaml), "--data.cache_dir", str(cache), *options]
-        stdout, stderr = io.StringIO(), io.StringIO()
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            contextlib.redirect_stdout(stdout),
-            contextlib.redirect_stderr(stderr),
-        ):
+        with pytest.MonkeyPatch.context() as patch:
             patch.chdir(where)
             patch.setenv("COLUMNS", "200")
-            patch.setattr(sys, "argv", ["train.py", *args])
-            code = exit_on_bad_input(main)
-        return Result(code, stdout.getvalue(), stderr.getvalue(), args, where)
+            done = run_here(*args, program="moe_ffn.cli.train")
+        return Result(*done, args, where)
 
     return run
 
@@ -126,27 +111,19 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def refuse(
-    tiny_yaml: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Callable[..., str]:
+def refuse(tiny_yaml: Path, tmp_path: Path) -> Callable[..., str]:
     """Run the program with a mistake, which writes nothing; returns its one line without `error: `."""
 
     def run(*argv: str, lines: int = 1) -> str:
         before = snapshot(tmp_path)
         args = ["--config", str(tiny_yaml), "--data.cache_dir", str(tmp_path / "cache"), *argv]
-        monkeypatch.setattr(sys, "argv", ["train.py", *args])
-        code = exit_on_bad_input(main)
-        printed = capsys.readouterr()
-        lines_of_stderr = printed.err.splitlines()
-        errors = [s for s in lines_of_stderr if not s.startswith(("data: ", "importing "))]
-        assert code == 2
-        assert len(errors) == lines <= 3, printed.err
-        assert all(line.startswith("error: ") for line in errors), printed.err
-        assert "Traceback" not in printed.err + printed.out
-        assert printed.out == "", "a run was announced that does not happen"
+        done = run_here(*args, program="moe_ffn.cli.train")
+        errors = done.own_lines
+        assert done.code == 2
+        assert len(errors) == lines <= 3, done.stderr
+        assert all(line.startswith("error: ") for line in errors), done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == "", "a run was announced that does not happen"
         assert snapshot(tmp_path) == before, "something was written"
         return "\n".join(line.removeprefix("error: ") for line in errors)
 

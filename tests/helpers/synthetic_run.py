@@ -13,7 +13,31 @@ from typing import Any
 
 import yaml
 
-from tests.helpers.layer_measures import MEASURES
+from moe_ffn.config.yaml_files import merge
+from moe_ffn.runs.config import TrainConfig
+
+MEASURES = (
+    "max_violation",
+    "load_cv",
+    "dead_experts",
+    "dropped_fraction",
+    "capacity_used",
+    "experts_per_token",
+    "nonfinite_tokens",
+    "entropy",
+    "entropy_of_mean",
+    "top1_margin",
+    "logit_max",
+    "router_z",
+    "load_balance",
+    "coactivation_max",
+    "sequence_max_violation",
+    "shared_share",
+    "rank_max_violation",
+    "bias_spread",
+    "churn",
+)
+"""Measures that a run logs for each sparse layer, some of them only in some runs."""
 
 
 def write_run(
@@ -80,6 +104,39 @@ def write_run(
 def write_metrics(path: Path, table: list[dict[str, Any]]) -> None:
     """A log of rows, in which a load may stand as a list or entry by entry."""
     path.write_text("".join(json.dumps(row) + "\n" for row in table))
+
+
+def change(file: Path, **values: Any) -> None:
+    """Replace values of a JSON or YAML file by their dotted keys, `_` for a dot."""
+    load, dump = (
+        (json.loads, json.dumps) if file.suffix == ".json" else (yaml.safe_load, yaml.safe_dump)
+    )
+    content = load(file.read_text())
+    for key, value in values.items():
+        place = content
+        *parts, last = key.split("__")
+        for part in parts:
+            place = place[part]
+        place[last] = value
+    file.write_text(dump(content))
+
+
+def write_arm(folder: Path, arm: str, losses: list[float], *, experts: int = 0) -> None:
+    """Finished runs of an arm in a folder of runs, one a seed."""
+    for seed, loss in enumerate(losses):
+        run = write_run(folder / f"{arm}-seed{seed}", layers=2, experts=experts, rows=20, seed=seed)
+        own = yaml.safe_load((run / "config.yaml").read_text())
+        whole = merge(TrainConfig().to_dict(), own | {"seed": seed})
+        (run / "config.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
+        change(
+            run / "facts.json",
+            ffn_params=9,
+            ffn_active_params=9,
+            ffn_flops_per_token=9,
+            tokenizer_sha256="t" * 64,
+            validation_sha256="v" * 64,
+        )
+        change(run / "summary.json", validation_loss=loss, peak_memory_bytes=600_000_000)
 
 
 def raise_alarms(folder: Path) -> None:

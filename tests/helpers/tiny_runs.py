@@ -25,7 +25,6 @@ from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, METRICS_FILE, SUMMARY_FILE
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from moe_ffn.training.recovery.checkpoint_file import step_name
-from tests.helpers.programs import python_words
 
 REPOSITORY = Path(__file__).parents[2]
 _WORDS = ("the cat ", "sat on ", "a mat.\n", "def f(x):\n", "    return x\n")
@@ -70,6 +69,11 @@ def environment(**changes: str) -> dict[str, str]:
     """Ours, but for one thread, a wide terminal, the code of this checkout, and the changes."""
     ours = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(REPOSITORY)}
     return os.environ | ours | changes
+
+
+def python_words(program: str) -> list[str]:
+    """Return the words after `python` that run the program of a module."""
+    return ["-m", *program.replace("moe_ffn.cli.", "moe_ffn.cli ").split()]
 
 
 def start(*argv: str, program: str = "experiments.train", **changes: str) -> subprocess.Popen[str]:

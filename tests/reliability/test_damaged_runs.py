@@ -41,10 +41,10 @@ from moe_ffn.runs.resume import Start, find_start
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
-from tests.helpers.arms import write_arm
 from tests.helpers.cases import cases
 from tests.helpers.own_disk import ALONE, mounting
 from tests.helpers.same_run import differences, require_same
+from tests.helpers.synthetic_run import write_arm
 from tests.helpers.tiny_runs import (
     BEST,
     NEWEST,

@@ -24,7 +24,6 @@ from moe_ffn.config.environment import (
 )
 from moe_ffn.config.errors import ConfigError, printable
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
-from tests.helpers.programs import python_words
 from tests.helpers.tiny_runs import (
     REPOSITORY,
     Finished,
@@ -32,6 +31,7 @@ from tests.helpers.tiny_runs import (
     finished_copy,
     lasting_folder,
     options,
+    python_words,
     run,
     run_here,
     start,

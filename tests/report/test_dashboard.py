@@ -12,7 +12,7 @@ import pytest
 
 from moe_ffn.report.dashboard import build_workspace, to_json
 from moe_ffn.training.monitoring.json_lines import STEP_SECONDS, TRAIN_SECONDS
-from tests.helpers.layer_measures import MEASURES
+from tests.helpers.synthetic_run import MEASURES
 
 STEP = "trainer/global_step"
 

@@ -246,12 +246,6 @@ def test_a_file_in_the_place_of_the_output_folder_is_refused(
     )
 
 
-def test_the_home_of_somebody_who_does_not_exist_is_refused(refuse: Callable[..., str]) -> None:
-    said = refuse("--run.output_dir", "~nobody-of-this-name/runs")
-
-    assert said.startswith("run.output_dir: '~nobody-of-this-name/runs': ")
-
-
 @pytest.mark.parametrize("content", ["a finished run", None], ids=["with files", "empty"])
 def test_an_existing_run_is_never_overwritten(
     refuse: Callable[..., str], tmp_path: Path, content: str | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import yaml
 
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.import_path import find_code
 from moe_ffn.config.trust import UntrustedCodeError, accepting_code, only_trusted_code, trust
@@ -30,6 +28,7 @@ from moe_ffn.runs.outside_code import (
 )
 from moe_ffn.runs.reader import load_run
 from moe_ffn.studies.sweep import has_begun
+from tests.helpers.tiny_runs import Finished, run_here
 
 OWN = """
 import sys
@@ -393,30 +392,15 @@ def test_a_sweep_leaves_a_run_with_code_it_may_not_run_where_it_is(tmp_path: Pat
 
 
 @pytest.fixture
-def program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def program(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finished]:
     """`program("train", "--resume", "runs/a")`: exit code, stdout and stderr."""
-
-    def run(name: str, *argv: str) -> tuple[int, str, str]:
-        import importlib
-
-        module = importlib.import_module(f"moe_ffn.cli.{name}")
-        monkeypatch.setattr(sys, "argv", [name, *argv])
-        monkeypatch.setenv("COLUMNS", "300")
-        try:
-            code = exit_on_bad_input(module.main)
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+    monkeypatch.setenv("COLUMNS", "300")
+    return lambda name, *argv: run_here(*argv, program=f"moe_ffn.cli.{name}")
 
 
 def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
     run_train: Callable[..., Any],
-    program: Callable[..., tuple[int, str, str]],
+    program: Callable[..., Finished],
     own: Path,
     tmp_path: Path,
 ) -> None:
@@ -498,7 +482,7 @@ class Plain(OptimizerConfig, frozen=True):
 
 def test_a_run_with_an_optimizer_of_one_s_own_goes_on(
     run_train: Callable[..., Any],
-    program: Callable[..., tuple[int, str, str]],
+    program: Callable[..., Finished],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -528,7 +512,7 @@ def test_trust_code_goes_with_resume(refuse: Callable[..., str]) -> None:
 
 
 def test_what_a_file_prints_is_not_in_the_output(
-    own: Path, program: Callable[..., tuple[int, str, str]]
+    own: Path, program: Callable[..., Finished]
 ) -> None:
     own.write_text(own.read_text() + "print('hello')\n")
 

@@ -179,14 +179,6 @@ def test_counts_that_are_no_numbers_are_refused_before_they_are_added_up(
     assert refuse(f"--model.{flag}", value).startswith(message)
 
 
-def test_a_run_is_refused_before_anything_is_written(refuse: Callable[..., str]) -> None:
-    at_1 = "{1: {type: 'own.py:Miscounts'}}"
-    assert refuse("--model.ffn_at", at_1, "--model.num_layers", "2") == (
-        "model.ffn_at.1 ('own.py:Miscounts') of layer 1: num_params says 7, but 16 parameters are built; "
-        "make them equal, since tables, facts.json and equal budgets go by num_params"
-    )
-
-
 def test_what_no_trial_of_parts_shows_is_refused_once_the_model_is_built(
     run_train: Callable[..., Any], tmp_path: Path
 ) -> None:

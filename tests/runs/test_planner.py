@@ -278,12 +278,7 @@ def test_the_fastest_that_fits_comes_first_and_then_the_smallest(
 
 def test_batches_that_are_added_up_travel_once() -> None:
     one, three = (
-        {
-            p.layout: p
-            for p in plan_layouts(
-                config_of(trainer={"accumulate_grad_batches": number}), 2, DEVICES["h100"]
-            )
-        }[Layout(shard=2)]
+        plans_of(2, trainer={"accumulate_grad_batches": number})[Layout(shard=2)]
         for number in (1, 3)
     )
     assert three.traffic.weights == 3 * one.traffic.weights
@@ -390,16 +385,11 @@ def test_what_does_not_travel_is_not_planned(ffn: dict[str, Any], tmp_path: Path
 
 
 def test_routing_that_is_limited_to_groups_sends_less(tmp_path: Path) -> None:
-    layout = Layout(expert=2)
-    router = {"type": "sigmoid_top_k", "k": 2, "groups": {"num_groups": 2, "keep": 1}}
-    limited = config_of(model={"ffn": {**MOE, "router": router}})
-    free = config_of(model={"ffn": {**MOE, "router": {"type": "sigmoid_top_k", "k": 2}}})
-    sent = [
-        sum(
-            counted["tokens"]
-            for counted, _ in on_ranks(2, tmp_path / name, sent_in_a_step, c, layout)
-        )
-        for name, c in (("limited", limited), ("free", free))
-    ]
+    router = {"type": "sigmoid_top_k", "k": 2}
+    sent = []
+    for more in ({"groups": {"num_groups": 2, "keep": 1}}, {}):
+        config = config_of(model={"ffn": {**MOE, "router": router | more}})
+        of_ranks = on_ranks(2, tmp_path / f"{more}", sent_in_a_step, config, Layout(expert=2))
+        sent.append(sum(counted["tokens"] for counted, _ in of_ranks))
     # One rank for each token, of two ranks that two experts often lie on.
     assert sent[0] < 0.75 * sent[1]

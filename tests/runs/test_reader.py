@@ -13,7 +13,6 @@ import pytest
 
 from moe_ffn import files
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.runs import reader as record
 from moe_ffn.runs.folder import locked
 from moe_ffn.runs.json_files import Alarm, Facts
 from moe_ffn.runs.reader import Sample, read_run, read_runs
@@ -50,13 +49,6 @@ def test_a_block_inside_a_block_is_a_layer_of_its_own(tmp_path: Path) -> None:
 
     assert list(run.layers) == ["layer_00", "layer_00/inner"]
     assert list(run.loads) == ["layer_00/inner"]
-
-
-def test_a_dense_run_routes_nothing(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "dense", experts=0))
-
-    assert run.layers == run.loads == run.validated == {}
-    assert run.series("train/loss")
 
 
 def test_a_run_may_have_a_config_and_a_few_columns(tmp_path: Path) -> None:
@@ -117,21 +109,6 @@ def test_what_cannot_be_read_is_as_good_as_absent(
     run = read_run(folder)
 
     assert (run.samples, run.alarms, run.facts, run.state) == ([], [], Facts(), "finished")
-
-
-def test_metrics_that_cannot_be_read_are_a_mistake_to_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_run(tmp_path / "a", experts=0)
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(record, "read_lines", refuse)
-    with pytest.raises(ConfigError) as raised:
-        read_run(folder)
-    said = f"'{folder}/metrics.jsonl' cannot be read (Permission denied); fix its permissions"
-    assert str(raised.value) == said
 
 
 def test_a_run_that_is_given_twice_is_taken_once(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,19 @@ import torch
 import yaml
 from torch import Tensor
 
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.train import NEWEST, find_resume, main, take_flags
+from moe_ffn.cli.train import NEWEST, find_resume, take_flags
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import prepare
 from moe_ffn.data.split import Documents
-from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.checkpoints import newest_good, refusal_of_weights
 from moe_ffn.runs.config import Resume, TrainConfig, differences
 from moe_ffn.runs.identity import checkpoint_identity
-from moe_ffn.runs.resume import Start, find_start, rewind
+from moe_ffn.runs.resume import Start, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
-from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import step_name, write_checkpoint
+from tests.helpers.tiny_runs import Finished, run_here
 
 FACTS = json.dumps({**TrainConfig().to_dict(), "precision": "32-true"}, indent=2) + "\n"
 
@@ -90,7 +87,7 @@ def test_without_a_name_it_is_the_unfinished_run_that_was_written_last(
     assert find(NEWEST).folder == Path("runs/oldest"), "a checkpoint was written now"
 
 
-def test_where_there_is_nothing_to_go_on_with_that_is_said(make_run: Callable[..., Path]) -> None:
+def test_without_a_run_to_resume_the_error_says_so(make_run: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match=r"^--resume: 'runs' has no run; name one"):
         find(NEWEST)
     make_run("done", written=1, finished=True)
@@ -274,31 +271,17 @@ def unfinished(moe_run: Any, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def go_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Run `--resume` with these arguments; returns the exit code."""
-
-    def run(*argv: str) -> int:
-        monkeypatch.setenv("COLUMNS", "300")
-        monkeypatch.setattr(sys, "argv", ["train.py", "--resume", *argv])
-        try:
-            return exit_on_bad_input(main)
-        except SystemExit as end:
-            return int(end.code or 0)
-
-    return run
+def resume(*argv: str) -> Finished:
+    return run_here("--resume", *argv, program="moe_ffn.cli.train")
 
 
-def test_a_changed_model_is_refused_with_both_values(
-    unfinished: Path, go_on: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_model_is_refused_with_both_values(unfinished: Path) -> None:
     before = {path: path.read_bytes() for path in unfinished.rglob("*") if path.is_file()}
 
-    code = go_on(str(unfinished), "--model.d_model", "32")
+    done = resume(str(unfinished), "--model.d_model", "32")
 
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert code == 2
-    assert error == (
+    assert done.code == 2
+    assert done.stderr.splitlines()[-1] == (
         f"error: model.d_model: is 16 in '{unfinished}' and cannot become 32; leave it out, or start "
         "a new run"
     )
@@ -318,38 +301,33 @@ def test_a_changed_model_is_refused_with_both_values(
 def test_a_corpus_that_changed_is_refused_by_the_name_of_the_file(
     unfinished: Path,
     corpus: Path,
-    go_on: Callable[..., int],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     change: Callable[[Path], Any],
     said: str,
 ) -> None:
     moved = Path(shutil.copytree(corpus, tmp_path / "moved"))
     change(moved / "3.txt")
 
-    code = go_on(str(unfinished), "--data.corpus.paths", f"['{moved}']")
+    done = resume(str(unfinished), "--data.corpus.paths", f"['{moved}']")
 
-    assert code == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
+    assert done.code == 2
+    assert done.stderr.splitlines()[-1] == (
         f"error: data.corpus: {said}, since '{unfinished}' began; put back what it was, or start a new run"
     )
 
 
-def test_it_goes_on_to_more_steps_and_says_from_where(
-    unfinished: Path, go_on: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_resumes_to_more_steps_and_says_from_where(unfinished: Path) -> None:
     (unfinished / "checkpoints" / "step_00000005.ckpt").write_bytes(b"cut")
     (unfinished / "tokenizer.json").write_bytes(b"\xff")
 
-    code = go_on(str(unfinished), "--trainer.max_steps", "8")
+    done = resume(str(unfinished), "--trainer.max_steps", "8")
 
-    printed = capsys.readouterr()
-    assert code == 0, printed.err
+    assert done.code == 0, done.stderr
     assert (
         f"resuming {unfinished} after step 4, from step_00000004.ckpt; skipped, since step_00000005.ckpt "
         "does not end in its checksum: it was cut short, or is no checkpoint\n"
-    ) in printed.out
-    assert printed.err.count("tokenizer.json' is missing or damaged; it is recreated") == 1
+    ) in done.stdout
+    assert done.stderr.count("tokenizer.json' is missing or damaged; it is recreated") == 1
     assert json.loads((unfinished / "tokenizer.json").read_text()) == {"type": "bytes"}
     assert [row.step for row in read_lines(unfinished / "metrics.jsonl", Row)] == [2, 4, 4, 6, 8, 8]
     assert yaml.safe_load((unfinished / "config.yaml").read_text())["trainer"]["max_steps"] == 8
@@ -430,33 +408,21 @@ def test_facts_keep_what_was_known_when_the_run_began(tmp_path: Path) -> None:
     assert (facts["seed"], facts["precision"]) == (3, "32-true")
 
 
-def test_a_folder_without_checkpoints_begins_at_the_start(
-    config_of: Callable[[list[str]], TrainConfig], moe_run: Any, tmp_path: Path
-) -> None:
-    config = config_of(moe_run.args)
-    data = prepare(config.data)
-    start = find_start(tmp_path, config, data, build_module(config, data), 6)
-
-    assert (start.step, start.checkpoint) == (0, None)
-    assert start.describe(tmp_path).endswith("from the start: it has no checkpoint")
-
-
-def test_no_run_goes_on_from_its_best_weights(
-    unfinished: Path, go_on: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_run_resumes_from_its_best_weights(unfinished: Path) -> None:
     """A run that was killed before its first checkpoint may have come to validations, and to a best."""
     for path in (unfinished / "checkpoints").glob("step_*.ckpt"):
         path.unlink()
 
-    assert go_on(str(unfinished / "checkpoints" / "best.ckpt")) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
+    refused = resume(str(unfinished / "checkpoints" / "best.ckpt"))
+    assert refused.code == 2
+    assert refused.stderr.splitlines()[-1] == (
         f"error: '{unfinished}/checkpoints/best.ckpt' is a file, not the folder of a run; give the folder of "
         "a run, such as runs/my-run"
     )
 
-    assert go_on(str(unfinished)) == 0
-    printed = capsys.readouterr()
-    assert f"resuming {unfinished} from the start: it has no checkpoint" in printed.out
+    done = resume(str(unfinished))
+    assert done.code == 0
+    assert f"resuming {unfinished} from the start: it has no checkpoint" in done.stdout
     assert [row.step for row in read_lines(unfinished / "metrics.jsonl", Row)] == [2, 4, 4, 6, 6]
 
 
@@ -478,23 +444,3 @@ def test_the_identity_leaves_out_what_only_changes_the_computing(
         assert (checkpoint_identity(other, data) == checkpoint_identity(plain, data)) == same, (
             option
         )
-
-
-def test_weights_that_the_disk_does_not_take_are_an_exit_code_of_1(
-    run_train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(values: dict[str, Any], path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint_keeper, "write_checkpoint", fail)
-    done = run_train(tmp_path, "--run.name", "full", "--trainer.max_steps", "2")
-
-    assert done.code == 1
-    assert done.stderr.splitlines()[-1] == (
-        "error: the weights of step 2 are not saved (No space left on device); fix that, then: moe-ffn train "
-        "--resume runs/full"
-    )
-    folder = done.folder
-    assert not (folder / "summary.json").exists(), "it could not be resumed"
-    assert (folder / "metrics.jsonl").exists()
-    assert (folder / "report.html").exists()

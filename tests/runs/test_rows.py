@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.runs.rows import Rows, Series, flat
+from moe_ffn.runs.rows import Rows, flat
 from moe_ffn.training.monitoring.json_lines import JsonLines, Row, read_lines
 
 
@@ -64,14 +64,6 @@ def test_a_run_without_rows_has_an_empty_table(tmp_path: Path) -> None:
         assert (rows.columns, list(rows), rows.csv()) == ({}, [], "step\n")
 
 
-def test_what_is_not_finite_stays(tmp_path: Path) -> None:
-    rows = table(tmp_path, {"step": 1, "x": math.nan}, {"step": 2, "x": math.inf})
-
-    values = rows.column("x").values
-    assert math.isnan(values[0])
-    assert values[1] == math.inf
-
-
 def test_steps_that_come_again_take_the_place_of_those_before(tmp_path: Path) -> None:
     steps = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)]
     rows = table(tmp_path, *({"step": step, "x": value} for step, value in steps))
@@ -109,10 +101,3 @@ def test_without_pandas_there_is_no_frame(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(ImportError, match="pandas"):
         Rows().to_pandas()
-
-
-def test_a_series_knows_its_last_value() -> None:
-    series = Series()
-    assert series.last is None
-    series.put(1, 2.0)
-    assert (series.last, len(series)) == (2.0, 1)

@@ -22,9 +22,8 @@ from moe_ffn.studies.result import (
     thinned,
 )
 from moe_ffn.training.monitoring.json_lines import STEP_SECONDS
-from tests.helpers.arms import change, write_arm
 from tests.helpers.results import make_result
-from tests.helpers.synthetic_run import raise_alarms, write_metrics, write_run
+from tests.helpers.synthetic_run import change, raise_alarms, write_arm, write_metrics, write_run
 from tests.helpers.tiny_runs import finished_copy
 
 

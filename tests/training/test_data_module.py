@@ -47,31 +47,6 @@ def test_the_length_is_that_of_the_run_wherever_it_begins(batches: TrainBatches)
     assert len(TrainLoader(batches, num_batches=5, start=lambda: 3)) == 5
 
 
-def test_a_batch_that_was_fetched_and_not_trained_on_comes_again(batches: TrainBatches) -> None:
-    loader = TrainLoader(batches, num_batches=5, start=lambda: 2)
-
-    first = next(iter(loader))
-
-    again = next(iter(loader))
-    assert first["index"] == again["index"] == 2
-    assert torch.equal(first["input_ids"], again["input_ids"])
-
-
-def test_train_loader_hands_over_its_batches(batches: TrainBatches) -> None:
-    for index, batch in enumerate(TrainLoader(batches, num_batches=3, start=lambda: 0)):
-        assert torch.equal(batch["input_ids"], batches[index].input_ids)
-        assert torch.equal(batch["target_ids"], batches[index].target_ids)
-
-
-def test_train_loader_keeps_no_state(batches: TrainBatches) -> None:
-    loader = TrainLoader(batches, num_batches=3, start=lambda: 0)
-    next(iter(loader))
-
-    assert loader.state_dict() == {}
-    loader.load_state_dict({})
-    assert [batch["index"] for batch in loader] == [0, 1, 2]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_each_validation_batch_is_seen_once_and_all_ranks_take_part_equally_often(
     validation: ValidationBatches, world_size: int
@@ -92,14 +67,6 @@ def test_a_filler_has_nothing_to_predict(validation: ValidationBatches) -> None:
     assert (filler["target_ids"] == IGNORED_TARGET).all()
     assert torch.equal(filler["input_ids"], validation[0].input_ids)
     assert (validation[0].target_ids != IGNORED_TARGET).all(), "the batch itself was changed"
-
-
-def test_validation_is_the_same_every_time(validation: ValidationBatches) -> None:
-    loader = ValidationLoader(validation)
-
-    for one, other in zip(loader, loader, strict=True):
-        assert torch.equal(one["input_ids"], other["input_ids"])
-        assert torch.equal(one["target_ids"], other["target_ids"])
 
 
 def test_loaders_are_those_of_the_rank_the_seed_and_the_step(

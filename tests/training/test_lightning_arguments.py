@@ -65,16 +65,6 @@ def test_a_run_ends_when_its_time_is_over_and_says_so(run_train: RunTrain, tmp_p
     assert "validation/loss" in run.rows[-1]
 
 
-def test_a_run_that_stops_early_says_so(run_train: RunTrain, tmp_path: Path) -> None:
-    run = run_train(
-        tmp_path,
-        "--trainer.early_stopping", "{patience: 1, min_delta: 100}",
-        "--trainer.validate_every_n_steps", "1",
-    )  # fmt: skip
-
-    assert "\nended after step 2 of 6 (trainer.early_stopping)\n" in run.stdout
-
-
 def test_a_run_that_comes_to_its_end_says_no_such_thing(moe_run: Any) -> None:
     assert "ended after" not in moe_run.stdout
 

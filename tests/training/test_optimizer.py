@@ -76,41 +76,6 @@ def test_matrices_decay_and_embeddings_do_not(
 # -- schedules
 
 COSINE = CosineConfig(warmup_fraction=0.1, final_fraction=0.1)
-WSD = WSDConfig(warmup_fraction=0.1, final_fraction=0.1, decay_fraction=0.2)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "step", "expected"),
-    [
-        # Warm-up takes 10 of 100 steps: (step + 1) / 11, so that no step is made at rate 0.
-        pytest.param(COSINE, 0, 1 / 11, id="cosine starts"),
-        pytest.param(COSINE, 9, 10 / 11, id="cosine ends its warm-up"),
-        pytest.param(COSINE, 10, 1.0, id="cosine at its peak rate"),
-        # A quarter of the 90 steps left is 22.5; a third is 30: 0.1 + 0.9 * (1 + cos(pi/3)) / 2
-        # = 0.1 + 0.9 * 0.75
-        pytest.param(COSINE, 40, 0.775, id="cosine after a third"),
-        # 0.1 + 0.9 * (1 + cos(pi/2)) / 2 = 0.1 + 0.45
-        pytest.param(COSINE, 55, 0.55, id="cosine in the middle"),
-        pytest.param(COSINE, 100, 0.1, id="cosine at its end"),
-        pytest.param(COSINE, 130, 0.1, id="cosine beyond its end"),
-        pytest.param(WSD, 0, 1 / 11, id="wsd starts"),
-        pytest.param(WSD, 9, 10 / 11, id="wsd ends its warm-up"),
-        pytest.param(WSD, 10, 1.0, id="wsd at its peak rate"),
-        pytest.param(WSD, 55, 1.0, id="wsd in the middle"),
-        # The last fifth of the 90 steps begins at 10 + 72 = 82, and is half over at 91.
-        pytest.param(WSD, 82, 1.0, id="wsd before its fall"),
-        pytest.param(WSD, 91, 0.55, id="wsd half fallen"),
-        pytest.param(WSD, 100, 0.1, id="wsd at its end"),
-        pytest.param(WSD, 130, 0.1, id="wsd beyond its end"),
-        pytest.param(CosineConfig(warmup_fraction=0.0), 0, 1.0, id="no warm-up"),
-        pytest.param(CosineConfig(final_fraction=1.0), 100, 1.0, id="constant"),
-        pytest.param(WSDConfig(warmup_fraction=0.0, decay_fraction=1.0), 50, 0.55, id="only falls"),
-    ],
-)
-def test_the_multiplier_equals_the_one_worked_by_hand(
-    schedule: ScheduleConfig, step: int, expected: float
-) -> None:
-    assert schedule.multiplier(step, max_steps=100) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", [CosineConfig(), WSDConfig()], ids=["cosine", "wsd"])

@@ -212,30 +212,25 @@ def test_gradients_are_added_up_over_ranks_once_a_step(
         assert counted["gathered"] == planned.weights > 2 * planned.gradients
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
 def test_every_layout_takes_the_step_of_one_process(
-    name: str, accumulated: int, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    found = differences(make_config, tmp_path, name, accumulated, blocks_of(name))
-
-    assert_equal(found)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("accumulated", [1, 3])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_gpus_take_the_step_of_one(
-    name: str, accumulated: int, make_config: MakeConfig, tmp_path: Path
+    device: str, name: str, accumulated: int, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     there, needed = torch.cuda.device_count(), LAYOUTS[name].num_ranks
-    if there < needed:
+    if device == "cuda" and there < needed:
         pytest.skip(f"a rank has a GPU of its own: {name} needs {needed}, this machine has {there}")
 
-    found = differences(make_config, tmp_path, name, accumulated, blocks_of(name), device="cuda")
-
-    assert_equal(found)
+    assert_equal(
+        differences(make_config, tmp_path, name, accumulated, blocks_of(name), device=device)
+    )
 
 
 class KeepFirstWeights(Callback):
@@ -255,58 +250,52 @@ class KeepFirstWeights(Callback):
 
 
 def first_weights(
-    rank: int, config: TrainConfig, layout: Layout, folder: Path, precision: str
+    rank: int,
+    config: TrainConfig,
+    layout: Layout,
+    folder: Path,
+    precision: str,
+    given: dict[str, Tensor],
 ) -> dict[str, Tensor]:
+    """Return the weights with which a fit begins."""
     keep = KeepFirstWeights()
-    fit(config, folder, layout, keep, precision=precision)
+    fit(config, folder, layout, keep, precision=precision, weights=given)
     return keep.weights
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_ranks_begin_with_the_weights_of_one_process(
-    precision: str, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    layout = Layout(shard=2)
-    together = step_of(make_config, "shared", 2, 2)
-    of_ranks = on_ranks(2, tmp_path, first_weights, together, layout, tmp_path, precision)
-
-    alone = step_of(make_config, "shared", 1, 2)
-    wanted = first_weights(0, alone, Layout(), tmp_path, precision)
-    for weights in of_ranks:
-        assert weights.keys() == wanted.keys()
-        for name, value in wanted.items():
-            assert torch.equal(weights[name], value), name
-
-
-def weights_from(
-    rank: int, config: TrainConfig, layout: Layout, folder: Path, given: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """The weights with which a fit begins that was given some."""
-    keep = KeepFirstWeights()
-    fit(config, folder, layout, keep, weights=given)
-    return keep.weights
-
-
-@pytest.mark.parametrize("name", ["DDP 2", "FSDP 2", "EP 2 x FSDP 2"])
-def test_ranks_begin_with_weights_that_are_given(
-    name: str, make_config: MakeConfig, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "precision", "is_given"),
+    [
+        ("FSDP 2", "32-true", False),
+        ("FSDP 2", "bf16-true", False),
+        ("DDP 2", "32-true", True),
+        ("FSDP 2", "32-true", True),
+        ("EP 2 x FSDP 2", "32-true", True),
+    ],
+)
+def test_ranks_begin_with_the_weights_of_one_process_or_those_given(
+    name: str, precision: str, is_given: bool, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     layout, generator = LAYOUTS[name], torch.Generator().manual_seed(5)
-    config = step_of(make_config, "shared", layout.num_ranks, layout.num_ranks)
-    alone = first_weights(0, step_of(make_config, "shared", 1, 1), Layout(), tmp_path, "32-true")
+    together, alone = (
+        step_of(make_config, "shared", num_ranks, layout.num_ranks)
+        for num_ranks in (layout.num_ranks, 1)
+    )
+    drawn = first_weights(0, alone, Layout(), tmp_path, precision, {})
     given = {
         key.removeprefix("decoder."): torch.randn(value.shape, generator=generator)
-        for key, value in alone.items()
-        if ".router." not in key  # these are drawn, as in one process
+        for key, value in drawn.items()
+        if is_given and ".router." not in key  # routers are drawn, as in one process
     }
-    of_ranks = on_ranks(layout.num_ranks, tmp_path, weights_from, config, layout, tmp_path, given)
+    of_ranks = on_ranks(
+        layout.num_ranks, tmp_path, first_weights, together, layout, tmp_path, precision, given
+    )
 
-    assert 10 < len(given) < len(alone)
+    assert (10 < len(given) < len(drawn)) == is_given
     for weights in of_ranks:
-        assert weights.keys() == alone.keys()
+        assert weights.keys() == drawn.keys()
         for key, value in weights.items():
-            wanted = given.get(key.removeprefix("decoder."), alone[key])
-            assert torch.equal(value, wanted), key
+            assert torch.equal(value, given.get(key.removeprefix("decoder."), drawn[key])), key
 
 
 def compiled_on_a_rank(rank: int, config: TrainConfig, layout: Layout, folder: Path) -> Any:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lightning import Trainer
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_name
-from tests.helpers.resumed import VALIDATE_EVERY, Killed, Recorder, run
+from tests.helpers.fitted import Fitted
 from tests.helpers.same_run import assert_same
 
 MODELS = {
@@ -57,7 +57,55 @@ MODELS = {
 }
 
 
+VALIDATE_EVERY = 4
 AFTER_VALIDATION, BETWEEN_VALIDATIONS = CUTS = (4, 5)
+
+
+class KilledError(Exception):
+    pass
+
+
+class Recorder(Callback):
+    """Keeps what the run computed; saves and kills it after step `stop_at` and its validation."""
+
+    def __init__(self, checkpoint: Path | None = None, stop_at: int | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.stop_at = stop_at
+        self.losses: dict[int, Tensor] = {}
+        self.gradient_norms: dict[int, Tensor] = {}
+        self.validations: dict[int, Tensor] = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses[batch["index"]] = outputs["objective"].total
+        if trainer.fit_loop._should_accumulate():
+            return
+        self.gradient_norms[trainer.global_step] = pl_module.gradient_norm  # pyright: ignore[reportArgumentType]
+        if trainer.global_step % VALIDATE_EVERY:
+            self._maybe_stop(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validations[trainer.global_step] = trainer.callback_metrics["validation/loss"]
+        self._maybe_stop(trainer)
+
+    def _maybe_stop(self, trainer: Trainer) -> None:
+        if self.checkpoint is not None and trainer.global_step == self.stop_at:
+            trainer.save_checkpoint(self.checkpoint)
+            raise KilledError
+
+
+def run(
+    config: TrainConfig,
+    data: PreparedData,
+    folder: Path,
+    recorder: Recorder,
+    resume_from: Path | None = None,
+) -> tuple[dict[str, Any], Any]:
+    """Fit as the program does; returns weights and the optimizer's state."""
+    folder.mkdir(exist_ok=True)
+    done = Fitted(config, data, folder, recorder, resume_from=resume_from)
+    return done.module.state_dict(), done.trainer.optimizers[0].state_dict()
 
 
 class KilledLater(Recorder):
@@ -97,7 +145,7 @@ def test_resuming_is_exact(
     first = KilledLater(tmp_path / f"{BETWEEN_VALIDATIONS}.ckpt", BETWEEN_VALIDATIONS)
 
     weights, optimizer = run(config, prepared, tmp_path / "unbroken", unbroken)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         run(config, prepared, tmp_path / "first", first)
 
     assert list(unbroken.losses) == list(range(12 * accumulate))
@@ -128,25 +176,6 @@ def _assert_epochs_end_on_both_sides(
     assert per_epoch * (cut // per_epoch + 1) < end
 
 
-def test_resuming_a_finished_run_makes_no_step(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
-) -> None:
-    config = make_config(trainer={"max_steps": 2})
-    torch.manual_seed(0)
-    module = build_module(config, prepared)
-    trainer = build_trainer(
-        config, tmp_path, "32-true", [], make_callbacks(config, prepared, tmp_path)
-    )
-    trainer.fit(module, datamodule=make_token_data(config, prepared))
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-
-    again = Recorder()
-    weights, _ = run(config, prepared, tmp_path, again, tmp_path / "end.ckpt")
-
-    assert not again.losses
-    assert_same(weights, module.state_dict())
-
-
 def test_a_resumed_run_keeps_the_best_weights_from_before_the_cut(
     make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
 ) -> None:
@@ -170,38 +199,3 @@ def test_a_resumed_run_keeps_the_best_weights_from_before_the_cut(
     assert (saved / "best.ckpt").read_bytes() == best
     kept = read_checkpoint(saved / "best.ckpt")
     assert (kept["global_step"], kept["validation_loss"]) == (8, float(before))
-
-
-def test_a_resumed_run_obeys_the_options_it_is_given(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
-) -> None:
-    """torch would go on with the rates of the checkpoint."""
-    config = make_config(
-        trainer={"max_steps": 8, "accelerator": "cpu"}, optimizer={"type": "adamw"}
-    )
-    changed = make_config(
-        trainer={"max_steps": 20, "accelerator": "cpu"},
-        optimizer={
-            "type": "adamw",
-            "learning_rate": 1e-5,
-            "weight_decay": 0.0,
-            "betas": [0.5, 0.6],
-        },
-    )
-    saved = tmp_path / "cut.ckpt"
-    with pytest.raises(Killed):
-        run(config, prepared, tmp_path / "first", Recorder(saved, stop_at=5))
-
-    class Rates(Recorder):
-        rates: list[float] = []  # noqa: RUF012 - of one test
-
-        def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-            self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    rates = Rates()
-    _, optimizer = run(changed, prepared, tmp_path / "second", rates, resume_from=saved)
-
-    schedule = changed.optimizer.schedule
-    assert rates.rates == [1e-5 * schedule.multiplier(step, 20) for step in range(5, 20)]
-    for group in optimizer["param_groups"]:
-        assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.0)

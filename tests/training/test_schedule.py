@@ -36,6 +36,13 @@ def schedule(**options: Any) -> ScheduleConfig:
         ({"type": "linear"}, 150, 0.1),
         ({"type": "inverse_sqrt", "warmup_steps": 0}, 3, 0.5),
         ({"type": "cosine", "warmup_steps": 0}, 0, 1.0),
+        ({"type": "cosine", "final_fraction": 0.1}, 130, 0.1),
+        ({"type": "cosine", "final_fraction": 1.0}, 100, 1.0),
+        # Falls in the last fifth of 100 steps, from step 80 to 1/10.
+        ({"type": "wsd", "warmup_steps": 0, "decay_fraction": 0.2}, 80, 1.0),
+        ({"type": "wsd", "warmup_steps": 0, "decay_fraction": 0.2}, 90, 0.55),
+        ({"type": "wsd", "warmup_steps": 0, "decay_fraction": 0.2}, 130, 0.1),
+        ({"type": "wsd", "warmup_steps": 0, "decay_fraction": 1.0}, 50, 0.55),
     ],
     ids=str,
 )

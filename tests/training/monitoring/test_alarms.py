@@ -82,25 +82,28 @@ def test_single_problems_raise_an_alarm_at_once(rules: AlarmRules, kind: str) ->
     assert str(alarm) == text
 
 
-def test_collapse_is_raised_when_it_lasts(rules: AlarmRules) -> None:
+DROPPING = values(dropped_fraction=0.31)
+LASTING = {
     # At worst an expert of four has half of the pairs of k = 2: MaxVio 1; half of that is the limit.
-    assert watch(rules, COLLAPSED) == []
-    (alarm,) = watch(rules, COLLAPSED, first=20)
-    assert alarm.kind == "collapse"
-    assert str(alarm) == (
+    "collapse": (
+        COLLAPSED,
         "step 20: layer_03: expert 0 takes 48% of the pairs, MaxVio 0.92 (limit 0.50), for 20 steps; "
-        f"{BALANCE}"
-    )
-
-
-def test_dropping_is_raised_when_it_lasts(rules: AlarmRules) -> None:
-    dropping = values(dropped_fraction=0.31)
-    (alarm,) = watch(rules, dropping, dropping)
-    assert alarm.kind == "dropped"
-    assert str(alarm) == (
+        f"{BALANCE}",
+    ),
+    "dropped": (
+        DROPPING,
         "step 20: layer_03: 31% of the pairs are dropped (limit 20%), for 20 steps; "
-        f"raise model.ffn.capacity.factor, or balance better: {BALANCE}"
-    )
+        f"raise model.ffn.capacity.factor, or balance better: {BALANCE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LASTING)
+def test_problems_that_last_raise_an_alarm(rules: AlarmRules, kind: str) -> None:
+    row, text = LASTING[kind]
+    assert watch(rules, row) == []
+    (alarm,) = watch(rules, row, first=20)
+    assert (alarm.kind, str(alarm)) == (kind, text)
 
 
 def test_passing_problems_are_no_alarm(rules: AlarmRules) -> None:
@@ -187,55 +190,69 @@ def test_resumed_rules_raise_the_same_alarms(before: list[Any], then: list[Any])
     assert found != watch(make_rules(), *then, first=first), "it remembered nothing"
 
 
-@pytest.mark.parametrize(
-    ("model", "advice"),
-    [
-        (
-            {"ffn": {"type": "moe", "router": "sigmoid_top_k"}},
-            "raise objective.bias_rule.rate (now 0.001)",
-        ),
-        (
-            {"ffn": {"type": "moe", "router": "forced"}},
-            "take another model.ffn.router.type than 'forced', which learns nothing",
-        ),
-        (
-            {"ffn": {"type": "moe", "router": {"type": "top_k", "token_table": {"vocab_size": 9}}}},
-            "leave model.ffn.router.token_table out, which fixes where tokens go",
-        ),
-        ({"ffn": "dense", "ffn_at": {"3": "moe"}}, BALANCE.replace("model.ffn", "model.ffn_at.3")),
-    ],
-    ids=["bias", "forced", "table", "one layer"],
-)
-def test_advice_names_the_options_of_the_layer(model: dict[str, Any], advice: str) -> None:
-    assert watch(make_rules(model), COLLAPSED, COLLAPSED)[0].advice == advice
-
-
-def test_advice_on_dropping_names_the_factor() -> None:
-    rules = make_rules({"ffn": {"type": "moe", "capacity": {"factor": 1.25}}})
-    row = values(dropped_fraction=0.5)
-    (alarm,) = watch(rules, row, row)
-    assert alarm.advice.startswith("raise model.ffn.capacity.factor (now 1.25), or ")
-
-
-def test_advice_on_a_router_that_its_block_does_not_name(rules: AlarmRules) -> None:
-    row = values(load=[0.48, 0.44, 0.04, 0.04], max_violation=0.92, dropped_fraction=0.5)
-    alarms = rules.check(100, 100, 2.0, {"layer_03/step_2": row})
-    assert {alarm.kind: alarm.advice for alarm in alarms} == {
-        "collapse": "raise objective.load_balance (now 0.01)",
-        "dropped": "raise the block's capacity, or balance better: raise objective.load_balance (now 0.01)",
-    }
-
-
-def test_advice_inside_a_mixture_of_depths_names_the_block_inside() -> None:
-    inside = {"type": "moe", "capacity": {"factor": 1.25}, "router": "hash"}
-    depths = {"type": "mixture_of_depths", "ffn": inside}
-    rules = make_rules({"ffn": depths, "causal": False})
-    row = values(dropped_fraction=0.5)
-    (alarm,) = rules.check(100, 100, 2.0, {"layer_03/inner": row})
-    assert alarm.advice == (
+CAPACITY = {"type": "moe", "capacity": {"factor": 1.25}}
+ADVICE: dict[str, tuple[dict[str, Any], str, dict[str, Tensor], str]] = {
+    "bias": (
+        {"ffn": {"type": "moe", "router": "sigmoid_top_k"}},
+        "layer_03",
+        COLLAPSED,
+        "raise objective.bias_rule.rate (now 0.001)",
+    ),
+    "forced": (
+        {"ffn": {"type": "moe", "router": "forced"}},
+        "layer_03",
+        COLLAPSED,
+        "take another model.ffn.router.type than 'forced', which learns nothing",
+    ),
+    "table": (
+        {"ffn": {"type": "moe", "router": {"type": "top_k", "token_table": {"vocab_size": 9}}}},
+        "layer_03",
+        COLLAPSED,
+        "leave model.ffn.router.token_table out, which fixes where tokens go",
+    ),
+    "one layer": (
+        {"ffn": "dense", "ffn_at": {"3": "moe"}},
+        "layer_03",
+        COLLAPSED,
+        BALANCE.replace("model.ffn", "model.ffn_at.3"),
+    ),
+    "a factor": (
+        {"ffn": CAPACITY},
+        "layer_03",
+        DROPPING,
+        f"raise model.ffn.capacity.factor (now 1.25), or balance better: {BALANCE}",
+    ),
+    "an unnamed router, collapsed": (
+        {"ffn": "moe"},
+        "layer_03/step_2",
+        COLLAPSED,
+        "raise objective.load_balance (now 0.01)",
+    ),
+    "an unnamed router, dropping": (
+        {"ffn": "moe"},
+        "layer_03/step_2",
+        DROPPING,
+        "raise the block's capacity, or balance better: raise objective.load_balance (now 0.01)",
+    ),
+    "inside a mixture of depths": (
+        {
+            "ffn": {"type": "mixture_of_depths", "ffn": CAPACITY | {"router": "hash"}},
+            "causal": False,
+        },
+        "layer_03/inner",
+        DROPPING,
         "raise model.ffn.ffn.capacity.factor (now 1.25), or balance better: take another "
-        "model.ffn.ffn.router.type than 'hash', which learns nothing"
-    )
+        "model.ffn.ffn.router.type than 'hash', which learns nothing",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "layer", "row", "advice"), ADVICE.values(), ids=ADVICE)
+def test_advice_names_the_options_of_the_layer(
+    model: dict[str, Any], layer: str, row: dict[str, Tensor], advice: str
+) -> None:
+    (alarm,) = make_rules(model).check(100, 100, 2.0, {layer: row})
+    assert alarm.advice == advice
 
 
 def test_advice_with_a_rule_that_has_no_rate_is_the_loss() -> None:

@@ -78,17 +78,6 @@ def test_collapse_dead_experts_and_dropping(
     assert row["routing/layer_01/load"] == [1, 0, 0, 0]
 
 
-def test_exploding_router_logits(
-    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]
-) -> None:
-    sabotage = Saboteur("layers.1.ffn.router.projection.weight", 1e4, at=2)
-
-    moe = {"type": "moe", "num_experts": 4}
-    fitted = fit(sabotage, model={"ffn": moe}, logging=EARLY, optimizer={"type": "adamw"})
-
-    assert ("exploding_logits", 3, "layer_01") in alarms_of(fitted, capsys)
-
-
 def test_router_logits_that_are_no_numbers(
     fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]
 ) -> None:

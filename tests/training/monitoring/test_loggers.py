@@ -24,28 +24,14 @@ def loggers(run_folder: Path) -> Any:
     return make
 
 
-def test_an_alert_is_sent_where_wandb_is_online(loggers: Any) -> None:
+@pytest.mark.parametrize("online", [True, False])
+def test_an_alert_is_sent_where_wandb_is_online(loggers: Any, online: bool) -> None:
     run = StubRun()
 
-    alert(loggers(run, online=True), "collapse", "layer_03 sends all to expert 2")
+    alert(loggers(run, online), "x" * 100, "layer_03 sends all to expert 2")
 
-    assert run.alerts == [("collapse", "layer_03 sends all to expert 2")]
-
-
-def test_an_alert_is_sent_nowhere_else(loggers: Any) -> None:
-    run = StubRun()
-
-    alert(loggers(run, online=False), "collapse", "layer_03 sends all to expert 2")
-
-    assert run.alerts == []
-
-
-def test_the_title_of_an_alert_is_as_long_as_wandb_takes(loggers: Any) -> None:
-    run = StubRun()
-
-    alert(loggers(run, online=True), "x" * 100, "text")
-
-    assert run.alerts == [("x" * 63, "text")]
+    cut = "x" * 63  # the longest title that wandb takes
+    assert run.alerts == ([(cut, "layer_03 sends all to expert 2")] if online else [])
 
 
 def test_an_alert_that_fails_is_told_once(loggers: Any, capsys: pytest.CaptureFixture[str]) -> None:

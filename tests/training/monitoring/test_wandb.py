@@ -40,39 +40,51 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 # -- which mode, and which line
 
 
-def test_a_run_is_online_if_possible(start: Any) -> None:
-    wandb = StubWandb()
+OFF = "the disk is full"
+LINES: dict[str, tuple[str, tuple[str, ...], list[str], bool | None, str]] = {
+    "online": ("auto", (), ["online"], True, "wandb: online, https://wandb.example/run"),
+    "no connection": (
+        "auto",
+        ("online",),
+        ["online", "offline"],
+        False,
+        f"wandb: offline ({OFF}); {COMMANDS}",
+    ),
+    "no connection, online asked for": (
+        "online",
+        ("online",),
+        ["online", "offline"],
+        False,
+        f"wandb: offline ({OFF}); {COMMANDS}",
+    ),
+    "offline": ("offline", (), ["offline"], False, f"wandb: offline; {COMMANDS}"),
+    "nothing works": (
+        "auto",
+        ("online", "offline"),
+        ["online", "offline"],
+        None,
+        f"wandb: off ({OFF}), metrics are in metrics.jsonl",
+    ),
+}
+"""Option, modes that fail, modes that are tried, whether the run is online, and the line."""
 
-    logger, line = start(wandb)
 
-    assert logger.online
-    assert wandb.modes == ["online"]
-    assert line == "wandb: online, https://wandb.example/run"
+@pytest.mark.parametrize(("mode", "failing", "tried", "online", "line"), LINES.values(), ids=LINES)
+def test_a_run_is_online_if_possible_or_says_why_not(
+    start: Any,
+    mode: Any,
+    failing: tuple[str, ...],
+    tried: list[str],
+    online: bool | None,
+    line: str,
+) -> None:
+    wandb = StubWandb(failing=failing, why=f"{OFF}.")
 
+    logger, said = start(wandb, WandbConfig(mode=mode))
 
-@pytest.mark.parametrize("mode", ["auto", "online"])
-def test_without_a_connection_the_run_is_offline_with_the_reason(start: Any, mode: Any) -> None:
-    wandb = StubWandb(failing=("online",))
-
-    logger, line = start(wandb, WandbConfig(mode=mode))
-
-    assert not logger.online
-    assert wandb.modes == ["online", "offline"]
-    assert line == f"wandb: offline (no connection); {COMMANDS}"
-
-
-def test_an_offline_run_needs_no_reason(start: Any) -> None:
-    assert start(StubWandb(), WandbConfig(mode="offline"))[1] == f"wandb: offline; {COMMANDS}"
-
-
-def test_a_run_continues_without_wandb(start: Any) -> None:
-    wandb = StubWandb(failing=("online", "offline"), why="the disk is full")
-
-    logger, line = start(wandb)
-
-    assert logger is None
-    assert wandb.modes == ["online", "offline"]
-    assert line == "wandb: off (the disk is full), metrics are in metrics.jsonl"
+    assert (logger and logger.online) == online
+    assert wandb.modes == tried
+    assert said == line
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])

@@ -78,13 +78,8 @@ def test_too_many_in_a_row_end_the_run() -> None:
         r"decoder\.embedding$",
     ):
         guard.require_progress(guard.skip(5, "its loss is inf", None))
-
-
-def test_one_may_be_too_many() -> None:
     guard = guard_after(max_skipped_in_a_row=1)
-    with pytest.raises(
-        Diverged, match=r"^step 1: 1 step was skipped; the last because its loss is nan$"
-    ):
+    with pytest.raises(Diverged, match=r"^step 1: 1 step was skipped; the last because its loss"):
         guard.require_progress(guard.skip(1, "its loss is nan", None))
 
 
