@@ -54,7 +54,6 @@ from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,
     SavedTensors,
     newest_first,
-    step_of,
 )
 from moe_ffn.training.sampling import encode_text
 
@@ -153,16 +152,6 @@ class Run:
     def model(self) -> Decoder:
         """The decoder with the best weights, in evaluation, on the CPU; see `saved_model`."""
         return self.saved_model.decoder
-
-    @property
-    def saved_steps(self) -> list[int]:
-        """The optimizer steps whose checkpoints the folder holds, good or not, ascending."""
-        return sorted(map(step_of, newest_first(self.folder / CHECKPOINTS_FOLDER)))
-
-    def model_at(self, step: int) -> Decoder:
-        """The decoder as it was at one of `saved_steps`; ConfigError where that checkpoint is not good."""
-        with accepting_code(self.trust_code):
-            return load_model(self.folder, step).decoder
 
     def routing(self, text: str | bytes) -> Mapping[str, Routing]:
         """Return the experts of the tokens of a text, by the name of the layer, such as `layer_03`.
@@ -344,8 +333,8 @@ def _yaml_mapping(text: str) -> dict[str, Any]:
 # -- the model
 
 
-def load_model(folder: Path, step: int | None = None) -> SavedModel:
-    """The config, the tokenizer and the best weights of a run, or those of one of its steps.
+def load_model(folder: Path) -> SavedModel:
+    """Return the config, the tokenizer and the best weights of a run.
 
     Raises:
         ConfigError: this is no run's folder, or one without a good checkpoint, or a file of it is damaged,
@@ -357,7 +346,7 @@ def load_model(folder: Path, step: int | None = None) -> SavedModel:
     tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     with explaining_outside_errors():
         decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
-    weights = read_weights(folder, config, tokenizer, decoder, step)
+    weights = read_weights(folder, config, tokenizer, decoder)
     # float32 holds the weights of every other format exactly.
     if any(weights[name].dtype == torch.float64 for name, _ in decoder.named_parameters()):
         decoder.double()
@@ -366,13 +355,9 @@ def load_model(folder: Path, step: int | None = None) -> SavedModel:
 
 
 def read_weights(
-    folder: Path,
-    config: TrainConfig,
-    tokenizer: Tokenizer,
-    decoder: Decoder,
-    step: int | None = None,
+    folder: Path, config: TrainConfig, tokenizer: Tokenizer, decoder: Decoder
 ) -> Mapping[str, Tensor]:
-    """The best weights of a run, or the newest where those are damaged; or those of a step alone.
+    """Return the best weights of a run, or the newest if those are damaged.
 
     Args:
         decoder: of these names and shapes.
@@ -388,11 +373,8 @@ def read_weights(
 
     with reading(checkpoints):
         best, steps = best_checkpoint(checkpoints), newest_first(checkpoints)
-    candidates = [*best, *steps]
-    if step is not None:
-        candidates = [path for path in steps if step_of(path) == step]
-    found, skipped = newest_good(candidates, refusal)
-    if step is None and steps and not best:
+    found, skipped = newest_good([*best, *steps], refusal)
+    if steps and not best:
         skipped = [f"there is no {BEST_NAME}", *skipped]
     why = "; ".join(skipped)
     if found is None:

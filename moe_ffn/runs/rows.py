@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_ffn.files import write_whole
 from moe_ffn.training.monitoring.json_lines import STEP_KEY, Cell, Row
 
 if TYPE_CHECKING:
@@ -90,22 +86,6 @@ class Rows:
             for step, value in zip(series.steps, series.values, strict=True):
                 rows[step][key] = value
         yield from rows.values()
-
-    def csv(self) -> str:
-        """The table as CSV with a header; a cell without a value is empty."""
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, [STEP_KEY, *self.columns], restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self)
-        return text.getvalue()
-
-    def to_csv(self, path: Path | str) -> None:
-        """Write the table to a file; see `csv`.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        write_whole(Path(path), self.csv())
 
     def to_pandas(self) -> pandas.DataFrame:
         """The table as a DataFrame with the step as its index; a missing value is NaN.

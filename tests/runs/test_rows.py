@@ -61,7 +61,7 @@ def test_each_key_is_a_column_of_the_rows_that_have_it(tmp_path: Path) -> None:
 
 def test_a_run_without_rows_has_an_empty_table(tmp_path: Path) -> None:
     for rows in (Rows(), Rows(read_lines(tmp_path / "metrics.jsonl", Row))):
-        assert (rows.columns, list(rows), rows.csv()) == ({}, [], "step\n")
+        assert (rows.columns, list(rows)) == ({}, [])
 
 
 def test_steps_that_come_again_take_the_place_of_those_before(tmp_path: Path) -> None:
@@ -69,21 +69,6 @@ def test_steps_that_come_again_take_the_place_of_those_before(tmp_path: Path) ->
     rows = table(tmp_path, *({"step": step, "x": value} for step, value in steps))
 
     assert columns(rows) == {"x": ([1, 2, 3], [1.0, 2.5, 3.5])}
-
-
-def test_the_table_as_csv(tmp_path: Path) -> None:
-    rows = table(
-        tmp_path,
-        {"step": 2, "a, b": 0.1},
-        {"step": 4, "load": [1e-9, math.nan]},
-        {"step": 4, "a, b": 3},
-    )
-
-    rows.to_csv(tmp_path / "rows.csv")
-
-    assert (tmp_path / "rows.csv").read_text() == (
-        'step,"a, b",load/expert_00,load/expert_01\n2,0.1,,\n4,3.0,1e-09,nan\n'
-    )
 
 
 def test_the_table_in_pandas(tmp_path: Path) -> None:
