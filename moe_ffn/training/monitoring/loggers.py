@@ -41,10 +41,6 @@ _MAX_ALERT_TITLE = 63
 
 _RUN_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 
-_MODES = {mode: mode for mode in ("online", "offline", "disabled")}
-_MODES |= {"shared": "online", "run": "online", "dryrun": "offline"}
-"""Values of WANDB_MODE, with their meanings."""
-
 MAX_BINS = 512
 """Largest number of bins of a histogram of wandb."""
 
@@ -143,7 +139,9 @@ def wandb_logger(
     Args:
         facts: values stored as the run's config: the resolved options, revision, parameter counts.
     """
-    mode = _requested_mode(config)
+    environment = os.environ.pop("WANDB_MODE", "")  # wandb itself rejects an empty one
+    mode = {"dryrun": "offline"}.get(environment, environment)
+    mode = mode if config.mode == "auto" else config.mode
     if mode == "disabled":
         return None, "wandb: off"
     wandb = _import_wandb()
@@ -218,17 +216,6 @@ def command_line(command: str, run: Any) -> str:
     folder, here = Path(run.dir).parent, Path.cwd()
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
     return f"wandb {command} {shlex.quote(str(shown))}"
-
-
-def _requested_mode(config: WandbConfig) -> str:
-    """Return the option, or WANDB_MODE if that is `auto`; a value that wandb rejects is unset."""
-    environment = os.environ.get("WANDB_MODE", "")
-    if environment not in _MODES:
-        os.environ.pop("WANDB_MODE", None)
-        if environment:
-            known = ", ".join(_MODES)
-            log.warning("wandb: WANDB_MODE '%s' is ignored; known: %s", environment, known)
-    return _MODES.get(environment, "auto") if config.mode == "auto" else config.mode
 
 
 def _import_wandb() -> Any:

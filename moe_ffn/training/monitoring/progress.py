@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning import LightningModule, Trainer
@@ -17,6 +16,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -26,14 +26,11 @@ from torch import Tensor
 
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import short_name
-from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring.callbacks import LoggedRow, StepLogger, ValidationLogger
+from moe_ffn.training.monitoring.callbacks import StepLogger, ValidationLogger
 
 log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 15.0
-
-_SPACE = "\N{NO-BREAK SPACE}"
 
 
 def progress_display(steps: StepLogger, validation: ValidationLogger) -> Callback:
@@ -43,9 +40,7 @@ def progress_display(steps: StepLogger, validation: ValidationLogger) -> Callbac
 
 
 class ProgressBar(Callback):
-    """Shows steps and time left, the batches of a validation, losses, and the health of the routing, on a few
-    lines that stay in place.
-    """
+    """Shows steps and time left, the batches of a validation, losses, and the health of the routing."""
 
     def __init__(self, steps: StepLogger, validation: ValidationLogger) -> None:
         self.steps = steps
@@ -61,76 +56,47 @@ class ProgressBar(Callback):
         )
         self._training = self._bars.add_task("training", visible=False)
         self._validating = self._bars.add_task("validating", visible=False)
-        self._lines: list[str] = []
-        self._shown: LoggedRow | None = None
         self._live = Live()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            self._bars.reset(
-                self._training,
-                total=trainer.max_steps,
-                completed=trainer.global_step,
-                visible=True,
-            )
-            self._start()
+        self._start(trainer, self._training, trainer.max_steps, trainer.global_step)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._bars.update(self._training, completed=trainer.global_step)
-        if self._live.is_started and self.steps.last_row is not self._shown:
-            self._shown = self.steps.last_row
-            self._show()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            self._bars.reset(self._validating, total=num_batches(trainer), visible=True)
-            self._start()
+        self._start(trainer, self._validating, sum(trainer.num_val_batches))
 
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
-        if self._live.is_started:
-            self._bars.advance(self._validating)
-            self._show(f"validation loss {loss_so_far(pl_module):.3f} so far")
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._bars.advance(self._validating)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._show()
-        if self._bars.tasks[self._training].visible:
-            self._bars.update(self._validating, visible=False)
-        else:  # it was no part of a fit
-            self._stop()
+        self._bars.update(self._validating, visible=False)
+        if trainer.state.fn != "fit":
+            self._live.stop()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop()
+        self._bars.update(self._training, visible=False)
+        self._live.stop()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self._stop()
-
-    def _start(self) -> None:
-        if not self._live.is_started:
-            self._live = Live(get_renderable=self._frame, console=Console(stderr=True))
-            self._show()
-            self._live.start()
-
-    def _stop(self) -> None:
         self._live.stop()
-        for task in self._bars.task_ids:
-            self._bars.update(task, visible=False)
 
-    def _show(self, validation: str = "") -> None:
-        """Show the newest row, and `validation`, or the newest validation's loss if that is empty."""
-        if not validation and self.validation.last:
-            step, loss = self.validation.last_step, self.validation.last["loss"]
-            validation = f"validation loss {loss:.3f} (step {step})"
-        width = self._live.console.width
-        # The validation has a line of its own, so that nothing moves when it comes.
-        self._lines = [*flow(status(self.steps), width), *filter(None, [validation])]
+    def _start(self, trainer: Trainer, task: TaskID, total: float, completed: int = 0) -> None:
+        if trainer.is_global_zero:
+            self._bars.reset(task, total=total, completed=completed, visible=True)
+            if not self._live.is_started:
+                self._live = Live(get_renderable=self._frame, console=Console(stderr=True))
+                self._live.start()
 
     def _frame(self) -> Group:
-        lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines)
-        return Group(self._bars, *lines)
+        parts = status(self.steps)
+        if self.validation.last:
+            loss, step = self.validation.last["loss"], self.validation.last_step
+            parts.append(f"validation loss {loss:.3f} (step {step})")
+        return Group(self._bars, Text("  ".join(parts)))
 
 
 class ProgressLines(Callback):
@@ -175,17 +141,6 @@ class ProgressLines(Callback):
         log.info(line)
 
 
-def num_batches(trainer: Trainer) -> int:
-    """Number of batches of one validation, on this rank."""
-    return int(sum(trainer.num_val_batches))
-
-
-def loss_so_far(module: LightningModule) -> float:
-    """Loss of the current validation, in nats per token, over this rank's batches."""
-    assert isinstance(module, LanguageModel)
-    return float(module.validation_metrics.loss_so_far)
-
-
 def status(steps: StepLogger, step: int | None = None) -> list[str]:
     """Return the newest row as `loss 2.310`, `MaxVio 0.65 (layer 0)`, `12,345 tokens/s`, if there is one.
 
@@ -226,10 +181,3 @@ def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
     if dead := sum(v["dead_experts"].item() for v in routing.values() if "dead_experts" in v):
         parts.append(shown("dead_experts", dead))
     return parts
-
-
-def flow(parts: Sequence[str], width: int) -> list[str]:
-    """Return the parts, two spaces between them, in lines of `width`; no part is broken."""
-    text = "  ".join(part.replace(" ", _SPACE) for part in parts)
-    lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
-    return [line.replace(_SPACE, " ") for line in lines]

@@ -120,21 +120,7 @@ def test_auto_follows_the_environment_and_empty_is_unset(
     start(wandb)
 
     assert wandb.modes == modes
-    assert os.environ.get("WANDB_MODE") != "", "wandb itself refuses the empty string"
-
-
-def test_an_invalid_wandb_mode_is_ignored_with_a_warning(
-    start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "sometimes")
-
-    start(StubWandb())
-
-    assert "WANDB_MODE" not in os.environ
-    assert capsys.readouterr().err == (
-        "wandb: WANDB_MODE 'sometimes' is ignored; known: online, offline, disabled, shared, run, "
-        "dryrun\n"
-    )
+    assert "WANDB_MODE" not in os.environ, "wandb itself refuses the empty string"
 
 
 def test_a_key_may_end_in_a_newline(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
