@@ -40,7 +40,6 @@ from moe_ffn.training.objective import (
 from moe_ffn.training.optimizer import (
     OptimizerConfig,
     build_schedule,
-    load_scalars_exactly,
     restate_options,
 )
 from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard, find_nan_source
@@ -294,14 +293,9 @@ class LanguageModel(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        if all(p.grad is None for p in self.parameters()):
-            return  # the step is skipped
-        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
+        # A skipped step has no gradients.
+        if gradient_clip_val and any(p.grad is not None for p in self.parameters()):
             clip_by_norm_(self.parameters(), gradient_clip_val, self.gradient_norm)
-        else:
-            super().configure_gradient_clipping(
-                optimizer, gradient_clip_val, gradient_clip_algorithm
-            )
 
     def _take_or_skip_step(self) -> None:
         """Measure the gradient, and discard it if the guard rejects the step."""
@@ -379,7 +373,6 @@ class LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.optimizer_config.build(self.decoder)
-        load_scalars_exactly(optimizer)
         schedule = build_schedule(optimizer, self.optimizer_config, self.max_steps)
         scheduler: Any = {"scheduler": schedule, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}

@@ -1,9 +1,8 @@
 """The optimizers and their options, which a resumed run may change.
 
-The classes of `torch.optim` that train a language model, with their names and arguments there. Left out are
-LBFGS, which needs the loss several times a step, SparseAdam (sparse gradients), Rprop (whole-batch gradients)
-and ASGD, whose average would not be used. `torch.optim.Muon` takes two-dimensional parameters only; here a
-parameter holds many matrices, those of all experts, gate above up, and each is orthogonalised by itself.
+Classes of `torch.optim` have their names and arguments there. `torch.optim.Muon` takes two-dimensional
+parameters only; here a parameter holds the matrices of all experts, gate above up, and each is orthogonalised
+by itself.
 
 M matrices, O rows (out), I columns (in)
 """
@@ -81,14 +80,12 @@ class _TorchConfig(OptimizerConfig, frozen=True):
     """A class of `torch.optim`, whose arguments are the fields that a subclass adds."""
 
     in_torch: ClassVar[Callable[..., Optimizer]]
-    always: ClassVar[Mapping[str, Any]] = {}
-    """Fixed arguments."""
     weight_decay: float = Field(default=0.0, ge=0)
     """L2 decay of every matrix: this times the matrix is added to its gradient; norms, biases and
     embeddings have none."""
 
     def build(self, model: nn.Module) -> Optimizer:
-        options = self.model_dump(exclude=set(OptimizerConfig.model_fields)) | dict(self.always)
+        options = self.model_dump(exclude=set(OptimizerConfig.model_fields))
         groups = decay_groups(model, self.weight_decay)
         return self.in_torch(groups, lr=self.learning_rate, **options)
 
@@ -108,71 +105,11 @@ class AdamWConfig(_AdamConfig, frozen=True):
     weight_decay: DecoupledDecay = 0.1
 
 
-class NAdamConfig(_AdamConfig, frozen=True):
-    """Adam with Nesterov momentum (Dozat 2016); the decay is decoupled."""
-
-    in_torch = optim.NAdam
-    always: ClassVar[Mapping[str, Any]] = {"decoupled_weight_decay": True}
-    type: Literal["nadam"] = "nadam"
-    weight_decay: DecoupledDecay = 0.1
-    momentum_decay: float = Field(default=4e-3, ge=0)
-    """Speed at which the momentum reaches its full value."""
-
-
-class RAdamConfig(_AdamConfig, frozen=True):
-    """Adam with a rectified first phase (Liu et al. 2019); the decay is decoupled."""
-
-    in_torch = optim.RAdam
-    always: ClassVar[Mapping[str, Any]] = {"decoupled_weight_decay": True}
-    type: Literal["radam"] = "radam"
-    weight_decay: DecoupledDecay = 0.1
-
-
 class AdamConfig(_AdamConfig, frozen=True):
     """Adam (Kingma & Ba 2014); weight decay goes through its moments."""
 
     in_torch = optim.Adam
     type: Literal["adam"] = "adam"
-
-
-class AdamaxConfig(_AdamConfig, frozen=True):
-    """Adam by the largest gradient instead of the mean square (Kingma & Ba 2014)."""
-
-    in_torch = optim.Adamax
-    type: Literal["adamax"] = "adamax"
-
-
-class AdagradConfig(_TorchConfig, frozen=True):
-    """Rates by the sum of all squared gradients so far (Duchi et al. 2011)."""
-
-    in_torch = optim.Adagrad
-    type: Literal["adagrad"] = "adagrad"
-    learning_rate: _FullRate = 1e-2
-    eps: _Eps = 1e-10
-
-
-class AdadeltaConfig(_TorchConfig, frozen=True):
-    """Steps in the units of the weights (Zeiler 2012)."""
-
-    in_torch = optim.Adadelta
-    type: Literal["adadelta"] = "adadelta"
-    learning_rate: Rate = 1.0
-    """Peak learning rate, at the end of the warm-up; the paper has 1 too."""
-    rho: Fraction = 0.9
-    """Decay rate of the running means of squared gradients and of squared updates."""
-    eps: float = Field(default=1e-6, gt=0)
-    """Added under the square roots of both running means; it sets the size of the first steps."""
-
-
-class RMSpropConfig(_TorchConfig, frozen=True):
-    """Gradients over their running root mean square (Hinton 2012)."""
-
-    in_torch = optim.RMSprop
-    type: Literal["rmsprop"] = "rmsprop"
-    learning_rate: _FullRate = 1e-3
-    alpha: Fraction = 0.99
-    """Decay rate of the running mean of squared gradients."""
-    eps: _Eps = 1e-8
 
 
 class SGDConfig(_TorchConfig, frozen=True):
@@ -283,28 +220,6 @@ def restate_options(
     ]
     schedule["base_lrs"] = [group["lr"] for group in fresh]
     schedule["_last_lr"] = [group["lr"] for group in optimizer["param_groups"]]
-
-
-def load_scalars_exactly(optimizer: Optimizer) -> None:
-    """Make `load_state_dict` keep the dtype in which scalar states were saved.
-
-    torch does so for `step` only, and casts the rest to the dtype of the parameter, which would round the
-    product of momenta of NAdam.
-    """
-    saved: dict[int, dict[str, Any]] = {}
-
-    def put_back(optimizer: Optimizer) -> None:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        for number, parameter in enumerate(parameters):
-            for name, value in saved.get(number, {}).items():
-                # The moment of a parameter that is itself one number goes with the parameter.
-                if isinstance(value, Tensor) and value.ndim == 0 < parameter.ndim:
-                    state = optimizer.state[parameter]
-                    state[name] = value.to(state[name].device)
-        saved.clear()
-
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: saved.update(state["state"]))
-    optimizer.register_load_state_dict_post_hook(put_back)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

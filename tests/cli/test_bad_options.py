@@ -17,9 +17,7 @@ KNOWN_BLOCKS = (
     "jittered, mixture_of_depths, moe, ngram_memory, normed, reglu, soft_capped_swiglu, soft_moe, swiglu"
 )
 
-KNOWN_OPTIMIZERS = (
-    "adadelta, adafactor, adagrad, adam, adamax, adamw, muon, nadam, radam, rmsprop, sgd"
-)
+KNOWN_OPTIMIZERS = "adafactor, adam, adamw, muon, sgd"
 
 
 REFUSED: dict[str, str | re.Pattern[str]] = {

@@ -21,7 +21,6 @@ from moe_ffn.training.optimizer import (
     OptimizerConfig,
     SGDConfig,
     build_schedule,
-    load_scalars_exactly,
     restate_options,
     split_by_decay,
 )
@@ -31,16 +30,10 @@ from tests.helpers.same_run import assert_same
 
 MAX_STEPS = 40
 TYPES = list(OptimizerConfig.members)
-DECOUPLED = {"adamw", "nadam", "radam", "adafactor", "muon"}
+DECOUPLED = {"adamw", "adafactor", "muon"}
 CHANGED: dict[str, dict[str, Any]] = {
     "adamw": {"betas": (0.5, 0.6), "eps": 1e-3},
-    "nadam": {"betas": (0.5, 0.6), "eps": 1e-3, "momentum_decay": 0.1},
-    "radam": {"betas": (0.5, 0.6), "eps": 1e-3},
     "adam": {"betas": (0.5, 0.6), "eps": 1e-3},
-    "adamax": {"betas": (0.5, 0.6), "eps": 1e-3},
-    "adagrad": {"eps": 1e-3},
-    "adadelta": {"rho": 0.5, "eps": 1e-3},
-    "rmsprop": {"alpha": 0.5, "eps": 1e-3},
     "sgd": {"momentum": 0.5, "nesterov": True},
     "adafactor": {"beta2_decay": -0.5, "d": 2.0},
     "muon": {
@@ -91,7 +84,6 @@ class Learner:
         self.model = build(seed).to(dtype)
         self.config, self.max_steps = config, max_steps
         self.optimizer: Optimizer = config.build(self.model)
-        load_scalars_exactly(self.optimizer)
         self.schedule: LambdaLR = build_schedule(self.optimizer, config, max_steps)
         ids = torch.randint(8, (4, 17), generator=torch.Generator().manual_seed(1))
         self.input_ids, self.target_ids = ids[:, :-1], ids[:, 1:]
@@ -228,9 +220,8 @@ def test_resuming_is_exact(tag: str, dtype: torch.dtype) -> None:
     assert_same(second.saved(), unbroken.saved())
 
 
-@pytest.mark.parametrize(
-    "tag", [tag if tag == "nadam" else pytest.param(tag, marks=pytest.mark.slow) for tag in TYPES]
-)
+@pytest.mark.slow
+@every_type
 def test_moments_are_kept_when_resuming_in_another_dtype(tag: str) -> None:
     narrow, wide = Learner(make(tag)), Learner(make(tag), dtype=torch.float64)
     for _ in range(3):
