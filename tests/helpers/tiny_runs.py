@@ -228,7 +228,7 @@ def losses(run_folder: Path) -> dict[int, float]:
 
 
 def wait_for_row(
-    folder: Path, step: int, process: subprocess.Popen[str], timeout: float = 60
+    folder: Path, step: int, process: subprocess.Popen[str], timeout: float = 180
 ) -> None:
     """Return once the run in `folder` has written a row of optimizer step `step` or a later one."""
     deadline = time.monotonic() + timeout
