@@ -88,6 +88,26 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], type[Exception], str]] =
         ValueError,
         "x must be (..., 16), but has no axis at all",
     ),
+    "8_bit_x": (
+        lambda: (X.to(torch.float8_e4m3fn), None),
+        ValueError,
+        "x must have at least 16 bits, but is torch.float8_e4m3fn, which torch stores and does not ",
+    ),
+    "sparse_x": (
+        lambda: (X.to_sparse(), None),
+        ValueError,
+        "x must be a dense (..., 16), but is of the layout torch.sparse_coo; pad it to one shape, and ",
+    ),
+    "nested_x": (
+        lambda: (torch.nested.nested_tensor([X[0], X[1, :3]], layout=torch.jagged), None),
+        ValueError,
+        "x must be a dense (..., 16), but is a nested tensor; pad it to one shape, and say in ",
+    ),
+    "mask_on_another_device": (
+        lambda: (X, TokenContext(mask=MASK.to("meta"))),
+        ValueError,
+        "TokenContext.mask is on meta, but x is on cpu; use mask.to(x.device)",
+    ),
     "x_is_a_list": (
         lambda: (X.tolist(), None),
         TypeError,

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_ffn import FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
+from moe_ffn import ConfigError, FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
 from moe_ffn.config.errors import Situation
 from moe_ffn.ffn import (
     BiasedConfig,
@@ -368,6 +368,12 @@ def test_a_tokens_experts_share_the_cost_of_a_dense_block(
     active = config.num_active_params(d_model) - config.router.num_params(d_model, 8)
     # Each of k widths is at most 4 off, of a total of at least 8/3 * d_model.
     assert abs(active / DenseConfig().num_params(d_model) - 1) <= 1.5 * k / d_model
+
+
+def test_a_default_width_beyond_any_memory_is_rejected() -> None:
+    ffn = {"type": "moe", "num_experts": 2, "router": {"type": "relu", "k": 1e-9}}
+    with pytest.raises(ConfigError, match=r"d_ff: the hidden width would be .* by default"):
+        build_ffn(ffn, 4096)
 
 
 def test_one_gpt3_layer_has_1_2_billion_parameters() -> None:

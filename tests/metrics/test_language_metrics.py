@@ -90,3 +90,9 @@ def test_of_many_tokens_chunks_that_lie_evenly_are_counted(monkeypatch: pytest.M
     monkeypatch.setattr(functional, "_MAX_CHUNKS", 4)
     # Of the targets too, which are fewer than that.
     assert unigram_loss(train, targets, vocab_size=50) == expected
+
+
+def test_every_token_has_its_bytes() -> None:
+    message = r"^num_bytes must have the shape of nats, \(3,\), but has \(2,\)$"
+    with pytest.raises(ValueError, match=message):
+        LanguageMetrics().update(torch.ones(3), torch.ones(2))

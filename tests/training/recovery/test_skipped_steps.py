@@ -25,8 +25,10 @@ from moe_ffn.parallel.layout import WHOLE
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training import module as module_file
+from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.progress import status
 from moe_ffn.training.objective import Objective
+from moe_ffn.training.recovery.guard import Diverged
 from tests.helpers.faults import Fault
 from tests.helpers.first_gradient import fit as fit_on
 from tests.helpers.fitted import Fitted
@@ -258,6 +260,64 @@ def test_an_overflow_of_float16_is_found(fit: Callable[..., Fitted]) -> None:
     fitted = fit(*(HalfPrecision(1.0), Large()), model={"ffn": "dense"}, trainer={"max_steps": 4})
 
     assert fitted.module.guard.began_in == "decoder.layers.1.ffn.down"
+
+
+def test_clipping_by_value_skips_the_step_too(fit: Callable[..., Fitted]) -> None:
+    options = {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}
+    watcher = Watcher()
+    fault = Fault("layers.0.attention_norm.weight", math.nan, range(2, 3))
+
+    fitted = fit(fault, watcher, model={"ffn": "dense"}, trainer=options)
+
+    assert fitted.module.guard.num_skipped == 1
+    assert [bool(watcher.moved(step)) for step in (2, 3, 4)] == [True, False, True]
+
+
+def test_too_many_in_a_row_raise_after_the_last_row(fit: Callable[..., Fitted]) -> None:
+    rows: list[dict[str, Any]] = []
+
+    class Rows(Callback):
+        def on_exception(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+            rows.extend({"step": step, **row} for step, row in trainer.loggers[0].rows)  # pyright: ignore[reportAttributeAccessIssue]
+
+    with pytest.raises(
+        Diverged, match=r"^step 5: 3 steps in a row .* decoder\.layers\.1\.ffn"
+    ) as info:
+        fit(
+            Rows(),
+            Fault(ROUTER, math.nan, range(2, 9)),
+            model={"ffn": BIASED},
+            logging={"every_n_steps": 4},
+            trainer={"max_steps": 9, "guard": {"max_skipped_in_a_row": 3}},
+        )
+
+    assert info.value.step == 5
+    rows = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in rows] == [4, 5]
+    assert [row["train/skipped_steps"] for row in rows] == [2, 1]
+
+
+def test_no_checkpoint_holds_nonfinite_weights(fit: Callable[..., Fitted], tmp_path: Path) -> None:
+    class Breaker(Callback):
+        def on_train_batch_start(
+            self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+        ) -> None:
+            assert isinstance(pl_module, LanguageModel)
+            if trainer.global_step == 4:
+                with torch.no_grad():
+                    pl_module.decoder.embedding.weight[0, 0] = math.inf
+
+    with pytest.raises(Diverged, match=r"began in the parameter decoder\.embedding\.weight$"):
+        fit(
+            Breaker(),
+            model={"ffn": "dense"},
+            trainer={"guard": {"max_skipped_in_a_row": 2}, "validate_every_n_steps": 1},
+        )
+
+    assert list((tmp_path / "checkpoints").glob("*.ckpt"))
+    for path in (tmp_path / "checkpoints").glob("*.ckpt"):
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert all(value.isfinite().all() for value in state.values())
 
 
 @pytest.mark.parametrize("limit", [1.0, 0.0], ids=["clipped", "not clipped"])
