@@ -243,8 +243,8 @@ transformers and names each model that is missing here.
 - **Weights** of a live model are converted by `moe_ffn.interop.convert_block("{example}", block, config)`,
   the config alone by `block_config("{example}", config)`.
 
-Of {total} models {exact} are equal to rounding ({share:.1%}). {paper} of them are compared with their
-papers, since the blocks of transformers compute something else in evaluation.
+Of {total} models, {exact} agree to rounding ({share:.1%}). {paper} of these {exact} are compared with their
+papers, because their blocks in transformers compute something else in evaluation.
 
 | model | block of transformers | output | gradients |
 |---|---|---|---|
