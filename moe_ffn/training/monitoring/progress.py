@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import short_name
-from moe_ffn.training.monitoring.callbacks import StepLogger, ValidationLogger
+from moe_ffn.training.monitoring.callbacks import LoggedRow, StepLogger, ValidationLogger
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,9 @@ class ProgressBar(Callback):
         )
         self._training = self._bars.add_task("training", visible=False)
         self._validating = self._bars.add_task("validating", visible=False)
+        # Made by the thread that trains: rich draws frames in another, which must read no tensors.
+        self._text = Text()
+        self._shown: LoggedRow | None = None
         self._live = Live()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -63,6 +66,9 @@ class ProgressBar(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._bars.update(self._training, completed=trainer.global_step)
+        if self._live.is_started and self.steps.last_row is not self._shown:
+            self._shown = self.steps.last_row
+            self._show()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start(trainer, self._validating, sum(trainer.num_val_batches))
@@ -72,6 +78,7 @@ class ProgressBar(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._bars.update(self._validating, visible=False)
+        self._show()
         if trainer.state.fn != "fit":
             self._live.stop()
 
@@ -89,14 +96,19 @@ class ProgressBar(Callback):
             self._bars.reset(task, total=total, completed=completed, visible=True)
             if not self._live.is_started:
                 self._live = Live(get_renderable=self._frame, console=Console(stderr=True))
+                self._show()
                 self._live.start()
 
     def _frame(self) -> Group:
+        return Group(self._bars, self._text)
+
+    def _show(self) -> None:
+        """Show the newest row and the loss of the newest validation."""
         parts = status(self.steps)
         if self.validation.last:
             loss, step = self.validation.last["loss"], self.validation.last_step
             parts.append(f"validation loss {loss:.3f} (step {step})")
-        return Group(self._bars, Text("  ".join(parts)))
+        self._text = Text("  ".join(parts))
 
 
 class ProgressLines(Callback):

@@ -99,6 +99,24 @@ def test_the_bar_shows_the_routing_under_it_in_a_terminal(
     assert "MaxVio" in screen.getvalue()
 
 
+def test_a_frame_between_rows_reads_no_statistics(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames are drawn by a thread of rich, for which statistics on a GPU would have to be waited for."""
+    watchers = fit(model={"ffn": {"type": "moe", "num_experts": 4}}).watchers
+    screen = terminal(monkeypatch)
+    bar = ProgressBar(watchers.steps, watchers.validation)
+    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=6, global_step=6)
+    module: Any = None
+    bar.on_train_start(trainer, module)
+
+    monkeypatch.setattr(progress, "status", lambda *_: pytest.fail("statistics were read"))
+    bar._live.refresh()
+    bar.on_train_end(trainer, module)
+
+    assert "MaxVio" in screen.getvalue()
+
+
 class Frames(Callback):
     """What the bar shows after each batch and at the end of each validation, without colours."""
 
