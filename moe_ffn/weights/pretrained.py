@@ -300,15 +300,19 @@ def weight_files(folder: Path) -> list[Path]:
             else ""
         )
         raise ConfigError(f"'{folder}' has neither {WEIGHTS_FILE} nor a whole {INDEX_FILE}{why}")
-    files = dict.fromkeys(places.values()) if isinstance(places, dict) else {}
-    for file in files:
-        if Path(str(file)).name != file:
+    names = [*places.values()] if isinstance(places, dict) else []
+    for name in names:
+        if Path(str(name)).name != name:
             raise ConfigError(
-                f"'{folder / INDEX_FILE}' names {show(file)}, which is no file in this folder"
+                f"'{folder / INDEX_FILE}' names {show(name)}, which is no file in this folder"
             )
-        if kind_of(folder / file) != "a file":
-            raise ConfigError(f"'{folder}' lacks '{file}', which {INDEX_FILE} names; copy it too")
-    return [folder / file for file in files]
+    files = [folder / name for name in dict.fromkeys(names)]
+    for file in files:
+        if kind_of(file) != "a file":
+            raise ConfigError(
+                f"'{folder}' lacks '{file.name}', which {INDEX_FILE} names; copy it too"
+            )
+    return files
 
 
 def require_fitting(

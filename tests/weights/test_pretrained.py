@@ -234,13 +234,14 @@ def test_an_index_is_held_to_its_files(tmp_path: Path, monkeypatch: pytest.Monke
     whole = json.loads(index.read_text())
     first = next(iter(whole["weight_map"].values()))
 
-    def given(**places: str) -> str:
+    def given(**places: Any) -> str:
         index.write_text(json.dumps({"weight_map": {**whole["weight_map"], **places}}))
         with pytest.raises(ConfigError) as caught:
             moe_ffn.load_pretrained(folder)
         return str(caught.value)
 
     assert "names '../x', which is no file in this folder" in given(more="../x")
+    assert "names ['x'], which is no file in this folder" in given(more=["x"])
     (folder / first).unlink()
     assert f"lacks '{first}', which {index.name} names; copy it too" in given()
 
