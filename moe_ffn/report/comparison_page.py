@@ -66,9 +66,10 @@ def comparison_html(
     for run in runs:
         if run.folder in compared:
             continue
-        arms.append(_curves_of(run))
-        if run.name not in [result.shown_name for result in results]:
-            results += _result_of(run)
+        result = _result_of(run)
+        arms.append(_curves_of(run, result))
+        if result is not None and run.name not in [known.shown_name for known in results]:
+            results.append(result)
     numbers = {arm.name: number for number, arm in enumerate(arms)}
     of_arms: dict[str, list[Run]] = {name: [] for name in numbers}
     for run in runs:
@@ -106,19 +107,19 @@ def comparison_html(
     )
 
 
-def _result_of(run: Run) -> list[RunResult]:
-    """Return the result of a run outside the comparison, so far; none where its options are lost."""
+def _result_of(run: Run) -> RunResult | None:
+    """Return the result of a run outside the comparison, so far; None where its options are lost."""
     try:
-        return [RunResult.of_run(run).model_copy(update={"found_as": run.name})]
+        return RunResult.of_run(run).model_copy(update={"found_as": run.name})
     except ConfigError:
-        return []
+        return None
 
 
-def _curves_of(run: Run) -> ArmCurves:
-    for own in _result_of(run):
-        flops = own.budget.model.flops_per_token
-        return ArmCurves(run.name, [own.validation], [own.train], flops)
-    return ArmCurves(run.name, [], [])
+def _curves_of(run: Run, result: RunResult | None) -> ArmCurves:
+    if result is None:
+        return ArmCurves(run.name, [], [])
+    flops = result.budget.model.flops_per_token
+    return ArmCurves(run.name, [result.validation], [result.train], flops)
 
 
 def plots_of_arms(
