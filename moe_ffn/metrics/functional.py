@@ -7,9 +7,7 @@ T tokens, E experts, K experts of a token, N (token, expert) pairs, B sequences
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,74 +17,58 @@ from moe_ffn.balancing.sums import takes_routing
 from moe_ffn.config.base import require_count
 from moe_ffn.outputs import FFNOutput, ListedRouting, Routing
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-def _floating(tensor: Tensor) -> Tensor:
-    """Counts as float64, which holds them exactly; anything else as it is."""
-    return tensor if tensor.dtype.is_floating_point else tensor.double()
-
-
-def _takes_tensors(advice: str) -> Callable[[Function], Function]:
-    """A function of tensors that refuses a Routing or a list, and says what to use instead."""
-
-    def decorate(function: Function) -> Function:
-        @wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            for value in args:
-                if isinstance(value, list | tuple | Routing | FFNOutput):
-                    is_routed = isinstance(value, Routing | FFNOutput)
-                    instead = advice if is_routed else "use torch.tensor(...)"
-                    raise TypeError(
-                        f"{function.__name__} takes tensors, but got a value of type "
-                        f"{type(value).__name__}; {instead}"
-                    )
-            return function(*args, **kwargs)
-
-        return cast("Function", checked)
-
-    return decorate
+def _require_tensors(taker: str, advice: str, *values: object) -> None:
+    """TypeError where a value is a Routing or a list, with what to use instead."""
+    for value in values:
+        if isinstance(value, list | tuple | Routing | FFNOutput):
+            is_routed = isinstance(value, Routing | FFNOutput)
+            raise TypeError(
+                f"{taker} takes tensors, but got a value of type {type(value).__name__}; "
+                f"{advice if is_routed else 'use torch.tensor(...)'}"
+            )
 
 
 # -- of a load
 
-_LOAD = "LoadMetrics measures the load of a Routing, over many batches"
+
+def _floating(load_E: Tensor, taker: str) -> Tensor:
+    """A load as it is; counts as float64, which holds them exactly."""
+    advice = "LoadMetrics measures the load of a Routing, over many batches"
+    _require_tensors(taker, advice, load_E)
+    return load_E if load_E.dtype.is_floating_point else load_E.double()
 
 
-@_takes_tensors(_LOAD)
 def max_violation(load_E: Tensor) -> Tensor:
     """MaxVio = (max - mean) / mean of the load: 0 at balance, E - 1 when one expert has everything.
 
     Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy" (arXiv:2408.15664), section 4.1.
     Leading axes are kept.
     """
-    load_E = _floating(load_E)
+    load_E = _floating(load_E, "max_violation")
     mean = load_E.mean(dim=-1)
     tiny = torch.finfo(load_E.dtype).tiny
     return (load_E.amax(dim=-1) - mean) / mean.clamp(min=tiny)
 
 
-@_takes_tensors(_LOAD)
 def load_cv(load_E: Tensor) -> Tensor:
     """The coefficient of variation, standard deviation / mean: 0 at balance, sqrt(E - 1) at worst."""
-    load_E = _floating(load_E)
+    load_E = _floating(load_E, "load_cv")
     tiny = torch.finfo(load_E.dtype).tiny
     return load_E.std(dim=-1, correction=0) / load_E.mean(dim=-1).clamp(min=tiny)
 
 
-@_takes_tensors(_LOAD)
 def load_entropy(load_E: Tensor) -> Tensor:
     """The entropy of the load over log E: 1 at balance, 0 when one expert has everything; nan without any.
 
     Leading axes are kept; of a single expert it is 1.
     """
-    load_E = _floating(load_E)
+    load_E = _floating(load_E, "load_entropy")
     share_E = load_E / load_E.sum(dim=-1, keepdim=True)
     entropy = torch.special.entr(share_E).sum(dim=-1)
     return entropy / math.log(load_E.shape[-1]) if load_E.shape[-1] > 1 else entropy + 1
 
 
-@_takes_tensors(_LOAD)
 def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
     """MaxVio of what each rank would compute if the experts were split over the ranks in order.
 
@@ -96,8 +78,8 @@ def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
     Raises:
         ConfigError: `num_ranks` is no whole number of at least 1.
     """
+    load_E = _floating(load_E, "rank_max_violation")
     require_count(num_ranks, "num_ranks")
-    load_E = _floating(load_E)
     if load_E.shape[-1] % num_ranks:
         return load_E.new_tensor(torch.nan)
     return max_violation(load_E.unflatten(-1, (num_ranks, -1)).sum(dim=-1))
@@ -106,12 +88,12 @@ def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
 # -- of tokens
 
 
-@_takes_tensors("use routing.scores_TE, normalised to sum to 1")
 def top1_margin(scores_TE: Tensor) -> Tensor:
     """(T,): the best normalised score minus the second best: how sure the router is of its first choice.
 
     nan with a single expert.
     """
+    _require_tensors("top1_margin", "use routing.scores_TE, normalised to sum to 1", scores_TE)
     if scores_TE.shape[-1] == 1:
         return torch.full_like(scores_TE[..., 0], torch.nan)
     best_T, second_T = scores_TE.topk(2, dim=-1).values.unbind(dim=-1)
@@ -169,16 +151,15 @@ def coactivation_counts(routing: Routing) -> Tensor:
         return (chosen_TE.t() @ chosen_TE).long()
 
 
-@_takes_tensors("use coactivation_counts(routing)")
 def coactivation(counts_EE: Tensor) -> Tensor:
     """(E, E): the share of expert i's tokens that also went to expert j; 1 on the diagonal of used ones.
 
     Muennighoff et al. 2024, "OLMoE" (arXiv:2409.02060), section 5.2.
     """
+    _require_tensors("coactivation", "use coactivation_counts(routing)", counts_EE)
     return counts_EE / counts_EE.diagonal().clamp(min=1).unsqueeze(-1)
 
 
-@_takes_tensors("use chosen_experts(routing)")
 def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
     """The share of tokens whose experts differ between two looks at the same tokens.
 
@@ -191,6 +172,7 @@ def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
     Raises:
         ValueError: they are of different tokens or experts.
     """
+    _require_tensors("churn", "use chosen_experts(routing)", before_TE, after_TE)
     if before_TE.shape != after_TE.shape:
         raise ValueError(
             f"churn compares two looks at the same tokens and experts, got {tuple(before_TE.shape)} and "

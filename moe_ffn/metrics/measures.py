@@ -28,23 +28,15 @@ from moe_ffn.metrics.functional import (
 from moe_ffn.outputs import Routing
 
 
+@dataclass(eq=False)
 class LayerBatch:
-    """The routing of one layer in one batch, and what several statistics need of it, computed once.
+    """The routing of one layer in one batch, and what several statistics need of it, computed once."""
 
-    Args:
-        shared_share: the layer's in `FFNOutput.shared_shares`; None without a shared expert.
-        places: pairs that an expert takes; None without a capacity.
-    """
-
-    def __init__(
-        self,
-        routing: Routing,
-        shared_share: Tensor | None = None,
-        places: Tensor | None = None,
-    ) -> None:
-        self.routing = routing
-        self.shared_share = shared_share
-        self.places = places
+    routing: Routing
+    shared_share: Tensor | None = None
+    """The layer's in `FFNOutput.shared_shares`; None without a shared expert."""
+    places: Tensor | None = None
+    """Pairs that an expert takes; None without a capacity."""
 
     @cached_property
     def num_tokens(self) -> Tensor:

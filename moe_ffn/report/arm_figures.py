@@ -4,18 +4,18 @@
     from moe_ffn.studies.gather import gather
 
     comparison = gather([Path("runs/gating")]).compare()
-    arm_figures.losses(arm_figures.curves_of(comparison.arms), over="FLOPs")
+    arm_figures.losses(comparison.arms, over="FLOPs")
     arm_figures.frontier(comparison, "FLOPs")
     arm_figures.differences(comparison)
 
-An arm has one colour and one dash in all of them. The pages of comparisons and of studies show these figures.
+An arm has one colour and one dash in all of them. A figure without anything to draw raises a
+`NotMeasuredError`. The pages of comparisons and of studies show these figures.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ from moe_ffn.metrics.plotting import axis_title, label
 from moe_ffn.report.drawing import LIGHT, SERIES, curves_figure, rounded, scatter, style_of
 from moe_ffn.report.figures import NotMeasuredError
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison, Tuning
-from moe_ffn.studies.result import Curve
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval
 
 Over = Literal["tokens", "FLOPs", "seconds", "steps"]
@@ -58,80 +57,45 @@ Points = tuple[list[float | None], list[float | None]]
 """Places and losses of a curve; None where a value is missing or not finite."""
 
 
-@dataclass(frozen=True)
-class ArmCurves:
-    """Losses of an arm over training, one curve per seed."""
-
-    name: str
-    validation: Sequence[Curve]
-    train: Sequence[Curve]
-    flops_per_token: float | None = None
-    """FLOPs of the forward pass; None where unknown."""
-    step_seconds: float | None = None
-    """Seconds of a step, timed apart from the runs; None to use the clocks of the runs."""
-
-    def curves(self, of: Loss, over: Over) -> list[Points]:
-        """Return the places and losses of each curve that has both."""
-        found: list[Points] = []
-        for curve in self.validation if of == "validation" else self.train:
-            places = self._places(curve, over)
-            if len(places) == len(curve.losses) and any(x is not None for x in places):
-                found.append((places, list(curve.losses)))
-        return found
-
-    def _places(self, curve: Curve, over: Over) -> list[float | None]:
+def curves_of(arm: Arm, of: Loss, over: Over) -> list[Points]:
+    """Return the places and losses of each seed's curve that has both."""
+    found: list[Points] = []
+    for result in arm.results:
+        curve = result.validation if of == "validation" else result.train
+        places: list[float | None]
         if over == "FLOPs":
-            if self.flops_per_token is None:
-                return []
-            per_token = TRAINING_FLOPS * self.flops_per_token
-            return [None if x is None else per_token * x for x in curve.tokens]
-        if over == "seconds" and self.step_seconds is not None:
-            return [step * self.step_seconds for step in curve.steps]
-        return list(getattr(curve, over))
+            per_token = TRAINING_FLOPS * result.budget.model.flops_per_token
+            places = [per_token * x for x in curve.tokens]
+        elif over == "seconds" and arm.timed_step_seconds is not None:
+            places = [step * arm.timed_step_seconds for step in curve.steps]
+        else:
+            places = list(getattr(curve, over))
+        if len(places) == len(curve.losses) and any(x is not None for x in places):
+            found.append((places, list(curve.losses)))
+    return found
 
 
-def curves_of(arms: Sequence[Arm]) -> list[ArmCurves]:
-    """Return the losses that the runs of each arm measured over training."""
-    return [
-        ArmCurves(
-            arm.name,
-            [result.validation for result in arm.results],
-            [result.train for result in arm.results],
-            arm.budget.model.flops_per_token,
-            arm.timed_step_seconds,
-        )
-        for arm in arms
-    ]
-
-
-def axes_of(arms: Sequence[ArmCurves], of: Loss) -> list[Over]:
+def axes_of(arms: Sequence[Arm], of: Loss) -> list[Over]:
     """Return the axes that every arm with such a loss knows; none if each curve is a single point."""
-    drawn = [arm for arm in arms if arm.curves(of, "steps")]
-    if all(len(places) == 1 for arm in drawn for places, _ in arm.curves(of, "steps")):
+    drawn = [arm for arm in arms if curves_of(arm, of, "steps")]
+    if all(len(places) == 1 for arm in drawn for places, _ in curves_of(arm, of, "steps")):
         return []
-    return [over for over in AXES if drawn and all(arm.curves(of, over) for arm in drawn)]
+    return [over for over in AXES if drawn and all(curves_of(arm, of, over) for arm in drawn)]
 
 
-def losses(
-    arms: Sequence[ArmCurves],
-    over: Over = "tokens",
-    of: Loss = "validation",
-) -> go.Figure:
+def losses(arms: Sequence[Arm], over: Over = "tokens", of: Loss = "validation") -> go.Figure:
     """Draw the mean loss of each arm over training, with its 95 % interval over seeds.
 
     An arm of fewer than `MIN_SEEDS` seeds has a line per seed instead.
 
     Args:
         of: loss on the validation split, or in training.
-
-    Raises:
-        NotMeasuredError: no arm has such a loss over that axis.
     """
     traces: list[go.Scatter] = []
     late: list[Interval] = []
     seeds: set[int] = set()
     for number, arm in enumerate(arms):
-        curves = arm.curves(of, over)
+        curves = curves_of(arm, of, over)
         of_lines = [curves] if len(curves) >= MIN_SEEDS else [[curve] for curve in curves]
         lines = [points for points in map(_means, of_lines) if points]
         if not lines:
@@ -140,7 +104,19 @@ def losses(
         last = fmean(points[-1][1].value for points in lines)
         for place, points in enumerate(lines):
             traces += _band(arm.name, number, points)
-            traces.append(_curve(arm.name, number, points, f" {last:.4f}", showlegend=place == 0))
+            trace = arm_trace(
+                number,
+                arm.name,
+                [rounded(x) for x, _ in points],
+                [round(y.value, 5) for _, y in points],
+                AT,
+                f" {last:.4f}",
+                marker={"size": 5},
+                mode="lines+markers" if len(points) <= 40 else "lines",
+                legendgroup=str(number),
+                showlegend=place == 0,
+            )
+            traces.append(trace)
             late += [loss for x, loss in points if x >= LATE * points[-1][0]]
     if not traces:
         raise NotMeasuredError(f"no arm has a {LOSSES[of].lower()} over {over}")
@@ -194,31 +170,11 @@ def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> l
     ]
 
 
-def _curve(
-    name: str, number: int, points: Sequence[tuple[float, Interval]], shown: str, showlegend: bool
-) -> go.Scatter:
-    return arm_trace(
-        number,
-        name,
-        [rounded(x) for x, _ in points],
-        [round(y.value, 5) for _, y in points],
-        AT,
-        shown,
-        marker={"size": 5},
-        mode="lines+markers" if len(points) <= 40 else "lines",
-        legendgroup=str(number),
-        showlegend=showlegend,
-    )
-
-
 def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
     """Draw final losses over the cost of training; a line joins the arms that none beats in both.
 
     Args:
         cost: one of `COSTS`.
-
-    Raises:
-        NotMeasuredError: an arm does not know this cost.
     """
     arms = comparison.arms
     costs = [COSTS[cost](arm) for arm in arms]
@@ -229,18 +185,9 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
     pairs = list(zip(known, arms, strict=True))
     best = sorted((x, arm.loss) for x, arm in pairs if arm.on_frontier.get(cost))
     if len(best) > 1:
-        traces.append(
-            go.Scatter(
-                x=[x for x, _ in best],
-                y=[y for _, y in best],
-                mode="lines",
-                line={"dash": "dot", "width": 2, "color": "gray"},
-                marker={"color": "gray"},
-                name="frontier",
-                hoverinfo="skip",
-                meta={"colour": "quiet", "name": "frontier"},
-            )
-        )
+        xs, ys = zip(*best, strict=True)
+        look = ("quiet", "dot")
+        traces.append(scatter("frontier", xs, ys, look, mode="lines", hoverinfo="skip"))
     for number, (x, arm) in enumerate(pairs):
         traces.append(
             arm_trace(
@@ -281,9 +228,6 @@ def differences(comparison: Comparison) -> go.Figure:
     """Draw each arm's paired difference from the baseline with its 95 % interval; left of 0 is better.
 
     An arm of fewer than `MIN_SEEDS` seeds has a point per seed instead.
-
-    Raises:
-        NotMeasuredError: no arm has a difference.
     """
     rows = [
         (number, arm, arm.difference)
@@ -346,9 +290,6 @@ def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
 
     Args:
         found: one of `comparison.tuning`.
-
-    Raises:
-        NotMeasuredError: no arm was tuned.
     """
     if not any(found.losses.values()):
         raise NotMeasuredError(f"no arm was tuned by {found.option}")

@@ -35,7 +35,7 @@ class SizedLine:
 
 
 def over_sizes(
-    lines: Sequence[SizedLine], size: str, value: str = LOSS_AXIS, title: str = ""
+    lines: Sequence[SizedLine], size: str, title: str, value: str = LOSS_AXIS
 ) -> go.Figure:
     """Draw values over a size: a dot per seed, means with 95 % intervals, and fitted laws.
 
@@ -60,7 +60,7 @@ def over_sizes(
     if any(line.minimum for line in lines):
         note += " A triangle marks the lowest place of a fit, with its interval."
     y_axis = {"title": axis_title(value)}
-    return arms_figure(traces, title or f"Final loss by {size}", note, x_axis, y_axis)
+    return arms_figure(traces, title, note, x_axis, y_axis)
 
 
 def _ticks(sizes: Sequence[float]) -> Sequence[float]:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.report import arm_figures, figures, run_summary
-from moe_ffn.report.arm_figures import AXES, LOSSES, ArmCurves, curves_of
+from moe_ffn.report.arm_figures import AXES, LOSSES
 from moe_ffn.report.comparison_tables import tables, tuning_tables
 from moe_ffn.report.drawing import style_of
 from moe_ffn.report.plots import (
@@ -24,7 +24,7 @@ from moe_ffn.report.plots import (
 )
 from moe_ffn.runs.folder import REPORT_FILE
 from moe_ffn.runs.reader import Run
-from moe_ffn.studies.comparison import COSTS, Comparison
+from moe_ffn.studies.comparison import COSTS, Arm, Comparison
 from moe_ffn.studies.differences import what_differs
 from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.result import RunResult
@@ -59,7 +59,7 @@ def comparison_html(
         output: path of the page, for links to the pages of the runs and for a shared script.
         runs: runs whose balance over training, alarms and progress the page shows.
     """
-    arms = curves_of(comparison.arms) if comparison else []
+    arms = list(comparison.arms) if comparison else []
     compared = gathered.arms if comparison else {}
     results = list(gathered.results)
     arm_of = {result.shown_name: result.main_arm for result in results if comparison}
@@ -67,7 +67,7 @@ def comparison_html(
         if run.folder in compared:
             continue
         result = _result_of(run)
-        arms.append(_curves_of(run, result))
+        arms.append(Arm(run.name, [result] if result else []))
         if result is not None and run.name not in [known.shown_name for known in results]:
             results.append(result)
     numbers = {arm.name: number for number, arm in enumerate(arms)}
@@ -115,16 +115,9 @@ def _result_of(run: Run) -> RunResult | None:
         return None
 
 
-def _curves_of(run: Run, result: RunResult | None) -> ArmCurves:
-    if result is None:
-        return ArmCurves(run.name, [], [])
-    flops = result.budget.model.flops_per_token
-    return ArmCurves(run.name, [result.validation], [result.train], flops)
-
-
 def plots_of_arms(
     comparison: Comparison | None,
-    arms: Sequence[ArmCurves],
+    arms: Sequence[Arm],
     runs: Mapping[str, Sequence[Run]],
 ) -> dict[str, list[Plot]]:
     """Return section of `runs.html` -> its plots.

@@ -98,9 +98,9 @@ def _costs(comparison: Comparison) -> Table:
             compact(arm.budget.model.active_params),
             compact(arm.budget.model.flops_per_token),
             _speed(arm, comparison.base_of(arm)),
-            _megabytes(arm.mean("peak_memory_bytes")),
+            NONE if memory is None else f"{memory / 1e6:,.0f} MB",
         ]
-        for arm in arms
+        for arm, memory in ((arm, arm.mean("peak_memory_bytes")) for arm in arms)
     ]
     speed = (
         "of the median step, measured apart from the runs"
@@ -120,10 +120,6 @@ def _speed(arm: Arm, base: Arm) -> str:
     ours, theirs = arm.tokens_per_second, base.tokens_per_second
     share = f" ({ours / theirs:.2f})" if ours and theirs and arm is not base else ""
     return f"{number(ours, ',.0f')}{share}"
-
-
-def _megabytes(count: float | None) -> str:
-    return NONE if count is None else f"{count / 1e6:,.0f} MB"
 
 
 def _routing(arms: Sequence[Arm]) -> Table:
@@ -151,9 +147,9 @@ def _reached(comparison: Comparison) -> Table:
     rows = [
         [
             arm.name,
-            *_share(arm, base, "steps", "{:,.0f}".format, _margin(arm)),
-            *_share(arm, base, "flops", compact),
-            *_share(arm, base, "seconds", "{:,.0f}".format),
+            _share(arm, base, "steps", "{:,.0f}".format, _margin(arm)),
+            _share(arm, base, "flops", compact),
+            _share(arm, base, "seconds", "{:,.0f}".format),
             " ".join(kind for kind, is_on in arm.on_frontier.items() if is_on) or NONE,
         ]
         for arm in comparison.arms
@@ -174,25 +170,17 @@ def _margin(arm: Arm) -> str:
     return f" ±{(interval.high - interval.low) / 2:,.0f}" if interval and arm.base else ""
 
 
-def _share(
-    arm: Arm, base: Arm, key: str, text: Callable[[Any], str], margin: str = ""
-) -> list[str]:
-    reached, whole = arm.reached, base.reached
+def _share(arm: Arm, base: Arm, key: str, text: Callable[[Any], str], margin: str = "") -> str:
+    reached = arm.reached
     if reached is None:
-        return [NONE]
+        return NONE
     if reached.num_reached < reached.num_seeds:
         count = f" ({reached.num_reached} of {reached.num_seeds})" if reached.num_reached else ""
-        return [f"not reached{count}"]
+        return f"not reached{count}"
     value = getattr(reached, key)
-    all_of_it = {
-        "steps": base.steps,
-        "flops": base.training_flops,
-        "seconds": base.training_seconds,
-    }[key]
-    if value is None or whole is None:
-        return [NONE]
-    share = f" ({value / all_of_it:.2f})" if all_of_it else ""
-    return [f"{text(value)}{margin}{share}"]
+    whole = getattr(base, "steps" if key == "steps" else f"training_{key}")
+    share = f" ({value / whole:.2f})" if value is not None and whole else ""
+    return NONE if value is None else f"{text(value)}{margin}{share}"
 
 
 def tuning_tables(comparison: Comparison) -> Iterator[Table]:
@@ -230,21 +218,15 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
             shown.add_row(*(Text(printable(cell)) for cell in row))
         console.print(shown)
         say(f"{table.legend}\n", "dim")
-    for line in _difference_lines(comparison):
-        say(line)
+    if len(comparison.arms) > 1:
+        say(f"What differs from {comparison.baseline}")
+        for arm in (arm for arm in comparison.arms if arm.base):
+            say(f"  {arm.name}: {'; '.join(arm.differs) or 'nothing'}")
+        say("")
     for sentence in comparison.verdicts:
         say(sentence, "bold")
     for note in comparison.notes:
         say(f"note: {note}", "yellow")
-
-
-def _difference_lines(comparison: Comparison) -> Iterator[str]:
-    if len(comparison.arms) < 2:
-        return
-    yield f"What differs from {comparison.baseline}"
-    for arm in (arm for arm in comparison.arms if arm.base):
-        yield f"  {arm.name}: {'; '.join(arm.differs) or 'nothing'}"
-    yield ""
 
 
 def markdown(table: Table) -> str:

@@ -62,9 +62,11 @@ def style_of(number: int) -> tuple[int, str]:
     return colour, DASHES[(colour + turn) % len(DASHES)]
 
 
-def scale_of(metric: Metric) -> tuple[str, str | None]:
-    """Return the title and the tick format (d3) of an axis of its values; shares are percent."""
-    return (metric.axis("percent"), ".2~%") if metric.is_share else (metric.axis(), None)
+def scale_of(metric: Metric) -> dict[str, str]:
+    """Return the title and the tick format (d3) of an axis or a bar of its values; shares are percent."""
+    if metric.is_share:
+        return {"title": metric.axis("percent"), "tickformat": ".2~%"}
+    return {"title": metric.axis()}
 
 
 # -- series
@@ -137,22 +139,12 @@ def describe_points(found: Sequence[Series], max_points: int, what: str = "point
 # -- figures
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of a figure."""
-
-    name: str
-    series: Series
-    number: int
-    """Chooses colour and dash, the same for the same thing in every plot."""
-
-
 def scatter(
     name: str,
     x: Sequence[Any],
     y: Sequence[Any],
     look: tuple[int | str, str],
-    hover: str,
+    hover: str | None = None,
     shown: str = "",
     **options: Any,
 ) -> go.Scatter:
@@ -201,7 +193,7 @@ def curves_figure(
 
 
 def line_figure(
-    lines: Sequence[Line],
+    lines: Mapping[str, Series],
     metric: Metric,
     max_points: int,
     *,
@@ -211,14 +203,17 @@ def line_figure(
     """Draw lines over steps; the legend has the last values.
 
     Args:
+        lines: name -> series, one of them not empty; the place gives colour and dash, the same for the same
+            thing in every plot.
         max_points: points of a line, see `average`.
         levels: name -> height of a horizontal line to compare with, such as the entropy of an even choice.
     """
     traces: list[go.Scatter] = []
-    for line in lines:
-        grid = average([line.series], max_points)
-        traces.append(_line(grid.steps, grid.values[0], line.name, metric, style_of(line.number)))
-    found = [line.series for line in lines]
+    for number, (name, series) in enumerate(lines.items()):
+        if series:
+            grid = average([series], max_points)
+            traces.append(_line(grid.steps, grid.values[0], name, metric, style_of(number)))
+    found = [series for series in lines.values() if series]
     span = [step for series in found for step in series.steps]
     for name, value in levels.items():
         ends = [min(span), max(span)]
@@ -230,8 +225,8 @@ def line_figure(
         "rangemode": "tozero",
         "unifiedhovertitle": {"text": "step %{x:,~r}"},
     }
-    title, ticks = scale_of(metric)
-    y_axis: dict[str, Any] = {"title": axis_title(title), "tickformat": ticks}
+    scale = scale_of(metric)
+    y_axis: dict[str, Any] = {**scale, "title": axis_title(scale["title"])}
     layout: dict[str, Any] = {}
     if metric.healthy_range is not None:
         y_axis["rangemode"] = "tozero"

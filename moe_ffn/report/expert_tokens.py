@@ -20,9 +20,7 @@ from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.prepare import cached_validation
 from moe_ffn.ffn.base import RouterInfo
-from moe_ffn.model.decoder import short_name
 from moe_ffn.outputs import Routing
-from moe_ffn.report.run_summary import evenly_chosen
 from moe_ffn.report.trace import origin, visible
 from moe_ffn.runs.reader import Run
 
@@ -30,6 +28,9 @@ MAX_FLOPS = 2e10
 """FLOPs of the forward passes: a second or two on two cores."""
 
 MAX_TOKENS, BATCH_TOKENS = 32_768, 4096
+
+NUM_TOKENS = 8
+"""Tokens listed of an expert."""
 
 MIN_COUNT = 5
 """Fewest times that a token comes to an expert to count as typical."""
@@ -147,11 +148,8 @@ class RoutedText:
         return b"".join(self.vocabulary[token] for token in self.ids_T[start:end])
 
 
-def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
+def route_validation(run: Run) -> RoutedText:
     """Route windows spread over the validation split by the best weights of a run, in evaluation.
-
-    Args:
-        num_tokens: most tokens, but at least a window; None for as many as take a second or two.
 
     Raises:
         ConfigError: the run has no good checkpoint, or its validation text is no longer in the cache.
@@ -163,9 +161,7 @@ def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
         raise ConfigError(
             f"the validation text of '{run.folder}' is not in data.cache_dir '{data.cache_dir}' any more"
         )
-    if num_tokens is None:
-        cost = run.facts.flops_per_token or 0
-        num_tokens = int(min(MAX_TOKENS, MAX_FLOPS / max(cost, 1)))
+    num_tokens = int(min(MAX_TOKENS, MAX_FLOPS / max(run.facts.flops_per_token or 0, 1)))
     starts = spread_starts(len(tokens), data.seq_len, max(num_tokens // data.seq_len, 1))
     ids_WS = np.stack([tokens[start : start + data.seq_len] for start in starts]).astype(np.int64)
     infos = saved.config.model.routers()
@@ -211,14 +207,11 @@ class ExpertTokens:
     from the text; each came at least `MIN_COUNT` times, and more often than by chance."""
 
 
-def expert_tokens(
-    routed: RoutedText, layer: str, *, num_tokens: int = 8, num_contexts: int = 3
-) -> list[ExpertTokens]:
+def expert_tokens(routed: RoutedText, layer: str, num_contexts: int = 3) -> list[ExpertTokens]:
     """Return the tokens that each expert of a layer takes most often, and more often than by chance.
 
     Args:
         layer: a name in `routed.layers`.
-        num_tokens: length of each list.
         num_contexts: places in the text for each token, evenly spread.
     """
     tokens_N, experts_N = routed.layers[layer].pairs
@@ -252,8 +245,8 @@ def expert_tokens(
             ExpertTokens(
                 name,
                 len(places) / max(len(tokens_N), 1),
-                tuple(map(token, frequent[:num_tokens])),
-                tuple(map(token, typical[:num_tokens])),
+                tuple(map(token, frequent[:NUM_TOKENS])),
+                tuple(map(token, typical[:NUM_TOKENS])),
             )
         )
     return found
@@ -273,15 +266,19 @@ def context(routed: RoutedText, place: int) -> tuple[str, str, str]:
     return visible(before) if before else "", token, visible(after) if after else ""
 
 
-def stretches(routed: RoutedText, layer: str, window: int) -> list[tuple[int, bytes]]:
+def stretches(routed: RoutedText, layer: str, window: int) -> list[tuple[int, str]]:
     """Return a window as (expert, text), cut where the heaviest expert changes; -1 for none."""
     places = slice(window * routed.seq_len, (window + 1) * routed.seq_len)
     here = routed.layers[layer]
     first_T = np.where(here.first_T < here.num_experts, here.first_T, NOT_REACHED)
-    ids, experts = routed.ids_T[places], first_T[places]
-    pairs = zip(experts.tolist(), ids.tolist(), strict=True)
+    pairs = zip(first_T[places].tolist(), routed.ids_T[places].tolist(), strict=True)
     return [
-        (expert, b"".join(routed.vocabulary[token] for _, token in group))
+        (
+            expert,
+            b"".join(routed.vocabulary[token] for _, token in group).decode(
+                "utf-8", "backslashreplace"
+            ),
+        )
         for expert, group in groupby(pairs, key=lambda pair: pair[0])
     ]
 
@@ -292,54 +289,24 @@ MAX_LAYERS, MAX_EXPERTS, TEXT_TOKENS = 8, 32, 768
 """Layers shown, evenly chosen; experts of a layer, the busiest; tokens of running text, in whole windows."""
 
 
-@dataclass(frozen=True)
-class LayerView:
-    """A layer on the page."""
-
-    title: str
-    names: Sequence[str]
-    """Names of its experts."""
-    windows: Sequence[Sequence[tuple[int, str]]]
-    """Stretches of text by expert, see `stretches`."""
-    experts: Sequence[tuple[int, ExpertTokens]]
-    """Busiest experts and their numbers."""
-
-
-@dataclass(frozen=True)
-class View:
-    """Tokens of experts on a page, or the reason why they are absent."""
-
-    num_tokens: int = 0
-    layers: Sequence[LayerView] = ()
-    problem: str = ""
-
-
-def view(run: Run) -> View | None:
-    """Return the tokens of experts; None for a run without sparse layers, or still in training."""
+def of_page(run: Run) -> RoutedText | str | None:
+    """Return the text to show, or why there is none; None for a run without sparse layers, or in training."""
     if not run.layers or run.is_going_on:
         return None
     try:
         routed = route_validation(run)
-        layers = [
-            _layer_view(routed, name) for name in evenly_chosen(list(routed.layers), MAX_LAYERS)
-        ]
     except Exception as error:  # custom code may raise anything; the page has other parts
-        return View(problem=first_line(error))
-    if not layers:
-        return View(problem="routers list pairs of too many experts to show each")
-    return View(len(routed.ids_T), layers)
+        return first_line(error)
+    return routed if routed.layers else "routers list pairs of too many experts to show each"
 
 
-def _layer_view(routed: RoutedText, name: str) -> LayerView:
+def windows(routed: RoutedText, layer: str) -> list[list[tuple[int, str]]]:
+    """Return the `stretches` of the first windows."""
     num_windows = min(max(TEXT_TOKENS // routed.seq_len, 1), len(routed.ids_T) // routed.seq_len)
-    experts = enumerate(expert_tokens(routed, name, num_contexts=1))
-    busiest = sorted(experts, key=lambda found: -found[1].share)[:MAX_EXPERTS]
-    return LayerView(
-        f"layer {short_name(name)}",
-        routed.layers[name].expert_names,
-        [
-            [(expert, text.decode("utf-8", "backslashreplace")) for expert, text in found]
-            for found in (stretches(routed, name, window) for window in range(num_windows))
-        ],
-        sorted(busiest, key=lambda found: found[0]),
-    )
+    return [stretches(routed, layer, window) for window in range(num_windows)]
+
+
+def busiest(routed: RoutedText, layer: str) -> list[tuple[int, ExpertTokens]]:
+    """Return the numbers and tokens of the busiest experts, in the order of their numbers."""
+    experts = enumerate(expert_tokens(routed, layer, num_contexts=1))
+    return sorted(sorted(experts, key=lambda found: -found[1].share)[:MAX_EXPERTS])

@@ -8,7 +8,8 @@
     figures.load(run, layer=3)
     figures.measure(run, "max_violation")
 
-`figure.layout.meta["note"]` explains a figure. The page of a run shows the same figures.
+`figure.layout.meta["note"]` explains a figure. A figure of what the run did not measure, or of an unknown
+metric or layer, raises a `NotMeasuredError`. The page of a run shows the same figures.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import plotly.graph_objects as go
@@ -28,7 +29,6 @@ from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, Metric
 from moe_ffn.model.decoder import is_inner, layer_name, short_name
 from moe_ffn.report.drawing import (
     STEP_AXIS,
-    Line,
     average,
     describe_points,
     form_of,
@@ -36,9 +36,12 @@ from moe_ffn.report.drawing import (
     plain_rows,
     scale_of,
 )
+from moe_ffn.report.html import layer_title
 from moe_ffn.report.run_summary import measured
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
+
+Found = TypeVar("Found")
 
 MAX_POINTS = 500
 """Most points of a curve."""
@@ -78,11 +81,8 @@ def curve(run: Run, key: str) -> go.Figure:
 
     Args:
         key: such as `gradient_norm`; see `moe_ffn.metrics.table.RUN_METRICS`.
-
-    Raises:
-        NotMeasuredError: there is no such metric, or no row of the run has it.
     """
-    metric = _find(key, RUN_METRICS)
+    metric = find(RUN_METRICS, key)
     alone = metric.quantity if len(metric.rows) == 1 else ""
     keys = {alone or ROW_NAMES[row]: f"{row}/{key}" for row in metric.rows}
     levels: dict[str, float] = {}
@@ -102,11 +102,7 @@ BEFORE_WEIGHTS = Metric(
 
 
 def balancing_losses(run: Run) -> go.Figure:
-    """Draw every balancing loss that the run has, before its weight.
-
-    Raises:
-        NotMeasuredError: it has none.
-    """
+    """Draw every balancing loss that the run has, before its weight."""
     names = [name for name in sorted(BALANCING_LOSSES) if run.series(f"train/{name}")]
     notes = [note for name in names if (note := BALANCING_LOSSES[name].note)]
     keys = {name.replace("_", " "): f"train/{name}" for name in names}
@@ -125,9 +121,8 @@ def _curves(
     note: str = "",
     levels: Mapping[str, float] = MappingProxyType({}),
 ) -> go.Figure:
-    lines = [Line(name, run.series(key), n) for n, (name, key) in enumerate(keys.items())]
-    lines = [line for line in lines if line.series]
-    if not lines:
+    lines = {name: run.series(key) for name, key in keys.items()}
+    if not any(lines.values()):
         wanted = " or ".join(keys.values()) or metric.title.lower()
         raise NotMeasuredError(f"run '{run.name}' has no {wanted}")
     return line_figure(lines, metric, MAX_POINTS, levels=levels, note=note)
@@ -141,9 +136,6 @@ def load(run: Run, layer: int | str) -> go.Figure:
 
     Args:
         layer: its number, or its name, such as `layer_03/inner`.
-
-    Raises:
-        NotMeasuredError: the layer has no experts.
     """
     name = _find_layer(run, layer, run.loads)
     rows = sum(map(len, run.loads.values()))
@@ -155,7 +147,7 @@ def load(run: Run, layer: int | str) -> go.Figure:
         range(num_experts),
         plain_rows(np.array(grid.values, dtype=float) * num_experts),
         (STEP_AXIS, "expert"),
-        title=f"Load, {_title(name)}",
+        title=f"Load, {layer_title(name)}",
         note=describe_points(run.loads[name], columns, "column"),
         hover="step %{x:,~r}, expert %{y}: <b>%{z:.2f}</b> times the even share",
         meta={"stops": {r: place for r, (place, _) in LOAD_SCALE.items()}},
@@ -168,11 +160,8 @@ def measure(run: Run, key: str) -> go.Figure:
 
     Args:
         key: such as `max_violation`; see `moe_ffn.metrics.table.LAYER_METRICS`.
-
-    Raises:
-        NotMeasuredError: there is no such metric, or no layer of the run has it.
     """
-    metric = _find(key, LAYER_METRICS)
+    metric = find(LAYER_METRICS, key)
     found = measured(run, metric)
     if not found:
         raise NotMeasuredError(f"run '{run.name}' has no {key} of any layer")
@@ -183,7 +172,7 @@ def measure(run: Run, key: str) -> go.Figure:
     note = f"{metric.sentence} {even}Healthy: {metric.healthy}."
     layers = list(run.validated_layers if metric.measured == "validation" else run.layers)
     if len(layers) <= MAX_LINES:
-        lines = [Line(_title(layer), one, layers.index(layer)) for layer, one in found.items()]
+        lines = {layer_title(layer): found.get(layer, Series()) for layer in layers}
         return line_figure(lines, metric, MAX_LAYER_POINTS, levels=evens, note=note)
     max_points = max(MAX_CELLS // len(found), 60)
     grid = average(list(found.values()), max_points)
@@ -194,7 +183,7 @@ def measure(run: Run, key: str) -> go.Figure:
         (STEP_AXIS, "layer"),
         title=metric.title,
         note=f"{note} {describe_points(list(found.values()), max_points)}".strip(),
-        bar=_bar(metric),
+        bar=scale_of(metric),
         hover=f"step %{{x:,~r}}, layer %{{y}}: <b>%{{z:{form_of(metric)}}}</b>",
         colorscale="Cividis",
     )
@@ -205,9 +194,6 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
 
     Args:
         layer: its number, or its name, such as `layer_03/inner`.
-
-    Raises:
-        NotMeasuredError: it was not measured of this layer, or not yet.
     """
     found = coactivations(run)
     name = _find_layer(run, layer, found)
@@ -225,9 +211,9 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
         experts,
         plain_rows(shares),
         ("expert j", "expert i"),
-        title=f"{metric.title}, {_title(name)}",
+        title=f"{metric.title}, {layer_title(name)}",
         note=f"On the validation split.{even}",
-        bar=_bar(metric),
+        bar=scale_of(metric),
         hover=f"of the tokens of expert %{{y}}, <b>%{{z:{form_of(metric)}}}</b> went to expert %{{x}} too",
         height=440,
         colorscale="Cividis",
@@ -238,16 +224,8 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
 
 def coactivations(run: Run) -> dict[str, list[list[float | None]]]:
     """Return sparse layer -> for each expert, the share of its tokens that each other expert also took."""
-    matrices: dict[str, Any] = {
-        layer: values.get("coactivation") for layer, values in run.validated.items()
-    }
-    return {layer: matrix for layer, matrix in matrices.items() if _is_square(matrix)}
-
-
-def _is_square(matrix: Any) -> bool:
-    if not isinstance(matrix, list) or not matrix:
-        return False
-    return all(isinstance(row, list) and len(row) == len(matrix) for row in matrix)
+    matrices = {layer: values.get("coactivation") for layer, values in run.validated.items()}
+    return {layer: matrix for layer, matrix in matrices.items() if matrix}
 
 
 # -- several runs in one figure
@@ -258,17 +236,10 @@ def overlay_measure(arms: Mapping[str, Sequence[Run]], key: str) -> go.Figure:
 
     Args:
         arms: name -> its runs, such as one per seed; their order gives the colours.
-
-    Raises:
-        NotMeasuredError: there is no such metric, or no layer of any run has it.
     """
-    metric = _find(key, LAYER_METRICS)
-    lines = [
-        Line(name, mean_over_layers(runs, metric), number)
-        for number, (name, runs) in enumerate(arms.items())
-    ]
-    lines = [line for line in lines if line.series]
-    if not lines:
+    metric = find(LAYER_METRICS, key)
+    lines = {name: mean_over_layers(runs, metric) for name, runs in arms.items()}
+    if not any(lines.values()):
         raise NotMeasuredError(f"no run has '{metric.title}'")
     note = f"{metric.sentence} Mean over the layers and seeds. Healthy: {metric.healthy}."
     return line_figure(lines, metric, MAX_POINTS, note=note)
@@ -294,11 +265,6 @@ def mean_over_layers(runs: Sequence[Run], metric: Metric) -> Series:
 # -- parts
 
 
-def _bar(metric: Metric) -> dict[str, Any]:
-    title, ticks = scale_of(metric)
-    return {"title": title, "tickformat": ticks} if ticks else {"title": title}
-
-
 def _find_layer(run: Run, layer: int | str, known: Mapping[str, object]) -> str:
     name = layer_name(layer) if isinstance(layer, int) else layer
     if name not in known:
@@ -307,11 +273,10 @@ def _find_layer(run: Run, layer: int | str, known: Mapping[str, object]) -> str:
     return name
 
 
-def _find(key: str, metrics: Mapping[str, Metric]) -> Metric:
-    if key not in metrics:
-        raise NotMeasuredError(f"there is no metric '{key}'; there are {', '.join(metrics)}")
-    return metrics[key]
-
-
-def _title(layer: str) -> str:
-    return f"layer {short_name(layer)}"
+def find(known: Mapping[str, Found], name: str, what: str = "metric") -> Found:
+    """Return what is known by this name, or raise a NotMeasuredError that lists the names."""
+    if name not in known:
+        raise NotMeasuredError(
+            f"there is no {what} '{name}'; there are {', '.join(known) or 'none'}"
+        )
+    return known[name]

@@ -39,7 +39,12 @@ def write_page(path: Path, html: str) -> None:
     write_whole(path, html.encode(errors="backslashreplace"))
 
 
-# -- numbers as text
+# -- names and numbers as text
+
+
+def layer_title(name: str) -> str:
+    """Return `layer_03/inner` as `layer 3 inner`."""
+    return f"layer {short_name(name)}"
 
 
 def finite(value: Any) -> float | None:
@@ -87,15 +92,6 @@ def _shown(value: Any) -> Any:
     )
 
 
-def _script(source: str) -> Markup:
-    """Return JavaScript that `</script` inside a string does not end."""
-    return Markup(source.replace("</script", "<\\/script"))
-
-
-def _file(name: str) -> Markup:
-    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
-
-
 TEMPLATES = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(TEMPLATES),
@@ -111,8 +107,10 @@ ENVIRONMENT.filters |= {
     "compact": compact,
     "plain": plain,
     "shown": _shown,
-    "script": _script,
+    # JavaScript that `</script` inside a string does not end.
+    "script": lambda source: Markup(source.replace("</script", "<\\/script")),
     "short_name": short_name,
+    "layer_title": layer_title,
 }
-ENVIRONMENT.globals["file"] = _file
+ENVIRONMENT.globals["file"] = lambda name: Markup((TEMPLATES / name).read_text(encoding="utf-8"))
 ENVIRONMENT.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}

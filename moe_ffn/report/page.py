@@ -65,7 +65,8 @@ def report_html(
         runs=runs,
         run_summary=run_summary,
         reload_every=reload_every,
-        takes=expert_tokens.view(runs[0]),
+        takes=expert_tokens.of_page(runs[0]),
+        expert_tokens=expert_tokens,
         grounds=PALETTE,
         time=time.strftime("%Y-%m-%d %H:%M:%S"),
     )

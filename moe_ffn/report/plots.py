@@ -13,10 +13,9 @@ from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.files import write_whole
 from moe_ffn.metrics.plotting import TITLE_HEIGHT
 from moe_ffn.metrics.table import RUN_METRICS
-from moe_ffn.model.decoder import short_name
 from moe_ffn.report import figures, run_summary
 from moe_ffn.report.drawing import LIGHT
-from moe_ffn.report.html import render
+from moe_ffn.report.html import layer_title, render
 from moe_ffn.runs.reader import Run
 
 MAX_PAIRS = 100_000
@@ -123,10 +122,6 @@ def _coactivations(run: Run) -> list[Plot]:
     if len(chosen) < len(found):
         plot.note += f" {len(chosen)} of {len(found)} layers, evenly chosen."
     return [plot]
-
-
-def layer_title(name: str) -> str:
-    return f"layer {short_name(name)}"
 
 
 # -- pages with plots, and the script that draws them

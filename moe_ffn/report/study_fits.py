@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.sizes import TRAINING_FLOPS
+from moe_ffn.report.arm_figures import LOSS_AXIS
 from moe_ffn.report.arm_sizes import SizedLine, over_sizes
 from moe_ffn.report.html import NONE, compact, finite
 from moe_ffn.report.markdown import markdown_table, with_interval
@@ -20,7 +21,7 @@ from moe_ffn.studies.crossover import Point, crossover, gaps, loss_by_flops
 from moe_ffn.studies.isoflop import Parabola, fit_isoflop, fit_parabola
 from moe_ffn.studies.leverage import LEVERAGE_LIMITS, Curve, leverage
 from moe_ffn.studies.result import RunResult
-from moe_ffn.studies.scaling_laws import CLARK, E_MAX, E_START, Fit, Law, fit, power_law
+from moe_ffn.studies.scaling_laws import CLARK, E_MAX, E_START, Law, fit, power_law
 from moe_ffn.studies.statistics import mean_interval
 
 # -- points and lines
@@ -136,8 +137,23 @@ def curve_of(run: RunResult) -> Curve:
 Image = Callable[[str, Any, str], str]
 """Name, plotly figure, alternative text -> the figure in Markdown; empty where the page does not show it."""
 
+Parts = Sequence[str]
+"""Paragraphs of a section; empty ones are left out."""
 
-def _isoflop(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
+
+def image_over(
+    image: Image,
+    name: str,
+    lines: Sequence[SizedLine],
+    size: str,
+    title: str,
+    value: str = LOSS_AXIS,
+) -> str:
+    """Return the image of lines over a size, see `over_sizes`; empty without lines."""
+    return image(name, over_sizes(lines, size, title, value), title) if lines else ""
+
+
+def _isoflop(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
     axis = study.axis if study.axis in AXIS_NAMES else "active_params"
     parts: list[str] = []
     rows: list[list[str]] = []
@@ -153,18 +169,15 @@ def _isoflop(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
             _line_of_fit(f"{budget:.2g} FLOPs", parabola)
             for budget, parabola in sorted(found.parabolas.items())
         ]
-        if drawn:
-            title = f"Final loss of {line} over {axis_name(axis)} at each budget"
-            parts.append(
-                image(f"isoflop-{line}", over_sizes(drawn, axis_name(axis), title=title), title)
-            )
+        title = f"Final loss of {line} over {axis_name(axis)} at each budget"
+        parts.append(image_over(image, f"isoflop-{line}", drawn, axis_name(axis), title))
         growth = ""
         if found.exponent is not None:
             k = with_interval(found.exponent, "{:.2f}".format)
             growth = f"the best size grows as FLOPs to the power {k}. "
         parts.append(f"{line}: {growth}{found.limits}")
     head = ["line", "training FLOPs", f"best {axis_name(axis)}", "why none"]
-    return "\n\n".join(filter(None, [markdown_table(head, rows), *parts]))
+    return [markdown_table(head, rows), *parts]
 
 
 def _line_of_fit(name: str, found: Parabola) -> SizedLine:
@@ -174,7 +187,7 @@ def _line_of_fit(name: str, found: Parabola) -> SizedLine:
     return SizedLine(name, by_size, found.curve, found.minimum)
 
 
-def _clark(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
+def _clark(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
     runs = [run for arm in arms for run in arm.results]
     return _fitted(
         {"N": sizes_of(runs, "active_params"), "E": sizes_of(runs, "expansion")},
@@ -185,10 +198,10 @@ def _clark(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
     )
 
 
-def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
+def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
     axis = axis_of(study)
     if axis is None:
-        return "No fit: the study names no `axis` that is the granularity."
+        return ["No fit: the study names no `axis` that is the granularity."]
     rows: list[list[str]] = []
     drawn: list[SizedLine] = []
     for line in lines_over(arms, axis):
@@ -202,11 +215,7 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
         rows.append([line.name, best, found.refusal])
         drawn.append(_line_of_fit(line.name, found))
     title = "Final loss over granularity, with parabolas"
-    picture = (
-        image("granularity", over_sizes(drawn, axis_name(axis), title=title), title)
-        if drawn
-        else ""
-    )
+    picture = image_over(image, "granularity", drawn, axis_name(axis), title)
     every = [run for arm in arms for run in arm.results]
     runs = [run for run in every if not math.isnan(size_of(run, axis))]
     law = _fitted(
@@ -216,10 +225,10 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
         "At one size and one number of tokens Krajewski's form is this one in G alone.",
     )
     table = markdown_table(["line", "granularity with the lowest loss", "why none"], rows)
-    return "\n\n".join(filter(None, [picture, table, law]))
+    return [picture, table, *law]
 
 
-def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
+def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
     by_name = {arm.name: arm for arm in arms}
     baseline = next(arm for arm in arms if arm.base is None)
     line = line_of(baseline)
@@ -256,13 +265,10 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
                 drawn.setdefault(size or "leverage", {})[x] = values
         rows.append([arm.name, dense.name, *cells])
     if not rows:
-        return f"No arm beside those of {line}."
+        return [f"No arm beside those of {line}."]
     title = "Efficiency leverage over the number of experts"
     lines = [SizedLine(name, points) for name, points in drawn.items() if len(points) > 1]
-    picture = ""
-    if lines:
-        figure = over_sizes(lines, AXIS_NAMES["expansion"], "leverage", title)
-        picture = image("leverage", figure, title)
+    picture = image_over(image, "leverage", lines, AXIS_NAMES["expansion"], title, "leverage")
     head = ["arm", "beside", "within the runs", *(["by final losses"] if whole else [])]
     note = (
         "C_dense / C_arm: training FLOPs that the dense model takes over those of the arm, at the same loss "
@@ -274,18 +280,17 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
             f" By final losses: beside those of all arms of {line}, between which the FLOPs are read; a "
             "dash where the arm's loss lies beyond them."
         )
-    table = markdown_table(head, rows, num_texts=2)
-    return "\n\n".join(filter(None, [picture, table, note, LEVERAGE_LIMITS]))
+    return [picture, markdown_table(head, rows, num_texts=2), note, LEVERAGE_LIMITS]
 
 
 def _fitted(
     variables: Mapping[str, Sequence[float]], losses: Sequence[float], law: Law, note: str
-) -> str:
-    """Return a table of the parameters of a fit, or the reason why there is none."""
+) -> Parts:
+    """Return the parameters of a fit and how well it holds, or the reason why there is none."""
     try:
         found = fit(law, variables, losses)
     except ConfigError as error:
-        return f"`{law.formula}` ({law.source}): no fit; {error}."
+        return [f"`{law.formula}` ({law.source}): no fit; {error}."]
     rows = [
         [
             name,
@@ -294,29 +299,21 @@ def _fitted(
         ]
         for name, interval in found.parameters.items()
     ]
-    return "\n\n".join(
-        [
-            f"`{law.formula}` ({law.source}). {note}",
-            markdown_table(
-                ["parameter", "fitted", *(["published"] if law.published else [])], rows
-            ),
-            f"{_held_out(found)} {found.limits}",
-        ]
-    )
-
-
-def _held_out(found: Fit) -> str:
     scatter = math.sqrt(fmean(value**2 for value in found.residuals))
-    text = f"Residuals are {scatter:.2%} of the loss;"
-    if found.held_out_error is None:
-        return f"{text} without the {found.num_held_out} largest runs too few are left to fit."
-    return (
-        f"{text} fitted without the {found.num_held_out} largest runs, the form is "
-        f"{found.held_out_error:.2%} off on those."
+    held_out = f"without the {found.num_held_out} largest runs"
+    held_out = (
+        f"{held_out} too few are left to fit"
+        if found.held_out_error is None
+        else f"fitted {held_out}, the form is {found.held_out_error:.2%} off on those"
     )
+    return [
+        f"`{law.formula}` ({law.source}). {note}",
+        markdown_table(["parameter", "fitted", *(["published"] if law.published else [])], rows),
+        f"Residuals are {scatter:.2%} of the loss; {held_out}. {found.limits}",
+    ]
 
 
-FITS: Mapping[str, tuple[str, Callable[[Image, StudyConfig, Sequence[Arm]], str]]] = {
+FITS: Mapping[str, tuple[str, Callable[[Image, StudyConfig, Sequence[Arm]], Parts]]] = {
     "isoflop": ("Best size at each budget", _isoflop),
     "clark": ("Scaling with experts", _clark),
     "granularity": ("Best granularity", _granularity),
@@ -330,10 +327,10 @@ Lines = Mapping[str, Sequence[Point]]
 """Arm, up to the first comma of its name -> its points."""
 
 
-def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> str:
+def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
     """Return the section; empty where the study does not give `initial_flops`."""
     if study.initial_flops is None:
-        return ""
+        return []
     runs = [run for arm in arms for run in arm.results]
     lines = loss_by_flops(runs, study.initial_flops)
     seeds = [
@@ -344,7 +341,7 @@ def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> 
         SizedLine(name, {point.flops: point.losses for point in points})
         for name, points in lines.items()
     ]
-    title = "Final loss over the FLOPs of all training"
+    axis, title = "FLOPs of all training", "Final loss over the FLOPs of all training"
     losses = [
         [name, compact(point.flops), f"{point.loss:.4f}"]
         for name, points in lines.items()
@@ -356,18 +353,17 @@ def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> 
         if gaps(lines[one], lines[other])
     ]
     head = "arm|beside|at or below it from|by seeds alone|difference at the fewest|and at the most FLOPs"
-    parts = [
+    return [
         f"The model that runs began with (`init_from`) had taken {compact(study.initial_flops)} FLOPs; "
         "here they are counted. Above, each run's own training is compared alone.",
-        image("all-flops", over_sizes(drawn, "FLOPs of all training", title=title), title),
-        markdown_table(["arm", "FLOPs of all training", "loss"], losses),
+        image_over(image, "all-flops", drawn, axis, title),
+        markdown_table(["arm", axis, "loss"], losses),
         markdown_table(head.split("|"), crossings, num_texts=2),
         "Between points the loss is a line in log FLOPs. Differences: of the loss, at the fewest and at the "
         "most FLOPs that both arms have, paired by seed, with the 95 % interval (Student's t); beyond those "
         "nothing was measured. All seeds began with one model, so that the scatter is that of the second "
         "training alone.",
     ]
-    return "\n\n".join(filter(None, parts))
 
 
 def _crossing(lines: Lines, seeds: Sequence[Lines], one: str, other: str) -> list[str]:

@@ -5,6 +5,7 @@ Numbers, tables and figures are computed from the results of its runs. The prose
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,21 +17,21 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.files import read_text, write_whole
 from moe_ffn.report.arm_figures import (
     axes_of,
-    curves_of,
     differences,
     frontier,
     losses,
     tuning,
 )
-from moe_ffn.report.arm_sizes import over_sizes
 from moe_ffn.report.comparison_tables import markdown, tables, tuning_tables
 from moe_ffn.report.html import NONE, compact, write_page
 from moe_ffn.report.markdown import markdown_row, markdown_table
 from moe_ffn.report.plots import figures_page, shared_script
 from moe_ffn.report.study_fits import (
     FITS,
+    Parts,
     axis_name,
     axis_of,
+    image_over,
     lines_over,
     loss_by_all_flops,
     without_seeds,
@@ -120,27 +121,28 @@ def study_page(
     arms = comparison.arms
     fitted = without_seeds(arms)
     page = StudyPage(study.name, study.figures)
-    sections = {
+    sections: dict[str, Sequence[str]] = {
         "": _head(study),
         "Design": _design(comparison),
         "Result": _result(page, study, comparison),
         "Loss by the FLOPs of all training": loss_by_all_flops(page.image, study, arms),
         "Tuning": _tuning(page, comparison),
         **{
-            title: show(page.image, study, fitted) + ("" if fitted is arms else f"\n\n{_CENTRED}")
+            title: [*show(page.image, study, fitted), "" if fitted is arms else _CENTRED]
             for title, show in map(FITS.__getitem__, study.fit)
         },
-        "What would change our mind": study.would_change_our_mind.strip(),
-        "What this does not show": _limits(arms),
+        "What would change our mind": [study.would_change_our_mind.strip()],
+        "What this does not show": [_limits(arms)],
         "How it was made": _machine(page, ours, file or f"configs/studies/{study.name}.yaml"),
     }
     drawn = [f"{name}.svg" for name in page.figures]
     if absent := set(study.figures) - {*drawn}:
         raise ConfigError(f"figures: {min(absent)} is not drawn; there are {', '.join(drawn)}")
-    page.markdown = "\n\n".join(
-        f"## {title}\n\n{text}" if title else text for title, text in sections.items() if text
-    )
-    page.markdown += "\n"
+    shown = {title: [*filter(None, parts)] for title, parts in sections.items()}
+    lines = [
+        [*([f"## {title}"] if title else []), *parts] for title, parts in shown.items() if parts
+    ]
+    page.markdown = "\n\n".join(itertools.chain(*lines)) + "\n"
     answer = study.answer.strip() or _short_verdict(comparison)
     cells = [f"[{study.name}]({study.name}.md)", study.question, study.published, answer]
     page.summary = markdown_row(cells)
@@ -157,16 +159,16 @@ def _short_verdict(comparison: Comparison) -> str:
 # -- sections
 
 
-def _head(study: StudyConfig) -> str:
-    parts = [f"# {study.question.strip() or study.name}"]
-    if study.answer.strip():
-        parts.append(f"**{study.answer.strip()}**")
-    if study.published.strip():
-        parts.append(f"Published: {study.published.strip()}")
-    return "\n\n".join(parts)
+def _head(study: StudyConfig) -> Parts:
+    answer, published = study.answer.strip(), study.published.strip()
+    return [
+        f"# {study.question.strip() or study.name}",
+        f"**{answer}**" if answer else "",
+        f"Published: {published}" if published else "",
+    ]
 
 
-def _design(comparison: Comparison) -> str:
+def _design(comparison: Comparison) -> Parts:
     arms = comparison.arms
 
     def cost(arm: Arm, part: str, key: str) -> str:
@@ -212,7 +214,7 @@ def _design(comparison: Comparison) -> str:
         f"{_pairing([arm.results[0] for arm in arms])}"
     ).rstrip()
     table = markdown_table(head.split("|"), rows, num_texts=2)
-    return "\n\n".join([*([f"All runs: {same}."] if same else []), table, note])
+    return [f"All runs: {same}." if same else "", table, note]
 
 
 def _pairing(runs: Sequence[RunResult]) -> str:
@@ -245,7 +247,7 @@ def _same(runs: Sequence[RunResult], options: Mapping[str, str]) -> str:
     return ", ".join(found)
 
 
-def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> str:
+def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Parts:
     arms = comparison.arms
     parts = ["\n".join(f"- {verdict}" for verdict in comparison.verdicts)]
     if any(arm.difference for arm in arms):
@@ -257,15 +259,15 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> str:
     if len(arms) == 1 and len(arms[0].losses) > 2:
         parts.append(_detectable(list(arms[0].losses.values())))
     axis = axis_of(study)
-    if axis is not None and (lines := lines_over(arms, axis)):
+    if axis is not None:
         title = f"Final loss against {axis_name(axis)}"
-        parts.append(page.image("axis", over_sizes(lines, axis_name(axis), title=title), title))
-    curves = curves_of(arms)
+        lines = lines_over(arms, axis)
+        parts.append(image_over(page.image, "axis", lines, axis_name(axis), title))
     over = "tokens" if len({arm.budget.model.flops_per_token for arm in arms}) == 1 else "FLOPs"
-    if over in axes_of(curves, "validation"):
+    if over in axes_of(arms, "validation"):
         title = f"Validation loss over training {over}"
-        parts.append(page.image("curves", losses(curves, over), title))
-    return "\n\n".join(filter(None, parts))
+        parts.append(page.image("curves", losses(arms, over), title))
+    return parts
 
 
 def _detectable(losses: Sequence[float]) -> str:
@@ -282,7 +284,7 @@ def _detectable(losses: Sequence[float]) -> str:
     )
 
 
-def _tuning(page: StudyPage, comparison: Comparison) -> str:
+def _tuning(page: StudyPage, comparison: Comparison) -> Parts:
     """Return the losses by the values of each tuned option, and the arms whose optimum is at an end."""
     parts: list[str] = []
     for found, table in zip(comparison.tuning, tuning_tables(comparison), strict=True):
@@ -295,7 +297,7 @@ def _tuning(page: StudyPage, comparison: Comparison) -> str:
             title = f"Final loss by {found.option}"
             parts.append(page.image(name, tuning(comparison, found), title))
         parts.append(markdown(table))
-    return "\n\n".join(filter(None, parts))
+    return parts
 
 
 def _limits(arms: Sequence[Arm]) -> str:
@@ -309,7 +311,7 @@ def _limits(arms: Sequence[Arm]) -> str:
     )
 
 
-def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> str:
+def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Parts:
     facts = {
         "processor": "processor",
         "num_cpus": "cores",
@@ -337,8 +339,7 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> str:
         f"moe-ffn study_page {file} --runs runs/{page.name}\n```"
     )
     before = (
-        "The commands that make what runs begin with (`init_from`) come first; they are in the study's "
-        "file.\n\n"
+        "The commands that make what runs begin with (`init_from`) come first; they are in the study's file."
         if any(run.option("init_from") for run in runs)
         else ""
     )
@@ -348,7 +349,7 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> str:
         f"command makes this page from it, and `{page.name}/{FIGURES_FILE}`, where all figures are: "
         f"{', '.join(page.figures)}."
     )
-    return f"{commands}\n\n{before}{markdown_table(['', ''], rows)}\n\n{results}"
+    return [commands, before, markdown_table(["", ""], rows), results]
 
 
 def _hours(seconds: float) -> str:

@@ -19,8 +19,9 @@ from moe_ffn.config.errors import ConfigError, escaped
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo
-from moe_ffn.model.decoder import DecoderConfig, DecoderOutput, layer_number, short_name
+from moe_ffn.model.decoder import DecoderConfig, DecoderOutput, layer_number
 from moe_ffn.outputs import Routing
+from moe_ffn.report.html import layer_title
 from moe_ffn.runs.reader import load_model
 
 
@@ -83,8 +84,7 @@ class Layer:
 
     @property
     def title(self) -> str:
-        """Return `layer_03/inner` as `layer 3 inner`."""
-        return f"layer {short_name(self.name)}"
+        return layer_title(self.name)
 
 
 @dataclass(frozen=True)

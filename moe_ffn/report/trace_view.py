@@ -79,7 +79,8 @@ def _block(
     layers: Mapping[Layer, Sequence[Text]],
     nexts: Sequence[str] | None,
 ) -> Table:
-    entropies = {layer: _entropy(trace, layer) for layer in layers}
+    means = {layer: trace.mean_entropy(layer) for layer in layers}
+    entropies = {layer: "" if mean is None else f"{mean:.2f}" for layer, mean in means.items()}
     show_footer = any(entropies.values())
     block = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_footer=show_footer)
     block.add_column(justify="right", no_wrap=True, style="dim")
@@ -116,11 +117,6 @@ def _cells(trace: TextTrace, layer: Layer, room: int) -> list[Text]:
             cell.append(DROPPED if choice.dropped else " ")
         cells.append(cell)
     return cells
-
-
-def _entropy(trace: TextTrace, layer: Layer) -> str:
-    entropy = trace.mean_entropy(layer)
-    return "" if entropy is None else f"{entropy:.2f}"
 
 
 def _clip(token: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -199,7 +200,7 @@ def test_a_routing_where_tensors_are_taken_is_refused_by_name(
 ) -> None:
     routing = make_routing([[0]], 2)
     with pytest.raises(TypeError) as refused:
-        function(routing, routing)
+        function(*[routing] * len(signature(function).parameters))
     assert str(refused.value) == (
         f"{function.__name__} takes tensors, but got a value of type Routing; {advice}"
     )

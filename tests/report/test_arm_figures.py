@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from moe_ffn.report import arm_figures as functions
-from moe_ffn.report.arm_figures import ArmCurves, axes_of, curves_of
+from moe_ffn.report.arm_figures import axes_of
 from moe_ffn.report.drawing import style_of
 from moe_ffn.report.figures import NotMeasuredError
-from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.result import Curve
 from moe_ffn.studies.statistics import mean_interval
 from tests.helpers.results import make_result
@@ -63,7 +63,7 @@ def test_sixty_arms_have_colours_and_dashes_of_their_own() -> None:
 def test_a_loss_is_the_mean_of_the_seeds_with_its_interval(
     comparison: Comparison, over: Any, factor: float
 ) -> None:
-    figure = figures.losses(curves_of(comparison.arms), over)
+    figure = figures.losses(comparison.arms, over)
     line = drawn(figure)["gelu"]
     (band,) = (t for t in figure.data if t.meta.get("fill") == 0)
 
@@ -82,7 +82,7 @@ def test_of_two_seeds_each_is_a_line_and_there_is_no_band() -> None:
     results += [make_result("c", seed, 1 + seed) for seed in range(3)]
     found = Comparison.of(results, baseline="a")
 
-    figure = figures.losses(curves_of(found.arms))
+    figure = figures.losses(found.arms)
 
     lines = [trace for trace in figure.data if trace.meta["name"] == "a"]
     assert [list(line.y) for line in lines] == [[4.0, 2.0], [4.0, 2.1]]
@@ -98,29 +98,45 @@ def test_of_two_seeds_each_is_a_line_and_there_is_no_band() -> None:
 
 def test_of_one_seed_there_is_no_band() -> None:
     alone = Comparison.of([make_result("a", loss=2.0), make_result("b", loss=1.9)])
-    figure = figures.losses(curves_of(alone.arms))
-    assert [trace.meta for trace in figure.data] == [
-        {"colour": 0, "name": "a"},
-        {"colour": 1, "name": "b"},
-    ]
+    figure = figures.losses(alone.arms)
+    assert [trace.meta["colour"] for trace in figure.data] == [0, 1]
     assert "interval" not in figure.layout.meta["note"]
 
 
-def test_a_loss_is_drawn_over_what_every_arm_knows() -> None:
-    whole = Curve(steps=[1, 2], tokens=[10, 20], seconds=[0.1, 0.2], losses=[3.0, 2.0])
-    of_steps = Curve(steps=[1, 2], losses=[3.0, None])
-    point = Curve(steps=[9], tokens=[90], seconds=[0.9], losses=[2.0])
-    assert axes_of([ArmCurves("a", [whole], [], 5.0)], "validation") == [
-        *("tokens", "FLOPs", "seconds", "steps")
+WHOLE = Curve(steps=[1, 2], tokens=[10, 20], seconds=[0.1, 0.2], losses=[3.0, 2.0])
+OF_STEPS = Curve(steps=[1, 2], losses=[3.0, None])
+POINT = Curve(steps=[9], tokens=[90], seconds=[0.9], losses=[2.0])
+
+
+def arms_of(*curves: Curve) -> list[Arm]:
+    return [
+        Arm(name, [make_result(name).model_copy(update={"validation": curve, "train": Curve()})])
+        for name, curve in zip("ab", curves, strict=False)
     ]
-    assert axes_of([ArmCurves("a", [whole], [])], "validation") == ["tokens", "seconds", "steps"]
-    both = [ArmCurves("a", [whole], []), ArmCurves("b", [of_steps], [])]
-    assert axes_of(both, "validation") == ["steps"]
-    assert list(drawn(figures.losses(both, "steps"))["b"].y) == [3.0], "what is not finite is a gap"
-    assert axes_of(both, "train") == []
-    assert axes_of([ArmCurves("a", [point], [], 5.0)], "validation") == [], "a dot is no curve"
+
+
+@pytest.mark.parametrize(
+    ("curves", "axes"),
+    [
+        ([WHOLE], ["tokens", "FLOPs", "seconds", "steps"]),
+        ([WHOLE, OF_STEPS], ["steps"]),
+        ([POINT], []),
+    ],
+    ids=["whole", "what both know", "a dot is no curve"],
+)
+def test_a_loss_is_drawn_over_what_every_arm_knows(curves: list[Curve], axes: list[str]) -> None:
+    assert axes_of(arms_of(*curves), "validation") == axes
+    assert axes_of(arms_of(*curves), "train") == []
+
+
+def test_what_is_not_finite_is_a_gap_and_what_is_not_known_is_said() -> None:
+    both = arms_of(WHOLE, OF_STEPS)
+    assert list(drawn(figures.losses(both, "steps"))["b"].y) == [3.0]
     with pytest.raises(NotMeasuredError, match="no arm has a training loss over seconds"):
         figures.losses(both, "seconds", "train")
+    alone = Comparison.of([make_result("a", 0), make_result("a", 1, step_seconds=0.5)])
+    with pytest.raises(NotMeasuredError, match="no arm has a difference from a"):
+        figures.differences(alone)
 
 
 def test_the_frontier_joins_what_nothing_beats_in_loss_and_cost(comparison: Comparison) -> None:
@@ -162,14 +178,8 @@ def test_tuning_is_drawn_by_value_with_the_best_one_large(comparison: Comparison
     assert lines["gelu"].name == "gelu: 0.003"
 
 
-def test_what_is_not_known_is_said() -> None:
-    alone = Comparison.of([make_result("a", 0), make_result("a", 1, step_seconds=0.5)])
-    with pytest.raises(NotMeasuredError, match="no arm has a difference from a"):
-        figures.differences(alone)
-
-
 def test_seconds_that_were_measured_apart_are_drawn_where_all_arms_have_them() -> None:
     results = [make_result(arm, 0, 2.0, step_seconds=9.0) for arm in ("a", "b")]
     timed = Comparison.of(results, step_seconds={"a": 1.0, "b": 2.0})
-    lines = drawn(figures.losses(curves_of(timed.arms), "seconds"))
+    lines = drawn(figures.losses(timed.arms, "seconds"))
     assert [list(lines[name].x) for name in ("a", "b")] == [[50, 100], [100, 200]]

@@ -16,37 +16,33 @@ def series(steps: list[int], values: list[float]) -> Series:
     return Series(array("q", steps), array("d", values))
 
 
-def test_a_short_series_stays_as_it_is() -> None:
-    grid = average([series([2, 4, 9], [1.0, math.nan, math.inf])], 3)
-
-    assert (grid.steps, grid.values) == ([2, 4, 9], [[1, None, None]])
+Points = tuple[list[int], list[float]]
 
 
-def test_a_long_series_becomes_means_over_equally_many_steps() -> None:
-    # Steps 0 to 9 in 2 bins of 4.5 steps: 0 1 2 3 4 | 5 6 7 8 9.
-    grid = average([series(list(range(10)), [float(step) for step in range(10)])], 2)
+@pytest.mark.parametrize(
+    ("rows", "max_points", "steps", "values"),
+    [
+        ([([2, 4, 9], [1.0, math.nan, math.inf])], 3, [2, 4, 9], [[1, None, None]]),
+        # Steps 0 to 9 in 2 bins of 4.5 steps: 0 1 2 3 4 | 5 6 7 8 9.
+        ([([*range(10)], [float(step) for step in range(10)])], 2, [2, 7], [[2, 7]]),
+        # Bins of 1.5 steps: 0 1 | 2 3.
+        ([([0, 1, 2, 3], [4.0, math.nan, math.inf, math.nan])], 2, [0.5, 2.5], [[4, None]]),
+        ([([0, 1, 100], [1.0, 3.0, 7.0])], 2, [0.5, 100], [[2, 7]]),
+        (
+            [([1, 2], [0.5, 0.25]), ([2, 3], [1.0, 2.0])],
+            10,
+            [1, 2, 3],
+            [[0.5, 0.25, None], [None, 1, 2]],
+        ),
+    ],
+    ids=["few steps stay", "means of bins", "of finite values", "an empty bin", "rows share steps"],
+)
+def test_series_as_few_points(
+    rows: list[Points], max_points: int, steps: list[float], values: list[list[float | None]]
+) -> None:
+    grid = average([series(*row) for row in rows], max_points)
 
-    assert (grid.steps, grid.values) == ([2, 7], [[2, 7]])
-
-
-def test_the_mean_is_of_the_finite_values() -> None:
-    # Bins of 1.5 steps: 0 1 | 2 3.
-    grid = average([series([0, 1, 2, 3], [4.0, math.nan, math.inf, math.nan])], 2)
-
-    assert grid.values == [[4, None]]
-
-
-def test_a_bin_without_a_row_is_left_out() -> None:
-    grid = average([series([0, 1, 100], [1.0, 3.0, 7.0])], 2)
-
-    assert (grid.steps, grid.values) == ([0.5, 100], [[2, 7]])
-
-
-def test_rows_share_their_steps_and_have_none_where_they_were_not_measured() -> None:
-    grid = average([series([1, 2], [0.5, 0.25]), series([2, 3], [1.0, 2.0])], 10)
-
-    assert grid.steps == [1, 2, 3]
-    assert grid.values == [[0.5, 0.25, None], [None, 1, 2]]
+    assert (grid.steps, grid.values) == (steps, values)
 
 
 @pytest.mark.parametrize("length", [1, 499, 500, 501, 12_345])

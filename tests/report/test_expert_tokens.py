@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,31 +66,25 @@ def test_a_token_seen_a_few_times_is_not_called_typical() -> None:
     assert [t.token for t in typical[0].most_frequent] == ["a"]
 
 
-def test_contexts_end_where_their_window_does() -> None:
-    (token,) = expert_tokens(
-        routed("bbabb\n" + "babbbb", [1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1]), "layer_00"
-    )[0].most_frequent
-    assert token.contexts == (("bb", "a", r"bb\n"), ("b", "a", "bbbb"))
-
-
-def test_of_many_places_a_few_are_shown_spread_over_the_text() -> None:
-    text = "a\n" * 50
-    (first, *_), *_ = (
-        e.most_frequent for e in expert_tokens(routed(text, [0] * 100, 2), "layer_00")
-    )
-    assert first.count == 50
-    assert first.contexts == (("", "a", r"\n"),) * 3
+@pytest.mark.parametrize(
+    ("text", "seq_len", "contexts"),
+    [
+        ("bbabb\n" + "babbbb", 6, (("bb", "a", r"bb\n"), ("b", "a", "bbbb"))),
+        ("a\n" * 50, 2, (("", "a", r"\n"),) * 3),
+    ],
+    ids=["within their windows", "of many a few"],
+)
+def test_contexts_of_a_token(text: str, seq_len: int, contexts: tuple[Any, ...]) -> None:
+    experts = [0 if c == "a" else 1 for c in text]
+    (token,) = expert_tokens(routed(text, experts, seq_len), "layer_00")[0].most_frequent
+    assert (token.count, token.contexts) == (text.count("a"), contexts)
 
 
 def test_the_running_text_is_cut_where_the_expert_changes() -> None:
     text = routed("aaaaaa" + "aab\nbb", 6 * [0] + [0, 0, 1, NOT_REACHED, 1, 1])
-    assert stretches(text, "layer_00", 0) == [(0, b"aaaaaa")]
-    assert stretches(text, "layer_00", 1) == [
-        (0, b"aa"),
-        (1, b"b"),
-        (NOT_REACHED, b"\n"),
-        (1, b"bb"),
-    ]
+    assert stretches(text, "layer_00", 0) == [(0, "aaaaaa")]
+    parts = [(0, "aa"), (1, "b"), (NOT_REACHED, "\n"), (1, "bb")]
+    assert stretches(text, "layer_00", 1) == parts
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +169,7 @@ def test_a_page_shows_what_experts_take_in_colour_and_in_words(trained: Path) ->
     assert inner.startswith(" hidden>")
     found = route_validation(moe_ffn.load_run(trained))
     for expert, text in stretches(found, "layer_00/inner", 0):
-        shown = str(escape(text.decode()))
+        shown = str(escape(text))
         on_ground = f'<i class="g{expert}" data-expert="{expert}">{shown}</i>'
         assert (on_ground if expert != NOT_REACHED else shown) in inner
     for expert in expert_tokens(found, "layer_00/inner"):

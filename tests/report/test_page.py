@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ from moe_ffn.config.option_tree import flatten
 from moe_ffn.report.page import report_html
 from moe_ffn.report.run_summary import duration
 from moe_ffn.runs.reader import read_runs
-from tests.helpers.synthetic_run import age, raise_alarms, write_metrics, write_run
+from tests.helpers.synthetic_run import age, change, raise_alarms, write_metrics, write_run
 from tests.helpers.written_page import Written, row_of, without_plots
 
 REPOSITORY = Path(__file__).parents[2]
@@ -78,9 +79,9 @@ def test_alarms_stand_at_the_top_with_their_advice(moe: Path) -> None:
 
 def test_silence_is_no_good_news_where_no_alarm_could_have_rung(tmp_path: Path) -> None:
     short = write_run(tmp_path / "short", rows=20)
-    rows = short / "metrics.jsonl"
-    table = [json.loads(line) for line in rows.read_text().splitlines()]
-    write_metrics(rows, [row for row in table if row["step"] <= 30])
+    lines = (short / "metrics.jsonl").read_text().splitlines(keepends=True)
+    early = [line for line in lines if json.loads(line)["step"] <= 30]
+    (short / "metrics.jsonl").write_text("".join(early))
     page = without_plots(short)
 
     assert "No alarm was raised" not in page.text
@@ -90,12 +91,9 @@ def test_silence_is_no_good_news_where_no_alarm_could_have_rung(tmp_path: Path) 
     ) in page.text
     assert page.body.index("Not judged yet") < page.body.index("<nav")
 
-    config = yaml.safe_load((short / "config.yaml").read_text())
-    config["logging"]["alarms"] = {"after_steps": 31}
-    (short / "config.yaml").write_text(yaml.safe_dump(config))
+    change(short / "config.yaml", logging__alarms={"after_steps": 31})
     assert "dead experts need 31 steps, this run has 30" in without_plots(short).text
-    config["logging"]["alarms"] = {"after_steps": 30}
-    (short / "config.yaml").write_text(yaml.safe_dump(config))
+    change(short / "config.yaml", logging__alarms={"after_steps": 30})
     assert "dead experts need" not in without_plots(short).text
 
 
@@ -115,64 +113,74 @@ def test_what_is_red_in_the_table_of_health_is_said_above(tmp_path: Path) -> Non
     assert f'<p class="bad">{said}</p>' in page.body
 
 
-@pytest.mark.parametrize("is_worse", [True, False])
-def test_a_run_worse_than_the_unigram_model_is_told_so(tmp_path: Path, is_worse: bool) -> None:
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        (
+            {"validation_loss": 2.001, "unigram_loss": 2.0},
+            "The validation loss is worse than the unigram model, which only counts tokens: too short, or "
+            "broken.",
+        ),
+        ({"validation_loss": 1.999, "unigram_loss": 2.0}, ""),
+        (
+            {"validation_loss": None},
+            "The validation loss is not a finite number: training has diverged.",
+        ),
+    ],
+)
+def test_a_loss_that_gives_concern_is_said(
+    tmp_path: Path, results: dict[str, Any], said: str
+) -> None:
     moe = write_run(tmp_path / "moe", layers=1)
-    summary = json.loads((moe / "summary.json").read_text())
-    difference = -1e-3 if is_worse else 1e-3
-    summary["unigram_loss"] = summary["validation_loss"] + difference
-    (moe / "summary.json").write_text(json.dumps(summary))
+    change(moe / "summary.json", **results)
     page = without_plots(moe)
 
-    said = (
-        '<p class="bad">The validation loss is worse than the unigram model, which only counts tokens: too '
-        "short, or broken.</p>"
-    )
-    assert (said in page.body) == is_worse
-    assert ("No alarm was raised" in page.text) != is_worse
+    assert (f'<p class="bad">{said}</p>' in page.body) == bool(said)
+    assert ("No alarm was raised" in page.text) != bool(said)
 
 
-def test_a_run_whose_loss_is_no_number_is_told_so(moe: Path) -> None:
-    summary = json.loads((moe / "summary.json").read_text())
-    (moe / "summary.json").write_text(json.dumps({**summary, "validation_loss": None}))
-    page = without_plots(moe)
+@pytest.mark.parametrize(
+    ("load", "cells"),
+    [
+        ([None] * 4, "<td>-</td>" * 4),
+        (
+            [0.6, 0.25, 0.15, 0.0],
+            '<td class="high">60.0</td><td>25.0</td><td class="low">15.0</td><td class="none">0.0</td>',
+        ),
+    ],
+    ids=["not measured", "by its ratio to the even share"],
+)
+def test_a_share_is_shaded_and_one_that_was_not_measured_is_a_dash(
+    tmp_path: Path, load: list[float | None], cells: str
+) -> None:
+    folder = write_run(tmp_path / "a", layers=1, experts=4, rows=20)
+    change(folder / "summary.json", routing__layer_00__load=load)
 
-    assert "The validation loss is not a finite number: training has diverged." in page.text
-    assert "No alarm was raised" not in page.text
-
-
-def test_a_load_that_was_not_measured_is_not_shown_as_no_pair(moe: Path) -> None:
-    summary = json.loads((moe / "summary.json").read_text())
-    summary["routing"]["layer_00"]["load"] = [None] * 8
-    (moe / "summary.json").write_text(json.dumps(summary))
-
-    assert row_of(without_plots(moe).text, [0, *["-"] * 8])
+    assert f'<th scope="row">0</th>{cells}' in without_plots(folder).body
 
 
 def test_alarms_of_one_kind_at_one_step_are_one_entry(moe: Path) -> None:
     alarms = [
-        {"step": 50, "kind": "dead_experts", "layer": layer, "message": said, "advice": "Do."}
-        for layer, said in (
-            ("layer_00", "2 of 8 are dead."),
-            ("layer_01", "1 of 8 is dead."),
-            ("layer_05/inner", "3 of 8 are dead."),
+        {"step": step, "kind": "dead_experts", "layer": layer, "message": said, "advice": "Do."}
+        for step, layer, said in (
+            (50, "layer_00", "2 of 8 are dead."),
+            (50, "layer_01", "1 of 8 is dead."),
+            (50, "layer_05/inner", "3 of 8 are dead."),
+            (60, "layer_02", "4 are."),
         )
     ]
-    old = {"step": 60, "kind": "dead_experts", "layer": "layer_02", "message": "4 are."}
-    alarms += [{**old, "advice": "Do."}]
     (moe / "alarms.jsonl").write_text("".join(json.dumps(alarm) + "\n" for alarm in alarms))
     body = without_plots(moe).body
 
-    first, second = re.findall(r"<li>.*?</li>", body[: body.index("<nav")])
     assert "<h2>4 alarms</h2>" in body
-    assert first == (
-        '<li><strong>dead experts</strong> <span class="quiet">step 50, layers 0, 1, 5 inner</span>'
-        "<br>2 of 8 are dead.<br><em>Do.</em></li>"
-    )
-    assert second == (
-        '<li><strong>dead experts</strong> <span class="quiet">step 60, layer 2</span>'
-        "<br>4 are.<br><em>Do.</em></li>"
-    )
+    assert re.findall(r"<li>.*?</li>", body[: body.index("<nav")]) == [
+        f'<li><strong>dead experts</strong> <span class="quiet">step {step}, {layers}</span>'
+        f"<br>{said}<br><em>Do.</em></li>"
+        for step, layers, said in (
+            (50, "layers 0, 1, 5 inner", "2 of 8 are dead."),
+            (60, "layer 2", "4 are."),
+        )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -191,10 +199,8 @@ def test_a_run_without_an_end(tmp_path: Path, seconds: float, said: str) -> None
 
 
 def test_a_nan_in_the_results_is_a_dash(moe: Path) -> None:
-    summary = json.loads((moe / "summary.json").read_text())
-    summary["unigram_loss"] = math.nan
-    summary["routing"]["layer_00"]["coactivation"][0][1] = math.nan
-    (moe / "summary.json").write_text(json.dumps(summary))
+    pairs = [[0, math.nan], [1, 0]]
+    change(moe / "summary.json", unigram_loss=math.nan, routing__layer_00__coactivation=pairs)
     assert "NaN" in (moe / "summary.json").read_text()
     page = Written(moe)
 
@@ -210,13 +216,8 @@ def test_nothing_that_a_run_says_is_markup(moe: Path) -> None:
     assert "model.num_layers" in paths
     other = write_run(moe.parent / "other", layers=2)
     for path in paths:
-        changed = json.loads(json.dumps(config))
-        *parents, last = path.split(".")
-        inner = changed
-        for part in parents:
-            inner = inner[part]
-        inner[last] = evil
-        (moe / "config.yaml").write_text(yaml.safe_dump(changed))
+        (moe / "config.yaml").write_text(yaml.safe_dump(config))
+        change(moe / "config.yaml", **{path.replace(".", "__"): evil})
         for html in (without_plots(moe).body, without_plots(moe, other).body):
             assert "<script" not in html, path
     summary = json.loads((moe / "summary.json").read_text())
@@ -239,17 +240,6 @@ def test_the_experts_as_a_table(folder: Path, page: Written) -> None:
     ends = f"{values['max_violation']:.2f}", f"{values['entropy']:.2f}"
     assert row_of(page.text, [1, *shares, *ends, f"{values['dropped_fraction']:.1%}"])
     assert '<td class="none">0.0</td>' in page.body
-
-
-def test_a_share_is_shaded_by_its_ratio_to_the_even_one(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", layers=1, experts=4, rows=20)
-    summary = json.loads((folder / "summary.json").read_text())
-    summary["routing"]["layer_00"]["load"] = [0.6, 0.25, 0.15, 0.0]
-    (folder / "summary.json").write_text(json.dumps(summary))
-
-    assert (
-        '<td class="high">60.0</td><td>25.0</td><td class="low">15.0</td><td class="none">0.0</td>'
-    ) in without_plots(folder).body
 
 
 def test_many_experts_are_summed_up_and_listed_below(tmp_path: Path) -> None:
@@ -316,12 +306,7 @@ def test_a_dense_run_has_no_word_of_routing(tmp_path: Path) -> None:
 
     assert "Routing" not in page.text
     assert "Experts" not in page.text
-    assert list(page.figures) == [
-        "Loss",
-        "Gradient norm",
-        "Throughput",
-        "Learning rate",
-    ]
+    assert list(page.figures) == ["Loss", "Gradient norm", "Throughput", "Learning rate"]
 
 
 def test_a_run_that_has_only_begun_says_so(tmp_path: Path) -> None:

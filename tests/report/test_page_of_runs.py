@@ -8,20 +8,14 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-import yaml
 
 from moe_ffn.report.comparison_page import comparison_html
 from moe_ffn.report.page import report_html
 from moe_ffn.runs.reader import read_runs
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import gather
-from tests.helpers.synthetic_run import raise_alarms, write_run
+from tests.helpers.synthetic_run import change, raise_alarms, write_run
 from tests.helpers.written_page import Written, row_of, without_plots
-
-
-@pytest.fixture
-def moe(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "runs" / "moe")
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +51,8 @@ def test_seeds_are_one_arm_and_the_verdict_is_what_their_intervals_allow(page: W
         in page.text
     )
     assert list(page.figures) == [
-        "Difference from moe",
-        "Final loss against cost",
-        "Validation loss",
-        "Training loss",
-        "MaxVio",
-        "Dropped",
-        "Entropy per token",
-        "Largest router logit",
-        "Churn",
+        *("Difference from moe", "Final loss against cost", "Validation loss", "Training loss"),
+        *("MaxVio", "Dropped", "Entropy per token", "Largest router logit", "Churn"),
         "Dead experts",
     ]
 
@@ -126,8 +113,7 @@ def test_it_links_to_the_pages_of_its_runs(study: list[Path], tmp_path: Path) ->
 
 
 def test_of_several_runs_those_that_give_concern_are_named(moe: Path, tmp_path: Path) -> None:
-    summary = json.loads((moe / "summary.json").read_text())
-    (moe / "summary.json").write_text(json.dumps({**summary, "unigram_loss": 0.5}))
+    change(moe / "summary.json", unigram_loss=0.5)
     page = without_plots(moe, write_run(tmp_path / "runs" / "fine", layers=1))
 
     assert "moe: The validation loss is worse than the unigram model" in page.text
@@ -169,38 +155,22 @@ def test_a_run_that_goes_on_is_drawn_beside_those_that_are_compared(tmp_path: Pa
 @pytest.mark.parametrize(
     ("fact", "said"),
     [
-        (
-            "corpus_sha256",
-            "No verdict: the runs read other text (data.corpus), so that their losses do",
-        ),
-        (
-            "tokenizer_sha256",
-            "No verdict: the runs have other tokenizers (data.tokenizer), so that",
-        ),
+        ("corpus_sha256", "the runs read other text (data.corpus), so that their losses do"),
+        ("tokenizer_sha256", "the runs have other tokenizers (data.tokenizer), so that"),
     ],
 )
 def test_runs_that_do_not_compare_have_no_verdict_and_their_curves(
     tmp_path: Path, fact: str, said: str
 ) -> None:
     a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=4)
-    facts = json.loads((b / "facts.json").read_text())
-    (b / "facts.json").write_text(json.dumps({**facts, fact: "32"}))
+    change(b / "facts.json", **{fact: "32"})
     page = Written(a, b)
 
-    assert said in page.text
+    assert f"No verdict: {said}" in page.text
     assert names_in(page, "Validation loss") == {"a", "b"}
     assert "Difference from a" not in page.figures
     block = "moe, 4 experts (swiglu), top_k k=2, capacity.factor 1.25"
     assert f"What differs From a. b: model.ffn: swiglu -> {block} Balance" in page.text
-
-
-def test_names_and_logging_are_no_difference(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0, worse_by=1.0)
-    config = yaml.safe_load((b / "config.yaml").read_text())
-    config["logging"]["every_n_steps"] = 99
-    (b / "config.yaml").write_text(yaml.safe_dump(config))
-
-    assert "What differs From a. b: nothing" in without_plots(a, b).text
 
 
 @pytest.mark.parametrize(("is_finished", "reloads"), [((True, False), True), ((True, True), False)])
@@ -215,13 +185,15 @@ def test_a_page_loads_itself_anew_while_any_of_its_runs_goes_on(
     assert ('id="reload"' in report_html(read_runs(runs), reload_every=5)) == reloads
 
 
-def test_runs_in_other_precisions_are_said_to_differ(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=4)
-    assert "The runs differ in precision" not in without_plots(a, b).text
-    facts = json.loads((b / "facts.json").read_text())
-    (b / "facts.json").write_text(json.dumps({**facts, "precision": "32-true"}))
+def test_precisions_are_said_to_differ_and_names_and_logging_are_no_difference(
+    tmp_path: Path,
+) -> None:
+    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0, worse_by=1.0)
+    change(b / "config.yaml", logging__every_n_steps=99)
+    before = without_plots(a, b).text
+    change(b / "facts.json", precision="32-true")
 
-    shown = without_plots(a, b).text
-    assert (
-        "The runs differ in precision (32-true, bf16-mixed): losses and seconds may differ" in shown
-    )
+    assert "What differs From a. b: nothing" in before
+    said = "The runs differ in precision (32-true, bf16-mixed): losses and seconds may differ"
+    assert said not in before
+    assert said in without_plots(a, b).text

@@ -1,4 +1,7 @@
-"""Figures of the contents of feed-forward blocks: functions that return a plotly figure."""
+"""Figures of the contents of feed-forward blocks: functions that return a plotly figure.
+
+A figure of an unknown router or attribute raises a `NotMeasuredError`.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,16 @@ import plotly.graph_objects as go
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.drawing import plain_rows
-from moe_ffn.report.figures import NotMeasuredError
+from moe_ffn.report.figures import NotMeasuredError, find
 from moe_ffn.report.inspect import experts
-from moe_ffn.report.inspect.experts import Attribute
-from moe_ffn.report.inspect.inspection import Inspection, Router
+from moe_ffn.report.inspect.inspection import Inspection
 
 
 def agreements(found: Inspection) -> go.Figure:
-    """Draw the share of the router's first choice that each attribute of a token explains, above chance.
-
-    Raises:
-        NotMeasuredError: no block that was looked at routes.
-    """
-    routers = _routers(found)
+    """Draw the share of the router's first choice that each attribute of a token explains, above chance."""
+    if not found.routers:
+        raise NotMeasuredError("no token is routed in these layers")
+    routers = found.routers.values()
     names = [attribute.name for attribute in found.attributes]
     values = [[router.agreement[name].above_chance for router in routers] for name in names]
     return _heat(
@@ -48,13 +48,10 @@ def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure
     Args:
         router_name: such as `layer_03`.
         attribute_name: such as `byte class`; see `found.attributes`.
-
-    Raises:
-        NotMeasuredError: there is no such router or attribute, or the attribute has too many labels.
     """
-    router: Router = _one(found.routers, router_name, "router")
+    router = find(found.routers, router_name, "router")
     known = {one.name: one for one in found.attributes if one.names}
-    attribute: Attribute = _one(known, attribute_name, "attribute")
+    attribute = find(known, attribute_name, "attribute")
     counts = experts.profile(router.assignment, attribute)
     occurs = np.flatnonzero(counts.sum(axis=0))
     lift = experts.lift(counts)[:, occurs].T
@@ -71,20 +68,6 @@ def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure
         customdata=plain_rows(shares),
         **_scaled("times its part of the text", "even"),
     )
-
-
-def _routers(found: Inspection) -> list[Router]:
-    if not found.routers:
-        raise NotMeasuredError("no token is routed in these layers")
-    return list(found.routers.values())
-
-
-def _one(known: Any, name: str, what: str) -> Any:
-    if name not in known:
-        raise NotMeasuredError(
-            f"there is no {what} '{name}'; there are {', '.join(known) or 'none'}"
-        )
-    return known[name]
 
 
 def _scaled(title: str, one: str) -> dict[str, Any]:

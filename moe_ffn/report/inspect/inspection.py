@@ -29,6 +29,9 @@ from moe_ffn.runs.reader import Run
 BATCH_TOKENS = 4096
 """Tokens of a batch."""
 
+TOP_K = 10
+"""Inputs kept of each unit, those that activate it most."""
+
 
 @dataclass(frozen=True, eq=False)
 class Router:
@@ -75,24 +78,19 @@ class Inspection:
         return RoutedText(text.tokenizer.token_bytes, text.ids_T, text.seq_len, layers)
 
 
-def inspect_run(
-    run: Run, text: Text, layers: Sequence[int] | None = None, *, top_k: int = 10
-) -> Inspection:
+def inspect_run(run: Run, text: Text, layers: Sequence[int] | None = None) -> Inspection:
     """Inspect the best weights of a run with a text, in evaluation.
 
     Args:
         layers: only these layers; None for all.
-        top_k: inputs to keep of each unit.
 
     Raises:
-        ConfigError: a layer that the model lacks, or a text with fewer than `top_k` tokens.
+        ConfigError: a layer that the model lacks, or a text with fewer than `TOP_K` tokens.
     """
-    return inspect_model(run.model, text, layers, top_k=top_k)
+    return inspect_model(run.model, text, layers)
 
 
-def inspect_model(
-    decoder: Decoder, text: Text, layers: Sequence[int] | None = None, *, top_k: int = 10
-) -> Inspection:
+def inspect_model(decoder: Decoder, text: Text, layers: Sequence[int] | None = None) -> Inspection:
     """Inspect any decoder in evaluation, such as that of another checkpoint."""
     ffns = decoder.config.layer_ffns()
     for layer in layers or ():
@@ -100,13 +98,13 @@ def inspect_model(
             raise ConfigError(
                 f"--layers: the model has no layer {layer}; it has 0 to {len(ffns) - 1}"
             )
-    if len(text) < top_k:
+    if len(text) < TOP_K:
         raise ConfigError(
-            f"--text: the text has {len(text)} tokens, fewer than the {top_k} that are kept of each unit; "
+            f"--text: the text has {len(text)} tokens, fewer than the {TOP_K} that are kept of each unit; "
             "give more text"
         )
     shown = tuple(sorted(set(range(len(ffns)) if layers is None else layers)))
-    networks, assignments = observe(decoder, text, shown, top_k)
+    networks, assignments = observe(decoder, text, shown)
     known = tuple(experts.attributes(text))
     infos = decoder.config.routers()
     routers: dict[str, Router] = {}
@@ -132,12 +130,9 @@ def inspect_model(
 
 @torch.no_grad()
 def observe(
-    decoder: Decoder, text: Text, layers: Sequence[int], top_k: int
+    decoder: Decoder, text: Text, layers: Sequence[int]
 ) -> tuple[dict[int, dict[str, TopInputs]], dict[str, Assignment]]:
-    """Run the windows of a text; return the top inputs of each layer's networks, and each router's choices.
-
-    Only the `top_k` largest activations of each unit are kept; 0 skips the units.
-    """
+    """Run the windows of a text; return the top inputs of each layer's networks and the routers' choices."""
     networks: dict[int, dict[str, TopInputs]] = {layer: {} for layer in layers}
     assignments: dict[str, Assignment] = {}
     infos = decoder.config.routers()
@@ -145,8 +140,8 @@ def observe(
 
     def watch(layer: int) -> Callable[..., None]:
         def look(ffn: nn.Module, args: tuple[Any, ...], output: FFNOutput) -> None:
-            for memory in memories(cast("FFNBlock", ffn), *args) if top_k else ():
-                networks[layer].setdefault(memory.name, TopInputs(top_k)).add(memory, first)
+            for memory in memories(cast("FFNBlock", ffn), *args):
+                networks[layer].setdefault(memory.name, TopInputs(TOP_K)).add(memory, first)
             routings = within(layer_name(layer), output.routings)
             add_batch(assignments, routings, infos, first, len(text))
 

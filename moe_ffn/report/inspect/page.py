@@ -11,10 +11,11 @@ import numpy as np
 
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.expert_tokens import context, expert_tokens
+from moe_ffn.report.html import layer_title
 from moe_ffn.report.inspect import figures
-from moe_ffn.report.inspect.inspection import Inspection
+from moe_ffn.report.inspect.inspection import TOP_K, Inspection
 from moe_ffn.report.inspect.units import AGREE, KINDS, NEAR, LayerUnits, examples, explanation
-from moe_ffn.report.plots import Plot, choice_of, layer_title, numbered, plot_of, render_plots
+from moe_ffn.report.plots import Plot, choice_of, numbered, plot_of, render_plots
 from moe_ffn.runs.reader import Run
 
 _WORDS = {
@@ -38,10 +39,9 @@ def inspection_html(found: Inspection, run: Run, script: str | None = None) -> s
         page=PageParts(found),
         reload_every=None,
         time=time.strftime("%Y-%m-%d %H:%M:%S"),
-        KINDS=KINDS,
+        TOP_K=TOP_K,
         AGREE=AGREE,
         NEAR=NEAR,
-        short_name=short_name,
         expert_tokens=expert_tokens,
     )
 
@@ -140,10 +140,6 @@ class PageParts:
                 row.append(f"{_percent(one.share)} ({_percent(one.chance)})")
             rows.append(row)
         return rows
-
-    @property
-    def top_k(self) -> int:
-        return self.found.units[0].tokens_Uk.shape[1] if self.found.units else 0
 
     def blocks(self) -> str:
         """Return `moe in layer 0, 1`."""

@@ -245,14 +245,14 @@ def promoted_tokens(
     return np.concatenate(found)
 
 
-def examples(units: LayerUnits, per_kind: int = 3) -> list[int]:
+def examples(units: LayerUnits) -> list[int]:
     """Return units to show of each kind, `none` included: the longest suffix first, then the strongest."""
     strength = np.abs(units.activations_Uk).mean(axis=1)
     order = np.lexsort((-strength, -units.suffix_U))
     kinds = units.kind_U
     chosen: list[int] = []
     for kind in (*KINDS, "none"):
-        chosen += [u for u in order.tolist() if kinds[u] == kind and units.judged_U[u]][:per_kind]
+        chosen += [u for u in order.tolist() if kinds[u] == kind and units.judged_U[u]][:3]
     return chosen
 
 
