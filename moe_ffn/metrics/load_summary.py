@@ -23,13 +23,6 @@ class LoadSummary:
     unused: tuple[int, ...]
     """The experts without a token."""
 
-    def percentages(self, digits: int) -> tuple[str, str, str]:
-        """The largest share after the number of its expert, `#3 22.6`; the median; and the smallest."""
-        highest, median, lowest = (
-            percent(share, digits) for share in (self.highest, self.median, self.lowest)
-        )
-        return f"#{self.busiest} {highest}", median, lowest
-
 
 def summarize_load(load: Sequence[Any]) -> LoadSummary | None:
     """None where the load was not measured: a share is absent or not finite, or there is none."""

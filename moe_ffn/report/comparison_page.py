@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -66,7 +67,9 @@ def comparison_html(
     for run in runs:
         if run.folder in compared:
             continue
-        result = _result_of(run)
+        result = None
+        with suppress(ConfigError):  # its options are lost
+            result = RunResult.of_run(run).model_copy(update={"found_as": run.name})
         arms.append(Arm(run.name, [result] if result else []))
         if result is not None and run.name not in [known.shown_name for known in results]:
             results.append(result)
@@ -105,14 +108,6 @@ def comparison_html(
         other_tables=shown[1:],
         run_summary=run_summary,
     )
-
-
-def _result_of(run: Run) -> RunResult | None:
-    """Return the result of a run outside the comparison, so far; None where its options are lost."""
-    try:
-        return RunResult.of_run(run).model_copy(update={"found_as": run.name})
-    except ConfigError:
-        return None
 
 
 def plots_of_arms(

@@ -21,7 +21,7 @@ from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.prepare import cached_validation
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.outputs import Routing
-from moe_ffn.report.trace import origin, visible
+from moe_ffn.report.trace import expert_names, origin, visible
 from moe_ffn.runs.reader import Run
 
 MAX_FLOPS = 2e10
@@ -112,10 +112,7 @@ def add_batch(
         if routing.is_listed:
             continue
         if name not in assignments:
-            info = infos.get(name)
-            names = tuple(map(str, range(routing.num_experts)))
-            if info is not None:
-                names = ("through",) if info.is_gate else info.expert_names()
+            names = expert_names(routing, infos.get(name))
             assignments[name] = Assignment(name, names, num_tokens)
         places = came_from(routings, name, gates, first)
         assignments[name].add(routing, places, with_dropped=with_dropped)

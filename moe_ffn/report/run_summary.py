@@ -298,8 +298,9 @@ def _expert_row(layer: str, values: Mapping[str, Any]) -> ExpertRow:
 
     extremes = [(NONE, "")] * 4
     if summary := summarize_load(load):
-        kinds = map(kind, (summary.highest, summary.median, summary.lowest))
-        extremes = list(zip(summary.percentages(digits), kinds, strict=True))
+        shares = summary.highest, summary.median, summary.lowest
+        extremes = [(percent(share, digits), kind(share)) for share in shares]
+        extremes[0] = (f"#{summary.busiest} {extremes[0][0]}", extremes[0][1])
         extremes.append((str(len(summary.unused)), "none" if summary.unused else ""))
     return ExpertRow(
         layer,

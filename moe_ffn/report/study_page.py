@@ -172,10 +172,11 @@ def _design(comparison: Comparison) -> Parts:
     arms = comparison.arms
 
     def cost(arm: Arm, part: str, key: str) -> str:
-        value, other = (
+        value, base = (
             getattr(getattr(a.budget, part), key) for a in (arm, comparison.base_of(arm))
         )
-        return _beside(value, other)
+        beside = f" ({value / base - 1:+.1%})" if base and value != base else ""
+        return f"{compact(value)}{beside}"
 
     rows = [
         [
@@ -229,12 +230,6 @@ def _pairing(runs: Sequence[RunResult]) -> str:
     if len(begun) == 1 and all(options == outside[0] for options in outside):
         shared.append("begin with the same weights outside their feed-forward blocks")
     return f"Within a seed all arms {' and '.join(shared)}." if shared else ""
-
-
-def _beside(value: int, other: int) -> str:
-    if not other or value == other:
-        return compact(value)
-    return f"{compact(value)} ({value / other - 1:+.1%})"
 
 
 def _same(runs: Sequence[RunResult], options: Mapping[str, str]) -> str:
@@ -333,7 +328,9 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Parts:
             rows.append([name, ", ".join(sorted(str(value)[:60] for value in values))])
     seconds = [run.outcome.wall_seconds for run in runs]
     if all(value is not None for value in seconds):
-        rows.append(["training", f"{_hours(sum(filter(None, seconds)))} of all runs"])
+        total = sum(filter(None, seconds))
+        time = f"{total / 3600:.1f} hours" if total >= 3600 else f"{total / 60:.0f} minutes"
+        rows.append(["training", f"{time} of all runs"])
     commands = (
         f"```bash\npython -m experiments.sweep --config {file}\n"
         f"moe-ffn study_page {file} --runs runs/{page.name}\n```"
@@ -350,10 +347,6 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Parts:
         f"{', '.join(page.figures)}."
     )
     return [commands, before, markdown_table(["", ""], rows), results]
-
-
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"
 
 
 def _range(values: Iterable[int]) -> str:

@@ -307,22 +307,24 @@ def unrouted_layers(ffns: Sequence[FFNConfig], routings: Mapping[str, Routing]) 
     return {f"layer {index}": ffn.type for index, ffn in enumerate(ffns) if index not in routed}
 
 
+def expert_names(routing: Routing, info: RouterInfo | None) -> tuple[str, ...]:
+    """Return the name of each expert, see `Layer.experts`; numbers of a router that the config lacks."""
+    if info is None:
+        return tuple(map(str, range(routing.num_experts)))
+    return ("through",) if info.is_gate else info.expert_names()
+
+
 def _layer(name: str, routing: Routing, info: RouterInfo | None) -> Layer:
-    capacity = "dropless"
-    places = None if info is None else info.capacity.places(routing, training=False)
-    if info is not None and places is not None:
+    names, capacity = expert_names(routing, info), "dropless"
+    if info is None:
+        return Layer(name, names, capacity)
+    places = info.capacity.places(routing, training=False)
+    if places is not None:
         capacity = f"{int(places)} place{'' if places == 1 else 's'} per expert"
         if info.capacity.eval_factor is not None:
             capacity = f"factor {info.capacity.eval_factor}, {capacity}"
-    if info is None:
-        return Layer(name, tuple(map(str, range(routing.num_experts))), capacity)
-    return Layer(
-        name,
-        ("through",) if info.is_gate else info.expert_names(),
-        capacity,
-        shared_expert=None if info.shared_expert is None else info.shared_expert.type,
-        is_gate=info.is_gate,
-    )
+    shared_expert = None if info.shared_expert is None else info.shared_expert.type
+    return Layer(name, names, capacity, shared_expert, info.is_gate)
 
 
 END_OF_DOCUMENT = "<end>"

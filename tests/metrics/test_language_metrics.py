@@ -10,28 +10,26 @@ from moe_ffn.metrics import functional, unigram_loss
 from moe_ffn.metrics.modular import LanguageMetrics
 
 
-def test_loss_is_per_token_and_bits_are_per_byte() -> None:
-    # Tokens of 1, 2, 2, 1 nats: 1.5 nats each. They stand for 3, 1, 0 and 4 bytes of text:
-    # 6 nats / ln 2 = 8.65617 bits over 8 bytes.
+@pytest.mark.parametrize(
+    ("batches", "loss", "bits"),
+    [
+        # 1.5 nats each, which stand for 3, 1, 0 and 4 bytes: 6 nats / ln 2 = 8.65617 bits over 8 bytes.
+        ([([1.0, 2.0, 2.0, 1.0], [3, 1, 0, 4])], 1.5, 1.0820213),
+        ([([math.log(256)] * 6, [1] * 6)], math.log(256), 8),
+        # (1 * 3 + 5 * 1) / 4 tokens; the mean of the batches' means would be 3.
+        ([([1.0] * 3, [1] * 3), ([5.0], [1])], 2, 2 / math.log(2)),
+    ],
+    ids=["per token and per byte", "a uniform model of bytes", "batches count by their tokens"],
+)
+def test_loss_and_bits(
+    batches: list[tuple[list[float], list[int]]], loss: float, bits: float
+) -> None:
     metrics = LanguageMetrics()
-    metrics.update(torch.tensor([1.0, 2.0, 2.0, 1.0]), torch.tensor([3, 1, 0, 4]))
+    for nats, num_bytes in batches:
+        metrics.update(torch.tensor(nats), torch.tensor(num_bytes))
     values = metrics.compute()
-    assert values["loss"].item() == pytest.approx(1.5)
-    assert values["bits_per_byte"].item() == pytest.approx(1.0820213, abs=1e-6)
-
-
-def test_a_uniform_byte_model_costs_eight_bits() -> None:
-    metrics = LanguageMetrics()
-    metrics.update(torch.full((2, 3), math.log(256)), torch.ones(2, 3, dtype=torch.int64))
-    assert metrics.compute()["bits_per_byte"].item() == pytest.approx(8, abs=1e-6)
-
-
-def test_batches_count_by_their_tokens() -> None:
-    # (1 * 3 + 5 * 1) / 4 tokens; the mean of the batches' means would be 3.
-    metrics = LanguageMetrics()
-    metrics.update(torch.ones(3), torch.ones(3))
-    metrics.update(torch.full((1,), 5.0), torch.ones(1))
-    assert metrics.loss_so_far.item() == metrics.compute()["loss"].item() == 2
+    assert metrics.loss_so_far.item() == values["loss"].item() == pytest.approx(loss)
+    assert values["bits_per_byte"].item() == pytest.approx(bits, abs=1e-6)
 
 
 def test_sums_keep_their_digits_in_a_model_that_is_converted() -> None:
@@ -45,19 +43,19 @@ def test_sums_keep_their_digits_in_a_model_that_is_converted() -> None:
     assert metrics.nats.dtype == torch.float64
 
 
-def test_a_long_validation_keeps_its_digits() -> None:
-    # 2^25 + 1 added in float32 would be 2^25.
+@pytest.mark.parametrize(
+    "batches",
+    [
+        # In float32 the sum would be 2^25, in bfloat16 it would stop growing at 256.
+        [torch.tensor([2.0**25]), torch.tensor([1.0])],
+        [torch.ones(1000, dtype=torch.bfloat16)],
+    ],
+)
+def test_a_long_validation_keeps_its_digits(batches: list[torch.Tensor]) -> None:
     metrics = LanguageMetrics()
-    metrics.update(torch.tensor([2.0**25]), torch.tensor([1]))
-    metrics.update(torch.tensor([1.0]), torch.tensor([1]))
-    assert metrics.nats.item() == 2**25 + 1
-
-
-def test_bfloat16_nats_are_added_in_full() -> None:
-    # In bfloat16 a sum of ones stops growing at 256.
-    metrics = LanguageMetrics()
-    metrics.update(torch.ones(1000, dtype=torch.bfloat16), torch.ones(1000))
-    assert metrics.compute()["loss"].item() == 1
+    for nats in batches:
+        metrics.update(nats, torch.ones(len(nats)))
+    assert metrics.nats.item() == sum(nats.double().sum().item() for nats in batches)
 
 
 def test_the_unigram_loss_equals_the_one_worked_by_hand() -> None:

@@ -97,10 +97,7 @@ def test_the_margin_is_between_the_two_best_scores() -> None:
     kept = scores_TE.clone()
     assert top1_margin(scores_TE).tolist() == pytest.approx([0.5, 0, 0.4, 0])
     assert torch.equal(scores_TE, kept)
-
-
-def test_a_single_expert_has_no_margin() -> None:
-    assert top1_margin(torch.ones(2, 1)).isnan().all()
+    assert top1_margin(torch.ones(2, 1)).isnan().all(), "a single expert has none"
 
 
 def test_the_largest_logit_is_of_real_tokens_and_finite(make_routing: Any) -> None:

@@ -181,9 +181,6 @@ def test_coactivation_over_batches_and_its_largest(make_routing: Any) -> None:
     values = measure(3, make_routing([[0, 1]], 3), make_routing([[0, 2]], 3))
     assert values["coactivation"].tolist() == [[1, 0.5, 0.5], [1, 1, 0], [1, 0, 1]]
     assert values["coactivation_max"].item() == 1
-
-
-def test_coactivation_of_one_expert_is_nothing(make_routing: Any) -> None:
     assert measure(1, make_routing([[0]], 1))["coactivation_max"].item() == 0
 
 

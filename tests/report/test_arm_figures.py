@@ -22,10 +22,9 @@ figures: Any = functions
 @pytest.fixture(scope="module")
 def comparison() -> Comparison:
     """swiglu is clearly better than gelu and costs twice as much; relu cannot be told from gelu."""
+    curve = [[4.0 + seed, 3.0, 2.0] for seed in range(3)]
     results = [
-        make_result(
-            arm, seed, 2.0 + 0.1 * seed + shift, curve=[4.0 + seed, 3.0, 2.0], flops_per_token=flops
-        )
+        make_result(arm, seed, 2.0 + 0.1 * seed + shift, curve=curve[seed], flops_per_token=flops)
         for seed in range(3)
         for arm, shift, flops in (
             ("gelu", 0.0, 1000),
@@ -33,18 +32,11 @@ def comparison() -> Comparison:
             ("relu", (0.1, -0.1, 0.05)[seed], 1100),
         )
     ]
-    tuned = [
-        make_result(
-            f"{arm},learning_rate={rate}",
-            0,
-            loss,
-            main_arm=arm,
-            tuning={"optimizer.learning_rate": rate},
-            options={"optimizer.learning_rate": rate},
-        )
-        for arm, rate, loss in (("gelu", 0.01, 2.5), ("swiglu", 0.01, 1.2), ("swiglu", 0.1, 3.0))
-    ]
-    return Comparison.of([*results, *tuned], baseline="gelu")
+    for arm, rate, loss in (("gelu", 0.01, 2.5), ("swiglu", 0.01, 1.2), ("swiglu", 0.1, 3.0)):
+        own: dict[str, Any] = {"optimizer.learning_rate": rate}
+        name = f"{arm},learning_rate={rate}"
+        results.append(make_result(name, 0, loss, main_arm=arm, tuning=own, options=own))
+    return Comparison.of(results, baseline="gelu")
 
 
 def drawn(figure: Any) -> dict[str, Any]:
@@ -69,11 +61,11 @@ def test_a_loss_is_the_mean_of_the_seeds_with_its_interval(
 
     assert list(line.x) == [factor * step for step in (33, 67, 100)]
     assert list(line.y) == [5.0, 3.0, 2.1], "the means over three seeds"
-    first, last = mean_interval([4.0, 5.0, 6.0]), mean_interval([2.0, 2.1, 2.2])
-    assert first is not None
-    assert last is not None
-    assert (band.y[0], band.y[-1]) == pytest.approx((first.high, first.low), abs=1e-4)
-    assert (band.y[2], band.y[3]) == pytest.approx((last.high, last.low), abs=1e-4)
+    ends = {0: mean_interval([4.0, 5.0, 6.0]), 2: mean_interval([2.0, 2.1, 2.2])}
+    for place, interval in ends.items():
+        assert interval is not None
+        drawn_here = band.y[place], band.y[-1 - place]
+        assert drawn_here == pytest.approx((interval.high, interval.low), abs=1e-4)
     assert line.name == "gelu 2.1000", "the last value needs no pointer"
 
 

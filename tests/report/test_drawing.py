@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 
+from moe_ffn.metrics.plotting import label
 from moe_ffn.report.drawing import average, rounded
 from moe_ffn.report.run_summary import evenly_chosen
 from moe_ffn.runs.rows import Series
@@ -53,9 +54,11 @@ def test_there_are_never_more_points_than_asked_for(length: int) -> None:
     assert set(grid.values[0]) == {1}
 
 
-def test_numbers_keep_seven_digits() -> None:
+def test_numbers_keep_seven_digits_and_long_names_leave_room_for_the_plot() -> None:
     assert rounded(1.23456789) == 1.234568
     assert repr(rounded(40.0)) == "40"
+    assert label("a" * 30 + "b" * 30) == "a" * 20 + "…" + "b" * 23
+    assert label("a" * 44) == "a" * 44
 
 
 def test_some_of_many_are_evenly_chosen_with_the_first_and_the_last() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +88,7 @@ def test_a_load_is_shown_as_multiples_of_the_even_share(run: Run, layer: int | s
     assert list(trace.x) == list(run.loads["layer_01"][0].steps)
     np.testing.assert_allclose(trace.z, 4 * np.array(shares), atol=1e-4)
     assert dict(trace.colorscale)[1 / 4] == "#f7f7f5", "even is the middle of the colours"
+    assert (trace.zmin, trace.zmax) == (0, 4), "as its colour bar says"
 
 
 @pytest.mark.parametrize("key", MEASURES)
@@ -117,10 +117,11 @@ def test_a_measure_of_many_layers_has_a_row_for_each(tmp_path: Path) -> None:
 def test_co_activation_is_that_of_the_summary(run: Run) -> None:
     figure = figures.coactivation(run, 1)
 
-    summary = json.loads((run.folder / "summary.json").read_text())
-    expected = summary["routing"]["layer_01"]["coactivation"]
+    expected_EE = np.array(run.validated["layer_01"]["coactivation"])
     assert figure.layout.title.text == "Co-activation, layer 1"
-    np.fill_diagonal(expected_EE := np.array(expected), np.nan)
+    titles = figure.layout.xaxis.title.text, figure.layout.yaxis.title.text
+    assert titles == ("expert j", "expert i"), "a row is of the tokens of expert i"
+    np.fill_diagonal(expected_EE, np.nan)
     drawn_EE = np.array(figure.data[0].z, dtype=float)
     np.testing.assert_allclose(drawn_EE, expected_EE, atol=1e-4)
     assert "Even would be 33.3% everywhere off the diagonal." in figure.layout.meta["note"]

@@ -157,17 +157,10 @@ def test_padding_of_a_shorter_sequence_inside_is_nobody_s(make_routing: MakeRout
 # -- counts by hand
 
 
-def assigned(
-    make_routing: MakeRouting, ids_TK: list[list[int]], size: int, **options: Any
-) -> Assignment:
-    assignment = Assignment("layer_00", tuple(map(str, range(size))), len(ids_TK))
-    assignment.add(make_routing(ids_TK, size, **options), np.arange(len(ids_TK)))
-    return assignment
-
-
 def test_the_first_choice_is_the_heaviest(make_routing: MakeRouting) -> None:
     weights = torch.tensor([0.2, 0.8, 0.7, 0.3, 0.5, 0.5])
-    found = assigned(make_routing, [[0, 1], [0, 1], [2, 1]], 3, weights_N=weights)
+    found = Assignment("layer_00", ("0", "1", "2"), 3)
+    found.add(make_routing([[0, 1], [0, 1], [2, 1]], 3, weights_N=weights), np.arange(3))
 
     assert found.first_T.tolist() == [1, 0, 2], "of equal ones the first in the list"
 
@@ -176,11 +169,11 @@ def test_a_token_that_chose_none_is_told_from_one_that_never_came(
     make_routing: MakeRouting,
 ) -> None:
     routing = make_routing([[0], [1]], 2, chosen_N=torch.tensor([True, False]))
-    assignment = Assignment("layer_00", ("0", "1"), 3)
-    assignment.add(routing, np.array([0, 2]))
+    found = Assignment("layer_00", ("0", "1"), 3)
+    found.add(routing, np.array([0, 2]))
 
-    assert assignment.first_T.tolist() == [0, NOT_REACHED, 2]
-    assert assignment.reached_T.tolist() == [True, False, True]
+    assert found.first_T.tolist() == [0, NOT_REACHED, 2]
+    assert found.reached_T.tolist() == [True, False, True]
 
 
 def test_the_largest_documents_have_a_label_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

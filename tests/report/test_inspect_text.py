@@ -105,16 +105,11 @@ def test_of_a_longer_token_the_first_byte_that_is_no_space_decides() -> None:
     ids = np.append(bpe.encode(b"x def 12"), bpe.end_of_document)
     text = text_of_tokens(ids, bpe, 100, 100)
 
-    found = {
-        text.token(i): BYTE_CLASSES[c] for i, c in zip(text.ids_T, text.byte_class_T, strict=True)
-    }
-    assert found["␣def"] == "letter"
-    assert found["␣12"] == "digit"
     assert text.syntax_T is not None
-    syntax = {
-        text.token(i): SYNTAX_CLASSES[c] for i, c in zip(text.ids_T, text.syntax_T, strict=True)
-    }
-    assert syntax["␣def"] == "keyword"
+    classes = zip(text.ids_T, text.byte_class_T, text.syntax_T, strict=True)
+    found = {text.token(i): (BYTE_CLASSES[b], SYNTAX_CLASSES[s]) for i, b, s in classes}
+    assert found["␣def"] == ("letter", "keyword")
+    assert found["␣12"][0] == "digit"
 
 
 SOURCE = b'''def f(x):
@@ -154,12 +149,7 @@ def test_syntax_counts_bytes_where_characters_are_longer() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        b"x = (1\n",
-        b"if x:\n        y\n    z\n",
-        b"\xff\xfe",
-        b"",
-        b"'''never ends",
-        b"\x00",
+        *(b"x = (1\n", b"if x:\n        y\n    z\n", b"\xff\xfe", b"", b"'''never ends", b"\x00"),
         b"a\rb\r\nc",
     ],
 )

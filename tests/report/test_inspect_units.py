@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from moe_ffn.ffn.networks import Memory
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.inspect import Inspection, inspect_model, text_of_tokens
-from moe_ffn.report.inspect.units import KINDS, TopInputs, agree, examples, explanation
+from moe_ffn.report.inspect.units import (
+    KINDS,
+    LayerUnits,
+    TopInputs,
+    agree,
+    examples,
+    explanation,
+    layer_units,
+)
 from tests.helpers.known_decoder import BYTES, LETTERS, D, S, axis, decoder_of, random_text
 
 DENSE = {"type": "dense", "activation": "relu", "d_ff": 4, "bias": True}
@@ -26,6 +34,17 @@ def with_units(decoder: Decoder, keys: Tensor, biases: Tensor, values: Tensor) -
         ffn.up.bias.copy_(biases)
         ffn.down.weight.copy_(values.t())
     return ffn
+
+
+def units_of(decoder: Decoder, letters: bytes = LETTERS) -> LayerUnits:
+    """Return the units of the only layer, on random letters."""
+    (units,) = inspect_model(decoder, random_text(letters)).units
+    return units
+
+
+def token_ids(units: LayerUnits) -> str:
+    """Return the token that each unit promotes most, as text."""
+    return "".join(map(chr, units.promoted_Up[:, 0]))
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +92,7 @@ def test_chance_is_that_of_random_inputs(found: Inspection) -> None:
     (units,) = found.units
 
     assert all(units.chance[kind] == 0 for kind in KINDS)
-    one_letter = inspect_model(decoder_of(DENSE, b"a"), random_text(b"a"))
-    assert one_letter.units[0].chance["token"] == 1
+    assert units_of(decoder_of(DENSE, b"a"), b"a").chance["token"] == 1
 
 
 def test_the_chance_of_an_expert_s_units_is_that_of_the_expert_s_own_tokens() -> None:
@@ -92,8 +110,7 @@ def test_the_chance_of_an_expert_s_units_is_that_of_the_expert_s_own_tokens() ->
         ffn.router.projection.weight[1] = axis("b")
         ffn.router.projection.weight[0] = -axis("b")
         ffn.experts.up_bias.fill_(1.0)  # every unit fires
-    found = inspect_model(decoder, random_text(LETTERS))
-    (units,) = found.units
+    units = units_of(decoder)
 
     of_second = units.network_U == 1
     assert units.networks == ("expert 0", "expert 1")
@@ -109,11 +126,11 @@ def test_a_gated_unit_that_is_large_below_zero_promotes_the_opposite_of_its_valu
         ffn.gate.weight.copy_(torch.stack([axis("b"), axis("b")]))
         ffn.up.weight.copy_(torch.stack([axis("b"), axis("b", -1)]))
         ffn.down.weight.copy_(torch.stack([axis("d"), axis("d", -1) + 0.1 * axis("a")]).t())
-    (units,) = inspect_model(decoder, random_text(LETTERS)).units
+    units = units_of(decoder)
 
     assert (units.activations_Uk[0] > 0).all()
     assert (units.activations_Uk[1] < 0).all()
-    assert [chr(i) for i in units.promoted_Up[:, 0]] == ["d", "d"]
+    assert token_ids(units) == "dd"
 
 
 def test_a_unit_that_answers_to_a_suffix_is_found_as_such() -> None:
@@ -162,8 +179,6 @@ def test_a_unit_that_answers_to_a_position_in_the_line() -> None:
     activations = torch.full((len(text), 1), 0.1)
     activations[torch.from_numpy(chosen)] = 1
     inputs.add(Memory("", torch.arange(len(text)), activations, torch.zeros(1, D)), first=0)
-    from moe_ffn.report.inspect.units import layer_units
-
     units = layer_units(3, {"": inputs}, text, decoder_of(DENSE, LETTERS))
 
     assert units.kind_U.tolist() == ["position in line"]
@@ -171,7 +186,7 @@ def test_a_unit_that_answers_to_a_position_in_the_line() -> None:
     assert units.name(0) == "unit 0"
 
 
-def test_values_go_through_the_final_norm_s_scale_and_not_its_bias() -> None:
+def test_values_go_through_the_scale_of_a_final_norm_and_not_its_bias() -> None:
     """The scale hides the axis that the value points at most; the bias alone would promote a."""
     decoder = decoder_of(DENSE, LETTERS, norm={"type": "layer_norm"})
     value = axis("b", 2.0) + axis("c")
@@ -180,17 +195,11 @@ def test_values_go_through_the_final_norm_s_scale_and_not_its_bias() -> None:
     with torch.no_grad():
         norm.weight[LETTERS.index(b"b")] = 0.1
         norm.bias[LETTERS.index(b"a")] = 100
-    (units,) = inspect_model(decoder, random_text(LETTERS)).units
+    assert token_ids(units_of(decoder)) == "cccc"
 
-    assert chr(units.promoted_Up[0, 0]) == "c"
-
-
-def test_a_post_norm_model_has_no_final_norm() -> None:
-    decoder = decoder_of(DENSE, LETTERS, norm_placement="post")
-    with_units(decoder, torch.zeros(4, D), torch.ones(4), (axis("b", 2.0) + axis("c")).expand(4, D))
-    (units,) = inspect_model(decoder, random_text(LETTERS)).units
-
-    assert [chr(i) for i in units.promoted_Up[0, :2]] == ["b", "c"]
+    post_norm = decoder_of(DENSE, LETTERS, norm_placement="post")
+    with_units(post_norm, torch.zeros(4, D), torch.ones(4), value.expand(4, D))
+    assert token_ids(units_of(post_norm)) == "bbbb", "it has no final norm"
 
 
 def test_the_next_token_is_promoted_by_units_that_learned_it() -> None:
@@ -204,13 +213,8 @@ def test_the_next_token_is_promoted_by_units_that_learned_it() -> None:
 
     assert units.next_agreement == 1
     assert units.next_chance == pytest.approx(1 / 6)
-
-
-def test_a_model_that_sees_both_sides_has_no_next_token() -> None:
-    decoder = decoder_of(DENSE, LETTERS, causal=False)
-    (units,) = inspect_model(decoder, random_text(LETTERS)).units
-
-    assert units.next_agreement is None
+    both_sides = units_of(decoder_of(DENSE, LETTERS, causal=False))
+    assert both_sides.next_agreement is None
 
 
 @pytest.mark.parametrize(

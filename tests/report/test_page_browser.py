@@ -250,25 +250,11 @@ def test_the_even_share_is_the_middle_of_the_colours(moe: Opened) -> None:
     assert trace["mean"] == pytest.approx(1, abs=1e-3)
 
 
-def choice_of(title: str) -> str:
-    return f'figure:has([aria-label="{title}"]) select'
-
-
-@pytest.mark.slow
-def test_a_layer_is_chosen_from_many(browser: Browser, page_of: Pages) -> None:
-    with drawn(browser, page_of("deep")) as found:
-        plot = found.page.locator('.plot[aria-label="Load of each expert"]')
-        shares = "plot => plot.data[0].z[1].at(-1)"
-        assert plot.evaluate(shares) > 0
-        found.page.select_option(choice_of("Load of each expert"), label="layer 1")
-        assert plot.evaluate(shares) == 0, "expert 1 of layer 1 is dead"
-        assert found.errors == []
-
-
 def test_losses_are_looked_at_over_flops(overlay: Opened) -> None:
     plot = overlay.page.locator('.plot[aria-label="Validation loss"]')
     assert plot.locator(".xtitle").text_content() == "tokens trained on"
-    overlay.page.select_option(choice_of("Validation loss"), label="training FLOPs")
+    choice = 'figure:has([aria-label="Validation loss"]) select'
+    overlay.page.select_option(choice, label="training FLOPs")
     assert plot.locator(".xtitle").text_content() == "training FLOPs"
     assert plot.locator(".legendtext").count() == 3
 

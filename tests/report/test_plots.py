@@ -7,15 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-
-from moe_ffn.metrics.plotting import label
 from moe_ffn.metrics.table import OF_LIST, layer_measures
 from moe_ffn.report.run_summary import constant_measures, moving_measures
 from moe_ffn.runs.reader import read_runs
 from tests.helpers.synthetic_run import MEASURES as KEYS_OF_MEASURES
-from tests.helpers.synthetic_run import write_metrics, write_run
+from tests.helpers.synthetic_run import change, write_metrics, write_run
 from tests.helpers.written_page import Written, row_of
 
 
@@ -71,20 +67,14 @@ def test_every_measure_of_a_run_has_its_plot_or_its_word(folder: Path) -> None:
     assert len(moving_measures(run)) + len(constant_measures(run)) == len(keys)
 
 
-def test_units_and_notes_of_the_measures(page: Written) -> None:
+def test_units_notes_and_the_place_of_expert_0(page: Written) -> None:
     axis = {title: f["layout"]["yaxis"]["title"]["text"] for title, (f,) in page.of_one().items()}
 
     assert axis["Largest router logit"] == "largest absolute logit (nats)"
     assert axis["MaxVio"] == "MaxVio (dimensionless)"
     assert "Experts without a token for logging.alarms.after_steps steps." in page.text
-
-
-def test_expert_0_stands_at_the_top_of_every_heat_map(page: Written) -> None:
     drawn = [f for title in ("Load of each expert", "Co-activation") for f in page.figures[title]]
     assert [f["layout"]["yaxis"]["autorange"] for f in drawn] == ["reversed"] * 8
-    for figure in page.figures["Load of each expert"]:
-        (load,) = figure["data"]
-        assert (load["zmin"], load["zmax"]) == (0, 4), "as its colour bar says"
 
 
 def test_a_single_validation_stands_on_an_axis_that_begins_at_0(tmp_path: Path) -> None:
@@ -171,11 +161,6 @@ def test_a_long_run_stays_light_and_says_that_it_was_averaged(tmp_path: Path) ->
     assert page.size_of_data < 500_000
 
 
-def test_a_long_name_leaves_room_for_the_plot() -> None:
-    assert label("a" * 30 + "b" * 30) == "a" * 20 + "…" + "b" * 23
-    assert label("a" * 44) == "a" * 44
-
-
 def test_a_run_that_diverged_has_gaps_and_says_so(tmp_path: Path) -> None:
     rows = [{"step": step, "train/loss": 1.0 if step < 3 else math.nan} for step in range(1, 6)]
     write_metrics(tmp_path / "metrics.jsonl", [*rows, {"step": 6, "validation/loss": math.nan}])
@@ -188,21 +173,11 @@ def test_a_run_that_diverged_has_gaps_and_says_so(tmp_path: Path) -> None:
 
 def test_of_many_large_matrices_of_co_activation_some_are_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", layers=3, experts=4, rows=20)
-    figures = Written(folder).figures["Co-activation"]
-    assert len(figures) == 3
-    summary = json.loads((folder / "summary.json").read_text())
-    pairs = summary["routing"]["layer_00"]["coactivation"]
-    drawn = np.array(figures[0]["data"][0]["z"], dtype=float)
-    apart = ~np.eye(4, dtype=bool)
-    assert drawn[apart] == pytest.approx(np.array(pairs)[apart], abs=1e-4), "row by row"
-    assert np.isnan(np.diagonal(drawn)).all(), "that all would be its own crushes the scale"
-    axes = {axis: figures[0]["layout"][axis]["title"]["text"] for axis in ("xaxis", "yaxis")}
-    assert axes == {"xaxis": "expert j", "yaxis": "expert i"}, "a row is of the tokens of expert i"
-
     large = [[0.25] * 300] * 300
-    for values in summary["routing"].values():
-        values["coactivation"] = large
-    (folder / "summary.json").write_text(json.dumps(summary))
+    layers = [f"layer_{layer:02d}" for layer in range(3)]
+    change(
+        folder / "summary.json", **{f"routing__{layer}__coactivation": large for layer in layers}
+    )
     page = Written(folder)
 
     first, last = page.figures["Co-activation"]

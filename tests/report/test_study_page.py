@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -63,44 +64,43 @@ def lines_of(figure: Any) -> list[str]:
     return [trace.meta["name"] for trace in figure.data if trace.showlegend is not False]
 
 
+def page_of(text: str, results: Sequence[RunResult]) -> dict[str, str]:
+    """Return the sections of a page."""
+    return sections(study_page(study(text), results))
+
+
+DATA = "read the same data in the same order"
+WEIGHTS = "begin with the same weights outside their feed-forward blocks"
+
+
 @pytest.mark.parametrize(
     ("option", "value", "shared"),
     [
-        (
-            "model.ffn.type",
-            "moe",
-            "Within a seed all arms read the same data in the same order and begin with the same weights "
-            "outside their feed-forward blocks.",
-        ),
-        ("model.d_model", 96, "Within a seed all arms read the same data in the same order."),
-        (
-            "data.batch_size",
-            3,
-            "Within a seed all arms begin with the same weights outside their feed-forward blocks.",
-        ),
+        ("model.ffn.type", "moe", f"{DATA} and {WEIGHTS}"),
+        ("model.d_model", 96, DATA),
+        ("data.batch_size", 3, WEIGHTS),
     ],
 )
 def test_the_page_says_what_the_runs_of_a_seed_share(option: str, value: Any, shared: str) -> None:
-    results = [
-        make_result("gelu", 0, 2.0),
-        make_result("swiglu", 0, 1.9, options={option: value}),
-    ]
-    design = sections(study_page(study(GATING), results))["Design"]
-    assert design.rstrip().endswith(f"times as many. {shared}")
+    results = [make_result("gelu", 0, 2.0), make_result("swiglu", 0, options={option: value})]
+    design = page_of(GATING, results)["Design"]
+    assert design.rstrip().endswith(f"times as many. Within a seed all arms {shared}.")
 
 
-def test_the_page_has_what_was_asked_how_and_what_came_of_it() -> None:
-    page = study_page(study(GATING), gating(gelu=2.0, swiglu=1.9))
+@pytest.fixture(scope="module")
+def results() -> list[RunResult]:
+    return gating(gelu=2.0, swiglu=1.9)
 
+
+@pytest.fixture(scope="module")
+def page(results: list[RunResult]) -> StudyPage:
+    return study_page(study(GATING), results)
+
+
+def test_the_page_has_what_was_asked_how_and_what_came_of_it(page: StudyPage) -> None:
     found = sections(page)
-    assert list(found) == [
-        "",
-        "Design",
-        "Result",
-        "What would change our mind",
-        "What this does not show",
-        "How it was made",
-    ]
+    titles = ["What would change our mind", "What this does not show", "How it was made"]
+    assert list(found) == ["", "Design", "Result", *titles]
     assert found[""].startswith("# Do gates beat activations?\n\nPublished: ReLU 1.997")
     assert "| gelu | dense" in found["Design"]
     assert "| swiglu | `model.ffn: dense" in found["Design"]
@@ -108,38 +108,35 @@ def test_the_page_has_what_was_asked_how_and_what_came_of_it() -> None:
     assert "| swiglu | 3 | 2.0003 " in found["Result"]
     assert found["What would change our mind"].strip() == "A larger model."
     assert "Models of 500 parameters, trained on 1.00 k tokens" in found["What this does not show"]
-    made = found["How it was made"]
-    assert "experiments.sweep --config configs/studies/gating.yaml" in made
-    assert "| processor | a fast one |" in made
-    assert "| revision | abc |" in made
-    assert "| training | 3.0 hours of all runs |" in made
+    for said in (
+        "experiments.sweep --config configs/studies/gating.yaml",
+        "| processor | a fast one |",
+        "| revision | abc |",
+        "| training | 3.0 hours of all runs |",
+    ):
+        assert said in found["How it was made"]
     assert set(page.figures) == {"differences", "cost", "curves"}
-    assert page.summary == (
-        "| [gating](gating.md) | Do gates beat activations? | ReLU 1.997, SwiGLU 1.944 | "
-        f"{re.search(r'- (swiglu is better .*)', page.markdown)[1]} |"  # pyright: ignore[reportOptionalSubscript]
-    )
+    assert "\n\n\n" not in page.markdown
+    verdict = re.search(r"- (swiglu is better .*)", page.markdown)
+    assert verdict is not None
+    row = "| [gating](gating.md) | Do gates beat activations? | ReLU 1.997, SwiGLU 1.944 | "
+    assert page.summary == f"{row}{verdict[1]} |"
 
 
-def test_what_the_author_concludes_stands_first_and_in_the_table_of_studies() -> None:
-    page = study_page(study(GATING + "answer: Yes, by a tenth."), gating(gelu=2.0, swiglu=1.9))
+def test_an_answer_stands_first_and_results_of_other_arms_are_no_part(
+    results: list[RunResult],
+) -> None:
+    with_another = [*results, make_result("relu", 0)]
+    page = study_page(study(GATING + "answer: Yes, by a tenth."), with_another)
     assert "\n\n**Yes, by a tenth.**\n\n" in page.markdown
     assert page.summary.endswith("| Yes, by a tenth. |")
-
-
-def test_results_of_other_arms_are_no_part_of_the_study() -> None:
-    with_another = [*gating(gelu=2.0, swiglu=1.9), make_result("relu", 0)]
-    assert study_page(study(GATING), with_another) == study_page(
-        study(GATING), gating(gelu=2.0, swiglu=1.9)
-    )
+    assert "relu" not in page.markdown
     with pytest.raises(
         ConfigError, match="gating: none of the results is of one of its arms, gelu"
     ):
-        study_page(study(GATING), [make_result("relu", 0)])
-
-
-def test_a_study_that_has_but_begun_has_a_page() -> None:
-    page = study_page(study(GATING), gating(swiglu=1.9)[:1])
-    assert "swiglu: one run of one seed" in page.markdown
+        study_page(study(GATING), with_another[-1:])
+    begun = page_of(GATING, gating(swiglu=1.9)[:1])
+    assert "swiglu: one run of one seed" in begun["Result"]
 
 
 def test_one_arm_says_what_its_scatter_means_for_other_studies() -> None:
@@ -185,31 +182,25 @@ def test_arms_that_differ_along_the_axis_are_one_line() -> None:
     assert lines_of(page.figures["axis"]) == ["all arms"], "though one arm has no place on it"
 
 
-def test_tuning_says_where_the_optimum_lies_and_if_it_is_at_an_end() -> None:
+def test_tuning_says_where_the_optimum_lies_and_if_it_is_at_an_end(
+    results: list[RunResult],
+) -> None:
     text = GATING + "tuning: {grid: {optimizer.learning_rate: [0.001, 0.002, 0.004]}, seeds: [0]}"
     rate = "optimizer.learning_rate"
     results = [
         run.model_copy(update={"config": run.config | {"optimizer": {"learning_rate": 0.002}}})
-        for run in gating(gelu=2.0, swiglu=1.9)
+        for run in results
     ]
     for arm, losses in (("gelu", (2.1, 2.2)), ("swiglu", (1.8, 2.0))):
-        results += [
-            make_result(
-                f"{arm},learning_rate={value}",
-                0,
-                loss,
-                options={rate: value},
-                tuning={rate: value},
-                main_arm=arm,
-            )
-            for value, loss in zip((0.001, 0.004), losses, strict=True)
-        ]
-    page = study_page(study(text), results)
-    tuning = sections(page)["Tuning"]
-    assert "The best value is at an end of those tried: swiglu." in tuning
-    assert "| gelu | 2.1000 | 2.0000 | 2.2000 |" in tuning
-    assert "tuning-learning_rate" in page.figures
-    assert "learning_rate=0.001" not in sections(page)["Result"], "not mixed with the others"
+        for value, loss in zip((0.001, 0.004), losses, strict=True):
+            own: dict[str, Any] = {"options": {rate: value}, "tuning": {rate: value}}
+            name = f"{arm},learning_rate={value}"
+            results.append(make_result(name, 0, loss, main_arm=arm, **own))
+    page = page_of(text, results)
+    assert "The best value is at an end of those tried: swiglu." in page["Tuning"]
+    assert "| gelu | 2.1000 | 2.0000 | 2.2000 |" in page["Tuning"]
+    assert "tuning-learning_rate" in page["How it was made"]
+    assert "learning_rate=0.001" not in page["Result"], "not mixed with the others"
 
 
 def sized(
@@ -303,31 +294,45 @@ def test_isoflop_has_a_best_size_at_each_budget_or_says_why_none() -> None:
     assert lines_of(page.figures["isoflop-dense"]) == ["3.6e+07 FLOPs", "1.4e+08 FLOPs"]
 
 
+def grain(loss_of: Callable[[int, int], float], seeds: int) -> str:
+    """Return the fits of losses by granularity and seed."""
+    values = (1, 2, 4, 8, 16)
+    results = [
+        make_result(f"g{g}", seed, loss_of(g, seed), options={"model.ffn.router.k": g})
+        for g in values
+        for seed in range(seeds)
+    ]
+    arms = ", ".join(f"g{g}: " for g in values)
+    text = f"name: grain\narms: {{{arms}}}\naxis: model.ffn.router.k\nfit: granularity"
+    return page_of(text, results)["Best granularity"]
+
+
 @pytest.mark.parametrize(("best", "says"), [(4, r"| all arms | 4.0 [4.0, 4.0] |"), (99, "largest")])
 def test_granularity_has_a_best_value_or_none(best: float, says: str) -> None:
-    text = "name: grain\narms: {g1: , g2: , g4: , g8: , g16: }\naxis: model.ffn.router.k\nfit: granularity"
-    results = [
-        make_result(
-            f"g{g}",
-            seed,
-            2 + 0.05 * math.log(g / best) ** 2 + 1e-4 * seed,
-            options={"model.ffn.router.k": g},
-        )
-        for g in (1, 2, 4, 8, 16)
-        for seed in range(2)
-    ]
-    found = sections(study_page(study(text), results))["Best granularity"]
+    found = grain(lambda g, seed: 2 + 0.05 * math.log(g / best) ** 2 + 1e-4 * seed, seeds=2)
     assert says in found
     assert "`L = E + A / G^alpha`" in found
     assert "Krajewski's form is this one in G alone" in found
 
 
-def test_a_fit_without_enough_runs_says_so_on_the_page() -> None:
-    text = GATING + "fit: [clark, granularity, leverage, isoflop]"
-    found = sections(study_page(study(text), gating(gelu=2.0, swiglu=1.9)))
-    assert (
-        "no fit; 6 runs at 1 sizes cannot determine 4 parameters" in found["Scaling with experts"]
-    )
+def test_what_a_seed_does_to_all_arms_widens_no_interval_of_a_fit() -> None:
+    def best(shift: float) -> str:
+        def loss(g: int, seed: int) -> float:
+            return 2 + 0.05 * math.log(g / 3) ** 2 + 0.001 * ((seed * g) % 3) + shift * seed
+
+        row = re.search(r"\| all arms \| (.+?) \|", grain(loss, seeds=3))
+        assert row is not None
+        return row[1]
+
+    found = best(0)
+    assert found == best(0.3)
+    assert "[" in found
+
+
+def test_a_fit_without_enough_runs_says_so_on_the_page(results: list[RunResult]) -> None:
+    found = page_of(GATING + "fit: [clark, granularity, leverage, isoflop]", results)
+    refused = "no fit; 6 runs at 1 sizes cannot determine 4 parameters"
+    assert refused in found["Scaling with experts"]
     assert found["Best granularity"].strip().startswith("No fit: the study names no `axis`")
     refused = "| gelu | 3e+06 | - | 3 runs at 1 sizes cannot determine 3 parameters;"
     assert refused in found["Best size at each budget"]
@@ -381,9 +386,8 @@ def test_a_row_replaces_that_of_the_same_study_and_no_other() -> None:
 
 
 def test_all_figures_are_drawn_and_the_page_shows_those_that_the_study_lists(
-    tmp_path: Path,
+    results: list[RunResult], tmp_path: Path
 ) -> None:
-    results = gating(gelu=2.0, swiglu=1.9)
     page = study_page(study(GATING + "figures: [curves.svg]"), results)
     figures = tmp_path / "gating" / "figures.html"
     assert page.write(tmp_path) == [tmp_path / "gating.md", figures, tmp_path / "README.md"]
@@ -391,35 +395,9 @@ def test_all_figures_are_drawn_and_the_page_shows_those_that_the_study_lists(
     assert drawn == ["Difference from gelu", "Final loss against cost", "Validation loss"]
     assert re.findall(r"!\[.+\]\((.+)\)", page.markdown) == ["gating/curves.svg"]
     assert "where all figures are: differences, cost, curves.\n" in page.markdown
-    assert "\n\n\n" not in study_page(study(GATING), results).markdown
-    with pytest.raises(
-        ConfigError, match=r"^figures: axis.svg is not drawn; there are differences.svg, "
-    ):
+    said = r"^figures: axis.svg is not drawn; there are differences.svg, "
+    with pytest.raises(ConfigError, match=said):
         study_page(study(GATING + "figures: [axis.svg]"), results)
-
-
-def test_what_a_seed_does_to_all_arms_widens_no_interval_of_a_fit() -> None:
-    text = "name: grain\narms: {g1: , g2: , g4: , g8: }\naxis: model.ffn.router.k\nfit: granularity"
-
-    def best(shift: float) -> str:
-        results = [
-            make_result(
-                f"g{g}",
-                seed,
-                2 + 0.05 * math.log(g / 3) ** 2 + 0.001 * ((seed * g) % 3) + shift * seed,
-                options={"model.ffn.router.k": g},
-            )
-            for g in (1, 2, 4, 8)
-            for seed in range(3)
-        ]
-        found = sections(study_page(study(text), results))["Best granularity"]
-        row = re.search(r"\| all arms \| (.+?) \|", found)
-        assert row is not None
-        return row[1]
-
-    found = best(0)
-    assert found == best(0.3)
-    assert "[" in found
 
 
 def test_what_a_seed_does_is_taken_off_and_the_scatter_kept() -> None:

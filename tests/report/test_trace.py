@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,76 +58,80 @@ def routing(
     return ChosenRouting(**vars(routing), chosen_N=chosen_N)
 
 
-def test_each_token_has_its_choices_the_heaviest_first() -> None:
-    found = visits_of(
-        routing([(0, 2, 0.25), (0, 0, 0.5), (2, 1, 0.75), (2, 0, 0.125)], dropped=[2])
-    )
-
-    assert [None if visit is None else visit.choices for visit in found] == [
-        (Choice(0, 0.5, 0.5, False), Choice(2, 0.25, 0.25, False)),
-        (),
-        (Choice(1, 0.75, 0.75, True), Choice(0, 0.125, 0.125, False)),
-    ]
+def choices(visit: Visit | None) -> list[Choice] | None:
+    return None if visit is None else list(visit.choices)
 
 
-def test_what_was_listed_and_not_chosen_is_no_choice() -> None:
-    first, _, last = visits_of(routing([(0, 0, 0.5), (0, 1, 0.0), (2, 1, 0.75)], not_chosen=[1, 2]))
-
-    assert first is not None
-    assert last is not None
-    assert first.choices == (Choice(0, 0.5, 0.5, False),)
-    assert last.choices == ()
-
-
-def test_padding_is_no_visit() -> None:
-    masked = replace(
-        routing([(0, 0, 0.5), (1, 0, 0.0), (2, 1, 0.75)]),
-        mask_T=torch.tensor([True, False, False]),
-    )
-
-    assert [visit is None for visit in visits_of(masked)] == [False, True, True]
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (
+            routing([(0, 2, 0.25), (0, 0, 0.5), (2, 1, 0.75), (2, 0, 0.125)], dropped=[2]),
+            [
+                [Choice(0, 0.5, 0.5, False), Choice(2, 0.25, 0.25, False)],
+                [],
+                [Choice(1, 0.75, 0.75, True), Choice(0, 0.125, 0.125, False)],
+            ],
+        ),
+        (
+            routing([(0, 0, 0.5), (0, 1, 0.0), (2, 1, 0.75)], not_chosen=[1, 2]),
+            [[Choice(0, 0.5, 0.5, False)], [], []],
+        ),
+        (
+            replace(
+                routing([(0, 0, 0.5), (1, 0, 0.0), (2, 1, 0.75)]),
+                mask_T=torch.tensor([True, False, False]),
+            ),
+            [[Choice(0, 0.5, 0.5, False)], None, None],
+        ),
+    ],
+    ids=["the heaviest first", "listed and not chosen", "padding"],
+)
+def test_each_token_has_its_choices(found: Routing, expected: list[list[Choice] | None]) -> None:
+    assert list(map(choices, visits_of(found))) == expected
 
 
 def test_entropy_is_that_of_each_token_s_own_scores() -> None:
     first, second, _ = visits_of(routing([(0, 0, 0.5)]))
 
-    # 0.5 log 2 + 2 * 0.25 log 4
+    # 0.5 log 2 + 2 * 0.25 log 4; scores of 0 are no distribution.
     assert first is not None
     assert first.entropy == pytest.approx(1.5 * math.log(2))
-    # Scores of 0 are no distribution.
     assert second is not None
     assert second.entropy is None
 
 
-def test_tokens_inside_a_mixture_of_depths_stand_where_they_came_from() -> None:
-    gate_scores = torch.tensor([[0.1], [0.6], [0.2], [0.9]])
-    # Listed out of nobody's order: tokens 1 and 3 go through; 2 was listed and not chosen.
-    gate = routing([(1, 0, 0.6), (2, 0, 0.2), (3, 0, 0.9)], gate_scores, not_chosen=[1])
-    inner = routing([(0, 2, 0.25), (1, 1, 0.75)], SCORES[[0, 2]])
-
+@pytest.mark.parametrize(
+    ("gate", "inner", "at_gate", "inside"),
+    [
+        # Listed out of nobody's order: tokens 1 and 3 go through; 2 was listed and not chosen.
+        (
+            routing(
+                [(1, 0, 0.5), (2, 0, 0.25), (3, 0, 0.75)],
+                torch.tensor([[0.1], [0.5], [0.25], [0.75]]),
+                not_chosen=[1],
+            ),
+            routing([(0, 2, 0.25), (1, 1, 0.75)], SCORES[[0, 2]]),
+            [[], [0.5], [], [0.75]],
+            [None, [2], None, [1]],
+        ),
+        (
+            routing([(0, 0, 0.0), (1, 0, 0.0)], torch.zeros(2, 1), not_chosen=[0, 1]),
+            routing([], torch.zeros(0, 3)),
+            [[], []],
+            [None, None],
+        ),
+    ],
+    ids=["two of four", "nobody"],
+)
+def test_tokens_inside_a_mixture_of_depths_stand_where_they_came_from(
+    gate: Routing, inner: Routing, at_gate: list[Any], inside: list[Any]
+) -> None:
     found = visits_by_layer({"layer_00": gate, "layer_00/inner": inner}, gates=["layer_00"])
 
-    assert [visit and [c.expert for c in visit.choices] for visit in found["layer_00/inner"]] == [
-        None,
-        [2],
-        None,
-        [1],
-    ]
-    assert [visit and [c.weight for c in visit.choices] for visit in found["layer_00"]] == [
-        [],
-        [pytest.approx(0.6)],
-        [],
-        [pytest.approx(0.9)],
-    ]
-
-
-def test_a_mixture_of_depths_that_nobody_passes_has_nobody_inside() -> None:
-    gate = routing([(0, 0, 0.0), (1, 0, 0.0)], torch.zeros(2, 1), not_chosen=[0, 1])
-    inner = routing([], torch.zeros(0, 3))
-
-    found = visits_by_layer({"layer_00": gate, "layer_00/inner": inner}, gates=["layer_00"])
-
-    assert found["layer_00/inner"] == [None, None]
+    outer, within = found["layer_00"], found["layer_00/inner"]
+    assert [visit and [choice.weight for choice in visit.choices] for visit in outer] == at_gate
+    assert [visit and [choice.expert for choice in visit.choices] for visit in within] == inside
 
 
 def test_layers_that_route_nothing_are_named_with_their_type() -> None:

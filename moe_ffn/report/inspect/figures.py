@@ -66,15 +66,9 @@ def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure
         hover=f"expert %{{x}}, {attribute.name} %{{y}}: <b>%{{z:.2f}}</b> times its part of the text,"
         "<br><b>%{customdata:.1%}</b> of what the expert takes",
         customdata=plain_rows(shares),
-        **_scaled("times its part of the text", "even"),
+        meta={"stops": {role: place for role, (place, _) in LOAD_SCALE.items()}},
+        **LOAD_OPTIONS | {"bar": LOAD_OPTIONS["bar"] | {"title": "times its part of the text"}},
     )
-
-
-def _scaled(title: str, one: str) -> dict[str, Any]:
-    """Return the colours of loads for multiples of something else."""
-    bar = {**LOAD_OPTIONS["bar"], "title": title, "ticktext": ["0", f"1 = {one}", "2", "3", "≥ 4"]}
-    stops = {role: place for role, (place, _) in LOAD_SCALE.items()}
-    return {**LOAD_OPTIONS, "bar": bar, "meta": {"stops": stops}}
 
 
 def _heat(

@@ -9,9 +9,8 @@ each, D model width, V vocabulary
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -265,11 +264,8 @@ def explanation(units: LayerUnits, unit: int, text: Text) -> str:
         endings = [tuple(text.ids_T[t - n + 1 : t + 1].tolist()) for t in tokens.tolist()]
         best = max(set(endings), key=endings.count)
         return "".join(map(text.token, best))
-    values: dict[str, Callable[[], Any]] = {
-        "position in line": lambda: int(np.median(text.column_T[tokens])),
-        "position in sequence": lambda: int(np.median(text.position_T[tokens])),
-    }
-    return f"{kind}: {values[kind]()}" if kind in values else ""
+    of_kind = {"position in line": text.column_T, "position in sequence": text.position_T}
+    return f"{kind}: {int(np.median(of_kind[kind][tokens]))}" if kind in of_kind else ""
 
 
 def _mean(values: np.ndarray) -> float:
