@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import cache
 from typing import Any
 
 from moe_ffn.config.yaml_files import merge, nest, validate
@@ -11,6 +13,11 @@ from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.result import Curve, Outcome, RunResult
 
 SHA = {"corpus": "c" * 64, "tokenizer": "t" * 64, "validation": "v" * 64}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return validate(TrainConfig, {"optimizer": {"type": "adamw"}}).to_dict()
 
 
 def make_result(
@@ -37,8 +44,7 @@ def make_result(
         options: by dotted keys, over the defaults.
         curve: its validation losses; the last is replaced by `loss`.
     """
-    fixed = validate(TrainConfig, {"optimizer": {"type": "adamw"}}).to_dict()
-    config = merge(fixed, nest((options or {}).items()))
+    config = merge(deepcopy(_defaults()), nest((options or {}).items()))
     config |= {"seed": seed}
     del config["run"]
     losses: list[float | None] = [*(curve or [4.0, 3.0])[:-1], loss]

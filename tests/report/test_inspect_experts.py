@@ -12,7 +12,7 @@ import torch
 
 from moe_ffn.outputs import Routing
 from moe_ffn.report.expert_tokens import NOT_REACHED, Assignment, came_from, expert_tokens
-from moe_ffn.report.inspect import Inspection, experts, inspect_model, text_of_tokens
+from moe_ffn.report.inspect import experts, inspect_model, text_of_tokens
 from moe_ffn.report.inspect.experts import (
     Attribute,
     agreement,
@@ -75,7 +75,7 @@ def test_a_hash_router_goes_by_the_token_alone(k: int) -> None:
     assert one.agreement["position in sequence"].above_chance < 0.01
 
 
-def newline_expert() -> Inspection:
+def test_an_expert_that_takes_exactly_the_newline() -> None:
     """Expert 1 takes newlines, all of them and nothing else."""
     letters = b"ab1\n"
     router = {"type": "top_k", "k": 1, "renormalize": False}
@@ -85,11 +85,7 @@ def newline_expert() -> Inspection:
         weight.zero_()
         weight[1, letters.index(b"\n")] = 1
         weight[0, : letters.index(b"\n")] = 1
-    return inspect_model(decoder, random_text(letters))
-
-
-def test_an_expert_that_takes_exactly_the_newline() -> None:
-    found = newline_expert()
+    found = inspect_model(decoder, random_text(letters))
     assignment = found.routers["layer_00"].assignment
     by_class = next(a for a in found.attributes if a.name == "byte class")
     counts = experts.profile(assignment, by_class)

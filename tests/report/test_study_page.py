@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -294,7 +295,7 @@ def test_isoflop_has_a_best_size_at_each_budget_or_says_why_none() -> None:
     assert lines_of(page.figures["isoflop-dense"]) == ["3.6e+07 FLOPs", "1.4e+08 FLOPs"]
 
 
-def grain(loss_of: Callable[[int, int], float], seeds: int) -> str:
+def grain(loss_of: Callable[[int, int], float], seeds: int, *, with_law: bool) -> str:
     """Return the fits of losses by granularity and seed."""
     values = (1, 2, 4, 8, 16)
     results = [
@@ -304,15 +305,28 @@ def grain(loss_of: Callable[[int, int], float], seeds: int) -> str:
     ]
     arms = ", ".join(f"g{g}: " for g in values)
     text = f"name: grain\narms: {{{arms}}}\naxis: model.ffn.router.k\nfit: granularity"
-    return page_of(text, results)["Best granularity"]
+    if with_law:
+        return page_of(text, results)["Best granularity"]
+    # Thousands of fits to resampled losses, which take a while.
+    with patch("moe_ffn.report.study_fits.fit", side_effect=ConfigError("not here")):
+        return page_of(text, results)["Best granularity"]
 
 
-@pytest.mark.parametrize(("best", "says"), [(4, r"| all arms | 4.0 [4.0, 4.0] |"), (99, "largest")])
-def test_granularity_has_a_best_value_or_none(best: float, says: str) -> None:
-    found = grain(lambda g, seed: 2 + 0.05 * math.log(g / best) ** 2 + 1e-4 * seed, seeds=2)
+@pytest.mark.parametrize(
+    ("best", "says", "with_law"),
+    [
+        (4, r"| all arms | 4.0 [4.0, 4.0] |", True),
+        (99, "the loss is lowest at the largest size", False),
+    ],
+)
+def test_granularity_has_a_best_value_or_none(best: float, says: str, with_law: bool) -> None:
+    def loss(g: int, seed: int) -> float:
+        return 2 + 0.05 * math.log(g / best) ** 2 + 1e-4 * seed
+
+    found = grain(loss, seeds=2, with_law=with_law)
     assert says in found
     assert "`L = E + A / G^alpha`" in found
-    assert "Krajewski's form is this one in G alone" in found
+    assert ("Krajewski's form is this one in G alone" in found) == with_law
 
 
 def test_what_a_seed_does_to_all_arms_widens_no_interval_of_a_fit() -> None:
@@ -320,7 +334,7 @@ def test_what_a_seed_does_to_all_arms_widens_no_interval_of_a_fit() -> None:
         def loss(g: int, seed: int) -> float:
             return 2 + 0.05 * math.log(g / 3) ** 2 + 0.001 * ((seed * g) % 3) + shift * seed
 
-        row = re.search(r"\| all arms \| (.+?) \|", grain(loss, seeds=3))
+        row = re.search(r"\| all arms \| (.+?) \|", grain(loss, seeds=3, with_law=False))
         assert row is not None
         return row[1]
 
@@ -402,7 +416,7 @@ def test_all_figures_are_drawn_and_the_page_shows_those_that_the_study_lists(
 
 def test_what_a_seed_does_is_taken_off_and_the_scatter_kept() -> None:
     random_ = random.Random(0)
-    rows = [[random_.gauss(0, 1) + 5 * seed for seed in range(400)] for _ in range(3)]
+    rows = [[random_.gauss(0, 1) + 5 * seed for seed in range(150)] for _ in range(3)]
     results = [
         make_result(f"a{n}", seed, 100 + loss)
         for n, losses in enumerate(rows)
@@ -413,4 +427,4 @@ def test_what_a_seed_does_is_taken_off_and_the_scatter_kept() -> None:
     for arm, before in zip(found, arms, strict=True):
         losses = [run.outcome.validation_loss or 0 for run in arm.results]
         assert fmean(losses) == pytest.approx(before.loss)
-        assert stdev(losses) == pytest.approx(1, abs=0.1)
+        assert stdev(losses) == pytest.approx(1, abs=0.15)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,17 +43,9 @@ def attributes(text: Text) -> list[Attribute]:
     ]
     if text.syntax_T is not None:
         found.append(Attribute("syntax class", text.syntax_T, SYNTAX_CLASSES))
-    parts = min(8, text.seq_len)
-    edges = np.linspace(0, text.seq_len, parts + 1).astype(int)
-    names = tuple(f"{a} to {b - 1}" for a, b in itertools.pairwise(edges))
-    labels = np.searchsorted(edges, position, side="right") - 1
-    found.append(Attribute("position in sequence", labels, names))
-    columns = (0, 1, 2, 4, 8, 16, 32, 64)
-    names = tuple(
-        f"{a} to {b - 1}" if b > a + 1 else f"{a}" for a, b in itertools.pairwise(columns)
-    )
-    labels = np.searchsorted(columns, column, side="right") - 1
-    found.append(Attribute("position in line", labels, (*names, "64 on")))
+    edges = np.linspace(0, text.seq_len, min(8, text.seq_len) + 1).astype(int).tolist()
+    found.append(_ranges("position in sequence", position, edges))
+    found.append(_ranges("position in line", column, [0, 1, 2, 4, 8, 16, 32, 64], "64 on"))
     sizes = np.bincount(text.document_T)
     largest = np.argsort(-sizes, kind="stable")[:MAX_DOCUMENTS]
     place = np.full(len(sizes), len(largest))
@@ -61,6 +54,13 @@ def attributes(text: Text) -> list[Attribute]:
     names += ("all others",) if len(sizes) > len(largest) else ()
     found.append(Attribute("document", place[text.document_T], names))
     return found
+
+
+def _ranges(name: str, values_T: np.ndarray, edges: Sequence[int], *last: str) -> Attribute:
+    """Return the attribute of the range that a number lies in; `last` names an open one."""
+    names = [f"{a} to {b - 1}" if b > a + 1 else f"{a}" for a, b in itertools.pairwise(edges)]
+    labels_T = np.searchsorted(edges, values_T, side="right") - 1
+    return Attribute(name, labels_T, (*names, *last))
 
 
 # -- agreement
