@@ -28,7 +28,8 @@ Points = tuple[list[int], list[float]]
         ([([*range(10)], [float(step) for step in range(10)])], 2, [2, 7], [[2, 7]]),
         # Bins of 1.5 steps: 0 1 | 2 3.
         ([([0, 1, 2, 3], [4.0, math.nan, math.inf, math.nan])], 2, [0.5, 2.5], [[4, None]]),
-        ([([0, 1, 100], [1.0, 3.0, 7.0])], 2, [0.5, 100], [[2, 7]]),
+        # Bins of 33.3 steps: 0 1 2 | | 100.
+        ([([0, 1, 2, 100], [1.0, 3.0, 5.0, 7.0])], 3, [1, 100], [[3, 7]]),
         (
             [([1, 2], [0.5, 0.25]), ([2, 3], [1.0, 2.0])],
             10,
@@ -59,6 +60,7 @@ def test_numbers_keep_seven_digits_and_long_names_leave_room_for_the_plot() -> N
     assert repr(rounded(40.0)) == "40"
     assert label("a" * 30 + "b" * 30) == "a" * 20 + "…" + "b" * 23
     assert label("a" * 44) == "a" * 44
+    assert label("a" * 45) == "a" * 20 + "…" + "a" * 23
 
 
 def test_some_of_many_are_evenly_chosen_with_the_first_and_the_last() -> None:
