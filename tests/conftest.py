@@ -19,6 +19,7 @@ from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SteeredRouting, TokenContext
 from moe_ffn.routing import TopKRouterConfig
+from tests.helpers.every_router import decide
 
 pytest_plugins = ["tests.helpers.programs_in_process"]
 
@@ -156,9 +157,7 @@ def build_moe(dtype_of: Callable[[str], torch.dtype]) -> Callable[..., MoEFFN]:
         experts = {"type": "swiglu", "d_ff": 8, **config.pop("experts", {}), "backend": backend}
         moe = build_ffn({"type": "moe", "num_experts": 4, **config, "experts": experts}, d_model=8)
         assert isinstance(moe, MoEFFN)
-        with torch.no_grad():  # decided and lopsided, so that a capacity has something to drop
-            for parameter in moe.router.parameters():
-                parameter.mul_(3)
+        decide(moe.router)  # so that a capacity has something to drop
         return moe.to(dtype_of(backend))
 
     return build

@@ -16,6 +16,7 @@ from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import FFNOutput, ListedRouting, Routing, TokenContext
 from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.base import Router
+from moe_ffn.routing.expert_threshold import ExpertThresholdRouter
 
 BATCH, LENGTH, D_MODEL, NUM_EXPERTS = 2, 8, 8, 4
 NUM_TOKENS = BATCH * LENGTH
@@ -47,6 +48,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "expert_choice": {},
         "expert_choice-batch": {"among": "batch", "score": "sigmoid", "k": 1.0, "jitter": 0.1},
         "expert_choice-all": {"k": 4},
+    },
+    "expert_threshold": {
+        "expert_threshold": {},
+        "expert_threshold-warm_up": {"warmup_steps": 2},  # see `decide`
     },
     "sinkhorn": {"sinkhorn-k1": {}, "sinkhorn-k2": {"k": 2, "bias": True}},
     "sparse_mixer": {"sparse_mixer": {"threshold": 1.5}, "sparse_mixer-all": {"k": 4}},
@@ -84,17 +89,25 @@ def is_causal(router: dict[str, Any]) -> bool:
     return config_of(router).refusal(Situation(causal=True)) is None
 
 
-def build_layer(router: dict[str, Any], seed: int = 0) -> MoEFFN:
+def build_layer(router: dict[str, Any], seed: int = 0, backend: str = "auto") -> MoEFFN:
     torch.manual_seed(seed)
-    experts = {"type": "swiglu", "d_ff": 8}
+    experts = {"type": "swiglu", "d_ff": 8, "backend": backend}
     layer = build_ffn(
         {"type": "moe", "num_experts": NUM_EXPERTS, "router": router, "experts": experts}, D_MODEL
     )
     assert isinstance(layer, MoEFFN)
-    with torch.no_grad():
-        for parameter in layer.router.parameters():
-            parameter.mul_(3)  # decided, as a trained router is
+    decide(layer.router)
     return layer
+
+
+@torch.no_grad()
+def decide(router: Router) -> None:
+    """Make a router decided and lopsided, as one step of training might."""
+    for parameter in router.parameters():
+        parameter.mul_(3)
+    if isinstance(router, ExpertThresholdRouter):
+        router.threshold_E.copy_(torch.linspace(-0.3, 0.3, len(router.threshold_E)))
+        router.num_updates_E.fill_(1)
 
 
 @dataclass(frozen=True)
