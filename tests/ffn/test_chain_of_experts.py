@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moe_ffn import FFNConfig, TokenContext, build_ffn
 from moe_ffn.ffn.networks import memories
-from tests.helpers.refusing import refuses
 
 D, NUM_EXPERTS, ROUNDS = 8, 4, 3
 CHAIN: dict[str, Any] = {
@@ -138,20 +137,3 @@ def test_routers_are_told_by_round_with_the_option_of_their_block() -> None:
     assert infos["round_3"].path == "ffn"
     chain = built()
     assert len({id(router) for router in chain.routers().values()}) == ROUNDS
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rounds": 0}, "rounds: must be at least 1, got 0"),
-        ({"ffn": "swiglu"}, "ffn.type: must be one of 'moe', got 'swiglu'"),
-        (
-            {"ffn": {"num_experts": 2, "router": {"type": "top_k", "k": 3}}},
-            "ffn: router.k (3) must not exceed num_experts (2); lower router.k or raise num_experts",
-        ),
-        ({"num_experts": 4}, "num_experts: unknown"),
-    ],
-    ids=["rounds", "ffn", "k", "key"],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    refuses(lambda: build_ffn({"type": "chain_of_experts", **options}, D), message)

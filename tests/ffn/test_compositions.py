@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ffn import TokenContext, build_ffn
-from tests.helpers.refusing import refuses
 
 B, S, D = 2, 9, 6
 PEER: dict[str, Any] = {
@@ -146,10 +145,3 @@ def test_output_and_every_gradient_are_those_of_the_composition_by_hand(name: st
     for parameter, one, other in zip(over, found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10, msg=parameter)
         assert one.abs().max() > 0, parameter
-
-
-def test_a_chain_takes_mixtures_alone() -> None:
-    refuses(
-        lambda: build_ffn(chain(ngrams(PEER)), D),
-        "ffn.type: must be one of 'moe', got 'ngram_memory'",
-    )

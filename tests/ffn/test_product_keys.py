@@ -238,52 +238,6 @@ def test_a_step_makes_nothing_of_the_size_of_e_but_gradients(form: str) -> None:
 # -- torch
 
 
-# -- refusals
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "not a square": (
-        {"num_experts": 1000, "router": {"type": "product_key"}},
-        "router.type 'product_key' needs a square number of experts, got 1000; use 961 or 1024",
-    ),
-    "k": (
-        {"num_experts": 16, "router": {"type": "product_key", "k": 5}},
-        "router.k (5) must not exceed the 4 sub-keys of a table, the square root of 16 experts; lower "
-        "router.k or use at least 25 experts",
-    ),
-    "odd": (
-        {"router": {"type": "product_key", "d_query": 7}},
-        "router: d_query (7) must be even, since each table of sub-keys sees a half of a query; use 6 or 8",
-    ),
-    "constant": (
-        {"router": {"type": "product_key", "k": 1}},
-        "router: score (softmax) with k (1) makes every weight a constant 1, so the router would never "
-        "learn; set score: sigmoid or k >= 2",
-    ),
-    "equal heads": (
-        {"router": {"type": "product_key", "d_query": 0, "num_heads": 2}},
-        "router: keys (shared) with d_query (0) make the 2 heads choose the same experts; set keys: "
-        "per_head or num_heads: 1",
-    ),
-    "norm of nothing": (
-        {"router": {"type": "product_key", "d_query": 0, "query_norm": {}}},
-        "router: query_norm is of queries, but d_query is 0, so that sub-keys see the token itself; set "
-        "query_norm to null",
-    ),
-    "both": (
-        {"num_experts": 14, "router": "product_key", "zero_computation": {"num_copy": 1}},
-        "router.type 'product_key' needs a square number of experts, got 15; use 9 or 16; the router counts "
-        "num_experts (14) and zero_computation (1) together",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_contradicts_itself_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        build_ffn({"type": "moe", "num_experts": 9, **options}, D_MODEL)
-    assert str(raised.value) == message
-
-
 @contextmanager
 def machine_of(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched:

@@ -14,7 +14,6 @@ from moe_ffn.routing import ExpertThresholdRouterConfig
 from moe_ffn.routing.expert_threshold import ExpertThresholdRouter
 from moe_ffn.training.objective import BalanceUpdater, ObjectiveConfig
 from tests.helpers.identity_router import identity_router, load_of, random_logits, real_pairs
-from tests.helpers.refusing import refuses
 
 THRESHOLDS = [0.3, -0.5, 0.9, 0.0]
 NUM_EXPERTS = len(THRESHOLDS)
@@ -186,17 +185,3 @@ def test_thresholds_stay_float32_and_are_saved() -> None:
     assert torch.equal(other.num_updates_E, router.num_updates_E)
     assert router.to("meta").to_empty(device="cpu").threshold_E.dtype == torch.float32
     assert set(router_of().rows()) == {"projection.weight", "threshold_E", "num_updates_E"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ema": 1.0}, "router.ema: must be less than 1.0, got 1.0"),
-        ({"warmup_steps": 0}, "router.warmup_steps: must be at least 1, got 0"),
-        ({"k": 5}, "router.k (5) must not exceed num_experts (4)"),
-    ],
-    ids=["ema", "warmup", "k"],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    router = {"type": "expert_threshold", **options}
-    refuses(lambda: build_ffn({"type": "moe", "num_experts": 4, "router": router}, 8), message)
