@@ -180,6 +180,26 @@ def tokens_and_mask() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 @pytest.fixture
+def assert_equal_with_gradients() -> Callable[..., None]:
+    """Two outputs are equal, and d/d(everything) of sums of them with fixed, uneven weights."""
+
+    def check(module: nn.Module, x: Tensor, got: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+        generator = torch.Generator().manual_seed(2)
+        probe = torch.randn(got.shape, generator=generator, dtype=got.dtype)
+        over = {"x": x, **dict(module.named_parameters())}
+        found, expected = (
+            torch.autograd.grad((y * probe).sum(), list(over.values()), materialize_grads=True)
+            for y in (got, wanted)
+        )
+        for name, one, other in zip(over, found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10, msg=name)
+            assert one.abs().max() > 0, name
+
+    return check
+
+
+@pytest.fixture
 def gradients() -> Callable[..., dict[str, Tensor | None]]:
     """d/d(everything) of a sum of `y` with fixed, uneven weights."""
 

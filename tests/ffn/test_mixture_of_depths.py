@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -31,31 +30,6 @@ def chosen_and_weights(ffn: Any, x: Tensor, router: dict[str, Any]) -> tuple[Ten
         return logits > 0, logits.relu()
     ranks = logits.argsort(dim=1, descending=True).argsort(dim=1)
     return ranks < 3, logits.sigmoid()
-
-
-@pytest.mark.parametrize("router", [EXPERT_CHOICE, RELU], ids=lambda r: r["type"])
-def test_chosen_tokens_pass_weighted_and_the_others_get_zero(router: dict[str, Any]) -> None:
-    ffn, x = build(router), tokens()
-    chosen, weights = chosen_and_weights(ffn, x, router)
-    assert 0 < chosen.sum() < chosen.numel()
-    wanted = torch.where(chosen.unsqueeze(-1), weights.unsqueeze(-1) * ffn.ffn(x).hidden, 0)
-    output = ffn(x)
-    torch.testing.assert_close(output.hidden, wanted, rtol=0, atol=1e-12)
-    assert output.routing.num_experts == 1
-    assert output.routings == {"routing": output.routing}
-
-
-@pytest.mark.parametrize("router", [EXPERT_CHOICE, RELU], ids=lambda r: r["type"])
-def test_gradients_are_those_of_the_formula(router: dict[str, Any], gradients: Any) -> None:
-    ffn, x = build(router), tokens().requires_grad_()
-    chosen, weights = chosen_and_weights(ffn, x, router)
-    formula = torch.where(chosen.unsqueeze(-1), weights.unsqueeze(-1) * ffn.ffn(x).hidden, 0)
-    wanted = gradients(ffn, x, formula)
-    ffn.zero_grad()
-    wanted = {name: gradient.clone() for name, gradient in wanted.items() if name == "x"}
-    again = tokens().requires_grad_()
-    found = gradients(ffn, again, ffn(again).hidden)
-    torch.testing.assert_close(found["x"], wanted["x"], rtol=0, atol=1e-12)
 
 
 def test_the_block_inside_sees_a_sequence_of_the_chosen_in_their_order() -> None:

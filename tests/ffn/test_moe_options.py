@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -153,19 +152,10 @@ def built(config: Options, backend: str = "auto") -> Any:
 @pytest.mark.parametrize("backend", ["cpu", "loop"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_output_and_every_gradient_equal_plain_loops(
-    config: dict[str, Any], backend: str, gradients: Any
+    config: dict[str, Any], backend: str, assert_equal_with_gradients: Any
 ) -> None:
-    moe = built(config, backend)
-    other = copy.deepcopy(moe)
-    x_TD = torch.randn(7, D, dtype=torch.float64)
-    x, x_other = (x_TD.clone().requires_grad_() for _ in range(2))
-
-    y_TD, expected_TD = moe(x).hidden, reference(other, x_other)
-
-    torch.testing.assert_close(y_TD, expected_TD, rtol=0, atol=1e-12)
-    found, expected = gradients(moe, x, y_TD), gradients(other, x_other, expected_TD)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-11, msg=name)
+    moe, x_TD = built(config, backend), torch.randn(7, D, dtype=torch.float64).requires_grad_()
+    assert_equal_with_gradients(moe, x_TD, moe(x_TD).hidden, reference(moe, x_TD))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -88,7 +88,9 @@ def memory_by_hand(
 @pytest.mark.parametrize("n_max", [2, 3, 5])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("inside", INSIDE)
-def test_output_and_gradients_are_those_of_a_loop(inside: str, padded: bool, n_max: int) -> None:
+def test_output_and_gradients_are_those_of_a_loop(
+    inside: str, padded: bool, n_max: int, assert_equal_with_gradients: Any
+) -> None:
     block = built(INSIDE[inside], max_order=n_max)
     mask = torch.ones(B, S, dtype=torch.bool)
     mask[0, :2] = mask[0, 5] = mask[1, 6:] = not padded
@@ -110,16 +112,7 @@ def test_output_and_gradients_are_those_of_a_loop(inside: str, padded: bool, n_m
     )
     got = block(x, context).hidden
 
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
-    weights = torch.randn(B, S, D, dtype=torch.float64)
-    over = {"x": x, **dict(block.named_parameters())}
-    found, expected = (
-        torch.autograd.grad((hidden * weights).sum(), list(over.values()))
-        for hidden in (got, wanted)
-    )
-    for name, one, other in zip(over, found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10, msg=name)
-        assert one.abs().max() > 0, name
+    assert_equal_with_gradients(block, x, got, wanted)
 
 
 def test_the_routings_are_those_of_the_block_inside() -> None:

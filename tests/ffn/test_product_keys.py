@@ -107,27 +107,18 @@ def one_expert(experts: Any, e: int, x_D: Tensor) -> Tensor:
 
 
 @every_form
-def test_output_and_every_gradient_are_those_of_all_keys(form: str) -> None:
-    block, direction = build(config(form)), tokens(2, 7).flip(0)
+def test_output_and_every_gradient_are_those_of_all_keys(
+    form: str, assert_equal_with_gradients: Any
+) -> None:
+    block, x = build(config(form)), tokens(2, 7).requires_grad_()
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[1, 4:] = False
 
-    def gradients(x_BSD: Tensor, y_BSD: Tensor) -> dict[str, Tensor]:
-        block.zero_grad()
-        (y_BSD * direction).sum().backward()
-        assert x_BSD.grad is not None
-        return {"x": x_BSD.grad} | {n: p.grad.clone() for n, p in block.named_parameters()}
+    rows = [naive(block, x_D) for x_D in x.flatten(0, 1)]
+    expected = torch.stack([y_D for y_D, _ in rows]).view_as(x) * mask.unsqueeze(-1)
+    output = block(x, TokenContext(mask=mask))
 
-    x_naive, x_ours = (tokens(2, 7).requires_grad_() for _ in range(2))
-    rows = [naive(block, x_D) for x_D in x_naive.flatten(0, 1)]
-    expected = torch.stack([y_D for y_D, _ in rows]).view_as(x_naive) * mask.unsqueeze(-1)
-    expected_gradients = gradients(x_naive, expected)
-    output = block(x_ours, TokenContext(mask=mask))
-
-    torch.testing.assert_close(output.hidden, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(
-        gradients(x_ours, output.hidden), expected_gradients, rtol=1e-11, atol=1e-11
-    )
+    assert_equal_with_gradients(block, x, output.hidden, expected)
     pairs = FORMS[form]["router"]
     listed = output.routing.expert_ids_N.view(14, pairs.get("num_heads", 1), pairs["k"])
     for t, (_, ids) in enumerate(rows):
@@ -176,9 +167,6 @@ def test_experts_of_rows_are_those_of_a_sorted_plan_too() -> None:
     slots_ND, got_ND = seen[0]
     rows = [one_expert(block.experts, n // 2, x_D) for n, x_D in enumerate(slots_ND)]
     torch.testing.assert_close(got_ND, torch.stack(rows), rtol=1e-12, atol=1e-12)
-
-
-# -- causality
 
 
 # -- costs
@@ -233,9 +221,6 @@ def test_a_step_makes_nothing_of_the_size_of_e_but_gradients(form: str) -> None:
     with torch.no_grad(), Sizes(set()) as decoding:  # rows alone, of no table
         block(x_BSD[:1, :1])
     assert decoding.largest == max(num_scores // 8, block.router.sub_keys.numel())
-
-
-# -- torch
 
 
 @contextmanager
