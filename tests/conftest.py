@@ -17,8 +17,9 @@ from moe_ffn import build_ffn
 from moe_ffn.cli.logs import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SteeredRouting, TokenContext
+from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SteeredRouting
 from moe_ffn.routing import TopKRouterConfig
+from tests.helpers import identity_router
 from tests.helpers.every_router import decide
 
 pytest_plugins = ["tests.helpers.programs_in_process"]
@@ -128,12 +129,8 @@ def route_logits() -> Callable[..., Routing]:
     def route(
         logits_TE: Tensor, k: int, renormalize: bool = False, mask: Tensor | None = None
     ) -> Routing:
-        num_experts = logits_TE.shape[-1]
-        router = TopKRouterConfig(k=k, renormalize=renormalize).build(num_experts, num_experts)
-        with torch.no_grad():
-            (weight,) = router.parameters()
-            weight.copy_(torch.eye(num_experts))
-        return router(logits_TE, TokenContext(mask=mask))
+        config = TopKRouterConfig(k=k, renormalize=renormalize)
+        return identity_router.route(config, logits_TE, mask=mask)
 
     return route
 

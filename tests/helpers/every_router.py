@@ -17,6 +17,7 @@ from moe_ffn.outputs import FFNOutput, ListedRouting, Routing, TokenContext
 from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.base import Router
 from moe_ffn.routing.expert_threshold import ExpertThresholdRouter
+from tests.helpers.identity_router import real_pairs
 
 BATCH, LENGTH, D_MODEL, NUM_EXPERTS = 2, 8, 8, 4
 NUM_TOKENS = BATCH * LENGTH
@@ -156,14 +157,15 @@ def call_layer(layer: MoEFFN, batch: Batch, seed: int = 0) -> tuple[FFNOutput, R
 
 def pairs_by_token(routing: Routing) -> list[dict[int, float]]:
     """Return the real experts of each token, and their weights."""
-    pairs: list[dict[int, float]] = [{} for _ in range(routing.num_tokens)]
-    for n in routing.real_N.nonzero().flatten().tolist():
-        expert = int(routing.expert_ids_N[n])
-        token = pairs[int(routing.token_ids_N[n])]
+    found: list[dict[int, float]] = []
+    for pairs in real_pairs(routing):
+        token: dict[int, float] = {}
+        for expert, weight in pairs:
+            token[expert] = token.get(expert, 0) + weight
         # The heads of a query may choose the same one.
-        assert routing.is_listed or expert not in token, "an expert is listed twice for one token"
-        token[expert] = token.get(expert, 0) + routing.weights_N[n].item()
-    return pairs
+        assert routing.is_listed or len(token) == len(pairs), "an expert is listed twice"
+        found.append(token)
+    return found
 
 
 def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_EXPERTS) -> None:
