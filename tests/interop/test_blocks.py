@@ -105,8 +105,9 @@ def test_every_backend_of_a_cpu_computes_their_blocks(
     model: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(template: Any, d_model: int) -> Any:
-        block: Any = build_ffn(template, d_model)
-        block.experts.config = block.experts.config.model_copy(update={"backend": backend})
+        block = build_ffn(template, d_model)
+        experts: Any = getattr(block, "ffn", block).experts
+        experts.config = experts.config.model_copy(update={"backend": backend})
         return block
 
     monkeypatch.setattr(models, "build_ffn", build)
