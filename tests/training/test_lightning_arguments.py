@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.runs.assemble import make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.validate import LAUNCHED, require_valid
+from tests.helpers.fitted import Fitted
 from tests.helpers.own_block import OWN_BLOCK
 
 RunTrain = Callable[..., Any]
@@ -69,61 +71,54 @@ def test_a_run_that_comes_to_its_end_says_no_such_thing(moe_run: Any) -> None:
     assert "ended after" not in moe_run.stdout
 
 
-@pytest.mark.parametrize("inference_mode", ["true", "false"])
+@pytest.fixture
+def train_with(fit: Callable[..., Fitted], tmp_path: Path) -> Callable[..., Fitted]:
+    """`train_with("assert x.isfinite()", benchmark=True)`: a block that does this, trained."""
+
+    def run(line: str, **arguments: Any) -> Fitted:
+        (tmp_path / "own.py").write_text(OWN_BLOCK % line)
+        ffn = {"type": f"{tmp_path}/own.py:Config"}
+        return fit(model={"ffn": ffn}, trainer={"max_steps": 1, **arguments})
+
+    return run
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
 def test_validation_is_under_inference_mode_or_not(
-    run_train: RunTrain, tmp_path: Path, inference_mode: str
+    train_with: Callable[..., Fitted], inference_mode: bool
 ) -> None:
-    (tmp_path / "own.py").write_text(
-        OWN_BLOCK
-        % f"expected = not self.training and {inference_mode.title()}; is_run = len(x) != 2; "
-        "assert not is_run or torch.is_inference_mode_enabled() == expected"
+    """That at the end; Lightning has those within a fit without."""
+    done = train_with(
+        f"assert torch.is_inference_mode_enabled() == (not self.training and {inference_mode})",
+        inference_mode=inference_mode,
     )
-
-    run = run_train(
-        tmp_path,
-        "--model.ffn.type", "own.py:Config",
-        "--trainer.inference_mode", inference_mode,
-        "--trainer.max_steps", "1",
-        "--sample.num_tokens", "0",
-    )  # fmt: skip
-
-    assert run.code == 0, run.stderr
+    done.trainer.validate(done.module, datamodule=make_token_data(done.config, done.data))
 
 
-def test_an_anomaly_ends_the_run_where_it_is_made(run_train: RunTrain, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN_BLOCK % "return FFNOutput(x + 0 * (x * 0).sqrt())")
-
+def test_an_anomaly_ends_the_run_where_it_is_made(train_with: Callable[..., Fitted]) -> None:
     with (
         pytest.warns(UserWarning, match="Error detected in SqrtBackward0"),
         pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan values"),
     ):
-        run_train(tmp_path, "--model.ffn.type", "own.py:Config", "--trainer.detect_anomaly", "true")
+        train_with("return FFNOutput(x + 0 * (x * 0).sqrt())", detect_anomaly=True)
 
 
 @pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize(
     ("argument", "value", "asked"),
     [
-        ("benchmark", "true", "torch.backends.cudnn.benchmark"),
-        ("deterministic", "true", "torch.are_deterministic_algorithms_enabled()"),
+        ("benchmark", True, "torch.backends.cudnn.benchmark"),
+        ("deterministic", True, "torch.are_deterministic_algorithms_enabled()"),
         ("deterministic", "warn", "torch.is_deterministic_algorithms_warn_only_enabled()"),
     ],
 )
 def test_switches_of_torch_are_set_while_it_trains(
-    run_train: RunTrain, tmp_path: Path, argument: str, value: str, asked: str
+    train_with: Callable[..., Fitted], argument: str, value: Any, asked: str
 ) -> None:
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(False)
-    (tmp_path / "own.py").write_text(OWN_BLOCK % f"assert {asked}")
 
-    run = run_train(
-        tmp_path,
-        "--model.ffn.type", "own.py:Config",
-        f"--trainer.{argument}", value,
-        "--trainer.max_steps", "1",
-    )  # fmt: skip
-
-    assert run.code == 0, run.stderr
+    train_with(f"assert {asked}", **{argument: value})
 
 
 # Of SLURM Lightning reads more, and checks it.
