@@ -288,8 +288,8 @@ def test_gradient_norm_is_the_one_before_clipping(
         assert seen == pytest.approx(logged)
     elif algorithm == "norm":
         assert seen == pytest.approx(clip, rel=1e-2)
-    else:
-        assert seen < logged
+    else:  # each number is at most `clip`, and many are
+        assert 10 * clip < seen < logged
 
 
 # -- validation
