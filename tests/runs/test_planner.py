@@ -185,6 +185,8 @@ def test_layouts_are_those_that_the_experts_allow() -> None:
     assert {layout.expert for layout in found} == {1, 2, 4}
     assert all(layout.num_ranks == 8 for layout in found)
     assert {layout.expert for layout in layouts(config_of(model={"ffn": "swiglu"}), 8)} == {1}
+    for options in ({"trainer": {"precision": "64-true"}}, {"optimizer": {"type": "adafactor"}}):
+        assert list(layouts(config_of(**options), 8)) == [Layout(data=8)], "none is sharded"
 
 
 @pytest.mark.parametrize(
