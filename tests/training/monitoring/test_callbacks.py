@@ -337,24 +337,17 @@ def draws(module: LanguageModel, index: int) -> Tensor:
     return torch.rand(3)
 
 
-def test_randomness_depends_on_seed_and_batch_and_on_nothing_before(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData
-) -> None:
-    module = build_module(make_config(), prepared)
-    other = build_module(make_config().model_copy(update={"seed": 1}), prepared)
-
-    assert torch.equal(draws(module, 5), draws(module, 5))
-    assert not torch.equal(draws(module, 5), draws(module, 6))
-    assert not torch.equal(draws(module, 5), draws(other, 5))
-
-
-def test_randomness_differs_between_ranks(
+def test_randomness_depends_on_seed_batch_and_rank_and_on_nothing_before(
     make_config: Callable[..., TrainConfig],
     prepared: PreparedData,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = build_module(make_config(), prepared)
-    rank_0 = draws(module, 5)
-    monkeypatch.setattr(LanguageModel, "global_rank", 1)
+    other = build_module(make_config().model_copy(update={"seed": 1}), prepared)
+    first = draws(module, 5)
 
-    assert not torch.equal(draws(module, 5), rank_0)
+    assert torch.equal(draws(module, 5), first)
+    assert not torch.equal(draws(module, 6), first)
+    assert not torch.equal(draws(other, 5), first)
+    monkeypatch.setattr(LanguageModel, "global_rank", 1)
+    assert not torch.equal(draws(module, 5), first)

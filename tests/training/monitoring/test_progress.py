@@ -67,12 +67,6 @@ def test_the_status_is_of_the_newest_row(moe_fit: Fitted) -> None:
     assert status(steps, 99)[0] == f"loss {loss:.3f} (step {steps.last_row_step})"
 
 
-def test_a_dense_run_has_no_routing_to_show(fit: Callable[..., Fitted]) -> None:
-    steps = fit(model={"ffn": "dense"}).watchers.steps
-
-    assert "MaxVio" not in "".join(status(steps))
-
-
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What is written to an 80-column terminal from now on."""
     screen = io.StringIO()
