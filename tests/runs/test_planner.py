@@ -16,6 +16,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import read_config
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.parallel.layout import Layout
+from moe_ffn.runs import planner
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import (
     DEVICES,
@@ -70,6 +71,18 @@ def test_a_published_model_is_as_large_without_numbers(path: Path) -> None:
     # AdamW's two moments, in float32.
     assert sum(w.state_bytes for w in planned.all) == 8 * sum(w.numel for w in planned.all)
 
+
+@pytest.fixture
+def _no_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Following a step takes most of the time of a plan, and this test asks for none of it."""
+
+    def nothing(config: TrainConfig, num_sequences: int, precision: str) -> Activations:
+        return Activations(0, (0,) * config.model.num_layers, 0)
+
+    monkeypatch.setattr(planner, "activations_of", nothing)
+
+
+without_activations = pytest.mark.usefixtures("_no_activations")
 
 Cases = list[tuple[TrainConfig, Layout]]
 
@@ -189,6 +202,7 @@ def test_layouts_are_those_that_the_experts_allow() -> None:
         assert list(layouts(config_of(**options), 8)) == [Layout(data=8)], "none is sharded"
 
 
+@without_activations
 @pytest.mark.parametrize(
     ("precision", "item"), [("32-true", 4), ("bf16-mixed", 4), ("bf16-true", 2), ("64-true", 8)]
 )
@@ -298,6 +312,7 @@ def test_batches_that_are_added_up_travel_once() -> None:
     assert three.memory.gradients == pytest.approx(2 * one.memory.weights, rel=0.05), "whole"
 
 
+@without_activations
 def test_what_is_computed_again_is_counted() -> None:
     narrow, wide = ({"type": "swiglu", "d_ff": d_ff} for d_ff in (24, 48))
     model = {"ffn": narrow, "ffn_at": {"0": wide}}
@@ -340,6 +355,7 @@ def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict
     return dict(sent.bytes), rows
 
 
+@without_activations
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
     [
@@ -395,6 +411,7 @@ def traffic_of(config: TrainConfig, layout: Layout) -> Traffic:
     return found
 
 
+@without_activations
 def test_what_does_not_travel_is_not_planned_and_groups_send_less(tmp_path: Path) -> None:
     ffns: list[dict[str, Any]] = [
         # A quarter of the tokens, half of the pairs, a quarter of the width.
