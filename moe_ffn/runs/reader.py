@@ -169,6 +169,9 @@ class Run:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
+    def fact(self, key: str) -> Any:
+        return getattr(self.facts, key, None)
+
     @property
     def is_going_on(self) -> bool:
         return self.state in ("waiting", "training")
