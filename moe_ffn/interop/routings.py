@@ -206,15 +206,11 @@ def _logits_for(ids_TK: Tensor, outputs: list[tuple[Any, ...]]) -> Tensor | None
     return None
 
 
-def _softmax(logits_TE: Tensor) -> Tensor:
-    return logits_TE.softmax(dim=-1)
-
-
-def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
-    return F.softplus(logits_TE).sqrt()
-
-
-SCORES = (_softmax, torch.sigmoid, _sqrt_softplus)
+SCORES: tuple[Callable[[Tensor], Tensor], ...] = (
+    partial(torch.softmax, dim=-1),
+    torch.sigmoid,
+    lambda logits_TE: F.softplus(logits_TE).sqrt(),
+)
 
 
 @torch.no_grad()
@@ -234,7 +230,7 @@ def _score_function(
         return min(within_token, spread(factors_TK, None))
 
     best = min(SCORES, key=misfit)
-    return best if misfit(best) < MAX_MISFIT else _softmax
+    return best if misfit(best) < MAX_MISFIT else SCORES[0]
 
 
 MAX_MISFIT = 0.02
