@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from moe_ffn.config.base import help_texts, json_schema
+from moe_ffn.config.base import help_texts
 from moe_ffn.config.errors import explain
-from moe_ffn.data.corpus import CorpusConfig, StdlibConfig, TextConfig
+from moe_ffn.data.corpus import StdlibConfig, TextConfig
 from moe_ffn.data.hf_dataset import HFDatasetConfig
 from moe_ffn.data.prepare import DataConfig
-from moe_ffn.data.tokenizer import BPEConfig, BytesConfig, TokenizerConfig
+from moe_ffn.data.tokenizer import BPEConfig, BytesConfig
 
 
 def complaints(values: dict[str, object]) -> list[str]:
@@ -81,9 +81,3 @@ def test_bad_options_are_refused_by_path(values: dict[str, object], message: str
 def test_every_option_has_a_help_text(config: type[DataConfig]) -> None:
     undocumented = [name for name, text in help_texts(config).items() if not text]
     assert [name for name in undocumented if name != "type"] == []
-
-
-def test_the_schema_names_every_member() -> None:
-    definitions = json_schema(DataConfig)["$defs"]
-    for family in (CorpusConfig, TokenizerConfig):
-        assert {"enum": list(family.members)} in definitions[family.__name__]["anyOf"]

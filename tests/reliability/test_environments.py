@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
-import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from moe_ffn.config.environment import (
 )
 from moe_ffn.config.errors import ConfigError, printable
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
+from tests.helpers.terminal import on_terminal
 from tests.helpers.tiny_runs import (
     REPOSITORY,
     Finished,
@@ -212,31 +211,6 @@ def test_control_characters_are_escaped_on_a_terminal_alone(tmp_path: Path) -> N
     assert "\\x1b[2Ja" in sent
     assert "\x1b" not in sent
     assert piped.stdout.startswith("\x1b[2Ja")
-
-
-def on_terminal(program: str, *argv: str) -> tuple[int, str]:
-    """Exit code of a program, and the characters that it sent to its terminal."""
-    own, its = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, *python_words(program), *argv],
-        cwd=REPOSITORY, env=environment(TERM="xterm"), stdin=its, stdout=its, stderr=its,
-    )  # fmt: skip
-    os.close(its)
-    sent = bytearray()
-
-    def read() -> None:
-        try:
-            while block := os.read(own, 4096):
-                sent.extend(block)
-        except OSError:  # the last process on it has ended
-            pass
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    code = process.wait(timeout=300)
-    reader.join()
-    os.close(own)
-    return code, sent.decode()
 
 
 # -- whole programs
