@@ -43,7 +43,7 @@ class Block:
     names: Mapping[str, Layout] = field(default_factory=dict)
     """Name of a tensor of ours -> theirs in the block, where `NAMES` does not have it."""
     config_name: str = ""
-    """Name of the config class; by default the config that shares the prefix of `class_name`."""
+    """Name of the config class; by default the one of a text model that shares a prefix with `class_name`."""
     small: Mapping[str, Any] = field(default_factory=dict)
     """Options of theirs for a small block, in addition to `SMALL` of `experiments.models`."""
     served: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -159,12 +159,8 @@ BLOCKS: dict[str, Block | str] = {
         small={"mlp_layer_types": ["hash_moe", "moe"]},
         note="its first layers",
     ),
-    "diffusion_gemma": GEMMA.but(
-        class_name="DiffusionGemmaDecoderTextLayer", config_name="DiffusionGemmaTextConfig"
-    ),
-    "diffusion_gemma encoder": GEMMA.but(
-        class_name="DiffusionGemmaEncoderTextLayer", config_name="DiffusionGemmaTextConfig"
-    ),
+    "diffusion_gemma": GEMMA.but(class_name="DiffusionGemmaDecoderTextLayer"),
+    "diffusion_gemma encoder": GEMMA.but(class_name="DiffusionGemmaEncoderTextLayer"),
     "doge": Block(
         "DogeCDMoE",
         moe(
@@ -191,15 +187,12 @@ BLOCKS: dict[str, Block | str] = {
     ),
     "dots1": DEEPSEEK.but(class_name="Dots1MoE"),
     "dots3_note": DEEPSEEK.but(
+        {"shared_expert": {"d_ff": times("shared_experts_intermediate_size", "n_shared_experts")}},
         class_name="Dots3NoteTextMoE",
-        options={
-            "shared_expert": {"d_ff": times("shared_experts_intermediate_size", "n_shared_experts")}
-        },
     ),
     "dots3_note vision": Block(
         "Dots3NoteVisionMoE",
         moe({**SIGMOID, "scale": its("router_scaling_factor")}, count="num_local_experts"),
-        config_name="Dots3NoteVisionConfig",
         small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse"] * 2, "mlp_bias": False},
         note="of images; `per_layer_config` of theirs has the number of experts of each layer",
     ),
@@ -230,7 +223,6 @@ BLOCKS: dict[str, Block | str] = {
             **linear(router__projection="text_moe.gate"),
             "router.correction_bias_E": named("text_moe.gate.moe_statics.e_score_correction_bias"),
         },
-        config_name="Ernie4_5_VLMoeTextConfig",
         small={"moe_intermediate_size": [12, 8]},
         unused=("vision_moe.*",),
         note="of text; tokens of images have such a pool of experts of their own, another of our blocks",
@@ -252,9 +244,7 @@ BLOCKS: dict[str, Block | str] = {
     "glm4_moe_lite": DEEPSEEK.but(class_name="Glm4MoeLiteMoE"),
     "glm4v_moe": DEEPSEEK.but(class_name="Glm4vMoeTextMoE"),
     "glm5_next": DEEPSEEK.but(
-        class_name="Glm5NextTextMoE",
-        options={"experts": CLAMPED, "shared_expert": CLAMPED},
-        config_name="Glm5NextTextConfig",
+        {"experts": CLAMPED, "shared_expert": CLAMPED}, class_name="Glm5NextTextMoE"
     ),
     "glm_moe_dsa": DEEPSEEK.but(class_name="GlmMoeDsaMoE"),
     "gpt_oss": GPT_OSS,
@@ -299,7 +289,6 @@ BLOCKS: dict[str, Block | str] = {
             ),
             "experts.down": with_shared("experts.down_proj", "shared_experts.down_proj"),
         },
-        config_name="InklingTextConfig",
         note="its shared experts are the last ones of ours",
     ),
     "inkling2": Block(
@@ -313,7 +302,6 @@ BLOCKS: dict[str, Block | str] = {
                 "up_cap": its("mlp_up_softcap"),
             },
         ),
-        config_name="Inkling2TextConfig",
     ),
     "jamba": Block("JambaSparseMoeBlock", moe(SOFTMAX, WIDE)),
     "jetmoe": Block(
@@ -412,7 +400,6 @@ BLOCKS: dict[str, Block | str] = {
             shared_expert={**MINIMAX_GATE, "d_ff": its("shared_intermediate_size")},
         ),
         fused_shared_expert("shared_experts.gate_up_proj", "shared_experts.down_proj"),
-        config_name="MiniMaxM3VLTextConfig",
     ),
     "mistral4": MISTRAL.but(
         {"router": {"renormalize": its("norm_topk_prob")}}, class_name="Mistral4MoE"
@@ -441,7 +428,6 @@ BLOCKS: dict[str, Block | str] = {
             "experts.experts.input.weight": zero_centered("pre_expert_norm.weight"),
             "experts.experts.each.weight": zero_centered("experts.post_expert_norm.weight"),
         },
-        config_name="MuseSparkTextConfig",
     ),
     "nemotron_h": Block(
         "NemotronHMoE",
@@ -522,7 +508,6 @@ BLOCKS: dict[str, Block | str] = {
     "qwen3_5_moe": Block(
         "Qwen3_5MoeSparseMoeBlock",
         moe(RENORMALIZED, **GATED_SHARED),
-        config_name="Qwen3_5MoeTextConfig",
     ),
     "qwen3_moe": QWEN3,
     "qwen3_next": QWEN2.but(class_name="Qwen3NextSparseMoeBlock"),
@@ -547,7 +532,6 @@ BLOCKS: dict[str, Block | str] = {
                 "bias": c.mlp_bias,
             },
         ),
-        config_name="Step3p7TextConfig",
         served={"hidden_act": ("silu", "swish")},
         small={
             "swiglu_limits": [0.5, 0.5],
