@@ -112,7 +112,6 @@ class Family:
     """One architecture of transformers."""
 
     model_type: str
-    architecture: str
     stream: tuple[Part, ...]
     """All but the feed-forward blocks."""
     ffn: tuple[Part, ...]
@@ -126,6 +125,11 @@ class Family:
     """Other names of options in files."""
     fill: Callable[[Options], Options] = lambda options: options
     """Options that this architecture always has and our model may lack; they are written as zeros."""
+
+    @property
+    def architecture(self) -> str:
+        """Name of its class in transformers, such as `Qwen3MoeForCausalLM`."""
+        return f"{self.model_type.title().replace('_', '')}ForCausalLM"
 
     @property
     def is_sparse(self) -> bool:
@@ -163,7 +167,6 @@ BIAS = same("attention_bias", "attention.bias", False)
 FAMILIES = (
     Family(
         "llama",
-        "LlamaForCausalLM",
         (*STREAM, *HEADS, BIAS, WHOLE_HEADS),
         (*DENSE, same("mlp_bias", "dense.bias", False)),
         LLAMA,
@@ -171,7 +174,6 @@ FAMILIES = (
     ),
     Family(
         "qwen2",
-        "Qwen2ForCausalLM",
         (*STREAM, *HEADS, always({"attention.bias": "qkv"})),
         DENSE,
         QWEN,
@@ -179,7 +181,6 @@ FAMILIES = (
     ),
     Family(
         "qwen3",
-        "Qwen3ForCausalLM",
         (*STREAM, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
         DENSE,
         {**QWEN, "head_dim": 128},
@@ -187,7 +188,6 @@ FAMILIES = (
     ),
     Family(
         "mixtral",
-        "MixtralForCausalLM",
         (*STREAM, *HEADS),
         (
             *ALL_SPARSE,
@@ -223,7 +223,6 @@ FAMILIES = (
     ),
     Family(
         "qwen3_moe",
-        "Qwen3MoeForCausalLM",
         (*STREAM, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
         (*QWEN_LAYERS, gated("sparse.experts.type", "dense.type")),
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
@@ -231,7 +230,6 @@ FAMILIES = (
     ),
     Family(
         "olmoe",
-        "OlmoeForCausalLM",
         (
             *STREAM,
             KV_HEADS,
@@ -256,7 +254,6 @@ FAMILIES = (
     ),
     Family(
         "deepseek_v3",
-        "DeepseekV3ForCausalLM",
         (
             *STREAM,
             only("attention_bias", False),
@@ -330,7 +327,6 @@ FAMILIES = (
     ),
     Family(
         "qwen2_moe",
-        "Qwen2MoeForCausalLM",
         (
             *STREAM,
             *HEADS,
@@ -360,7 +356,6 @@ FAMILIES = (
     ),
     Family(
         "gpt_oss",
-        "GptOssForCausalLM",
         (),
         (
             Part(read_all),
