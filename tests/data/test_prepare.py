@@ -331,7 +331,7 @@ class TestMemory:
     def test_does_not_grow_with_a_file(self, tmp_path: Path) -> None:
         file = tmp_path / "large.txt"
         with file.open("wb") as output:
-            for _ in range(64):
+            for _ in range(24):
                 output.write((b"x" * 1023 + b"\n") * 1024)  # one MiB
         tracemalloc.start()
         try:
@@ -339,8 +339,8 @@ class TestMemory:
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert data.train_size.num_bytes + data.validation_size.num_bytes == 64 << 20
-        assert peak < 16 << 20
+        assert data.train_size.num_bytes + data.validation_size.num_bytes == 24 << 20
+        assert peak < 12 << 20
 
 
 def test_the_standard_library_is_split_by_files(tmp_path: Path) -> None:

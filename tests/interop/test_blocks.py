@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ HOLDS_EXPERTS = re.compile(r"\bself\.experts\s*=\s*\w+\(")
 OPTIONS = re.compile(r"\b(?:num_experts|num_local_experts|n_routed_experts|moe_num_experts)\b")
 
 
+@cache
 def sparse_models() -> dict[str, list[str]]:
     """The models of the installed transformers whose files speak of experts, without importing them.
 
