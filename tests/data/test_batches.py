@@ -207,7 +207,7 @@ def test_a_split_too_short_for_one_window_is_refused(split: str) -> None:
         {"batch_size": 4, "seed": 0} if split == "train" else {"batch_size": 4, "num_tokens": 90}
     )
     batches_of = TrainBatches if split == "train" else ValidationBatches
-    batches_of(TOKENS[:9], seq_len=8, **given)  # pyright: ignore[reportArgumentType]
+    batches_of(TOKENS[:9], seq_len=8, **given)
     message = rf"data\.seq_len \(9\) must be shorter than the {split} split \(9 tokens\): lower data\.seq_len"
     with pytest.raises(ConfigError, match=message):
-        batches_of(TOKENS[:9], seq_len=9, **given)  # pyright: ignore[reportArgumentType]
+        batches_of(TOKENS[:9], seq_len=9, **given)
