@@ -84,7 +84,8 @@ def config_of(model: str, entry: Block, options: Mapping[str, Any]) -> Any:
     folder = model.split()[0]
     module = import_module(f"transformers.models.{folder}.configuration_{folder}")
     classes = {name: value for name, value in vars(module).items() if name.endswith("Config")}
-    fitting = [name for name in classes if entry.class_name.startswith(name.removesuffix("Config"))]
+    prefixes = {name: name.removesuffix("Config").removesuffix("Text") for name in classes}
+    fitting = [name for name, prefix in prefixes.items() if entry.class_name.startswith(prefix)]
     name = entry.config_name or max(fitting, key=len)
     config = classes[name](**options)
     config._experts_implementation = config._attn_implementation = "eager"

@@ -264,6 +264,12 @@ def _same_name(typed: str, tree: Option) -> list[str]:
     return sorted(inside or paths, key=lambda path: path.count("."))
 
 
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Options in which two nested mappings differ: dotted path -> (old, new)."""
+    old, new = flatten(old), flatten(new)
+    return {k: (old.get(k), new.get(k)) for k in {**old, **new} if old.get(k) != new.get(k)}
+
+
 def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten `{"model": {"ffn": 1}}` to `{"model.ffn": 1}`, without empty sections."""
     flat: dict[str, Any] = {}

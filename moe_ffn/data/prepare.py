@@ -23,7 +23,7 @@ from moe_ffn.data.corpus import CorpusConfig, Split, StdlibConfig, TokenFiles
 from moe_ffn.data.split import MAX_NAMED, Documents, Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.token_files import TokenRow
 from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
-from moe_ffn.files import make_folder, read_bytes, read_object, write_file
+from moe_ffn.files import read_bytes, read_object, write_file
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,6 @@ def prepare(config: DataConfig) -> PreparedData:
         documents, folder, meta = _read_and_build(config, cache_dir)
         if stamp is not None and stamp == config.corpus.stamp():
             with contextlib.suppress(OSError):  # otherwise it is read again
-                make_folder(cache_dir / _KNOWN)
                 text = json.dumps(documents.to_dict())
                 write_file(cache_dir / _KNOWN, f"{stamp}.json", text)
     for note in meta["notes"]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +14,16 @@ import torch
 
 from moe_ffn.weights.families import FAMILIES
 from moe_ffn.weights.from_transformers import sparse_options
-from moe_ffn.weights.layouts import Layout, Piece, interleaved, linear, named, transposed
+from moe_ffn.weights.layouts import (
+    Layout,
+    Piece,
+    interleaved,
+    linear,
+    named,
+    rows_of,
+    stacked,
+    transposed,
+)
 from moe_ffn.weights.options import ACTIVATIONS, Theirs
 
 # -- an entry
@@ -35,7 +43,7 @@ class Block:
     names: Mapping[str, Layout] = field(default_factory=dict)
     """Name of a tensor of ours -> theirs in the block, where `NAMES` does not have it."""
     config_name: str = ""
-    """Name of the config class; by default the config that shares the prefix of `class_name`."""
+    """Name of the config class; by default the one of a text model that shares a prefix with `class_name`."""
     small: Mapping[str, Any] = field(default_factory=dict)
     """Options of theirs for a small block, in addition to `SMALL` of `experiments.models`."""
     served: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -158,7 +166,9 @@ BIASED = {**SIGMOID, "scale": its("routed_scaling_factor")}
 BIASED_GROUPS = {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups}
 
 
-def moe(router: Any, width: Any = NARROW, count: str = "num_experts", **more: Any) -> Template:
+def moe(
+    router: Any, width: Any = NARROW, count: str = "num_experts", **more: Any
+) -> dict[str, Any]:
     experts = {"type": gate(), "d_ff": width}
     base = {"type": "moe", "num_experts": its(count), "router": router, "experts": experts}
     return merged(base, more)
@@ -217,64 +227,34 @@ NAMES: Names = {
 
 def fused_shared_expert(into: str, out_of: str) -> Names:
     """A shared expert whose gate and up are one matrix, gate first."""
-
-    def half(second: bool, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
-        rows = slice(shape[0], None) if second else slice(shape[0])
-        return [[Piece(f"{into}.weight", rows=rows)]]
-
     return {
-        "shared_expert.gate.weight": partial(half, False),
-        "shared_expert.up.weight": partial(half, True),
+        "shared_expert.gate.weight": rows_of(f"{into}.weight"),
+        "shared_expert.up.weight": rows_of(f"{into}.weight", 1),
         **linear(shared_expert__down=out_of),
     }
 
 
 def experts_by_number(up: str, down: str) -> Names:
     """Experts stored as one module each, by number."""
-
-    def layout(stem: str, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
-        return [[Piece(stem.format(e), lambda ours, e=e: ours[e]) for e in range(shape[0])]]
-
     return {
-        f"experts.{name}{suffix}": partial(layout, f"experts.expert_{{}}.{stem}.{kind}")
+        f"experts.{name}{suffix}": stacked(name, f"experts.expert_{{}}.{stem}.{kind}")
         for name, stem in (("up", up), ("down", down))
         for suffix, kind in (("", "weight"), ("_bias", "bias"))
     }
 
 
-def first_experts(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
-    """LongCat also has rows for experts without a network, which nothing reads."""
-    return [[Piece("experts.gate_up_proj", rows=slice(shape[0]))]]
+def with_shared(routed: str, *shared: str) -> Layout:
+    """Routed experts, and behind them the shared ones, in one tensor or with gate and up apart."""
 
-
-def dbrx(name: str, prefix: str, shape: torch.Size, their: Theirs) -> Any:
-    if name == "w2":
-        return [[Piece("experts.mlp.w2", lambda ours: ours.mT)]]
-    return [
-        [
-            Piece(f"experts.mlp.{n}", lambda o, i=i: o.chunk(2, 1)[i])
-            for i, n in enumerate(("w1", "v1"))
+    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+        count = their["n_routed_experts"]
+        behind = [
+            Piece(name, lambda ours, i=i: ours[count:].chunk(len(shared), 1)[i])
+            for i, name in enumerate(shared)
         ]
-    ]
+        return [[Piece(routed, lambda ours: ours[:count]), *behind]]
 
-
-def inkling(stem: str, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
-    """The shared experts behind the routed ones."""
-    count = their["n_routed_experts"]
-    pieces = [Piece(f"experts.{stem}_proj", lambda ours: ours[:count])]
-    if stem == "down":
-        pieces.append(Piece("shared_experts.down_proj", lambda ours: ours[count:]))
-    else:
-        for i, name in enumerate(("gate", "up")):
-            pieces.append(
-                Piece(f"shared_experts.{name}_proj", lambda o, i=i: o[count:].chunk(2, 1)[i])
-            )
-    return [pieces]
-
-
-def inkling_bias(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
-    count = their["n_routed_experts"]
-    return [[Piece("gate.e_score_correction_bias", lambda ours: ours[:count])]]
+    return layout
 
 
 # -- blocks of the architectures that are read from files too
@@ -347,6 +327,25 @@ CLAMPED = {
     "limit": its("swiglu_limit"),
     "added": 0.0,
 }
+DEEPSEEK_V4 = Block(
+    "DeepseekV4SparseMoeBlock",
+    moe(
+        {**BIASED, "score": SCORE},
+        WIDE,
+        "num_local_experts",
+        experts=CLAMPED,
+        shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
+    ),
+    small={"mlp_layer_types": ["moe", "moe"]},
+)
+MISTRAL = Block(
+    "MistralLarge4TextMoE",
+    moe(
+        {**GROUPED, "renormalize": True},
+        count="n_routed_experts",
+        shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
+    ),
+)
 GRANITE = Block(
     "GraniteMoeMoE",
     moe(CHOSEN, WIDE, "num_local_experts"),
@@ -355,14 +354,9 @@ GRANITE = Block(
 GRANITE_LAYER = GRANITE.but(
     options={"shared_expert": shared("shared_intermediate_size")},
     names={
-        **{
-            f"{name}": named(f"block_sparse_moe.{theirs}")
-            for name, theirs in {
-                "experts.gate_up": "experts.gate_up_proj",
-                "experts.down": "experts.down_proj",
-                "router.projection.weight": "router.weight",
-            }.items()
-        },
+        "experts.gate_up": named("block_sparse_moe.experts.gate_up_proj"),
+        "experts.down": named("block_sparse_moe.experts.down_proj"),
+        "router.projection.weight": named("block_sparse_moe.router.weight"),
         **fused_shared_expert("shared_mlp.input_linear", "shared_mlp.output_linear"),
     },
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
@@ -418,23 +412,12 @@ GEMMA = Block(
     unused=("self_attn.*", "input_layernorm.*", "post_attention_layernorm.*", "layer_scalar"),
     note="the block is given the residual stream; its norm before it is that of the shared expert",
 )
-SWITCH_FFN = {
-    "type": "moe",
-    "num_experts": its("num_experts"),
-    "router": {
-        "type": "top_k",
-        "k": 1,
-        "bias": its("router_bias"),
-        "jitter": its("router_jitter_noise"),
-    },
-    "experts": {
-        "type": "mlp",
-        "activation": its("dense_act_fn"),
-        "d_ff": its("d_ff"),
-        "dropout": its("dropout_rate"),
-    },
-    "capacity": {"per_sequence": its("expert_capacity")},
-}
+SWITCH_FFN = moe(
+    {"type": "top_k", "k": 1, "bias": its("router_bias"), "jitter": its("router_jitter_noise")},
+    its("d_ff"),
+    experts={"type": "mlp", "activation": its("dense_act_fn"), "dropout": its("dropout_rate")},
+    capacity={"per_sequence": its("expert_capacity")},
+)
 SWITCH = Block(
     "SwitchTransformersSparseMLP",
     SWITCH_FFN,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from moe_ffn.interop.block_parts import (
     BIASED,
     BIASED_GROUPS,
@@ -11,13 +9,14 @@ from moe_ffn.interop.block_parts import (
     CLAMPED,
     DEEPSEEK,
     DEEPSEEK_V2,
+    DEEPSEEK_V4,
     EPS,
     GATED_SHARED,
     GEMMA,
     GPT_OSS,
     GRANITE,
     GRANITE_LAYER,
-    GROUPED,
+    MISTRAL,
     MIXTRAL,
     NARROW,
     OLMOE,
@@ -33,23 +32,26 @@ from moe_ffn.interop.block_parts import (
     WIDE,
     Block,
     K,
-    dbrx,
     experts_by_number,
-    first_experts,
     fused_shared_expert,
     gate,
     if_set,
-    inkling,
-    inkling_bias,
     its,
     jittered,
     moe,
     shared,
     step_gate,
     times,
+    with_shared,
 )
-from moe_ffn.weights.layouts import linear, named, zero_centered
+from moe_ffn.weights.layouts import halves, linear, named, rows_of, transposed, zero_centered
 
+MINIMAX_GATE = {
+    "type": "clamped_swiglu",
+    "alpha": its("swiglu_alpha"),
+    "limit": its("swiglu_limit"),
+    "added": 1.0,
+}
 NEMOTRON_EXPERTS = {"type": "mlp", "activation": "relu_squared", "d_ff": NARROW}
 
 BLOCKS: dict[str, Block | str] = {
@@ -112,10 +114,8 @@ BLOCKS: dict[str, Block | str] = {
     "dbrx": Block(
         "DbrxFFN",
         jittered(
-            {
-                "type": "moe",
-                "num_experts": its("ffn_config.moe_num_experts"),
-                "router": {
+            moe(
+                {
                     "type": "top_k",
                     "k": its("ffn_config.moe_top_k"),
                     "renormalize": lambda c: c.ffn_config.moe_normalize_expert_weights is not None,
@@ -123,14 +123,16 @@ BLOCKS: dict[str, Block | str] = {
                         c.ffn_config.moe_normalize_expert_weights or 1
                     ),
                 },
-                "experts": {
-                    "type": gate("ffn_config.ffn_act_fn.name"),
-                    "d_ff": its("ffn_config.ffn_hidden_size"),
-                },
-            },
+                its("ffn_config.ffn_hidden_size"),
+                "ffn_config.moe_num_experts",
+                experts={"type": gate("ffn_config.ffn_act_fn.name")},
+            ),
             "ffn_config.moe_jitter_eps",
         ),
-        {"experts.gate_up": partial(dbrx, "w1"), "experts.down": partial(dbrx, "w2")},
+        {
+            "experts.gate_up": halves("experts.mlp.w1", "experts.mlp.v1"),
+            "experts.down": transposed("experts.mlp.w2"),
+        },
         config_name="DbrxConfig",
         small={
             "ffn_config": {
@@ -150,50 +152,23 @@ BLOCKS: dict[str, Block | str] = {
     ),
     "deepseek_v3": DEEPSEEK,
     "deepseek_v32": DEEPSEEK.but(class_name="DeepseekV32MoE"),
-    "deepseek_v4": Block(
-        "DeepseekV4SparseMoeBlock",
-        moe(
-            {**BIASED, "score": SCORE},
-            WIDE,
-            "num_local_experts",
-            experts=CLAMPED,
-            shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
-        ),
-        small={"mlp_layer_types": ["moe", "moe"]},
-    ),
-    "deepseek_v4 hash": Block(
-        "DeepseekV4SparseMoeBlock",
-        moe(
-            {
-                **BIASED,
-                "score": SCORE,
-                "correction_bias": False,
-                "token_table": {"vocab_size": its("vocab_size")},
-            },
-            WIDE,
-            "num_local_experts",
-            experts=CLAMPED,
-            shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
-        ),
-        {"router.table_VK": named("gate.tid2eid")},
+    "deepseek_v4": DEEPSEEK_V4,
+    "deepseek_v4 hash": DEEPSEEK_V4.but(
+        {"router": {"correction_bias": False, "token_table": {"vocab_size": its("vocab_size")}}},
+        names={"router.table_VK": named("gate.tid2eid")},
         small={"mlp_layer_types": ["hash_moe", "moe"]},
         note="its first layers",
     ),
-    "diffusion_gemma": GEMMA.but(
-        class_name="DiffusionGemmaDecoderTextLayer", config_name="DiffusionGemmaTextConfig"
-    ),
-    "diffusion_gemma encoder": GEMMA.but(
-        class_name="DiffusionGemmaEncoderTextLayer", config_name="DiffusionGemmaTextConfig"
-    ),
+    "diffusion_gemma": GEMMA.but(class_name="DiffusionGemmaDecoderTextLayer"),
+    "diffusion_gemma encoder": GEMMA.but(class_name="DiffusionGemmaEncoderTextLayer"),
     "doge": Block(
         "DogeCDMoE",
-        {
-            "type": "moe",
-            "num_experts": its("num_experts"),
-            "router": {"type": "product_key", "k": K, "d_query": 0},
-            "experts": {"type": "single_neuron", "activation": its("hidden_act")},
-            "shared_expert": shared("intermediate_size", bias=its("mlp_bias")),
-        },
+        moe(
+            {"type": "product_key", "k": K, "d_query": 0},
+            None,
+            experts={"type": "single_neuron", "activation": its("hidden_act")},
+            shared_expert=shared("intermediate_size", bias=its("mlp_bias")),
+        ),
         {
             "router.sub_keys": named("router_gate.weight"),
             "experts.up.weight": named("down_embed.weight"),
@@ -212,15 +187,12 @@ BLOCKS: dict[str, Block | str] = {
     ),
     "dots1": DEEPSEEK.but(class_name="Dots1MoE"),
     "dots3_note": DEEPSEEK.but(
+        {"shared_expert": {"d_ff": times("shared_experts_intermediate_size", "n_shared_experts")}},
         class_name="Dots3NoteTextMoE",
-        options={
-            "shared_expert": {"d_ff": times("shared_experts_intermediate_size", "n_shared_experts")}
-        },
     ),
     "dots3_note vision": Block(
         "Dots3NoteVisionMoE",
         moe({**SIGMOID, "scale": its("router_scaling_factor")}, count="num_local_experts"),
-        config_name="Dots3NoteVisionConfig",
         small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse"] * 2, "mlp_bias": False},
         note="of images; `per_layer_config` of theirs has the number of experts of each layer",
     ),
@@ -251,7 +223,6 @@ BLOCKS: dict[str, Block | str] = {
             **linear(router__projection="text_moe.gate"),
             "router.correction_bias_E": named("text_moe.gate.moe_statics.e_score_correction_bias"),
         },
-        config_name="Ernie4_5_VLMoeTextConfig",
         small={"moe_intermediate_size": [12, 8]},
         unused=("vision_moe.*",),
         note="of text; tokens of images have such a pool of experts of their own, another of our blocks",
@@ -273,9 +244,7 @@ BLOCKS: dict[str, Block | str] = {
     "glm4_moe_lite": DEEPSEEK.but(class_name="Glm4MoeLiteMoE"),
     "glm4v_moe": DEEPSEEK.but(class_name="Glm4vMoeTextMoE"),
     "glm5_next": DEEPSEEK.but(
-        class_name="Glm5NextTextMoE",
-        options={"experts": CLAMPED, "shared_expert": CLAMPED},
-        config_name="Glm5NextTextConfig",
+        {"experts": CLAMPED, "shared_expert": CLAMPED}, class_name="Glm5NextTextMoE"
     ),
     "glm_moe_dsa": DEEPSEEK.but(class_name="GlmMoeDsaMoE"),
     "gpt_oss": GPT_OSS,
@@ -303,24 +272,23 @@ BLOCKS: dict[str, Block | str] = {
     "hy_v4": DEEPSEEK.but(class_name="HYV4MoE", options={"experts": CLAMPED}),
     "inkling": Block(
         "InklingMoE",
-        {
-            "type": "moe",
-            "num_experts": lambda c: c.n_routed_experts + c.n_shared_experts,
-            "router": {
+        moe(
+            {
                 **SIGMOID,
                 "scale": its("route_scale"),
                 "learned_scale": "global",
                 "num_always": its("n_shared_experts"),
             },
-            "experts": {"type": gate(), "d_ff": NARROW},
-        },
+            num_experts=lambda c: c.n_routed_experts + c.n_shared_experts,
+        ),
         {
             "router.weight_scale": named("gate.global_scale"),
-            "router.correction_bias_E": inkling_bias,
-            "experts.gate_up": partial(inkling, "gate_up"),
-            "experts.down": partial(inkling, "down"),
+            "router.correction_bias_E": with_shared("gate.e_score_correction_bias"),
+            "experts.gate_up": with_shared(
+                "experts.gate_up_proj", "shared_experts.gate_proj", "shared_experts.up_proj"
+            ),
+            "experts.down": with_shared("experts.down_proj", "shared_experts.down_proj"),
         },
-        config_name="InklingTextConfig",
         note="its shared experts are the last ones of ours",
     ),
     "inkling2": Block(
@@ -334,7 +302,6 @@ BLOCKS: dict[str, Block | str] = {
                 "up_cap": its("mlp_up_softcap"),
             },
         ),
-        config_name="Inkling2TextConfig",
     ),
     "jamba": Block("JambaSparseMoeBlock", moe(SOFTMAX, WIDE)),
     "jetmoe": Block(
@@ -411,7 +378,9 @@ BLOCKS: dict[str, Block | str] = {
             "n_routed_experts",
             zero_computation=if_set("zero_expert_num", {"num_copy": its("zero_expert_num")}, {}),
         ),
-        {"experts.gate_up": first_experts},
+        {
+            "experts.gate_up": rows_of("experts.gate_up_proj")
+        },  # others are of experts without a network
     ),
     "mellum": QWEN3.but(class_name="MellumSparseMoeBlock"),
     "mimo_v2_flash": Block("MiMoV2FlashMoE", moe(BIASED_GROUPS, count="n_routed_experts")),
@@ -427,39 +396,15 @@ BLOCKS: dict[str, Block | str] = {
             BIASED,
             WIDE,
             "num_local_experts",
-            experts={
-                **CLAMPED,
-                "type": "clamped_swiglu",
-                "alpha": its("swiglu_alpha"),
-                "added": 1.0,
-            },
-            shared_expert={
-                **CLAMPED,
-                "type": "clamped_swiglu",
-                "alpha": its("swiglu_alpha"),
-                "added": 1.0,
-                "d_ff": its("shared_intermediate_size"),
-            },
+            experts=MINIMAX_GATE,
+            shared_expert={**MINIMAX_GATE, "d_ff": its("shared_intermediate_size")},
         ),
         fused_shared_expert("shared_experts.gate_up_proj", "shared_experts.down_proj"),
-        config_name="MiniMaxM3VLTextConfig",
     ),
-    "mistral4": Block(
-        "Mistral4MoE",
-        moe(
-            GROUPED,
-            count="n_routed_experts",
-            shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
-        ),
+    "mistral4": MISTRAL.but(
+        {"router": {"renormalize": its("norm_topk_prob")}}, class_name="Mistral4MoE"
     ),
-    "mistral_large4": Block(
-        "MistralLarge4TextMoE",
-        moe(
-            {**GROUPED, "renormalize": True},
-            count="n_routed_experts",
-            shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
-        ),
-    ),
+    "mistral_large4": MISTRAL,
     "mixtral": MIXTRAL,
     "muse_spark": Block(
         "MuseSparkMoE",
@@ -483,15 +428,13 @@ BLOCKS: dict[str, Block | str] = {
             "experts.experts.input.weight": zero_centered("pre_expert_norm.weight"),
             "experts.experts.each.weight": zero_centered("experts.post_expert_norm.weight"),
         },
-        config_name="MuseSparkTextConfig",
     ),
     "nemotron_h": Block(
         "NemotronHMoE",
-        {
-            "type": "moe",
-            "num_experts": its("n_routed_experts"),
-            "router": BIASED_GROUPS,
-            "experts": if_set(
+        moe(
+            BIASED_GROUPS,
+            count="n_routed_experts",
+            experts=if_set(
                 "moe_latent_size",
                 {
                     "type": "latent",
@@ -501,35 +444,33 @@ BLOCKS: dict[str, Block | str] = {
                 },
                 NEMOTRON_EXPERTS,
             ),
-            "shared_expert": {
+            shared_expert={
                 "type": "dense",
                 "activation": "relu_squared",
                 "d_ff": its("moe_shared_expert_intermediate_size"),
                 "bias": its("mlp_bias"),
             },
-        },
+        ),
         linear(experts__into="fc1_latent_proj", experts__out_of="fc2_latent_proj"),
         served={"mlp_hidden_act": ("relu2",)},
     ),
     "nllb_moe": Block(
         "NllbMoeSparseMLP",
-        {
-            "type": "moe",
-            "num_experts": its("num_experts"),
-            "router": {"type": "top_k", "k": 2, "renormalize": True, "bias": its("router_bias")},
-            "experts": {
+        moe(
+            {"type": "top_k", "k": 2, "renormalize": True, "bias": its("router_bias")},
+            its("encoder_ffn_dim"),
+            experts={
                 "type": "mlp",
                 "activation": its("activation_function"),
-                "d_ff": its("encoder_ffn_dim"),
                 "bias": True,
                 "dropout": its("activation_dropout"),
             },
-            "capacity": {
+            capacity={
                 "factor": 1.0,
                 "drop": "choice",
                 "renormalize": lambda c: not c.normalize_router_prob_before_dropping,
             },
-        },
+        ),
         experts_by_number("fc1", "fc2"),
         served={
             "second_expert_policy": ("all",),
@@ -567,7 +508,6 @@ BLOCKS: dict[str, Block | str] = {
     "qwen3_5_moe": Block(
         "Qwen3_5MoeSparseMoeBlock",
         moe(RENORMALIZED, **GATED_SHARED),
-        config_name="Qwen3_5MoeTextConfig",
     ),
     "qwen3_moe": QWEN3,
     "qwen3_next": QWEN2.but(class_name="Qwen3NextSparseMoeBlock"),
@@ -592,7 +532,6 @@ BLOCKS: dict[str, Block | str] = {
                 "bias": c.mlp_bias,
             },
         ),
-        config_name="Step3p7TextConfig",
         served={"hidden_act": ("silu", "swish")},
         small={
             "swiglu_limits": [0.5, 0.5],
@@ -634,12 +573,3 @@ NO_BLOCK = {
     "granite_docling": "its router weighs tiles of an image",
 }
 """Models whose files speak of experts or routers, and have no sparse feed-forward block."""
-
-NO_ROW = {
-    "Ernie4_5_VLMoeSparseMoeBlock": "one of the two pools of Ernie4_5_VLMoeMoeBlock",
-    "GraniteMoeHybridMoE": "GraniteMoeHybridDecoderLayer without its shared expert",
-    "GraniteMoeSWAMoE": "GraniteMoeSWADecoderLayer without its shared expert",
-    "GraniteMoeSharedMoE": "GraniteMoeSharedDecoderLayer without its shared expert",
-    "JetMoeAttention": "a mixture of attention heads",
-}
-"""Classes that hold experts, of models that are in the table, and why they have no row of their own."""

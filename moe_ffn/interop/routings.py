@@ -71,12 +71,13 @@ class _Watcher:
         for name, path in routing_modules(model).items():
             module = model.get_submodule(path)
             if isinstance(module, FFNBlock):
-                enter(module.register_forward_hook(self._after_block(name)))
+                enter(module.register_forward_hook(partial(self._after_block, name)))
                 continue
             for sibling in model.get_submodule(path.rpartition(".")[0]).children():
                 if sibling is not module:
-                    enter(sibling.register_forward_hook(self._after_sibling(name)))
-            enter(module.register_forward_pre_hook(self._before_experts(name), with_kwargs=True))
+                    enter(sibling.register_forward_hook(partial(self._after_sibling, name)))
+            before = partial(self._before_experts, name)
+            enter(module.register_forward_pre_hook(before, with_kwargs=True))
         enter(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         enter(model.register_forward_hook(self._end, always_call=True))
 
@@ -106,28 +107,23 @@ class _Watcher:
             routings |= make()
         self.passes.append(routings)
 
-    def _after_sibling(self, name: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            if self._seen is not None and isinstance(output, tuple):
-                self._router_outputs.setdefault(name, []).append(output)
+    def _after_sibling(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._seen is not None and isinstance(output, tuple):
+            self._router_outputs.setdefault(name, []).append(output)
 
-        return note
-
-    def _before_experts(self, name: str) -> Callable[..., None]:
-        def note(experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._seen is None:
-                return
-            _, ids_TK, weights_TK = (*args, *kwargs.values())[:3]
-            outputs = self._router_outputs.pop(name, [])
-            logits_TE = _logits_for(ids_TK, outputs)
-            if logits_TE is None or experts._is_expert_parallel:
-                raise ConfigError(
-                    f"the router before {type(experts).__name__} does not return its logits beside "
-                    "the experts that it chooses, or chooses among those of several processes"
-                )
-            self._seen[name] = partial(self._routing, name, logits_TE, ids_TK, weights_TK)
-
-        return note
+    def _before_experts(
+        self, name: str, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._seen is None:
+            return
+        _, ids_TK, weights_TK = (*args, *kwargs.values())[:3]
+        logits_TE = _logits_for(ids_TK, self._router_outputs.pop(name, []))
+        if logits_TE is None or experts._is_expert_parallel:
+            raise ConfigError(
+                f"the router before {type(experts).__name__} does not return its logits beside "
+                "the experts that it chooses, or chooses among those of several processes"
+            )
+        self._seen[name] = partial(self._routing, name, logits_TE, ids_TK, weights_TK)
 
     def _routing(
         self, name: str, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
@@ -140,12 +136,9 @@ class _Watcher:
         context = self._context(len(ids_TK))
         return {name: routing_of_pairs(weights_TK, ids_TK.long(), logits_TE, scores_TE, context)}
 
-    def _after_block(self, name: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, output: FFNOutput) -> None:
-            if self._seen is not None:
-                self._seen[name] = partial(self._routings_of_block, name, output)
-
-        return note
+    def _after_block(self, name: str, module: nn.Module, args: Any, output: FFNOutput) -> None:
+        if self._seen is not None:
+            self._seen[name] = partial(self._routings_of_block, name, output)
 
     def _routings_of_block(self, name: str, output: FFNOutput) -> dict[str, Routing]:
         found = within(name, output.routings)
@@ -213,15 +206,11 @@ def _logits_for(ids_TK: Tensor, outputs: list[tuple[Any, ...]]) -> Tensor | None
     return None
 
 
-def _softmax(logits_TE: Tensor) -> Tensor:
-    return logits_TE.softmax(dim=-1)
-
-
-def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
-    return F.softplus(logits_TE).sqrt()
-
-
-SCORES = (_softmax, torch.sigmoid, _sqrt_softplus)
+SCORES: tuple[Callable[[Tensor], Tensor], ...] = (
+    partial(torch.softmax, dim=-1),
+    torch.sigmoid,
+    lambda logits_TE: F.softplus(logits_TE).sqrt(),
+)
 
 
 @torch.no_grad()
@@ -241,7 +230,7 @@ def _score_function(
         return min(within_token, spread(factors_TK, None))
 
     best = min(SCORES, key=misfit)
-    return best if misfit(best) < MAX_MISFIT else _softmax
+    return best if misfit(best) < MAX_MISFIT else SCORES[0]
 
 
 MAX_MISFIT = 0.02

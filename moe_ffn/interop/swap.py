@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from torch import Generator, Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, Situation, explain, show
+from moe_ffn.experts import ExpertsConfig
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import DenseConfig, GatedConfig
 from moe_ffn.ffn.moe import MoEConfig
@@ -141,6 +142,7 @@ def _matrices(ffn: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]] | None:
     return None
 
 
+@torch.no_grad()
 def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN, float]:
     """The block in its place, and how far experts change the largest output; 0 where rounding does."""
     own, block, weight = _as_block(ffn, where)
@@ -150,12 +152,15 @@ def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN,
         block = _like(own, target, where).build(weight.shape[1])
         block.load_state_dict(kept)
     elif isinstance(target, MoEConfig):
-        from moe_ffn.weights.upcycle import upcycle  # needs YAML, which is optional
+        from moe_ffn.weights.upcycle import as_experts, upcycle  # needs YAML, which is optional
 
         generator = Generator().manual_seed(int(torch.randint(2**62, ())))
-        config = _with_experts_like(own, target, weight.shape[1])
+        experts = as_experts(own, weight.shape[1])
+        assert experts is not None
+        config = _with_experts_like(experts, target)
         dense, block = block, upcycle([block], config, weight.shape[1], generator).to(weight.dtype)
-        change = _difference(dense, block, _probe(weight))
+        probe = _probe(weight)
+        change = _difference(dense.eval()(probe).hidden, block.eval()(probe).hidden)
     else:
         block = target.build(weight.shape[1])
     swapped = SwappedFFN(block, getattr(ffn, "dropout", nn.Identity()))
@@ -168,14 +173,11 @@ def _probe(weight: Tensor) -> Tensor:
     return torch.randn(8, weight.shape[1], generator=Generator().manual_seed(0)).to(weight.dtype)
 
 
-@torch.no_grad()
-def _difference(before: FFNBlock, after: FFNBlock, x_TD: Tensor) -> float:
-    """The largest difference of two blocks in evaluation, over the largest output of the first."""
-    expected, found = before.eval()(x_TD).hidden, after.eval()(x_TD).hidden
+def _difference(expected: Tensor, found: Tensor) -> float:
+    """The largest difference of two outputs, over the largest value of the first."""
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
-@torch.no_grad()
 def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FFNBlock, Tensor]:
     """The FFN as a block of ours with copies of its weights, on the CPU; its config; one of its matrices.
 
@@ -209,8 +211,7 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
     was_training = ffn.training
     expected = ffn.eval()(probe.to(weight.device)).cpu()
     ffn.train(was_training)
-    error = (block(probe).hidden - expected).abs().max()
-    if not error <= MAX_ERROR.get(weight.dtype, 0.05) * expected.abs().max():
+    if not _difference(expected, block(probe).hidden) <= MAX_ERROR.get(weight.dtype, 0.05):
         raise ConfigError(
             f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, computes something else than its matrices "
             "and activation say"
@@ -243,14 +244,8 @@ _FREE = {"dropout", "multiple_of"}
 """Options of a block that its weights do not decide."""
 
 
-def _with_experts_like(
-    own: DenseConfig | GatedConfig, target: MoEConfig, d_model: int
-) -> MoEConfig:
-    """`target`, with what it does not say of its experts as the FFN has it."""
-    from moe_ffn.weights.upcycle import as_experts  # needs YAML, which is optional
-
-    experts = as_experts(own, d_model)
-    assert experts is not None
+def _with_experts_like(experts: ExpertsConfig, target: MoEConfig) -> MoEConfig:
+    """`target`, with what it does not say of its experts as in `experts`."""
     given = target.experts
     if "experts" in target.model_fields_set:
         said = {name: getattr(given, name) for name in given.model_fields_set}

@@ -22,6 +22,7 @@ from moe_ffn.weights.options import (
     read_shared_experts,
     read_whole_heads,
     read_window,
+    require_kv_heads,
     same,
     write_dense_width,
     write_first_dense,
@@ -45,9 +46,9 @@ KV_HEADS = same("num_key_value_heads", "attention.num_kv_heads")
 HEADS = (
     KV_HEADS,
     same("head_dim", "attention.head_dim"),
-    Part(read_window, lambda options: {}),
+    Part(read_window),
 )
-WHOLE_HEADS = Part(read_whole_heads, lambda options: {})
+WHOLE_HEADS = Part(read_whole_heads)
 DENSE = (
     always({"sparse_layers": []}),
     same("intermediate_size", "dense.d_ff", 1),
@@ -56,9 +57,17 @@ DENSE = (
 SOFTMAX_TOP_K = always({"sparse.type": "moe", "sparse.router.type": "top_k"})
 RENORMALIZE = same("norm_topk_prob", "sparse.router.renormalize", False)
 K = same("num_experts_per_tok", "sparse.router.k", 1)
+DENSE_WIDTH = Part(lambda their: {"dense.d_ff": their["intermediate_size"]}, write_dense_width)
+ALL_SPARSE = (
+    Part(read_all),
+    same("intermediate_size", "sparse.experts.d_ff", 1),
+    gated("sparse.experts.type"),
+    K,
+    SOFTMAX_TOP_K,
+)
 QWEN_LAYERS = (
     Part(read_qwen_layers, write_qwen_layers),
-    Part(lambda their: {"dense.d_ff": their["intermediate_size"]}, write_dense_width),
+    DENSE_WIDTH,
     same("num_experts", "sparse.num_experts", 1),
     same("moe_intermediate_size", "sparse.experts.d_ff", 1),
     K,
@@ -98,16 +107,11 @@ EXPERTS = {
 }
 
 
-def _no_change(options: Options) -> Options:
-    return options
-
-
 @dataclass(frozen=True)
 class Family:
     """One architecture of transformers."""
 
     model_type: str
-    architecture: str
     stream: tuple[Part, ...]
     """All but the feed-forward blocks."""
     ffn: tuple[Part, ...]
@@ -119,8 +123,13 @@ class Family:
     """Feature that our decoder lacks, so that only single blocks can be read; empty if none."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of options in files."""
-    fill: Callable[[Options], Options] = _no_change
+    fill: Callable[[Options], Options] = lambda options: options
     """Options that this architecture always has and our model may lack; they are written as zeros."""
+
+    @property
+    def architecture(self) -> str:
+        """Name of its class in transformers, such as `Qwen3MoeForCausalLM`."""
+        return f"{self.model_type.title().replace('_', '')}ForCausalLM"
 
     @property
     def is_sparse(self) -> bool:
@@ -158,7 +167,6 @@ BIAS = same("attention_bias", "attention.bias", False)
 FAMILIES = (
     Family(
         "llama",
-        "LlamaForCausalLM",
         (*STREAM, *HEADS, BIAS, WHOLE_HEADS),
         (*DENSE, same("mlp_bias", "dense.bias", False)),
         LLAMA,
@@ -166,7 +174,6 @@ FAMILIES = (
     ),
     Family(
         "qwen2",
-        "Qwen2ForCausalLM",
         (*STREAM, *HEADS, always({"attention.bias": "qkv"})),
         DENSE,
         QWEN,
@@ -174,7 +181,6 @@ FAMILIES = (
     ),
     Family(
         "qwen3",
-        "Qwen3ForCausalLM",
         (*STREAM, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
         DENSE,
         {**QWEN, "head_dim": 128},
@@ -182,17 +188,12 @@ FAMILIES = (
     ),
     Family(
         "mixtral",
-        "MixtralForCausalLM",
         (*STREAM, *HEADS),
         (
-            Part(read_all, lambda options: {}),
+            *ALL_SPARSE,
             same("num_local_experts", "sparse.num_experts", 1),
-            same("intermediate_size", "sparse.experts.d_ff", 1),
-            gated("sparse.experts.type"),
             same("router_jitter_noise", "sparse.jitter", 0.0),
-            K,
             always({"sparse.router.renormalize": True}),
-            SOFTMAX_TOP_K,
         ),
         {
             **QWEN,
@@ -222,7 +223,6 @@ FAMILIES = (
     ),
     Family(
         "qwen3_moe",
-        "Qwen3MoeForCausalLM",
         (*STREAM, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
         (*QWEN_LAYERS, gated("sparse.experts.type", "dense.type")),
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
@@ -230,23 +230,18 @@ FAMILIES = (
     ),
     Family(
         "olmoe",
-        "OlmoeForCausalLM",
         (
             *STREAM,
             KV_HEADS,
-            Part(read_equal_heads, lambda options: {}),
+            Part(read_equal_heads),
             BIAS,
             only("clip_qkv", None),
             always({"attention.norm_qk": "all"}),
         ),
         (
-            Part(read_all, lambda options: {}),
+            *ALL_SPARSE,
             same("num_experts", "sparse.num_experts", 1),
-            same("intermediate_size", "sparse.experts.d_ff", 1),
-            gated("sparse.experts.type"),
-            K,
             RENORMALIZE,
-            SOFTMAX_TOP_K,
         ),
         {
             **LLAMA,
@@ -259,7 +254,6 @@ FAMILIES = (
     ),
     Family(
         "deepseek_v3",
-        "DeepseekV3ForCausalLM",
         (
             *STREAM,
             only("attention_bias", False),
@@ -270,16 +264,14 @@ FAMILIES = (
             same("qk_rope_head_dim", "attention.latent.rotated_dim", 1),
             same("v_head_dim", "attention.latent.value_dim"),
             Part(
-                lambda their: (
-                    their.require("num_key_value_heads", None, their["num_attention_heads"]) or {}
-                ),
+                require_kv_heads,
                 lambda options: {"num_key_value_heads": options["attention.num_heads"]},
             ),
             Part(lambda their: {}, lambda options: {"rope_interleave": True}),
         ),
         (
             Part(read_first_dense, write_first_dense),
-            Part(lambda their: {"dense.d_ff": their["intermediate_size"]}, write_dense_width),
+            DENSE_WIDTH,
             same("n_routed_experts", "sparse.num_experts", 1),
             same("moe_intermediate_size", "sparse.experts.d_ff", 1),
             Part(read_shared_experts, write_shared_experts),
@@ -335,7 +327,6 @@ FAMILIES = (
     ),
     Family(
         "qwen2_moe",
-        "Qwen2MoeForCausalLM",
         (
             *STREAM,
             *HEADS,
@@ -365,10 +356,9 @@ FAMILIES = (
     ),
     Family(
         "gpt_oss",
-        "GptOssForCausalLM",
         (),
         (
-            Part(read_all, lambda options: {}),
+            Part(read_all),
             same("num_local_experts", "sparse.num_experts"),
             same("intermediate_size", "sparse.experts.d_ff"),
             same("swiglu_alpha", "sparse.experts.alpha"),

@@ -7,7 +7,7 @@ transformers need not be installed. Tensors are read one by one, and experts one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.families import FAMILIES, OUTSIDE, Family
 from moe_ffn.weights.layouts import Layout, Piece
-from moe_ffn.weights.options import Options, Theirs
+from moe_ffn.weights.options import Options, Part, Theirs
 from moe_ffn.weights.pretrained import (
     CONFIG_FILE,
     MODEL_TYPE,
@@ -75,10 +75,14 @@ def load_transformers(folder: str | Path) -> Decoder:
 
 def sparse_options(family: Family, their: Theirs) -> dict[str, Any]:
     """Return the options of the sparse block, as in YAML; raises as `load_transformers`."""
+    return _blocks(_read_options(family.ffn, their))[1]["sparse"]
+
+
+def _read_options(parts: Iterable[Part], their: Theirs) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    for part in family.ffn:
+    for part in parts:
         options |= part.read(their)
-    return _blocks(options)[1]["sparse"]
+    return options
 
 
 class _BlockConfig(Config, frozen=True):
@@ -91,9 +95,7 @@ def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
     family, their = _read_theirs(folder)
     if layer not in their.layers():
         raise ConfigError(f"layer must lie in [0, {len(their.layers())}), got {layer}")
-    options: dict[str, Any] = {}
-    for part in family.ffn:
-        options |= part.read(their)
+    options = _read_options(family.ffn, their)
     blocks = _blocks(options)[1]
     kind = "sparse" if layer in options["sparse_layers"] else "dense"
     config = _validate(_BlockConfig, {"ffn": blocks[kind]}, their)
@@ -132,9 +134,7 @@ def _read_theirs(folder: Path) -> tuple[Family, Theirs]:
 
 
 def config_of(family: Family, their: Theirs) -> PretrainedConfig:
-    options: dict[str, Any] = {}
-    for part in (*family.stream, *family.ffn):
-        options |= part.read(their)
+    options = _read_options((*family.stream, *family.ffn), their)
     model, blocks = _blocks(options)
     sparse = options["sparse_layers"]
     dense = [str(layer) for layer in their.layers() if layer not in sparse]

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, command, expand_path, show
-from moe_ffn.config.option_tree import flatten, show_value
+from moe_ffn.config.option_tree import differences, show_value
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import flag_value
 from moe_ffn.data.prepare import DataConfig
@@ -187,13 +187,12 @@ def _of_another_type(old: Any, new: Any, prefix: str) -> Iterator[str]:
 
 def _changes(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
     """Return the options in which two models differ: dotted name -> (old, new)."""
-    old, new = _flat_options(source), _flat_options(decoder)
-    return {k: (old.get(k), new.get(k)) for k in {**old, **new} if old.get(k) != new.get(k)}
-
-
-def _flat_options(decoder: Decoder) -> dict[str, Any]:
-    sizes = {"data": {"seq_len": decoder.max_seq_len}}
-    return flatten({"model": decoder.config.to_dict(), **sizes})
+    return differences(
+        *(
+            {"model": model.config.to_dict(), "data": {"seq_len": model.max_seq_len}}
+            for model in (source, decoder)
+        )
+    )
 
 
 def _by_layer(names: Iterable[str]) -> list[str]:

@@ -125,13 +125,8 @@ def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNCon
             continue
         experts = config.experts.with_fixed_width(decoder.config.d_model, config.experts_per_token)
         options = {**dict(config), "num_experts": num_experts, "experts": experts}
-        try:
-            smaller = type(config).model_validate(options)
-        except ValueError as error:
-            why = str(error).split("Value error, ")[-1].split(" [type=")[0]
-            raise ConfigError(
-                f"method.num_experts ({num_experts}), layer {layer}: {why}"
-            ) from error
+        with prefix_errors(f"method.num_experts ({num_experts}), layer {layer}: "):
+            smaller = validate(type(config), options)
         if num_experts > config.num_experts:
             raise ConfigError(
                 f"method.num_experts ({num_experts}) must not exceed the experts of layer {layer} "

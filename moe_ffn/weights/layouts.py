@@ -75,6 +75,23 @@ def stacked(fused: str, *each: str) -> Layout:
     return layout
 
 
+def halves(first: str, second: str) -> Layout:
+    """Gate and up of all experts, in a tensor each."""
+    return lambda prefix, shape, their: [
+        [
+            Piece(prefix + name, lambda ours, i=i: ours.chunk(2, 1)[i])
+            for i, name in enumerate((first, second))
+        ]
+    ]
+
+
+def rows_of(name: str, place: int = 0) -> Layout:
+    """As many rows of theirs as ours has; other rows belong to another tensor of ours, or to nothing."""
+    return lambda prefix, shape, their: [
+        [Piece(prefix + name, rows=slice(place * shape[0], (place + 1) * shape[0]))]
+    ]
+
+
 def interleaved(name: str, is_transposed: bool) -> Layout:
     """Gate and up whose columns take turns, as in GPT-OSS, of matrices (in, out)."""
 

@@ -6,7 +6,7 @@ T tokens, D model width, E experts, F hidden units, P matrices into them
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,10 @@ from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.initialiser import (
     InitialiserConfig,
     block_inputs,
-    build_block,
     resized_layers,
     with_blocks,
 )
-from moe_ffn.weights.prune import copy_experts
+from moe_ffn.weights.prune import prune_experts
 
 
 class MergeConfig(InitialiserConfig, frozen=True):
@@ -103,7 +102,7 @@ def merge_experts(
     groups: Sequence[Sequence[int]],
     counts_E: Tensor,
     generator: Generator,
-) -> FFNBlock:
+) -> MoEFFN:
     """The block with one expert for each group, whose weights and rows of the router are the group's mean.
 
     It computes the same where the weights of a token have one sum, and either all experts of the layer are
@@ -121,22 +120,17 @@ def merge_experts(
     Raises:
         ConfigError: the experts are of a kind that cannot be averaged, or scipy is missing.
     """
-    made = cast("MoEFFN", build_block(config, block, d_model, generator))
-    source, into, rows = networks(block), networks(made), block.router.rows()
+    leaders = torch.tensor([group[0] for group in groups])
+    made = prune_experts(block, config, d_model, leaders, generator)
+    source, into = networks(block), networks(made)
     if source is None or into is None:
         raise ConfigError(
             "method.type: the experts are of a kind of their own, whose units cannot be aligned; use prune"
         )
-    leaders = torch.tensor([group[0] for group in groups])
-    zero = torch.arange(block.num_experts, len(next(iter(rows.values()))))
-    kept = {name: value[torch.cat([leaders, zero])] for name, value in rows.items()}
     for place, group in enumerate(groups):
         share_G = _shares(counts_E[list(group)])
-        for name, value in rows.items():
-            kept[name][place] = _mean(value[list(group)], share_G)
-    copy_experts(made, block, kept, leaders)
-    for place, group in enumerate(groups):
-        share_G = _shares(counts_E[list(group)])
+        for name, value in made.router.rows().items():
+            value[place] = _mean(block.router.rows()[name][list(group)], share_G)
         aligned = [_aligned(source, expert, group[0]) for expert in group]
         for target, values in zip(into.parameters, zip(*aligned, strict=True), strict=True):
             if target is not None:
@@ -145,12 +139,8 @@ def merge_experts(
 
 
 def _shares(counts_G: Tensor) -> Tensor:
-    total = int(counts_G.sum())
-    return (
-        counts_G.double() / total
-        if total
-        else torch.full(counts_G.shape, 1 / len(counts_G)).double()
-    )
+    counts_G = counts_G if counts_G.any() else torch.ones_like(counts_G)
+    return counts_G.double() / counts_G.sum()
 
 
 def _mean(values: Tensor, share_G: Tensor) -> Tensor:

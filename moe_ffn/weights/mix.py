@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, show
-from moe_ffn.config.option_tree import flatten
+from moe_ffn.config.option_tree import differences
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.networks import networks
 from moe_ffn.model.decoder import Decoder
@@ -71,14 +71,16 @@ class MixConfig(InitialiserConfig, frozen=True):
 
 def _require_same(first: Decoder, other: Decoder, number: int) -> None:
     """ConfigError that names the first option in which two models differ."""
-    ours, theirs = flatten(first.config.to_dict()), flatten(other.config.to_dict())
-    for decoder, values in ((first, ours), (other, theirs)):
-        values["vocab_size"] = decoder.embedding.num_embeddings
-        values["max_seq_len"] = decoder.max_seq_len
-    for key in {**ours, **theirs}:
-        if ours.get(key) != theirs.get(key):
-            raise ConfigError(
-                f"--source: models that are mixed are of one architecture, but {key} is "
-                f"{show(ours.get(key))} in the first and {show(theirs.get(key))} in number {number}; leave "
-                "one of them out"
-            )
+    ours, theirs = (
+        {
+            **decoder.config.to_dict(),
+            "vocab_size": decoder.embedding.num_embeddings,
+            "max_seq_len": decoder.max_seq_len,
+        }
+        for decoder in (first, other)
+    )
+    for key, (one, another) in differences(ours, theirs).items():
+        raise ConfigError(
+            f"--source: models that are mixed are of one architecture, but {key} is {show(one)} in the "
+            f"first and {show(another)} in number {number}; leave one of them out"
+        )

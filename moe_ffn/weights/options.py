@@ -63,7 +63,7 @@ class Part:
 
     read: Callable[[Theirs], Options]
     """Return our options for theirs, or raise ConfigError if ours cannot express them."""
-    write: Callable[[Options], Mapping[str, Any]]
+    write: Callable[[Options], Mapping[str, Any]] = lambda options: {}
     """Return their options for ours; the result is read back and compared."""
 
 
@@ -84,7 +84,7 @@ def same(theirs: str, ours: str, fallback: Any = None) -> Part:
 
 def always(options: Options) -> Part:
     """Set options that this architecture implies and has no option for."""
-    return Part(lambda their: options, lambda ours: {})
+    return Part(lambda their: options)
 
 
 def only(theirs: str, *served: Any) -> Part:
@@ -173,6 +173,12 @@ def read_equal_heads(their: Theirs) -> Options:
     return {}
 
 
+def require_kv_heads(their: Theirs) -> Options:
+    """The keys and values of latent attention have a head each."""
+    their.require("num_key_value_heads", None, their["num_attention_heads"])
+    return {}
+
+
 def read_qwen_layers(their: Theirs) -> Options:
     """Qwen's sparse layers: every `decoder_sparse_step`th, but `mlp_only_layers`."""
     step = their.count("decoder_sparse_step")
@@ -180,9 +186,7 @@ def read_qwen_layers(their: Theirs) -> Options:
     if not isinstance(dense, list):
         raise their.refuse(f"mlp_only_layers is {show(dense)}", "a list of layers")
     layers = their.layers() if their.count("num_experts", 0) else ()
-    return {
-        "sparse_layers": [n for n in layers if (n + 1) % step == 0 and n not in dense],
-    }
+    return {"sparse_layers": [n for n in layers if (n + 1) % step == 0 and n not in dense]}
 
 
 def write_qwen_layers(options: Options) -> dict[str, Any]:

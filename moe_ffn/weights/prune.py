@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Generator, Tensor
 
@@ -17,6 +18,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.networks import networks
+from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.initialiser import (
     InitialiserConfig,
@@ -25,7 +27,6 @@ from moe_ffn.weights.initialiser import (
     resized_layers,
     with_blocks,
 )
-from moe_ffn.weights.upcycle import run_expert
 
 Criterion = Literal["reap", "frequency", "random"]
 
@@ -102,10 +103,18 @@ def observe_use(
     return counts_E, norms_E / counts_E.clamp(min=1)
 
 
+def run_expert(weights: ExpertWeights, expert: int, x_TD: Tensor) -> Tensor:
+    """Return the output of one expert, (T, D), before the router's weight."""
+    up, down, up_bias, down_bias = (None if w is None else w[expert] for w in weights.parameters)
+    assert up is not None
+    assert down is not None
+    return F.linear(weights.activate(F.linear(x_TD, up, up_bias)), down, down_bias)
+
+
 @torch.no_grad()
 def prune_experts(
     block: MoEFFN, config: FFNConfig, d_model: int, kept: Tensor, generator: Generator
-) -> FFNBlock:
+) -> MoEFFN:
     """The block with some of its experts.
 
     Where no token chose one that is left out, it computes the same, if weights do not depend on what was not
@@ -115,28 +124,18 @@ def prune_experts(
     Args:
         block: a routed Mixture of Experts.
         config: config of the new block, with fewer experts.
-        kept: int64, the experts that stay, ascending; those without a network all stay.
+        kept: int64, the experts that stay, in their new order; those without a network all stay.
         generator: of weights that the others replace.
     """
     made = cast("MoEFFN", build_block(config, block, d_model, generator))
     rows = block.router.rows()
     num_routable = next(iter(rows.values())).shape[0]
     routed = torch.cat([kept, torch.arange(block.num_experts, num_routable)])
-    copy_experts(made, block, {name: value[routed] for name, value in rows.items()}, kept)
-    return made
-
-
-def copy_experts(made: MoEFFN, block: MoEFFN, rows: dict[str, Tensor], kept: Tensor) -> None:
-    """Copy some experts of a block, and all else that it has, into one with fewer experts.
-
-    Args:
-        rows: of the new block's router.
-        kept: int64, the experts that are copied.
-    """
     state = dict(block.state_dict())
     stacked = {id(parameter) for parameter in block.experts.innermost.parameters()}
     for name, parameter in block.named_parameters():
         if id(parameter) in stacked:  # along the first axis
             state[name] = state[name][kept]
-    state |= {f"router.{name}": value for name, value in rows.items()}
+    state |= {f"router.{name}": value[routed] for name, value in rows.items()}
     made.load_state_dict(state)
+    return made

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -289,15 +288,3 @@ def _drawn_like(weights: Tensor, generator: Generator) -> Tensor:
     """Normal numbers of the mean and the standard deviation of `weights` (arXiv:2502.19261, section 3)."""
     noise = torch.randn(weights.shape, generator=generator).to(weights)
     return weights.mean() + weights.std() * noise if weights.numel() > 1 else weights
-
-
-def run_expert(weights: ExpertWeights, expert: int, x_TD: Tensor) -> Tensor:
-    """Return the output of one expert, (T, D), before the router's weight."""
-    one = replace(
-        weights,
-        up_EHD=weights.up_EHD[expert],
-        up_bias_EH=None if weights.up_bias_EH is None else weights.up_bias_EH[expert],
-    )
-    hidden_TF = one.activate(torch.nn.functional.linear(x_TD, one.up_EHD, one.up_bias_EH))
-    bias_D = None if weights.down_bias_ED is None else weights.down_bias_ED[expert]
-    return torch.nn.functional.linear(hidden_TF, weights.down_EDF[expert], bias_D)

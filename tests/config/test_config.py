@@ -33,6 +33,10 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
         {"shape": "own.py"},
         "shape.type: 'own.py' is a file; name a class in it, as in own.py:ClassName",
     ),
+    (
+        {"shape": {"type": ["circle"]}},
+        "shape.type: must be a name, got ['circle']; known: circle, ellipse, square",
+    ),
     ({"shape": 3}, "shape: must be a mapping of options, got 3"),
     ({"options": {}}, "options.required: missing; this option has no default"),
     ({"options": {"required": True}}, "options.required: must be a whole number, got True"),

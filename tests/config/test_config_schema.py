@@ -10,10 +10,13 @@ from pydantic import Field
 
 from moe_ffn import DecoderConfig, FFNConfig
 from moe_ffn.config.base import Config, TaggedConfig, help_texts, json_schema
+from moe_ffn.data.corpus import CorpusConfig
+from moe_ffn.data.tokenizer import TokenizerConfig
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.routing import RouterConfig
+from moe_ffn.runs.config import TrainConfig
 
 FAMILIES: list[type[TaggedConfig]] = [
     FFNConfig,
@@ -65,7 +68,7 @@ def test_nested_members_keep_the_options_of_their_own_class() -> None:
 
 @pytest.fixture(scope="module")
 def schema() -> dict[str, Any]:
-    return json_schema(DecoderConfig)
+    return json_schema(TrainConfig)
 
 
 def nodes(node: Any) -> list[dict[str, Any]]:
@@ -85,7 +88,9 @@ def test_schema_references_all_lead_somewhere(schema: dict[str, Any]) -> None:
     assert not any("x-family" in node for node in nodes(schema))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, CorpusConfig, TokenizerConfig], ids=lambda family: family.__name__
+)
 def test_schema_knows_every_member(schema: dict[str, Any], family: type[TaggedConfig]) -> None:
     branches = schema["$defs"][family.__name__]["anyOf"]
     named = [branch["enum"] for branch in branches if "enum" in branch]
@@ -100,7 +105,7 @@ def test_schema_knows_every_member(schema: dict[str, Any], family: type[TaggedCo
 
 
 def test_schema_explains_and_bounds(schema: dict[str, Any]) -> None:
-    layers = schema["properties"]["num_layers"]
+    layers = schema["$defs"]["DecoderConfig"]["properties"]["num_layers"]
     assert layers["minimum"] == 1
     assert layers["description"].startswith("Blocks of attention")
     assert schema["additionalProperties"] is False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -19,40 +19,30 @@ from moe_ffn.config.import_path import (
 )
 
 
-@pytest.fixture
-def _heeding_ctrl_c() -> Iterator[None]:
-    """Handle Ctrl-C as in a terminal; a process in the background of a shell ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def end(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(143)
 
 
-@pytest.mark.usefixtures("_heeding_ctrl_c")
-def test_ctrl_c_while_a_file_is_imported_is_ctrl_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("signum", "handler", "error"),
+    [
+        # As in a terminal; a process in the background of a shell ignores Ctrl-C.
+        (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
+        (signal.SIGTERM, end, SystemExit),
+    ],
+)
+def test_a_signal_while_a_file_is_imported_is_no_error_of_it(
+    tmp_path: Path, signum: int, handler: Callable[..., object], error: type[BaseException]
+) -> None:
     path = tmp_path / "own.py"
-    path.write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    path.write_text(f"import signal\nsignal.raise_signal({int(signum)})\n")
+    before = signal.signal(signum, handler)
 
-    with pytest.raises(KeyboardInterrupt):
-        import_class(f"{path}:X", object)
-
-
-@pytest.fixture
-def _ended_by_sigterm() -> Iterator[None]:
-    def end(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(143)
-
-    before = signal.signal(signal.SIGTERM, end)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("_ended_by_sigterm")
-def test_sigterm_while_a_file_is_imported_ends_the_program(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
-
-    with pytest.raises(SystemExit):
-        import_class(f"{path}:X", object)
+    try:
+        with pytest.raises(error):
+            import_class(f"{path}:X", object)
+    finally:
+        signal.signal(signum, before)
 
 
 def test_errors_without_custom_code_are_raised_unchanged() -> None:

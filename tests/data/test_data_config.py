@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from moe_ffn.config.base import help_texts, json_schema
+from moe_ffn.config.base import help_texts
 from moe_ffn.config.errors import explain
-from moe_ffn.data.corpus import CorpusConfig, StdlibConfig, TextConfig
+from moe_ffn.data.corpus import StdlibConfig, TextConfig
 from moe_ffn.data.hf_dataset import HFDatasetConfig
 from moe_ffn.data.prepare import DataConfig
-from moe_ffn.data.tokenizer import BPEConfig, BytesConfig, TokenizerConfig
+from moe_ffn.data.tokenizer import BPEConfig, BytesConfig
 
 
 def complaints(values: dict[str, object]) -> list[str]:
@@ -40,27 +40,19 @@ def test_paths_are_a_list_or_one_path(given: object) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"corpus": "text"}, "corpus.paths: missing; this option has no default"),
-        (
-            {"corpus": {"type": "text", "paths": []}},
-            "corpus.paths: must not be empty, got []",
-        ),
-        (
-            {"corpus": {"type": "text", "paths": 3}},
-            "corpus.paths: must be a list, got 3",
-        ),
+        ({"corpus": {"type": "text", "paths": []}}, "corpus.paths: must not be empty, got []"),
+        ({"corpus": {"type": "text", "paths": 3}}, "corpus.paths: must be a list, got 3"),
         (
             {"corpus": {"type": "text", "paths": ["a.txt", ""]}},
             "corpus.paths.1: must not be empty, got ''",
         ),
-        ({"corpus": "stdlb"}, "did you mean 'stdlib'?"),
         ({"corpus": {"type": "hf_dataset", "path": ""}}, "corpus.path: must not be empty, got ''"),
         (
             {"tokenizer": {"type": "bpe", "vocab_size": 300}},
             "tokenizer.vocab_size: must be at least 512, got 300",
         ),
         ({"seq_len": 0}, "seq_len: must be at least 1, got 0"),
-        ({"batch_size": "32"}, "batch_size: must be a whole number, got '32'"),
+        ({"batch_size": 0}, "batch_size: must be at least 1, got 0"),
         ({"validation_percent": 51}, "validation_percent: must be at most 50, got 51"),
         ({"validation_percent": 0}, "validation_percent: must be at least 1, got 0"),
         ({"validation_tokens": 0}, "validation_tokens: must be at least 1, got 0"),
@@ -81,9 +73,3 @@ def test_bad_options_are_refused_by_path(values: dict[str, object], message: str
 def test_every_option_has_a_help_text(config: type[DataConfig]) -> None:
     undocumented = [name for name, text in help_texts(config).items() if not text]
     assert [name for name in undocumented if name != "type"] == []
-
-
-def test_the_schema_names_every_member() -> None:
-    definitions = json_schema(DataConfig)["$defs"]
-    for family in (CorpusConfig, TokenizerConfig):
-        assert {"enum": list(family.members)} in definitions[family.__name__]["anyOf"]

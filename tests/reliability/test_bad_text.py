@@ -28,9 +28,6 @@ def prepared(folder: Path, given: Path) -> Any:
 
 
 TEXTS: dict[str, tuple[str, bytes, str]] = {
-    "empty": ("mine.txt", b"", "is empty"),
-    "binary": ("mine.txt", b"\x89PNG\r\n\x1a\n\0\0", "not UTF-8 text"),
-    "UTF-16": ("mine.txt", "text".encode("utf-16"), "not UTF-8 text"),
     "cut within a character": ("mine.txt", "text é".encode()[:-1], "not UTF-8 text"),
     "one short line": ("mine.txt", b"short", "data.seq_len"),
     "a NUL at the end": ("mine.txt", b"text " * 99 + b"\0", "mine.txt"),
@@ -39,7 +36,7 @@ TEXTS: dict[str, tuple[str, bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "content", "said"), cases(TEXTS, quick=3))
+@pytest.mark.parametrize(("name", "content", "said"), cases(TEXTS, quick=1))
 def test_a_bad_text_is_rejected(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
 
@@ -50,18 +47,15 @@ def test_a_bad_text_is_rejected(tmp_path: Path, name: str, content: bytes, said:
     assert not list((tmp_path / "cache").rglob("*.unfinished"))
 
 
-ODD_TEXTS: dict[str, tuple[str, bytes]] = {
-    "spaces alone": ("a.txt", b" \n\t" * 500),
-    "line ends of every kind": ("a.txt", b"a\rb\r\nc\n\x0b\x0c\xe2\x80\xa8" * 99),
-    "a name like a glob": ("[a].txt", b"text " * 200),
-}
+@pytest.mark.parametrize(
+    "content",
+    [b" \n\t" * 500, b"a\rb\r\nc\n\x0b\x0c\xe2\x80\xa8" * 99],
+    ids=["spaces alone", "line ends of every kind"],
+)
+def test_an_odd_text_is_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
 
-
-@pytest.mark.parametrize(("name", "content"), cases(ODD_TEXTS, quick=2))
-def test_an_odd_text_is_read(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-
-    assert prepared(tmp_path, tmp_path / name).train_size.num_tokens > 0
+    assert prepared(tmp_path, tmp_path / "a.txt").train_size.num_tokens > 0
 
 
 @pytest.mark.parametrize("change", [Path.unlink, lambda path: os.truncate(path, 100)])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
-import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from moe_ffn.config.environment import (
 )
 from moe_ffn.config.errors import ConfigError, printable
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
+from tests.helpers.terminal import on_terminal
 from tests.helpers.tiny_runs import (
     REPOSITORY,
     Finished,
@@ -59,35 +58,50 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- variables of launchers
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"LOCAL_RANK": "1"}, "but lightning sets WORLD_SIZE and MASTER_ADDR and MASTER_PORT too;"),
-        ({"RANK": "0"}, "torchrun sets WORLD_SIZE and LOCAL_RANK and MASTER_ADDR and"),
-        ({"RANK": "banana"}, "RANK is 'banana' in the environment, but a launcher"),
-        ({"LOCAL_RANK": "1", "RANK": "1"}, "unset RANK LOCAL_RANK"),
-        ({"NODE_RANK": "1"}, "NODE_RANK is '1' in the environment, but trainer.num_nodes is 1"),
-        ({"MASTER_PORT": "http"}, "unset MASTER_PORT"),
-        (
-            {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **MEETING},
-            "RANK has to be less than WORLD",
-        ),
-        (
-            {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **MEETING},
-            "but this run trains in 1 process; give --trainer.devices and --trainer.num_nodes whose "
-            "product is 2, or unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
-        ),
-        ({**JOB, "SLURM_NTASKS": "4"}, "srun sets SLURM_PROCID and SLURM_LOCALID and SLURM_NODEID"),
-        (
-            {**JOB, **TASK, "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},
-            "but this run trains in 1 process; give",
-        ),
-    ],
-    ids=str,
-)
-def test_incomplete_variables_of_a_launcher_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+def check(devices: int, nodes: int) -> None:
+    check_environment(nodes)
+    check_number_of_processes(devices, nodes)
+
+
+REJECTED: list[tuple[dict[str, str], int, str]] = [
+    ({"LOCAL_RANK": "1"}, 1, "but lightning sets WORLD_SIZE and MASTER_ADDR and MASTER_PORT too;"),
+    ({"RANK": "0"}, 1, "torchrun sets WORLD_SIZE and LOCAL_RANK and MASTER_ADDR and"),
+    ({"RANK": "banana"}, 1, "RANK is 'banana' in the environment, but a launcher"),
+    ({"LOCAL_RANK": "1", "RANK": "1"}, 1, "unset RANK LOCAL_RANK"),
+    ({"NODE_RANK": "1"}, 1, "NODE_RANK is '1' in the environment, but trainer.num_nodes is 1"),
+    ({"MASTER_PORT": "http"}, 1, "unset MASTER_PORT"),
+    ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **MEETING}, 1, "RANK has to be less than WORLD"),
+    (
+        {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **MEETING},
+        1,
+        "but this run trains in 1 process; give --trainer.devices and --trainer.num_nodes whose "
+        "product is 2, or unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
+    ),
+    ({**JOB, "SLURM_NTASKS": "4"}, 1, "srun sets SLURM_PROCID and SLURM_LOCALID and SLURM_NODEID"),
+    ({**JOB, **TASK, "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}, 1, "trains in 1 process; give"),
+    ({"LOCAL_RANK": "1", "WORLD_SIZE": "4", **MEETING}, 2, "trains in 2 processes; give --trainer"),
+    ({**JOB, "SLURM_NTASKS": "1"}, 2, "unset SLURM_NTASKS"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("variables", "devices", "said"), REJECTED, ids=str)
+def test_variables_of_a_launcher_under_which_processes_never_meet_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], devices: int, said: str
 ) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(ConfigError) as rejected:
+        check(devices, 1)
+
+    assert said in str(rejected.value)
+
+
+@pytest.mark.parametrize("row", [0, 7], ids=["before lightning", "after"])
+def test_a_run_is_not_begun_under_such_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int
+) -> None:
+    variables, _, said = REJECTED[row]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -98,30 +112,6 @@ def test_incomplete_variables_of_a_launcher_are_rejected(
     assert line.startswith("error: ")
     assert said in line
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        (
-            {"LOCAL_RANK": "1", "WORLD_SIZE": "4", **MEETING},
-            "trains in 2 processes; give --trainer",
-        ),
-        ({**JOB, "SLURM_NTASKS": "1"}, "unset SLURM_NTASKS"),
-    ],
-    ids=str,
-)
-def test_processes_that_could_never_meet_are_rejected(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    check_environment(num_nodes=1)
-
-    with pytest.raises(ConfigError) as rejected:
-        check_number_of_processes(num_devices=2, num_nodes=1)
-
-    assert said in str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +140,7 @@ def test_complete_variables_of_a_launcher_are_used(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    check_environment(nodes)
-    check_number_of_processes(devices, nodes)
+    check(devices, nodes)
 
     assert is_first_rank() is is_first
 
@@ -212,31 +201,6 @@ def test_control_characters_are_escaped_on_a_terminal_alone(tmp_path: Path) -> N
     assert "\\x1b[2Ja" in sent
     assert "\x1b" not in sent
     assert piped.stdout.startswith("\x1b[2Ja")
-
-
-def on_terminal(program: str, *argv: str) -> tuple[int, str]:
-    """Exit code of a program, and the characters that it sent to its terminal."""
-    own, its = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, *python_words(program), *argv],
-        cwd=REPOSITORY, env=environment(TERM="xterm"), stdin=its, stdout=its, stderr=its,
-    )  # fmt: skip
-    os.close(its)
-    sent = bytearray()
-
-    def read() -> None:
-        try:
-            while block := os.read(own, 4096):
-                sent.extend(block)
-        except OSError:  # the last process on it has ended
-            pass
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    code = process.wait(timeout=300)
-    reader.join()
-    os.close(own)
-    return code, sent.decode()
 
 
 # -- whole programs

@@ -5,14 +5,10 @@ one; its exit code says that it was not finished.
 from __future__ import annotations
 
 import functools
-import os
-import pty
 import random
 import re
-import select
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,11 +16,10 @@ import pytest
 
 from tests.helpers.cut import killing
 from tests.helpers.same_run import require_same, snapshot
+from tests.helpers.terminal import on_terminal
 from tests.helpers.tiny_runs import (
-    REPOSITORY,
     WITH_ALARMS,
     Finished,
-    environment,
     finish,
     fork_all,
     lasting_folder,
@@ -182,46 +177,15 @@ def wait_for_folder(folder: Path, process: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 def test_the_progress_bar_leaves_the_terminal_clean(tmp_path: Path) -> None:
     """Ctrl-C leaves the cursor visible and the last line ended."""
-    shown, code = in_a_terminal(options(tmp_path, **CHANGES))
+    argv = options(tmp_path, **CHANGES)
+    code, shown = on_terminal("experiments.train", *argv, interrupt_at=rb" [2-9]/40")
 
     assert code == 128 + signal.SIGINT
-    hidden, visible = shown.rfind(b"\x1b[?25l"), shown.rfind(b"\x1b[?25h")
+    hidden, visible = shown.rfind("\x1b[?25l"), shown.rfind("\x1b[?25h")
     assert hidden >= 0, "there was no progress bar"
     assert visible > hidden, "the cursor stayed hidden"
-    assert shown.endswith(b"\n"), f"the last line has no end: {shown[-80:]!r}"
-    assert b"Traceback" not in shown, shown[-2000:]
-
-
-def in_a_terminal(argv: list[str]) -> tuple[bytes, int]:
-    """Interrupt a run once its progress bar moves; returns the terminal's characters and the exit code."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "experiments.train", *argv],
-        cwd=REPOSITORY,
-        env=environment(TERM="xterm", COLUMNS="100"),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-    )
-    os.close(theirs)
-    shown, interrupted = b"", False
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        ready, _, _ = select.select([ours], [], [], 0.1)
-        if ready:
-            try:
-                shown += os.read(ours, 65536)
-            except OSError:  # the program has closed its end
-                break
-        elif process.poll() is not None:
-            break
-        if not interrupted and re.search(rb" [2-9]/40", shown):
-            process.send_signal(signal.SIGINT)
-            interrupted = True
-    os.close(ours)
-    process.kill()
-    return shown, process.wait()
+    assert shown.endswith("\n"), f"the last line has no end: {shown[-80:]!r}"
+    assert "Traceback" not in shown, shown[-2000:]
 
 
 @pytest.mark.slow

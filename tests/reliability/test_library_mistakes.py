@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ffn import Decoder, DecoderConfig, build_ffn
+from moe_ffn import Decoder, DecoderConfig
 from moe_ffn.data.tokenizer import BPEConfig, Tokenizer, train_bpe
 from moe_ffn.model.generate import generate
 from moe_ffn.training.optimizer import OptimizerConfig
@@ -49,19 +49,6 @@ def test_a_model_with_nan_generates_no_text() -> None:
         model.embedding.weight.fill_(torch.nan)
     message = "the model's largest logit is nan: there is no next token"
     refuses(lambda: generate(model, IDS[0], 2), message, RuntimeError)
-
-
-BAD_CONFIGS: list[tuple[Any, str]] = [
-    (None, "must be a mapping of options, got None"),
-    ({"type": ["moe"]}, "type: must be a name, got ['moe']; known: "),
-    ({"type": "moe", "num_experts": 8.0}, "num_experts: must be a whole number, got 8.0"),
-    ({"type": "moe", "capacity": 1.0}, "capacity: must be a mapping of options, got 1.0"),
-]
-
-
-@pytest.mark.parametrize(("config", "message"), BAD_CONFIGS, ids=[text for _, text in BAD_CONFIGS])
-def test_bad_configs_are_rejected(config: Any, message: str) -> None:
-    refuses(lambda: build_ffn(config, 8), message)
 
 
 # -- data

@@ -62,12 +62,6 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
 
     assert_close(logits(load_transformers(tmp_path)), logits(theirs))
 
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    file = next(iter(index["weight_map"].values()))
-    (tmp_path / file).unlink()
-    with pytest.raises(ConfigError, match=f"lacks '{file}', which .* names; copy it too"):
-        load_transformers(tmp_path)
-
 
 def test_weights_keep_their_dtype_but_for_the_correction_bias(tmp_path: Path) -> None:
     model = make(*MODELS["deepseek_v3"]).bfloat16()
@@ -289,7 +283,7 @@ def test_a_damaged_folder_is_refused(
 
 def load_and_export(rank: int, folder: Path, by_expert: bool) -> tuple[int, int, int]:
     """Bytes of the folder, and the most that reading takes, and that writing takes beside the model."""
-    options = {**EXPERTS, "num_hidden_layers": 8, "num_experts": 8, "hidden_size": 256}
+    options = {**EXPERTS, "num_hidden_layers": 4, "num_experts": 8, "hidden_size": 256}
     options |= {"moe_intermediate_size": 768, "num_attention_heads": 4, "head_dim": 32}
     make("qwen3_moe", options).save_pretrained(folder, save_original_format=by_expert)
 
@@ -309,6 +303,6 @@ def test_no_more_memory_than_the_model_and_a_little(
 ) -> None:
     monkeypatch.setattr("moe_ffn.weights.pretrained.MIN_FILE_BYTES", 2**20)
     ((size, load, export),) = on_ranks(1, tmp_path / "ranks", load_and_export, tmp_path, by_expert)
-    assert size > 100e6
+    assert size > 50e6
     assert load < 1.3 * size
     assert export < 0.3 * size
