@@ -40,7 +40,16 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "trainer.enable_checkpointing: is set by the program itself; the best and the last weights are "
         "always kept"
     ),
+    "--slurm": "--slurm: unknown; --help lists the options",
+    "--lr --seed 3": "--lr: unknown; did you mean 'optimizer.learning_rate'?",
     # Types.
+    "--model.ffn.experts.latent 16": (
+        "model.ffn.experts.latent: unknown; 'latent' is a type: --model.ffn.experts '{type: latent, "
+        "experts: {...}, width: 16}'"
+    ),
+    "--model.ffn.swiglu {d_ff:&3}": (
+        "model.ffn.swiglu: unknown; 'swiglu' is a type: --model.ffn '{type: swiglu}'"
+    ),
     "--model.ffn.type swiglo": (
         f"model.ffn.type: unknown 'swiglo'; did you mean 'swiglu'?; known: {KNOWN_BLOCKS}"
     ),

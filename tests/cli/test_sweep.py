@@ -284,6 +284,7 @@ def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) 
             "'tiny.yaml' is no study: it has neither arms nor a grid; give one of them, or, to make arms of "
             "config files, name those without --config",
         ),
+        (["--config", "gating.yaml", "--slurm"], "--slurm: unknown; --help lists the options"),
         (["--config", "gating.yaml", "--jbs", "2"], "--jbs: unknown; did you mean '--jobs'?"),
         (["--config", "arm.yaml"], "arm: unknown; did you mean 'arms'?"),
         (
