@@ -154,7 +154,7 @@ def overrides_of(arguments: Sequence[str], root: type[Config], parser: Parser) -
     Raises:
         ConfigError: one is no option, but similar to a flag, or without a value.
     """
-    for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for word, after in zip(arguments, [*arguments[1:], "--"], strict=False):
         name, is_given, _ = word.partition("=")
         if not name.startswith("--") or name[2:].partition(".")[0] in root.model_fields:
             continue

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.cli.__main__ import run
-from moe_ffn.config.errors import ConfigError
-
 ROOT = Path(__file__).parents[2]
 KNOWN_BLOCKS = (
     "biased, bilinear, chain_of_experts, clamped_swiglu, conv, dense, geglu, geglu_tanh, glu, identity, "
@@ -230,36 +227,6 @@ def test_three_mistakes_are_all_named(refuse: Callable[..., str]) -> None:
 @pytest.mark.parametrize("words", ["--resum 3", "--resum", "--resum --confg 3", "--resum=3"])
 def test_a_flag_that_looks_like_another(refuse: Callable[..., str], words: str) -> None:
     assert refuse(*words.split()) == "--resum: unknown; did you mean '--resume'?"
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("generate RUN --promt hello", "--promt: unknown; did you mean '--prompt'?"),
-        ("generate RUN --num_tokens 3", "--num_tokens: unknown; did you mean '--num-tokens'?"),
-        ("compare RUN --baselin a", "--baselin: unknown; did you mean '--baseline'?"),
-        ("convert a b --trust_code", "--trust_code: unknown; did you mean '--trust-code'?"),
-        (
-            "convert a b --zzz",
-            "--zzz: unknown; known: --help, --version, --verbose, --quiet, --trust-code",
-        ),
-        ("plan --print_config", "--print_config: unknown; did you mean '--print-config'?"),
-        ("sweep a.yaml --dry_run", "--dry_run: unknown; did you mean '--dry-run'?"),
-        ("--versoin", "unknown program '--versoin'; did you mean '--version'?"),
-    ],
-)
-def test_a_program_names_the_flag_that_was_meant(typed: str, said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        run(typed.split())
-
-    assert str(refused.value) == said
-
-
-def test_a_text_that_looks_like_a_flag_is_a_text_behind_an_equals_sign(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist; give the folder of a run"):
-        run(["generate", str(tmp_path / "none"), "--prompt=--promt"])
-    with pytest.raises(ConfigError, match="does not exist; give the folder of a run"):
-        run(["generate", "--prompt", "-3", "--", "--promt"])
 
 
 @pytest.mark.parametrize(

@@ -156,37 +156,6 @@ def test_the_page_in_a_browser(browser: Browser, page: Path) -> None:
 # -- what is refused
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--layers", "9"], "--layers: the model has no layer 9; it has 0 to 1"),
-        (
-            ["--layers", "a"],
-            "--layers: must be numbers of layers with commas between them, as in 0,3, got 'a'",
-        ),
-        (["--tokens", "0"], "--tokens: must be a whole number from 1 to 1000000000, got '0'"),
-        (["--text", "nowhere"], "--text: 'nowhere' cannot be read (No such file or directory)"),
-        (["--text", "short"], "--text: 'short' has 1 tokens; give a text of two or more"),
-        (
-            ["--text", "seven"],
-            "--text: the text has 6 tokens, fewer than the 10 that are kept of each unit; give more text",
-        ),
-        (
-            ["--output", "mine"],
-            "--output: 'mine' exists and was not made by this program; choose another file, or remove it",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_options(inspect: Inspect, own: Path, options: list[str], sentence: str) -> None:
-    Path("short").write_text("a")
-    Path("seven").write_text("a cat m")
-    Path("mine").write_text("my thesis")
-
-    assert inspect(own, *options) == (2, "", f"error: {sentence}")
-    assert not (own / "inspect.html").exists()
-
-
 @pytest.mark.parametrize("gone", [False, True], ids=["changed", "gone"])
 def test_a_corpus_that_is_not_what_it_was(
     gone: bool, corpus: Path, run_train: RunTrain, inspect: Inspect, tmp_path: Path

@@ -72,6 +72,7 @@ def test_arguments_reach_the_program_and_its_exit_code_comes_back(
     ("word", "hint"),
     [
         ("trian", "; did you mean 'train'?"),
+        ("--versoin", "; did you mean '--version'?"),
         ("zzz", f"; known: {', '.join(console.PROGRAMS)}"),
     ],
 )

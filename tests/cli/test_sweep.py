@@ -52,8 +52,6 @@ def program(tiny_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
     tiny = tiny_yaml.read_text(encoding="utf-8")
     (tmp_path / "tiny.yaml").write_text(tiny, encoding="utf-8")
-    (tmp_path / "empty.yaml").write_text("arms: {}\nseeds: [0]\n", encoding="utf-8")
-    (tmp_path / "arm.yaml").write_text("arm: {a: swiglu}\nseeds: [0]\n", encoding="utf-8")
     write_study(tmp_path, STUDY)
     return partial(run_here, program="moe_ffn.cli.sweep")
 
@@ -240,68 +238,6 @@ def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) 
     assert runs(tmp_path / "runs/all") == ["plain-seed0", "switch-seed0"]
     read = StudyConfig.read(tmp_path / "runs/all/study.yaml")
     assert [run.config.model.ffn.type for run in read.planned_runs()] == ["moe", "dense"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--trainer.max_steps", "3"],
-            "give one study, moe-ffn sweep --config study.yaml, or the config files of its arms first: "
-            "moe-ffn sweep dense.yaml moe.yaml; --help shows a study",
-        ),
-        (["tiny.yaml", "--name"], "--name: expected one argument"),
-        (
-            ["tiny.yaml", "b/tiny.yaml"],
-            "two config files are called 'tiny'; an arm is named by its file",
-        ),
-        (["nowhere.yaml"], "'nowhere.yaml': No such file or directory"),
-        (["--config", "nowhere.yaml"], "'nowhere.yaml': No such file or directory"),
-        (["gating.yaml"], "'gating.yaml' is a study; give it as --config gating.yaml"),
-        (
-            ["--config", "gating.yaml", "--jobs", "0"],
-            "--jobs: must be a whole number from 1 to 1000, got '0'",
-        ),
-        (
-            ["--config", "gating.yaml", "--seeds", "a"],
-            "--seeds: must be a whole number from 0 to 9223372036854775807, got 'a'",
-        ),
-        (["--config", "gating.yaml", "--seeds", "1", "1"], "--seeds: 1 is given twice"),
-        (
-            ["--config", "gating.yaml", "--seed", "1"],
-            "--seed: the seeds of a study are its `seeds`, or --seeds 0 1 2",
-        ),
-        (
-            ["--config", "gating.yaml", "--name", "a/b"],
-            "name: must be the name of one folder, up to 200 bytes, got 'a/b'",
-        ),
-        (
-            ["--config", "gating.yaml", "--trainer.max_step", "3"],
-            "--trainer.max_step: unknown; did you mean 'max_steps'?",
-        ),
-        (
-            ["--config", "tiny.yaml"],
-            "'tiny.yaml' is no study: it has neither arms nor a grid; give one of them, or, to make arms of "
-            "config files, name those without --config",
-        ),
-        (["--config", "gating.yaml", "--slurm"], "--slurm: unknown; --help lists the options"),
-        (["--config", "gating.yaml", "--jbs", "2"], "--jbs: unknown; did you mean '--jobs'?"),
-        (["--config", "arm.yaml"], "arm: unknown; did you mean 'arms'?"),
-        (
-            ["--config", "gating.yaml", "--data.corpus", "{type: text, paths: nowhere.txt}"],
-            "data.corpus.paths: 'nowhere.txt' does not exist",
-        ),
-        (["--config", "empty.yaml"], "'empty.yaml': arms is empty: give arms, a grid, or both"),
-    ],
-)
-def test_mistakes_are_told_in_a_sentence_before_anything_is_trained(
-    program: Program, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    code, out, err = program(*arguments)
-
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {message}")
-    assert not (tmp_path / "runs").exists()
 
 
 # -- what is there already

@@ -335,35 +335,6 @@ def test_the_page_says_all_that_is_known_of_a_cell(browser: Browser, tmp_path: P
 # -- mistakes
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--text", "a" * 17],
-            "--text: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a shorter text",
-        ),
-        (["--text", ""], "--text: is empty; give some text, as in --text 'import os'"),
-        (
-            ["--text", "a", "--layers", "1,7"],
-            "--layers: '{run}' routes nothing in layer 7; it routes in 0, 1",
-        ),
-        (
-            ["--text", "a", "--layers", "1;2"],
-            "--layers: must be numbers of layers with commas between them, as in 0,3, got '1;2'",
-        ),
-        (
-            ["--text", "a", "--html", "no/way.html"],
-            "--html: 'no/way.html' cannot be written (No such file or directory); choose another file",
-        ),
-    ],
-)
-def test_a_mistake_is_one_sentence(
-    trace: Trace, moe_run: Any, options: list[str], message: str
-) -> None:
-    error = f"error: {message.format(run=moe_run.folder)}\n"
-    assert trace(moe_run.folder, *options) == (2, "", error)
-
-
 def test_a_run_that_routes_nothing_is_named(trace: Trace, dense_run: Path) -> None:
     assert trace(dense_run, "--text", "a") == (
         2,
