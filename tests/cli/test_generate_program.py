@@ -74,13 +74,6 @@ def test_the_trace_has_the_experts_of_every_token(dropless_run: Path, length: in
         assert re.findall(r"(\d) [.\d]+ ", row.split(token.token, 1)[1])[: len(experts)] == experts
 
 
-def test_a_trace_of_a_run_without_routing_is_refused(run_train: Any, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--model.ffn", "swiglu", "--trainer.max_steps", "1").folder
-    done = program(run, "--prompt", "a", "--trace")
-    assert (done.code, done.stdout) == (2, "")
-    assert "routes no token: its feed-forward blocks are of type 'swiglu'" in done.stderr
-
-
 def test_a_long_prompt_of_a_config_is_refused_before_there_is_a_run(
     run_train: Any, tmp_path: Path
 ) -> None:

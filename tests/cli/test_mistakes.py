@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import moe_ffn
 from moe_ffn.data.tokenizer import BytesTokenizer
@@ -28,7 +29,28 @@ NOT_MADE_HERE = "exists and was not made by this program; choose another file, o
 NO_RUN = "is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a"
 OVERALL = "--help, --version, --verbose, --quiet"
 
+SHAPE = (
+    "must be T,D,F,E,K,dtype, five whole numbers from 1 to 1000000000 and one of fp32, bf16, fp16, as in "
+    "--shape 2048,512,512,8,2,fp32"
+)
+
 MISTAKES = {
+    # python -m experiments.benchmark
+    "benchmark --suite row": "--suite: invalid choice: 'row' (choose from 'rows', ...",
+    "benchmark --backends loop x": "--backends: invalid choice: 'x' (choose from ...",
+    "benchmark --device gpu": "--device: invalid choice: 'gpu' (choose from 'auto', ...",
+    "benchmark --device cuda --shape 64,16,8,4,2,fp32": (
+        "--device (cuda) needs a GPU, but torch ... finds none; use --device cpu"
+    ),
+    "benchmark --rounds 0": "--rounds: must be a whole number from 1 to 1000000000, got '0'",
+    "benchmark --threads two": "--threads: must be a whole number from 1 to 4096, got 'two'",
+    "benchmark --shape 1,2,3": f"--shape 1,2,3: {SHAPE}",
+    "benchmark --shape 64,0,8,4,2,fp32": f"--shape 64,0,8,4,2,fp32: {SHAPE}",
+    "benchmark --shape 64,16,8,4,2,fp64": f"--shape 64,16,8,4,2,fp64: {SHAPE}",
+    "benchmark --shape 64,16,8,4,9,fp32": (
+        "--shape 64,16,8,4,9,fp32: K (9) must not exceed E (4); lower K or raise E"
+    ),
+    "benchmark --sweet rows": f"--sweet: unknown; known: {OVERALL}, --suite...",
     # compare
     "compare none": "'none' does not exist; give the folder of a run, or one that holds runs",
     "compare empty": (
@@ -267,11 +289,14 @@ def place(moe_run: Any, tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactor
 def test_a_mistake_is_one_sentence(place: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     monkeypatch.chdir(place)
     program, *words = shlex.split(line)
+    room = "experiments" if program == "benchmark" else "moe_ffn.cli"
     if "--tasks" in words:
         pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
     before = snapshot(place)
 
-    done = run_here(*words, program=f"moe_ffn.cli.{program}")
+    done = run_here(*words, program=f"{room}.{program}")
 
     assert done.code == 2
     assert done.stdout == "" or program == "convert", "which names what it has read"
