@@ -35,6 +35,13 @@ def _dtype_name(tensor: Tensor) -> str:
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """The dtypes a token's id may have."""
 
+_DTYPES = {
+    "mask": ((torch.bool,), "bool, True for real tokens", "bool"),
+    "token_ids": (INTEGERS, "integers", "long"),
+    "expert_ids": ((torch.int64,), "int64", "long"),
+}
+"""Dtypes of a context's tensors, in words, and the method that makes them so."""
+
 
 class TokenHistory(Protocol):
     """Values that blocks keep of earlier tokens, while a decoder computes new ones alone; see `KVCache`."""
@@ -79,21 +86,12 @@ class TokenContext:
 
     def __post_init__(self) -> None:
         # torch rebuilds these values around anything; `check_input` refuses what is no tensor or no int.
-        if isinstance(self.mask, Tensor) and self.mask.dtype != torch.bool:
-            raise ValueError(
-                f"TokenContext.mask must be bool, True for real tokens, but is {self.mask.dtype}; "
-                "use mask.bool()"
-            )
-        if isinstance(self.token_ids, Tensor) and self.token_ids.dtype not in INTEGERS:
-            raise ValueError(
-                f"TokenContext.token_ids must be integers, but is {self.token_ids.dtype}; "
-                "use token_ids.long()"
-            )
-        if isinstance(self.expert_ids, Tensor) and self.expert_ids.dtype != torch.int64:
-            raise ValueError(
-                f"TokenContext.expert_ids must be int64, but is {self.expert_ids.dtype}; use "
-                "expert_ids.long()"
-            )
+        for name, (dtypes, wanted, method) in _DTYPES.items():
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and value.dtype not in dtypes:
+                raise ValueError(
+                    f"TokenContext.{name} must be {wanted}, but is {value.dtype}; use {name}.{method}()"
+                )
         if isinstance(self.sequence_length, bool):
             raise TypeError("TokenContext.sequence_length must be an int, but is of type bool")
         if isinstance(self.sequence_length, int) and self.sequence_length < 1:

@@ -17,8 +17,10 @@ from moe_ffn import build_ffn
 from moe_ffn.cli.logs import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SteeredRouting, TokenContext
+from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SteeredRouting
 from moe_ffn.routing import TopKRouterConfig
+from tests.helpers import identity_router
+from tests.helpers.every_router import decide
 
 pytest_plugins = ["tests.helpers.programs_in_process"]
 
@@ -127,12 +129,8 @@ def route_logits() -> Callable[..., Routing]:
     def route(
         logits_TE: Tensor, k: int, renormalize: bool = False, mask: Tensor | None = None
     ) -> Routing:
-        num_experts = logits_TE.shape[-1]
-        router = TopKRouterConfig(k=k, renormalize=renormalize).build(num_experts, num_experts)
-        with torch.no_grad():
-            (weight,) = router.parameters()
-            weight.copy_(torch.eye(num_experts))
-        return router(logits_TE, TokenContext(mask=mask))
+        config = TopKRouterConfig(k=k, renormalize=renormalize)
+        return identity_router.route(config, logits_TE, mask=mask)
 
     return route
 
@@ -156,9 +154,7 @@ def build_moe(dtype_of: Callable[[str], torch.dtype]) -> Callable[..., MoEFFN]:
         experts = {"type": "swiglu", "d_ff": 8, **config.pop("experts", {}), "backend": backend}
         moe = build_ffn({"type": "moe", "num_experts": 4, **config, "experts": experts}, d_model=8)
         assert isinstance(moe, MoEFFN)
-        with torch.no_grad():  # decided and lopsided, so that a capacity has something to drop
-            for parameter in moe.router.parameters():
-                parameter.mul_(3)
+        decide(moe.router)  # so that a capacity has something to drop
         return moe.to(dtype_of(backend))
 
     return build
@@ -178,6 +174,26 @@ def tokens_and_mask() -> Callable[..., tuple[Tensor, Tensor]]:
         return x_BSD, mask_BS
 
     return make
+
+
+@pytest.fixture
+def assert_equal_with_gradients() -> Callable[..., None]:
+    """Two outputs are equal, and d/d(everything) of sums of them with fixed, uneven weights."""
+
+    def check(module: nn.Module, x: Tensor, got: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+        generator = torch.Generator().manual_seed(2)
+        probe = torch.randn(got.shape, generator=generator, dtype=got.dtype)
+        over = {"x": x, **dict(module.named_parameters())}
+        found, expected = (
+            torch.autograd.grad((y * probe).sum(), list(over.values()), materialize_grads=True)
+            for y in (got, wanted)
+        )
+        for name, one, other in zip(over, found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10, msg=name)
+            assert one.abs().max() > 0, name
+
+    return check
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +11,65 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from moe_ffn import TokenContext
+from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.kernels.select import BACKENDS
 
 D_MODEL = 8  # of `build_moe`
+ALWAYS = ("load_balance", "load_balance_sequence", "importance_cv2", "router_z", "router_entropy")
+"""Losses that every router has."""
 
 
 # -------------------------------------------------------------------------------------- edges
+
+
+def every_second(x: Tensor) -> Tensor:
+    """Return a view with a gap behind each value, and an offset."""
+    unused = torch.nan if x.is_floating_point() else 1
+    spread = torch.full([2 * size + 1 for size in x.shape], unused, dtype=x.dtype)
+    return spread[tuple(slice(1, None, 2) for _ in x.shape)].copy_(x)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "last axes swapped": lambda x: x.mT.contiguous().mT,
+    "first axes swapped": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every second": every_second,
+    "the first for all": lambda x: x[:1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strides_of_tokens_mask_and_gradient_change_nothing(
+    backend: str, layout: Callable[[Tensor], Tensor], build_moe: Any, tokens_and_mask: Any
+) -> None:
+    moe = build_moe(backend, capacity={"factor": 1.0}, shared_expert="swiglu").float()
+    tokens, mask = tokens_and_mask(torch.float32, padded=True)
+    found: list[list[Tensor]] = []
+    for view in (layout, lambda x: layout(x).contiguous()):
+        x = view(tokens).requires_grad_()
+        hidden = moe(x, TokenContext(view(mask))).hidden
+        grads = torch.autograd.grad(hidden, [x, *moe.parameters()], view(tokens.flip(-1)))
+        found.append([hidden, *grads])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3), (2, 0, 3), (2, 3)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens_and_padding_alone_give_zeros_and_gradients_of_zero(
+    backend: str, shape: tuple[int, ...], build_moe: Any, dtype_of: Any
+) -> None:
+    more = {"zero_computation": {"num_copy": 1, "num_constant": 1}, "experts": {"bias": True}}
+    moe = build_moe(backend, capacity={"factor": 1.0}, **more)
+    x = torch.full((*shape, D_MODEL), torch.nan, dtype=dtype_of(backend), requires_grad=True)
+    output = moe(x, TokenContext(torch.zeros(shape, dtype=torch.bool)))
+    assert output.hidden.shape == x.shape
+    assert output.hidden.count_nonzero() == 0
+    losses = [BALANCING_LOSSES[name].value(output.routings) for name in ALWAYS]
+    (output.hidden.sum() + sum(loss for loss in losses if loss is not None)).backward()
+    for name, parameter in [("x", x), *moe.named_parameters()]:
+        assert parameter.grad is not None, name
+        assert parameter.grad.count_nonzero() == 0, name
 
 
 # ------------------------------------------------------------------------------------- dtypes

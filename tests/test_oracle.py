@@ -289,6 +289,22 @@ def check_against_oracle(gradients: Any) -> Callable[..., None]:
     return check
 
 
+@pytest.fixture
+def compare(
+    build_moe: Any, tokens_and_mask: Any, dtype_of: Any, check_against_oracle: Any
+) -> Callable[..., None]:
+    """A layer with this backend, limit and options, on two short sequences, against the oracle."""
+
+    def compare(backend: str, limit: Limit, **options: Any) -> None:
+        moe = build_moe(backend, capacity=limit.capacity, **options)
+        if moe.router.correction_bias_E is not None:
+            moe.router.correction_bias_E += torch.tensor([0.1, -0.2, 0.0, 0.3])
+        x, mask = tokens_and_mask(dtype_of(backend), limit.padded)
+        check_against_oracle(moe, limit, x, mask)
+
+    return compare
+
+
 @pytest.fixture(autouse=True)
 def _same_noise_in_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch draws other numbers in float64 than in float32 from the same seed."""
@@ -316,20 +332,9 @@ def _crossed() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("router", "limit", "experts", "backend"), list(_crossed()))
 def test_output_and_every_gradient_equal_the_double_loop(
-    router: dict[str, Any],
-    experts: dict[str, Any],
-    limit: Limit,
-    backend: str,
-    build_moe: Any,
-    tokens_and_mask: Any,
-    dtype_of: Any,
-    check_against_oracle: Any,
+    router: dict[str, Any], experts: dict[str, Any], limit: Limit, backend: str, compare: Any
 ) -> None:
-    moe = build_moe(backend, router=router, experts=experts, capacity=limit.capacity)
-    if moe.router.correction_bias_E is not None:
-        moe.router.correction_bias_E += torch.tensor([0.1, -0.2, 0.0, 0.3])
-    x, mask = tokens_and_mask(dtype_of(backend), limit.padded)
-    check_against_oracle(moe, limit, x, mask)
+    compare(backend, limit, router=router, experts=experts)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -337,41 +342,20 @@ def test_output_and_every_gradient_equal_the_double_loop(
 @pytest.mark.parametrize("combine", CombineConfig.members)
 @pytest.mark.parametrize("shared", ["dense", "swiglu"])
 def test_a_shared_expert_joins_the_routed_ones_at_every_token(
-    shared: str,
-    combine: str,
-    limit: Limit,
-    backend: str,
-    build_moe: Any,
-    tokens_and_mask: Any,
-    dtype_of: Any,
-    check_against_oracle: Any,
+    shared: str, combine: str, limit: Limit, backend: str, compare: Any
 ) -> None:
-    moe = build_moe(backend, shared_expert=shared, combine=combine, capacity=limit.capacity)
-    x, mask = tokens_and_mask(dtype_of(backend), limit.padded)
-    check_against_oracle(moe, limit, x, mask)
+    compare(backend, limit, shared_expert=shared, combine=combine)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("router", ["top_k", "relu", "expert_choice"])
 def test_experts_without_computation_stand_beside_the_others(
-    router: str,
-    limit: Limit,
-    backend: str,
-    build_moe: Any,
-    tokens_and_mask: Any,
-    dtype_of: Any,
-    check_against_oracle: Any,
+    router: str, limit: Limit, backend: str, compare: Any
 ) -> None:
-    moe = build_moe(
-        backend,
-        num_experts=2,
-        router={"type": router, "k": 3},
-        zero_computation={"num_zero": 1, "num_copy": 2, "num_constant": 2},
-        capacity=limit.capacity,
-    )
-    x, mask = tokens_and_mask(dtype_of(backend), limit.padded)
-    check_against_oracle(moe, limit, x, mask)
+    kinds = {"num_zero": 1, "num_copy": 2, "num_constant": 2}
+    options = {"type": router, "k": 3}
+    compare(backend, limit, num_experts=2, router=options, zero_computation=kinds)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
@@ -387,28 +371,20 @@ def test_the_capacity_of_the_cases_above_does_drop_pairs(
 
 # -------------------------------------------------------------------------------- the extremes
 
-EXTREMES: dict[str, dict[str, Any]] = {
-    "one_expert": {"num_experts": 1, "router": {"type": "top_k", "k": 1}},
-    "k_is_all_experts": {"router": {"type": "top_k", "k": NUM_EXPERTS}},
-    "more_experts_than_pairs": {"num_experts": 64, "router": {"type": "top_k", "k": 1}},
-    "capacity_below_one": {"capacity": {"factor": 0.01}},
-    "capacity_above_all": {"capacity": {"factor": 100.0}},
+EXTREMES: dict[str, tuple[Limit, dict[str, Any]]] = {
+    "one_expert": (Limit(), {"num_experts": 1, "router": {"type": "top_k", "k": 1}}),
+    "k_is_all_experts": (Limit(), {"router": {"type": "top_k", "k": NUM_EXPERTS}}),
+    "more_experts_than_pairs": (Limit(), {"num_experts": 64, "router": {"type": "top_k", "k": 1}}),
+    "capacity_below_one": (Limit(0.01), {}),
+    "capacity_above_all": (Limit(100.0), {}),
 }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("config", EXTREMES.values(), ids=EXTREMES)
-def test_extreme_layers_equal_the_double_loop(
-    config: dict[str, Any],
-    backend: str,
-    build_moe: Any,
-    tokens_and_mask: Any,
-    dtype_of: Any,
-    check_against_oracle: Any,
-) -> None:
-    moe = build_moe(backend, **config)
-    x, mask = tokens_and_mask(dtype_of(backend), padded=False)
-    check_against_oracle(moe, Limit(config.get("capacity", {}).get("factor")), x, mask)
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_layers_equal_the_double_loop(name: str, backend: str, compare: Any) -> None:
+    limit, options = EXTREMES[name]
+    compare(backend, limit, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

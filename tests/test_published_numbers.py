@@ -25,14 +25,10 @@ from moe_ffn.balancing.losses import (
     router_z_loss,
     sequence_load_balancing_loss,
 )
-from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing import (
-    RouterConfig,
-    SigmoidTopKRouterConfig,
-    SinkhornRouterConfig,
-    TopKRouterConfig,
-)
+from moe_ffn.outputs import Routing
+from moe_ffn.routing import SigmoidTopKRouterConfig, SinkhornRouterConfig, TopKRouterConfig
 from moe_ffn.routing.capacity import by_position, by_probability, capacity_of, limit
+from tests.helpers.identity_router import route
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_losses.json").read_text("utf-8"))
 
@@ -43,24 +39,6 @@ LAYER, TOKEN, EXPERT = (
 )
 LOGITS_LTE = 2 * torch.sin(0.7 * (TOKEN + 1) * (EXPERT + 1) + 1.3 * LAYER)
 FIRST_TE = LOGITS_LTE[0]
-
-
-def route(
-    config: RouterConfig,
-    logits_TE: Tensor,
-    *,
-    bias_E: Tensor | None = None,
-    mask: Tensor | None = None,
-    sequence_length: int | None = None,
-) -> Routing:
-    """The real router on given logits: its projection is the identity."""
-    router = config.build(8, 8)
-    with torch.no_grad():
-        router.get_parameter("projection.weight").copy_(torch.eye(8))
-    if bias_E is not None:
-        assert router.correction_bias_E is not None
-        router.correction_bias_E.copy_(bias_E)
-    return router(logits_TE, TokenContext(mask=mask, sequence_length=sequence_length))
 
 
 def softmax(k: int, logits_TE: Tensor = FIRST_TE, **given: Any) -> Routing:
@@ -108,7 +86,7 @@ def grouped(score_top: int | None) -> Routing:
             "groups": {"num_groups": 4, "keep": 2, "score_top": score_top},
         }
     )
-    return route(config, FIRST_TE, bias_E=0.3 * torch.arange(8).cos())
+    return route(config, FIRST_TE, bias=(0.3 * torch.arange(8).cos()).tolist())
 
 
 def sequence_major(logits_TE: Tensor, sequences: int) -> Tensor:
@@ -190,7 +168,7 @@ OURS: dict[str, Callable[[], Any]] = {
     ),
     "megatron/cf1.0_capacity": lambda: int(capacity_of(softmax(2), 1.0)),
     "megatron/sinkhorn_argmax_layer0": lambda: route(
-        SinkhornRouterConfig(k=1), FIRST_TE
+        SinkhornRouterConfig(k=1), FIRST_TE, training=True
     ).expert_ids_N.tolist(),
     # Hugging Face counts tokens and not pairs, so its balance is k; and it pools all layers.
     "hf_mixtral/k1_all_layers": lambda: pooled_load_balancing_loss(softmax_layers(1)).item(),

@@ -20,10 +20,9 @@ from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.files import reason
 from moe_ffn.kernels.memory import out_of_memory
 from moe_ffn.runs import folder as run_folder
-from moe_ffn.runs.config import Resume, TrainConfig, differences, own_config
-from moe_ffn.runs.identity import fixed_options
+from moe_ffn.runs.config import Resume, TrainConfig, own_config
+from moe_ffn.runs.identity import resume_with
 from moe_ffn.runs.memory import training_needs
-from moe_ffn.runs.outside_code import comparable_options
 
 log = logging.getLogger(__name__)
 
@@ -96,26 +95,7 @@ def find_resume(run: str, argv: Sequence[str]) -> Resume:
     if any(word.partition("=")[0] in ("-h", "--help") for word in argv):
         parse(given)  # which exits, and runs no code
     own = own_config(folder / run_folder.CONFIG_FILE)
-    config = parse(given)
-    fixed = differences(fixed_options(own), fixed_options(config))
-    for key, (before, now) in fixed.items():
-        raise ConfigError(
-            f"{key}: is {before} in '{folder}' and cannot become {now}; leave it out, or start a new run"
-        )
-    if run and config.run != own.run:
-        raise ConfigError(
-            f"run: '{folder}' keeps its name and place; leave --run.name and --run.output_dir out"
-        )
-    config = config.model_copy(update={"run": own.run})
-    if run_folder.is_finished(folder) and config.trainer.max_steps <= own.trainer.max_steps:
-        page = f", but its page was not written: {command('report')} {folder}"
-        raise ConfigError(
-            f"'{folder}' is finished{'' if (folder / run_folder.REPORT_FILE).is_file() else page}; raise "
-            f"trainer.max_steps (now {own.trainer.max_steps}) to train on, or leave --resume out to start "
-            "a new run"
-        )
-    changes = differences(comparable_options(own), comparable_options(config))
-    return Resume(folder, config, changes, own)
+    return resume_with(parse(given), own, folder, is_named=bool(run))
 
 
 def _newest(config: TrainConfig) -> Path:

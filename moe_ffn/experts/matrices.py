@@ -29,7 +29,7 @@ from moe_ffn.kernels.activations import (
     Activation,
     ClampOptions,
     GatedType,
-    GateFunction,
+    GateOptions,
     SoftCapOptions,
 )
 from moe_ffn.kernels.base import ExpertWeights
@@ -154,19 +154,10 @@ class MLPExperts(MatrixExperts):
         )
 
 
-class ThreeMatrixExpertsConfig(MatrixExpertsConfig, frozen=True):
+class ThreeMatrixExpertsConfig(GateOptions, MatrixExpertsConfig, frozen=True):
     """The options of all gated experts; the experts of one token share a width of 8/3 * d_model."""
 
     num_matrices: ClassVar[int] = 3
-
-    @property
-    def gate_function(self) -> GateFunction | None:
-        """Replaces activation(gate) * up where it is given."""
-        return None
-
-    @property
-    def gate_activation(self) -> Activation:
-        return "silu"
 
     def width(self, d_model: int, experts_per_token: float) -> int:
         return given_width(self.d_ff) or gated_width(d_model / experts_per_token)

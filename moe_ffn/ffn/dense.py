@@ -24,7 +24,7 @@ from moe_ffn.kernels.activations import (
     Activation,
     ClampOptions,
     GatedType,
-    GateFunction,
+    GateOptions,
     SoftCapOptions,
 )
 from moe_ffn.kernels.base import check_dtype
@@ -88,22 +88,13 @@ class DenseConfig(HiddenWidthConfig, frozen=True):
         return DenseFFN(self, d_model)
 
 
-class ThreeMatrixConfig(HiddenWidthConfig, frozen=True):
+class ThreeMatrixConfig(GateOptions, HiddenWidthConfig, frozen=True):
     """The options of all gated blocks."""
 
     multiple_of: int = Field(default=8, ge=1, le=MAX_COUNT)
     """The default hidden width is rounded to a multiple of this."""
 
     num_matrices: ClassVar[int] = 3
-
-    @property
-    def gate_activation(self) -> Activation:
-        return "silu"
-
-    @property
-    def gate_function(self) -> GateFunction | None:
-        """Replaces activation(gate) * up where it is given."""
-        return None
 
     def width(self, d_model: int) -> int:
         return given_width(self.d_ff) or gated_width(d_model, self.multiple_of)

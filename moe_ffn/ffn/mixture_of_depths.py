@@ -173,18 +173,10 @@ def pick(
 
 
 def by_sequence(routing: Routing) -> tuple[Tensor, Tensor]:
-    """The weight of each token and whether it was chosen, both (B, S); see `per_token`."""
-    length = max(routing.sequence_length, 1)
-    weights_BS, chosen_BS = (
-        rearrange(value_T, "(b s) -> b s", s=length) for value_T in per_token(routing)
-    )
-    return weights_BS, chosen_BS
-
-
-def per_token(routing: Routing) -> tuple[Tensor, Tensor]:
-    """The weight of each token and whether it was chosen, both (T,), of a routing to a single expert."""
+    """The weight of each token and whether it was chosen, both (B, S), of a routing to a single expert."""
     chosen_T = torch.zeros(routing.num_tokens, dtype=torch.bool, device=routing.token_ids_N.device)
     ids_N = routing.token_ids_N
     chosen_T = chosen_T.scatter(0, ids_N, routing.computed_N)
     weights_T = routing.weights_N.new_zeros(routing.num_tokens).scatter(0, ids_N, routing.weights_N)
-    return weights_T, chosen_T
+    shape = (-1, max(routing.sequence_length, 1))
+    return weights_T.view(shape), chosen_T.view(shape)

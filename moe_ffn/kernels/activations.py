@@ -116,7 +116,20 @@ GateFunction = ClampedSwiGLU | ClampedGate | SoftCappedSwiGLU
 """Replacement of act(gate) * up."""
 
 
-class ClampOptions(Config, frozen=True):
+class GateOptions(Config, frozen=True):
+    """The gate of three matrices, in experts and in dense blocks: act(gate) * up, or a function of both."""
+
+    @property
+    def gate_activation(self) -> Activation:
+        return "silu"
+
+    @property
+    def gate_function(self) -> GateFunction | None:
+        """Replaces activation(gate) * up where it is given."""
+        return None
+
+
+class ClampOptions(GateOptions, frozen=True):
     """Options of SwiGLU with clamps, in experts and in dense blocks.
 
     The defaults are GPT-OSS's (arXiv:2508.10925).
@@ -138,7 +151,7 @@ class ClampOptions(Config, frozen=True):
         return ClampedGate(self.alpha, self.limit, self.added, self.clamp == "after")
 
 
-class SoftCapOptions(Config, frozen=True):
+class SoftCapOptions(GateOptions, frozen=True):
     """The options of SwiGLU with soft caps, in experts and in dense blocks."""
 
     gate_cap: float = Field(default=7.0, gt=0, le=MAX_COUNT)

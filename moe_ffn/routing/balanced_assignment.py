@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.kernels.base import needs_static_shapes
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
@@ -31,14 +30,8 @@ class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
 
     type: Literal["balanced_assignment"] = "balanced_assignment"
 
+    looks_ahead: ClassVar[str] = "balances tokens against later ones"
     by_token: ClassVar[bool] = True
-
-    def refusal(self, situation: Situation) -> Refusal | None:
-        if situation.causal:
-            return Refusal(
-                "type 'balanced_assignment' balances tokens against later ones", "use 'top_k'"
-            )
-        return super().refusal(situation)
 
     def experts_per_token(self, num_experts: int) -> float:
         return 1

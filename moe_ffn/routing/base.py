@@ -29,6 +29,8 @@ class RouterConfig(TaggedConfig, frozen=True):
     """True where it returns a `NoisyRouting` in training, which the loss `load_cv2` needs."""
     learns: ClassVar[bool] = True
     """False where the assignment is fixed beforehand, so that neither a loss nor a rule can change it."""
+    looks_ahead: ClassVar[str] = ""
+    """What it does with later tokens: `ranks tokens against later ones`; empty for a causal router."""
     by_token: ClassVar[bool] = False
     """True where, in evaluation, a token's experts depend on that token alone, its id included."""
     is_listed: ClassVar[bool] = False
@@ -37,8 +39,10 @@ class RouterConfig(TaggedConfig, frozen=True):
     def refusal(self, situation: Situation) -> Refusal | None:
         """Return the reason why this router cannot serve a situation; None if it can.
 
-        By default it refuses `cached` unless `by_token`.
+        By default it refuses `causal` where it `looks_ahead`, and `cached` unless `by_token`.
         """
+        if self.looks_ahead and (situation.causal or (situation.cached and not self.by_token)):
+            return Refusal(f"type '{self.type}' {self.looks_ahead}", "use 'top_k'")
         if situation.cached and not self.by_token:
             return Refusal(
                 f"type '{self.type}' does not say that it routes each token by itself",
@@ -53,8 +57,8 @@ class RouterConfig(TaggedConfig, frozen=True):
 
     @property
     def has_correction_bias(self) -> bool:
-        """True where the router has a bias that `objective.bias_rule` moves."""
-        return False
+        """True where the router has a bias that `objective.bias_rule` moves: the option `correction_bias`."""
+        return getattr(self, "correction_bias", False)
 
     def check_num_experts(self, num_experts: int) -> None:
         """ValueError, in one sentence, when this router cannot serve `num_experts` experts."""
@@ -245,6 +249,9 @@ class LinearRouter(Router):
             self.mlp = RouterMLP(config.mlp, d_model)
             d_model = config.mlp.width
         self.projection = RouterLinear(d_model, num_experts, config.bias)
+        if config.has_correction_bias:
+            bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
+            self.register_buffer("correction_bias_E", bias_E)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """(T, E), float32 or wider. The experts themselves see the tokens without the jitter."""
@@ -259,6 +266,11 @@ class LinearRouter(Router):
         if config.logit_cap is not None:
             logits_TE = config.logit_cap * (logits_TE / config.logit_cap).tanh()
         return logits_TE
+
+    def ranking(self, values_TE: Tensor) -> Tensor:
+        """(T, E), values that choose experts: without a gradient, plus the correction bias."""
+        values_TE = values_TE.detach()
+        return values_TE if self.correction_bias_E is None else values_TE + self.correction_bias_E
 
     def rows(self) -> dict[str, Tensor]:
         if self.input_norm is not None or self.mlp is not None:

@@ -5,14 +5,13 @@ B groups of tokens, S tokens of a group, E experts, C tokens listed per expert a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange, repeat
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.config.sizes import ceil_of_share, share_of
 from moe_ffn.outputs import ChosenRouting, Routing, TokenContext
 from moe_ffn.routing.base import FixedKConfig, LinearRouter, LinearRouterConfig, Router, comparable
@@ -33,10 +32,7 @@ class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Turns logits into weights: softmax over the experts, or a sigmoid of each."""
 
-    def refusal(self, situation: Situation) -> Refusal | None:
-        if situation.causal or situation.cached:
-            return Refusal("type 'expert_choice' ranks tokens against later ones", "use 'top_k'")
-        return None
+    looks_ahead: ClassVar[str] = "ranks tokens against later ones"
 
     def check_num_experts(self, num_experts: int) -> None:
         super().check_num_experts(num_experts)

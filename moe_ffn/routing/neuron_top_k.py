@@ -46,10 +46,6 @@ class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):
                 )
         return self
 
-    @property
-    def has_correction_bias(self) -> bool:
-        return self.correction_bias
-
     def num_params(self, d_model: int, num_experts: int) -> int:
         gate = linear_params(d_model, num_experts, bias=False)
         return super().num_params(d_model, num_experts) + gate + num_experts
@@ -71,19 +67,13 @@ class NeuronTopKRouter(LinearRouter):
         super().__init__(config, d_model, num_experts)
         self.gate = RouterLinear(d_model, num_experts)
         self.slope_E = nn.Parameter(torch.ones(num_experts))
-        if config.correction_bias:
-            bias_E = torch.zeros(num_experts, dtype=torch.float32)
-            self.register_buffer("correction_bias_E", bias_E)
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         unit_TE = F.silu(self.gate(x_TD)) * self.logits(x_TD)
         # Of two large numbers the product overflows, and of two infinities softmax would be NaN.
         logits_TE = unit_TE.abs().clamp(max=torch.finfo(unit_TE.dtype).max)
         scores_TE = logits_TE.softmax(dim=-1)
-        ranking_TE = scores_TE.detach()
-        if self.correction_bias_E is not None:
-            ranking_TE = ranking_TE + self.correction_bias_E
-        expert_ids_TK = ranking_TE.topk(self.config.k, dim=-1).indices
+        expert_ids_TK = self.ranking(scores_TE).topk(self.config.k, dim=-1).indices
         # Not above 0 by itself: a slope that training has made very negative would take an expert back.
         weights_TE = (1 + self.slope_E.to(scores_TE.dtype) * scores_TE).clamp(min=0)
         weights_TK = weights_TE.gather(-1, expert_ids_TK)

@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import Refusal, Situation
 from moe_ffn.kernels.base import needs_static_shapes
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
@@ -39,12 +38,8 @@ class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
     max_iterations: int = Field(default=100, ge=1, le=MAX_COUNT)
     """Stop after this many rounds at the latest; logits in the hundreds are not balanced by then."""
 
+    looks_ahead: ClassVar[str] = "balances tokens against later ones"
     by_token: ClassVar[bool] = True
-
-    def refusal(self, situation: Situation) -> Refusal | None:
-        if situation.causal:
-            return Refusal("type 'sinkhorn' balances tokens against later ones", "use 'top_k'")
-        return super().refusal(situation)
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return SinkhornRouter(self, d_model, num_experts)

@@ -138,10 +138,6 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     def fixed_by(self) -> str | None:
         return None if self.token_table is None else "token_table"
 
-    @property
-    def has_correction_bias(self) -> bool:
-        return self.correction_bias
-
     def experts_per_token(self, num_experts: int) -> float:
         return self.k + self.num_always
 
@@ -214,9 +210,6 @@ class SelectingRouter(LinearRouter):
 
     def __init__(self, config: TopKOptionsConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
-        if config.correction_bias:
-            bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
-            self.register_buffer("correction_bias_E", bias_E)
         self.weight_scale = None
         if config.learned_scale is not None:
             size = num_experts if config.learned_scale == "expert" else 1
@@ -243,10 +236,8 @@ class SelectingRouter(LinearRouter):
         if self.table_VK is not None:
             chosen_TK = self.table_VK[_known_ids(context)]
         else:
-            ranking_TE = (scores_TE if config.select_by == "score" else logits_TE).detach()
-            if self.correction_bias_E is not None:
-                ranking_TE = ranking_TE + self.correction_bias_E
-            ranking_TE = ranking_TE[:, :last]
+            by_score = config.select_by == "score"
+            ranking_TE = self.ranking(scores_TE if by_score else logits_TE)[:, :last]
             if config.groups is not None:
                 allowed_TE = experts_of_best_groups(ranking_TE, config.groups, config.k)
                 # -inf and not 0, under which a negative bias would let the masked experts win.

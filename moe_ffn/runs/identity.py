@@ -1,15 +1,18 @@
-"""Identity of a run: what all its checkpoints have in common, whatever options were changed on resuming."""
+"""Identity of a run: what all its checkpoints have in common, and which options may change on resuming."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.config import Resume, TrainConfig, differences
+from moe_ffn.runs.folder import REPORT_FILE, is_finished
 from moe_ffn.runs.outside_code import comparable_options
 
 RUN_ID = "run_id"
@@ -32,6 +35,37 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
         "optimizer": {"type": comparable_options(config.optimizer)["type"]},
         "trainer": {"accumulate_grad_batches": config.trainer.accumulate_grad_batches},
     }
+
+
+def resume_with(config: TrainConfig, own: TrainConfig, folder: Path, *, is_named: bool) -> Resume:
+    """Return the run in a folder with options to resume it with.
+
+    Args:
+        own: the options in the folder.
+        is_named: the user has named the folder; else its place was looked for by `config.run`.
+
+    Raises:
+        ConfigError: an option cannot be changed, or the run is finished.
+    """
+    fixed = differences(fixed_options(own), fixed_options(config))
+    for key, (before, now) in fixed.items():
+        raise ConfigError(
+            f"{key}: is {before} in '{folder}' and cannot become {now}; leave it out, or start a new run"
+        )
+    if is_named and config.run != own.run:
+        raise ConfigError(
+            f"run: '{folder}' keeps its name and place; leave --run.name and --run.output_dir out"
+        )
+    config = config.model_copy(update={"run": own.run})
+    if is_finished(folder) and config.trainer.max_steps <= own.trainer.max_steps:
+        page = f", but its page was not written: {command('report')} {folder}"
+        raise ConfigError(
+            f"'{folder}' is finished{'' if (folder / REPORT_FILE).is_file() else page}; raise "
+            f"trainer.max_steps (now {own.trainer.max_steps}) to train on, or leave --resume out to start "
+            "a new run"
+        )
+    changes = differences(comparable_options(own), comparable_options(config))
+    return Resume(folder, config, changes, own)
 
 
 def _without_free(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -298,8 +298,8 @@ class LayoutPlan:
 
 
 def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
-    """Every layout of so many ranks that the model and its precision allow."""
-    if _precision(config) not in SHARDED_PRECISIONS:
+    """Every layout of so many ranks that the model, its precision and its optimizer allow."""
+    if _precision(config) not in SHARDED_PRECISIONS or not config.optimizer.takes_shards:
         yield Layout(num_ranks)
         return
     empty = config.model.build_empty(*config.data.text_sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -25,11 +26,6 @@ from moe_ffn.ffn.base import ROUTING_SUFFIX
 from moe_ffn.files import read_text
 from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.outputs import Routing
-from moe_ffn.runs.checkpoints import (
-    best_checkpoint,
-    newest_good,
-    refusal_of_weights,
-)
 from moe_ffn.runs.config import TrainConfig, own_config
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
@@ -48,6 +44,7 @@ from moe_ffn.runs.folder import (
 from moe_ffn.runs.identity import identity_of_weights
 from moe_ffn.runs.json_files import Alarm, Facts, Summary
 from moe_ffn.runs.outside_code import warn_if_code_changed
+from moe_ffn.runs.resume import newest_good, refusal_of_weights
 from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
 from moe_ffn.training.recovery.checkpoint_file import (
@@ -372,9 +369,10 @@ def read_weights(
         return refusal_of_weights({**values, "state_dict": _of_decoder(values)}, expected, decoder)
 
     with reading(checkpoints):
-        best, steps = best_checkpoint(checkpoints), newest_first(checkpoints)
-    found, skipped = newest_good([*best, *steps], refusal)
-    if steps and not best:
+        best, steps = checkpoints / BEST_NAME, newest_first(checkpoints)
+    has_best = os.path.lexists(best)  # a dangling link counts
+    found, skipped = newest_good([best, *steps] if has_best else steps, refusal)
+    if steps and not has_best:
         skipped = [f"there is no {BEST_NAME}", *skipped]
     why = "; ".join(skipped)
     if found is None:
@@ -385,8 +383,8 @@ def read_weights(
             "first validation"
         )
     if why:
-        log.warning("%s: %s; taking %s", checkpoints, why, found.path.name)
-    return _of_decoder(found.values)
+        log.warning("%s: %s; taking %s", checkpoints, why, found[0].name)
+    return _of_decoder(found[1])
 
 
 def _of_decoder(values: Mapping[str, Any]) -> Mapping[str, Any]:

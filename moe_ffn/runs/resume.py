@@ -1,15 +1,20 @@
-"""Resuming a run: find its newest good checkpoint, and cut its folder back to that step."""
+"""Resuming a run: find its newest good checkpoint, and cut its folder back to that step.
+
+Reading the weights of a run looks for a good checkpoint too, so nothing here imports lightning at once.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_ffn.config.errors import ConfigError, command
+from torch import Tensor, nn
+
+from moe_ffn.config.errors import ConfigError, command, printable
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.files import (
     read_text,
@@ -18,12 +23,7 @@ from moe_ffn.files import (
     write_file,
     write_whole,
 )
-from moe_ffn.runs.assemble import make_callbacks
-from moe_ffn.runs.checkpoints import (
-    newest_good,
-    refusal_of_weights,
-)
-from moe_ffn.runs.config import Resume, TrainConfig
+from moe_ffn.runs.config import Resume, TrainConfig, differences
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
@@ -42,7 +42,6 @@ from moe_ffn.runs.folder import (
 from moe_ffn.runs.identity import RUN_ID, checkpoint_identity
 from moe_ffn.runs.json_files import CodeEntries, Facts
 from moe_ffn.runs.outside_code import code_files
-from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.json_lines import (
     AnyLine,
     Line,
@@ -53,14 +52,79 @@ from moe_ffn.training.monitoring.json_lines import (
 )
 from moe_ffn.training.recovery.checkpoint_file import (
     IDENTITY,
+    CheckpointError,
     newest_first,
+    read_checkpoint,
     set_skipped_aside,
     step_name,
 )
-from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.recovery.guard import StepGuard
 
+if TYPE_CHECKING:
+    from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
+
 log = logging.getLogger(__name__)
+
+# -- the newest good checkpoint
+
+GoodCheckpoint = tuple[Path, Mapping[str, Any]]
+"""A checkpoint that was read and fits the run, and its values."""
+
+
+def newest_good(
+    candidates: Iterable[Path], refusal: Callable[[Mapping[str, Any]], str | None]
+) -> tuple[GoodCheckpoint | None, list[str]]:
+    """Return the first checkpoint that can be read and that `refusal` accepts.
+
+    Returns:
+        that checkpoint, or None; and what is wrong with those before it, such as
+        `step_00000012.ckpt is empty`.
+    """
+    skipped: list[str] = []
+    for path in candidates:
+        try:
+            values = read_checkpoint(path)
+            why = refusal(values)
+            if why is None:
+                return (path, values), skipped
+        except CheckpointError as error:
+            why = str(error)
+        skipped.append(printable(f"{path.name} {why}"))
+    return None, skipped
+
+
+def refusal_of_weights(
+    values: Mapping[str, Any], expected: Mapping[str, Any], model: nn.Module
+) -> str | None:
+    """Return why the weights of a checkpoint do not go into a model; None if they do.
+
+    Args:
+        expected: a `checkpoint_identity` or an `identity_of_weights`; other keys are not compared.
+        model: a module with the names that weights have in `values["state_dict"]`.
+    """
+    weights, identity = values.get("state_dict"), values.get(IDENTITY)
+    if not isinstance(weights, Mapping) or not isinstance(identity, Mapping):
+        return "is no checkpoint of a run"
+    found = {key: identity.get(key) for key in expected}
+    if isinstance(found["data"], Mapping):
+        found["data"] = {key: found["data"].get(key) for key in expected["data"]}
+    for key, (before, now) in differences(found, expected).items():
+        return f"was made with {_short(key)} {_short(before)}, but this run has {_short(now)}"
+    shapes = getattr(weights, "described", weights)  # tensors in shards are not read for this
+    for name, value in model.state_dict().items():
+        if name not in shapes:
+            return f"lacks the weight '{name}'"
+        if isinstance(value, Tensor) and shapes[name].shape != value.shape:
+            return (
+                f"has '{name}' in the shape {tuple(shapes[name].shape)}, not {tuple(value.shape)}"
+            )
+    return None
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:12]}..."
+
 
 # -- the resume point
 
@@ -87,7 +151,7 @@ class Start:
 
 
 def find_start(
-    folder: Path, own: TrainConfig, data: PreparedData, module: LanguageModel, max_steps: int
+    folder: Path, own: TrainConfig, data: PreparedData, module: nn.Module, max_steps: int
 ) -> Start:
     """Return the newest checkpoint that is intact and belongs to this run.
 
@@ -99,10 +163,8 @@ def find_start(
     Raises:
         ConfigError: there are checkpoints, and none is good; or the run has passed `max_steps`.
     """
-    checkpoints, run_id = (
-        folder / CHECKPOINTS_FOLDER,
-        Facts.read(folder / FACTS_FILE).run_id or None,
-    )
+    checkpoints = folder / CHECKPOINTS_FOLDER
+    run_id = Facts.read(folder / FACTS_FILE).run_id or None
     expected = checkpoint_identity(own, data, run_id)
 
     def refusal(values: Mapping[str, Any]) -> str | None:
@@ -119,15 +181,16 @@ def find_start(
                 "there, or start a new run"
             )
         return Start(run_id=run_id)
-    if found.step > max_steps:
+    path, values = found
+    if (step := values["global_step"]) > max_steps:
         raise ConfigError(
-            f"trainer.max_steps ({max_steps}): the run is at step {found.step} already; give at least that"
+            f"trainer.max_steps ({max_steps}): the run is at step {step} already; give at least that"
         )
     return Start(
-        found.step,
-        found.path,
-        found.values[IDENTITY].get(RUN_ID),
-        found.values["callbacks"]["ValidationLogger"]["last_step"],
+        step,
+        path,
+        values[IDENTITY].get(RUN_ID),
+        values["callbacks"]["ValidationLogger"]["last_step"],
         tuple(skipped),
     )
 
@@ -136,6 +199,8 @@ def _refusal_of_state(
     values: Mapping[str, Any], own: TrainConfig, data: PreparedData, folder: Path
 ) -> str | None:
     """Return why training cannot resume from a state: fresh copies of what is saved try to load it."""
+    from moe_ffn.runs.assemble import make_callbacks  # lightning
+
     for name in ("global_step", "loops", "optimizer_states", "lr_schedulers", "guard", "callbacks"):
         if name not in values:
             return f"lacks '{name}', so no run can be resumed from it"

@@ -293,8 +293,13 @@ class LanguageModel(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        # A skipped step has no gradients.
-        if gradient_clip_val and any(p.grad is not None for p in self.parameters()):
+        if not gradient_clip_val or all(p.grad is None for p in self.parameters()):
+            return  # a skipped step has no gradients
+        if gradient_clip_algorithm == "value":
+            super().configure_gradient_clipping(
+                optimizer, gradient_clip_val, gradient_clip_algorithm
+            )
+        else:
             clip_by_norm_(self.parameters(), gradient_clip_val, self.gradient_norm)
 
     def _take_or_skip_step(self) -> None:

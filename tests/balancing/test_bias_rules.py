@@ -16,9 +16,9 @@ from moe_ffn.balancing.bias_rules import (
 )
 from moe_ffn.balancing.losses import pairs_per_expert
 from moe_ffn.metrics.functional import max_violation
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.outputs import Routing
 from moe_ffn.routing import SigmoidTopKRouterConfig
-from moe_ffn.routing.base import Router
+from tests.helpers import identity_router
 
 # A sum of a few float32 numbers of the order of 1e-3.
 FLOAT32 = 1e-9
@@ -32,20 +32,9 @@ RULES: list[BiasRuleConfig] = [
 IDS = ["sign", "sign_centred", "quantile", "quantile_averaged"]
 
 
-def sigmoid_router(num_experts: int, k: int, bias_E: Tensor | None = None) -> Router:
-    """Its logits are its input, its correction bias is this one."""
-    config = SigmoidTopKRouterConfig(k=k, renormalize=False)
-    router = config.build(num_experts, num_experts)
-    with torch.no_grad():
-        router.get_parameter("projection.weight").copy_(torch.eye(num_experts))
-        if bias_E is not None:
-            assert router.correction_bias_E is not None
-            router.correction_bias_E.copy_(bias_E)
-    return router
-
-
 def route(logits_TE: Tensor, k: int, bias_E: Tensor, mask: Tensor | None = None) -> Routing:
-    return sigmoid_router(logits_TE.shape[-1], k, bias_E)(logits_TE, TokenContext(mask=mask))
+    config = SigmoidTopKRouterConfig(k=k, renormalize=False)
+    return identity_router.route(config, logits_TE, mask=mask, bias=bias_E.tolist())
 
 
 def lopsided_logits(num_tokens: int = 512, num_experts: int = 8, seed: int = 0) -> Tensor:

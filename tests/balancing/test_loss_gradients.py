@@ -18,6 +18,7 @@ from tests.helpers.every_loss import (
     random_logits,
     routing_of,
 )
+from tests.helpers.identity_router import identity_router
 
 READS: dict[str, str] = {
     **dict.fromkeys(LOAD_BALANCING, "scores_TE"),
@@ -113,9 +114,7 @@ EXTREME: dict[str, tuple[dict[str, Any], list[list[float]]]] = {
 def test_scores_of_zero_have_finite_values_and_gradients(
     name: str, router: dict[str, Any], logits: list[list[float]]
 ) -> None:
-    built = RouterConfig.model_validate(router).build(3, 3)
-    with torch.no_grad():
-        built.get_parameter("projection.weight").copy_(torch.eye(3))
+    built = identity_router(RouterConfig.model_validate(router), 3)
     logits_TE = torch.tensor(logits, requires_grad=True)
     routing = built(logits_TE, TokenContext())
     loss = LOSSES[name](for_every_loss(routing, target_k=2))

@@ -37,6 +37,7 @@ from tests.helpers.every_loss import (
     random_logits,
     routing_of,
 )
+from tests.helpers.identity_router import identity_router
 
 # Sums of a few float64 numbers of the order of 1.
 EXACT = 1e-12
@@ -115,9 +116,7 @@ def test_entropy_equals_the_one_worked_by_hand(make_routing: Any) -> None:
 def test_relu_sparsity_loss_equals_the_one_worked_by_hand(k: float, expected: float) -> None:
     # Experts 0, 1, 2 are chosen 2, 1, 0 times, with scores of 4, 2, 0 together:
     # E / (k T^2) sum_i n_i sum_t s_ti = 3 / (k * 4) * (2 * 4 + 1 * 2) = 7.5 / k.
-    router = ReLURouterConfig(k=k).build(3, 3).double()
-    with torch.no_grad():
-        router.get_parameter("projection.weight").copy_(torch.eye(3))
+    router = identity_router(ReLURouterConfig(k=k), 3).double()
     logits = float64([1.0, 2.0, -5.0], [3.0, -1.0, 0.0])
     loss = relu_sparsity_loss(router(logits, TokenContext()))
     assert loss.item() == pytest.approx(expected, abs=EXACT)
@@ -125,9 +124,7 @@ def test_relu_sparsity_loss_equals_the_one_worked_by_hand(k: float, expected: fl
 
 def test_relu_sparsity_of_few_tokens_and_a_small_k_is_not_cut_off() -> None:
     # One token, k T = 1/4 of a pair. E / (k T^2) n s = 2 / (1/4) * 1 * 3 = 24.
-    router = ReLURouterConfig(k=0.25).build(2, 2).double()
-    with torch.no_grad():
-        router.get_parameter("projection.weight").copy_(torch.eye(2))
+    router = identity_router(ReLURouterConfig(k=0.25), 2).double()
     routing = router(float64([3.0, -1.0]), TokenContext())
     assert relu_sparsity_loss(routing).item() == pytest.approx(24, abs=EXACT)
 

@@ -1,7 +1,7 @@
 """Training with the real wandb client, in situations that make it ask, wait or fail.
 
 Each run is a process with a home folder of its own. `fake_wandb.py` stands in for the server. One situation
-is in the default suite. `tests/training/monitoring/test_wandb_client.py` has the client in this process.
+is in the default suite. `tests/training/monitoring/test_wandb.py` has the client in this process.
 """
 
 from __future__ import annotations

@@ -113,27 +113,19 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
-@every_variant
-@pytest.mark.parametrize(
-    "shape",
-    [(2, 5, 8), (5, 8), (8,), (1, 1, 8), (2, 3, 4, 8), (0, 8), (2, 0, 8), (0, 5, 8)],
-    ids=str,
-)
-def test_shape_and_dtype_are_kept(config: dict[str, Any], shape: tuple[int, ...]) -> None:
-    ffn = build(config).double()
-    output = ffn(tokens(*shape))
-    assert isinstance(output, FFNOutput)
-    assert output.hidden.shape == shape
-    assert output.hidden.dtype == torch.float64
+SHAPES = [(2, 5, 8), (5, 8), (8,), (1, 1, 8), (2, 3, 4, 8), (0, 8), (2, 0, 8), (0, 5, 8)]
 
 
 @every_variant
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_kept(config: dict[str, Any], dtype: torch.dtype) -> None:
-    ffn = build(config).to(dtype)
-    hidden = ffn(tokens(2, 5, 8).to(dtype)).hidden
-    assert hidden.dtype == dtype
-    assert hidden.isfinite().all()
+def test_shape_and_dtype_are_kept(config: dict[str, Any]) -> None:
+    ffn = build(config)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        for shape in SHAPES:
+            output = ffn.to(dtype)(tokens(*shape).to(dtype))
+            assert isinstance(output, FFNOutput)
+            assert output.hidden.shape == shape
+            assert output.hidden.dtype == dtype
+            assert output.hidden.isfinite().all()
 
 
 @every_variant

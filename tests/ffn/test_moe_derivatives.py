@@ -5,72 +5,39 @@ T tokens, D model width
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import gradgradcheck
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
 from moe_ffn import TokenContext
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.routing.base import RouterLinear
-from tests.helpers.any_moe import FEW, SOME, AnyMoE, any_moe
-
-SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 3))
-DOUBLE = (torch.float64,)
+from tests.helpers.every_router import build_layer, every_router, make_batch
 
 
-class OfEverything:
-    """The layer as a function of its input and its parameters, for finite differences."""
+@every_router
+def test_gradients_of_gradients_of_a_layer_are_those_of_finite_differences(
+    router: dict[str, Any],
+) -> None:
+    """In training, but for `sparse_mixer`, whose gradient there is that of more than it returns."""
+    layer = build_layer(router, backend="loop").double()
+    layer.train(router["type"] != "sparse_mixer")
+    batch = make_batch(batch=1, length=3)
+    names = [name for name, _ in layer.named_parameters()]
 
-    def __init__(self, drawn: AnyMoE) -> None:
-        self.drawn = drawn
-        self.layer = drawn.layer()
-        self.names = [name for name, _ in self.layer.named_parameters()]
+    def hidden(x_BSD: Tensor, *parameters: Tensor) -> Tensor:
+        torch.manual_seed(0)  # the same noise
+        values = dict(zip(names, parameters, strict=True))
+        return functional_call(layer, values, (x_BSD, batch.context)).hidden
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        values = [self.drawn.tokens(), *self.layer.parameters()]
-        return tuple(value.detach().clone().requires_grad_() for value in values)
-
-    def __call__(self, x: Tensor, *parameters: Tensor) -> Tensor:
-        torch.manual_seed(self.drawn.seed)  # the same noise, and the same lots for whom is dropped
-        values = dict(zip(self.names, parameters, strict=True))
-        output = functional_call(self.layer, values, (x, self.drawn.context()))
-        return output.hidden
-
-
-def has_the_derivative(drawn: AnyMoE) -> bool:
-    """False where the last digits choose, or by design: balanced among one token, Sinkhorn's scores are
-    all alike; the gradient of `sparse_mixer` in training is not the derivative of what it returns.
-    """
-    if drawn.config["router"]["type"] == "sparse_mixer" and drawn.training:
-        return False
-    num_tokens = math.prod(drawn.shape) - sum(drawn.padding or ())
-    return drawn.config["router"]["type"] != "sinkhorn" or num_tokens > 1
-
-
-@SOME
-@given(any_moe(backends=("loop", "cpu"), dtypes=DOUBLE, shapes=SHAPES))
-def test_gradients_are_those_of_finite_differences(drawn: AnyMoE) -> None:
-    assume(has_the_derivative(drawn))
-    layer = OfEverything(drawn)
-    assert gradcheck(layer, layer.inputs, fast_mode=True)
-
-
-@FEW
-@given(any_moe(backends=("loop",), dtypes=DOUBLE, shapes=SHAPES))
-def test_gradients_of_gradients_are_those_of_finite_differences(drawn: AnyMoE) -> None:
-    assume(has_the_derivative(drawn))
-    layer = OfEverything(drawn)
-    assert gradgradcheck(layer, layer.inputs, fast_mode=True)
+    inputs = (batch.x_BSD.double().requires_grad_(), *layer.parameters())
+    assert gradgradcheck(hidden, inputs, fast_mode=True)
 
 
 # --------------------------------------------------------------------- every backend, one by one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.networks import memories, networks
 from moe_ffn.kernels.select import refusal
 from moe_ffn.weights.upcycle import as_experts
-from tests.helpers.refusing import refuses
 
 D, E = 8, 4
 Options = dict[str, Any]
@@ -154,19 +152,10 @@ def built(config: Options, backend: str = "auto") -> Any:
 @pytest.mark.parametrize("backend", ["cpu", "loop"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_output_and_every_gradient_equal_plain_loops(
-    config: dict[str, Any], backend: str, gradients: Any
+    config: dict[str, Any], backend: str, assert_equal_with_gradients: Any
 ) -> None:
-    moe = built(config, backend)
-    other = copy.deepcopy(moe)
-    x_TD = torch.randn(7, D, dtype=torch.float64)
-    x, x_other = (x_TD.clone().requires_grad_() for _ in range(2))
-
-    y_TD, expected_TD = moe(x).hidden, reference(other, x_other)
-
-    torch.testing.assert_close(y_TD, expected_TD, rtol=0, atol=1e-12)
-    found, expected = gradients(moe, x, y_TD), gradients(other, x_other, expected_TD)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-11, msg=name)
+    moe, x_TD = built(config, backend), torch.randn(7, D, dtype=torch.float64).requires_grad_()
+    assert_equal_with_gradients(moe, x_TD, moe(x_TD).hidden, reference(moe, x_TD))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -206,39 +195,6 @@ def test_noise_of_the_block_reaches_router_and_experts_alike() -> None:
     noisy_TD = x_TD * torch.empty_like(x_TD).uniform_(0.7, 1.3)
     assert torch.equal(moe.eval()(noisy_TD).hidden, y_TD)
     assert not torch.equal(moe(x_TD).hidden, y_TD)
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "two_noises": (
-        {
-            "type": "jittered",
-            "jitter": 0.1,
-            "ffn": {"type": "moe", "router": {"type": "top_k", "jitter": 0.2}},
-        },
-        "jitter (0.1) reaches the router too, which has ffn.router.jitter (0.2); set one of them to 0",
-    ),
-    "two_weights": (
-        moe(around("normed", around("latent", around("input_weighted"), width=4), each={})),
-        "experts: each normalises outputs before they are weighted, but experts.type ('input_weighted') "
-        "weighs inputs; write {type: input_weighted, experts: {type: normed, ...}}",
-    ),
-    "weights_of_nothing": (
-        moe(around("input_weighted", around("latent", {"type": "value"}, width=4))),
-        "experts: type 'input_weighted' multiplies what an expert reads, but those of type 'value' read "
-        "nothing; use them without it",
-    ),
-    "two_limits": (
-        {"capacity": {"factor": 1.25, "per_sequence": 4}},
-        "capacity: factor (1.25) and per_sequence (4) both limit an expert; set one of them to null",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_options_that_contradict_each_other_are_refused(
-    options: dict[str, Any], message: str
-) -> None:
-    refuses(lambda: build_ffn({"type": "moe", **options}, D), message)
 
 
 MOVED: dict[str, tuple[Options, str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from moe_ffn import TokenContext, build_ffn
@@ -33,9 +34,15 @@ def test_without_a_shared_expert_there_is_no_share() -> None:
     assert output.shared_shares == {}
 
 
-def test_the_share_inside_a_mixture_of_depths_has_the_name_of_its_routing() -> None:
+@pytest.mark.parametrize(
+    ("around", "names"),
+    [("mixture_of_depths", ["inner"]), ("chain_of_experts", ["routing", "round_2"])],
+)
+def test_a_share_inside_another_block_has_the_name_of_its_routing(
+    around: str, names: list[str]
+) -> None:
     moe = {"type": "moe", "num_experts": 4, "shared_expert": "dense"}
-    block = build_ffn({"type": "mixture_of_depths", "ffn": moe}, d_model=8)
+    block = build_ffn({"type": around, "ffn": moe}, d_model=8)
     output = block(torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0)))
-    assert list(output.shared_shares) == ["inner"]
-    assert 0 < output.shared_shares["inner"] < 1
+    assert list(output.shared_shares) == names
+    assert all(0 < share < 1 for share in output.shared_shares.values())

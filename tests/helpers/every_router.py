@@ -16,6 +16,8 @@ from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import FFNOutput, ListedRouting, Routing, TokenContext
 from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.base import Router
+from moe_ffn.routing.expert_threshold import ExpertThresholdRouter
+from tests.helpers.identity_router import real_pairs
 
 BATCH, LENGTH, D_MODEL, NUM_EXPERTS = 2, 8, 8, 4
 NUM_TOKENS = BATCH * LENGTH
@@ -47,6 +49,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "expert_choice": {},
         "expert_choice-batch": {"among": "batch", "score": "sigmoid", "k": 1.0, "jitter": 0.1},
         "expert_choice-all": {"k": 4},
+    },
+    "expert_threshold": {
+        "expert_threshold": {},
+        "expert_threshold-warm_up": {"warmup_steps": 2},  # see `decide`
     },
     "sinkhorn": {"sinkhorn-k1": {}, "sinkhorn-k2": {"k": 2, "bias": True}},
     "sparse_mixer": {"sparse_mixer": {"threshold": 1.5}, "sparse_mixer-all": {"k": 4}},
@@ -84,17 +90,25 @@ def is_causal(router: dict[str, Any]) -> bool:
     return config_of(router).refusal(Situation(causal=True)) is None
 
 
-def build_layer(router: dict[str, Any], seed: int = 0) -> MoEFFN:
+def build_layer(router: dict[str, Any], seed: int = 0, backend: str = "auto") -> MoEFFN:
     torch.manual_seed(seed)
-    experts = {"type": "swiglu", "d_ff": 8}
+    experts = {"type": "swiglu", "d_ff": 8, "backend": backend}
     layer = build_ffn(
         {"type": "moe", "num_experts": NUM_EXPERTS, "router": router, "experts": experts}, D_MODEL
     )
     assert isinstance(layer, MoEFFN)
-    with torch.no_grad():
-        for parameter in layer.router.parameters():
-            parameter.mul_(3)  # decided, as a trained router is
+    decide(layer.router)
     return layer
+
+
+@torch.no_grad()
+def decide(router: Router) -> None:
+    """Make a router decided and lopsided, as one step of training might."""
+    for parameter in router.parameters():
+        parameter.mul_(3)
+    if isinstance(router, ExpertThresholdRouter):
+        router.threshold_E.copy_(torch.linspace(-0.3, 0.3, len(router.threshold_E)))
+        router.num_updates_E.fill_(1)
 
 
 @dataclass(frozen=True)
@@ -143,14 +157,15 @@ def call_layer(layer: MoEFFN, batch: Batch, seed: int = 0) -> tuple[FFNOutput, R
 
 def pairs_by_token(routing: Routing) -> list[dict[int, float]]:
     """Return the real experts of each token, and their weights."""
-    pairs: list[dict[int, float]] = [{} for _ in range(routing.num_tokens)]
-    for n in routing.real_N.nonzero().flatten().tolist():
-        expert = int(routing.expert_ids_N[n])
-        token = pairs[int(routing.token_ids_N[n])]
+    found: list[dict[int, float]] = []
+    for pairs in real_pairs(routing):
+        token: dict[int, float] = {}
+        for expert, weight in pairs:
+            token[expert] = token.get(expert, 0) + weight
         # The heads of a query may choose the same one.
-        assert routing.is_listed or expert not in token, "an expert is listed twice for one token"
-        token[expert] = token.get(expert, 0) + routing.weights_N[n].item()
-    return pairs
+        assert routing.is_listed or len(token) == len(pairs), "an expert is listed twice"
+        found.append(token)
+    return found
 
 
 def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_EXPERTS) -> None:

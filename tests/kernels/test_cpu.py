@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -18,6 +19,7 @@ from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.outputs import Plan
+from tests.kernels.derivatives import NAMES, Given, assert_close, derive, exact, leaves_of
 
 T, D, E, F = 6, 3, 4, 5
 
@@ -33,35 +35,20 @@ def loop_as_operator(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor
 each_way = pytest.mark.parametrize(
     "cpu", [pytest.param(native, marks=without_compiler), loop_as_operator], ids=["native", "loop"]
 )
-NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")
+PLAN: list[list[int | None]] = [[0, 1], [0, 1], [0, 3], [0, 3], [0, None], [0, 0]]
+"""12 pairs of 6 tokens: expert 0 has 7, expert 2 none, and one is not computed."""
 
 
-def plan_of(weights_N: Tensor) -> Plan:
-    """12 pairs of 6 tokens: expert 0 has 7, expert 2 none, and one is not computed."""
-    return Plan(
-        token_ids_N=torch.tensor([0, 1, 2, 3, 4, 5, 5, 0, 1, 2, 3, 4]),
-        weights_N=weights_N,
-        offsets_E=torch.tensor([7, 9, 9, 11], dtype=torch.int32),
-        pair_ids_N=torch.tensor([0, 2, 4, 6, 8, 10, 11, 1, 3, 5, 7, 9]),
-    )
+@pytest.fixture
+def make(make_weights: Any, make_plan_of: Any) -> Callable[..., Given]:
+    def make(dtype: torch.dtype = torch.float64, **options: Any) -> Given:
+        weights = make_weights(E, D, F, dtype=dtype, **{"gated": False, **options})
+        plan = make_plan_of(PLAN, E)
+        plan = replace(plan, weights_N=plan.weights_N.detach().to(dtype).requires_grad_())
+        x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return x_TD.to(dtype).requires_grad_(), plan, weights
 
-
-def inputs(gated: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """Tensors by NAMES, each a leaf."""
-    height = 2 * F if gated else F
-    shapes = [(T, D), (12,), (E, height, D), (E, D, F), (E, height), (E, D)]
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    tensors[1][-1] = 0  # of the pair that is not computed
-    return tuple(t.to(dtype).requires_grad_() for t in tensors)
-
-
-def compute(backend: Any, leaves: tuple[Tensor, ...], **options: Any) -> Tensor:
-    x_TD, weights_N, up, down, up_bias, down_bias = leaves
-    weights = ExpertWeights(
-        up_EHD=up, down_EDF=down, up_bias_EH=up_bias, down_bias_ED=down_bias, **options
-    )
-    return backend(x_TD, plan_of(weights_N), weights)
+    return make
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -74,56 +61,47 @@ KINDS: dict[str, dict[str, Any]] = {
 @each_way
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_every_activation_and_gradient_is_that_of_the_loop(
-    cpu: Any, options: dict[str, Any]
+    cpu: Any, options: dict[str, Any], make: Any
 ) -> None:
-    leaves = inputs(options.get("gated", False))
-    wanted, got = compute(loop, leaves, **options), compute(cpu, leaves, **options)
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-    probe = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    gradients = zip(
-        NAMES,
-        torch.autograd.grad(got, leaves, probe),
-        torch.autograd.grad(wanted, leaves, probe),
-        strict=True,
-    )
-    for name, mine, theirs in gradients:
-        torch.testing.assert_close(
-            mine, theirs, rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"d/d {name}: {m}"
-        )
+    given = make(**options)
+    assert_close(derive(cpu, *given), derive(loop, *given), 1e-11)
 
 
 @each_way
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("kind", ["gated_silu", "clamped"])
-def test_gradients_are_those_of_finite_differences(cpu: Any, kind: str, dropout: float) -> None:
-    def function(*leaves: Tensor) -> Tensor:
-        torch.manual_seed(3)  # the same units are dropped at every call
-        return compute(cpu, leaves, **KINDS[kind], dropout=dropout)
+def test_gradients_are_those_of_finite_differences(
+    cpu: Any, kind: str, dropout: float, make: Any
+) -> None:
+    given = make(**KINDS[kind], dropout=dropout)
+    _, plan, weights = given
 
-    assert torch.autograd.gradcheck(function, inputs(gated=True), fast_mode=True)
+    def function(x_TD: Tensor, weights_N: Tensor, *parameters: Tensor) -> Tensor:
+        torch.manual_seed(3)  # the same units are dropped at every call
+        return cpu(x_TD, replace(plan, weights_N=weights_N), weights.with_parameters(*parameters))
+
+    assert torch.autograd.gradcheck(function, tuple(leaves_of(*given).values()), fast_mode=True)
 
 
 @each_way
 @pytest.mark.parametrize("kind", ["gated_silu", "clamped", "plain_relu"])
-def test_dropout_multiplies_the_hidden_units_by_its_mask(cpu: Any, kind: str) -> None:
-    options = KINDS[kind]
-    leaves = inputs(options.get("gated", False))
-    x_TD, weights_N, up, down, up_bias, down_bias = leaves
+def test_dropout_multiplies_the_hidden_units_by_its_mask(cpu: Any, kind: str, make: Any) -> None:
+    x_TD, plan, weights = make(**KINDS[kind], dropout=0.5)
     results = []
     for trains in (True, False):
         torch.manual_seed(3)
         with torch.set_grad_enabled(trains):
-            results.append(compute(cpu, leaves, **options, dropout=0.5))
+            results.append(cpu(x_TD, plan, weights))
 
-    weights = ExpertWeights(up_EHD=up, down_EDF=down, **options)
     torch.manual_seed(3)
-    mask_NF = dropout_mask(11, replace(weights, dropout=0.5), x_TD.dtype, x_TD.device)
+    mask_NF = dropout_mask(11, weights, x_TD.dtype, x_TD.device)
     assert mask_NF is not None
-    plan, wanted = plan_of(weights_N), torch.zeros_like(x_TD)
+    plain, wanted = replace(weights, dropout=0.0), torch.zeros_like(x_TD)
+    up, down, up_bias, down_bias = weights.parameters
     experts = [0] * 7 + [1] * 2 + [3] * 2
     for n, (token, expert) in enumerate(zip(plan.token_ids_N[:11].tolist(), experts, strict=True)):
-        hidden_F = weights.activate(up[expert] @ x_TD[token] + up_bias[expert]) * mask_NF[n]
-        wanted[token] += weights_N[n] * (down[expert] @ hidden_F + down_bias[expert])
+        hidden_F = plain.activate(up[expert] @ x_TD[token] + up_bias[expert]) * mask_NF[n]
+        wanted[token] += plan.weights_N[n] * (down[expert] @ hidden_F + down_bias[expert])
     for got in results:
         torch.testing.assert_close(got, wanted)
 
@@ -134,21 +112,14 @@ FROZEN = {"experts": NAMES[2:], "up": ("up", "up_bias"), "down": ("down", "down_
 @each_way
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(
-    cpu: Any, frozen: tuple[str, ...]
+    cpu: Any, frozen: tuple[str, ...], make: Any
 ) -> None:
-    leaves = inputs(gated=True)
-    compute(cpu, leaves, **KINDS["gated_silu"]).square().sum().backward()
-    wanted = {name: leaf.grad for name, leaf in zip(NAMES, leaves, strict=True)}
-
-    again: dict[str, Tensor] = dict(zip(NAMES, inputs(gated=True), strict=True))
+    given = make(**KINDS["gated_silu"])
+    wanted = derive(cpu, *given)
     for name in frozen:
-        again[name].requires_grad_(False)
-    compute(cpu, tuple(again.values()), **KINDS["gated_silu"]).square().sum().backward()
-    for name, leaf in again.items():
-        if name in frozen:
-            assert leaf.grad is None
-        else:
-            torch.testing.assert_close(leaf.grad, wanted[name], rtol=0, atol=0)
+        leaves_of(*given)[name].requires_grad_(False)
+        del wanted[name]
+    assert_close(derive(cpu, *given), wanted, 0.0)
 
 
 def test_dropout_keeps_the_mean() -> None:
@@ -173,24 +144,17 @@ def test_a_cpu_without_reduced_products_computes_them_in_float32(
     options: dict[str, Any],
     native: bool,
     dtype: torch.dtype,
+    make: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     has = dict.fromkeys(("amx_bf16", "amx_fp16"), native)
     monkeypatch.setattr(dtypes, "_capabilities", lambda: has)
     assert dtypes.product_dtype_on_cpu(dtype) == (dtype if native else torch.float32)
-    gated = options.get("gated", False)
-    reduced, exact = inputs(gated, dtype), inputs(gated)
-    got, wanted = compute(cpu, reduced, **options), compute(loop, exact, **options)
-    assert got.dtype == dtype
-    gradients = torch.autograd.grad(got, reduced, torch.ones_like(got))
-    wanted_gradients = torch.autograd.grad(wanted, exact, torch.ones_like(wanted))
-    tolerance = 16 * torch.finfo(dtype).eps  # some five roundings, sums of up to seven terms
-    for name, mine, theirs in zip(
-        ("y", *NAMES), (got, *gradients), (wanted, *wanted_gradients), strict=True
-    ):
-        assert mine.dtype == dtype, name
-        error = (mine.double() - theirs).abs().max() / theirs.abs().max()
-        assert error < tolerance, f"{name}: {error}"
+    given = make(dtype, **options)
+    got = derive(cpu, *given)
+    assert {value.dtype for value in got.values()} == {dtype}
+    # Some five roundings, sums of up to seven terms.
+    assert_close(got, derive(loop, *exact(*given)), 16 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(
@@ -236,31 +200,33 @@ def test_under_autocast_results_are_weighted_and_summed_in_float32(
 
 
 @each_way
-def test_weights_changed_before_backward_are_noticed(cpu: Any) -> None:
-    leaves = inputs(gated=True)
-    y_TD = compute(cpu, leaves, activation="silu", gated=True)
+def test_weights_changed_before_backward_are_noticed(cpu: Any, make: Any) -> None:
+    x_TD, plan, weights = make(**KINDS["gated_silu"])
+    y_TD = cpu(x_TD, plan, weights)
     with torch.no_grad():
-        leaves[2].mul_(2)
+        weights.up_EHD.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y_TD.sum().backward()
 
 
 @each_way
-def test_backward_twice_is_the_same(cpu: Any) -> None:
-    leaves = inputs(gated=True)
-    y_TD = compute(cpu, leaves, activation="silu", gated=True)
+def test_backward_twice_is_the_same(cpu: Any, make: Any) -> None:
+    given = make(**KINDS["gated_silu"])
+    y_TD, leaves = cpu(*given), list(leaves_of(*given).values())
     first = torch.autograd.grad(y_TD.sum(), leaves, retain_graph=True)
     again = torch.autograd.grad(y_TD.sum(), leaves)
-    for one, other in zip(first, again, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
 
 
 @each_way
-def test_nothing_is_kept_without_gradients(cpu: Any) -> None:
+def test_nothing_is_kept_without_gradients(cpu: Any, make: Any) -> None:
     packed: list[Tensor] = []
-    leaves = tuple(t.detach() for t in inputs(gated=True))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        y_TD = compute(cpu, leaves, activation="silu", gated=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t)
+    given = make(**KINDS["gated_silu"])
+    for leaf in leaves_of(*given).values():
+        leaf.requires_grad_(False)
+    with hooks:
+        y_TD = cpu(*given)
     assert not y_TD.requires_grad
     assert packed == []
 
@@ -270,14 +236,12 @@ def test_nothing_is_kept_without_gradients(cpu: Any) -> None:
 
 @pytest.mark.parametrize(("why", "expected"), [(None, "native"), ("no compiler", "loop_on_cpu")])
 def test_auto_takes_the_compiled_kernels_where_there_are_some(
-    why: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    why: str | None, expected: str, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str] = []
     monkeypatch.setattr(choice, "unavailable_reason", lambda: why)
     for name in ("native", "loop_on_cpu"):
         monkeypatch.setattr(choice, name, lambda x, *_, name=name: taken.append(name) or x)
-    x_TD, _, up, down, _, _ = inputs(gated=False)
-    ids_N = torch.zeros(2, dtype=torch.int64)
-    plan = Plan(ids_N, torch.ones(2), torch.tensor([2] * E), ids_N)
-    run_experts(x_TD, plan, ExpertWeights("silu", up, down), "auto")
+    x_TD, plan, weights = make()
+    run_experts(x_TD, plan, weights, "auto")
     assert taken == [expected]

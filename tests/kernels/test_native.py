@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,17 +17,17 @@ from torch import Tensor
 from moe_ffn.dispatch import plan_of_pairs
 from moe_ffn.kernels import cpu as backend
 from moe_ffn.kernels.activations import ClampedSwiGLU
-from moe_ffn.kernels.base import Backend, ExpertWeights
+from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.cpu import NATIVE, Gradients, Implementation, native, run
 from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.outputs import Plan
+from tests.kernels.derivatives import NAMES, Given, assert_close, derive, exact, leaves_of
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason() is not None, reason=f"native {unavailable_reason()}"
 )
 
-NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")
 LEFT_OUT = 7
 """Pairs that are not computed."""
 
@@ -43,52 +42,46 @@ class Case:
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)
 
-    def leaves(self) -> list[Tensor]:
-        """Tensors by NAMES."""
+    def given(self) -> Given:
         generator = torch.Generator().manual_seed(0)
-        num_experts, rows = len(self.loads), self.d_ff * (2 if self.options.get("gated") else 1)
+        num_experts, d_model, d_ff = len(self.loads), self.d_model, self.d_ff
+        options = {"activation": "silu", "bias": True, **self.options}
+        rows = d_ff * (2 if options.get("gated") else 1)
         num_pairs = sum(self.loads) + (LEFT_OUT if self.num_tokens else 0)
-        shapes = {
-            "x": (self.num_tokens, self.d_model),
-            "weights": (num_pairs,),
-            "up": (num_experts, rows, self.d_model),
-            "down": (num_experts, self.d_model, self.d_ff),
-            "up_bias": (num_experts, rows),
-            "down_bias": (num_experts, self.d_model),
-        }
-        drawn = [torch.randn(shapes[name], generator=generator) for name in NAMES]
-        drawn[2] /= self.d_model**0.5
-        drawn[3] /= self.d_ff**0.5
-        return [tensor.to(self.dtype).requires_grad_() for tensor in drawn]
+
+        def leaf(*shape: int, scale: int = 1) -> Tensor:
+            drawn = torch.randn(shape, generator=generator) / scale**0.5
+            return drawn.to(self.dtype).requires_grad_()
+
+        x_TD, weights_N = leaf(self.num_tokens, d_model), leaf(num_pairs)
+        up_EHD = leaf(num_experts, rows, d_model, scale=d_model)
+        down_EDF = leaf(num_experts, d_model, d_ff, scale=d_ff)
+        if options.pop("bias"):
+            options["up_bias_EH"] = leaf(num_experts, rows)
+            options["down_bias_ED"] = leaf(num_experts, d_model)
+        return (
+            x_TD,
+            self.plan(weights_N),
+            ExpertWeights(up_EHD=up_EHD, down_EDF=down_EDF, **options),
+        )
 
     def plan(self, weights_N: Tensor) -> Plan:
+        """Of pairs in any order, some of which are not computed; its weights are a leaf."""
         generator = torch.Generator().manual_seed(1)
         num_experts, num_pairs = len(self.loads), len(weights_N)
         ids_N = torch.arange(num_experts).repeat_interleave(torch.tensor(self.loads))
         ids_N = torch.cat([ids_N, torch.full((num_pairs - len(ids_N),), num_experts)])
         ids_N = ids_N[torch.randperm(num_pairs, generator=generator)]
         tokens_N = torch.randint(max(self.num_tokens, 1), (num_pairs,), generator=generator)
-        return plan_of_pairs(tokens_N, ids_N, weights_N, num_experts)
-
-    def compute(self, run: Backend, leaves: list[Tensor]) -> Tensor:
-        x_TD, weights_N, up, down, up_bias, down_bias = leaves
-        given = {"activation": "silu", **self.options}
-        bias = {"up_bias_EH": up_bias, "down_bias_ED": down_bias}
-        bias = bias if given.pop("bias", True) else {}
-        weights = ExpertWeights(up_EHD=up, down_EDF=down, **bias, **given)
-        return run(x_TD, self.plan(weights_N), weights)
-
-    def derive(self, run: Backend, leaves: list[Tensor]) -> dict[str, Tensor]:
-        """The output, and the gradients of a sum of it."""
-        y_TD = self.compute(run, leaves)
-        probe = torch.randn(y_TD.shape, generator=torch.Generator().manual_seed(2)).to(y_TD)
-        wanted = leaves if self.options.get("bias", True) else leaves[:4]
-        named = zip(NAMES, torch.autograd.grad(y_TD, wanted, probe), strict=False)
-        return {"y": y_TD.detach(), **dict(named)}
+        return replace(
+            plan_of_pairs(tokens_N, ids_N, weights_N.detach(), num_experts), weights_N=weights_N
+        )
 
 
-def exact(leaves: list[Tensor]) -> list[Tensor]:
-    return [leaf.detach().double().requires_grad_() for leaf in leaves]
+def evaluate(*given: *Given) -> dict[str, Tensor]:
+    """The output without gradients, for which few rows of each expert are computed another way."""
+    with torch.no_grad():
+        return {"y": native(*given)}
 
 
 TOLERANCES = {
@@ -97,16 +90,6 @@ TOLERANCES = {
     torch.float16: 5e-3,
     torch.bfloat16: 3e-2,
 }
-
-
-def close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        difference = (got[name].double() - value).abs()
-        assert not difference.isnan().any(), name
-        largest = value.abs().max().item() if value.numel() else 0.0
-        error = difference.max().item() if value.numel() else 0.0
-        assert error <= tolerance * largest, f"{name}: {error} of {largest}"
 
 
 Shape = tuple[int, int, int, tuple[int, ...]]
@@ -151,14 +134,12 @@ def test_every_shape_is_that_of_the_loop(shape: Shape, dtype: torch.dtype) -> No
     kinds = list(KINDS.values())
     for kind in kinds[:1] if sum(shape[3]) > 1000 else kinds:
         case = Case(*shape, dtype, kind)
-        leaves = case.leaves()
-        wanted = case.derive(loop, exact(leaves))
-        got = case.derive(native, leaves)
+        given = case.given()
+        wanted = derive(loop, *exact(*given))
+        got = derive(native, *given)
         assert {value.dtype for value in got.values()} == {dtype}
-        close(got, wanted, TOLERANCES[dtype])
-        with torch.no_grad():
-            y_TD = case.compute(native, leaves)
-        close({"y": y_TD}, {"y": wanted["y"]}, TOLERANCES[dtype])
+        assert_close(got, wanted, TOLERANCES[dtype])
+        assert_close(evaluate(*given), {"y": wanted["y"]}, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -181,16 +162,16 @@ def test_results_are_rounded_to_the_nearest(dtype: torch.dtype) -> None:
 def test_gradients_too_large_for_a_cache_are_those_of_the_loop(d_model: int) -> None:
     """Gradients of 32 MiB or more, in whole cache lines and not."""
     case = Case(30, d_model, 128, (*(3,) * 127, 0, 300), torch.float32, {"gated": True})
-    leaves = case.leaves()
-    close(case.derive(native, leaves), case.derive(loop, leaves), 1e-5)
+    given = case.given()
+    assert_close(derive(native, *given), derive(loop, *given), 1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_clamped_units_are_those_of_the_loop(interleaved: bool) -> None:
     options = {"gated": True, "gate_function": ClampedSwiGLU(1.7, 0.5), "interleaved": interleaved}
     case = Case(*SHAPES["tails"], torch.float64, options)
-    leaves = case.leaves()
-    close(case.derive(native, leaves), case.derive(loop, exact(leaves)), 1e-13)
+    given = case.given()
+    assert_close(derive(native, *given), derive(loop, *exact(*given)), 1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -199,16 +180,13 @@ def test_any_number_of_threads_gives_the_same_bits(
     shape: str, dtype: torch.dtype, threads: Any
 ) -> None:
     case = Case(*SHAPES[shape], dtype, {"gated": True})
-    leaves = case.leaves()
+    given = case.given()
     results: list[dict[str, Tensor]] = []
     for count in (1, 2, 7, 7, 1):
         threads(count)
-        results.append(case.derive(native, leaves))
-        with torch.no_grad():
-            results[-1]["y of no gradients"] = case.compute(native, leaves)
+        results.append({**derive(native, *given), "evaluated": evaluate(*given)["y"]})
     for other in results[1:]:
-        for name, value in results[0].items():
-            assert torch.equal(value, other[name]), name
+        assert_close(other, results[0], 0.0)
 
 
 @pytest.mark.usefixtures("_who")
@@ -216,15 +194,16 @@ def test_any_number_of_threads_gives_the_same_bits(
 @pytest.mark.parametrize("shape", ["tails", "few rows"])
 def test_what_a_call_leaves_in_memory_reaches_no_other(shape: str, dtype: torch.dtype) -> None:
     case = Case(*SHAPES[shape], dtype, {"gated": True})
-    leaves = case.leaves()
-    wanted = case.derive(native, leaves)
+    given = case.given()
+    wanted = derive(native, *given)
     # Whole tiles of numbers that are none, in all memory that threads keep and much of what they free.
     full = replace(case, loads=(512, 0, 0, 0, 0))
-    broken = [torch.full_like(leaf, torch.nan).requires_grad_() for leaf in full.leaves()]
-    for name, value in full.derive(native, broken).items():
+    broken = full.given()
+    for leaf in leaves_of(*broken).values():
+        leaf.data.fill_(torch.nan)
+    for name, value in derive(native, *broken).items():
         assert value.isnan().any(), name
-    for name, value in case.derive(native, leaves).items():
-        assert torch.equal(value, wanted[name]), name
+    assert_close(derive(native, *given), wanted, 0.0)
 
 
 @pytest.mark.usefixtures("_who")
@@ -235,91 +214,90 @@ def test_a_token_that_is_no_number_reaches_no_other(
     number: float, shape: str, dtype: torch.dtype
 ) -> None:
     case = Case(*SHAPES[shape], dtype, {"gated": True})
-    leaves = case.leaves()
-    plan = case.plan(leaves[1])
+    given = case.given()
+    x_TD, plan, _ = given
     token = int(plan.token_ids_N[0])
     others_T = torch.arange(case.num_tokens) != token
-    wanted = case.derive(native, leaves)
+    wanted = {**derive(native, *given), "evaluated": evaluate(*given)["y"]}
     with torch.no_grad():
-        wanted["y of no gradients"] = case.compute(native, leaves)
-        leaves[0][token] = number
-    got = case.derive(native, leaves)
-    with torch.no_grad():
-        got["y of no gradients"] = case.compute(native, leaves)
-    for name in ("y", "y of no gradients", "x"):
+        x_TD[token] = number
+    got = {**derive(native, *given), "evaluated": evaluate(*given)["y"]}
+    for name in ("y", "evaluated", "x"):
         assert torch.equal(got[name][others_T], wanted[name][others_T]), name
         assert not got[name][token].isfinite().all(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_threads_of_python_compute_at_once(dtype: torch.dtype, threads: Any) -> None:
-    cases = [Case(*SHAPES[shape], dtype, {"gated": True}) for shape in ("tails", "long sums") * 2]
-    all_leaves = [case.leaves() for case in cases]
-    wanted = [case.derive(native, leaves) for case, leaves in zip(cases, all_leaves, strict=True)]
+    shapes = ("tails", "long sums") * 2
+    given = [Case(*SHAPES[shape], dtype, {"gated": True}).given() for shape in shapes]
+    wanted = [derive(native, *each) for each in given]
 
     def compute(number: int) -> dict[str, Tensor]:
         threads(2)  # of this thread's own
-        return cases[number % 4].derive(native, all_leaves[number % 4])
+        return derive(native, *given[number % 4])
 
     with ThreadPoolExecutor(4) as pool:
         for number, got in enumerate(pool.map(compute, range(16))):
-            for name, value in got.items():
-                assert torch.equal(value, wanted[number % 4][name]), name
+            assert_close(got, wanted[number % 4], 0.0)
 
 
 def test_the_number_of_threads_may_change_before_backward(threads: Any) -> None:
     case = Case(*SHAPES["tails"], torch.float32, {"gated": True})
-    leaves = case.leaves()
-    wanted = torch.autograd.grad(case.compute(native, leaves).sum(), leaves)
+    given = case.given()
+    leaves = list(leaves_of(*given).values())
+    wanted = torch.autograd.grad(native(*given).sum(), leaves)
     threads(7)
-    y_TD = case.compute(native, leaves)
+    y_TD = native(*given)
     threads(2)
-    for got, one in zip(torch.autograd.grad(y_TD.sum(), leaves), wanted, strict=True):
-        assert torch.equal(got, one)
+    found = torch.autograd.grad(y_TD.sum(), leaves)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_inference_mode_changes_no_bit() -> None:
     case = Case(*SHAPES["tails"], torch.float32, {"gated": True})
-    leaves = case.leaves()
-    with torch.no_grad():
-        wanted = case.compute(native, leaves)
+    given = case.given()
+    x_TD, plan, weights = given
+    wanted = evaluate(*given)["y"]
     with torch.inference_mode():
-        for given in (leaves, [leaf.clone() for leaf in leaves]):
-            assert torch.equal(case.compute(native, given), wanted)
+        for x in (x_TD, x_TD.clone()):  # the second is a tensor of this mode
+            assert torch.equal(native(x, plan, weights), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_under_autocast_float32_is_read_and_written(dtype: torch.dtype) -> None:
     case = Case(*SHAPES["tails"], torch.float32, {"gated": True})
-    leaves = case.leaves()
+    given = case.given()
     with torch.autocast("cpu", dtype):
-        got = case.derive(native, leaves)
+        got = derive(native, *given)
     assert {value.dtype for value in got.values()} == {torch.float32}
-    close(got, case.derive(loop, exact(leaves)), TOLERANCES[dtype])
+    assert_close(got, derive(loop, *exact(*given)), TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tensors_need_not_be_contiguous(dtype: torch.dtype) -> None:
     case = Case(*SHAPES["tails"], dtype, {"gated": True})
-    leaves = case.leaves()
-    turned = [t.detach().mT.contiguous().mT if t.dim() > 1 else t.detach() for t in leaves]
-    turned[1] = leaves[1].detach().repeat_interleave(2)[::2]
-    assert not any(tensor.is_contiguous() for tensor in turned)
-    got = case.derive(native, [tensor.requires_grad_() for tensor in turned])
-    for name, value in case.derive(native, leaves).items():
-        assert torch.equal(got[name], value), name
-    expanded = case.compute(native, leaves).sum()  # its gradient has strides of 0
-    given = (case.compute(native, leaves) * torch.ones(97, 65, dtype=dtype)).sum()
-    for one, other in zip(
-        torch.autograd.grad(expanded, leaves), torch.autograd.grad(given, leaves), strict=True
-    ):
-        assert torch.equal(one, other)
+    given = case.given()
+    x_TD, plan, weights = given
+
+    def turned(leaf: Tensor) -> Tensor:
+        return leaf.detach().mT.contiguous().mT.requires_grad_()
+
+    parameters = [None if leaf is None else turned(leaf) for leaf in weights.parameters]
+    spread_N = plan.weights_N.detach().repeat_interleave(2)[::2].requires_grad_()
+    other = turned(x_TD), replace(plan, weights_N=spread_N), weights.with_parameters(*parameters)
+    assert not any(leaf.is_contiguous() for leaf in leaves_of(*other).values())
+    assert_close(derive(native, *other), derive(native, *given), 0.0)
+    leaves = list(leaves_of(*given).values())
+    expanded = native(*given).sum()  # its gradient has strides of 0
+    whole = (native(*given) * torch.ones(97, 65, dtype=dtype)).sum()
+    found, wanted = (torch.autograd.grad(y, leaves) for y in (expanded, whole))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_the_tensors_of_a_plan_need_not_be_contiguous() -> None:
-    case = Case(*SHAPES["tails"], torch.float32, {"gated": True})
-    x_TD, weights_N, up, down, *_ = (leaf.detach() for leaf in case.leaves())
-    plan, weights = case.plan(weights_N), ExpertWeights("silu", up, down, gated=True)
+    options = {"gated": True, "bias": False}
+    x_TD, plan, weights = Case(*SHAPES["tails"], torch.float32, options).given()
     names = ("token_ids_N", "weights_N", "offsets_E", "pair_ids_N")
     spread = {name: getattr(plan, name).repeat_interleave(2)[::2] for name in names}
     assert not any(tensor.is_contiguous() for tensor in spread.values())
@@ -329,8 +307,8 @@ def test_the_tensors_of_a_plan_need_not_be_contiguous() -> None:
 @pytest.mark.parametrize("frozen", [(), ("x",), ("up",), NAMES[2:]], ids=str)
 def test_what_is_frozen_costs_no_gradient(frozen: tuple[str, ...]) -> None:
     case = Case(*SHAPES["one token"], torch.float32)
-    leaves = case.leaves()
-    for name, leaf in zip(NAMES, leaves, strict=True):
+    given = case.given()
+    for name, leaf in leaves_of(*given).items():
         leaf.requires_grad_(name not in frozen)
     computed: list[set[str]] = []
 
@@ -340,7 +318,7 @@ def test_what_is_frozen_costs_no_gradient(frozen: tuple[str, ...]) -> None:
         return found
 
     implementation = Implementation(NATIVE.forward, backward)
-    case.compute(partial(run, implementation), leaves).sum().backward()
+    run(implementation, *given).sum().backward()
     assert computed == [{*NAMES} - {*frozen}]
 
 
@@ -348,29 +326,27 @@ def test_what_is_frozen_costs_no_gradient(frozen: tuple[str, ...]) -> None:
 def test_it_does_without_onednn(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on ARM, where oneDNN multiplies no tiles, or where `torch.backends.mkldnn` is turned off.
     case = Case(*SHAPES["tails"], dtype, {"gated": True})
-    leaves = case.leaves()
+    given = case.given()
     monkeypatch.setattr(backend, "product_dtype_on_cpu", lambda dtype: dtype)
     torch._C._set_mkldnn_enabled(False)
     try:
-        got = case.derive(native, leaves)
+        got = derive(native, *given)
     finally:
         torch._C._set_mkldnn_enabled(True)
-    close(got, case.derive(loop, exact(leaves)), TOLERANCES[dtype])
+    assert_close(got, derive(loop, *exact(*given)), TOLERANCES[dtype])
 
 
 def test_an_error_of_one_thread_ends_all(threads: Any) -> None:
     case = Case(*SHAPES["groups"], torch.float32, {"gated": True})
-    leaves = [leaf.detach() for leaf in case.leaves()]
-    leaves[2] = leaves[2].int()
+    x_TD, plan, weights = case.given()
+    wrong = replace(weights, up_EHD=weights.up_EHD.detach().int())
     threads(3)
-    with pytest.raises(RuntimeError, match="moe_ffn's kernels take no Int"):
-        case.compute(native, leaves)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="moe_ffn's kernels take no Int"):
+        native(x_TD, plan, wrong)
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:
-    case = Case(*SHAPES["one token"], torch.float32)
-    x_TD, weights_N, up, down, *_ = (leaf.detach() for leaf in case.leaves())
-    plan, weights = case.plan(weights_N), ExpertWeights("silu", up, down)
+    x_TD, plan, weights = Case(*SHAPES["one token"], torch.float32, {"bias": False}).given()
 
     def refused(message: str, x_TD: Tensor = x_TD, **changed: Any) -> None:
         with pytest.raises(RuntimeError, match=message):

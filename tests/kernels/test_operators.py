@@ -12,9 +12,7 @@ from torch.library import opcheck
 
 from moe_ffn.kernels import cpu as cpu_operator
 from moe_ffn.kernels.activations import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
-from moe_ffn.kernels.cpu import cpu, native
-from moe_ffn.kernels.native import routing
-from moe_ffn.kernels.native.build import unavailable_reason
+from moe_ffn.kernels.cpu import cpu
 from moe_ffn.routing import balanced_assignment, sinkhorn
 
 EXPERTS = [[0, 2], [0, None], [1, 2]]
@@ -24,9 +22,6 @@ GATES = {
     "clamped": ClampedGate(1.0, 2.0, 0.5, after=True),
     "soft_capped": SoftCappedSwiGLU(3.0, 2.0),
 }
-needs_compiler = pytest.mark.skipif(
-    unavailable_reason() is not None, reason=f"native {unavailable_reason()}"
-)
 slow = pytest.mark.slow
 TRACED = "test_aot_dispatch_dynamic"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", TRACED)
@@ -112,37 +107,6 @@ def test_the_operator_has_no_second_derivative(make_weights: Any, make_plan_of: 
     (grad_TD,) = torch.autograd.grad(y_TD.square().sum(), x_TD, create_graph=True)
     with pytest.raises(RuntimeError, match=r"'cpu' has no second derivative.*to 'loop', which has"):
         grad_TD.sum().backward()
-
-
-@slow
-@needs_compiler
-def test_the_operators_in_c_are_what_torch_asks_for(make_weights: Any, make_plan_of: Any) -> None:
-    x_TD = torch.randn(3, 20, requires_grad=True)
-    plan, weights, compiled = make_plan_of(EXPERTS, 3), make_weights(), torch.ops.moe_ffn_cpu
-    forward = called(compiled, "experts_forward", lambda: native(x_TD, plan, weights))
-    y_TD = native(x_TD, plan, weights)
-    backward = called(compiled, "experts_backward", y_TD.sum().backward)
-    for operator, given in (
-        (compiled.experts_forward.default, forward),
-        (compiled.experts_backward.default, backward),
-    ):
-        # Gradients are those of `autograd`.
-        detached = tuple(v.detach() if isinstance(v, Tensor) else v for v in given)
-        opcheck(operator, detached)
-
-
-@needs_compiler
-@every_check
-@pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
-def test_the_operators_of_routers_in_c_are_what_torch_asks_for(check: str) -> None:
-    compiled = routing._operators()
-    x_TD, weight_ED, scores_TE = torch.randn(5, 8).bfloat16(), torch.randn(4, 8), torch.randn(5, 4)
-    opcheck(compiled.wide_linear.default, (x_TD, weight_ED), test_utils=check)
-    for wanted in ((True, True), (True, False), (False, True)):
-        given = (scores_TE, x_TD, weight_ED, *wanted)
-        opcheck(compiled.wide_linear_backward.default, given, test_utils=check)
-    opcheck(compiled.top_k.default, (scores_TE, 2), test_utils=check)
-    opcheck(compiled.sort_by_expert.default, (torch.tensor([2, 0, 4, 0]), 4), test_utils=check)
 
 
 @slow

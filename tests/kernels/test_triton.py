@@ -7,20 +7,19 @@ T tokens, E experts, N (token, expert) pairs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_ffn.kernels.activations import Activation, ClampedSwiGLU
-from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.base import Backend
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.kernels.triton import backend
-from moe_ffn.outputs import Plan
+from tests.kernels.derivatives import Given, assert_close, derive, exact, leaves_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D_MODEL = 20
@@ -60,59 +59,14 @@ def tokens(num_tokens: int, dtype: torch.dtype = torch.float32, d_model: int = D
     return x_TD.to(DEVICE, dtype).requires_grad_()
 
 
-def probe(y_TD: Tensor) -> Tensor:
-    """Uneven weights of a sum, so that no gradient cancels."""
-    return torch.arange(y_TD.numel(), device=y_TD.device).view_as(y_TD).cos().to(y_TD.dtype)
-
-
-def results(
-    run: Callable[..., Tensor], x_TD: Tensor, plan: Plan, weights: ExpertWeights, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """The output and every gradient of a weighted sum of it; the leaves are copied to `dtype`."""
-
-    def leaf(tensor: Tensor | None, to: torch.dtype = dtype) -> Tensor | None:
-        return None if tensor is None else tensor.detach().to(to).requires_grad_()
-
-    x = cast("Tensor", leaf(x_TD))
-    # Routing weights are never narrower than float32.
-    pair_weights = cast("Tensor", leaf(plan.weights_N, torch.promote_types(dtype, torch.float32)))
-    mine = replace(
-        weights,
-        up_EHD=leaf(weights.up_EHD),
-        down_EDF=leaf(weights.down_EDF),
-        up_bias_EH=leaf(weights.up_bias_EH),
-        down_bias_ED=leaf(weights.down_bias_ED),
-    )
-    y_TD = run(x, replace(plan, weights_N=pair_weights), mine)
-    (y_TD * probe(y_TD)).sum().backward()
-    leaves = {
-        "x": x,
-        "routing weights": pair_weights,
-        "up": mine.up_EHD,
-        "down": mine.down_EDF,
-        "up bias": mine.up_bias_EH,
-        "down bias": mine.down_bias_ED,
-    }
-    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf is not None}
-    assert all(gradient is not None for gradient in gradients.values())
-    return {"y": y_TD.detach(), **cast("dict[str, Tensor]", gradients)}
-
-
-def check(
-    x_TD: Tensor, plan: Plan, weights: ExpertWeights, dtype: torch.dtype = torch.float32
-) -> None:
-    wanted = results(loop, x_TD, plan, weights, torch.float64)
-    for name, got in results(backend.triton, x_TD, plan, weights, dtype).items():
-        assert got.dtype == (torch.float32 if name == "routing weights" else dtype), name
-        size = wanted[name].abs().max().item() if wanted[name].numel() else 0.0
-        tolerance = TOLERANCE[dtype]
-        torch.testing.assert_close(
-            got.double(),
-            wanted[name],
-            rtol=tolerance,
-            atol=tolerance * max(1.0, size),
-            msg=lambda m, name=name: f"{name}: {m}",
-        )
+def check(*given: *Given, run: Backend = backend.triton, tolerance: float | None = None) -> None:
+    """Output and gradients are those of the loop in float64, in the dtypes of the tokens and leaves."""
+    got = derive(run, *given)
+    for name, leaf in leaves_of(*given).items():
+        assert got[name].dtype == leaf.dtype, name
+    dtype = given[0].dtype
+    assert got["y"].dtype == dtype
+    assert_close(got, derive(loop, *exact(*given)), tolerance or TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
@@ -154,7 +108,7 @@ def test_half_precision_adds_up_in_float32(
     dtype: torch.dtype, make_weights: Any, make_plan_of: Any
 ) -> None:
     plan = PLANS["lopsided"]
-    check(tokens(len(plan)), make_plan_of(plan, 3), make_weights(), dtype)
+    check(tokens(len(plan), dtype), make_plan_of(plan, 3), make_weights(dtype=dtype))
 
 
 def test_autocast_lowers_the_products_and_not_the_gradients(
@@ -162,16 +116,13 @@ def test_autocast_lowers_the_products_and_not_the_gradients(
 ) -> None:
     plan, weights = make_plan_of(PLANS["lopsided"], 3), make_weights()
     x_TD = tokens(len(PLANS["lopsided"]))
-    wanted = results(loop, x_TD, plan, weights, torch.float64)
 
     def lowered(*arguments: Any) -> Tensor:
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
             return backend.triton(*arguments)
 
-    for name, got in results(lowered, x_TD, plan, weights, torch.float32).items():
-        assert got.dtype == torch.float32, name
-        error = (got - wanted[name]).abs().max() / wanted[name].abs().max()
-        assert 1e-5 < error < TOLERANCE[torch.bfloat16], name
+    check(x_TD, plan, weights, run=lowered, tolerance=TOLERANCE[torch.bfloat16])
+    assert not torch.equal(lowered(x_TD, plan, weights), backend.triton(x_TD, plan, weights))
 
 
 def test_tokens_may_have_any_strides(make_weights: Any, make_plan_of: Any) -> None:
@@ -187,12 +138,10 @@ def test_tokens_may_have_any_strides(make_weights: Any, make_plan_of: Any) -> No
 
 def test_an_expanded_gradient_is_taken(make_weights: Any, make_plan_of: Any) -> None:
     # y.sum() hands back one number with strides of 0.
-    plan, weights = make_plan_of(PLANS["one_expert_takes_all"], 3), make_weights()
-    gradients = []
-    for run in (backend.triton, loop):
-        x_TD = tokens(9)
-        run(x_TD, plan, weights).sum().backward()
-        gradients.append(x_TD.grad)
+    plan, weights, x_TD = make_plan_of(PLANS["one_pair"], 3), make_weights(), tokens(1)
+    gradients = [
+        torch.autograd.grad(run(x_TD, plan, weights).sum(), x_TD) for run in (backend.triton, loop)
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
@@ -238,19 +187,9 @@ def test_training_and_evaluation_give_the_same_bits(make_weights: Any, make_plan
 
 def test_frozen_weights_get_no_gradient(make_weights: Any, make_plan_of: Any) -> None:
     plan, weights = make_plan_of(PLANS["one_expert_takes_all"], 3), make_weights()
-    x_TD = tokens(9)
-    frozen = replace(
-        weights,
-        up_EHD=weights.up_EHD.detach(),
-        down_EDF=weights.down_EDF.detach(),
-        up_bias_EH=None,
-        down_bias_ED=None,
-    )
-    backend.triton(x_TD, replace(plan, weights_N=plan.weights_N.detach()), frozen).sum().backward()
-    assert x_TD.grad is not None
-    wanted = tokens(9)
-    loop(wanted, plan, frozen).sum().backward()
-    torch.testing.assert_close(x_TD.grad, wanted.grad, rtol=1e-5, atol=1e-5)
+    frozen = weights.with_parameters(weights.up_EHD.detach(), weights.down_EDF.detach(), None, None)
+    given = tokens(9), replace(plan, weights_N=plan.weights_N.detach()), frozen
+    assert_close(derive(backend.triton, *given), derive(loop, *given), 1e-5)
 
 
 def test_dropout_multiplies_the_hidden_units_in_both_directions(
@@ -279,19 +218,13 @@ def test_dropout_multiplies_the_hidden_units_in_both_directions(
 def test_torch_compile_takes_the_operator_whole(make_weights: Any, make_plan_of: Any) -> None:
     plan, weights = make_plan_of(PLANS["one_expert_takes_all"], 3), make_weights()
     torch.compiler.reset()
-    compiled = torch.compile(
-        lambda x, p: run_experts(x, p, weights, "triton"),
+    compiled: Any = torch.compile(
+        lambda x_TD, plan, weights: run_experts(x_TD, plan, weights, "triton"),
         fullgraph=True,
         backend="inductor" if DEVICE == "cuda" else "aot_eager",  # inductor takes half a minute
     )
-    outcomes = []
-    for run in (compiled, lambda x, p: backend.triton(x, p, weights)):
-        x_TD = tokens(9)
-        y_TD = run(x_TD, plan)
-        (y_TD * probe(y_TD)).sum().backward()
-        outcomes.append((y_TD.detach(), x_TD.grad))
-    for got, wanted in zip(*outcomes, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    given = tokens(9), plan, weights
+    assert_close(derive(compiled, *given), derive(backend.triton, *given), 1e-6)
 
 
 def test_unsupported_inputs_are_rejected_with_a_reason(

@@ -66,6 +66,15 @@ CAUSAL = {
 }
 PADDABLE = {name: ffn for name, ffn in FFNS.items() if "forced" not in name}
 """Without the router that goes by a token's place in the batch."""
+PLACES = [name for name in PositionsConfig.members if name != "rope"]
+
+
+def at_positions(ffns: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Every block with rotary positions, and one block with all others, which no block sees."""
+    with_others = {f"moe-{positions}": ("moe", positions) for positions in PLACES}
+    return {name: (ffn, "rope") for name, ffn in ffns.items()} | with_others
+
+
 DRAWS = {
     *("moe-noisy_top_k", "moe-noisy_top_k-capacity", "moe-drop_random"),
     *("moe-sparse_mixer", "moe-sparse_mixer-capacity", "jittered"),
@@ -96,8 +105,9 @@ def logits_of(model: Decoder, *inputs: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------- the properties
 
 
-@pytest.mark.parametrize("positions", PositionsConfig.members)
-@pytest.mark.parametrize("ffn", CAUSAL.values(), ids=CAUSAL)
+@pytest.mark.parametrize(
+    ("ffn", "positions"), at_positions(CAUSAL).values(), ids=at_positions(CAUSAL)
+)
 def test_later_tokens_change_no_earlier_logits(ffn: Any, positions: str) -> None:
     model = build(ffn=ffn, positions=positions, num_layers=3).double().train()
     ids = some_ids(3, 10)
@@ -123,8 +133,9 @@ def test_every_later_logit_may_depend_on_an_earlier_token(ffn: Any) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("positions", PositionsConfig.members)
-@pytest.mark.parametrize("ffn", PADDABLE.values(), ids=PADDABLE)
+@pytest.mark.parametrize(
+    ("ffn", "positions"), at_positions(PADDABLE).values(), ids=at_positions(PADDABLE)
+)
 def test_right_padding_changes_nothing_for_real_tokens(
     ffn: Any, positions: str, training: bool
 ) -> None:

@@ -89,35 +89,33 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
+STEERED = "dropless, steered"
+"""A layer whose experts 2 and 3 have no token."""
+
+
+def steps(rank: int, num_ranks: int) -> dict[str, Any]:
+    """A step of each layer."""
+    found = {name: step(rank, num_ranks, options, 0.0) for name, options in LAYERS.items()}
+    return found | {STEERED: step(rank, num_ranks, LAYERS["dropless"], 50.0)}
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_gradient_equals_that_of_one_process(
-    name: str, num_ranks: int, tmp_path: Path
-) -> None:
-    hidden, into, gradients, _ = step(0, 1, LAYERS[name], 0.0)
+def test_every_gradient_equals_that_of_one_process(num_ranks: int, tmp_path: Path) -> None:
+    alone = steps(0, 1)
+    assert not alone[STEERED][2]["experts.down"][2:].any()
 
-    of_ranks = on_ranks(num_ranks, tmp_path, step, num_ranks, LAYERS[name], 0.0)
+    together = on_ranks(num_ranks, tmp_path, steps, num_ranks)
 
-    torch.testing.assert_close(torch.cat([found[0] for found in of_ranks]), hidden)
-    torch.testing.assert_close(torch.cat([found[1] for found in of_ranks]), into)
-    for parameter, wanted in gradients.items():
-        got = whole(parameter, [found[2] for found in of_ranks])
-        torch.testing.assert_close(got, wanted, msg=lambda text, p=parameter: f"{p}: {text}")
-
-
-def test_a_rank_without_tokens_takes_part(tmp_path: Path) -> None:
-    options = LAYERS["dropless"]
-    hidden, into, gradients, _ = step(0, 1, options, 50.0)
-    assert not gradients["experts.down"][2:].any(), "experts 2 and 3 have no token"
-
-    of_ranks = on_ranks(2, tmp_path, step, 2, options, 50.0)
-
-    torch.testing.assert_close(torch.cat([found[0] for found in of_ranks]), hidden)
-    torch.testing.assert_close(torch.cat([found[1] for found in of_ranks]), into)
-    for parameter, wanted in gradients.items():
-        got = whole(parameter, [found[2] for found in of_ranks])
-        torch.testing.assert_close(got, wanted)
-    assert [found[3] for found in of_ranks] == [[], []], "every parameter is in the graph"
+    for name, (hidden, into, gradients, _) in alone.items():
+        of_ranks = [found[name] for found in together]
+        torch.testing.assert_close(torch.cat([found[0] for found in of_ranks]), hidden)
+        torch.testing.assert_close(torch.cat([found[1] for found in of_ranks]), into)
+        for parameter, wanted in gradients.items():
+            got = whole(parameter, [found[2] for found in of_ranks])
+            where = f"{name}, {parameter}"
+            torch.testing.assert_close(got, wanted, msg=lambda text, w=where: f"{w}: {text}")
+        missing = [found[3] for found in of_ranks]
+        assert missing == [[]] * num_ranks, f"{name}: every parameter is in the graph"
 
 
 class Order(TorchDispatchMode):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ffn.metrics.functional import max_violation
-from moe_ffn.routing import ForcedRouterConfig, TopKRouterConfig
+from moe_ffn.routing import ForcedRouterConfig
 from tests.helpers.identity_router import experts_of, load_of, random_logits, real_pairs, route
 
 
@@ -81,13 +81,3 @@ def test_padding_takes_no_turn(skew: float) -> None:
     assert real == experts_of(route(config, logits[mask]))
     if skew == 0:
         assert load_of(padded) == [4, 4, 4, 4]
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
-def test_it_costs_what_top_k_costs(bias: bool) -> None:
-    forced, top_k = ForcedRouterConfig(k=2, bias=bias), TopKRouterConfig(k=2, bias=bias)
-    assert forced.num_params(64, 8) == top_k.num_params(64, 8)
-    assert forced.flops_per_token(64, 8) == top_k.flops_per_token(64, 8)
-    assert forced.experts_per_token(8) == top_k.experts_per_token(8)
-    logits = random_logits(5, 8)
-    assert route(forced, logits).weights_N.shape == route(top_k, logits).weights_N.shape

@@ -99,11 +99,3 @@ def test_a_block_without_token_ids_is_refused() -> None:
     for context in (None, TokenContext(), TokenContext(mask=torch.ones(2, 3).bool())):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             layer(torch.zeros(2, 3, 8), context)
-
-
-def test_it_has_nothing_to_learn() -> None:
-    router = HashRouterConfig().build(16, 8)
-    assert list(router.parameters()) == []
-    assert list(router.state_dict()) == []
-    assert HashRouterConfig().num_params(16, 8) == 0
-    assert HashRouterConfig().flops_per_token(16, 8) == 0

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn import ConfigError, TokenContext, build_ffn
+from moe_ffn import ConfigError, TokenContext
 from moe_ffn.routing import RouterConfig
 from tests.helpers.identity_router import identity_router, random_logits, real_pairs, route
-from tests.helpers.refusing import refuses
 
 E = 6
 BIAS = [0.3, -0.2, 0.0, 0.5, -0.4, 0.1]
@@ -213,53 +212,6 @@ def test_sparse_mixer_in_training_samples_and_keeps_the_gradient_of_the_softmax(
     sign_T = torch.where(second_T, -1.0, 1.0)
     assert logits_TE.grad is not None
     torch.testing.assert_close(logits_TE.grad, 3 / 16 * torch.stack([sign_T, -sign_T], -1))
-
-
-# -- contradictions
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "p_alone": (
-        {"type": "top_k", "renormalize_p": 2.0},
-        "router: renormalize_p (2) is for renormalize, which is false; set it to true, or leave "
-        "renormalize_p out",
-    ),
-    "eps_alone": (
-        {"type": "sigmoid_top_k", "renormalize": False, "renormalize_eps": 1e-6},
-        "router: renormalize_eps (1e-06) is for renormalize, which is false; set it to true, or leave "
-        "renormalize_eps out",
-    ),
-    "table_and_bias": (
-        {"type": "sigmoid_top_k", "token_table": {"vocab_size": 9}},
-        "router: correction_bias changes which experts the scores choose, but token_table chooses them by "
-        "the token's id; leave one of them out",
-    ),
-    "table_and_groups": (
-        {
-            "type": "top_k",
-            "token_table": {"vocab_size": 9},
-            "groups": {"num_groups": 2, "keep": 1},
-        },
-        "router: groups changes which experts the scores choose, but token_table chooses them by the "
-        "token's id; leave one of them out",
-    ),
-    "always_all": (
-        {"type": "top_k", "k": 2, "num_always": 5},
-        "router.k (2) must not exceed the experts that are left to choose from (1: of 6, router.num_always "
-        "5 are every token's); lower one of them or raise num_experts",
-    ),
-    "unit_with_a_network": (
-        {"type": "neuron_top_k", "mlp": {"width": 4}},
-        "router: mlp is for routers whose logits are a projection of the token, but those of type "
-        "'neuron_top_k' are a unit of each expert; leave it out",
-    ),
-}
-
-
-@pytest.mark.parametrize(("router", "message"), REFUSED.values(), ids=REFUSED)
-def test_options_that_contradict_each_other_are_refused(
-    router: dict[str, Any], message: str
-) -> None:
-    refuses(lambda: build_ffn({"type": "moe", "num_experts": E, "router": router}, 8), message)
 
 
 def test_padding_may_have_any_id_in_a_table() -> None:

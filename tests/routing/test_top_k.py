@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,23 +14,6 @@ from tests.helpers.identity_router import (
     random_logits,
     route,
 )
-
-
-def test_scores_and_choice_equal_those_worked_by_hand(route_logits: Any) -> None:
-    # softmax of (ln 1, ln 2, ln 5) is (1, 2, 5) / 8: experts 2 and 1, weights 0.625 and 0.25.
-    routing = route_logits(torch.tensor([[1.0, 2.0, 5.0]]).log(), k=2)
-    assert routing.expert_ids_N.tolist() == [2, 1]
-    torch.testing.assert_close(routing.weights_N, torch.tensor([0.625, 0.25]))
-    torch.testing.assert_close(routing.scores_TE, torch.tensor([[0.125, 0.25, 0.625]]))
-
-
-def test_pairs_are_token_major_with_the_favourite_first(route_logits: Any) -> None:
-    routing = route_logits(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), k=3)
-    assert routing.token_ids_N.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
-    weights = routing.weights_N.view(5, 3)
-    assert (weights.diff(dim=-1) <= 0).all()
-    assert all(len(set(row)) == 3 for row in routing.expert_ids_N.view(5, 3).tolist())
-    assert not routing.dropped_N.any()
 
 
 def test_a_learned_bias_is_added_to_the_logits_and_starts_at_zero() -> None:
@@ -62,23 +43,6 @@ def test_jitter_multiplies_what_the_router_sees_and_only_in_training(dtype: torc
     assert jittered.mean().item() == pytest.approx(2, abs=0.026)
     assert jittered.std().item() == pytest.approx(12**-0.5, rel=0.05)
     assert len(jittered.unique()) > 1900  # drawn for every value, finer than bfloat16
-
-
-def test_projection_is_float32_under_autocast_and_in_a_bfloat16_layer() -> None:
-    torch.manual_seed(0)
-    projection = RouterLinear(16, 4)
-    x = torch.randn(3, 16)
-    expected = projection(x)
-    torch.testing.assert_close(expected, x @ projection.weight.T)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(projection(x), expected)
-    projection.bfloat16()
-    logits = projection(x.bfloat16())
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(
-        logits, x.bfloat16().float() @ projection.weight.float().T, rtol=0, atol=0
-    )
-    assert projection.double()(x.double()).dtype == torch.float64
 
 
 def test_projection_starts_as_nn_linear_does() -> None:

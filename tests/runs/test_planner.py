@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import read_config
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.parallel.layout import Layout
+from moe_ffn.runs import planner
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import (
     DEVICES,
@@ -22,6 +24,7 @@ from moe_ffn.runs.planner import (
     Device,
     LayoutPlan,
     Sizes,
+    Traffic,
     activations_of,
     layouts,
     plan_layouts,
@@ -69,27 +72,44 @@ def test_a_published_model_is_as_large_without_numbers(path: Path) -> None:
     assert sum(w.state_bytes for w in planned.all) == 8 * sum(w.numel for w in planned.all)
 
 
-def local_numbers(rank: int, config: TrainConfig, layout: Layout) -> int:
-    decoder = config.model.build(vocab_size=257, max_seq_len=64)
-    parallelize(decoder, layout)
-    return sum(on_this_rank(p).numel() for p in decoder.parameters())
+@pytest.fixture
+def _no_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Following a step takes most of the time of a plan, and this test asks for none of it."""
+
+    def nothing(config: TrainConfig, num_sequences: int, precision: str) -> Activations:
+        return Activations(0, (0,) * config.model.num_layers, 0)
+
+    monkeypatch.setattr(planner, "activations_of", nothing)
+
+
+without_activations = pytest.mark.usefixtures("_no_activations")
+
+Cases = list[tuple[TrainConfig, Layout]]
+
+
+def local_numbers(rank: int, cases: Cases) -> list[int]:
+    found: list[int] = []
+    for config, layout in cases:
+        decoder = config.model.build(vocab_size=257, max_seq_len=64)
+        parallelize(decoder, layout)
+        found.append(sum(on_this_rank(p).numel() for p in decoder.parameters()))
+    return found
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "layouts",
     [
-        *(Layout(shard=2), Layout(expert=2), Layout(shard=2, expert=2), Layout(data=2, expert=2)),
-        Layout(shard=4),
+        [Layout(shard=2), Layout(expert=2)],
+        [Layout(shard=2, expert=2), Layout(data=2, expert=2), Layout(shard=4)],
     ],
-    ids=str,
+    ids=["2 ranks", "4 ranks"],
 )
-@pytest.mark.parametrize("num_experts", [4, 2])
-def test_a_rank_has_its_share_of_each_weight(
-    num_experts: int, layout: Layout, tmp_path: Path
-) -> None:
-    config = config_of(model={"ffn": {**MOE, "num_experts": num_experts}})
-    found = on_ranks(layout.num_ranks, tmp_path, local_numbers, config, layout)
-    assert max(found) == sum(w.numel * w.share(layout) for w in Sizes.of(config).all)
+def test_a_rank_has_its_share_of_each_weight(layouts: list[Layout], tmp_path: Path) -> None:
+    configs = [config_of(model={"ffn": {**MOE, "num_experts": number}}) for number in (4, 2)]
+    cases = [*product(configs, layouts)]
+    of_ranks = on_ranks(layouts[0].num_ranks, tmp_path, local_numbers, cases)
+    for (config, layout), *found in zip(cases, *of_ranks, strict=True):
+        assert max(found) == sum(w.numel * w.share(layout) for w in Sizes.of(config).all), layout
 
 
 def kept(config: TrainConfig, precision: str) -> float:
@@ -178,8 +198,11 @@ def test_layouts_are_those_that_the_experts_allow() -> None:
     assert {layout.expert for layout in found} == {1, 2, 4}
     assert all(layout.num_ranks == 8 for layout in found)
     assert {layout.expert for layout in layouts(config_of(model={"ffn": "swiglu"}), 8)} == {1}
+    for options in ({"trainer": {"precision": "64-true"}}, {"optimizer": {"type": "adafactor"}}):
+        assert list(layouts(config_of(**options), 8)) == [Layout(data=8)], "none is sharded"
 
 
+@without_activations
 @pytest.mark.parametrize(
     ("precision", "item"), [("32-true", 4), ("bf16-mixed", 4), ("bf16-true", 2), ("64-true", 8)]
 )
@@ -289,6 +312,7 @@ def test_batches_that_are_added_up_travel_once() -> None:
     assert three.memory.gradients == pytest.approx(2 * one.memory.weights, rel=0.05), "whole"
 
 
+@without_activations
 def test_what_is_computed_again_is_counted() -> None:
     narrow, wide = ({"type": "swiglu", "d_ff": d_ff} for d_ff in (24, 48))
     model = {"ffn": narrow, "ffn_at": {"0": wide}}
@@ -309,6 +333,10 @@ def test_a_batch_that_cannot_be_divided_is_refused() -> None:
         plan_layouts(config_of(), 3, DEVICES["h100"])
 
 
+def sent_in_steps(rank: int, cases: Cases) -> list[tuple[dict[str, int], int]]:
+    return [sent_in_a_step(rank, config, layout) for config, layout in cases]
+
+
 def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict[str, int], int]:
     """What a hook counts, and the rows for other ranks by the routing itself."""
     torch.manual_seed(0)
@@ -327,69 +355,90 @@ def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict
     return dict(sent.bytes), rows
 
 
+@without_activations
 @pytest.mark.parametrize(
-    ("layout", "precision", "recomputes", "sent_bytes"),
+    ("num_ranks", "cases"),
     [
-        (Layout(shard=2), "32-true", False, 0),
-        (Layout(expert=2), "32-true", False, 4 * 4),  # there, back, and the gradients of both
-        (Layout(expert=2), "32-true", "ffn", 6 * 4),
-        (Layout(expert=2), "32-true", "block", 6 * 4),
-        (Layout(expert=2), "bf16-mixed", False, 4 * 2),
-        (Layout(shard=2, expert=2), "32-true", False, 4 * 4),
-        (Layout(data=2, expert=2), "32-true", False, 4 * 4),
+        (
+            2,
+            [
+                (Layout(shard=2), "32-true", False, 0),
+                (Layout(expert=2), "32-true", False, 4 * 4),  # there, back, and both gradients
+                (Layout(expert=2), "32-true", "ffn", 6 * 4),
+                (Layout(expert=2), "32-true", "block", 6 * 4),
+                (Layout(expert=2), "bf16-mixed", False, 4 * 2),
+            ],
+        ),
+        (
+            4,
+            [
+                (Layout(shard=2, expert=2), "32-true", False, 4 * 4),
+                (Layout(data=2, expert=2), "32-true", False, 4 * 4),
+            ],
+        ),
     ],
-    ids=str,
+    ids=["2 ranks", "4 ranks"],
 )
 def test_the_planned_traffic_is_what_a_hook_counts(
-    layout: Layout, precision: str, recomputes: Any, sent_bytes: int, tmp_path: Path
+    num_ranks: int, cases: list[tuple[Layout, str, Any, int]], tmp_path: Path
 ) -> None:
-    config = config_of(
-        model={"activation_checkpointing": recomputes},
-        data={"batch_size": 2 * layout.num_ranks},
-        trainer={"precision": precision},
-    )
-    (planned,) = (
-        p.traffic
-        for p in plan_layouts(config, layout.num_ranks, DEVICES["h100"])
-        if p.layout == layout
-    )
-    of_ranks = on_ranks(layout.num_ranks, tmp_path, sent_in_a_step, config, layout)
-    for counted, _ in of_ranks:
-        assert counted.get("gathered", 0) == planned.weights
-        assert counted.get("scattered", 0) == planned.gradients
-        assert counted.get("copies", 0) == planned.copies
-    tokens = sum(counted.get("tokens", 0) for counted, _ in of_ranks)
-    assert tokens == sum(rows for _, rows in of_ranks) * 32 * sent_bytes
-    # Balance is not perfect in fact.
-    assert tokens == pytest.approx(planned.tokens * layout.num_ranks, rel=0.25)
+    """Layout, precision, what is recomputed, and the bytes of a number of a token."""
+    configs = [
+        config_of(
+            model={"activation_checkpointing": recomputes},
+            data={"batch_size": 2 * num_ranks},
+            trainer={"precision": precision},
+        )
+        for _, precision, recomputes, _ in cases
+    ]
+    given = [(config, layout) for config, (layout, *_) in zip(configs, cases, strict=True)]
+    together = on_ranks(num_ranks, tmp_path, sent_in_steps, given)
+    for (config, layout), case, *of_ranks in zip(given, cases, *together, strict=True):
+        planned = traffic_of(config, layout)
+        for counted, _ in of_ranks:
+            assert counted.get("gathered", 0) == planned.weights, case
+            assert counted.get("scattered", 0) == planned.gradients, case
+            assert counted.get("copies", 0) == planned.copies, case
+        tokens = sum(counted.get("tokens", 0) for counted, _ in of_ranks)
+        assert tokens == sum(rows for _, rows in of_ranks) * 32 * case[-1], case
+        # Balance is not perfect in fact.
+        assert tokens == pytest.approx(planned.tokens * num_ranks, rel=0.25), case
 
 
-@pytest.mark.parametrize(
-    "ffn",
-    [
+def traffic_of(config: TrainConfig, layout: Layout) -> Traffic:
+    plans = plan_layouts(config, layout.num_ranks, DEVICES["h100"])
+    (found,) = (plan.traffic for plan in plans if plan.layout == layout)
+    return found
+
+
+@without_activations
+def test_what_does_not_travel_is_not_planned_and_groups_send_less(tmp_path: Path) -> None:
+    ffns: list[dict[str, Any]] = [
+        # A quarter of the tokens, half of the pairs, a quarter of the width.
         {"type": "mixture_of_depths", "ffn": MOE, "router": {**GATE, "k": 0.25}},
         {**MOE, "zero_computation": {"num_zero": 4}},
-        {**MOE, "experts": {"type": "latent", "width": 8, "experts": MOE.get("experts", "swiglu")}},
-    ],
-    ids=["a quarter of the tokens", "half of the pairs", "a quarter of the width"],
-)
-def test_what_does_not_travel_is_not_planned(ffn: dict[str, Any], tmp_path: Path) -> None:
-    layout = Layout(expert=2)
-    config = config_of(model={"ffn": ffn, "causal": False}, trainer={"precision": "32-true"})
-    (planned,) = (
-        p.traffic.tokens for p in plan_layouts(config, 2, DEVICES["h100"]) if p.layout == layout
-    )
-    of_ranks = on_ranks(2, tmp_path, sent_in_a_step, config, layout)
-    counted = sum(counted["tokens"] for counted, _ in of_ranks)
-    assert counted == pytest.approx(2 * planned, rel=0.25)  # balance is not perfect
-
-
-def test_routing_that_is_limited_to_groups_sends_less(tmp_path: Path) -> None:
-    router = {"type": "sigmoid_top_k", "k": 2}
-    sent = []
-    for more in ({"groups": {"num_groups": 2, "keep": 1}}, {}):
-        config = config_of(model={"ffn": {**MOE, "router": router | more}})
-        of_ranks = on_ranks(2, tmp_path / f"{more}", sent_in_a_step, config, Layout(expert=2))
-        sent.append(sum(counted["tokens"] for counted, _ in of_ranks))
+        {**MOE, "experts": {"type": "latent", "width": 8, "experts": "swiglu"}},
+        {**MOE, "router": {"type": "sigmoid_top_k", "k": 2}},
+        {
+            **MOE,
+            "router": {
+                "type": "sigmoid_top_k",
+                "k": 2,
+                "groups": {"num_groups": 2, "keep": 1},
+            },
+        },
+    ]
+    layout, trainer = Layout(expert=2), {"precision": "32-true"}
+    cases = [
+        (config_of(model={"ffn": ffn, "causal": False}, trainer=trainer), layout) for ffn in ffns
+    ]
+    together = on_ranks(2, tmp_path, sent_in_steps, cases)
+    sent = [
+        sum(counted["tokens"] for counted, _ in of_ranks)
+        for of_ranks in zip(*together, strict=True)
+    ]
+    for (config, _), ffn, counted in list(zip(cases, ffns, sent, strict=True))[:4]:
+        planned = 2 * traffic_of(config, layout).tokens
+        assert counted == pytest.approx(planned, rel=0.25), ffn  # balance is not perfect
     # One rank for each token, of two ranks that two experts often lie on.
-    assert sent[0] < 0.75 * sent[1]
+    assert sent[4] < 0.75 * sent[3]

@@ -19,10 +19,9 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import prepare
 from moe_ffn.data.split import Documents
-from moe_ffn.runs.checkpoints import newest_good, refusal_of_weights
 from moe_ffn.runs.config import Resume, TrainConfig, differences
 from moe_ffn.runs.identity import checkpoint_identity
-from moe_ffn.runs.resume import Start, rewind
+from moe_ffn.runs.resume import Start, newest_good, refusal_of_weights, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
 from moe_ffn.training.recovery.checkpoint_file import step_name, write_checkpoint
@@ -166,7 +165,7 @@ def test_the_newest_good_one_is_taken_and_the_others_named(tmp_path: Path) -> No
     )
 
     assert found is not None
-    assert (found.path, found.step) == (paths[2], 2)
+    assert found == (paths[2], {"global_step": 2})
     assert skipped == ["0.ckpt is empty", "1.ckpt is odd"]
     assert newest_good(paths[:2], lambda values: "is odd") == (
         None,

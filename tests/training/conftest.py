@@ -18,11 +18,15 @@ from moe_ffn.runs.config import TrainConfig
 from tests.helpers.fitted import Fitted
 
 
-@pytest.fixture(autouse=True)
-def _quiet_lightning() -> None:
+def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message="`isinstance\\(treespec, LeafSpec\\)` is deprecated")
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_lightning() -> None:
+    quiet_lightning()
 
 
 @pytest.fixture(scope="session")
@@ -91,12 +95,22 @@ def fit(
     """
 
     def run(*more: Callback, resume_from: Path | None = None, **sections: dict[str, Any]) -> Fitted:
-        sections["trainer"] = {
-            "max_steps": 6,
-            "validate_every_n_steps": 3,
-            "accelerator": "cpu",
-            **sections.get("trainer", {}),
-        }
+        sections["trainer"] = SIX_STEPS | sections.get("trainer", {})
         return Fitted(make_config(**sections), prepared, tmp_path, *more, resume_from=resume_from)
 
     return run
+
+
+SIX_STEPS = {"max_steps": 6, "validate_every_n_steps": 3, "accelerator": "cpu"}
+
+
+@pytest.fixture(scope="session")
+def moe_fit(
+    make_config: Callable[..., TrainConfig],
+    prepared: PreparedData,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Fitted:
+    """Six steps of a Mixture of Experts, for tests that only look at what was seen of them."""
+    quiet_lightning()
+    config = make_config(model={"ffn": {"type": "moe", "num_experts": 4}}, trainer=SIX_STEPS)
+    return Fitted(config, prepared, tmp_path_factory.mktemp("moe_fit"))

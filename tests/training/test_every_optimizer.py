@@ -1,4 +1,4 @@
-"""What holds of every optimizer of the family, found by its list."""
+"""What holds of every optimizer of the family, found by its list; and which parameters decay."""
 
 from __future__ import annotations
 
@@ -139,13 +139,6 @@ def test_it_learns_with_its_own_rate(tag: str) -> None:
 
     assert losses[0] == pytest.approx(2.08, abs=0.5), "log(8), more or less"
     assert losses[-1] < losses[0] - 0.2
-
-
-@every_type
-def test_every_parameter_is_in_one_group(tag: str) -> None:
-    learner = Learner(make(tag))
-    stepped = [id(p) for group in learner.optimizer.param_groups for p in group["params"]]
-    assert sorted(stepped) == sorted(id(p) for p in learner.model.parameters())
 
 
 @every_type
@@ -302,6 +295,66 @@ def test_a_run_is_trained_clipped_accumulated_and_reports_its_rate(
     assert len(moved) > 10
     assert max(fitted.spy.clipped_norms) <= 1.0001
 
+
+# -- what decays
+
+
+def decayed_and_kept(**options: Any) -> tuple[set[str], set[str]]:
+    small = {"d_model": 8, "num_layers": 1, "attention": {"num_heads": 2}, **options}
+    model = DecoderConfig.model_validate(small).build(vocab_size=11, max_seq_len=5)
+    decayed, kept = split_by_decay(model)
+    return set(decayed), set(kept)
+
+
+ATTENTION = {f"layers.0.attention.{name}.weight" for name in ("query", "key", "value", "output")}
+NORMS = {"layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "final_norm.weight"}
+
+
+def test_matrices_decay_stacked_experts_and_router_too() -> None:
+    decayed, kept = decayed_and_kept(ffn={"type": "moe", "num_experts": 4})
+
+    ffn = {f"layers.0.ffn.experts.{name}" for name in ("gate_up", "down")}
+    assert decayed == ATTENTION | ffn | {"layers.0.ffn.router.projection.weight"}
+    assert kept == NORMS | {"embedding.weight"}
+
+
+def test_biases_do_not_decay_stacked_ones_neither() -> None:
+    decayed, kept = decayed_and_kept(
+        ffn={"type": "moe", "num_experts": 4, "experts": {"type": "swiglu", "bias": True}},
+        attention={"num_heads": 2, "bias": True},
+        norm="layer_norm",
+    )
+
+    assert not [name for name in decayed if "bias" in name]
+    assert {f"layers.0.ffn.experts.{name}_bias" for name in ("gate_up", "down")} <= kept
+    assert {name.replace("weight", "bias") for name in ATTENTION | NORMS} <= kept
+
+
+@pytest.mark.parametrize(
+    ("options", "decays", "keeps"),
+    [
+        ({"tie_embeddings": True}, set(), {"embedding.weight"}),
+        ({"tie_embeddings": False}, {"unembedding.weight"}, {"embedding.weight"}),
+        ({"positions": "learned"}, set(), {"positions.table.weight"}),
+        (
+            {"ffn": {"type": "conv", "bias": True}},
+            {"layers.0.ffn.up.linear.weight", "layers.0.ffn.down.linear.weight"},
+            {"layers.0.ffn.up.linear.bias", "layers.0.ffn.down.linear.bias"},
+        ),
+    ],
+    ids=["tied", "untied", "learned positions", "convolutions"],
+)
+def test_matrices_decay_and_embeddings_do_not(
+    options: dict[str, Any], decays: set[str], keeps: set[str]
+) -> None:
+    decayed, kept = decayed_and_kept(**options)
+
+    assert decayed >= decays
+    assert kept >= keeps
+    assert ("unembedding.weight" in decayed | kept) == (options.get("tie_embeddings") is False)
+
+
+# -- the docs
 
 DOCS = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 

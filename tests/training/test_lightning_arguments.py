@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,10 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import Trainer
+from pydantic import ValidationError
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, explain
+from moe_ffn.runs.assemble import make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.validate import LAUNCHED, require_valid
+from moe_ffn.training.config import TrainerConfig
+from tests.helpers.fitted import Fitted
 from tests.helpers.own_block import OWN_BLOCK
 
 RunTrain = Callable[..., Any]
@@ -69,61 +75,94 @@ def test_a_run_that_comes_to_its_end_says_no_such_thing(moe_run: Any) -> None:
     assert "ended after" not in moe_run.stdout
 
 
-@pytest.mark.parametrize("inference_mode", ["true", "false"])
+@pytest.fixture
+def train_with(fit: Callable[..., Fitted], tmp_path: Path) -> Callable[..., Fitted]:
+    """`train_with("assert x.isfinite()", benchmark=True)`: a block that does this, trained."""
+
+    def run(line: str, **arguments: Any) -> Fitted:
+        (tmp_path / "own.py").write_text(OWN_BLOCK % line)
+        ffn = {"type": f"{tmp_path}/own.py:Config"}
+        return fit(model={"ffn": ffn}, trainer={"max_steps": 1, **arguments})
+
+    return run
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
 def test_validation_is_under_inference_mode_or_not(
-    run_train: RunTrain, tmp_path: Path, inference_mode: str
+    train_with: Callable[..., Fitted], inference_mode: bool
 ) -> None:
-    (tmp_path / "own.py").write_text(
-        OWN_BLOCK
-        % f"expected = not self.training and {inference_mode.title()}; is_run = len(x) != 2; "
-        "assert not is_run or torch.is_inference_mode_enabled() == expected"
+    """That at the end; Lightning has those within a fit without."""
+    done = train_with(
+        f"assert torch.is_inference_mode_enabled() == (not self.training and {inference_mode})",
+        inference_mode=inference_mode,
     )
-
-    run = run_train(
-        tmp_path,
-        "--model.ffn.type", "own.py:Config",
-        "--trainer.inference_mode", inference_mode,
-        "--trainer.max_steps", "1",
-        "--sample.num_tokens", "0",
-    )  # fmt: skip
-
-    assert run.code == 0, run.stderr
+    done.trainer.validate(done.module, datamodule=make_token_data(done.config, done.data))
 
 
-def test_an_anomaly_ends_the_run_where_it_is_made(run_train: RunTrain, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN_BLOCK % "return FFNOutput(x + 0 * (x * 0).sqrt())")
-
+def test_an_anomaly_ends_the_run_where_it_is_made(train_with: Callable[..., Fitted]) -> None:
     with (
         pytest.warns(UserWarning, match="Error detected in SqrtBackward0"),
         pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan values"),
     ):
-        run_train(tmp_path, "--model.ffn.type", "own.py:Config", "--trainer.detect_anomaly", "true")
+        train_with("return FFNOutput(x + 0 * (x * 0).sqrt())", detect_anomaly=True)
 
 
 @pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize(
     ("argument", "value", "asked"),
     [
-        ("benchmark", "true", "torch.backends.cudnn.benchmark"),
-        ("deterministic", "true", "torch.are_deterministic_algorithms_enabled()"),
+        ("benchmark", True, "torch.backends.cudnn.benchmark"),
+        ("deterministic", True, "torch.are_deterministic_algorithms_enabled()"),
         ("deterministic", "warn", "torch.is_deterministic_algorithms_warn_only_enabled()"),
     ],
 )
 def test_switches_of_torch_are_set_while_it_trains(
-    run_train: RunTrain, tmp_path: Path, argument: str, value: str, asked: str
+    train_with: Callable[..., Fitted], argument: str, value: Any, asked: str
 ) -> None:
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(False)
-    (tmp_path / "own.py").write_text(OWN_BLOCK % f"assert {asked}")
 
-    run = run_train(
-        tmp_path,
-        "--model.ffn.type", "own.py:Config",
-        f"--trainer.{argument}", value,
-        "--trainer.max_steps", "1",
-    )  # fmt: skip
+    train_with(f"assert {asked}", **{argument: value})
 
-    assert run.code == 0, run.stderr
+
+# -- the options
+
+
+def test_what_is_not_given_is_as_lightning_has_it() -> None:
+    arguments = inspect.signature(Trainer).parameters
+    ours = {"max_steps", "accumulate_grad_batches", "gradient_clip_val", "precision"}
+    for name in (TrainerConfig.model_fields.keys() & arguments) - ours:
+        assert TrainerConfig.model_fields[name].default in (arguments[name].default, "auto"), name
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("detect_anomaly", "no", "true or false"),
+        ("deterministic", "x", "true, false, null or 'warn'"),
+        ("num_nodes", "x", "a whole number"),
+        ("profiler", "pytorch", "one of 'simple' or 'advanced'"),
+        ("strategy", "ddp_spawn", "one of 'auto', 'ddp' or 'ddp_find_unused_parameters_true'"),
+        ("strategy", "ddp_fork", "one of 'auto', 'ddp' or 'ddp_find_unused_parameters_true'"),
+        ("devices", 1.5, "a whole number, text or a list of whole numbers"),
+    ],
+)
+def test_what_lightning_would_take_in_silence_is_refused(
+    argument: str, value: object, words: str
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        TrainerConfig.model_validate({argument: value})
+    assert explain(refused.value) == [f"{argument}: must be {words}, got {value!r}"]
+
+
+def test_what_lightning_takes_is_passed_on() -> None:
+    given = {
+        "deterministic": "warn",
+        "devices": [0, 1],
+        "max_time": {"hours": 1},
+        "benchmark": True,
+    }
+    assert TrainerConfig.model_validate(given).lightning_arguments() == given
 
 
 # Of SLURM Lightning reads more, and checks it.

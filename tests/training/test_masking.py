@@ -81,15 +81,6 @@ def test_a_model_that_is_not_causal_sees_both_sides() -> None:
         assert (changed > 1e-9) == (not causal)
 
 
-def test_padding_is_hidden_from_both_sides() -> None:
-    model = decoder(causal=False)
-    ids = torch.arange(8).view(1, 8)
-    mask = torch.arange(8).view(1, 8) < 5
-    torch.testing.assert_close(
-        model(ids, mask).logits[:, :5], model(ids[:, :5]).logits, rtol=0, atol=1e-12
-    )
-
-
 def test_the_mask_has_an_embedding_of_its_own_and_no_logit() -> None:
     model = decoder(causal=False)
     assert model.mask_token_id == 11

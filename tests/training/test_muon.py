@@ -133,22 +133,3 @@ def test_a_bfloat16_buffer_is_not_made_orthogonal_itself() -> None:
     optimizer.step()
 
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], parameter.grad * 0.5)
-
-
-def test_an_expert_without_a_gradient_is_left_where_it_is() -> None:
-    parameter = nn.Parameter(torch.ones(2, 4, 3))
-    model = nn.ModuleDict({"layers": nn.ParameterDict({"0": parameter})})
-    parameter.grad = torch.ones_like(parameter)
-    parameter.grad[1] = 0
-
-    MuonConfig(weight_decay=0.0).build(model).step()
-
-    assert not torch.equal(parameter[0], torch.ones(4, 3))
-    assert torch.equal(parameter[1], torch.ones(4, 3))
-
-
-def test_the_first_group_is_muons_whose_rate_is_logged() -> None:
-    config = MuonConfig(learning_rate=0.5, adamw_learning_rate=0.25)
-    groups = config.build(build()).param_groups
-    assert [group["lr"] for group in groups] == [0.5, 0.5, 0.25, 0.25]
-    assert [group.get("num_fused") for group in groups] == [1, 2, None, None]

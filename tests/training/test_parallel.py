@@ -189,27 +189,30 @@ class CountSent(Callback):
         self.sent.__exit__(None, None, None)
 
 
-def sent_on_a_rank(rank: int, config: TrainConfig, layout: Layout, folder: Path) -> dict[str, int]:
-    count = CountSent(layout, rank)
-    fit(config, folder, layout, count)
-    return dict(count.sent.bytes)
+def sent_on_a_rank(
+    rank: int, config: TrainConfig, layouts: list[Layout], folder: Path
+) -> list[dict[str, int]]:
+    counts = [CountSent(layout, rank) for layout in layouts]
+    for count, layout in zip(counts, layouts, strict=True):
+        fit(config, folder, layout, count)
+    return [dict(count.sent.bytes) for count in counts]
 
 
-@pytest.mark.parametrize("name", ["FSDP 2", "EP 2"])
 def test_gradients_are_added_up_over_ranks_once_a_step(
-    name: str, make_config: MakeConfig, tmp_path: Path
+    make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    layout = LAYOUTS[name]
+    layouts = [LAYOUTS["FSDP 2"], LAYOUTS["EP 2"]]
     config = make_config(
         model={"ffn": {"type": "moe", "num_experts": 4, **BLOCKS["dropless"]}},
         data={"batch_size": BATCH * 2},
         trainer={"max_steps": 1, "accumulate_grad_batches": 3, "devices": 2},
     )
-    (planned,) = (p.traffic for p in plan_layouts(config, 2, DEVICES["h100"]) if p.layout == layout)
+    planned = {plan.layout: plan.traffic for plan in plan_layouts(config, 2, DEVICES["h100"])}
 
-    for counted in on_ranks(2, tmp_path, sent_on_a_rank, config, layout, tmp_path):
-        assert counted["scattered"] == planned.gradients > 0
-        assert counted["gathered"] == planned.weights > 2 * planned.gradients
+    for of_layouts in on_ranks(2, tmp_path, sent_on_a_rank, config, layouts, tmp_path):
+        for layout, counted in zip(layouts, of_layouts, strict=True):
+            assert counted["scattered"] == planned[layout].gradients > 0
+            assert counted["gathered"] == planned[layout].weights > 2 * planned[layout].gradients
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
@@ -249,53 +252,62 @@ class KeepFirstWeights(Callback):
             assert all(p.grad is None for p in pl_module.parameters())
 
 
+Beginning = tuple[str, str, dict[str, Tensor]]
+"""A layout by its name, a precision, and weights to begin with in the place of those drawn."""
+
+
 def first_weights(
-    rank: int,
-    config: TrainConfig,
-    layout: Layout,
-    folder: Path,
-    precision: str,
-    given: dict[str, Tensor],
-) -> dict[str, Tensor]:
-    """Return the weights with which a fit begins."""
-    keep = KeepFirstWeights()
-    fit(config, folder, layout, keep, precision=precision, weights=given)
-    return keep.weights
+    rank: int, config: TrainConfig, beginnings: list[Beginning], folder: Path
+) -> list[dict[str, Tensor]]:
+    """Return the weights with which fits begin."""
+    found: list[dict[str, Tensor]] = []
+    for name, precision, given in beginnings:
+        layout = LAYOUTS.get(name, Layout())
+        keep = KeepFirstWeights()
+        fit(config, folder, layout, keep, precision=precision, weights=given)
+        found.append(keep.weights)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "is_given"),
+    "cases",
     [
-        ("FSDP 2", "32-true", False),
-        ("FSDP 2", "bf16-true", False),
-        ("DDP 2", "32-true", True),
-        ("FSDP 2", "32-true", True),
-        ("EP 2 x FSDP 2", "32-true", True),
+        [
+            ("FSDP 2", "32-true", False),
+            ("FSDP 2", "bf16-true", False),
+            ("DDP 2", "32-true", True),
+            ("FSDP 2", "32-true", True),
+        ],
+        [("EP 2 x FSDP 2", "32-true", True)],
     ],
+    ids=["2 ranks", "4 ranks"],
 )
 def test_ranks_begin_with_the_weights_of_one_process_or_those_given(
-    name: str, precision: str, is_given: bool, make_config: MakeConfig, tmp_path: Path
+    cases: list[tuple[str, str, bool]], make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    layout, generator = LAYOUTS[name], torch.Generator().manual_seed(5)
-    together, alone = (
-        step_of(make_config, "shared", num_ranks, layout.num_ranks)
-        for num_ranks in (layout.num_ranks, 1)
-    )
-    drawn = first_weights(0, alone, Layout(), tmp_path, precision, {})
+    num_ranks = LAYOUTS[cases[0][0]].num_ranks
+    together, alone = (step_of(make_config, "shared", n, num_ranks) for n in (num_ranks, 1))
+    precisions = list(dict.fromkeys(precision for _, precision, _ in cases))
+    of_one = first_weights(0, alone, [("1", precision, {}) for precision in precisions], tmp_path)
+    drawn = dict(zip(precisions, of_one, strict=True))
+    generator = torch.Generator().manual_seed(5)
     given = {
         key.removeprefix("decoder."): torch.randn(value.shape, generator=generator)
-        for key, value in drawn.items()
-        if is_given and ".router." not in key  # routers are drawn, as in one process
+        for key, value in drawn["32-true"].items()
+        if ".router." not in key  # routers are drawn, as in one process
     }
-    of_ranks = on_ranks(
-        layout.num_ranks, tmp_path, first_weights, together, layout, tmp_path, precision, given
-    )
+    assert 10 < len(given) < len(drawn["32-true"])
+    beginnings = [(name, precision, given if has else {}) for name, precision, has in cases]
 
-    assert (10 < len(given) < len(drawn)) == is_given
-    for weights in of_ranks:
-        assert weights.keys() == drawn.keys()
-        for key, value in weights.items():
-            assert torch.equal(value, given.get(key.removeprefix("decoder."), drawn[key])), key
+    of_ranks = on_ranks(num_ranks, tmp_path, first_weights, together, beginnings, tmp_path)
+
+    for (name, precision, replaced), *found in zip(beginnings, *of_ranks, strict=True):
+        expected = drawn[precision]
+        for weights in found:
+            assert weights.keys() == expected.keys()
+            for key, value in weights.items():
+                wanted = replaced.get(key.removeprefix("decoder."), expected[key])
+                assert torch.equal(value, wanted), (name, key)
 
 
 def compiled_on_a_rank(rank: int, config: TrainConfig, layout: Layout, folder: Path) -> Any:
@@ -343,24 +355,26 @@ def test_a_gradient_divided_by_the_wrong_group_is_seen(
     assert not any("router" in key or "attention" in key for key in wrong)
 
 
-@pytest.mark.parametrize("block", ["shared", "few"])
 def test_muon_turns_whole_matrices_that_are_sharded(
-    block: str, make_config: MakeConfig, tmp_path: Path
+    make_config: MakeConfig, tmp_path: Path
 ) -> None:
     """Of parts each becomes another matrix, as far away as the step is long."""
-    layout = LAYOUTS["EP 2 x FSDP 2"]
+    layout, blocks = LAYOUTS["EP 2 x FSDP 2"], ("shared", "few")
     muon = {"type": "muon", "learning_rate": 0.1}
-    before, wanted = (
-        first_gradient(step_of(make_config, block, 1, 4, {**muon, "learning_rate": rate}), tmp_path)
-        for rate in (1e-12, 0.1)
-    )
-    together = {block: step_of(make_config, block, 4, 4, muon)}
+    together = {block: step_of(make_config, block, 4, 4, muon) for block in blocks}
     first, *_ = on_ranks(4, tmp_path, steps_on_a_rank, together, layout, tmp_path, False)
 
-    for key, value in wanted.items():
-        if key.endswith(" after") and (moved := (value - before[key]).norm()):
-            # Its products are in bfloat16, where a gradient's last digit may turn a small direction.
-            assert (first[block][key] - value).norm() < 0.05 * moved, key
+    for block in blocks:
+        before, wanted = (
+            first_gradient(
+                step_of(make_config, block, 1, 4, {**muon, "learning_rate": rate}), tmp_path
+            )
+            for rate in (1e-12, 0.1)
+        )
+        for key, value in wanted.items():
+            if key.endswith(" after") and (moved := (value - before[key]).norm()):
+                # Its products are in bfloat16, where a gradient's last digit may turn a small direction.
+                assert (first[block][key] - value).norm() < 0.05 * moved, (block, key)
 
 
 def peak_of_training(rank: int, config: TrainConfig, layout: Layout, folder: Path) -> int:

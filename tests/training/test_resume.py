@@ -1,4 +1,4 @@
-"""A run that was killed and resumed is the unbroken run, to the bit."""
+"""A run that is resumed from a checkpoint is the unbroken run, to the bit."""
 
 from __future__ import annotations
 
@@ -57,20 +57,16 @@ MODELS = {
 }
 
 
-VALIDATE_EVERY = 4
-AFTER_VALIDATION, BETWEEN_VALIDATIONS = CUTS = (4, 5)
-
-
-class KilledError(Exception):
-    pass
+VALIDATE_EVERY, MAX_STEPS = 4, 8
+CUTS = (4, 5)
+"""After a validation, and between two."""
 
 
 class Recorder(Callback):
-    """Keeps what the run computed; saves and kills it after step `stop_at` and its validation."""
+    """Keeps what the run computed; saves after the steps of `CUTS`, and their validation, into a folder."""
 
-    def __init__(self, checkpoint: Path | None = None, stop_at: int | None = None) -> None:
-        self.checkpoint = checkpoint
-        self.stop_at = stop_at
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
         self.losses: dict[int, Tensor] = {}
         self.gradient_norms: dict[int, Tensor] = {}
         self.validations: dict[int, Tensor] = {}
@@ -83,16 +79,15 @@ class Recorder(Callback):
             return
         self.gradient_norms[trainer.global_step] = pl_module.gradient_norm  # pyright: ignore[reportArgumentType]
         if trainer.global_step % VALIDATE_EVERY:
-            self._maybe_stop(trainer)
+            self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validations[trainer.global_step] = trainer.callback_metrics["validation/loss"]
-        self._maybe_stop(trainer)
+        self._save(trainer)
 
-    def _maybe_stop(self, trainer: Trainer) -> None:
-        if self.checkpoint is not None and trainer.global_step == self.stop_at:
-            trainer.save_checkpoint(self.checkpoint)
-            raise KilledError
+    def _save(self, trainer: Trainer) -> None:
+        if self.folder is not None and trainer.global_step in CUTS:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
 def run(
@@ -108,16 +103,6 @@ def run(
     return done.module.state_dict(), done.trainer.optimizers[0].state_dict()
 
 
-class KilledLater(Recorder):
-    """Saves after the validation of step 4 too, before it is killed at step 5."""
-
-    def _maybe_stop(self, trainer: Trainer) -> None:
-        if trainer.global_step == AFTER_VALIDATION:
-            assert self.checkpoint is not None
-            trainer.save_checkpoint(self.checkpoint.with_name(f"{AFTER_VALIDATION}.ckpt"))
-        super()._maybe_stop(trainer)
-
-
 @pytest.mark.parametrize(
     "accumulate", [pytest.param(1, marks=pytest.mark.slow), 3], ids=["plain", "accumulating 3"]
 )
@@ -129,38 +114,35 @@ def test_resuming_is_exact(
     model: dict[str, Any],
     accumulate: int,
 ) -> None:
-    """From a cut after a validation, and from one between two."""
     config = make_config(
         model={"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}, **model},
         data={**make_config().data.to_dict(), "batch_size": 24},
         trainer={
-            "max_steps": 12,
+            "max_steps": MAX_STEPS,
             "validate_every_n_steps": VALIDATE_EVERY,
             "precision": "32-true",
             "accumulate_grad_batches": accumulate,
             "accelerator": "cpu",
         },
     )
-    unbroken = Recorder()
-    first = KilledLater(tmp_path / f"{BETWEEN_VALIDATIONS}.ckpt", BETWEEN_VALIDATIONS)
+    unbroken, num_batches = Recorder(tmp_path), MAX_STEPS * accumulate
 
     weights, optimizer = run(config, prepared, tmp_path / "unbroken", unbroken)
-    with pytest.raises(KilledError):
-        run(config, prepared, tmp_path / "first", first)
 
-    assert list(unbroken.losses) == list(range(12 * accumulate))
-    assert list(unbroken.validations) == [4, 8, 12]
+    assert list(unbroken.losses) == list(range(num_batches))
+    assert list(unbroken.validations) == [4, 8]
     for cut in CUTS:
-        _assert_epochs_end_on_both_sides(config, prepared, cut * accumulate, 12 * accumulate)
+        _assert_epochs_end_on_both_sides(config, prepared, cut * accumulate, num_batches)
         second, saved = Recorder(), tmp_path / f"{cut}.ckpt"
         resumed_weights, resumed_optimizer = run(
-            config, prepared, tmp_path / "first", second, resume_from=saved
+            config, prepared, tmp_path / f"{cut}", second, resume_from=saved
         )
-        assert list(second.losses) == list(range(cut * accumulate, 12 * accumulate))
-        assert_same(first.losses | second.losses, unbroken.losses, "losses")
-        assert_same(first.gradient_norms | second.gradient_norms, unbroken.gradient_norms, "norms")
-        assert list(second.validations) == [8, 12]
-        assert_same(first.validations | second.validations, unbroken.validations, "validations")
+        assert list(second.losses) == list(range(cut * accumulate, num_batches))
+        assert list(second.gradient_norms) == list(range(cut + 1, MAX_STEPS + 1))
+        assert list(second.validations) == [8]
+        for kept in ("losses", "gradient_norms", "validations"):
+            resumed, whole = getattr(second, kept), getattr(unbroken, kept)
+            assert_same(resumed, {number: whole[number] for number in resumed}, kept)
         assert_same(resumed_weights, weights, "weights")
         assert_same(resumed_optimizer, optimizer, "optimizer")
 

@@ -268,11 +268,6 @@ void experts_backward(const Tensor& x, const Tensor& weights, const Tensor& up, 
   });
 }
 
-// Of tensors without numbers there is nothing to write.
-void write_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  torch::jit::drop(*stack, op.schema().arguments().size());
-}
-
 }  // namespace
 }  // namespace moe_ffn
 
@@ -303,9 +298,4 @@ TORCH_LIBRARY_IMPL(moe_ffn_cpu, CPU, m) {
   m.impl("wide_linear_backward", moe_ffn::wide_linear_backward);
   m.impl("top_k", moe_ffn::top_k);
   m.impl("sort_by_expert", moe_ffn::sort_by_expert);
-}
-
-TORCH_LIBRARY_IMPL(moe_ffn_cpu, Meta, m) {
-  for (const auto* name : {"experts_forward", "experts_backward"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&moe_ffn::write_nothing>());
 }

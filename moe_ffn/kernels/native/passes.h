@@ -35,27 +35,13 @@ using at::vec::Vectorized;
 // The operands of a product are of type P. They lie in units of 32 bits (64 of double): a number, or in
 // bfloat16 two numbers that are summed over one after the other, as instructions for bfloat16 read them.
 template <class P>
+using Sum = std::conditional_t<std::is_same_v<P, double>, double, float>;
+template <class P>
+using Unit = Sum<P>;
+template <class P>
 struct Operand {
-  using Sum = float;
-  using Unit = float;
-  static constexpr int64_t per_unit = 1;
+  static constexpr int64_t per_unit = std::is_same_v<P, BFloat16> ? 2 : 1;
 };
-template <>
-struct Operand<double> {
-  using Sum = double;
-  using Unit = double;
-  static constexpr int64_t per_unit = 1;
-};
-template <>
-struct Operand<BFloat16> {
-  using Sum = float;
-  using Unit = float;
-  static constexpr int64_t per_unit = 2;
-};
-template <class P>
-using Sum = typename Operand<P>::Sum;
-template <class P>
-using Unit = typename Operand<P>::Unit;
 
 // Units that `n` numbers take, and numbers that a row of them has room for.
 template <class P>

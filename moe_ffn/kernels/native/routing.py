@@ -5,9 +5,6 @@ T tokens, D model width, E experts, K experts per token, N (token, expert) pairs
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +26,7 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     # torch explains what is wrong with other shapes and dtypes of a custom router.
     is_narrow = x_TD.dtype in NARROW and x_TD.ndim == weight_ED.ndim == 2
     if is_narrow and weight_ED.dtype == torch.float32 and _is_compiled(x_TD, weight_ED):
-        return _operators().wide_linear(x_TD.detach(), weight_ED.detach())
+        return torch.ops.moe_ffn_cpu.wide_linear(x_TD.detach(), weight_ED.detach())
     with without_autocast(x_TD):
         return F.linear(x_TD.to(weight_ED.dtype), weight_ED)
 
@@ -42,7 +39,7 @@ def wide_linear_backward(
     is_wide = grad_TE.dtype == weight_ED.dtype == torch.float32
     compiled = is_narrow and is_wide and _is_compiled(grad_TE, x_TD, weight_ED)
     if compiled and not torch.is_grad_enabled():
-        grad_x_TD, grad_ED = _operators().wide_linear_backward(
+        grad_x_TD, grad_ED = torch.ops.moe_ffn_cpu.wide_linear_backward(
             grad_TE, x_TD, weight_ED, wants_x, wants_weight
         )
         return grad_x_TD if wants_x else None, grad_ED if wants_weight else None
@@ -59,7 +56,7 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
     The compiled loop prefers the lower expert among equal scores; torch promises no order.
     """
     if k <= MAX_K and scores_TE.dtype == torch.float32 and _is_compiled(scores_TE):
-        return _operators().top_k(scores_TE.detach(), k)
+        return torch.ops.moe_ffn_cpu.top_k(scores_TE.detach(), k)
     return scores_TE.topk(k, dim=-1).indices
 
 
@@ -69,14 +66,17 @@ def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tens
     The sort is stable. Id `num_experts` means no expert; such pairs come last.
     """
     if expert_ids_N.dtype == torch.int64 and _is_compiled(expert_ids_N):
-        return _operators().sort_by_expert(expert_ids_N, num_experts)
+        return torch.ops.moe_ffn_cpu.sort_by_expert(expert_ids_N, num_experts)
     sorted_N, order_N = expert_ids_N.sort(stable=True)
     experts_E = torch.arange(num_experts, device=expert_ids_N.device)
     return order_N, torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True)
 
 
 def _is_compiled(*tensors: Tensor) -> bool:
-    """Return True for tensors of the compiled loops: on the CPU, with data, outside graphs and transforms."""
+    """Return True for tensors of the compiled loops: on the CPU, with data, outside graphs and transforms.
+
+    Elsewhere torch's functions serve, so the operators need no shapes for tensors without data.
+    """
     return (
         not torch.compiler.is_compiling()
         and all(x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter) for x in tensors)
@@ -84,34 +84,3 @@ def _is_compiled(*tensors: Tensor) -> bool:
         and not is_transform_on()
         and unavailable_reason() is None
     )
-
-
-@cache
-def _operators() -> Any:
-    """Compiled operators; registers their shapes, for tensors without data, once."""
-
-    def shapes(name: str) -> Any:
-        return torch.library.register_fake(f"moe_ffn_cpu::{name}")
-
-    @shapes("wide_linear")
-    def _(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        return weight_ED.new_empty(x_TD.shape[0], weight_ED.shape[0])
-
-    @shapes("wide_linear_backward")
-    def _(
-        grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, wants_x: bool, wants_weight: bool
-    ) -> tuple[Tensor, Tensor]:
-        num_tokens, num_experts = grad_TE.shape
-        grad_x_TD = x_TD.new_empty(num_tokens if wants_x else 0, x_TD.shape[1])
-        return grad_x_TD, weight_ED.new_empty(num_experts if wants_weight else 0, x_TD.shape[1])
-
-    @shapes("top_k")
-    def _(scores_TE: Tensor, k: int) -> Tensor:
-        return scores_TE.new_empty(scores_TE.shape[0], k, dtype=torch.int64)
-
-    @shapes("sort_by_expert")
-    def _(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-        offsets_E = expert_ids_N.new_empty(num_experts, dtype=torch.int32)
-        return expert_ids_N.new_empty(expert_ids_N.shape), offsets_E
-
-    return torch.ops.moe_ffn_cpu

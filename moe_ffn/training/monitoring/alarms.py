@@ -18,11 +18,11 @@ from torch import Tensor
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import ROWS_BEFORE_SPIKES, AlarmsConfig, TrainerConfig
-from moe_ffn.training.monitoring import Checkpointed
 from moe_ffn.training.monitoring.json_lines import JsonLines
 from moe_ffn.training.monitoring.loggers import alert
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import OptimizerConfig
+from moe_ffn.training.recovery import Checkpointed
 from moe_ffn.training.recovery.guard import SkippedStep
 
 log = logging.getLogger(__name__)
@@ -121,6 +121,8 @@ class Advice:
 class AlarmRules(Checkpointed):
     """Checks rows in order. A problem is an alarm when it begins, and not while it lasts."""
 
+    in_checkpoint = ("_losses",)
+
     def __init__(self, config: AlarmsConfig, advice: Advice) -> None:
         self.config = config
         self.advice = advice
@@ -169,14 +171,13 @@ class AlarmRules(Checkpointed):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of earlier rows, and the duration and last step of each problem."""
-        return {
-            "losses": list(self._losses),
+        return super().state_dict() | {
             "lasted": [[*key, steps] for key, steps in self._lasted.items()],
             "last_seen": [[*key, step] for key, step in self._last_seen.items()],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._losses = deque(state_dict["losses"], maxlen=ROWS_OF_MEDIAN)
+        super().load_state_dict(state_dict)
         self._lasted = {(kind, layer): steps for kind, layer, steps in state_dict["lasted"]}
         self._last_seen = {(kind, layer): step for kind, layer, step in state_dict["last_seen"]}
 

@@ -26,7 +26,6 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.data_module import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput, ValidationOutput
-from moe_ffn.training.monitoring import Checkpointed
 from moe_ffn.training.monitoring.alarms import AlarmLog, AlarmRules
 from moe_ffn.training.monitoring.hardware import peak_memory
 from moe_ffn.training.monitoring.json_lines import (
@@ -43,6 +42,7 @@ from moe_ffn.training.monitoring.routing_window import (
     gather_by_index,
     own_rank,
 )
+from moe_ffn.training.recovery import Checkpointed
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.sampling import SampleConfig, sample_text
 
@@ -86,7 +86,7 @@ class StepLogger(Checkpointed, Callback):
         "_routing",
         "rules",
         "alarm_log",
-        "_last_row_step",
+        "last_row_step",
         "total_tokens",
         "total_seconds",
         "validation_seconds",
@@ -115,21 +115,17 @@ class StepLogger(Checkpointed, Callback):
         self._window = _LossWindow()
         self._clock = 0.0
         self._learning_rate = 0.0
-        self._last_row_step = 0
+        self.last_row_step = 0
+        """Optimizer step of the newest row."""
 
     @property
     def tokens_per_second(self) -> float:
         """Mean over the run so far, without validations."""
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
-    @property
-    def last_row_step(self) -> int:
-        """Optimizer step of the newest row."""
-        return self._last_row_step
-
     def not_judged(self) -> list[str]:
         """Return sentences about alarms that need more rows than this run has."""
-        return self.rules.not_judged(self._last_row_step, is_routed=bool(self.last_routing))
+        return self.rules.not_judged(self.last_row_step, is_routed=bool(self.last_routing))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel)
@@ -194,12 +190,12 @@ class StepLogger(Checkpointed, Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel)
-        if trainer.global_step > self._last_row_step:  # stopped early, between two rows
+        if trainer.global_step > self.last_row_step:  # stopped early, between two rows
             self._write(self._values(trainer, pl_module), trainer)
 
     def _values(self, trainer: Trainer, module: LanguageModel) -> LoggedRow:
         step = trainer.global_step
-        num_steps = step - self._last_row_step
+        num_steps = step - self.last_row_step
         self.last_routing = self._routing.close(step, num_steps, module, trainer.world_size)
         return {
             **self._window.means(trainer),
@@ -224,10 +220,10 @@ class StepLogger(Checkpointed, Callback):
         if trainer.is_global_zero:
             loss = row["train/loss"]
             assert isinstance(loss, float)
-            alarms = self.rules.check(step, step - self._last_row_step, loss, self.last_routing)
+            alarms = self.rules.check(step, step - self.last_row_step, loss, self.last_routing)
             self.alarm_log.report(alarms, trainer.loggers)
         self.last_row = row
-        self._last_row_step = step
+        self.last_row_step = step
         self._window = _LossWindow()
 
 

@@ -23,7 +23,7 @@ from moe_ffn.metrics.table import (
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring import Checkpointed
+from moe_ffn.training.recovery import Checkpointed
 
 ByLayer = dict[str, dict[str, Tensor]]
 """Values of each sparse layer, by their names."""

@@ -19,6 +19,7 @@ from moe_ffn.files import WriteFailures, reason, remove_unfinished
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.training.config import CheckpointsConfig
 from moe_ffn.training.module import LoadedBatch
+from moe_ffn.training.recovery import Checkpointed
 from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,
     IDENTITY,
@@ -62,12 +63,14 @@ class SealedCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-class CheckpointKeeper(Callback):
+class CheckpointKeeper(Checkpointed, Callback):
     """Save every few steps, and the weights of the lowest validation loss; keep the last few.
 
     A failed save is repeated after the next step, then two, four and more steps later. The newest good
     checkpoint is never removed.
     """
+
+    in_checkpoint = ("best_loss", "missed_loss", "_should_stop")
 
     def __init__(
         self,
@@ -96,8 +99,7 @@ class CheckpointKeeper(Callback):
         self._patience = 0  # steps to wait after a failed save; 0 after a successful one
         self._failed_at = -1
         self._failures = WriteFailures(folder)
-        self._had_stopped = False  # early, before the checkpoint that the run resumes from
-        self._should_stop = False
+        self._should_stop = False  # early, by the newest checkpoint
         self._has_reported_broken = False
 
     def is_between_steps(self, trainer: Trainer, batch: LoadedBatch) -> bool:
@@ -108,7 +110,7 @@ class CheckpointKeeper(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A resumed run trains on if its patience was raised, or its rule removed.
         still = any(rule.wait_count >= rule.patience for rule in trainer.early_stopping_callbacks)
-        trainer.should_stop = trainer.should_stop or (self._had_stopped and still)
+        trainer.should_stop = trainer.should_stop or (self._should_stop and still)
         if trainer.is_global_zero:
             with suppress(OSError):
                 remove_unfinished(self.folder)
@@ -154,15 +156,6 @@ class CheckpointKeeper(Callback):
             self._remove_old(step)
             remove_unused_shards(self.folder)
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        losses = {"best_loss": self.best_loss, "missed_loss": self.missed_loss}
-        return {**losses, "should_stop": self._should_stop}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best_loss = state_dict["best_loss"]
-        self.missed_loss = state_dict["missed_loss"]
-        self._had_stopped = state_dict["should_stop"]
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

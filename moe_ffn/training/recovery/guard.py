@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from moe_ffn.config.base import Config
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.training.objective import Objective
+from moe_ffn.training.recovery import Checkpointed
 
 
 class GuardConfig(Config, frozen=True):
@@ -65,11 +66,13 @@ class Diverged(RuntimeError):  # noqa: N818 - what the run has done
         self.problem = problem
 
 
-class StepGuard:
+class StepGuard(Checkpointed):
     """Judges each step by its loss and gradient, and counts those that are skipped.
 
     Every rank has to be given the same numbers.
     """
+
+    in_checkpoint = ("num_skipped", "num_in_a_row", "began_in", "_losses")
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
@@ -116,21 +119,6 @@ class StepGuard:
         if skipped.num_in_a_row >= limit:
             steps = "1 step was" if limit == 1 else f"{limit} steps in a row were"
             raise Diverged(skipped.step, f"{steps} skipped; the last because {skipped}")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, which a checkpoint loads without running code."""
-        return {
-            "num_skipped": self.num_skipped,
-            "num_in_a_row": self.num_in_a_row,
-            "began_in": self.began_in,
-            "losses": list(self._losses),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_skipped = state["num_skipped"]
-        self.num_in_a_row = state["num_in_a_row"]
-        self.began_in = state["began_in"]
-        self._losses = deque(state["losses"], maxlen=STEPS_OF_MEDIAN)
 
 
 def find_nan_source(

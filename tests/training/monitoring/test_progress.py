@@ -57,21 +57,14 @@ def test_layers_without_loads_are_ranked_by_used_experts() -> None:
     assert routing_health(routing) == ["experts used 25.0% (layer 1)"]
 
 
-def test_the_status_is_of_the_newest_row(fit: Callable[..., Fitted]) -> None:
-    steps = fit(model={"ffn": {"type": "moe", "num_experts": 4}}).watchers.steps
-
+def test_the_status_is_of_the_newest_row(moe_fit: Fitted) -> None:
+    steps = moe_fit.watchers.steps
     loss = steps.last_row["train/loss"]
     text = "  ".join(status(steps))
     assert text.startswith(f"loss {loss:.3f}  MaxVio ")
     assert text.endswith(f" {steps.tokens_per_second:,.0f} tokens/s")
     assert "  ".join(status(steps, steps.last_row_step)) == text
     assert status(steps, 99)[0] == f"loss {loss:.3f} (step {steps.last_row_step})"
-
-
-def test_a_dense_run_has_no_routing_to_show(fit: Callable[..., Fitted]) -> None:
-    steps = fit(model={"ffn": "dense"}).watchers.steps
-
-    assert "MaxVio" not in "".join(status(steps))
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
@@ -82,33 +75,16 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return screen
 
 
-def test_the_bar_shows_the_routing_under_it_in_a_terminal(
-    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watchers = fit(model={"ffn": {"type": "moe", "num_experts": 4}}).watchers
-    steps = watchers.steps
-    screen = terminal(monkeypatch)
-    bar = ProgressBar(steps, watchers.validation)
-    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=6, global_step=6)
-    module: Any = None
-
-    bar.on_train_start(trainer, module)
-    bar.on_train_batch_end(trainer)
-    bar.on_train_end(trainer, module)
-
-    assert "MaxVio" in screen.getvalue()
-
-
-def test_a_frame_between_rows_reads_no_statistics(
-    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
+def test_the_bar_shows_the_routing_and_a_frame_between_rows_reads_no_statistics(
+    moe_fit: Fitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frames are drawn by a thread of rich, for which statistics on a GPU would have to be waited for."""
-    watchers = fit(model={"ffn": {"type": "moe", "num_experts": 4}}).watchers
     screen = terminal(monkeypatch)
-    bar = ProgressBar(watchers.steps, watchers.validation)
+    bar = ProgressBar(moe_fit.watchers.steps, moe_fit.watchers.validation)
     trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=6, global_step=6)
     module: Any = None
     bar.on_train_start(trainer, module)
+    bar.on_train_batch_end(trainer)
 
     monkeypatch.setattr(progress, "status", lambda *_: pytest.fail("statistics were read"))
     bar._live.refresh()

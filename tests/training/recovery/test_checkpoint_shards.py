@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,36 @@ def write_on_a_rank(rank: int, layout: Layout, path: Path) -> dict[str, Tensor]:
     return {name: full_tensor(p.detach()) for name, p in parameters.items()} | moments
 
 
+LAYOUTS = [Layout(shard=2), Layout(expert=2), Layout(data=2, expert=2), Layout(shard=2, expert=2)]
+
+Written = dict[Layout, tuple[Path, dict[str, Tensor]]]
+
+
+def write_all_on_a_rank(rank: int, paths: dict[Layout, Path]) -> list[dict[str, Tensor]]:
+    return [write_on_a_rank(rank, layout, path) for layout, path in paths.items()]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """A checkpoint of each layout, and the weights and moments in it."""
+    folder, found = tmp_path_factory.mktemp("shards"), Written()
+    for num_ranks in (2, 4):
+        paths = {
+            layout: folder / f"{number}/step_00000001.ckpt"
+            for number, layout in enumerate(LAYOUTS)
+            if layout.num_ranks == num_ranks
+        }
+        values, *_ = on_ranks(num_ranks, folder / f"{num_ranks}", write_all_on_a_rank, paths)
+        pairs = zip(paths.values(), values, strict=True)
+        found |= dict(zip(paths, pairs, strict=True))
+    return found
+
+
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A good checkpoint of two ranks."""
-    path = tmp_path / "checkpoints/step_00000001.ckpt"
-    on_ranks(2, tmp_path / "ranks", write_on_a_rank, Layout(shard=2), path)
-    return path
+def path(written: Written, tmp_path: Path) -> Path:
+    """A good checkpoint of two ranks, to be damaged."""
+    whole, _ = written[Layout(shard=2)]
+    return shutil.copytree(whole.parent, tmp_path / "checkpoints") / whole.name
 
 
 def shards_of(path: Path) -> list[Path]:
@@ -80,14 +105,9 @@ def numbers_in(path: Path) -> int:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(shard=2), Layout(expert=2), Layout(data=2, expert=2), Layout(shard=2, expert=2)],
-    ids=str,
-)
-def test_checkpoints_of_ranks_are_read_whole(layout: Layout, tmp_path: Path) -> None:
-    path = tmp_path / "checkpoints/step_00000001.ckpt"
-    expected, *_ = on_ranks(layout.num_ranks, tmp_path / "ranks", write_on_a_rank, layout, path)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_checkpoints_of_ranks_are_read_whole(layout: Layout, written: Written) -> None:
+    path, expected = written[layout]
 
     verify(path)
     values = read_checkpoint(path)
@@ -103,10 +123,10 @@ def test_checkpoints_of_ranks_are_read_whole(layout: Layout, tmp_path: Path) -> 
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     # Every rank that has another part wrote it, and each number is there once: weights, two moments.
-    written = [numbers_in(shard) for shard in shards_of(path)]
-    assert len(written) == layout.num_ranks
-    assert sum(written) == 3 * sum(v.numel() for k, v in expected.items() if " " not in k)
-    assert max(written) < 0.6 * sum(written)
+    sizes = [numbers_in(shard) for shard in shards_of(path)]
+    assert len(sizes) == layout.num_ranks
+    assert sum(sizes) == 3 * sum(v.numel() for k, v in expected.items() if " " not in k)
+    assert max(sizes) < 0.6 * sum(sizes)
 
 
 def read_on_a_rank(rank: int, layout: Layout, path: Path) -> dict[str, Tensor]:
@@ -131,16 +151,21 @@ def read_on_a_rank(rank: int, layout: Layout, path: Path) -> dict[str, Tensor]:
     return found | {f"{name} moment": full_tensor(room["exp_avg"]) for name, room in moments}
 
 
+def read_all_on_a_rank(rank: int, layouts: list[Layout], path: Path) -> list[dict[str, Tensor]]:
+    return [read_on_a_rank(rank, layout, path) for layout in layouts]
+
+
 @pytest.mark.parametrize(
-    "layout", [Layout(shard=2), Layout(shard=4), Layout(data=2, expert=2)], ids=str
+    "layouts", [[Layout(shard=2)], [Layout(shard=4), Layout(data=2, expert=2)]], ids=str
 )
-def test_ranks_of_another_layout_read_their_parts(layout: Layout, tmp_path: Path) -> None:
-    path = tmp_path / "checkpoints/step_00000001.ckpt"
-    expected, *_ = on_ranks(2, tmp_path / "before", write_on_a_rank, Layout(expert=2), path)
+def test_ranks_of_another_layout_read_their_parts(
+    layouts: list[Layout], written: Written, tmp_path: Path
+) -> None:
+    path, expected = written[Layout(expert=2)]
 
-    of_ranks = on_ranks(layout.num_ranks, tmp_path / "now", read_on_a_rank, layout, path)
+    of_ranks = on_ranks(layouts[0].num_ranks, tmp_path, read_all_on_a_rank, layouts, path)
 
-    for found in of_ranks:
+    for found in [found for of_layouts in of_ranks for found in of_layouts]:
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
