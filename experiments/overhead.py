@@ -23,8 +23,6 @@ from pydantic import Field
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import announce_import, exit_on_bad_input
 from moe_ffn.config.environment import check_environment
-from moe_ffn.config.errors import ConfigError
-from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.ffn import moe
 from moe_ffn.runs.config import TrainConfig
@@ -54,16 +52,14 @@ def main(argv: Sequence[str]) -> int:
 
     quiet_libraries()
     data = prepare(config.data)
-    torch.manual_seed(config.seed)
     precision = resolve_precision(config.trainer.precision, "cpu")
-    if precision not in ("32-true", "bf16-mixed"):
-        raise ConfigError(
-            f"trainer.precision ({precision}): the bare loop knows 32-true and bf16-mixed"
-        )
+    changes = {"max_steps": config.steps + 2, "accumulate_grad_batches": 1, "accelerator": "cpu"}
+    trainer = TrainerConfig.model_validate(config.trainer.to_dict() | changes)
+    config = config.model_copy(update={"trainer": trainer})
     rounds: list[tuple[float, float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(config.rounds):
-            bare = time_bare_loop(config, data, precision)
+            bare = time_bare_loop(config, data)
             program, share = time_program(config, data, precision, Path(folder) / f"round-{turn}")
             rounds.append((program / bare, share, program))
             print(
@@ -82,14 +78,9 @@ def main(argv: Sequence[str]) -> int:
     return 0 if ratio >= MIN_RATIO and observing < MAX_OBSERVING else 1
 
 
-def time_bare_loop(config: OverheadConfig, data: PreparedData, precision: str) -> float:
+def time_bare_loop(config: OverheadConfig, data: PreparedData) -> float:
     """Tokens per second of the loop that one would write by hand."""
-    shape = config.data
-    batches = TrainBatches(
-        data.train, seq_len=shape.seq_len, batch_size=shape.batch_size, seed=config.seed
-    )
-    vocab_size, bf16 = len(data.tokenizer.byte_lengths), precision == "bf16-mixed"
-    training = Training(config, vocab_size, batches, torch.device("cpu"), bf16)
+    training = Training(config, data, torch.device("cpu"))
     starts: list[float] = []
     for _ in range(config.steps + 2):
         starts.append(time.perf_counter())
@@ -113,9 +104,6 @@ def time_program(
             starts.append(time.perf_counter())
 
     folder.mkdir()
-    changes = {"max_steps": config.steps + 2, "accumulate_grad_batches": 1, "accelerator": "cpu"}
-    trainer_config = TrainerConfig.model_validate(config.trainer.to_dict() | changes)
-    config = config.model_copy(update={"trainer": trainer_config})
     loggers, _ = assemble.make_loggers(config, folder, assemble.run_facts(config, data, precision))
     callbacks = assemble.make_callbacks(config, data, folder)
     observed: list[tuple[float, float]] = []

@@ -61,6 +61,25 @@ TINY = [
 ]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that the commands of the documents call runs/my-run."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_corpus(folder)
+        assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
+    return folder / "runs" / "my-run"
+
+
+def write_corpus(folder: Path) -> None:
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for number in range(40):
+        text = "".join(f"def f{number}_{line}(x):\n    return x + {line}\n" for line in range(20))
+        (corpus / f"module_{number}.py").write_text(text, encoding="utf-8")
+
+
 @pytest.fixture
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as after cloning, with a small corpus and the documented block and experts."""
@@ -69,13 +88,15 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "README.md").write_text(README[:4_000], encoding="utf-8")  # a text to evaluate
     for name, text in {"my_blocks.py": "LowRankConfig", "my_experts.py": "AdaptedConfig"}.items():
         (tmp_path / name).write_text(python_with(text), encoding="utf-8")
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for number in range(40):
-        text = "".join(f"def f{number}_{line}(x):\n    return x + {line}\n" for line in range(20))
-        (corpus / f"module_{number}.py").write_text(text, encoding="utf-8")
+    write_corpus(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def my_run(newcomer: Path, trained: Path) -> Path:
+    """A copy of the trained run in the newcomer's folder."""
+    return Path(shutil.copytree(trained, newcomer / "runs" / "my-run"))
 
 
 def run(arguments: list[str]) -> int:
@@ -122,22 +143,23 @@ def test_make_installs_what_a_target_needs(target: str, extras: list[str], tmp_p
     [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in OUR_COMMANDS],
 )
 def test_every_command_succeeds(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    if "runs/my-run" in command or "models/exported" in command:
+        request.getfixturevalue("my_run")
     module, *arguments = shlex.split(
         command.replace("moe-ffn ", "moe_ffn.cli.").removeprefix("python -m ")
     )
     if module in OF_A_RUN:
-        assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
-        capsys.readouterr()
         assert run([module, *arguments]) == 0
         assert OF_A_RUN[module] in capsys.readouterr().out
         return
     if module == "moe_ffn.cli.convert":
-        assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
         if arguments[0] == "models/exported":
             assert run([module, "runs/my-run", arguments[0]]) == 0
-        capsys.readouterr()
         assert run([module, *arguments]) == 0
         assert f"written: '{arguments[1]}', " in capsys.readouterr().out
         return
@@ -146,7 +168,6 @@ def test_every_command_succeeds(
         assert "routing/load_heatmap" in capsys.readouterr().out
         return
     if "--resume" in arguments:
-        assert run([module, *TINY, "--run.name", "my-run"]) == 0
         (Path("runs/my-run") / "summary.json").unlink()  # as if it had been killed at its end
         assert run([module, *arguments]) == 0
         assert "resuming runs/my-run after step 2" in capsys.readouterr().out
@@ -223,9 +244,8 @@ def test_the_block_in_your_own_model_gives_hidden_and_a_loss_near_one():
     assert loss == pytest.approx(1, abs=0.3)
 
 
-@pytest.mark.usefixtures("newcomer")
+@pytest.mark.usefixtures("my_run")
 def test_the_trained_model_is_loaded_and_saved():
-    assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
     names: dict[str, Any] = {}
     exec(compile(python_with('"models/mine", tokenizer', EXCHANGE), EXCHANGE, "exec"), names)
     assert names["decoder"].config.ffn.type == "moe"

@@ -16,7 +16,6 @@ from torch import Tensor
 from experiments.benchmark.layers import AUTO
 from experiments.benchmark.peers import HF_BATCHED, HF_EAGER, HF_GROUPED, PEERS, REFERENCE, SAME
 from experiments.benchmark.session import Candidate, Session
-from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.interop.transformers import NAME, register
@@ -52,12 +51,10 @@ def training(session: Session) -> None:
         f"{data.batch_size} x {data.seq_len} tokens a step, {precision}; active parameters: "
         f"{active[0]:,} with experts, {active[1]:,} dense"
     )
-    text = prepare(data).train
-    batches = TrainBatches(text, seq_len=data.seq_len, batch_size=data.batch_size, seed=0)
+    text = prepare(data)
     candidates: list[Candidate] = []
     for name, config in models.items():
-        bf16 = precision == "bf16-mixed"
-        trained = Training(TrainConfig(model=config), VOCAB_SIZE, batches, session.device, bf16)
+        trained = Training(TrainConfig(model=config, data=data), text, session.device)
         try:
             trained.step()
         except ValueError as error:

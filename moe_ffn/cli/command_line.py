@@ -152,12 +152,17 @@ def overrides_of(arguments: Sequence[str], root: type[Config], parser: Parser) -
     """Parse the arguments that no flag of a program takes.
 
     Raises:
-        ConfigError: one is no option, but similar to a flag.
+        ConfigError: one is no option, but similar to a flag, or without a value.
     """
-    for word in arguments:
-        name = word.partition("=")[0]
-        is_option = not name.startswith("--") or name.removeprefix("--") in root.model_fields
-        if not is_option and (hint := parser.nearest_flag(name)):
+    for word, after in zip(arguments, [*arguments[1:], "--"], strict=False):
+        name, is_given, _ = word.partition("=")
+        if not name.startswith("--") or name[2:].partition(".")[0] in root.model_fields:
+            continue
+        hint = parser.nearest_flag(name)
+        if not hint and not is_given and after.startswith("--"):
+            hint = nearest_options(name[2:], option_tree(root, root().to_dict()))
+            hint = hint or "; --help lists the options"
+        if hint:
             raise ConfigError(f"{name}: unknown{hint}")
     return parse_overrides(arguments)
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
-from moe_ffn.cli.trace import parse_layers
-from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.cli.parser import Parser, check_output, layer_numbers, whole, write_output
+from moe_ffn.config.errors import command
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.inspect.inspection import inspect_run
 from moe_ffn.report.inspect.text import text_of_file, text_of_run
@@ -25,12 +24,13 @@ PAGE = "inspect.html"
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("inspect"), description=__doc__)
     parser.add_run()
-    parser.add_argument("--layers", help="these layers alone, as in 0,3")
+    parser.add_argument("--layers", type=layer_numbers, help="these layers alone, as in 0,3")
     parser.add_argument(
         "--tokens",
-        default="65536",
+        type=whole(1, 10**9),
+        default=65_536,
         metavar="N",
-        help="tokens of the validation text to look at, in whole sequences (default: 65536)",
+        help="tokens of the validation text to look at, in whole sequences (default: %(default)s)",
     )
     parser.add_argument(
         "--text",
@@ -43,20 +43,14 @@ def main(argv: Sequence[str]) -> int:
     )
     given = parser.parse_args(argv)
     check_has_weights(given.run)
-    layers = None if given.layers is None else parse_layers(given.layers)
-    num_tokens = whole_number(given.tokens, 1, 10**9)
-    if num_tokens is None:
-        raise ConfigError(
-            f"--tokens: must be a whole number from 1 to 1000000000, got '{given.tokens}'"
-        )
     output = given.output or given.run / PAGE
     check_output("--output", output, OPENING)
     run = load_run(given.run, trust_code=given.trust_code)
     if given.text is None:
-        text = text_of_run(run, num_tokens)
+        text = text_of_run(run, given.tokens)
     else:
-        text = text_of_file(run, given.text, num_tokens)
-    found = inspect_run(run, text, layers)
+        text = text_of_file(run, given.text, given.tokens)
+    found = inspect_run(run, text, given.layers)
     # Only now: a mistake in the options should not wait for plotly.
     from moe_ffn.report.inspect.page import PageParts, inspection_html
     from moe_ffn.report.plots import shared_script

@@ -44,6 +44,17 @@ def whole(least: int = 0, most: int = MAX_COUNT) -> Callable[[str], int]:
     return parse
 
 
+def layer_numbers(text: str) -> list[int]:
+    """Parse `0,3` to [0, 3]; a type of option."""
+    parts = [whole_number(part.strip()) for part in text.split(",")]
+    layers = [part for part in parts if part is not None]
+    if len(layers) < len(parts):
+        raise argparse.ArgumentTypeError(
+            f"must be numbers of layers with commas between them, as in 0,3, got '{text}'"
+        )
+    return layers
+
+
 class Parser(argparse.ArgumentParser):
     """Parser that answers `--version`, raises ConfigError for a mistake, and splits no word of its help."""
 

@@ -22,10 +22,9 @@ from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.data.batches import ValidationBatches
+from moe_ffn.data.prepare import validation_batches
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.training.data_module import validation_batches
-from moe_ffn.training.objective import cross_entropy_of
+from moe_ffn.training.evaluation import evaluate
 from moe_ffn.weights import InitialiserConfig, MergeConfig, PruneConfig
 from moe_ffn.weights.init_from import read_source
 
@@ -62,17 +61,21 @@ def main(argv: Sequence[str]) -> int:
     data_config, data = config.prepared(source)
     ids_BS = config.ids(data_config, data)
     batches = validation_batches(data_config, data)
+
+    def loss_of(decoder: Decoder) -> float:
+        return evaluate(decoder, batches, data.tokenizer.byte_lengths).loss
+
     losses: dict[int, dict[str, list[float]]] = {}
     for num_experts in config.num_experts:
         losses[num_experts] = {
             name: [
-                mean_loss(method.initialise([source.decoder], ids_BS, generator), batches)
+                loss_of(method.initialise([source.decoder], ids_BS, generator))
                 for generator in _generators(config, name)
             ]
             for name in config.methods
             for method in [_method(name, num_experts)]
         }
-    whole = mean_loss(source.decoder, batches)
+    whole = loss_of(source.decoder)
     stacks = [ffn.expert_stack for ffn in source.decoder.config.layer_ffns()]
     most = max(stack.num_experts for stack in stacks if stack is not None)
     Console(highlight=False).print(_table(whole, most, losses))
@@ -97,17 +100,6 @@ def _method(name: Method, num_experts: int) -> InitialiserConfig:
 def _generators(config: PruningConfig, name: Method) -> list[torch.Generator]:
     draws = config.num_draws if name == "random" else 1
     return [torch.Generator().manual_seed(config.seed + draw) for draw in range(draws)]
-
-
-@torch.no_grad()
-def mean_loss(decoder: Decoder, batches: ValidationBatches) -> float:
-    """The mean cross-entropy of the validation windows, in nats per token."""
-    nats, num_tokens = 0.0, 0
-    for index in range(len(batches)):
-        batch = batches[index]
-        found = cross_entropy_of(decoder(batch.input_ids).logits, batch.target_ids, "none")
-        nats, num_tokens = nats + found.double().sum().item(), num_tokens + found.numel()
-    return nats / num_tokens
 
 
 def _table(whole: float, most: int, losses: dict[int, dict[str, list[float]]]) -> Table:

@@ -8,14 +8,13 @@ NAME is a run, a model folder of ours, or a sparse model of transformers with sa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
+from moe_ffn.cli.parser import Parser, check_output, layer_numbers, write_output
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.interop.transformers_folder import is_transformers_folder, route_text
@@ -40,16 +39,13 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("trace"), description=__doc__)
     parser.add_run()
     parser.add_argument("--text", required=True, help="the text; - reads standard input")
-    parser.add_argument("--layers", help="these layers alone, as in 0,3")
+    parser.add_argument("--layers", type=layer_numbers, help="these layers alone, as in 0,3")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
     given = parser.parse_args(argv)
-    layers = None if given.layers is None else parse_layers(given.layers)
-    follow_text = _reader_of(given.run, trust_code=given.trust_code)
     text = read_text(given.text)
     if given.html is not None:
         check_output("--html", given.html, OPENING)
-    with accepting_code(given.trust_code):
-        trace = follow_text(text, layers)
+    trace = trace_folder(given.run, text, given.layers, trust_code=given.trust_code)
     if given.html is not None:
         write_output("--html", given.html, page(trace))
     console = Console(highlight=False)
@@ -59,24 +55,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _reader_of(folder: Path, *, trust_code: bool) -> Callable[[bytes, list[int] | None], TextTrace]:
-    """Return the function that traces a text in this kind of folder."""
-    if is_model_folder(folder):
-        return partial(_of_model_folder, folder, trust_code)
-    if is_transformers_folder(folder):
-        return partial(_of_transformers, folder)
-    check_has_weights(folder)
-    return partial(follow, folder)
-
-
-def _of_model_folder(
-    folder: Path, trust_code: bool, text: bytes, layers: list[int] | None
+def trace_folder(
+    folder: Path, text: bytes, layers: list[int] | None, *, trust_code: bool
 ) -> TextTrace:
-    decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
-    ids = encode_text(tokenizer, text, decoder.max_seq_len, "--text")
-    with torch.no_grad():
-        output = decoder(torch.tensor([ids]))
-    return trace_of_decoder(folder, decoder.config, tokenizer, ids, [(output, len(ids))], layers)
+    """Trace a text in a run, a model folder of ours, or a model of transformers."""
+    if is_model_folder(folder):
+        decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
+        ids = encode_text(tokenizer, text, decoder.max_seq_len, "--text")
+        with torch.no_grad():
+            outputs = [(decoder(torch.tensor([ids])), len(ids))]
+        return trace_of_decoder(folder, decoder.config, tokenizer, ids, outputs, layers)
+    if is_transformers_folder(folder):
+        return _of_transformers(folder, text, layers)
+    check_has_weights(folder)
+    with accepting_code(trust_code):
+        return follow(folder, text, layers)
 
 
 def _of_transformers(folder: Path, text: bytes, layers: list[int] | None) -> TextTrace:
@@ -93,17 +86,6 @@ def _of_transformers(folder: Path, text: bytes, layers: list[int] | None) -> Tex
         {},
         layers,
     )
-
-
-def parse_layers(text: str) -> list[int]:
-    """Return `0,3` as [0, 3]."""
-    parts = [whole_number(part.strip()) for part in text.split(",")]
-    layers = [part for part in parts if part is not None]
-    if len(layers) < len(parts):
-        raise ConfigError(
-            f"--layers: must be numbers of layers with commas between them, as in 0,3, got '{text}'"
-        )
-    return layers
 
 
 def read_text(given: str) -> bytes:

@@ -39,7 +39,7 @@ from moe_ffn.runs.json_files import Facts
 from moe_ffn.runs.reader import read_weights
 from moe_ffn.runs.resume import Start, find_start, resume_hint, rewind
 from moe_ffn.runs.texts import check_documents
-from moe_ffn.runs.validate import Hardware, find_hardware, require_valid
+from moe_ffn.runs.validate import find_hardware, require_valid
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
@@ -94,7 +94,10 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         if start.checkpoint is None:
             begin_with(source or read_initial_weights(config), data, module, say)
         source = None  # or a second copy of the weights would stay while it trains
-        precision = choose_precision(config, resume, hardware)
+        precision = hardware.precision
+        if resume is not None and config.trainer.precision == "auto":  # which chose one before
+            known = Facts.read(resume.folder / run_folder.FACTS_FILE).precision
+            precision = known or precision
         say(f"precision {precision}")
         run_id = start.run_id or run_folder.new_run_id()
         facts = assemble.run_facts(config, data, precision, run_id)
@@ -115,7 +118,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         compile_kernels(module, trainer.strategy.root_device)
 
         token_data = assemble.make_token_data(config, data)
-        with logging_to(loggers, folder), ending_as_documented(config, trainer, callbacks, say):
+        with ending_as_documented(config, trainer, callbacks, loggers, say):
             trainer.fit(module, datamodule=token_data, ckpt_path=start.checkpoint)
             if callbacks.validation.last_step != trainer.global_step:
                 trainer.validate(module, datamodule=token_data, verbose=False)
@@ -124,14 +127,8 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
 
 
 def read_initial_weights(config: TrainConfig) -> Source | None:
-    """Read the weights of `init_from`; None where it is not set.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
-    if config.init_from is None:
-        return None
-    return read_source(config.init_from, "init_from")
+    """Read the weights of `init_from`; None where it is not set."""
+    return None if config.init_from is None else read_source(config.init_from, "init_from")
 
 
 def begin_with(source: Source | None, data: PreparedData, module: LanguageModel, say: Say) -> None:
@@ -140,8 +137,7 @@ def begin_with(source: Source | None, data: PreparedData, module: LanguageModel,
         source.require_same_tokens(data.tokenizer)
         weights, lines = fit_weights(source, module.decoder)
         module.start_from(weights)
-        for line in lines:
-            say(line)
+        say("\n".join(lines))
 
 
 def held(folder: Path) -> AbstractContextManager[None]:
@@ -163,14 +159,6 @@ def find_resume_point(resume: Resume, data: PreparedData, module: LanguageModel,
     for key, (before, now) in resume.changes.items():
         say(f"{key} is {json.dumps(now)} now (was {json.dumps(before)})")
     return start
-
-
-def choose_precision(config: TrainConfig, resume: Resume | None, hardware: Hardware) -> str:
-    """Return the number format: a resumed run keeps the one that `auto` once chose."""
-    if resume is not None and config.trainer.precision == "auto":
-        known = Facts.read(resume.folder / run_folder.FACTS_FILE).precision
-        return known or hardware.precision
-    return hardware.precision
 
 
 def files_of_a_new_run(
@@ -204,37 +192,25 @@ def open_folder(
 
 
 @contextmanager
-def logging_to(loggers: list[assemble.Logger], folder: Path) -> Iterator[None]:
-    """Close the loggers at the end; a run that fails gets its page here."""
-    status = "failed"
-    try:
-        yield
-        status = "success"
-    finally:
-        try:
-            close(loggers, status)
-        finally:
-            if status == "failed" and is_first_rank():
-                add_report(folder)
-
-
-@contextmanager
 def ending_as_documented(
     config: TrainConfig,
     trainer: assemble.Trainer,
     callbacks: assemble.RunCallbacks,
+    loggers: list[assemble.Logger],
     say: Say,
 ) -> Iterator[None]:
     """End the block at a signal, divergence or a lost rank, with a sentence and the documented exit code.
 
-    Among several ranks only the first exits with that code: once another fails, Lightning kills the first,
-    which still has files to close.
+    The loggers are closed at the end; a run that fails gets its page here. Among several ranks only the
+    first exits with that code: once another fails, Lightning kills the first, which still has files to
+    close.
     """
     folder = callbacks.checkpoints.folder.parent
-    is_main = trainer.is_global_zero
+    is_main, status = trainer.is_global_zero, "failed"
     try:
         with callbacks.stop.request.listening():
             yield
+        status = "success"
     except Interrupted as interrupted:
         say(f"{interrupted}; {resume_hint(folder, callbacks.checkpoints)}")
         raise SystemExit(EXIT_SIGNAL + interrupted.signum if is_main else 0) from None
@@ -261,6 +237,12 @@ def ending_as_documented(
         how = resume_hint(folder, callbacks.checkpoints)
         say(f"interrupted at step {trainer.global_step}; {how}")
         raise SystemExit(EXIT_INTERRUPTED) from None
+    finally:
+        try:
+            close(loggers, status)
+        finally:
+            if status == "failed" and is_first_rank():
+                add_report(folder)
 
 
 def finish(
@@ -273,6 +255,8 @@ def finish(
     console: Console,
 ) -> None:
     """Write and print the results.
+
+    A run without its last weights or its model gets no summary, so that `--resume` can still finish it.
 
     Raises:
         SystemExit: a file of them could not be written.
@@ -288,59 +272,42 @@ def finish(
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     targets = validation_batches(config.data, data).targets
     summary = summary_of(callbacks, unigram_loss(data.train, targets, data.tokenizer.vocab_size))
-    save_model = partial(write_model, folder, config, data, module)
-    lost = write_results(summary, callbacks, loggers, trainer.global_step, save_model)
-    print_results(console, folder, summary, callbacks)
-    if lost:
-        log.error("%s", lost)
-        raise SystemExit(EXIT_FAILED)
-
-
-def write_results(
-    summary: Mapping[str, Any],
-    callbacks: assemble.RunCallbacks,
-    loggers: list[assemble.Logger],
-    step: int,
-    save_model: Callable[[], str],
-) -> str:
-    """Write the model, the summary and the page.
-
-    A run without its last weights or its model gets no summary, so that `--resume` can still finish it.
-
-    Returns:
-        a sentence about what could not be written; empty if all was.
-    """
-    folder = callbacks.checkpoints.folder.parent
     lost = ""
     if problem := callbacks.checkpoints.problem:
-        lost = f"the weights of step {step} are not saved ({problem})"
+        lost = f"the weights of step {trainer.global_step} are not saved ({problem})"
     else:
         try:
-            lost = save_model()
-            if not lost:
-                write_summary(folder, summary, callbacks)
+            write_model(folder, config, data, module)
+            write_summary(folder, summary, callbacks)
+        except ConfigError as error:
+            lost = f"the model is not written: {error}"
         except OSError as error:
             lost = f"the summary is not written ({reason(error)})"
     has_page = add_report(folder)
-    if lost:
-        return f"{lost}; fix that, then: {command('train')} --resume {folder}"
-    if not has_page:
-        return f"the page is not written; fix that, then: {command('report')} {folder}"
+    print_results(console, folder, summary, callbacks)
     files = [callbacks.steps.alarm_log.file, callbacks.samples.file]
     files += [logger.file for logger in loggers if isinstance(logger, MetricsFile)]
     lacking = [str(file.path.relative_to(folder)) for file in files if not file.is_complete]
     if callbacks.checkpoints.lacks_best:
         lacking.append(f"{run_folder.CHECKPOINTS_FOLDER}/{BEST_NAME}")
-    return f"could not write the last entries of {', '.join(lacking)}" if lacking else ""
+    if lost:
+        lost += f"; fix that, then: {command('train')} --resume {folder}"
+    elif not has_page:
+        lost = f"the page is not written; fix that, then: {command('report')} {folder}"
+    elif lacking:
+        lost = f"could not write the last entries of {', '.join(lacking)}"
+    if lost:
+        log.error("%s", lost)
+        raise SystemExit(EXIT_FAILED)
 
 
 def write_model(
     folder: Path, config: TrainConfig, data: PreparedData, module: LanguageModel
-) -> str:
-    """Write the best weights of a run as a model folder inside of its own.
+) -> None:
+    """Write the best weights of a run as a model folder inside of its own; another failure is a warning.
 
-    Returns:
-        the reason why the disk did not take it, or the empty string.
+    Raises:
+        ConfigError: the disk did not take it.
     """
     tokenizer, decoder = data.tokenizer, module.decoder
     try:
@@ -348,9 +315,8 @@ def write_model(
         write_model_folder(folder / run_folder.MODEL_FOLDER, decoder, weights, tokenizer)
     except Exception as error:  # of any type: a custom block must not lose a finished run
         if isinstance(error, ConfigError) and error.__cause__ is not None:
-            return f"the model is not written: {error}"
+            raise
         log.warning("no %s folder: %s", run_folder.MODEL_FOLDER, first_line(error))
-    return ""
 
 
 def add_report(folder: Path) -> bool:

@@ -218,6 +218,8 @@ def explain_unknown(path: str, message: str, tree: Option) -> str:
     Args:
         message: of its own section, with or without a similar name.
     """
+    if named := _type_of_that_name(path, tree):
+        return named
     if found := _same_name(path, tree):
         return f"unknown{suggest(found)}"
     if why := NOT_OF_THE_TRAINER.get(path.removeprefix("trainer.")):
@@ -239,13 +241,35 @@ def nearest_options(typed: str, tree: Option) -> str:
     return suggest(_same_name(typed, tree) or (_same_name(near, tree) if near else []))
 
 
+def _type_of_that_name(typed: str, tree: Option) -> str:
+    """Show the type of its section that is called so, as in `{type: latent, width: 16, experts: {...}}`."""
+    section, name = _section_of(typed, tree)
+    if section is None or section.family is None or name not in section.family.members:
+        return ""
+    value = section.value.get(name) if isinstance(section.value, Mapping) else None
+    takes = [f"type: {name}"]
+    for child in replace(section, value={"type": name}).children():
+        if child.value == REQUIRED:
+            takes.append(
+                f"{child.name}: {'...' if isinstance(value, Mapping) else show_value(value)}"
+            )
+        elif child.family is section.family:
+            takes.append(f"{child.name}: {{...}}")
+    return f"unknown; '{name}' is a type: --{section.path} '{{{', '.join(takes)}}}'"
+
+
+def _section_of(typed: str, tree: Option) -> tuple[Option | None, str]:
+    """Section that a path lies in, None if it is unknown or the root, and the key in it."""
+    path, _, name = typed.rpartition(".")
+    return (tree.find(path) if path else None), name
+
+
 def _of_another_type(typed: str, tree: Option) -> str:
     """Name the types of its section that have an option of this name; empty without one."""
-    path, _, name = typed.rpartition(".")
-    section = tree.find(path) if path else None
+    section, name = _section_of(typed, tree)
     if section is None or section.family is None:
         return ""
-    members = section.family.members
+    path, members = section.path, section.family.members
     types = [type_ for type_, member in members.items() if name in member.known_keys()]
     if not types:
         return ""

@@ -134,122 +134,97 @@ def gather(paths: Sequence[Path]) -> Gathered:
     sources = list(
         {source.path.resolve(): source for p in paths for source in _sources(p)}.values()
     )
-    found: list[tuple[RunResult, _Source]] = []
+    found: list[_Source] = []
     left_out: dict[Path, str] = {}
     unfit: set[str] = set()
     studies = {source.folder: source.study for source in sources if source.study}
     for source in sources:
         try:
-            result = source.read()
+            source.read()
         except ConfigError as error:
             left_out[source.path] = str(error)
             continue
-        if why := _unfit(result, source.path):
+        if why := _unfit(source.result, source.path):
             left_out[source.path] = f"'{source.path}' {why}"
-            unfit.add(result.name)
+            unfit.add(source.result.name)
         else:
-            found.append((result, source))
+            found.append(source)
     if not found:
         first, *others = left_out.values()
         more = f"; {len(others)} more cannot be compared either" if others else ""
         raise ConfigError(f"{first}{more}")
-    named = _named(_with_places(found))
     times = {folder: read_timing(folder) for folder in studies}
-    # By the names that the arms have now.
-    step_seconds = {
-        now.arm: seconds
-        for (before, source), (now, _) in zip(found, named, strict=True)
-        if (seconds := times.get(source.folder, {}).get(before.arm))
-    }
+    seconds = [times.get(source.folder, {}).get(source.result.arm) for source in found]
+    _set_places(found)
+    _set_arms(found)
     return Gathered(
-        results=_each_once(named),
+        results=_each_once(found),
         left_out=left_out,
         unfit=frozenset(unfit),
-        arms={source.path: result.main_arm for result, source in named},
-        folders={result.shown_name: source.path for result, source in named},
+        arms={source.path: source.result.main_arm for source in found},
+        folders={source.result.shown_name: source.path for source in found},
         study=_one_study([*studies.values()]),
         baselines=[*dict.fromkeys(s.baseline for s in studies.values() if s.baseline)],
-        step_seconds=step_seconds,
+        step_seconds={s.result.arm: time for s, time in zip(found, seconds, strict=True) if time},
         timing_files=[path for f in studies if (path := f / TIMING_FILE).is_file()],
     )
 
 
-Found = list[tuple[RunResult, "_Source"]]
-
-
-def _with_places(found: Found) -> Found:
-    """The results under the names of their folders, or their own in a table; by path where two are alike."""
+def _set_places(found: Sequence[_Source]) -> None:
+    """Name results by their folders, or as in their table; by the path where two are alike."""
     names = [
-        source.path.resolve().name if source.line is None else result.name
-        for result, source in found
+        source.path.resolve().name if source.line is None else source.result.name
+        for source in found
     ]
-    places = [
-        name if names.count(name) == 1 else str(source.path)
-        for name, (_, source) in zip(names, found, strict=True)
-    ]
-    return [
-        (result.model_copy(update={"found_as": place}), source)
-        for place, (result, source) in zip(places, found, strict=True)
-    ]
+    for name, source in zip(names, found, strict=True):
+        source.update(found_as=name if names.count(name) == 1 else str(source.path))
 
 
-def _named(found: Found) -> Found:
-    """The results with names of their arms that tell them apart, and are the same within an arm.
+def _set_arms(found: Sequence[_Source]) -> None:
+    """Give arms names that tell them apart, and are the same within an arm.
 
     Runs that are of no study are one arm where they differ in their seeds alone, whatever their folders are
     called. Equal names of different arms get the folder that holds them before.
     """
-    of_no_study: dict[str, Found] = {}
-    for result, source in found:
+    groups: dict[str, list[_Source]] = {}
+    for source in found:
         if source.study is None and source.path.is_dir():
-            of_no_study.setdefault(identity(result), []).append((result, source))
-    names: dict[Path, str] = {}
-    groups = [*of_no_study.values()]
-    for group in groups:
-        seeds = [result.seed for result, _ in group]
-        has_one_each = len(set(seeds)) == len(seeds)
-        if has_one_each and len({result.arm for result, _ in group}) > 1:
-            first, this = groups[0][0][0], group[0][0]
-            name = few_words(first, this) or str(this.option("model.ffn.type"))
-            names |= {source.path: name for _, source in group}
-    found = [
-        (_renamed(result, name, name) if (name := names.get(source.path)) else result, source)
-        for result, source in found
-    ]
+            groups.setdefault(identity(source.result), []).append(source)
+    firsts = [group[0].result for group in groups.values()]
+    for first, group in zip(firsts, groups.values(), strict=True):
+        has_one_each = len({source.result.seed for source in group}) == len(group)
+        if has_one_each and len({source.result.arm for source in group}) > 1:
+            name = few_words(firsts[0], first) or str(first.option("model.ffn.type"))
+            for source in group:
+                source.update(arm=name, main_arm=name)
     identities: dict[str, set[str]] = {}
     folders: dict[str, set[str]] = {}
-    for result, source in found:
-        identities.setdefault(result.arm, set()).add(identity(result))
-        folders.setdefault(result.arm, set()).add(source.folder.name)
+    for source in found:
+        identities.setdefault(source.result.arm, set()).add(identity(source.result))
+        folders.setdefault(source.result.arm, set()).add(source.folder.name)
     shared = {arm for arm in identities if len(identities[arm]) > 1 and len(folders[arm]) > 1}
-    return [
-        (_renamed(result, f"{folder}/{result.arm}", f"{folder}/{result.main_arm}"), source)
-        if result.main_arm in shared
-        else (result, source)
-        for result, source in found
-        for folder in [source.folder.name]
-    ]
+    for source in found:
+        arm, main_arm, folder = source.result.arm, source.result.main_arm, source.folder.name
+        if main_arm in shared:
+            source.update(arm=f"{folder}/{arm}", main_arm=f"{folder}/{main_arm}")
 
 
-def _renamed(result: RunResult, arm: str, main_arm: str) -> RunResult:
-    return result.model_copy(update={"arm": arm, "main_arm": main_arm})
-
-
-def _each_once(found: Found) -> list[RunResult]:
+def _each_once(found: Sequence[_Source]) -> list[RunResult]:
     """One result for each arm and seed, such as of a run and its committed result.
 
     Raises:
         ConfigError: two runs of an arm have one seed, and ended differently.
     """
-    results: dict[tuple[str, int], tuple[RunResult, _Source]] = {}
-    for result, source in found:
-        known, other = results.setdefault((result.arm, result.seed), (result, source))
-        if known.outcome.validation_loss != result.outcome.validation_loss:
+    known: dict[tuple[str, int], _Source] = {}
+    for source in found:
+        result = source.result
+        other = known.setdefault((result.arm, result.seed), source)
+        if other.result.outcome.validation_loss != result.outcome.validation_loss:
             raise ConfigError(
                 f"'{other.path}' and '{source.path}' are two runs of arm '{result.arm}' with seed "
                 f"{result.seed}; give one of them"
             )
-    return [result for result, _ in results.values()]
+    return [source.result for source in known.values()]
 
 
 def read_timing(folder: Path) -> dict[str, float]:
@@ -279,7 +254,7 @@ def _unfit(result: RunResult, path: Path) -> str:
     return ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Source:
     """A run, or a line of a table, that is to be read."""
 
@@ -287,16 +262,22 @@ class _Source:
     study: StudyConfig | None = None
     """The study it is of."""
     line: bytes | None = None
+    result: RunResult = field(init=False)
+    """Set by `read`."""
 
     @property
     def folder(self) -> Path:
         """The folder that holds it."""
         return self.path.resolve().parent
 
-    def read(self) -> RunResult:
+    def read(self) -> None:
         if self.line is not None:
-            return RunResult.of_line(self.line, self.path)
-        return RunResult.of_run(read_run(self.path, keys=ROW_KEYS), self.study)
+            self.result = RunResult.of_line(self.line, self.path)
+        else:
+            self.result = RunResult.of_run(read_run(self.path, keys=ROW_KEYS), self.study)
+
+    def update(self, **names: str) -> None:
+        self.result = self.result.model_copy(update=names)
 
 
 def _sources(path: Path) -> Iterator[_Source]:

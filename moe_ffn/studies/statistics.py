@@ -50,11 +50,6 @@ def t_quantile(probability: float, degrees: int) -> float:
     return float(_special().stdtrit(degrees, probability))
 
 
-def t_p_value(t: float, degrees: int) -> float:
-    """The two-sided p-value of Student's t."""
-    return float(2 * _special().stdtr(degrees, -abs(t)))
-
-
 def _special() -> Any:
     try:
         from scipy import special
@@ -134,8 +129,11 @@ def paired_differences(
 
 
 def _p_value(d: Sequence[float]) -> float:
+    """The two-sided p-value of Student's t."""
     error = stdev(d) / math.sqrt(len(d))
-    return t_p_value(fmean(d) / error, len(d) - 1) if error else float(fmean(d) == 0)
+    if not error:
+        return float(fmean(d) == 0)
+    return float(2 * _special().stdtr(len(d) - 1, -abs(fmean(d) / error)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -190,14 +188,11 @@ def bootstrap_interval(values: Sequence[float]) -> Interval:
     """
     values_N = np.asarray(values, dtype=np.float64)
     random = np.random.default_rng(0)
-    means = np.sort(
-        [
-            values_N[random.integers(len(values_N), size=len(values_N))].mean()
-            for _ in range(NUM_RESAMPLES)
-        ]
-    )
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(values_N.mean()), float(low), float(high))
+    means = [
+        values_N[random.integers(len(values_N), size=len(values_N))].mean()
+        for _ in range(NUM_RESAMPLES)
+    ]
+    return percentile_interval(float(values_N.mean()), np.array(means))
 
 
 # -- fits

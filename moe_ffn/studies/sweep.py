@@ -130,7 +130,8 @@ class Job:
         self.first_step = 0
         """The step at which this sweep found it."""
         self.flops = Budget.of(run.config).training_flops
-        self._process: Popen[bytes] | None = None
+        self.process: Popen[bytes] | None = None
+        """The process that trains it, once it has started."""
         self._started_at = 0.0
         self._step, self._looked_at = 0, 0.0
 
@@ -184,7 +185,7 @@ class Job:
                 "WANDB_RUN_GROUP": self.run.folder.parent.name,
             }
             with run_folder.explaining("its process cannot be started", "give fewer --jobs"):
-                self._process = Popen(
+                self.process = Popen(
                     training_command(self.run, is_begun, trust_code),
                     stdin=DEVNULL,
                     stdout=log,  # which passes the lock on
@@ -197,8 +198,8 @@ class Job:
 
     def has_ended(self) -> bool:
         """Return whether the process has ended; then `state` says how."""
-        assert self._process is not None
-        code = self._process.poll()
+        assert self.process is not None
+        code = self.process.poll()
         if code is None:
             return False
         self.seconds = time.monotonic() - self._started_at
@@ -206,15 +207,6 @@ class Job:
         if self.state == "training":
             self.fail(f"failed ({_exit_in_words(code)}); what it said is in {self.log}")
         return True
-
-    def stop(self, signum: int) -> None:
-        assert self._process is not None
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signum)
-
-    def wait(self) -> None:
-        assert self._process is not None
-        self._process.wait()
 
     def last_lines(self) -> list[str]:
         """Return the last lines that the process printed."""
@@ -397,16 +389,17 @@ class Sweep:
 
         A KeyboardInterrupt meanwhile ends them at once.
         """
-        for job in self.of("training"):
-            job.stop(signal.SIGTERM)
+        processes = [job.process for job in self.of("training") if job.process]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
         try:
-            for job in self.of("training"):
-                job.wait()
+            for process in processes:
+                process.wait()
         except KeyboardInterrupt:
-            for job in self.of("training"):
-                job.stop(signal.SIGINT)
-            for job in self.of("training"):
-                job.wait()
+            for process in processes:
+                process.send_signal(signal.SIGINT)
+            for process in processes:
+                process.wait()
 
 
 def in_words(seconds: float) -> str:

@@ -87,22 +87,30 @@ class Training:
     A profile has its parts under their names, `step: forward` and so on.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        vocab_size: int,
-        batches: TrainBatches,
-        device: torch.device,
-        bf16: bool,
-    ) -> None:
+    def __init__(self, config: TrainConfig, data: PreparedData, device: torch.device) -> None:
+        """
+        Raises:
+            ConfigError: the loop does not know the precision.
+        """
+        precision = resolve_precision(config.trainer.precision, device.type)
+        if precision not in ("32-true", "bf16-mixed"):
+            raise ConfigError(
+                f"trainer.precision ({precision}): the loop that is timed knows 32-true and bf16-mixed"
+            )
         torch.manual_seed(config.seed)
         self.clip = config.trainer.gradient_clip_val or torch.inf
         self.objective = config.objective
         self.accumulate = config.trainer.accumulate_grad_batches
-        self.model = config.model.build(vocab_size, batches.seq_len).to(device)
+        shape = config.data
+        self.model = config.model.build(data.tokenizer.vocab_size, shape.seq_len).to(device)
+        if config.trainer.compile:
+            self.model.compile()
         self.optimizer = config.optimizer.build(self.model)
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.trainer.max_steps)
-        self.batches, self.device, self.bf16 = batches, device, bf16
+        self.batches = TrainBatches(
+            data.train, seq_len=shape.seq_len, batch_size=shape.batch_size, seed=config.seed
+        )
+        self.device, self.bf16 = device, precision == "bf16-mixed"
         self.num_batches = 0
 
     def step(self) -> None:
@@ -187,7 +195,8 @@ def time_arms(
         on_round(f"building {arm}")
         same = str(config.data.to_dict())
         data = prepared[same] = prepared.get(same) or prepare(config.data)
-        training = _training(config, data)
+        is_gpu = config.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        training = Training(config, data, torch.device("cuda" if is_gpu else "cpu"))
         training.step()  # the first one is slower than all others
         start = clock()
         training.step()
@@ -199,26 +208,6 @@ def time_arms(
         arm: _step_time(arms[arm], candidate.calls, values)
         for (arm, candidate), values in zip(candidates.items(), seconds, strict=True)
     }
-
-
-def _training(config: TrainConfig, data: PreparedData) -> Training:
-    is_gpu = config.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    device = torch.device("cuda" if is_gpu else "cpu")
-    precision = resolve_precision(config.trainer.precision, device.type)
-    if precision not in ("32-true", "bf16-mixed"):
-        raise ConfigError(
-            f"trainer.precision ({precision}): the loop that is timed knows 32-true and bf16-mixed"
-        )
-    shape = config.data
-    batches = TrainBatches(
-        data.train, seq_len=shape.seq_len, batch_size=shape.batch_size, seed=config.seed
-    )
-    training = Training(
-        config, data.tokenizer.vocab_size, batches, device, precision == "bf16-mixed"
-    )
-    if config.trainer.compile:
-        training.model.compile()
-    return training
 
 
 def _step_time(config: TrainConfig, calls: int, seconds: Sequence[float]) -> StepTime:

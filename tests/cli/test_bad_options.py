@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.cli.__main__ import run
-from moe_ffn.config.errors import ConfigError
-
 ROOT = Path(__file__).parents[2]
 KNOWN_BLOCKS = (
     "biased, bilinear, chain_of_experts, clamped_swiglu, conv, dense, geglu, geglu_tanh, glu, identity, "
@@ -40,7 +37,46 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "trainer.enable_checkpointing: is set by the program itself; the best and the last weights are "
         "always kept"
     ),
+    "--slurm": "--slurm: unknown; --help lists the options",
+    **dict.fromkeys(
+        ("--resum 3", "--resum", "--resum --confg 3", "--resum=3"),
+        "--resum: unknown; did you mean '--resume'?",
+    ),
+    **{
+        f"--{typed} 3": f"{typed.partition('.')[0]}: unknown; did you mean '{meant}'?"
+        for typed, meant in {
+            "max_steps": "trainer.max_steps",
+            "lr": "optimizer.learning_rate",
+            "batchsize": "data.batch_size",
+            "epochs": "trainer.max_steps",
+            "k": "model.ffn.router.k",
+            "device": "trainer.accelerator",
+            "ffn": "model.ffn",
+            "ffn.num_experts": "model.ffn",
+        }.items()
+    },
+    "--trainer.learning_rate 3": (
+        "trainer.learning_rate: unknown; did you mean 'optimizer.learning_rate'?"
+    ),
+    "--model.batch_size 3": "model.batch_size: unknown; did you mean 'data.batch_size'?",
+    "--dropout 0.1": (
+        "dropout: unknown; did you mean 'model.dropout' or 'model.attention.dropout' or "
+        "'model.ffn.experts.dropout'?"
+    ),
+    "--data.corpus stdlib --data.corpus.paths books": (
+        "data.corpus.paths: unknown with data.corpus.type 'stdlib'; it belongs to type 'text': "
+        "add --data.corpus.type text"
+    ),
+    "--data.corpus.path books": ("data.corpus.path: unknown; did you mean 'paths'?"),
+    "--lr --seed 3": "--lr: unknown; did you mean 'optimizer.learning_rate'?",
     # Types.
+    "--model.ffn.experts.latent 16": (
+        "model.ffn.experts.latent: unknown; 'latent' is a type: --model.ffn.experts '{type: latent, "
+        "experts: {...}, width: 16}'"
+    ),
+    "--model.ffn.swiglu {d_ff:&3}": (
+        "model.ffn.swiglu: unknown; 'swiglu' is a type: --model.ffn '{type: swiglu}'"
+    ),
     "--model.ffn.type swiglo": (
         f"model.ffn.type: unknown 'swiglo'; did you mean 'swiglu'?; known: {KNOWN_BLOCKS}"
     ),
@@ -215,65 +251,6 @@ def test_three_mistakes_are_all_named(refuse: Callable[..., str]) -> None:
     ]
 
 
-# -- what may be meant
-
-
-@pytest.mark.parametrize("words", ["--resum 3", "--resum", "--resum --confg 3", "--resum=3"])
-def test_a_flag_that_looks_like_another(refuse: Callable[..., str], words: str) -> None:
-    assert refuse(*words.split()) == "--resum: unknown; did you mean '--resume'?"
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("generate RUN --promt hello", "--promt: unknown; did you mean '--prompt'?"),
-        ("generate RUN --num_tokens 3", "--num_tokens: unknown; did you mean '--num-tokens'?"),
-        ("compare RUN --baselin a", "--baselin: unknown; did you mean '--baseline'?"),
-        ("convert a b --trust_code", "--trust_code: unknown; did you mean '--trust-code'?"),
-        (
-            "convert a b --zzz",
-            "--zzz: unknown; known: --help, --version, --verbose, --quiet, --trust-code",
-        ),
-        ("plan --print_config", "--print_config: unknown; did you mean '--print-config'?"),
-        ("sweep a.yaml --dry_run", "--dry_run: unknown; did you mean '--dry-run'?"),
-        ("--versoin", "unknown program '--versoin'; did you mean '--version'?"),
-    ],
-)
-def test_a_program_names_the_flag_that_was_meant(typed: str, said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        run(typed.split())
-
-    assert str(refused.value) == said
-
-
-def test_a_text_that_looks_like_a_flag_is_a_text_behind_an_equals_sign(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist; give the folder of a run"):
-        run(["generate", str(tmp_path / "none"), "--prompt=--promt"])
-    with pytest.raises(ConfigError, match="does not exist; give the folder of a run"):
-        run(["generate", "--prompt", "-3", "--", "--promt"])
-
-
-@pytest.mark.parametrize(
-    ("flag", "meant"),
-    [
-        ("--max_steps", "trainer.max_steps"),
-        ("--lr", "optimizer.learning_rate"),
-        ("--batchsize", "data.batch_size"),
-        ("--epochs", "trainer.max_steps"),
-        ("--k", "model.ffn.router.k"),
-        ("--device", "trainer.accelerator"),
-        ("--ffn", "model.ffn"),
-        ("--trainer.learning_rate", "optimizer.learning_rate"),
-        ("--model.batch_size", "data.batch_size"),
-        ("--ffn.num_experts", "model.ffn"),
-    ],
-)
-def test_an_option_that_stands_elsewhere(refuse: Callable[..., str], flag: str, meant: str) -> None:
-    unknown = "ffn" if flag.startswith("--ffn") else flag.removeprefix("--")
-
-    assert refuse(flag, "3") == f"{unknown}: unknown; did you mean '{meant}'?"
-
-
 def test_an_option_that_stands_elsewhere_in_a_file(
     refuse: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -286,23 +263,4 @@ def test_an_option_that_stands_elsewhere_in_a_file(
 
     assert refuse("--config", str(tmp_path / "mine.yaml")) == (
         "trainer.learning_rate: unknown; did you mean 'optimizer.learning_rate'?"
-    )
-
-
-def test_one_of_several_options_of_that_name(refuse: Callable[..., str]) -> None:
-    assert refuse("--dropout", "0.1") == (
-        "dropout: unknown; did you mean 'model.dropout' or 'model.attention.dropout' or "
-        "'model.ffn.experts.dropout'?"
-    )
-
-
-def test_the_paths_of_a_corpus_that_has_none(refuse: Callable[..., str]) -> None:
-    stdlib = ["--data.corpus", "stdlib"]  # the default, which the fixture's file replaces
-
-    assert refuse(*stdlib, "--data.corpus.paths", "books") == (
-        "data.corpus.paths: unknown with data.corpus.type 'stdlib'; it belongs to type 'text': "
-        "add --data.corpus.type text"
-    )
-    assert (
-        refuse("--data.corpus.path", "books") == "data.corpus.path: unknown; did you mean 'paths'?"
     )

@@ -145,51 +145,6 @@ def test_runs_that_are_not_finished_are_left_out_by_name(program: Program, study
     assert row(out, "moe")[:2] == ["1", "1.9000"]
 
 
-@pytest.mark.parametrize(
-    ("prepare", "message"),
-    [
-        (lambda folder: ["nowhere"], "'nowhere' does not exist; give the folder of a run, or one that"),
-        (
-            lambda folder: [(folder / "empty").mkdir() or str(folder / "empty")],
-            "'{}/empty' holds no runs and no results.jsonl; give the folder of a run, such as runs/my-run",
-        ),
-        (
-            lambda folder: [str(folder), "--baseline", "dens"],
-            "baseline: there is no finished run of an arm 'dens'; did you mean 'dense'?",
-        ),
-        (
-            lambda folder: (
-                [(run / "summary.json").unlink() for run in folder.glob("*-seed*")] and [str(folder)]
-            ),
-            "'{}/dense-seed0' is not finished: it is at step 200 of 200; 5 more cannot be compared either",
-        ),
-        (
-            lambda folder: (
-                change(folder / "moe-seed1" / "config.yaml", data__seq_len=128) or [str(folder)]
-            ),
-            "the runs validate on other windows, so that their losses do not compare: data.seq_len is 256 in "
-            "dense-seed0 and 4 more, 128 in moe-seed1",
-        ),
-        (
-            lambda folder: [str(folder), "--html", str(folder / "study.yaml")],
-            "--html: '{}/study.yaml' exists and was not made by this program; choose another file",
-        ),
-    ],
-    ids=["nowhere", "empty", "baseline", "unfinished", "data", "over a file"],
-)  # fmt: skip
-def test_mistakes_are_told_in_a_sentence(
-    program: Program,
-    study: Path,
-    prepare: Callable[[Path], list[str]],
-    message: str,
-) -> None:
-    code, _, err = program(*prepare(study))
-
-    assert code == 2
-    assert err.startswith(f"error: {message.format(study)}"), err
-    assert err.count("\n") == 1
-
-
 def test_a_run_is_named_by_its_folder(program: Program, study: Path, tmp_path: Path) -> None:
     (study / "study.yaml").unlink()
     folders = [tmp_path / "dense", study / "moe", tmp_path / "again" / "dense"]

@@ -7,14 +7,13 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moe_ffn
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.runs.reader import load_model
-from tests.helpers.theirs import SHARED, change, logits, make, save
+from tests.helpers.theirs import SHARED, logits, make, save
 from tests.helpers.tiny_runs import Finished, options, run_here, trained
 
 
@@ -102,34 +101,3 @@ def test_a_run_begins_with_what_was_converted_by_the_printed_command(tmp_path: P
     assert done.code == 0, done.stderr
     assert re.search(r"init_from: of (\d+) tensors \1 are those of ", done.stdout)
     assert " (was " not in done.stdout.replace("data.seq_len is 16 (was 48)", "")
-
-
-@pytest.mark.parametrize("which", ["theirs", "ours"])
-def test_what_is_refused_is_one_line_and_nothing_is_written(which: str, tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    if which == "theirs":
-        save("llama", source)
-        change(source, model_type="bert")
-        said = (
-            f"error: '{source}/config.json': model_type 'bert' is none that is read here; known: "
-        )
-    else:
-        config = moe_ffn.DecoderConfig.model_validate({"d_model": 16, "ffn": "dense"})
-        moe_ffn.save_pretrained(config.build(257, 16), source)
-        said = 'error: model.ffn.type ("dense") has no equal in transformers: '
-
-    done = convert(source, target)
-
-    assert done.code == 2
-    assert done.stderr.startswith(said)
-    assert done.stderr.count("\n") == 1
-    assert not target.exists()
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_a_source_that_is_not_there(tmp_path: Path) -> None:
-    done = convert(tmp_path / "none", tmp_path / "target")
-    assert (done.code, done.stderr) == (
-        2,
-        f"error: '{tmp_path}/none' is not there; give the folder of a model\n",
-    )

@@ -85,33 +85,6 @@ def test_json_goes_to_standard_output_without_a_key(
 
 # ------------------------------------------------------------------------------------- refusals
 
-NO_NAME = (
-    "is no name as in https://wandb.ai/ENTITY/PROJECT, which is not empty and has no space at its ends and "
-    r"none of / \ # ? % :"
-)
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--project", "p"], "the following arguments are required: --entity"),
-        (["--entity", "", "--project", "p"], f"--entity ('') {NO_NAME}"),
-        (["--entity", "e", "--project", "e/p"], f"--project ('e/p') {NO_NAME}"),
-        (["--entity", "e\n", "--project", "p"], f"--entity ('e\\n') {NO_NAME}"),
-        (["--entity", "e ", "--project", "p"], f"--entity ('e ') {NO_NAME}"),
-        (
-            [*WHERE, "--colour"],
-            "--colour: unknown; known: --help, --version, --verbose, --quiet, --entity, --project, "
-            "--json",
-        ),
-    ],
-)
-def test_a_mistake_is_one_sentence(argv: list[str], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_options(argv)
-
-    assert str(caught.value) == said
-
 
 def test_without_the_library_the_program_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,

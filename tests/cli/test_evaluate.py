@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-import moe_ffn
-from moe_ffn import DecoderConfig
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.tiny_runs import run_here, trained
@@ -171,95 +169,6 @@ def test_the_corpus_of_a_config_or_of_options_is_validated_on(
     cache = ("--data.cache_dir", tmp_path / "cache")
     of_model = figures(run / "model", *options, *cache, "--data.validation_tokens", "160")
     assert of_model["loss"] == pytest.approx(own["loss"], abs=1e-6)  # in other batches
-
-
-BAD: dict[str, tuple[tuple[str, ...], str]] = {
-    "no folder": (("nowhere",), "'nowhere' does not exist; give the folder of a run"),
-    "a model without a text": (
-        ("RUN/model",),
-        "is the folder of a model, which has no text of its own; give one with --data",
-    ),
-    "a model without a tokenizer": (
-        ("MODEL", "--data", "text.txt"),
-        "'MODEL' has no tokenizer.json, so text cannot become tokens; put one there",
-    ),
-    "a model of transformers": (
-        ("THEIRS", "--data", "text.txt"),
-        "'THEIRS' is no run: it has no config.yaml; it is a model of transformers: moe-ffn convert THEIRS "
-        "NEW makes a model folder of it",
-    ),
-    "a masked model": (
-        ("MASKED", "--data", "text.txt"),
-        "has model.causal (false), and does not say how many tokens to mask",
-    ),
-    "no text": (("RUN", "--data", "absent.txt"), "--data: 'absent.txt' does not exist"),
-    "one token": (
-        ("RUN", "--data", "one.txt"),
-        "--data: 'one.txt' has 1 token; give a text of two or more",
-    ),
-    "tokens of another": (
-        ("RUN", "--data", "tokens.npy"),
-        "--data: 'tokens.npy' holds the token 300, but the model's tokenizer has a vocabulary of 257",
-    ),
-    "two texts": (
-        ("RUN", "--data", "text.txt", "--data.corpus.type", "stdlib"),
-        "--data and --data.corpus name two texts; give one of them",
-    ),
-    "another tokenizer": (
-        ("RUN", "--data.tokenizer", "bpe"),
-        "--data.tokenizer: is that of the model; leave it out",
-    ),
-    "too long": (
-        ("RUN", "--data.seq_len", "17"),
-        "data.seq_len (17) must not exceed the 16 tokens that the model takes",
-    ),
-    "too long a stride": (
-        ("RUN", "--stride", "17"),
-        "--stride (17) must not exceed data.seq_len (16)",
-    ),
-    "no such device": (("RUN", "--device", "tpu9"), "--device: there is no 'tpu9' here; give cpu"),
-    "a device without values": (("RUN", "--device", "meta"), "--device: there is no 'meta' here"),
-    "a tokenizer of a larger model": (
-        ("SMALL", "--data", "text.txt"),
-        "'SMALL': its tokenizer.json has 257 tokens and its model 200; put back the tokenizer of this model",
-    ),
-    "no such task": (
-        ("RUN", "--tasks", "tasks"),
-        "--tasks: 'tasks' has no task file of lm-eval (.yaml)",
-    ),
-}
-
-
-@pytest.fixture
-def bad_files(tmp_path: Path) -> None:
-    Path("text.txt").write_text(TEXT)
-    Path("one.txt").write_text("a")
-    Path("tasks").mkdir()
-    Path("THEIRS").mkdir()
-    Path("THEIRS/config.json").write_text('{"model_type": "mixtral"}')
-    np.save("tokens.npy", np.array([1, 300, 2]))
-    sizes = {"d_model": 16, "num_layers": 1, "attention": {"num_heads": 2}, "ffn": "swiglu"}
-    moe_ffn.save_pretrained(DecoderConfig.model_validate(sizes).build(257, 16), "MODEL")
-    small = DecoderConfig.model_validate(sizes).build(200, 16)
-    moe_ffn.save_pretrained(small, "SMALL", BytesTokenizer())
-    masked = DecoderConfig.model_validate({**sizes, "causal": False}).build(257, 16)
-    moe_ffn.save_pretrained(masked, "MASKED", BytesTokenizer())
-
-
-@pytest.mark.usefixtures("bad_files")
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence(case: str, tmp_path: Path) -> None:
-    argv, message = BAD[case]
-    if "--tasks" in argv:
-        pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
-    words = [word.replace("RUN", str(trained())) for word in argv]
-    done = run_here(*words, "--json", "figures.json", program="moe_ffn.cli.evaluate")
-
-    assert done.code == 2
-    (line,) = done.own_lines
-    assert message in line
-    assert line.startswith("error: ")
-    assert not Path("figures.json").exists()
 
 
 def test_a_corpus_that_has_changed_is_said(tmp_path: Path) -> None:

@@ -74,35 +74,6 @@ def test_the_trace_has_the_experts_of_every_token(dropless_run: Path, length: in
         assert re.findall(r"(\d) [.\d]+ ", row.split(token.token, 1)[1])[: len(experts)] == experts
 
 
-REFUSED = {
-    "a long prompt": (
-        ("--prompt", "a" * 17),
-        "error: --prompt: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a "
-        "shorter text",
-    ),
-    "an empty prompt": (("--prompt", ""), "error: prompt: must not be empty"),
-    "an empty stop": (
-        ("--prompt", "a", "--stop", ""),
-        "error: stop.0: must not be empty",
-    ),
-    "no share": (("--prompt", "a", "--top-p", "1.5"), "error: top_p: must be at most 1.0, got 1.5"),
-}
-
-
-@pytest.mark.parametrize(("argv", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_mistake_is_answered(dropless_run: Path, argv: tuple[str, ...], message: str) -> None:
-    done = program(dropless_run, *argv)
-    assert (done.code, done.stdout) == (2, "")
-    assert done.own_lines[-1].startswith(message)
-
-
-def test_a_trace_of_a_run_without_routing_is_refused(run_train: Any, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--model.ffn", "swiglu", "--trainer.max_steps", "1").folder
-    done = program(run, "--prompt", "a", "--trace")
-    assert (done.code, done.stdout) == (2, "")
-    assert "routes no token: its feed-forward blocks are of type 'swiglu'" in done.stderr
-
-
 def test_a_long_prompt_of_a_config_is_refused_before_there_is_a_run(
     run_train: Any, tmp_path: Path
 ) -> None:

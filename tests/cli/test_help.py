@@ -142,10 +142,16 @@ def test_help_splits_no_word_and_fits(
     def words(width: int) -> list[str]:
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setattr(sys, "argv", ["program", "--help"])
-        exit_on_bad_input(import_module(name).main)
+        assert exit_on_bad_input(import_module(name).main) == 0
         # How argparse breaks the usage is its own.
-        _, _, after_usage = capsys.readouterr().out.partition("\n\n")
+        usage, _, after_usage = capsys.readouterr().out.partition("\n\n")
         assert max(map(len, after_usage.splitlines())) <= width
+        if name.startswith("moe_ffn"):
+            assert f"moe-ffn {name.rpartition('.')[2]}" in usage
+            # The wheel has no `configs/` and no `docs/`; `study_page` writes to a folder of the user's own.
+            own = after_usage.replace("docs/studies", "")
+            assert "experiments" not in usage + own
+            assert re.findall(r"(?:configs|docs|tests)/[\w/*.]*", own) == []
         return after_usage.split()
 
     assert words(60) == words(1000)

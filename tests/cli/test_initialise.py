@@ -14,7 +14,6 @@ import pytest
 import moe_ffn
 from moe_ffn.data.tokenizer import BPETokenizer
 from tests.helpers.programs_in_process import Result
-from tests.helpers.same_run import snapshot
 from tests.helpers.tiny_runs import Finished, run_here
 
 RunTrain = Callable[..., Result]
@@ -180,38 +179,6 @@ def test_experts_are_left_out_by_what_a_text_says(
     assert every == pytest.approx([found["loss"]] * len(every), abs=1e-6)
     assert found["loss"] == pytest.approx(loss_of(dense), abs=1e-5)
     assert "50%" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "--source FOLDER and --output FOLDER are needed"),
-        (["--source", "a", "b", "--output", "new"], "--source: names 2 folders, and method.type"),
-        (["--source", "SPARSE", "--output", "SPARSE"], "is a source too; choose another folder"),
-        (["--source", "SPARSE", "--output", "mine"], "has 'text.txt', which is no part of a model of ours"),
-        (
-            ["--source", "SPARSE", "--output", "new", "--method.type", "mix"],
-            "--source: names 1 folder, and method.type 'mix' takes two or more",
-        ),
-        (["--source", "nowhere", "--output", "new"], "--source: 'nowhere' is not there; give"),
-        (["--source", "SPARSE", "--output", "new", "--method.type", "prune"], "does not say what it was"),
-        (["--source", "SPARSE", "--output", "new"], "layer 0 is of type 'moe', which no kind of"),
-        (["--source", "SPARSE", "--output", "new", "--method.type", "up"], "method.type: unknown 'up'"),
-    ],
-)  # fmt: skip
-def test_mistakes_write_nothing(
-    options: list[str], message: str, sparse: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/text.txt").write_text("")
-    before = snapshot(tmp_path)
-    given = [option.replace("SPARSE", str(sparse)) for option in options]
-    done = run_here(*given, program="moe_ffn.cli.initialise")
-
-    assert done.code == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert snapshot(tmp_path) == before
 
 
 def test_models_of_other_tokens_are_not_mixed(dense: Result, tmp_path: Path) -> None:

@@ -86,29 +86,29 @@ def test_a_text_of_one_s_own_has_syntax_where_it_is_python(inspect: Inspect, own
     assert not (own / "inspect.html").exists()
 
 
-BLOCKS: dict[str, tuple[str, list[str]]] = {
-    "swiglu": ("swiglu", []),
-    "conv": ("{type: conv, d_ff: 24}", []),
-    "shared": ("{type: moe, num_experts: 4, shared_expert: dense, router: {type: hash}}", []),
-    "depths": (
-        "{type: mixture_of_depths, ffn: {type: moe, num_experts: 4}}",
-        ["--model.causal", "false"],
-    ),
-    "soft": ("soft_moe", ["--model.causal", "false", "--model.ffn_at", "{'1': {type: identity}}"]),
-}
+BLOCKS = {
+    "conv": ["--model.ffn", "{type: conv, d_ff: 24}"],
+    "shared": ["--model.ffn", "{type: moe, num_experts: 4, shared_expert: dense, router: {type: hash}}"],
+    "soft": [
+        *("--model.ffn", "soft_moe", "--model.causal", "false"),
+        *("--model.ffn_at", "{'1': {type: identity}}"),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", ["dense", "depths", *BLOCKS])
 def test_every_kind_of_block_has_a_page(
-    name: str, run_train: RunTrain, inspect: Inspect, tmp_path: Path
+    name: str, short_run: Callable[..., Path], inspect: Inspect, request: pytest.FixtureRequest
 ) -> None:
-    block, options = BLOCKS[name]
-    run = run_train(tmp_path, "--model.ffn", block, "--trainer.max_steps", "1", *options)
+    if name in BLOCKS:
+        run = short_run(*BLOCKS[name])
+    else:
+        run = request.getfixturevalue(f"{name}_run")
 
-    code, out, err = inspect(run.folder, "--tokens", "300")
+    code, out, err = inspect(run, "--tokens", "300", "--output", "page.html")
 
     assert (code, err) == (0, "")
-    shown = text_of(run.folder / "inspect.html")
+    shown = text_of(Path("page.html"))
     if name == "soft":
         assert (
             shown.count("is not shown: it has no network whose hidden units see single tokens") == 2
@@ -154,37 +154,6 @@ def test_the_page_in_a_browser(browser: Browser, page: Path) -> None:
 
 
 # -- what is refused
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--layers", "9"], "--layers: the model has no layer 9; it has 0 to 1"),
-        (
-            ["--layers", "a"],
-            "--layers: must be numbers of layers with commas between them, as in 0,3, got 'a'",
-        ),
-        (["--tokens", "0"], "--tokens: must be a whole number from 1 to 1000000000, got '0'"),
-        (["--text", "nowhere"], "--text: 'nowhere' cannot be read (No such file or directory)"),
-        (["--text", "short"], "--text: 'short' has 1 tokens; give a text of two or more"),
-        (
-            ["--text", "seven"],
-            "--text: the text has 6 tokens, fewer than the 10 that are kept of each unit; give more text",
-        ),
-        (
-            ["--output", "mine"],
-            "--output: 'mine' exists and was not made by this program; choose another file, or remove it",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_options(inspect: Inspect, own: Path, options: list[str], sentence: str) -> None:
-    Path("short").write_text("a")
-    Path("seven").write_text("a cat m")
-    Path("mine").write_text("my thesis")
-
-    assert inspect(own, *options) == (2, "", f"error: {sentence}")
-    assert not (own / "inspect.html").exists()
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["changed", "gone"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,18 +40,6 @@ def test_help_lists_every_program_and_its_meaning(moe_ffn: Run, argv: list[str])
         assert f"  {name} {meaning}" in " ".join(out.split()).replace(f" {name} ", f"  {name} ")
 
 
-@pytest.mark.parametrize("name", console.PROGRAMS)
-def test_every_program_is_called_as_it_was_typed(moe_ffn: Run, name: str) -> None:
-    code, out, _ = moe_ffn(name, "--help")
-
-    assert code == 0
-    assert f"moe-ffn {name}" in out
-    # The wheel has no `configs/` and no `docs/`; `study_page` writes to a folder of the user's own.
-    own = out.replace("docs/studies", "")
-    assert "experiments" not in own
-    assert re.findall(r"(?:configs|docs|tests)/[\w/*.]*", own) == []
-
-
 def test_arguments_reach_the_program_and_its_exit_code_comes_back(
     moe_ffn: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +59,7 @@ def test_arguments_reach_the_program_and_its_exit_code_comes_back(
     ("word", "hint"),
     [
         ("trian", "; did you mean 'train'?"),
+        ("--versoin", "; did you mean '--version'?"),
         ("zzz", f"; known: {', '.join(console.PROGRAMS)}"),
     ],
 )

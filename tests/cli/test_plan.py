@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.tiny_runs import run_here
 
 TINY = (
@@ -47,23 +45,3 @@ def test_a_page_shows_the_memory_of_each_layout(tmp_path: Path) -> None:
     assert drawn.startswith("<!doctype html>")
     for text in ("activations", "80 GB", "1 x 1 x 2"):
         assert text in drawn
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (["--gpu", "h10"], "--gpu: unknown 'h10'; did you mean 'h100'?"),
-        (["--gpus", "0"], "--gpus: must be a whole number from 1 to 65536, got '0'"),
-        (["--efficiency", "2"], "--efficiency: must be a number above 0 and up to 1, got '2'"),
-        (["--memory-gb", "x"], "--memory-gb: must be a number above 0 and up to 1e+09, got 'x'"),
-        (
-            ["--gpus", "3"],
-            "data.batch_size (8) must be divisible by the number of ranks (3): it counts the sequences of "
-            "all ranks together; give 9, or other ranks",
-        ),
-    ],
-)
-def test_what_it_does_not_take_is_refused(argv: list[str], sentence: str) -> None:
-    code, said = plan(*argv)
-    assert code == 2
-    assert said.splitlines()[-1] == f"error: {sentence}"

@@ -77,48 +77,6 @@ def test_pages_of_a_folder_share_plotly_s_script(
     assert "plotly's own" in Path("runs/a/report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            ["absent"],
-            "'absent' does not exist; give the folder of a run, such as runs/my-run",
-        ),
-        (
-            ["runs"],
-            "'runs' is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a",
-        ),
-        (
-            ["runs/a", "--output", "absent/page.html"],
-            "--output: 'absent/page.html' cannot be written (No such file or directory); choose another "
-            "file",
-        ),
-        (
-            ["runs/a", "--output", "runs"],
-            "--output: 'runs' cannot be written (Is a directory); choose another file",
-        ),
-        (
-            ["--watch", "runs"],
-            "'runs' is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a",
-        ),
-        (
-            ["runs/a", "--watch", "--every", "0"],
-            "--every: must be seconds, from 0.1 to 86400, got 0.0",
-        ),
-        (
-            ["runs/a", "--watch", "--every", "soon"],
-            "--every: invalid float value: 'soon'",
-        ),
-    ],
-)
-def test_a_mistake_is_one_sentence(program: Program, argv: list[str], message: str) -> None:
-    dense(Path("runs/a"))
-    before = sorted(Path.cwd().rglob("*"))
-
-    assert program(*argv) == (2, "", f"error: {message}\n")
-    assert sorted(Path.cwd().rglob("*")) == before
-
-
 def reloads(path: Path) -> bool:
     return 'id="reload"' in path.read_text()
 

@@ -42,19 +42,32 @@ def test_balancing_losses_are_logged_also_at_weight_zero(
     assert float(row["train/objective"]) == float(row["train/loss"])
 
 
-@pytest.mark.parametrize("block", sorted(FFNConfig.members))
+@pytest.mark.parametrize("block", ["swiglu", "chain_of_experts"])
 def test_the_block_is_swapped_by_one_word(run_train: RunTrain, tmp_path: Path, block: str) -> None:
-    swap = ["--model.ffn.type", block, "--trainer.max_steps", "2"]
-    if FFNConfig.model_validate(block).refusal(Situation(causal=True)) is not None:
-        swap += ["--model.causal", "false"]
-    run = run_train(tmp_path, *swap)
+    run = run_train(tmp_path, "--model.ffn.type", block, "--trainer.max_steps", "2")
 
     assert run.code == 0, run.stderr
     assert run.folder.name.startswith(f"{block}-")
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "masked"])
+def test_every_block_trains(run_train: RunTrain, tmp_path: Path, causal: bool) -> None:
+    """All blocks that this kind of model takes and the other does not, a layer each."""
+    blocks = {name: FFNConfig.model_validate(name) for name in sorted(FFNConfig.members)}
+    refused = {n for n, config in blocks.items() if config.refusal(Situation(causal=True))}
+    names = [name for name in blocks if (name in refused) != causal]
+    layers = ", ".join(f"{layer}: {name}" for layer, name in enumerate(names))
+    run = run_train(
+        tmp_path,
+        *("--model.causal", str(causal).lower(), "--model.num_layers", str(len(names))),
+        *("--model.ffn_at", f"{{{layers}}}", "--trainer.max_steps", "2"),
+    )
+
+    assert run.code == 0, run.stderr
     losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
     assert 4 < losses[0] < 7  # log 257 = 5.55 at random
-    is_sparse = bool(FFNConfig.model_validate(block).routers())
-    assert any("routing/" in name for name in run.columns) == is_sparse
+    routed = {int(found[0]) for key in run.columns if (found := re.findall(r"layer_(\d\d)", key))}
+    assert routed == {layer for layer, name in enumerate(names) if blocks[name].routers()}
 
 
 def test_layers_may_differ(run_train: RunTrain, tmp_path: Path) -> None:

@@ -121,13 +121,15 @@ def baseline_seconds(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.parametrize("situation", cases(SITUATIONS, quick=["no key"]))
 def test_a_run_ends_as_if_there_were_no_wandb(
-    tiny_yaml: Path, tmp_path: Path, baseline_seconds: float, situation: Situation
+    tiny_yaml: Path, tmp_path: Path, request: pytest.FixtureRequest, situation: Situation
 ) -> None:
     printed, seconds = train(tiny_yaml, tmp_path, situation)
 
     is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
     limit = MAX_SECONDS_ON_A_BUSY_MACHINE if is_busy else MAX_SECONDS_ADDED
-    assert seconds - baseline_seconds <= limit
+    # Without a server to wait for, the whole run takes less than what wandb may add.
+    baseline = request.getfixturevalue("baseline_seconds") if situation.server else 0.0
+    assert seconds - baseline <= limit
     assert not re.search(r"enter your choice|paste an api key|/authorize", printed, re.I)
     lines = [line for line in printed.splitlines() if line.startswith("wandb: ")]
     assert any(re.fullmatch(situation.line, line) for line in lines), lines

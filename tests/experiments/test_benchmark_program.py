@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from experiments.benchmark import __main__ as program
 from experiments.benchmark.__main__ import main
@@ -17,64 +15,6 @@ from moe_ffn.cli.exit import exit_on_bad_input
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = "64,16,8,4,2,fp32"
-SHAPE = (
-    "must be T,D,F,E,K,dtype, five whole numbers from 1 to 1000000000 and one of fp32, bf16, fp16, as in "
-    "--shape 2048,512,512,8,2,fp32"
-)
-
-
-@pytest.fixture
-def refuse(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
-    """Run the program with a mistake; return its one line without `error: `."""
-
-    def run(*argv: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["benchmark", *argv])
-        code = exit_on_bad_input(main)
-        printed = capsys.readouterr()
-        (line,) = printed.err.splitlines()
-        assert code == 2
-        assert printed.out == ""
-        return line.removeprefix("error: ")
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--suite", "row"], "--suite: invalid choice: 'row' (choose from 'rows', "),
-        (["--backends", "loop", "x"], "--backends: invalid choice: 'x' (choose from "),
-        (["--device", "gpu"], "--device: invalid choice: 'gpu' (choose from 'auto', "),
-        (["--rounds", "0"], "--rounds: must be a whole number from 1 to 1000000000, got '0'"),
-        (["--threads", "two"], "--threads: must be a whole number from 1 to "),
-        (["--shape", "1,2,3"], f"--shape 1,2,3: {SHAPE}"),
-        (["--shape", "64,0,8,4,2,fp32"], f"--shape 64,0,8,4,2,fp32: {SHAPE}"),
-        (["--shape", "64,16,8,4,2,fp64"], f"--shape 64,16,8,4,2,fp64: {SHAPE}"),
-        (
-            ["--shape", "64,16,8,4,9,fp32"],
-            "--shape 64,16,8,4,9,fp32: K (9) must not exceed E (4); lower K or raise E",
-        ),
-        (
-            ["--sweet", "rows"],
-            "--sweet: unknown; known: --help, --version, --verbose, --quiet, --suite",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_is_one_sentence(
-    argv: list[str], message: str, refuse: Callable[..., str]
-) -> None:
-    assert refuse(*argv).startswith(message)
-
-
-def test_cuda_without_a_gpu_is_a_mistake(refuse: Callable[..., str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    message = refuse("--device", "cuda", "--shape", TINY)
-    assert message.startswith("--device (cuda) needs a GPU, but torch ")
-    assert message.endswith(" finds none; use --device cpu")
 
 
 def test_a_tiny_run_from_end_to_end(

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from moe_ffn.config.yaml_files import parse_yaml, validate
-from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies import timing
@@ -31,10 +30,8 @@ def test_six_timed_steps_are_a_run_of_six_steps(
     assert done.code == 0, done.stderr
     saved = read_checkpoint(newest_first(done.folder / "checkpoints")[0])["state_dict"]
     config = validate(TrainConfig, parse_yaml((done.folder / "config.yaml").read_text(), "it"))
-    data = prepare(config.data)
-    batches = TrainBatches(data.train, seq_len=16, batch_size=4, seed=config.seed)
 
-    training = Training(config, data.tokenizer.vocab_size, batches, torch.device("cpu"), False)
+    training = Training(config, prepare(config.data), torch.device("cpu"))
     for _ in range(6):
         training.step()
 

@@ -1,0 +1,306 @@
+"""Mistakes at every program: exit code 2, one line that names the fix, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import moe_ffn
+from moe_ffn.data.tokenizer import BytesTokenizer
+from tests.helpers import theirs
+from tests.helpers.same_run import snapshot
+from tests.helpers.synthetic_run import change, write_arm
+from tests.helpers.tiny_runs import run_here
+
+NO_NAME = (
+    "is no name as in https://wandb.ai/ENTITY/PROJECT, which is not empty and has no space at its ends and "
+    r"none of / \ # ? % :"
+)
+LAYERS = "--layers: must be numbers of layers with commas between them, as in 0,3, got"
+NOT_MADE_HERE = "exists and was not made by this program; choose another file, or remove it"
+NO_RUN = "is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a"
+OVERALL = "--help, --version, --verbose, --quiet"
+
+SHAPE = (
+    "must be T,D,F,E,K,dtype, five whole numbers from 1 to 1000000000 and one of fp32, bf16, fp16, as in "
+    "--shape 2048,512,512,8,2,fp32"
+)
+
+MISTAKES = {
+    # python -m experiments.benchmark
+    "benchmark --suite row": "--suite: invalid choice: 'row' (choose from 'rows', ...",
+    "benchmark --backends loop x": "--backends: invalid choice: 'x' (choose from ...",
+    "benchmark --device gpu": "--device: invalid choice: 'gpu' (choose from 'auto', ...",
+    "benchmark --device cuda --shape 64,16,8,4,2,fp32": (
+        "--device (cuda) needs a GPU, but torch ... finds none; use --device cpu"
+    ),
+    "benchmark --rounds 0": "--rounds: must be a whole number from 1 to 1000000000, got '0'",
+    "benchmark --threads two": "--threads: must be a whole number from 1 to 4096, got 'two'",
+    "benchmark --shape 1,2,3": f"--shape 1,2,3: {SHAPE}",
+    "benchmark --shape 64,0,8,4,2,fp32": f"--shape 64,0,8,4,2,fp32: {SHAPE}",
+    "benchmark --shape 64,16,8,4,2,fp64": f"--shape 64,16,8,4,2,fp64: {SHAPE}",
+    "benchmark --shape 64,16,8,4,9,fp32": (
+        "--shape 64,16,8,4,9,fp32: K (9) must not exceed E (4); lower K or raise E"
+    ),
+    "benchmark --sweet rows": f"--sweet: unknown; known: {OVERALL}, --suite...",
+    # compare
+    "compare none": "'none' does not exist; give the folder of a run, or one that holds runs",
+    "compare empty": (
+        "'empty' holds no runs and no results.jsonl; give the folder of a run, such as runs/my-run, or one "
+        "that holds runs"
+    ),
+    "compare study --baseline dens": (
+        "baseline: there is no finished run of an arm 'dens'; did you mean 'dense'?"
+    ),
+    "compare unfinished": (
+        "'unfinished/dense-seed0' is not finished: it is at step 200 of 200; 1 more cannot be compared either"
+    ),
+    "compare windows": (
+        "the runs validate on other windows, so that their losses do not compare: data.seq_len is 256 in "
+        "dense-seed0, 128 in moe-seed0"
+    ),
+    "compare study --html mine.txt": f"--html: 'mine.txt' {NOT_MADE_HERE}",
+    "compare run --baselin a": "--baselin: unknown; did you mean '--baseline'?",
+    # convert
+    "convert none new": "'none' is not there; give the folder of a model",
+    "convert bert new": "'bert/config.json': model_type 'bert' is none that is read here; known: ...",
+    "convert dense new": 'model.ffn.type ("dense") has no equal in transformers: ...',
+    "convert dense new --trust_code": "--trust_code: unknown; did you mean '--trust-code'?",
+    "convert dense new --zzz": f"--zzz: unknown; known: {OVERALL}, --trust-code",
+    # dashboard
+    "dashboard --project p": "the following arguments are required: --entity",
+    "dashboard --entity '' --project p": f"--entity ('') {NO_NAME}",
+    "dashboard --entity e --project e/p": f"--project ('e/p') {NO_NAME}",
+    "dashboard --entity 'e\n' --project p": f"--entity ('e\\n') {NO_NAME}",
+    "dashboard --entity 'e ' --project p": f"--entity ('e ') {NO_NAME}",
+    "dashboard --entity e --project p --colour": (
+        f"--colour: unknown; known: {OVERALL}, --entity, --project, --json"
+    ),
+    # evaluate
+    "evaluate none": "'none' does not exist; give the folder of a run...",
+    "evaluate run/model": (
+        "'run/model' is the folder of a model, which has no text of its own; give one with --data"
+    ),
+    "evaluate untold --data text.txt": (
+        "'untold' has no tokenizer.json, so text cannot become tokens; put one there"
+    ),
+    "evaluate theirs --data text.txt": (
+        "'theirs' is no run: it has no config.yaml; it is a model of transformers: moe-ffn convert theirs "
+        "NEW makes a model folder of it"
+    ),
+    "evaluate masked --data text.txt": (
+        "'masked' has model.causal (false), and does not say how many tokens to mask..."
+    ),
+    "evaluate run --data absent.txt": "--data: 'absent.txt' does not exist...",
+    "evaluate run --data one.txt --json figures.json": (
+        "--data: 'one.txt' has 1 token; give a text of two or more"
+    ),
+    "evaluate run --data tokens.npy": (
+        "--data: 'tokens.npy' holds the token 300, but the model's tokenizer has a vocabulary of 257..."
+    ),
+    "evaluate run --data text.txt --data.corpus.type stdlib": (
+        "--data and --data.corpus name two texts; give one of them"
+    ),
+    "evaluate run --data.tokenizer bpe": "--data.tokenizer: is that of the model; leave it out",
+    "evaluate run --data.seq_len 17": (
+        "data.seq_len (17) must not exceed the 16 tokens that the model takes"
+    ),
+    "evaluate run --stride 17": "--stride (17) must not exceed data.seq_len (16)",
+    "evaluate run --device tpu9": "--device: there is no 'tpu9' here; give cpu...",
+    "evaluate run --device meta": "--device: there is no 'meta' here...",
+    "evaluate small --data text.txt": (
+        "'small': its tokenizer.json has 257 tokens and its model 200; put back the tokenizer of this model"
+    ),
+    "evaluate run --tasks empty": "--tasks: 'empty' has no task file of lm-eval (.yaml)...",
+    # generate
+    "generate run --prompt aaaaaaaaaaaaaaaaa": (
+        "--prompt: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a shorter text"
+    ),
+    "generate run --prompt ''": "prompt: must not be empty...",
+    "generate run --prompt a --stop ''": "stop.0: must not be empty...",
+    "generate run --prompt a --top-p 1.5": "top_p: must be at most 1.0, got 1.5",
+    "generate run --promt hello": "--promt: unknown; did you mean '--prompt'?",
+    "generate run --num_tokens 3": "--num_tokens: unknown; did you mean '--num-tokens'?",
+    # A text that looks like a flag is a text after an equals sign.
+    "generate none --prompt=--promt": "'none' does not exist; give the folder of a run...",
+    "generate --prompt -3 -- --promt": "'--promt' does not exist; give the folder of a run...",
+    # initialise
+    "initialise": (
+        "--source FOLDER and --output FOLDER are needed: a model or a run, and where to write what is made"
+    ),
+    "initialise --source a b --output new": (
+        "--source: names 2 folders, and method.type 'upcycle' is made of one; give one, or use mix"
+    ),
+    "initialise --source sparse --output sparse": (
+        "--output: 'sparse' is a source too; choose another folder"
+    ),
+    "initialise --source sparse --output study": "...which is no part of a model of ours...",
+    "initialise --source sparse --output new --method.type mix": (
+        "...--source: names 1 folder, and method.type 'mix' takes two or more..."
+    ),
+    "initialise --source none --output new": (
+        "--source: 'none' is not there; give the folder of a model or of a run"
+    ),
+    "initialise --source sparse --output new --method.type prune": (
+        "data: 'sparse' does not say what it was trained on; give a text, as in ..."
+    ),
+    "initialise --source sparse --output new": "...layer 0 is of type 'moe', which no kind of...",
+    "initialise --source sparse --output new --method.type up": "method.type: unknown 'up'...",
+    # inspect
+    "inspect run --layers 9": "--layers: the model has no layer 9; it has 0 to 1",
+    "inspect run --layers a": f"{LAYERS} 'a'",
+    "inspect run --tokens 0": "--tokens: must be a whole number from 1 to 1000000000, got '0'",
+    "inspect run --text none": "--text: 'none' cannot be read (No such file or directory)",
+    "inspect run --text one.txt": "--text: 'one.txt' has 1 tokens; give a text of two or more",
+    "inspect run --text seven.txt": (
+        "--text: the text has 6 tokens, fewer than the 10 that are kept of each unit; give more text"
+    ),
+    "inspect run --output mine.txt": f"--output: 'mine.txt' {NOT_MADE_HERE}",
+    # plan
+    "plan --gpu h10": "--gpu: unknown 'h10'; did you mean 'h100'?",
+    "plan --gpus 0": "--gpus: must be a whole number from 1 to 65536, got '0'",
+    "plan --efficiency 2": "--efficiency: must be a number above 0 and up to 1, got '2'",
+    "plan --memory-gb x": "--memory-gb: must be a number above 0 and up to 1e+09, got 'x'",
+    "plan --gpus 3 --data.batch_size 8": (
+        "data.batch_size (8) must be divisible by the number of ranks (3): it counts the sequences of all "
+        "ranks together; give 9, or other ranks"
+    ),
+    "plan --print_config": "--print_config: unknown; did you mean '--print-config'?",
+    # report
+    "report none": "'none' does not exist; give the folder of a run, such as runs/my-run",
+    "report runs": f"'runs' {NO_RUN}",
+    "report run --output absent/page.html": (
+        "--output: 'absent/page.html' cannot be written (No such file or directory); choose another file"
+    ),
+    "report run --output runs": (
+        "--output: 'runs' cannot be written (Is a directory); choose another file"
+    ),
+    "report --watch runs": f"'runs' {NO_RUN}",
+    "report run --watch --every 0": "--every: must be seconds, from 0.1 to 86400, got 0.0",
+    "report run --watch --every soon": "--every: invalid float value: 'soon'",
+    # sweep
+    "sweep --trainer.max_steps 3": (
+        "give one study, moe-ffn sweep --config study.yaml, or the config files of its arms first: moe-ffn "
+        "sweep dense.yaml moe.yaml; --help shows a study"
+    ),
+    "sweep tiny.yaml --name": "--name: expected one argument",
+    "sweep tiny.yaml b/tiny.yaml": (
+        "two config files are called 'tiny'; an arm is named by its file"
+    ),
+    "sweep none.yaml": "'none.yaml': No such file or directory",
+    "sweep --config none.yaml": "'none.yaml': No such file or directory",
+    "sweep gating.yaml": "'gating.yaml' is a study; give it as --config gating.yaml",
+    "sweep --config gating.yaml --jobs 0": "--jobs: must be a whole number from 1 to 1000, got '0'",
+    "sweep --config gating.yaml --seeds a": (
+        "--seeds: must be a whole number from 0 to 9223372036854775807, got 'a'"
+    ),
+    "sweep --config gating.yaml --seeds 1 1": "--seeds: 1 is given twice",
+    "sweep --config gating.yaml --seed 1": (
+        "--seed: the seeds of a study are its `seeds`, or --seeds 0 1 2"
+    ),
+    "sweep --config gating.yaml --name a/b": (
+        "name: must be the name of one folder, up to 200 bytes, got 'a/b'"
+    ),
+    "sweep --config gating.yaml --trainer.max_step 3": (
+        "--trainer.max_step: unknown; did you mean 'max_steps'?"
+    ),
+    "sweep --config tiny.yaml": (
+        "'tiny.yaml' is no study: it has neither arms nor a grid; give one of them, or, to make arms of "
+        "config files, name those without --config"
+    ),
+    "sweep --config gating.yaml --slurm": "--slurm: unknown; --help lists the options",
+    "sweep --config gating.yaml --jbs 2": "--jbs: unknown; did you mean '--jobs'?",
+    "sweep a.yaml --dry_run": "--dry_run: unknown; did you mean '--dry-run'?",
+    "sweep --config arm.yaml": "arm: unknown; did you mean 'arms'?",
+    "sweep --config gating.yaml --data.corpus '{type: text, paths: none.txt}'": (
+        "data.corpus.paths: 'none.txt' does not exist..."
+    ),
+    "sweep --config empty.yaml": "'empty.yaml': arms is empty: give arms, a grid, or both",
+    # trace
+    "trace run --text aaaaaaaaaaaaaaaaa": (
+        "--text: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a shorter text"
+    ),
+    "trace run --text ''": "--text: is empty; give some text, as in --text 'import os'",
+    "trace run --text a --layers 1,7": (
+        "--layers: 'run' routes nothing in layer 7; it routes in 0, 1"
+    ),
+    "trace run --text a --layers '1;2'": f"{LAYERS} '1;2'",
+    "trace run --text a --html no/way.html": (
+        "--html: 'no/way.html' cannot be written (No such file or directory); choose another file"
+    ),
+}
+"""Command line -> its one line, with `...` in the place of the rest."""
+
+
+@pytest.fixture(scope="module")
+def place(moe_run: Any, tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs, models, texts and studies, which no mistake changes."""
+    place = tmp_path_factory.mktemp("place")
+    shutil.copytree(moe_run.folder, place / "run")
+    for text, content in {"text": 30 * "the cat\n", "one": "a", "seven": "a cat m"}.items():
+        (place / f"{text}.txt").write_text(content)
+    (place / "mine.txt").write_text("my thesis")
+    np.save(place / "tokens.npy", np.array([1, 300, 2]))
+    (place / "empty").mkdir()
+    (place / "runs/a").mkdir(parents=True)
+    (place / "runs/a/config.yaml").touch()
+
+    write_arm(place / "study", "dense", [2.0, 2.1])
+    write_arm(place / "study", "moe", [1.9, 2.0], experts=4)
+    write_arm(place / "unfinished", "dense", [2.0, 2.1])
+    for summary in (place / "unfinished").glob("*/summary.json"):
+        summary.unlink()
+    for arm in ("dense", "moe"):
+        write_arm(place / "windows", arm, [2.0])
+    change(place / "windows/moe-seed0/config.yaml", data__seq_len=128)
+
+    sizes = {"d_model": 16, "num_layers": 1, "attention": {"num_heads": 2}}
+    for name, options, vocab_size, tokenizer in (
+        ("untold", {"ffn": "swiglu"}, 257, None),
+        ("small", {"ffn": "swiglu"}, 200, BytesTokenizer()),
+        ("masked", {"ffn": "swiglu", "causal": False}, 257, BytesTokenizer()),
+        ("dense", {"ffn": "dense"}, 257, BytesTokenizer()),
+        ("sparse", {"ffn": {"type": "moe", "num_experts": 4}}, 257, BytesTokenizer()),
+    ):
+        config = moe_ffn.DecoderConfig.model_validate({**sizes, **options})
+        moe_ffn.save_pretrained(config.build(vocab_size, 16), place / name, tokenizer)
+    (place / "theirs").mkdir()
+    (place / "theirs/config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    theirs.save("llama", place / "bert")
+    theirs.change(place / "bert", model_type="bert")
+
+    (place / "tiny.yaml").write_text(tiny_yaml.read_text())
+    config = tiny_yaml.read_text().replace("\n", "\n  ")
+    (place / "gating.yaml").write_text(f"config:\n  {config}\narms: {{a: {{model.ffn: dense}}}}")
+    (place / "empty.yaml").write_text("arms: {}\nseeds: [0]\n")
+    (place / "arm.yaml").write_text("arm: {a: swiglu}\nseeds: [0]\n")
+    return place
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_sentence(place: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.chdir(place)
+    program, *words = shlex.split(line)
+    room = "experiments" if program == "benchmark" else "moe_ffn.cli"
+    if "--tasks" in words:
+        pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    before = snapshot(place)
+
+    done = run_here(*words, program=f"{room}.{program}")
+
+    assert done.code == 2
+    assert done.stdout == "" or program == "convert", "which names what it has read"
+    (said,) = done.own_lines
+    expected = ".*".join(map(re.escape, f"error: {MISTAKES[line]}".split("...")))
+    assert re.fullmatch(expected, said), said
+    assert snapshot(place) == before, "something was written"
