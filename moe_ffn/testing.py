@@ -353,7 +353,7 @@ class Trial:
             raise self.refuse(
                 "its config does not refuse Situation(cached=True), but the token at position "
                 f"{int(moved_S.argmax())} becomes something else alone than in its sequence, and text would "
-                "be written so; refuse it in refusal(situation), or leave by_token or has_places out"
+                "be written so; refuse it in refusal(situation), or leave by_token or supports_cache out"
             )
 
     # -- what is tried, by family
@@ -413,7 +413,7 @@ class Trial:
             alone = config.refusal(replace(cached, history=False)) is None
             self.require_same_alone(block, hidden, hidden if alone else hidden_after)
         move_off_zero(block)
-        infos = {} if config is None else config.routers()
+        infos = {} if config is None else config.router_infos()
         for name, router in block.train().routers().items():
             if name not in infos or infos[name].router.learns:
                 self.require_router_to_learn(router, lambda: block(x, context).hidden, "hidden")

@@ -124,7 +124,7 @@ def test_config_makes_a_training_step(path: Path) -> None:
     moved = [name for name, p in module.named_parameters() if not torch.equal(p, before[name])]
     assert "decoder.embedding.weight" in moved
     ffns = enumerate(config.model.layer_ffns())
-    sparse = [f"layer_{layer:02d}" for layer, ffn in ffns if bool(ffn.routers())]
+    sparse = [f"layer_{layer:02d}" for layer, ffn in ffns if bool(ffn.router_infos())]
     assert [name for name in output["routings"] if "/" not in name] == sparse
 
 

@@ -139,7 +139,7 @@ def test_a_layer_works_without_tables() -> None:
     layer: Any = build_ffn(config, D_MODEL)
     layer.router = Tableless()
     output = layer(tokens(2, 6))
-    assert layer.capacity.places(output.routing, training=True) == 6  # ceil(2 * 12 / 4)
+    assert layer.capacity.expert_capacity(output.routing, training=True) == 6  # ceil(2 * 12 / 4)
     assert (output.hidden.flatten(0, 1).abs().sum(dim=-1) > 0).sum() == 6
 
 

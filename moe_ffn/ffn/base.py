@@ -115,7 +115,7 @@ class FFNConfig(TaggedConfig, frozen=True):
     is named in YAML as `type: my_module:MyConfig`. `moe_ffn.testing.check_ffn` tests it.
     """
 
-    def routers(self) -> dict[str, RouterInfo]:
+    def router_infos(self) -> dict[str, RouterInfo]:
         """The routers of the block, named as in `FFNOutput.routings`."""
         return {}
 

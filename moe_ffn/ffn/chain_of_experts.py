@@ -45,8 +45,8 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
     def refusal(self, situation: Situation) -> Refusal | None:
         return first_refusal(parts_of(self), situation)
 
-    def routers(self) -> dict[str, RouterInfo]:
-        (info,) = self.ffn.routers().values()
+    def router_infos(self) -> dict[str, RouterInfo]:
+        (info,) = self.ffn.router_infos().values()
         return {round_name(number): info.inside("ffn") for number in range(self.rounds)}
 
     def build(self, d_model: int) -> FFNBlock:

@@ -37,7 +37,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> MixtureOfDepthsConfig:
-        if any(info.is_gate for info in self.ffn.routers().values()):
+        if any(info.is_gate for info in self.ffn.router_infos().values()):
             raise ValueError(
                 f"ffn.type ('{self.ffn.type}') must not be another mixture of depths; multiply their "
                 "router.k instead"
@@ -60,7 +60,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
         if situation.causal:
             if refusal := self.router.refusal(situation):
                 return replace(refusal, advice="use 'relu' or 'expert_threshold'").inside("router")
-            if any(info.capacity.is_limited for info in self.ffn.routers().values()):
+            if any(info.capacity.is_limited for info in self.ffn.router_infos().values()):
                 return Refusal(
                     "ffn.capacity grows with the number of tokens chosen, later ones among them",
                     "set ffn.capacity.factor and eval_factor to null",
@@ -68,10 +68,10 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
         parts = {"router": self.router, "ffn": self.ffn}
         return first_refusal(parts, replace(situation, history=False))
 
-    def routers(self) -> dict[str, RouterInfo]:
+    def router_infos(self) -> dict[str, RouterInfo]:
         inner = {
             name: replace(info.inside("ffn"), share=self.share)
-            for name, info in self.ffn.routers().items()
+            for name, info in self.ffn.router_infos().items()
         }
         return {"routing": RouterInfo(self.router, 1, is_gate=True)} | within("inner", inner)
 

@@ -70,7 +70,7 @@ class MoEConfig(FFNConfig, frozen=True):
                 f"combine.type ('{self.combine.type}') joins a shared expert, but shared_expert is "
                 "null; give it one, such as 'swiglu', or leave combine out"
             )
-        if self.shared_expert is not None and self.shared_expert.routers():
+        if self.shared_expert is not None and self.shared_expert.router_infos():
             raise ValueError(
                 f"shared_expert.type ('{self.shared_expert.type}') must not be a sparse block: every "
                 "token passes through a shared expert; use 'swiglu' or 'dense'"
@@ -109,7 +109,7 @@ class MoEConfig(FFNConfig, frozen=True):
         parts = {"router": self.router, "capacity": self.capacity, **parts_of(self)}
         return first_refusal(parts, situation)
 
-    def routers(self) -> dict[str, RouterInfo]:
+    def router_infos(self) -> dict[str, RouterInfo]:
         info = RouterInfo(
             self.router,
             self.num_routable,

@@ -31,8 +31,8 @@ class WrapperConfig(FFNConfig, frozen=True):
     def refusal(self, situation: Situation) -> Refusal | None:
         return first_refusal(parts_of(self), situation)
 
-    def routers(self) -> dict[str, RouterInfo]:
-        return {name: info.inside("ffn") for name, info in self.ffn.routers().items()}
+    def router_infos(self) -> dict[str, RouterInfo]:
+        return {name: info.inside("ffn") for name, info in self.ffn.router_infos().items()}
 
     def num_params(self, d_model: int) -> int:
         return self.ffn.num_params(d_model) + self.own_params(d_model)
@@ -84,7 +84,7 @@ class JitteredConfig(WrapperConfig, frozen=True):
 
     @model_validator(mode="after")
     def _check_that_no_router_has_noise_too(self) -> JitteredConfig:
-        for info in self.routers().values():
+        for info in self.router_infos().values():
             router = info.router
             if self.jitter and isinstance(router, LinearRouterConfig) and router.jitter:
                 raise ValueError(

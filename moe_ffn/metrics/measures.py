@@ -35,7 +35,7 @@ class LayerBatch:
     routing: Routing
     shared_share: Tensor | None = None
     """The layer's in `FFNOutput.shared_shares`; None without a shared expert."""
-    places: Tensor | None = None
+    expert_capacity: Tensor | None = None
     """Pairs that an expert takes; None without a capacity."""
 
     @cached_property
@@ -130,18 +130,18 @@ def load_of_pairs(pairs_E: Tensor) -> Tensor:
     return pairs_E / pairs_E.sum().clamp(min=1)
 
 
-def num_places(batch: LayerBatch) -> Tensor:
-    if batch.places is None:
+def total_capacity(batch: LayerBatch) -> Tensor:
+    if batch.expert_capacity is None:
         return torch.zeros_like(batch.num_tokens)
-    return batch.places * batch.routing.num_experts
+    return batch.expert_capacity * batch.routing.num_experts
 
 
-PLACES = counted("num_places", num_places)
+TOTAL_CAPACITY = counted("total_capacity", total_capacity)
 
 
-def capacity_used(pairs_E: Tensor, num_dropped: Tensor, num_places: Tensor) -> Tensor:
-    used = (pairs_E.sum() - num_dropped) / num_places
-    return used.where(num_places > 0, torch.nan)
+def capacity_used(pairs_E: Tensor, num_dropped: Tensor, total_capacity: Tensor) -> Tensor:
+    used = (pairs_E.sum() - num_dropped) / total_capacity
+    return used.where(total_capacity > 0, torch.nan)
 
 
 def entropy_of_mean(scores_E: Tensor) -> Tensor:

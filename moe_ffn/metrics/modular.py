@@ -40,13 +40,13 @@ class _RoutingMetrics(Metric):
         self,
         routing: Routing,
         shared_share: Tensor | None = None,
-        places: Tensor | None = None,
+        expert_capacity: Tensor | None = None,
     ) -> None:
         """Add a batch.
 
         Args:
             shared_share: the layer's in `FFNOutput.shared_shares`; None without a shared expert.
-            places: pairs that an expert takes, `CapacityConfig.places`; None without a capacity.
+            expert_capacity: most pairs of an expert, `CapacityConfig.expert_capacity`; None if unlimited.
         """
         name = type(self).__name__
         check_routing(routing, f"{name}.update")
@@ -61,7 +61,7 @@ class _RoutingMetrics(Metric):
                 f"but this one has {'them' if self.is_listed else 'the listed pairs alone'}; use "
                 f"{'LoadMetrics and TokenMetrics' if self.is_listed else 'ListMetrics'}"
             )
-        batch = LayerBatch(routing.detach(), shared_share, places)
+        batch = LayerBatch(routing.detach(), shared_share, expert_capacity)
         for statistic in statistics_of(self._metrics()):
             before = getattr(self, statistic.name)
             setattr(self, statistic.name, statistic.add(before, batch))
@@ -79,8 +79,8 @@ class LoadMetrics(_RoutingMetrics):
     """The metrics that are counts of a routing, such as `load`: cheap enough for every batch.
 
     Counts are summed before ratios are taken, so MaxVio measures lasting imbalance and not the noise of one
-    batch. `capacity_used` is nan unless `update` gets `places`, such as
-    `layer.capacity.places(routing, training=True)`.
+    batch. `capacity_used` is nan unless `update` gets `expert_capacity`, such as
+    `layer.capacity.expert_capacity(routing, training=True)`.
     """
 
     measured = ("every batch",)

@@ -17,7 +17,7 @@ from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.model.cache import LayerCache
 from moe_ffn.model.norm import NormConfig
-from moe_ffn.model.positions import Placed
+from moe_ffn.model.positions import PositionEncoding
 
 
 class LatentConfig(Config, frozen=True):
@@ -168,7 +168,7 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x_BSD: Tensor,
-        positions: Placed,
+        positions: PositionEncoding,
         mask_BS: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
@@ -231,7 +231,7 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x_BSD: Tensor,
-        positions: Placed,
+        positions: PositionEncoding,
         mask_BS: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class NewTokens:
     """Places of the tokens of one forward pass in their sequences."""
 
-    places: slice | Tensor
+    positions: slice | Tensor
     """Positions of all rows; or those of each row, int64 (B, S), if rows have different lengths."""
     end: int
     """L of the longest row."""
@@ -50,13 +50,13 @@ class LayerCache:
         if not self._kept:
             # Zeros: what is not seen has the weight 0, and 0 times a NaN of old memory is NaN.
             self._kept = [x.new_zeros(*x.shape[:2], self.capacity, x.shape[-1]) for x in new]
-        places, end = self.new.places, self.new.end
+        positions, end = self.new.positions, self.new.end
         for kept_BHCd, x_BHSd in zip(self._kept, new, strict=True):
-            if isinstance(places, slice):
-                kept_BHCd[:, :, places] = x_BHSd
+            if isinstance(positions, slice):
+                kept_BHCd[:, :, positions] = x_BHSd
             else:
-                rows_B1 = torch.arange(len(places), device=places.device).unsqueeze(-1)
-                kept_BHCd[rows_B1, :, places] = x_BHSd.transpose(1, 2)
+                rows_B1 = torch.arange(len(positions), device=positions.device).unsqueeze(-1)
+                kept_BHCd[rows_B1, :, positions] = x_BHSd.transpose(1, 2)
         return [kept_BHCd[:, :, :end] for kept_BHCd in self._kept]
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
@@ -99,7 +99,7 @@ class KVCache:
         self._counts = [0] * batch_size
 
     def begin(self, token_ids: Tensor, mask: Tensor | None) -> NewTokens:
-        """Return the places of new tokens (B, S); `end` counts them, once all layers have kept them.
+        """Return the positions of new tokens (B, S); `end` counts them, once all layers have kept them.
 
         Raises:
             ValueError: they do not fit, or padding stands before a real token.
@@ -133,12 +133,12 @@ class KVCache:
     def _place(self, longest: int, end: int, device: torch.device) -> NewTokens:
         is_first, num_new = longest == 0, end - longest
         if all(length == longest for length in self.lengths):
-            places_S = torch.arange(longest, end, device=device)
-            seen = None if is_first or num_new == 1 else _seen(places_S, end)[None, None]
+            positions_S = torch.arange(longest, end, device=device)
+            seen = None if is_first or num_new == 1 else _seen(positions_S, end)[None, None]
             return NewTokens(slice(longest, end), end, is_first, seen)
         lengths_B1 = torch.tensor(self.lengths, device=device).unsqueeze(-1)
-        places_BS = lengths_B1 + torch.arange(num_new, device=device)
-        return NewTokens(places_BS, end, False, _seen(places_BS, end).unsqueeze(1))
+        positions_BS = lengths_B1 + torch.arange(num_new, device=device)
+        return NewTokens(positions_BS, end, False, _seen(positions_BS, end).unsqueeze(1))
 
     def end(self) -> None:
         """Count the tokens of `begin`, which all layers have kept."""
@@ -154,6 +154,6 @@ class KVCache:
             layer.keep(torch.tensor(rows, dtype=torch.int64))
 
 
-def _seen(places: Tensor, end: int) -> Tensor:
-    """Return the places up to each one, bool (..., L)."""
-    return torch.arange(end, device=places.device) <= places.unsqueeze(-1)
+def _seen(positions: Tensor, end: int) -> Tensor:
+    """Return the positions up to each one, bool (..., L)."""
+    return torch.arange(end, device=positions.device) <= positions.unsqueeze(-1)

@@ -26,7 +26,7 @@ from moe_ffn.ffn.base import FFNBlock, RouterInfo, within
 from moe_ffn.model.attention import AttentionConfig
 from moe_ffn.model.cache import KVCache, LayerCache
 from moe_ffn.model.norm import NormConfig, RMSNormConfig
-from moe_ffn.model.positions import Placed, PositionsConfig, RotaryConfig
+from moe_ffn.model.positions import PositionEncoding, PositionsConfig, RotaryConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief
 from moe_ffn.routing.base import Router
 
@@ -128,11 +128,11 @@ class DecoderConfig(Config, frozen=True):
         ffn_at = {where: solved[f"ffn_at.{where}"][0] for where in self.ffn_at}
         return self.model_copy(update={"ffn": solved["ffn"][0], "ffn_at": ffn_at}), matches
 
-    def routers(self) -> dict[str, RouterInfo]:
+    def router_infos(self) -> dict[str, RouterInfo]:
         """Return the routers of all layers, named as in `DecoderOutput.routings`."""
         routers: dict[str, RouterInfo] = {}
         for layer, (option, ffn) in enumerate(self.ffns_by_option()):
-            of_layer = {name: info.inside(option) for name, info in ffn.routers().items()}
+            of_layer = {name: info.inside(option) for name, info in ffn.router_infos().items()}
             routers |= within(layer_name(layer), of_layer)
         return routers
 
@@ -284,7 +284,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        positions: Placed,
+        positions: PositionEncoding,
         context: TokenContext,
         cache: LayerCache | None = None,
     ) -> FFNOutput:
@@ -398,13 +398,13 @@ class Decoder(nn.Module):
         contexts = [context] * len(self.layers)
         if replay is not None:
             contexts = self._replaying(context, replay)
-        positions: Placed = self.positions
+        positions: PositionEncoding = self.positions
         if cache is not None:
             if torch.is_grad_enabled():
                 raise ValueError(
                     "a cache has no gradient: call the model under torch.no_grad(), or without a cache"
                 )
-            positions = self.positions.at(cache.begin(token_ids, mask).places)
+            positions = self.positions.at(cache.begin(token_ids, mask).positions)
         x = positions.embed(self._embed(token_ids) * self.embedding_scale)
         x = self.dropout(x)
         routings: dict[str, Routing] = {}
@@ -436,13 +436,13 @@ class Decoder(nn.Module):
         capacity = self.max_seq_len if capacity is None else min(capacity, self.max_seq_len)
         return KVCache(len(self.layers), batch_size, capacity)
 
-    def places(self, routings: Mapping[str, Routing]) -> dict[str, Tensor]:
+    def expert_capacities(self, routings: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return the pairs that one expert of each layer with a capacity takes in a batch."""
         found: dict[str, Tensor] = {}
-        for name, info in self.config.routers().items():
+        for name, info in self.config.router_infos().items():
             if name in routings:
-                places = info.capacity.places(routings[name], training=self.training)
-                found |= {} if places is None else {name: places}
+                capacity = info.capacity.expert_capacity(routings[name], training=self.training)
+                found |= {} if capacity is None else {name: capacity}
         return found
 
     def recorded_experts(self, output: DecoderOutput) -> dict[str, Tensor]:
@@ -460,7 +460,7 @@ class Decoder(nn.Module):
     def _replaying(self, context: TokenContext, replay: Mapping[str, Tensor]) -> list[TokenContext]:
         """Return the context of each layer."""
         taken = {name for name, router in self.routers().items() if _takes_replay(name, router)}
-        infos = self.config.routers()
+        infos = self.config.router_infos()
         for name, expert_ids in replay.items():
             if name not in taken:
                 known = f"those of {', '.join(sorted(taken))}" if taken else "none of this model"

@@ -21,7 +21,7 @@ from moe_ffn.config.errors import Refusal, Situation
 class PositionsConfig(TaggedConfig, frozen=True):
     """Positions of tokens in the model."""
 
-    has_places: ClassVar[bool] = False
+    supports_cache: ClassVar[bool] = False
     """True if `Positions.at` is defined."""
 
     @abstractmethod
@@ -29,11 +29,11 @@ class PositionsConfig(TaggedConfig, frozen=True):
 
     def refusal(self, situation: Situation) -> Refusal | None:
         """Return the reason why one token cannot be placed by itself, for decoding with a cache."""
-        if self.has_places or not situation.cached:
+        if self.supports_cache or not situation.cached:
             return None
         return Refusal(
             f"type '{self.type}' does not say how one token is placed",
-            "define Positions.at, and set has_places",
+            "define Positions.at, and set supports_cache",
         )
 
     def num_params(self, d_model: int, max_seq_len: int) -> int:
@@ -47,7 +47,7 @@ class RotaryConfig(PositionsConfig, frozen=True):
     """Rotary embeddings of queries and keys (Su et al. 2021, RoFormer, arXiv:2104.09864)."""
 
     type: Literal["rope"] = "rope"
-    has_places: ClassVar[bool] = True
+    supports_cache: ClassVar[bool] = True
     base: float = Field(default=10_000.0, gt=1)
     """The longest wavelength is about 2 pi * base positions."""
 
@@ -66,7 +66,7 @@ class SinusoidalConfig(PositionsConfig, frozen=True):
     """Fixed sines and cosines, added to the embeddings (Vaswani et al. 2017, section 3.5)."""
 
     type: Literal["sinusoidal"] = "sinusoidal"
-    has_places: ClassVar[bool] = True
+    supports_cache: ClassVar[bool] = True
 
     def check_widths(self, d_model: int, head_dim: int) -> None:
         if d_model % 2:
@@ -80,7 +80,7 @@ class LearnedConfig(PositionsConfig, frozen=True):
     """One learned vector per position, added to the embeddings."""
 
     type: Literal["learned"] = "learned"
-    has_places: ClassVar[bool] = True
+    supports_cache: ClassVar[bool] = True
 
     def num_params(self, d_model: int, max_seq_len: int) -> int:
         return max_seq_len * d_model
@@ -89,7 +89,7 @@ class LearnedConfig(PositionsConfig, frozen=True):
         return Learned(d_model, max_seq_len)
 
 
-class Placed:
+class PositionEncoding:
     """Positions of some tokens, added to embeddings or to queries and keys; each kind overrides one."""
 
     def embed(self, x_BSD: Tensor) -> Tensor:
@@ -101,16 +101,16 @@ class Placed:
         return x_BHSd
 
 
-class Positions(Placed, nn.Module):
+class Positions(PositionEncoding, nn.Module):
     """Positions of tokens from 0 on."""
 
-    def at(self, places: slice | Tensor) -> Placed:
+    def at(self, positions: slice | Tensor) -> PositionEncoding:
         """Return the same for tokens at the positions of a slice, or at those of each row, int64 (B, S)."""
         return self
 
 
 @dataclass(frozen=True)
-class Added(Placed):
+class AddedEncoding(PositionEncoding):
     """Vectors that are added to embeddings."""
 
     table: Tensor
@@ -121,7 +121,7 @@ class Added(Placed):
 
 
 @dataclass(frozen=True)
-class Turned(Placed):
+class RotaryEncoding(PositionEncoding):
     """A rotation of queries and keys."""
 
     cos: Tensor
@@ -152,9 +152,13 @@ class Rotary(Positions):
     def rotate(self, x_BHSd: Tensor) -> Tensor:
         return self.at(slice(x_BHSd.shape[-2])).rotate(x_BHSd)
 
-    def at(self, places: slice | Tensor) -> Placed:
-        cos, sin = self.cos[places], self.sin[places]
-        return Turned(cos, sin) if isinstance(places, slice) else Turned(cos[:, None], sin[:, None])
+    def at(self, positions: slice | Tensor) -> PositionEncoding:
+        cos, sin = self.cos[positions], self.sin[positions]
+        return (
+            RotaryEncoding(cos, sin)
+            if isinstance(positions, slice)
+            else RotaryEncoding(cos[:, None], sin[:, None])
+        )
 
 
 class Sinusoidal(Positions):
@@ -172,8 +176,8 @@ class Sinusoidal(Positions):
     def embed(self, x_BSD: Tensor) -> Tensor:
         return self.at(slice(x_BSD.shape[-2])).embed(x_BSD)
 
-    def at(self, places: slice | Tensor) -> Placed:
-        return Added(self.table_SD[places])
+    def at(self, positions: slice | Tensor) -> PositionEncoding:
+        return AddedEncoding(self.table_SD[positions])
 
 
 class Learned(Positions):
@@ -187,5 +191,5 @@ class Learned(Positions):
     def embed(self, x_BSD: Tensor) -> Tensor:
         return self.at(slice(x_BSD.shape[-2])).embed(x_BSD)
 
-    def at(self, places: slice | Tensor) -> Placed:
-        return Added(self.table.weight[places])
+    def at(self, positions: slice | Tensor) -> PositionEncoding:
+        return AddedEncoding(self.table.weight[positions])

@@ -161,7 +161,7 @@ def route_validation(run: Run) -> RoutedText:
     num_tokens = int(min(MAX_TOKENS, MAX_FLOPS / max(run.facts.flops_per_token or 0, 1)))
     starts = spread_starts(len(tokens), data.seq_len, max(num_tokens // data.seq_len, 1))
     ids_WS = np.stack([tokens[start : start + data.seq_len] for start in starts]).astype(np.int64)
-    infos = saved.config.model.routers()
+    infos = saved.config.model.router_infos()
     assignments: dict[str, Assignment] = {}
     first = 0
     for ids_BS in torch.from_numpy(ids_WS).split(max(BATCH_TOKENS // data.seq_len, 1)):

@@ -76,7 +76,7 @@ class Layer:
     experts: tuple[str, ...]
     """Name of each expert: its number, after a word such as `zero` where it has no network."""
     capacity: str
-    """The word `dropless`, or the capacity factor and the places of an expert."""
+    """The word `dropless`, or the capacity factor and the largest number of pairs of an expert."""
     shared_expert: str | None = None
     """Type of the block that every token also passes through."""
     is_gate: bool = False
@@ -163,7 +163,11 @@ def trace_of_decoder(
     Raises:
         ConfigError: the decoder routes nothing, or not in one of the layers.
     """
-    routings, token_bytes, infos = outputs[-1][0].routings, tokenizer.token_bytes, model.routers()
+    routings, token_bytes, infos = (
+        outputs[-1][0].routings,
+        tokenizer.token_bytes,
+        model.router_infos(),
+    )
     check_routes(folder, model, routings)
     routings = _with_tables(routings)
     gates = [name for name, info in infos.items() if info.is_gate]
@@ -318,9 +322,11 @@ def _layer(name: str, routing: Routing, info: RouterInfo | None) -> Layer:
     names, capacity = expert_names(routing, info), "dropless"
     if info is None:
         return Layer(name, names, capacity)
-    places = info.capacity.places(routing, training=False)
-    if places is not None:
-        capacity = f"{int(places)} place{'' if places == 1 else 's'} per expert"
+    expert_capacity = info.capacity.expert_capacity(routing, training=False)
+    if expert_capacity is not None:
+        capacity = (
+            f"at most {int(expert_capacity)} pair{'' if expert_capacity == 1 else 's'} per expert"
+        )
         if info.capacity.eval_factor is not None:
             capacity = f"factor {info.capacity.eval_factor}, {capacity}"
     shared_expert = None if info.shared_expert is None else info.shared_expert.type

@@ -66,7 +66,7 @@ class CapacityConfig(Config, frozen=True):
                 )
         return None
 
-    def places(self, routing: Routing, *, training: bool) -> Tensor | None:
+    def expert_capacity(self, routing: Routing, *, training: bool) -> Tensor | None:
         """Return the pairs that one expert takes, int64 scalar; None if dropless.
 
         Args:

@@ -101,7 +101,7 @@ class TrainConfig(Config, frozen=True):
     def _check_objective_against_routers(self) -> TrainConfig:
         routers = [
             (short_name(layer), info.router, info.num_experts)
-            for layer, info in self.model.routers().items()
+            for layer, info in self.model.router_infos().items()
         ]
         for name, loss in BALANCING_LOSSES.items():
             weight = 0 if loss.moved_by_rule else getattr(self.objective, name)

@@ -116,7 +116,7 @@ def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
                 layers = [layer for layer, ffn in enumerate(model.layer_ffns()) if ffn is part]
                 trial.ffn(part, f" of layer {layers[0]}" if layers else "")
             elif isinstance(part, RouterConfig):
-                for info in model.routers().values():
+                for info in model.router_infos().values():
                     if info.router is part:
                         trial.router(part, info.num_experts)
                         break

@@ -305,7 +305,7 @@ def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
     empty = config.model.build_empty(*config.data.text_sizes)
     for expert in _divisors(num_ranks):
         if expert > 1 and (
-            not config.model.routers() or config.model.refusal(Situation(num_ranks=expert))
+            not config.model.router_infos() or config.model.refusal(Situation(num_ranks=expert))
         ):
             continue
         for shard in _divisors(num_ranks // expert):
@@ -449,7 +449,7 @@ def _numbers_received(config: TrainConfig, layout: Layout, tokens: int) -> float
     them from those elsewhere, or from those without a network.
     """
     numbers, ranks = 0.0, layout.expert
-    for info in config.model.routers().values():
+    for info in config.model.router_infos().values():
         num = info.num_experts
         chosen = round(info.router.experts_per_token(num))
         none = math.comb(num - info.num_networks // ranks, chosen) / math.comb(num, chosen)

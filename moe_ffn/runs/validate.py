@@ -149,7 +149,7 @@ def _layout_of(config: TrainConfig, num_ranks: int) -> Layout:
 
 def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> Iterable[str]:
     if layout.expert > 1:
-        if not config.model.routers():
+        if not config.model.router_infos():
             yield (
                 f"parallel.expert ({layout.expert}) divides the experts that a router chooses from, but no "
                 "layer has a router; use parallel.shard"

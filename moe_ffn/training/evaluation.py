@@ -125,13 +125,13 @@ def evaluate(
         targets = target_ids.flatten()
         counted = targets != IGNORED_TARGET
         language.update(nats[counted], lengths_V[targets[counted]])
-        places = decoder.places(output.routings)
+        capacities = decoder.expert_capacities(output.routings)
         for name, routing in output.routings.items():
             if name not in layers:
                 kinds = (ListMetrics,) if routing.is_listed else (LoadMetrics, TokenMetrics)
                 layers[name] = [kind(routing.num_experts).to(device) for kind in kinds]
             for metrics in layers[name]:
-                metrics.update(routing, output.shared_shares.get(name), places.get(name))
+                metrics.update(routing, output.shared_shares.get(name), capacities.get(name))
     found = language.compute()
     return Evaluation(
         loss=found["loss"].item(),

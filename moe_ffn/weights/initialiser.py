@@ -134,7 +134,7 @@ def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNCon
             )
         found[layer] = smaller, cast("MoEFFN", block)
     if not found:
-        types = {ffn.type for ffn in decoder.config.layer_ffns() if ffn.routers()}
+        types = {ffn.type for ffn in decoder.config.layer_ffns() if ffn.router_infos()}
         why = f", and experts of type {types.pop()!r} cannot be made fewer" if types else ""
         raise ConfigError(
             f"method.type: no layer of this model is of type 'moe'{why}; use upcycle or carve first, or take "

@@ -51,7 +51,7 @@ class MergeConfig(InitialiserConfig, frozen=True):
         assert ids_BS is not None
         made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
         for layer, (config, block) in resized_layers(source, self.num_experts).items():
-            for info in config.routers().values():
+            for info in config.router_infos().values():
                 if info.router.is_listed:
                     raise ConfigError(
                         f"method.type: merge compares the router's scores of all experts, but that of "

@@ -169,7 +169,7 @@ def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
     seen: dict[str, tuple[int, dict[str, Any]]] = {}
     sparse: list[int] = []
     for layer, ffn in enumerate(config.layer_ffns()):
-        kind = "sparse" if ffn.routers() else "dense"
+        kind = "sparse" if ffn.router_infos() else "dense"
         block = _block_options(ffn, config.d_model)
         first, before = seen.setdefault(kind, (layer, block))
         if different := _differences(before, block):

@@ -60,7 +60,7 @@ def test_the_way_is_that_of_the_run_s_own_scores(moe_run: Any) -> None:
             assert visit is not None
             assert visit.choices == tuple(expected)
             num_dropped += sum(choice.dropped for choice in expected)
-        assert layer.capacity == "factor 1.0, 5 places per expert"
+        assert layer.capacity == "factor 1.0, at most 5 pairs per expert"
         assert layer.experts == ("0", "1", "2", "3")
     assert num_dropped > 0, "a text in which nothing is dropped shows nothing of dropping"
 
@@ -252,7 +252,7 @@ def test_a_pipe_gets_plain_text(trace: Trace, moe_run: Any) -> None:
     assert (code, err) == (0, "")
     assert "\x1b" not in out
     assert re.search(r"^ *token +layer 0 +layer 1 +next *$", out, re.MULTILINE)
-    assert "Capacity in evaluation: factor 1.0, 5 places per expert (layers 0, 1)." in out
+    assert "Capacity in evaluation: factor 1.0, at most 5 pairs per expert (layers 0, 1)." in out
 
 
 def test_the_text_may_come_through_a_pipe(

@@ -67,7 +67,7 @@ def test_every_block_trains(run_train: RunTrain, tmp_path: Path, causal: bool) -
     losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
     assert 4 < losses[0] < 7  # log 257 = 5.55 at random
     routed = {int(found[0]) for key in run.columns if (found := re.findall(r"layer_(\d\d)", key))}
-    assert routed == {layer for layer, name in enumerate(names) if blocks[name].routers()}
+    assert routed == {layer for layer, name in enumerate(names) if blocks[name].router_infos()}
 
 
 def test_layers_may_differ(run_train: RunTrain, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_identity_and_its_memories_are_the_output() -> None:
 
 
 def test_routers_are_told_by_round_with_the_option_of_their_block() -> None:
-    infos = FFNConfig.model_validate(SHARED).routers()
+    infos = FFNConfig.model_validate(SHARED).router_infos()
     assert list(infos) == NAMES
     assert {replace(info, path="") for info in infos.values()} == {
         replace(infos["routing"], path="")

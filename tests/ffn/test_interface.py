@@ -27,7 +27,7 @@ def test_config_block_and_output_name_the_same_routings(block: Any) -> None:
     config, built = FFNConfig.model_validate(block), build_ffn(block, D_MODEL)
     context = TokenContext(token_ids=torch.zeros(2, 6, dtype=torch.int64))
     output = built(torch.randn(2, 6, D_MODEL), context)
-    infos = config.routers()
+    infos = config.router_infos()
     assert list(infos) == list(built.routers()) == list(output.routings)
     for name, routing in output.routings.items():
         assert infos[name].num_experts == routing.num_experts
@@ -45,7 +45,7 @@ def test_inner_blocks_stand_in_the_options_of_their_names(block: Any) -> None:
 
 def test_a_router_inside_a_block_says_where() -> None:
     config = FFNConfig.model_validate(BLOCKS["moe in depths"])
-    infos = config.routers()
+    infos = config.router_infos()
     assert {name: info.path for name, info in infos.items()} == {"routing": "", "inner": "ffn"}
     assert infos["routing"].is_gate
     assert not infos["inner"].is_gate

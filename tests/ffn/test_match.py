@@ -95,7 +95,7 @@ def counted(ffn: FFNConfig, budget: str, d_model: int = D_MODEL) -> float:
             block(torch.randn(2, SEQ_LEN, d_model), TokenContext(token_ids=ids))
         return counter.get_total_flops() / (2 * SEQ_LEN)
     total = sum(parameter.numel() for parameter in block.parameters())
-    if budget == "total_params" or not bool(ffn.routers()):
+    if budget == "total_params" or not bool(ffn.router_infos()):
         return total
     if ffn.type == "mixture_of_depths":  # half of the tokens pass
         return total - sum(p.numel() for p in block.get_submodule("ffn").parameters()) / 2

@@ -321,7 +321,7 @@ def is_sparse(name: str) -> bool:
     """Return True if a block routes, even if to one dense block, or has experts of matrices."""
     experts = BLOCKS[name].get("experts", {}).get("type")
     config = FFNConfig.model_validate(BLOCKS[name])
-    return experts not in OF_TABLES and (bool(config.routers()) or name == "soft_moe")
+    return experts not in OF_TABLES and (bool(config.router_infos()) or name == "soft_moe")
 
 
 @every(*DEVICES)

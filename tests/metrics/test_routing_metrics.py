@@ -27,7 +27,9 @@ def measure(
     values: dict[str, Tensor] = {}
     for metric in (kind(num_experts) for kind in KINDS):
         for routing, factor in zip_longest(routings, factors):
-            metric.update(routing, places=None if factor is None else capacity_of(routing, factor))
+            metric.update(
+                routing, expert_capacity=None if factor is None else capacity_of(routing, factor)
+            )
         values |= metric.compute()
     return values
 

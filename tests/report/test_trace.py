@@ -207,7 +207,7 @@ def test_experts_without_a_network_are_called_what_they_do() -> None:
     zero_computation = {"num_zero": 1, "num_copy": 2, "num_constant": 1}
     ffn = MoEConfig.model_validate({"num_experts": 2, "zero_computation": zero_computation})
 
-    info = ffn.routers()["routing"]
+    info = ffn.router_infos()["routing"]
     assert info.expert_names() == ("0", "1", "zero2", "copy3", "copy4", "const5")
     assert RouterInfo(info.router, 3).expert_names() == ("0", "1", "2")
 

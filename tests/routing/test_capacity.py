@@ -170,7 +170,7 @@ def test_training_and_evaluation_have_factors_of_their_own() -> None:
     # 2 * 8 tokens * k 2 = 32 pairs over 4 experts: 8 places, and 16.
     for training, places in ((True, 8), (False, 16)):
         routing = layer.train(training)(x).routing
-        assert layer.capacity.places(routing, training=training) == places
+        assert layer.capacity.expert_capacity(routing, training=training) == places
         assert torch.equal(routing.dropped_N, limit_by_position(routing, places / 8).dropped_N)
 
 
@@ -179,7 +179,7 @@ def test_evaluation_is_dropless_by_default() -> None:
     layer = capacity_layer(factor=1.0)
     assert layer(x).routing.dropped_N.any()
     evaluated = layer.eval()(x).routing
-    assert layer.capacity.places(evaluated, training=False) is None
+    assert layer.capacity.expert_capacity(evaluated, training=False) is None
     assert not evaluated.dropped_N.any()
 
 
@@ -392,7 +392,7 @@ def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
         for training in (True, False):
             limited = config.limit(routing, training=training)
             assert limited.dropped_N.nonzero().flatten().tolist() == dropped
-            places = config.places(routing, training=training)
+            places = config.expert_capacity(routing, training=training)
             assert places == 2 * 8 // (context.sequence_length or 8)
     assert config.is_limited
     assert config.refusal(Situation(causal=True)) is None

@@ -327,7 +327,7 @@ def check(tmp_path: Path) -> Callable[..., None]:
 NOT_CACHED = (
     "its config does not refuse Situation(cached=True), but the token at position {p} becomes "
     "something else alone than in its sequence, and text would be written so; refuse it in "
-    "refusal(situation), or leave by_token or has_places out"
+    "refusal(situation), or leave by_token or supports_cache out"
 )
 BROKEN = {
     "Bare": (

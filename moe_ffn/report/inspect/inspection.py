@@ -106,7 +106,7 @@ def inspect_model(decoder: Decoder, text: Text, layers: Sequence[int] | None = N
     shown = tuple(sorted(set(range(len(ffns)) if layers is None else layers)))
     networks, assignments = observe(decoder, text, shown)
     known = tuple(experts.attributes(text))
-    infos = decoder.config.routers()
+    infos = decoder.config.router_infos()
     routers: dict[str, Router] = {}
     for name, assignment in assignments.items():
         reached = assignment.reached_T
@@ -135,7 +135,7 @@ def observe(
     """Run the windows of a text; return the top inputs of each layer's networks and the routers' choices."""
     networks: dict[int, dict[str, TopInputs]] = {layer: {} for layer in layers}
     assignments: dict[str, Assignment] = {}
-    infos = decoder.config.routers()
+    infos = decoder.config.router_infos()
     first = 0
 
     def watch(layer: int) -> Callable[..., None]:

@@ -81,7 +81,7 @@ class Advice:
 
     def against(self, kind: AlarmKind, layer: str | None) -> str:
         """Return options with their current values; `layer` is named as in the keys of metrics."""
-        info = self.model.routers().get(layer or "")
+        info = self.model.router_infos().get(layer or "")
         balance, capacity = self._balance(info), "the block's capacity"
         if info is not None:
             factor = info.capacity.factor

@@ -163,8 +163,8 @@ class StepLogger(Checkpointed, Callback):
         self._window.add(outputs, tokens)
         step = batch["index"] // trainer.accumulate_grad_batches + 1
         ends_row = step % self.config.every_n_steps == 0 or step == trainer.max_steps
-        places = pl_module.decoder.places(outputs["routings"])
-        self._routing.update(outputs["routings"], ends_row, outputs["shared_shares"], places)
+        capacities = pl_module.decoder.expert_capacities(outputs["routings"])
+        self._routing.update(outputs["routings"], ends_row, outputs["shared_shares"], capacities)
         row = None
         if trainer.global_step == step:  # this was the last batch of the step
             self.num_skipped = pl_module.guard.num_skipped
@@ -311,8 +311,8 @@ class ValidationLogger(Checkpointed, Callback):
     ) -> None:
         counted = batch["index"] != FILLER
         assert isinstance(pl_module, LanguageModel)
-        places = pl_module.decoder.places(outputs["routings"])
-        self._routing.update(outputs["routings"], counted, outputs["shared_shares"], places)
+        capacities = pl_module.decoder.expert_capacities(outputs["routings"])
+        self._routing.update(outputs["routings"], counted, outputs["shared_shares"], capacities)
         if counted:
             self._of_batches[batch["index"]] = outputs["window_losses"]
 

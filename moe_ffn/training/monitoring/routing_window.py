@@ -50,7 +50,7 @@ class RoutingByLayer(Checkpointed):
         routings: Mapping[str, Routing],
         counted: bool = True,
         shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
-        places: Mapping[str, Tensor] = MappingProxyType({}),
+        expert_capacities: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Add a batch; one not `counted` only begins its layers, so that all ranks reduce the same."""
         for layer, routing in routings.items():
@@ -63,7 +63,7 @@ class RoutingByLayer(Checkpointed):
                 self.sums[layer] = {name: value.to(device) for name, value in begun.items()}
             if counted:
                 sums = self.sums[layer]
-                batch = LayerBatch(routing, shared_shares.get(layer), places.get(layer))
+                batch = LayerBatch(routing, shared_shares.get(layer), expert_capacities.get(layer))
                 for statistic in statistics:
                     sums[statistic.name] = statistic.add(sums[statistic.name], batch)
 
@@ -199,14 +199,14 @@ class RoutingWindow(Checkpointed):
         routings: Mapping[str, Routing],
         in_last_step: bool,
         shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
-        places: Mapping[str, Tensor] = MappingProxyType({}),
+        expert_capacities: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Add a batch.
 
         Args:
             in_last_step: true if it belongs to the step that ends the window.
         """
-        self._load.update(routings, places=places)
+        self._load.update(routings, expert_capacities=expert_capacities)
         if in_last_step:
             self._tokens.update(routings, shared_shares=shared_shares)
 
@@ -230,7 +230,7 @@ class RoutingWindow(Checkpointed):
                 for layer, now_TE in self._probe.items()
                 if layer in before and before[layer].shape == now_TE.shape
             }
-        routers, infos = module.decoder.routers(), module.decoder.config.routers()
+        routers, infos = module.decoder.routers(), module.decoder.config.router_infos()
         for layer, of_layer in values.items():
             if "load" not in of_layer:  # the router lists pairs
                 continue
