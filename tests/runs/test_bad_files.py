@@ -31,7 +31,7 @@ FILES = {
     "a Python object": ("seed: !!python/object:os.system {}", r"is not valid YAML \(line 1\): .+"),
     "not UTF-8": (b"run: {name: \xff}", r"is not a UTF-8 text file$"),
     "UTF-16": ("seed: 1".encode("utf-16"), r"is not a UTF-8 text file$"),
-    "a list that holds itself": ("a: &a [*a]", r"is nested too deep, or holds itself$"),
+    "a list that holds itself": ("a: &a [*a]", r"is nested too deep, or contains itself$"),
     "long": ("# " + "x" * 100_000, r"is longer than 100000 bytes, and so no config$"),
 }
 

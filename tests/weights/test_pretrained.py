@@ -142,7 +142,7 @@ def test_code_of_others_is_run_where_it_is_trusted(tmp_path: Path) -> None:
     change_model(folder, ffn={**model["ffn"], "type": "theirs.py:Mine"})
 
     with pytest.raises(
-        ConfigError, match=r"names code that no run of yours began with: .*theirs.py"
+        ConfigError, match=r"names code that none of your runs started with: .*theirs.py"
     ):
         moe_ffn.load_pretrained(folder)
     assert moe_ffn.load_pretrained(folder, trust_code=True).config.ffn.type.endswith(":Mine")
