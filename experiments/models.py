@@ -26,7 +26,7 @@ from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import build_ffn
 from moe_ffn.files import write_whole
-from moe_ffn.interop.block_parts import Block, resolve
+from moe_ffn.interop.block_parts import BlockEntry, resolve
 from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
 from moe_ffn.interop.blocks import config_width, convert_tensors
 from moe_ffn.outputs import TokenContext
@@ -79,7 +79,7 @@ Keys are `output`, and for gradients `x` (the input) and our names of parameters
 """
 
 
-def config_of(model: str, entry: Block, options: Mapping[str, Any]) -> Any:
+def config_of(model: str, entry: BlockEntry, options: Mapping[str, Any]) -> Any:
     """Their config of that block, with these options."""
     folder = model.split()[0]
     module = import_module(f"transformers.models.{folder}.configuration_{folder}")
@@ -92,7 +92,7 @@ def config_of(model: str, entry: Block, options: Mapping[str, Any]) -> Any:
     return config
 
 
-def build_theirs(model: str, entry: Block, config: Any) -> nn.Module:
+def build_theirs(model: str, entry: BlockEntry, config: Any) -> nn.Module:
     folder = model.split()[0]
     module = import_module(f"transformers.models.{folder}.modeling_{folder}")
     cls = getattr(module, entry.class_name)
@@ -185,7 +185,7 @@ PAPERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 def compare(model: str, *, training: bool = False) -> Errors:
     """Theirs and ours, small and with the same weights, on the same tokens."""
-    entry = cast("Block", BLOCKS[model])
+    entry = cast("BlockEntry", BLOCKS[model])
     config = config_of(model, entry, {**SMALL, **entry.small})
     theirs = build_theirs(model, entry, config).train(training)
     template = resolve(entry.ffn, config)
@@ -275,7 +275,7 @@ def flow(value: Any) -> str:
     return str(value)
 
 
-def shown_config(model: str, entry: Block) -> dict[str, Any]:
+def shown_config(model: str, entry: BlockEntry) -> dict[str, Any]:
     """Ours of the default config of that model; of a small one where that is no model yet."""
     try:
         shown = resolve(entry.ffn, config_of(model, entry, {}))
@@ -292,7 +292,7 @@ def build_empty(options: Mapping[str, Any]) -> nn.Module:
         return build_ffn(options, 64)
 
 
-def largest_errors(model: str, entry: Block) -> Errors:
+def largest_errors(model: str, entry: BlockEntry) -> Errors:
     """Return the larger error in evaluation and, where that differs, in training."""
     found = compare(model)
     trained = found if entry.in_training is None else compare(model, training=True)
@@ -332,7 +332,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.models", description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", default=Path("docs/models.md"))
     path = parser.parse_args(argv).file
-    blocks = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, Block)}
+    blocks = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, BlockEntry)}
     errors = {model: largest_errors(model, entry) for model, entry in blocks.items()}
     write_whole(path, page(errors))
     largest = max(max(found.values()) for found in errors.values())

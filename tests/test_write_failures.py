@@ -10,7 +10,9 @@ from moe_ffn import files
 from moe_ffn.files import QUIET_SECONDS, WriteFailures
 
 FULL = OSError(28, "No space left on device")
-FAILS = "disk: 'run' cannot be written (No space left on device); training continues and tries again"
+FAILS = (
+    "disk: 'run' cannot be written (No space left on device); training continues and tries again"
+)
 WORKS = "disk: 'run' can be written again"
 
 

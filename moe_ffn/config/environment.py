@@ -85,7 +85,7 @@ def check_environment(num_nodes: int) -> None:
         num_nodes: number of machines of the run.
 
     Raises:
-        ConfigError: a variable has a value that no launcher sets, or other variables of a launcher are missing.
+        ConfigError: a variable has a value that no launcher sets, or the launcher's others are missing.
     """
     for name in _NUMBERS & os.environ.keys():
         if not (os.environ[name].isdecimal() and len(os.environ[name]) < 10):

@@ -242,8 +242,8 @@ def tag_of(cls: type) -> str:
 def explaining_outside_errors(culprit: str = "") -> Iterator[None]:
     """Turn an error of custom code, `sys.exit` included, into a ConfigError that names its file and line.
 
-    Ctrl-C and exits after a signal are raised unchanged, and without a `culprit` also errors from outside
-    custom code.
+    Ctrl-C and exits after a signal are raised unchanged. Without a `culprit`, so is an error that passed
+    through no custom code.
 
     Args:
         culprit: name of what failed; by default the custom file in the traceback.

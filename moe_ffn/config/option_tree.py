@@ -280,7 +280,7 @@ def _of_another_type(typed: str, tree: Option) -> str:
 
 
 def _same_name(typed: str, tree: Option) -> list[str]:
-    """Return the options named like the last part of `typed`, in its section or else anywhere, shortest first."""
+    """Return the options named like the last part of `typed`: in its section, or anywhere, shortest first."""
     section, _, name = typed.replace("-", "_").rpartition(".")
     names = (name, ALSO_CALLED.get(name))
     paths = [option.path for option in tree.everything() if option.name in names]

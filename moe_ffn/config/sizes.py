@@ -93,7 +93,7 @@ def _exact_share(factors: tuple[float, ...], parts: int) -> tuple[int, int]:
     return share.numerator, share.denominator
 
 
-# Dynamo cannot trace fractions. `torch.compiler.assume_constant_result` does the same, but imports the compiler.
+# Dynamo cannot trace fractions. As `torch.compiler.assume_constant_result`, without importing the compiler.
 vars(_exact_share)["_dynamo_marked_constant"] = True
 
 Counts = TypeVar("Counts", int, Tensor)

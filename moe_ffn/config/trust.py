@@ -64,8 +64,8 @@ def only_trusted_code(folder: Path) -> Iterator[None]:
             f"'{code.where}' (sha256 {code.sha256[:16]}...)" for code in dict.fromkeys(refused)
         )
         raise UntrustedCodeError(
-            f"'{folder}' names code that none of your runs started with: {named}; read it, and if you trust it "
-            f"add {FLAG}"
+            f"'{folder}' names code that none of your runs started with: {named}; read it, and if you "
+            f"trust it add {FLAG}"
         ) from error
 
 

@@ -33,7 +33,7 @@ Template = Mapping[str, Any] | Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockEntry:
     """A sparse feed-forward block of transformers."""
 
     class_name: str
@@ -57,7 +57,7 @@ class Block:
     wrong: str = ""
     """Difference between their code and its paper; ours follows the paper."""
 
-    def but(self, options: Template | None = None, **changes: Any) -> Block:
+    def but(self, options: Template | None = None, **changes: Any) -> BlockEntry:
         """Return the same block for another model, with some of our options changed."""
         made = replace(self, **changes)
         if options is None:
@@ -262,14 +262,14 @@ def with_shared(routed: str, *shared: str) -> Layout:
 _FAMILY = {family.model_type: family for family in FAMILIES}
 
 
-def of_family(model_type: str, class_name: str) -> Block:
+def of_family(model_type: str, class_name: str) -> BlockEntry:
     """Return the block of an architecture that `weights.families` describes."""
     family = _FAMILY[model_type]
 
     def template(config: Any) -> dict[str, Any]:
         return sparse_options(family, Theirs(class_name, LiveOptions(config, family.defaults)))
 
-    return Block(class_name, template)
+    return BlockEntry(class_name, template)
 
 
 SCORE = its_word({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "scoring_func")
@@ -302,7 +302,7 @@ GATED_SHARED = {
     "shared_expert": shared("shared_expert_intermediate_size"),
     "combine": {"type": "sigmoid_gate"},
 }
-DEEPSEEK_V2 = Block(
+DEEPSEEK_V2 = BlockEntry(
     "DeepseekV2Moe",
     moe(
         {
@@ -327,7 +327,7 @@ CLAMPED = {
     "limit": its("swiglu_limit"),
     "added": 0.0,
 }
-DEEPSEEK_V4 = Block(
+DEEPSEEK_V4 = BlockEntry(
     "DeepseekV4SparseMoeBlock",
     moe(
         {**BIASED, "score": SCORE},
@@ -338,7 +338,7 @@ DEEPSEEK_V4 = Block(
     ),
     small={"mlp_layer_types": ["moe", "moe"]},
 )
-MISTRAL = Block(
+MISTRAL = BlockEntry(
     "MistralLarge4TextMoE",
     moe(
         {**GROUPED, "renormalize": True},
@@ -346,7 +346,7 @@ MISTRAL = Block(
         shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
     ),
 )
-GRANITE = Block(
+GRANITE = BlockEntry(
     "GraniteMoeMoE",
     moe(CHOSEN, WIDE, "num_local_experts"),
     note="its residual multiplier is the decoder's",
@@ -362,7 +362,7 @@ GRANITE_LAYER = GRANITE.but(
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
 )
 EPS = {"eps": its("rms_norm_eps")}
-GEMMA = Block(
+GEMMA = BlockEntry(
     "Gemma4TextDecoderLayer",
     {
         "type": "normed",
@@ -418,7 +418,7 @@ SWITCH_FFN = moe(
     experts={"type": "mlp", "activation": its("dense_act_fn"), "dropout": its("dropout_rate")},
     capacity={"per_sequence": its("expert_capacity")},
 )
-SWITCH = Block(
+SWITCH = BlockEntry(
     "SwitchTransformersSparseMLP",
     SWITCH_FFN,
     experts_by_number("wi", "wo"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn import build_ffn
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.interop.block_parts import NAMES, Block, LiveOptions, resolve
+from moe_ffn.interop.block_parts import NAMES, BlockEntry, LiveOptions, resolve
 from moe_ffn.interop.block_table import BLOCKS
 from moe_ffn.weights.layouts import Layout
 from moe_ffn.weights.options import Theirs
@@ -57,7 +57,7 @@ def convert_block(model: str, block: nn.Module, config: Any) -> FFNBlock:
     return ffn.train(block.training)
 
 
-def _entry(model: str) -> Block:
+def _entry(model: str) -> BlockEntry:
     entry = BLOCKS.get(model)
     if entry is None:
         raise ConfigError(
@@ -80,7 +80,7 @@ def _dtype_in(state: Mapping[str, Tensor]) -> torch.dtype:
     return max(state.values(), key=Tensor.numel).dtype
 
 
-def _layout(entry: Block, name: str) -> Layout | None:
+def _layout(entry: BlockEntry, name: str) -> Layout | None:
     """Return where theirs have a tensor; a block or experts that hold others have the names of both."""
     inner = re.sub(r"^(experts\.)+", "experts.", name.removeprefix("ffn."))
     names = {**NAMES, **entry.names}
@@ -88,7 +88,7 @@ def _layout(entry: Block, name: str) -> Layout | None:
 
 
 def convert_tensors(
-    entry: Block,
+    entry: BlockEntry,
     theirs: Mapping[str, Tensor],
     ours: Mapping[str, Tensor],
     config: Any,

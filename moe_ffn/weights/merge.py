@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from moe_ffn.balancing.sums import count_pairs
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, install
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.networks import networks
@@ -177,6 +177,6 @@ def _best_assignment(likeness_FF: Tensor) -> Tensor:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
         raise ConfigError(
-            "method.type: merge needs scipy; install it with: pip install 'moe_ffn[studies]'"
+            f"method.type: merge needs scipy; install with: {install('studies')}"
         ) from error
     return torch.from_numpy(linear_sum_assignment(likeness_FF.numpy(), maximize=True)[1])

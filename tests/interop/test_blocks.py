@@ -19,13 +19,13 @@ from moe_ffn.cli.command_line import parse_config
 from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.interop import block_config, convert_block
-from moe_ffn.interop.block_parts import Block
+from moe_ffn.interop.block_parts import BlockEntry
 from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
 from moe_ffn.interop.blocks import config_width
 from moe_ffn.runs.config import TrainConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-COMPARED = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, Block)}
+COMPARED = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, BlockEntry)}
 TRAINED = [model for model, entry in COMPARED.items() if entry.in_training is not None]
 
 

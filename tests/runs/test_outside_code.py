@@ -507,7 +507,7 @@ def test_trust_code_goes_with_resume(refuse: Callable[..., str]) -> None:
     said = refuse("--trust-code")
     assert (
         said
-        == "--trust-code: goes with --resume; a class that you name here is yours, and runs unasked"
+        == "--trust-code: is for --resume only; a class that you name yourself is trusted; leave it out"
     )
 
 
