@@ -98,7 +98,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the figures to a file"
+    )
     words, options = _split(argv)
     given = parser.parse_args(words)
     overrides = parse_overrides(options).get("data", {})

@@ -142,7 +142,7 @@ MISTAKES = {
     "initialise --source sparse --output sparse": (
         "--output: 'sparse' is also a source; choose another folder"
     ),
-    "initialise --source sparse --output study": "...which is no part of a model of ours...",
+    "initialise --source sparse --output study": "...which is not part of a model folder...",
     "initialise --source sparse --output new --method.type mix": (
         "...--source: names 1 folder, and method.type 'mix' takes two or more..."
     ),

@@ -193,7 +193,7 @@ def test_what_no_row_computes_is_refused(model: str, option: str, values: tuple[
     with pytest.raises(ConfigError) as refused:
         block_config(model, Changed(config, {option: "another"}))
     assert str(refused.value) == (
-        f"{entry.class_name}: {option} is 'another', which our model does not compute; served is "
+        f"{entry.class_name}: {option} is 'another', which our model does not support; supported: "
         + " or ".join(map(show, values))
     )
 

@@ -297,7 +297,7 @@ def test_a_folder_of_something_else_is_left_alone(first: str, tmp_path: Path) ->
     with pytest.raises(ConfigError) as caught:
         moe_ffn.save_pretrained(decoder_of(), tmp_path)
     assert str(caught.value) == (
-        f"'{tmp_path}' has '{first}', which is no part of a model of ours and would be lost; move it, or "
+        f"'{tmp_path}' has '{first}', which is not part of a model folder and would be lost; move it, or "
         "give another folder"
     )
     assert [path.name for path in tmp_path.iterdir()] == [first]
