@@ -1,4 +1,4 @@
-"""THE table of sparse blocks in transformers: model -> our config and where its weights are, or why not."""
+"""The table of sparse blocks in transformers: model -> our config and the names of its weights."""
 
 from __future__ import annotations
 
@@ -380,7 +380,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         ),
         {
             "experts.gate_up": rows_of("experts.gate_up_proj")
-        },  # others are of experts without a network
+        },  # the remaining names belong to experts without a network
     ),
     "mellum": QWEN3.but(class_name="MellumSparseMoeBlock"),
     "mimo_v2_flash": BlockEntry("MiMoV2FlashMoE", moe(BIASED_GROUPS, count="n_routed_experts")),
@@ -497,7 +497,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             ),
             "input_jitter_noise",
         ),
-        served={"num_experts_per_tok": (2,)},  # `sparsemixer` takes two whatever it says
+        served={"num_experts_per_tok": (2,)},  # `sparsemixer` always chooses two
         small={"router_jitter_noise": 0.3, "input_jitter_noise": 0.0},
         note="in training compared without `jitter`",
         in_training={},
@@ -566,10 +566,10 @@ BLOCKS: dict[str, BlockEntry | str] = {
         note="its first layer",
     ),
 }
-"""Model, and which of its blocks where it has several -> that block, or why no block of ours computes it."""
+"""Model (and block, if it has several) -> the entry of the block, or the reason why we have no such block."""
 
 NO_BLOCK = {
     "bamba": "dense: it sets the number of its experts to 1",
     "granite_docling": "its router weighs tiles of an image",
 }
-"""Models whose files speak of experts or routers, and have no sparse feed-forward block."""
+"""Models whose files mention experts or routers but have no sparse feed-forward block -> reason."""
