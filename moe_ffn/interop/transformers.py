@@ -60,7 +60,7 @@ def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tens
         expert_ids_TK: experts of each token; ids >= E, from expert parallelism, are not computed.
 
     Raises:
-        NotImplementedError: our kernels do not compute this class of experts; the message says why.
+        NotImplementedError: our kernels do not compute this class of experts; the message has the reason.
     """
     num_tokens, num_chosen = expert_ids_TK.shape
     num_experts = int(experts.num_experts)
