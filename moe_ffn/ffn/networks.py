@@ -1,7 +1,7 @@
-"""Weights and hidden units of the networks in a block, for inspection and for models made of others.
+"""Weights and hidden units of the networks in a block, for inspection and for converting models.
 
-A custom block joins with `@networks.register` and `@memories.register`, a custom kind of expert by its
-`Experts.weights`.
+A custom block registers its functions with `@networks.register` and `@memories.register`; a custom kind of
+expert defines `Experts.weights`.
 
 T tokens, D model width, F hidden units of a network, N tokens of a network
 """
@@ -30,18 +30,19 @@ from moe_ffn.routing.base import Router
 
 @dataclass(frozen=True)
 class Memory:
-    """Hidden units of one network, each a key-value memory: it adds its activation times its value vector to
-    the output (Geva et al. 2021, arXiv:2012.14913, equation 2).
+    """Hidden units of one network as key-value memories: each adds activation * value vector to the output.
+
+    Geva et al. 2021 (arXiv:2012.14913), equation 2.
     """
 
     name: str
     """`expert 3`, `shared expert`; empty for the only network of a block."""
 
     token_ids_N: Tensor
-    """int64, positions among the block's flattened tokens, without padding."""
+    """int64, indices into the block's flattened tokens, without padding."""
 
     activations_NF: Tensor
-    """After the activation function and the gate, before any weight of a router."""
+    """Activations after the activation function and the gate, before the router's weights."""
 
     values_FD: Tensor
     """The columns of the matrix `down`."""
@@ -52,9 +53,9 @@ class Memory:
 
 @singledispatch
 def networks(block: nn.Module) -> ExpertWeights | None:
-    """Return the weights of a block as those of E networks, one of a dense block; None of another kind.
+    """Return the weights of a block's E networks (one for a dense block); None for other kinds of blocks.
 
-    Weights of experts are the parameters themselves.
+    The weights of experts are the parameters themselves, not copies.
     """
     return None
 
@@ -94,9 +95,9 @@ def _(block: MoEFFN) -> ExpertWeights | None:
 
 @singledispatch
 def memories(block: nn.Module, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-    """Return the hidden units of each network in a block, and how `x` activates them.
+    """Return the hidden units of each network in a block, with their activations for `x`.
 
-    Arguments as of `FFNBlock.forward`. Empty where there are no units, or where none sees a token by itself.
+    The arguments are those of `FFNBlock.forward`. The list is empty for blocks of unknown kinds.
     """
     return []
 

@@ -203,8 +203,8 @@ null
     ffn.type ('mixture_of_depths') must not be another mixture of depths; multiply their router.k
     instead
 {type: moe, combine: sigmoid_gate}
-    combine.type ('sigmoid_gate') joins a shared expert, but shared_expert is null; give it one, such as
-    'swiglu', or leave combine out
+    combine.type ('sigmoid_gate') joins a shared expert, but shared_expert is null; set shared_expert:
+    swiglu, or leave combine out
 {type: moe, router: {type: top_k, k: 11}, zero_computation: {num_copy: 2}}
     router.k (11) must not exceed num_experts (10); lower router.k or raise num_experts; the router
     counts num_experts (8) and zero_computation (2) together
@@ -217,7 +217,7 @@ null
     shared_expert.type ('ngram_memory') must not be a sparse block: every token passes through a shared
     expert; use 'swiglu' or 'dense'
 {type: jittered, jitter: 0.1, ffn: {type: moe, router: {type: top_k, jitter: 0.2}}}
-    jitter (0.1) reaches the router too, which has ffn.router.jitter (0.2); set one of them to 0
+    jitter (0.1) also reaches the router, which has ffn.router.jitter (0.2); set one of them to 0
 {type: moe, experts: {type: normed, each: {}, experts: {type: latent, width: 4, experts: input_weighted}}}
     experts: each normalises outputs before they are weighted, but experts.type ('input_weighted')
     weighs inputs; write {type: input_weighted, experts: {type: normed, ...}}
