@@ -42,7 +42,7 @@ def check_routing(value: object, taker: str) -> None:
 
 
 def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
-    """Return the number of pairs of each expert, int64 (E,). Unlike `bincount`, it does not wait for a GPU."""
+    """Return the number of pairs of each expert, int64 (E,), without a host sync, unlike `bincount`."""
     ones_N = torch.ones_like(expert_ids_N)
     return expert_ids_N.new_zeros(num_experts).scatter_add_(0, expert_ids_N, ones_N)
 

@@ -256,8 +256,8 @@ def test_a_loss_over_all_experts_is_refused_with_the_config(loss: str) -> None:
     with pytest.raises(ConfigError) as raised:
         validate(TrainConfig, run_of("peer", objective={loss: 0.1}))
     assert str(raised.value) == (
-        f"objective.{loss} (0.1) needs a score for each expert, but the router 'product_key' of layer 0 scores "
-        "only the chosen ones of its 25 experts; use objective.load_balance"
+        f"objective.{loss} (0.1) needs a score for each expert, but the router 'product_key' of layer 0 "
+        "scores only the chosen ones of its 25 experts; use objective.load_balance"
     )
 
 
