@@ -92,9 +92,9 @@ class ChainOfExpertsFFN(FFNBlock):
         hidden = without_padding(x, context)
         routings: dict[str, Routing] = {}
         shares: dict[str, Tensor] = {}
-        for name, router, of_round in self.rounds(context):
-            routing = router(*flatten_tokens(hidden, of_round))
-            output = self.ffn.follow(routing, hidden, of_round)
+        for name, router, round_context in self.rounds(context):
+            routing = router(*flatten_tokens(hidden, round_context))
+            output = self.ffn.follow(routing, hidden, round_context)
             routings |= within(name, output.routings)
             shares |= within(name, output.shared_shares)
             hidden = hidden + output.hidden

@@ -97,7 +97,8 @@ def _(block: MoEFFN) -> ExpertWeights | None:
 def memories(block: nn.Module, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
     """Return the hidden units of each network in a block, with their activations for `x`.
 
-    The arguments are those of `FFNBlock.forward`. The list is empty for blocks of unknown kinds.
+    The arguments are those of `FFNBlock.forward`. The list is empty for blocks without hidden units, for
+    `normed` blocks, and for custom blocks that register no function.
     """
     return []
 
@@ -115,16 +116,16 @@ def _(block: HiddenWidthFFN, x: Tensor, context: TokenContext | None = None) -> 
 
 @memories.register
 def _(block: MoEFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-    return _routed_by(block, block.router, x, context)
+    return _routed_memories(block, block.router, x, context)
 
 
 @memories.register
 def _(block: ChainOfExpertsFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
     found, hidden = list[Memory](), without_padding(x, context)
-    for _, router, of_round in block.rounds(context):
-        found += _routed_by(block.ffn, router, hidden, of_round)
-        routing = router(*flatten_tokens(hidden, of_round))
-        hidden = hidden + block.ffn.follow(routing, hidden, of_round).hidden
+    for _, router, round_context in block.rounds(context):
+        found += _routed_memories(block.ffn, router, hidden, round_context)
+        routing = router(*flatten_tokens(hidden, round_context))
+        hidden = hidden + block.ffn.follow(routing, hidden, round_context).hidden
     return found
 
 
@@ -152,20 +153,20 @@ def _(block: MixtureOfDepthsFFN, x: Tensor, context: TokenContext | None = None)
     ]
 
 
-def _routed_by(
+def _routed_memories(
     block: MoEFFN, router: Router, x: Tensor, context: TokenContext | None
 ) -> list[Memory]:
     """Return the hidden units of the experts that `router` chooses, and of the shared expert."""
     x_TD, flat = flatten_tokens(x, context)
     routing = block.capacity.limit(router(x_TD, flat), training=block.training)
-    found = _of_experts(block.experts, x_TD, make_plan(routing, block.num_experts))
+    found = _expert_memories(block.experts, x_TD, make_plan(routing, block.num_experts))
     if block.shared_expert is not None:
         shared = memories(block.shared_expert, x_TD.view_as(x), context)
         found += [replace(m, name=f"shared expert {m.name}".strip()) for m in shared]
     return found
 
 
-def _of_experts(experts: Experts, x_TD: Tensor, plan: Plan) -> list[Memory]:
+def _expert_memories(experts: Experts, x_TD: Tensor, plan: Plan) -> list[Memory]:
     weights, found, start = experts.weights(), list[Memory](), 0
     if weights is None:
         return found

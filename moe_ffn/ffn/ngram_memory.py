@@ -61,7 +61,7 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
     def refusal(self, situation: Situation) -> Refusal | None:
         if situation.cached and not situation.history:
             return Refusal(
-                f"type '{self.type}' reads earlier tokens, and those not chosen are missing",
+                f"type '{self.type}' reads earlier tokens, which a mixture of depths may skip",
                 "put the mixture of depths inside 'ngram_memory'",
             )
         return super().refusal(situation)

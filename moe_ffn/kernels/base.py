@@ -199,8 +199,8 @@ def refuse_vmap(
         return
     if any(t is not None and is_batched(t) for t in (x, *parameters)):
         raise ValueError(
-            f"torch.func.vmap does not go through {what} as large as the data ask for; give x one more "
-            "leading axis instead"
+            f"torch.func.vmap does not support {what} of data-dependent size; give x one more leading axis "
+            "instead"
         )
 
 
