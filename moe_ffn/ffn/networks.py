@@ -97,8 +97,8 @@ def _(block: MoEFFN) -> ExpertWeights | None:
 def memories(block: nn.Module, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
     """Return the hidden units of each network in a block, with their activations for `x`.
 
-    The arguments are those of `FFNBlock.forward`. The list is empty for blocks without hidden units, for
-    `normed` blocks, and for custom blocks that register no function.
+    The arguments are those of `FFNBlock.forward`. The list is empty for the types `identity`,
+    `soft_moe` and `normed`, and for custom blocks that register no function.
     """
     return []
 
