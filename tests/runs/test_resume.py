@@ -348,7 +348,7 @@ def test_damaged_lines_of_a_log_are_reported_and_left_out(
     rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), Start(4), files)
 
     assert capsys.readouterr().err.splitlines() == [
-        f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are left out",
+        f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are removed",
     ]
     assert not (folder / "samples.jsonl").exists()
 
