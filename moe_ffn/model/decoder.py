@@ -172,9 +172,9 @@ class DecoderConfig(Config, frozen=True):
             frames = extract_tb(error.__traceback__)
             place = [f for f in frames if not f.filename.startswith(torch_folder)][-1]
             raise ConfigError(
-                f"{place.filename}, line {place.lineno}, needs the numbers of a tensor, and a model "
-                "that parallel.shard or parallel.expert divides, or that is planned, is first built "
-                f"without any ({str(error).splitlines()[0]}); compute it with Python's own numbers"
+                f"{place.filename}, line {place.lineno}, reads the values of a tensor, but "
+                "parallel.shard, parallel.expert and moe-ffn plan build the model without values first "
+                f"({str(error).splitlines()[0]}); compute it from plain Python numbers"
             ) from error
 
     def num_params(self, vocab_size: int, max_seq_len: int) -> int:
@@ -223,7 +223,9 @@ def layer_number(name: str) -> int:
     """Return the layer index of a routing name."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"a layer is called like 'layer_03' or 'layer_03/inner', got {name!r}")
+        raise ValueError(
+            f"the name of a layer must be like 'layer_03' or 'layer_03/inner', got {name!r}"
+        )
     return int(match[1])
 
 

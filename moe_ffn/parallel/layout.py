@@ -65,8 +65,8 @@ class ParallelConfig(Config, frozen=True):
             multiple = "a multiple of " if REST in sizes.values() else ""
             raise ConfigError(
                 f"parallel: {shown} needs {multiple}{known} processes, and this run has {num_ranks}; give "
-                f"--trainer.devices {known}, start it by torchrun --nproc-per-node {known}, or change one of "
-                "them"
+                f"--trainer.devices {known}, start it with torchrun --nproc-per-node {known}, or change "
+                "one of them"
             )
         return layout
 

@@ -69,8 +69,8 @@ def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
         yield f"code: {folder}/ keeps a copy of {', '.join(Path(n).name for n in copied)}"
     if others:
         yield (
-            f"code: of {', '.join(others)} only the sha256 is kept, no copy; leave it where it is as long as "
-            "the run is used"
+            f"code: {folder}/ keeps no copy of {', '.join(others)}, only the sha256; do not move it while "
+            "the run is in use"
         )
 
 
@@ -80,7 +80,7 @@ def warn_if_code_changed(folder: Path) -> None:
         now = _sha256(Path(entry.path))
         if now in (None, entry.sha256):
             continue
-        what = "there is no copy, so it is run as it is now"
+        what = "there is no copy, so the run uses the changed file"
         if entry.copied:
             what = f"the run uses its copy, '{folder / name}'"
         log.warning(

@@ -377,7 +377,7 @@ def read_weights(
     why = "; ".join(skipped)
     if found is None:
         raise ConfigError(
-            f"'{checkpoints}' has no good checkpoint: {why}; put back what was there, or give another run"
+            f"'{checkpoints}' has no good checkpoint: {why}; restore one, or give another run"
             if why
             else f"'{checkpoints}' has no checkpoint, so no model to load; give a run that has reached its "
             "first validation"

@@ -177,8 +177,8 @@ def find_start(
         if skipped:
             more = f"; and {len(skipped) - 1} more" if len(skipped) > 1 else ""
             raise ConfigError(
-                f"'{checkpoints}' has no checkpoint to resume from: {skipped[0]}{more}; put back what was "
-                "there, or start a new run"
+                f"'{checkpoints}' has no checkpoint to resume from: {skipped[0]}{more}; restore one, or "
+                "start a new run"
             )
         return Start(run_id=run_id)
     path, values = found

@@ -33,7 +33,7 @@ def prepare_data(run: Run, instead: str) -> PreparedData:
     check_documents(run.folder, data.documents, instead)
     if run.facts.corpus_sha256 not in (None, data.corpus_sha256):  # if `documents.json` is lost
         raise ConfigError(
-            f"data.corpus: is not what '{run.folder}' began with; put back what it was, or {instead}"
+            f"data.corpus: is not what '{run.folder}' began with; restore it, or {instead}"
         )
     return data
 
@@ -50,7 +50,7 @@ def check_documents(folder: Path, now: Documents, instead: str = "start a new ru
         return
     if change := changed(began_with, now):
         raise ConfigError(
-            f"data.corpus: {change}, since '{folder}' began; put back what it was, or {instead}"
+            f"data.corpus: {change}, since '{folder}' began; restore it, or {instead}"
         )
 
 

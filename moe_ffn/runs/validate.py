@@ -169,7 +169,7 @@ def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> 
             )
         if not config.optimizer.takes_shards:
             yield (
-                f"optimizer.type ({config.optimizer.type}) looks at whole matrices, which parallel.shard and "
+                f"optimizer.type ({config.optimizer.type}) needs whole matrices, which parallel.shard and "
                 "parallel.expert divide; use adamw or muon"
             )
     if layout.expert > 1:

@@ -25,8 +25,9 @@ class ScheduleConfig(TaggedConfig, frozen=True):
     def _check_warmup_is_given_once(self) -> ScheduleConfig:
         if self.warmup_steps is not None and self.warmup_fraction != _WARMUP_FRACTION:
             raise ValueError(
-                f"warmup_steps ({self.warmup_steps}) and warmup_fraction ({self.warmup_fraction:g}) both say "
-                f"how long the warm-up is; leave warmup_steps null, or warmup_fraction at {_WARMUP_FRACTION}"
+                f"warmup_steps ({self.warmup_steps}) and warmup_fraction ({self.warmup_fraction:g}) both set "
+                f"the length of the warm-up; leave warmup_steps null, or warmup_fraction at "
+                f"{_WARMUP_FRACTION}"
             )
         return self
 

@@ -127,7 +127,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "optimizer: nesterov (true) needs a momentum, got momentum 0; give one, such as 0.9"
     ),
     "--optimizer.schedule.warmup_steps 9 --optimizer.schedule.warmup_fraction 0.1": (
-        "optimizer.schedule: warmup_steps (9) and warmup_fraction (0.1) both say how long the warm-up is; "
+        "optimizer.schedule: warmup_steps (9) and warmup_fraction (0.1) both set the length of the warm-up; "
         "leave warmup_steps null, or warmup_fraction at 0.05"
     ),
     "--optimizer.schedule.type constant --optimizer.schedule.final_fraction 0": (

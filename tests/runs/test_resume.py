@@ -311,7 +311,7 @@ def test_a_corpus_that_changed_is_refused_by_the_name_of_the_file(
 
     assert done.code == 2
     assert done.stderr.splitlines()[-1] == (
-        f"error: data.corpus: {said}, since '{unfinished}' began; put back what it was, or start a new run"
+        f"error: data.corpus: {said}, since '{unfinished}' began; restore it, or start a new run"
     )
 
 

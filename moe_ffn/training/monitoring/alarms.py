@@ -98,7 +98,7 @@ class Advice:
             "exploding_logits": f"raise objective.router_z (now {self.objective.router_z:g}), or {rate}",
             "dropped": f"raise {capacity}, or balance better: {balance}",
             "loss_spike": f"{rate}, or raise optimizer.schedule.{self.optimizer.schedule.warmup_option}",
-            "skipped_step": f"if it comes again, {rate}",
+            "skipped_step": f"if it recurs, {rate}",
         }[kind]
 
     def _balance(self, info: RouterInfo | None) -> str:
@@ -108,7 +108,7 @@ class Advice:
             return raise_loss
         router, option = info.router, f"model.{info.path}.router.type"
         if not router.learns:
-            return f"take another {option} than '{router.type}', which learns nothing"
+            return f"choose another {option} than '{router.type}', which has nothing to learn"
         if router.fixed_by is not None:
             return (
                 f"leave model.{info.path}.router.{router.fixed_by} out, which fixes where tokens go"

@@ -115,7 +115,7 @@ class WandbRun(WandbLogger):
             status: `success` or `failed`.
         """
         self._failed = False
-        with self._harmless(f"upload what it kept: {command_line('sync', self.experiment)}"):
+        with self._harmless(f"upload the rest with: {command_line('sync', self.experiment)}"):
             self.experiment.finish(exit_code=0 if status == "success" else 1)
 
     @contextmanager

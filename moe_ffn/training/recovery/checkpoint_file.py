@@ -288,7 +288,9 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     if problem is None:
         digests = {name: digest for found in of_ranks for name, digest in found.items()}
         if not _from_first_rank(all((folder / name).exists() for name in digests)):
-            problem = OSError(errno.ENOENT, "a rank wrote on a disk of its own", str(folder))
+            problem = OSError(
+                errno.ENOENT, "a rank wrote to a disk that rank 0 cannot read", str(folder)
+            )
     if problem is not None:
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)

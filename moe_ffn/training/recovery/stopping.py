@@ -184,9 +184,7 @@ def lost_rank(error: RuntimeError, trainer: Trainer) -> str | None:
         return None
     launcher = trainer.strategy.launcher
     if not (isinstance(launcher, _SubprocessScriptLauncher) and launcher.procs):
-        return (
-            f"a rank has ended, or cannot be reached ({first_line(error)}); its launcher names it"
-        )
+        return f"a rank has ended, or cannot be reached ({first_line(error)}); see the output of its launcher"
     deadline = time.monotonic() + EXIT_GRACE_SECONDS
     while time.monotonic() < deadline and all(p.poll() is None for p in launcher.procs):
         time.sleep(0.05)
