@@ -35,7 +35,7 @@ def portable_options(config: Config) -> dict[str, Any]:
 
 
 def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> dict[str, str]:
-    """Return name in the run's folder -> text, of code copies and `code.json`; empty without custom code.
+    """Return copies of custom code and `code.json`, name in the run's folder -> text; empty without code.
 
     Args:
         known: entries of a resumed run's `code.json`, which name the original files.
