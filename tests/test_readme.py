@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import moe_ffn
+from moe_ffn.cli.train import parse
+from moe_ffn.config.yaml_files import merge
 from tests.helpers.documented import python_with
 from tests.helpers.tiny_runs import ForkedTraining
 
@@ -231,6 +233,19 @@ def test_the_yaml_block_trains_the_model_it_describes(capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "swiglu" in printed
     assert "moe, 8 experts" in printed
+
+
+@pytest.mark.usefixtures("newcomer")
+def test_the_python_block_trains_a_run(capsys: pytest.CaptureFixture[str]):
+    code = python_with("training_run", "docs/runs.md")
+    names: dict[str, Any] = {}
+    options, training = code.split("train(validate(", 1)
+    exec(options, names)
+    names["options"] = merge(parse(TINY).to_dict(), names["options"])
+    exec(f"train(validate({training}", names)
+    printed = capsys.readouterr().out
+    assert "moe, 16 experts" in printed
+    assert float(printed.splitlines()[-1]) > 0
 
 
 def test_the_block_in_your_own_model_gives_hidden_and_a_loss_near_one():

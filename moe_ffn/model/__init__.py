@@ -1,1 +1,1 @@
-"""A causal Transformer decoder that sees only FFNBlock."""
+"""The Transformer: attention, positions, norms, KV cache, generation."""

@@ -1,4 +1,4 @@
-"""Self-attention: grouped-query heads, or heads that share one narrow vector of each token.
+"""Self-attention: grouped-query attention and multi-head latent attention.
 
 B batch, H heads, S sequence, D model width, d head width
 """
@@ -21,39 +21,39 @@ from moe_ffn.model.positions import PositionEncoding
 
 
 class LatentConfig(Config, frozen=True):
-    """Keys and values of all heads from one narrow vector of each token (DeepSeek-V2, arXiv:2405.04434,
-    section 2.1).
+    """Multi-head latent attention: keys and values are projected from one latent vector per token
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1).
     """
 
     kv_rank: int = Field(default=512, ge=1, le=MAX_COUNT)
-    """Width of the vector that keys and values are made from; it is normalised by the model's `norm`."""
+    """Width of the latent vector of keys and values, which the model's `norm` normalises."""
     query_rank: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Width of the normalised vector that queries are made from; null makes them from the token itself."""
+    """Width of the normalised latent vector of queries; null: project queries from the token directly."""
     rotated_dim: int = Field(default=64, ge=1, le=MAX_COUNT)
-    """Width that each query, and a key that all heads share, has for positions, in addition to head_dim."""
+    """Width for positions, in addition to head_dim, of each query and of one key that all heads share."""
     value_dim: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Width of a head's values; head_dim by default."""
+    """Width of a value head; head_dim by default."""
 
 
 class AttentionConfig(Config, frozen=True):
-    """Self-attention; fewer key-value heads than query heads is grouped-query attention."""
+    """Self-attention; with fewer key-value heads than query heads, grouped-query attention."""
 
     num_heads: int = Field(default=4, ge=1, le=MAX_COUNT)
     """Query heads; must divide d_model, unless head_dim is given."""
     num_kv_heads: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Key and value heads, shared by groups of query heads; num_heads by default."""
+    """Key-value heads, each shared by a group of query heads; num_heads by default."""
     head_dim: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Width of a head; d_model / num_heads by default."""
     norm_qk: Literal["head", "all"] | None = None
-    """Normalise queries and keys by the model's `norm` before they are rotated: each head by itself (Qwen3,
-    arXiv:2505.09388), or all heads together (OLMoE, arXiv:2409.02060)."""
+    """Normalise queries and keys with the model's `norm` before rotation. head: each head by itself (Qwen3,
+    arXiv:2505.09388); all: all heads together (OLMoE, arXiv:2409.02060)."""
     bias: bool | Literal["qkv"] = False
-    """Add a bias to the four projections, or to those of queries, keys and values alone: `qkv` (Qwen2,
+    """Add a bias to the four projections; qkv: only to those of queries, keys and values (Qwen2,
     arXiv:2407.10671)."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention, `{kv_rank: 512}`; null has keys and values of their own."""
+    """Multi-head latent attention, such as `{kv_rank: 512}`; null: ordinary keys and values."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability of dropping an attention weight, in training."""
+    """Probability of dropping an attention weight in training."""
 
     @property
     def kv_heads(self) -> int:
@@ -83,7 +83,7 @@ class AttentionConfig(Config, frozen=True):
         return SelfAttention(self, d_model, causal, norm)
 
     def describe(self) -> str:
-        """A few words for tables."""
+        """Return a short description for tables."""
         if self.latent is not None:
             return f"{self.num_heads} heads, latent of {self.latent.kv_rank}"
         return f"{self.num_heads} heads, {self.kv_heads} key-value"
@@ -92,11 +92,11 @@ class AttentionConfig(Config, frozen=True):
         return self.head_dim or d_model // self.num_heads
 
     def rotated_width(self, d_model: int) -> int:
-        """The width that positions rotate in each head."""
+        """Return the width of each head that rotary positions rotate."""
         return self.latent.rotated_dim if self.latent else self.head_width(d_model)
 
     def projections(self, d_model: int) -> tuple[tuple[int, int], ...]:
-        """Width in and out of every matrix."""
+        """Return (input width, output width) of every projection matrix."""
         if self.latent is None:
             d_query, d_kv = self.widths(d_model)
             return (d_model, d_query), (d_model, d_kv), (d_model, d_kv), (d_query, d_model)
@@ -112,16 +112,16 @@ class AttentionConfig(Config, frozen=True):
         )
 
     def biases(self, d_model: int) -> tuple[bool, ...]:
-        """Return for each of `projections` if it has a bias; the last is the output's."""
+        """Return for each of `projections` whether it has a bias; the last one is the output projection."""
         return (*[bool(self.bias)] * (len(self.projections(d_model)) - 1), self.bias is True)
 
     def widths(self, d_model: int) -> tuple[int, int]:
-        """The widths of all queries, and of all keys or values."""
+        """Return the total width of all query heads, and of all key heads or value heads."""
         head_dim = self.head_width(d_model)
         return self.num_heads * head_dim, self.kv_heads * head_dim
 
     def normed_widths(self, d_model: int) -> tuple[int, ...]:
-        """The widths of its norms: of queries, and of keys or of what they are made from."""
+        """Return the widths of the norms of queries and keys, or of the latent vectors."""
         if self.latent is not None:
             return (*filter(None, (self.latent.query_rank,)), self.latent.kv_rank)
         widths = {None: (), "head": 2 * (self.head_width(d_model),), "all": self.widths(d_model)}
@@ -133,20 +133,20 @@ class AttentionConfig(Config, frozen=True):
         return matrices + sum(map(norm.num_params, self.normed_widths(d_model)))
 
     def flops_per_token(self, d_model: int, seq_len: int, causal: bool = True) -> int:
-        """Forward FLOPs per token; in a causal sequence it attends to (seq_len + 1) / 2 on average."""
+        """Return forward FLOPs per token; a causal token attends to (seq_len + 1) / 2 tokens on average."""
         matrices = sum(linear_flops(*widths) for widths in self.projections(d_model))
         scored = mixed = self.head_width(d_model)
         if self.latent is not None:
             scored += self.latent.rotated_dim
             mixed = max(
                 scored, self.latent.value_dim or mixed
-            )  # values are filled up to the keys' width
+            )  # `_attend` pads values to the width of keys
         attended = (seq_len + 1) / 2 if causal else seq_len
         return matrices + round(2 * self.num_heads * (scored + mixed) * attended)
 
 
 class SelfAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v over the tokens up to each one, or over all if not causal."""
+    """Computes softmax(q k^T / sqrt(d)) v over all tokens, or over the tokens up to each one if causal."""
 
     def __init__(
         self, config: AttentionConfig, d_model: int, causal: bool, norm: NormConfig
@@ -172,12 +172,12 @@ class SelfAttention(nn.Module):
         mask_BS: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Mix each token's values with those of the tokens before it.
+        """Return the attention output of each token, (B, S, D).
 
         Args:
-            positions: rotates queries and keys, if they are rotary ones.
-            mask_BS: True for real tokens; no token attends to padding, but padding to itself.
-            cache: keeps the keys and values, and has those of the tokens before these.
+            positions: encoding that rotates queries and keys, if it is rotary.
+            mask_BS: True for real tokens; real tokens do not attend to padding, padding attends to itself.
+            cache: keys and values of earlier tokens; those of the new tokens are added.
         """
         query = self._heads(self.query(x_BSD), self.num_heads, self.query_norm)
         key = self._heads(self.key(x_BSD), self.num_kv_heads, self.key_norm)
@@ -187,10 +187,10 @@ class SelfAttention(nn.Module):
         if cache is not None:
             kept_key, kept_value = cache.extend(key, value)
             if not cache.new.is_first:
-                mixed = _mixed_with_kept(query, kept_key, kept_value, cache.new.seen)
+                mixed = _attend_cached(query, kept_key, kept_value, cache.new.seen)
                 return self.output(rearrange(mixed, "b h s d -> b s (h d)"))
             mask_BS = None  # padding comes last, where no token looks
-        return self.output(_mixed(query, key, value, mask_BS, self.causal, dropout))
+        return self.output(_attend(query, key, value, mask_BS, self.causal, dropout))
 
     def _heads(self, x_BSD: Tensor, num_heads: int, norm: nn.Module | None) -> Tensor:
         if norm is not None and not self.norms_heads:
@@ -200,10 +200,11 @@ class SelfAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention whose keys and values are made from one normalised vector of `kv_rank` for each token.
+    """Multi-head latent attention: projects keys and values from one normalised latent vector per token.
 
-    A key joins what is made from that vector and one rotated vector that all heads share; scores are scaled
-    by the root of both widths (DeepSeek-V2, arXiv:2405.04434, equations 9 to 19).
+    A key concatenates its projection from the latent vector and a rotated vector that all heads share. Scores
+    are divided by the square root of the sum of both widths (DeepSeek-V2, arXiv:2405.04434, equations 9 to
+    19).
     """
 
     def __init__(
@@ -245,41 +246,41 @@ class LatentAttention(nn.Module):
         if cache is not None:
             (kept,) = cache.extend(torch.cat([latent[:, None], shared_key], dim=-1))
             if not cache.new.is_first:
-                return self.output(self._mixed_latents(plain, rotated, kept, cache.new.seen))
+                return self.output(self._attend_latents(plain, rotated, kept, cache.new.seen))
             mask_BS = None  # padding comes last, where no token looks
         key_value = rearrange(self.kv_up(latent), "b s (h d) -> b h s d", h=heads)
         key, value = key_value.tensor_split([self.head_dim], dim=-1)
         query = torch.cat([plain, rotated], dim=-1)
         key = torch.cat([key, shared_key.expand(-1, heads, -1, -1)], dim=-1)
         dropout = self.dropout if self.training else 0.0
-        return self.output(_mixed(query, key, value, mask_BS, self.causal, dropout))
+        return self.output(_attend(query, key, value, mask_BS, self.causal, dropout))
 
-    def _mixed_latents(
+    def _attend_latents(
         self, plain: Tensor, rotated: Tensor, kept: Tensor, seen: Tensor | None
     ) -> Tensor:
-        """Attend from new tokens, (B, S, H d), without making the keys and values of earlier ones.
+        """Return the attention of new tokens, (B, S, H d), without projecting cached latent vectors c.
 
-        q . (K c) = (K^T q) . c, and the sum of V c is V times the sum of c: both matrices meet the new token
-        alone (section 2.1.2, "absorbed").
+        q . (K c) = (K^T q) . c, and sum(V c) = V sum(c), so both matrices multiply only vectors of new tokens
+        ("absorbed", section 2.1.2).
 
         Args:
-            kept: narrow vectors, each before its rotated key, (B, 1, L, kv_rank + rotated_dim).
+            kept: each latent vector, followed by its rotated key, (B, 1, L, kv_rank + rotated_dim).
         """
         up_HdR = rearrange(self.kv_up.weight, "(h d) r -> h d r", h=self.num_heads)
         key_HdR, value_HdR = up_HdR.tensor_split([self.head_dim], dim=1)
         query = torch.cat([plain @ key_HdR, rotated], dim=-1)
         scale = (plain.shape[-1] + rotated.shape[-1]) ** -0.5
-        mixed = _mixed_with_kept(query, kept, kept, seen, scale)[..., : self.kv_rank]
+        mixed = _attend_cached(query, kept, kept, seen, scale)[..., : self.kv_rank]
         return rearrange(mixed @ value_HdR.mT, "b h s d -> b s (h d)")
 
 
-def _mixed(
+def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask_BS: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
-    """Return the weighted values that each token sees, (B, S, H d); arguments are (B, H, S, d)."""
+    """Return the attention output of whole sequences, (B, S, H d); arguments are (B, H, S, d)."""
     width = value.shape[-1]
     if key.shape[-1] > width:
-        # Fused kernels take one width; without one, memory grows with the square of the length.
+        # Fused kernels require equal widths; without a fused kernel, memory is quadratic in the length.
         value = F.pad(value, (0, key.shape[-1] - width))
     mixed = F.scaled_dot_product_attention(
         query,
@@ -293,12 +294,12 @@ def _mixed(
     return rearrange(mixed[..., :width], "b h s d -> b s (h d)")
 
 
-def _mixed_with_kept(
+def _attend_cached(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """Attend from new tokens to all cached ones, (B, H, S, d); one head of keys serves several of queries."""
+    """Return the attention of new tokens to all cached tokens, (B, H, S, d), with grouped queries."""
     num_heads, num_new, groups = query.shape[1], query.shape[2], query.shape[1] // key.shape[1]
-    # The queries of a group stand below each other before their keys, which are not copied.
+    # The query heads of a group become more rows of one head, so that keys need not be repeated.
     query = query.reshape(len(query), key.shape[1], groups * num_new, query.shape[-1])
     if seen is not None and num_new > 1:
         seen = seen.repeat(1, 1, groups, 1)
@@ -307,9 +308,9 @@ def _mixed_with_kept(
 
 
 def attention_mask(mask_BS: Tensor, causal: bool) -> Tensor:
-    """Return the tokens that each token may attend to, bool (B, 1, S, S).
+    """Return the mask of allowed attention, bool (B, 1, S, S).
 
-    Every token may attend to itself, so that the row of a padded token is no softmax over nothing.
+    Every token may attend to itself, since the softmax of a padding token's row would otherwise be NaN.
     """
     length = mask_BS.shape[-1]
     seen = torch.ones(length, length, dtype=torch.bool, device=mask_BS.device)

@@ -1,6 +1,6 @@
-"""Memory of earlier tokens for attention and feed-forward blocks, so that only new tokens are computed.
+"""KV cache, and values of earlier tokens for feed-forward blocks, so that only new tokens are computed.
 
-B batch, H heads, C capacity, S new tokens, L tokens so far, the new ones included, R tokens before, d width
+B batch, H heads, C capacity, S new tokens, L tokens including the new ones, R earlier tokens, d width
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Places of the tokens of one forward pass in their sequences."""
+    """Positions of the tokens of a forward pass in their sequences."""
 
     positions: slice | Tensor
-    """Positions of all rows; or those of each row, int64 (B, S), if rows have different lengths."""
+    """Slice for all rows, or positions of each row, int64 (B, S), if rows have different lengths."""
     end: int
     """L of the longest row."""
     is_first: bool
-    """True if nothing was kept before: the pass computes whole sequences."""
+    """True if the cache was empty, so that the forward pass computes whole sequences."""
     seen: Tensor | None
-    """Tokens that each new token may attend to, bool (B or 1, 1, S, L); None: one token, which sees all."""
+    """Tokens that each new token may attend to, bool (B or 1, 1, S, L); None if no mask is needed."""
 
 
 _Call = tuple[nn.Module, int]
-"""A module, and its number of earlier calls in a pass: one that runs twice keeps both values."""
+"""A module, and the number of its earlier calls in the same forward pass, since it may run twice."""
 
 
 class LayerCache:
-    """The keys and values of one layer, and the last few values that its feed-forward block reads again."""
+    """Keys and values of one layer, and the last few values that its feed-forward block reads again."""
 
     new: NewTokens
 
@@ -43,12 +43,12 @@ class LayerCache:
 
     def begin(self, new: NewTokens) -> None:
         self.new = new
-        self._windows.clear()  # of a pass that failed
+        self._windows.clear()  # a failed forward pass may have left some
 
     def extend(self, *new: Tensor) -> list[Tensor]:
-        """Write (B, H, S, d) after the kept values; return views of all of them, (B, H, L, d)."""
+        """Append tensors (B, H, S, d) to the cached ones; return views of all tokens, (B, H, L, d)."""
         if not self._kept:
-            # Zeros: what is not seen has the weight 0, and 0 times a NaN of old memory is NaN.
+            # Zeros, not empty memory: masked tokens have weight 0, but 0 times NaN would be NaN.
             self._kept = [x.new_zeros(*x.shape[:2], self.capacity, x.shape[-1]) for x in new]
         positions, end = self.new.positions, self.new.end
         for kept_BHCd, x_BHSd in zip(self._kept, new, strict=True):
@@ -60,7 +60,7 @@ class LayerCache:
         return [kept_BHCd[:, :, :end] for kept_BHCd in self._kept]
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
-        """See `TokenHistory`; what is kept moves on with `end`."""
+        """See `TokenHistory`; `end` discards values that are no longer needed."""
         call = (owner, sum(other is owner for other, _ in self._windows))
         if call not in self._last:
             self._last[call] = new.new_zeros(len(new), reach, *new.shape[2:])
@@ -68,7 +68,7 @@ class LayerCache:
         return self._windows[call]
 
     def end(self, counts: Sequence[int]) -> None:
-        """Keep the first `counts` tokens of each row; padding follows them."""
+        """Store the last values of each row, up to its number of real tokens; padding follows these."""
         for call, window in self._windows.items():
             rows_B1 = torch.arange(len(window), device=window.device).unsqueeze(-1)
             ends_B1 = torch.tensor(counts, device=window.device).unsqueeze(-1)
@@ -82,27 +82,27 @@ class LayerCache:
 
 
 class KVCache:
-    """Keys and values of every layer, in memory that is taken once; of latent attention its narrow vectors.
+    """Preallocated keys and values of every layer; for latent attention, the latent vectors.
 
         cache = decoder.new_cache(batch_size=2, capacity=512)
-        decoder(prompts_BS, mask_BS, cache=cache)  # shorter prompts are padded behind their last token
+        decoder(prompts_BS, mask_BS, cache=cache)  # shorter prompts are padded on the right
         decoder(next_B1, cache=cache)
 
-    The token in place j of a row has position j, whatever the lengths of the others.
+    The real token j of a row has position j, whatever the lengths of other rows.
     """
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
         self.capacity = capacity
         self.lengths = [0] * batch_size
-        """Number of kept tokens of each row."""
+        """Number of cached tokens of each row."""
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self._counts = [0] * batch_size
 
     def begin(self, token_ids: Tensor, mask: Tensor | None) -> NewTokens:
-        """Return the positions of new tokens (B, S); `end` counts them, once all layers have kept them.
+        """Return the positions of new tokens (B, S). Call `end` after all layers have cached them.
 
         Raises:
-            ValueError: they do not fit, or padding stands before a real token.
+            ValueError: the tokens do not fit into the cache, or padding comes before a real token.
         """
         num_rows, num_new = token_ids.shape
         if num_rows != len(self.lengths):
@@ -121,7 +121,7 @@ class KVCache:
             counts_B1 = mask.sum(dim=-1, keepdim=True)
             if not torch.equal(mask, torch.arange(num_new, device=mask.device) < counts_B1):
                 raise ValueError(
-                    "mask must have each row's real tokens first and its padding behind them, where there "
+                    "mask must have the real tokens of each row first, and its padding after them, if there "
                     "is a cache"
                 )
             self._counts = counts_B1.flatten().tolist()
@@ -141,19 +141,19 @@ class KVCache:
         return NewTokens(positions_BS, end, False, _seen(positions_BS, end).unsqueeze(1))
 
     def end(self) -> None:
-        """Count the tokens of `begin`, which all layers have kept."""
+        """Add the tokens of `begin` to the lengths, after all layers have cached them."""
         counted = zip(self.lengths, self._counts, strict=True)
         self.lengths = [length + count for length, count in counted]
         for layer in self.layers:
             layer.end(self._counts)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows alone, in this order."""
+        """Keep only these rows, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
         for layer in self.layers:
             layer.keep(torch.tensor(rows, dtype=torch.int64))
 
 
 def _seen(positions: Tensor, end: int) -> Tensor:
-    """Return the positions up to each one, bool (..., L)."""
+    """Return the causal mask of tokens at `positions`, bool (..., L)."""
     return torch.arange(end, device=positions.device) <= positions.unsqueeze(-1)

@@ -32,7 +32,7 @@ from moe_ffn.routing.base import Router
 
 
 def _string_keys(value: Any) -> Any:
-    """YAML reads the layer `0:` as a number."""
+    """Convert keys to strings, since YAML reads the layer `0:` as a number."""
     return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
 
 
@@ -42,30 +42,32 @@ class DecoderConfig(Config, frozen=True):
     d_model: int = Field(default=128, ge=1, le=MAX_COUNT)
     """Width of the residual stream."""
     num_layers: int = Field(default=4, ge=1, le=10_000)
-    """Blocks of attention and feed-forward."""
+    """Number of layers, each with attention and a feed-forward block."""
     causal: bool = True
-    """Predict the next token from those before it. False: see both sides, guess masked tokens."""
+    """Predict the next token from earlier tokens; false: predict masked tokens from both sides."""
     ffn: FFNConfig = MoEConfig()
     """The feed-forward block of every layer."""
     ffn_at: Annotated[dict[str, FFNConfig], BeforeValidator(_string_keys)] = Field(default={})
-    """Layers that differ, by Python slice: {"0": {type: dense}, "1::2": {type: moe}}; the last wins."""
+    """Blocks of other layers, by Python slice: {"0": {type: dense}, "1::2": {type: moe}}; the last match
+    wins."""
     attention: AttentionConfig = AttentionConfig()
     """Self-attention."""
     positions: PositionsConfig = RotaryConfig()
-    """Positions of the tokens."""
+    """The position encoding."""
     norm: NormConfig = RMSNormConfig()
     """Normalisation of activations."""
     norm_placement: Literal["pre", "post"] = "pre"
-    """Before each sublayer, x + f(norm(x)), or after the sum, norm(x + f(x)), as in 2017."""
+    """pre: norm before each sublayer, x + f(norm(x)); post: norm after the sum, norm(x + f(x)), as in the
+    original Transformer."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability of dropping a unit of the embeddings and of each sublayer's output, in training."""
+    """Probability of dropping a unit of the embeddings and of each sublayer's output in training."""
     tie_embeddings: bool = True
     """Use the token embeddings as the output matrix."""
     scale_embeddings: bool = False
-    """Multiply token embeddings by sqrt(d_model), as in 2017."""
+    """Multiply token embeddings by sqrt(d_model), as in the original Transformer."""
     activation_checkpointing: Literal["ffn", "block"] | bool = False
-    """Parts that the backward pass recomputes to save memory: `ffn`, the feed-forward blocks, whose hidden
-    units are most of it; `block`, or true, all of each layer but its input."""
+    """Activations to recompute in the backward pass, to save memory. ffn: those of the feed-forward blocks,
+    which are the largest part; block or true: all of each layer but its input."""
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> DecoderConfig:
@@ -85,15 +87,15 @@ class DecoderConfig(Config, frozen=True):
 
     @property
     def head_dim(self) -> int:
-        """Width of what positions rotate."""
+        """Width of each head that rotary positions rotate."""
         return self.attention.rotated_width(self.d_model)
 
     def layer_ffns(self) -> list[FFNConfig]:
-        """Return the feed-forward config of each layer, first to last."""
+        """Return the feed-forward config of each layer."""
         return [ffn for _, ffn in self.ffns_by_option()]
 
     def ffns_by_option(self) -> list[tuple[str, FFNConfig]]:
-        """Return the option of each layer's block, `ffn` or `ffn_at.1::2`, and the config of the block."""
+        """Return (option, config) of each layer's feed-forward block; options are `ffn` or `ffn_at.1::2`."""
         layers = [("ffn", self.ffn)] * self.num_layers
         for where, ffn in self.ffn_at.items():
             chosen = range(self.num_layers)[parse_slice(where)]
@@ -109,10 +111,10 @@ class DecoderConfig(Config, frozen=True):
     def with_solved_widths(
         self, seq_len: int, prefix: str = ""
     ) -> tuple[DecoderConfig, tuple[WidthMatch, ...]]:
-        """Return the config with a number for each `d_ff: {match: ..., of: ...}`, and how near these come.
+        """Return the config with a number for each `d_ff: {match: ..., of: ...}`, and the solved matches.
 
         Args:
-            prefix: the beginning of paths in messages, such as `model.`.
+            prefix: prefix of paths in messages, such as `model.`.
 
         Raises:
             ConfigError: a width cannot be solved; see `solve_widths`.
@@ -137,7 +139,7 @@ class DecoderConfig(Config, frozen=True):
         return routers
 
     def refusal(self, situation: Situation) -> Refusal | None:
-        """Return the first reason why the model cannot serve a situation; None if it can."""
+        """Return the first reason why the model does not support a situation; None if it does."""
         if situation.cached and not self.causal:
             return Refusal("causal (false) lets a token see later ones", "set causal: true")
         return first_refusal(
@@ -147,7 +149,7 @@ class DecoderConfig(Config, frozen=True):
     def build(
         self, vocab_size: int, max_seq_len: int, on_layer: Callable[[Block], None] | None = None
     ) -> Decoder:
-        """Return the module, freshly initialised, for sequences of up to `max_seq_len` tokens.
+        """Return a newly initialised module for sequences of up to `max_seq_len` tokens.
 
         Args:
             on_layer: called with each block before the next one is built.
@@ -155,10 +157,10 @@ class DecoderConfig(Config, frozen=True):
         return Decoder(self, vocab_size, max_seq_len, on_layer)
 
     def build_empty(self, vocab_size: int, max_seq_len: int) -> Decoder:
-        """Return the module on torch's meta device: shapes, and no memory.
+        """Return the module on torch's meta device, which has shapes but no memory.
 
         Raises:
-            ConfigError: the code of a part needs numbers to be built; it is named.
+            ConfigError: a part reads values of a tensor while it is built; the message has the line of code.
         """
         try:
             with torch.device("meta"):
@@ -170,9 +172,9 @@ class DecoderConfig(Config, frozen=True):
             frames = extract_tb(error.__traceback__)
             place = [f for f in frames if not f.filename.startswith(torch_folder)][-1]
             raise ConfigError(
-                f"{place.filename}, line {place.lineno}, needs the numbers of a tensor, and a model "
-                "that parallel.shard or parallel.expert divides, or that is planned, is first built "
-                f"without any ({str(error).splitlines()[0]}); compute it with Python's own numbers"
+                f"{place.filename}, line {place.lineno}, reads the values of a tensor, but "
+                "parallel.shard, parallel.expert and moe-ffn plan build the model without values first "
+                f"({str(error).splitlines()[0]}); compute it from plain Python numbers"
             ) from error
 
     def num_params(self, vocab_size: int, max_seq_len: int) -> int:
@@ -180,64 +182,66 @@ class DecoderConfig(Config, frozen=True):
         return ffn + self._params_beside_ffn(vocab_size, max_seq_len)
 
     def num_active_params(self, vocab_size: int, max_seq_len: int) -> int:
-        """Parameters that one token passes through, embeddings included."""
+        """Return the number of parameters that one token uses, including embeddings."""
         ffn = sum(ffn.num_active_params(self.d_model) for ffn in self.layer_ffns())
         return ffn + self._params_beside_ffn(vocab_size, max_seq_len)
 
     def flops_per_token(self, vocab_size: int, seq_len: int) -> int:
-        """Forward FLOPs of the matrix products for one token; training costs three times that."""
+        """Return the forward FLOPs of matrix products per token; training costs three times as many."""
         ffn = sum(ffn.flops_per_token(self.d_model, seq_len) for ffn in self.layer_ffns())
         attention = self.attention.flops_per_token(self.d_model, seq_len, self.causal)
         attention *= self.num_layers
         return ffn + attention + linear_flops(self.d_model, vocab_size)
 
     def num_norm_params(self) -> int:
-        """Parameters of two norms a layer, and of a last one if the stream itself is never normalised."""
+        """Return the parameters of all norms: two per layer, and with pre-norm a final one."""
         num_norms = 2 * self.num_layers + (self.norm_placement == "pre")
         return num_norms * self.norm.num_params(self.d_model)
 
     def _params_beside_ffn(self, vocab_size: int, max_seq_len: int) -> int:
         return (
             vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
-            + (0 if self.causal else self.d_model)  # the embedding of the mask
+            + (0 if self.causal else self.d_model)  # the mask embedding
             + self.positions.num_params(self.d_model, max_seq_len)
             + self.num_layers * self.attention.num_params(self.d_model, self.norm)
             + self.num_norm_params()
         )
 
 
-# -- names of routings in a model: `layer_03`, `layer_03/inner` for a block inside the block of that layer,
+# -- names of routings in a model: `layer_03`; `layer_03/inner` for a block inside the block of that layer;
 # `layer_03/round_2` for a later round of a chain of experts
 
 _NAME = re.compile(r"layer_(\d{1,9})((?:/\w+)*)")
 
 
 def layer_name(index: int) -> str:
-    """Return `layer_03`: the name in a model of the routing that the block of a layer calls `routing`."""
+    """Return the name of a layer's main routing, such as `layer_03`."""
     return f"layer_{index:02d}"
 
 
 def layer_number(name: str) -> int:
-    """Return the layer of a routing."""
+    """Return the layer index of a routing name."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"a layer is called like 'layer_03' or 'layer_03/inner', got {name!r}")
+        raise ValueError(
+            f"the name of a layer must be like 'layer_03' or 'layer_03/inner', got {name!r}"
+        )
     return int(match[1])
 
 
 def is_inner(name: str) -> bool:
-    """Return true for a block inside the block of a layer; a later round is none."""
+    """Return true if the routing is of a block inside another block; a later round is not."""
     return any(not part.startswith("round_") for part in name.split("/")[1:])
 
 
 def short_name(name: str) -> str:
-    """Return `layer_03` as 3, `layer_03/inner` as 3 inner, and another name as it is."""
+    """Return `3` for `layer_03` and `3 inner` for `layer_03/inner`; return any other name unchanged."""
     match = _NAME.fullmatch(name)
     return f"{int(match[1])}{match[2].replace('/', ' ')}" if match else name
 
 
 def parse_slice(text: str) -> slice:
-    """Return `"1::2"` as a slice; a lone `"3"` is that one layer."""
+    """Parse `"1::2"` as a slice; `"3"` is a slice of one layer."""
     try:
         numbers = [int(part) if part.strip() else None for part in text.split(":")]
     except ValueError:
@@ -253,10 +257,10 @@ def parse_slice(text: str) -> slice:
 
 
 def _build_apart(ffn: FFNConfig, d_model: int) -> FFNBlock:
-    """Build a block whose weights are drawn from a seed of their own.
+    """Build a block whose weights are drawn from a separate random generator.
 
-    The rest of the model begins with the same weights, however many numbers the block draws: two models of
-    one seed differ in their feed-forward blocks alone.
+    However many numbers the block draws, the rest of the model gets the same initial weights. Two models with
+    one seed therefore differ only in their feed-forward blocks.
     """
     seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     with torch.random.fork_rng(devices=[]):
@@ -267,8 +271,8 @@ def _build_apart(ffn: FFNConfig, d_model: int) -> FFNBlock:
 class Block(nn.Module):
     """A layer: attention and a feed-forward block, each added to the residual stream.
 
-    Pre-norm is x + f(norm(x)), which never normalises the stream itself (Xiong et al. 2020); post-norm is
-    norm(x + f(x)), as in Vaswani et al. 2017.
+    Pre-norm is x + f(norm(x)), which does not normalise the residual stream (Xiong et al. 2020); post-norm is
+    norm(x + f(x)) (Vaswani et al. 2017).
     """
 
     def __init__(self, config: DecoderConfig, ffn: FFNConfig) -> None:
@@ -288,7 +292,7 @@ class Block(nn.Module):
         context: TokenContext,
         cache: LayerCache | None = None,
     ) -> FFNOutput:
-        """Return the residual stream after this layer, and the routings of its block."""
+        """Return the residual stream after this layer, and the routings of its feed-forward block."""
         if self.pre_norm:
             attended = self.attention(self.attention_norm(x), positions, context.mask, cache)
             x = x + self.dropout(attended)
@@ -305,17 +309,17 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class DecoderOutput:
-    """The predictions of the decoder, and the routings of its tokens."""
+    """Logits of a decoder, and the routings of its tokens."""
 
     logits: Tensor
-    """Scores of the next token at each position, (B, S, V); of the token itself, if not causal."""
+    """Logits of the next token at each position, (B, S, V); of the token itself if not causal."""
 
     routings: dict[str, Routing]
-    """The routing of each sparse layer, by name: `layer_03`, `layer_03/inner` for a sparse block inside a
-    mixture of depths, and `layer_03/round_2` for a later round of a chain of experts."""
+    """Routing of each sparse layer, by name: `layer_03`, `layer_03/inner` for a sparse block inside a mixture
+    of depths, and `layer_03/round_2` for a later round of a chain of experts."""
 
     shared_shares: dict[str, Tensor] = field(default_factory=dict)
-    """The shared experts' fraction of the output, under the same names; see `FFNOutput`."""
+    """Fraction of the output from shared experts, under the names of `routings`; see `FFNOutput`."""
 
     def __repr__(self) -> str:
         names = list(self.routings)
@@ -359,7 +363,7 @@ class Decoder(nn.Module):
             if on_layer is not None:
                 on_layer(block)
             self.layers.append(block)
-        # A post-norm stream leaves its last block normalised.
+        # With post-norm, the output of the last block is already normalised.
         pre_norm = config.norm_placement == "pre"
         self.final_norm = config.norm.build(config.d_model) if pre_norm else nn.Identity()
         self.unembedding = nn.Linear(config.d_model, vocab_size, bias=False)
@@ -377,16 +381,16 @@ class Decoder(nn.Module):
         """Return logits over the vocabulary at every position.
 
         Args:
-            token_ids: integers (B, S), S at most `max_seq_len`; a model that is not causal also takes
-                `mask_token_id`, which stands behind the vocabulary.
-            mask: bool (B, S), True for real tokens; None when all are.
-            cache: of `new_cache`; the tokens are those that follow what it keeps, and it keeps them too.
-            replay: the experts of the tokens, int64 (B, S, K), by the name of the routing, as
-                `recorded_experts` gives them: routers weigh these instead of choosing.
+            token_ids: integers (B, S), S at most `max_seq_len`; a model that is not causal also accepts
+                `mask_token_id`, which equals the vocabulary size.
+            mask: bool (B, S), True for real tokens; None if there is no padding.
+            cache: a cache from `new_cache`; the tokens follow those in the cache and are added to it.
+            replay: routing name -> experts of each token, int64 (B, S, K), as from `recorded_experts`;
+                routers compute weights for these experts instead of choosing.
 
         Raises:
             TypeError, ValueError: a shape or a dtype is wrong, the sequence is longer than `max_seq_len`, or
-                an id is not in the vocabulary (on a GPU the message is CUDA's own).
+                an id is not in the vocabulary (on a GPU, CUDA raises its own error for such an id).
         """
         _check_batch(token_ids, mask)
         if token_ids.shape[-1] > self.max_seq_len:
@@ -423,13 +427,13 @@ class Decoder(nn.Module):
         return DecoderOutput(self.unembedding(self.final_norm(x)), routings, shared_shares)
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> KVCache:
-        """Return an empty cache of keys and values, for `forward`.
+        """Return an empty KV cache for `forward`.
 
         Args:
-            capacity: the most tokens of a sequence, `max_seq_len` at most and by default.
+            capacity: largest number of tokens of a sequence; at most `max_seq_len`, which is the default.
 
         Raises:
-            ValueError: a token of this model cannot be computed alone; see `DecoderConfig.refusal`.
+            ValueError: the model does not support a cache; see `DecoderConfig.refusal`.
         """
         if refusal := self.config.refusal(Situation(cached=True)):
             raise ValueError(f"the model takes no cache: {refusal}, or leave the cache out")
@@ -437,7 +441,7 @@ class Decoder(nn.Module):
         return KVCache(len(self.layers), batch_size, capacity)
 
     def expert_capacities(self, routings: Mapping[str, Routing]) -> dict[str, Tensor]:
-        """Return the pairs that one expert of each layer with a capacity takes in a batch."""
+        """Return the expert capacity of each layer that limits it, in pairs per expert, for a batch."""
         found: dict[str, Tensor] = {}
         for name, info in self.config.router_infos().items():
             if name in routings:
@@ -446,9 +450,9 @@ class Decoder(nn.Module):
         return found
 
     def recorded_experts(self, output: DecoderOutput) -> dict[str, Tensor]:
-        """Return the experts of each token, int64 (B, S, K), by the name of the routing, for `replay`.
+        """Return routing name -> experts of each token, int64 (B, S, K), for `replay`.
 
-        Routers that cannot replay choose again.
+        Routers that cannot replay are left out; in a replay they choose again.
         """
         shape = output.logits.shape[:2]
         return {
@@ -458,7 +462,7 @@ class Decoder(nn.Module):
         }
 
     def _replaying(self, context: TokenContext, replay: Mapping[str, Tensor]) -> list[TokenContext]:
-        """Return the context of each layer."""
+        """Return the context of each layer, with its recorded experts."""
         taken = {name for name, router in self.routers().items() if _takes_replay(name, router)}
         infos = self.config.router_infos()
         for name, expert_ids in replay.items():
@@ -484,7 +488,7 @@ class Decoder(nn.Module):
         return routers
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        known_ids = token_ids = token_ids.long()  # narrower integers are accepted too
+        known_ids = token_ids = token_ids.long()  # nn.Embedding rejects narrow integers
         if self.mask_embedding is not None:
             known_ids = token_ids.masked_fill(token_ids == self.mask_token_id, 0)
         try:
@@ -507,19 +511,19 @@ class Decoder(nn.Module):
 
 
 def _takes_replay(name: str, router: Router) -> bool:
-    """Return true for a router of a layer that can replay; inner blocks and later rounds choose again."""
+    """Return true if a router can replay; routers of inner blocks and later rounds always choose again."""
     return router.replays and "/" not in name
 
 
 def _recomputed(module: nn.Module, *inputs: Any) -> FFNOutput:
-    """Run `module`; the backward pass recomputes it from the inputs."""
+    """Run a module, and recompute its activations in the backward pass."""
     if torch.is_grad_enabled():
         return cast("FFNOutput", checkpoint(module, *inputs, use_reentrant=False))
     return module(*inputs)
 
 
 def _check_batch(token_ids: Tensor, mask: Tensor | None) -> None:
-    """Reject anything but tensors (B, S); `TokenContext` checks their dtypes."""
+    """Raise an error unless both are tensors (B, S); `TokenContext` checks their dtypes."""
     for name, value in (("token_ids", token_ids), ("mask", mask)):
         if value is None and name == "mask":
             continue

@@ -1,4 +1,4 @@
-"""Sampling text, one token at a time.
+"""Generation of tokens, one at a time.
 
 R rows, S sequence, V vocabulary
 """
@@ -18,21 +18,21 @@ from moe_ffn.model.decoder import Decoder, DecoderOutput
 
 
 class Sampling(Config, frozen=True):
-    """The rule by which the next token is drawn from the logits."""
+    """Options for sampling the next token from the logits."""
 
     temperature: float = Field(default=0.8, ge=0)
-    """Divides the logits; 0 takes the most probable token."""
+    """Divides the logits; 0: always the most probable token."""
     top_k: int | None = Field(default=50, ge=1, le=MAX_COUNT)
-    """Number of most probable tokens to draw from; None takes all."""
+    """Number of most probable tokens to sample from; None: all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Probability that the most probable tokens must reach together: the fewest of those that `top_k` leaves
-    are drawn from (nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751, section 3.1); None takes all."""
+    """Nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751, section 3.1): after `top_k`, sample from the
+    smallest set of most probable tokens with this total probability; None: from all."""
 
     def choose(self, logits_RV: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw the next token of each row, int64 (R,).
+        """Sample the next token of each row, int64 (R,).
 
         Raises:
-            RuntimeError: a row's largest logit is NaN or infinite.
+            RuntimeError: the largest logit of a row is NaN or infinite.
         """
         logits_RV = logits_RV.float()
         best_R1, ids_R1 = logits_RV.max(dim=-1, keepdim=True)
@@ -44,24 +44,27 @@ class Sampling(Config, frozen=True):
         if self.top_k is not None and self.top_k < logits_RV.shape[-1]:
             least_R1 = logits_RV.topk(self.top_k).values[:, -1:]
             logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -torch.inf)
-        # From the best on, in float64: divided by a tiny temperature it would be infinite, its softmax NaN.
+        # Subtract the largest logit first, in float64: a tiny temperature would make logits infinite, and
+        # their softmax NaN.
         scaled_RV = (logits_RV - best_R1).double() / self.temperature
         probs_RV = scaled_RV.float().softmax(-1)
         if self.top_p is not None and self.top_p < 1:
             sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
-            before_RV = sorted_RV.cumsum(-1) - sorted_RV  # the sum of the more probable ones
+            before_RV = (
+                sorted_RV.cumsum(-1) - sorted_RV
+            )  # total probability of more probable tokens
             sorted_RV = sorted_RV.masked_fill(before_RV >= self.top_p, 0)
             probs_RV = probs_RV.scatter(-1, order_RV, sorted_RV)
         return torch.multinomial(probs_RV, 1, generator=generator).squeeze(-1)
 
 
 class Decoding:
-    """Sequences that a model continues together, each as it would alone: `for new_ids in decoding`.
+    """Generation for several prompts in one batch: `for new_ids in decoding`.
 
-    Keys and values of earlier tokens are kept, so that a step computes new tokens alone. Two kinds of rows
-    are computed again as a whole at every step, which takes as long as to read so many tokens: those that
-    have outgrown `max_seq_len`, from their last `max_seq_len` tokens; and, one by one, those of a model whose
-    tokens cannot be computed alone (`DecoderConfig.refusal`).
+    Each row is continued as it would be alone. With a KV cache, a step computes only the new tokens. Without
+    one, every step computes whole sequences again, which is slower. This concerns rows longer than
+    `max_seq_len`, which continue from their last `max_seq_len` tokens, and models that do not support a cache
+    (`DecoderConfig.refusal`), whose rows are computed one by one.
     """
 
     def __init__(
@@ -73,24 +76,25 @@ class Decoding:
         generator: torch.Generator | None = None,
         observe: Callable[[DecoderOutput, int], None] | None = None,
     ) -> None:
-        """Begin with prompts, integers (S,) each, of any lengths up to `max_seq_len`.
-
+        """
         Args:
-            num_tokens: how many are added to each.
-            sampling: greedy rows do not depend on each other; drawn ones take their turns at `generator`.
-            observe: called with every output of the model, and how many of its last tokens are new.
+            prompts: token ids of each prompt, integers (S,), with S from 1 to `max_seq_len`.
+            num_tokens: number of tokens to add to each prompt.
+            sampling: sampling options. Unless the temperature is 0, rows share `generator`, so the tokens of
+                a row depend on the other rows.
+            observe: called with every output of the model, and with the number of new tokens at its end.
 
         Raises:
-            TypeError, ValueError: a prompt is none of these, or longer than `max_seq_len`.
+            ValueError: a prompt has another shape, or is longer than `max_seq_len`.
         """
         for prompt_ids in prompts:
             _check_prompt(prompt_ids, model.max_seq_len)
         self.model, self.num_tokens, self.sampling = model, num_tokens, sampling
         self.generator, self.observe = generator, observe
         self.tokens: list[list[int]] = [prompt_ids.tolist() for prompt_ids in prompts]
-        """Tokens of each row so far."""
+        """Token ids of each row so far, including the prompt."""
         self.open = list(range(len(prompts)))
-        """Rows that are not closed."""
+        """Rows that are still continued."""
         self._num_read = [0] * len(prompts)
         self._device = prompts[0].device if prompts else torch.device("cpu")
         self._cached: list[int] = []
@@ -101,7 +105,7 @@ class Decoding:
             self._cache = model.new_cache(len(prompts), longest + num_tokens)
 
     def __iter__(self) -> Iterator[dict[int, int]]:
-        """Yield the next token of each open row, by row, `num_tokens` times."""
+        """Yield {row: next token} of the open rows, `num_tokens` times."""
         for _ in range(self.num_tokens):
             if not self.open:
                 return
@@ -112,12 +116,12 @@ class Decoding:
             yield new_ids
 
     def close(self, row: int) -> None:
-        """End a row."""
+        """Stop continuing a row."""
         self.open.remove(row)
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Return the logits of the token after each open row, (R, V)."""
+        """Return the logits of the next token of each open row, (R, V)."""
         max_len = self.model.max_seq_len
         fit = [row for row in self._cached if row in self.open and len(self.tokens[row]) <= max_len]
         if fit != self._cached:
@@ -165,7 +169,7 @@ class Decoding:
 
 @contextmanager
 def evaluating(model: Decoder) -> Iterator[None]:
-    """Put a model into evaluation mode, and back into its mode before."""
+    """Put a model into evaluation mode within the block, then restore its mode."""
     was_training = model.training
     if was_training:
         model.eval()
@@ -185,20 +189,21 @@ def generate(
     generator: torch.Generator | None = None,
     top_p: float | None = None,
 ) -> Tensor:
-    """Continue a prompt; see `Decoding` for what is fast, and `Sampling` for the options.
+    """Continue a prompt. The model runs in evaluation mode; its previous mode is then restored.
 
     Args:
-        prompt_ids: integers (S,), at least one token and at most `max_seq_len`. A longer text continues
-            from its last `max_seq_len` tokens.
-        num_tokens: how many to add.
+        prompt_ids: integers (S,), from 1 to `max_seq_len` tokens. Beyond `max_seq_len`, each token depends
+            on the last `max_seq_len` tokens.
+        num_tokens: number of tokens to add.
+        temperature, top_k, top_p: see `Sampling`.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
-        RuntimeError: the model's logits are NaN or infinite.
+        TypeError, ValueError: the prompt has another dtype or shape, or is too long, or a sampling option is
+            invalid.
+        RuntimeError: the logits are NaN or infinite.
 
     Returns:
-        int64 (num_tokens,), the new tokens. The model is in evaluation meanwhile, and afterwards in
-        the mode it was in.
+        int64 (num_tokens,), the new tokens.
     """
     return generate_batch(
         model,
@@ -216,7 +221,7 @@ def generate_batch(
     sampling: Sampling,
     generator: torch.Generator | None = None,
 ) -> list[Tensor]:
-    """Continue prompts of any lengths together; the new tokens of each, as `generate` returns them."""
+    """Continue prompts of different lengths in one batch; return the new tokens of each, like `generate`."""
     decoding = Decoding(model, prompts, num_tokens, sampling, generator)
     with evaluating(model):
         for _ in decoding:

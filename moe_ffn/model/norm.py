@@ -11,7 +11,7 @@ from torch import nn
 from moe_ffn.config.base import TaggedConfig
 
 MIN_EPS = 1e-30
-"""A smaller epsilon is 0 in float32, and the norm of a zero vector NaN."""
+"""Smallest epsilon; an even smaller one could be 0 in float32, which makes the norm of a zero vector NaN."""
 
 
 class NormConfig(TaggedConfig, frozen=True):
@@ -25,7 +25,7 @@ class NormConfig(TaggedConfig, frozen=True):
 
 
 class RMSNormConfig(NormConfig, frozen=True):
-    """Scaling by the root mean square, x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """RMSNorm, x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
     type: Literal["rms_norm"] = "rms_norm"
     eps: float = Field(default=1e-6, ge=MIN_EPS)
@@ -39,7 +39,7 @@ class RMSNormConfig(NormConfig, frozen=True):
 
 
 class LayerNormConfig(NormConfig, frozen=True):
-    """Centred and scaled, with a scale and a shift (Ba et al. 2016, arXiv:1607.06450)."""
+    """LayerNorm, with a learned scale and shift (Ba et al. 2016, arXiv:1607.06450)."""
 
     type: Literal["layer_norm"] = "layer_norm"
     eps: float = Field(default=1e-5, ge=MIN_EPS)

@@ -1,4 +1,4 @@
-"""Positions of tokens: added to embeddings, or a rotation of queries and keys.
+"""Position encodings: vectors added to embeddings, or a rotation of queries and keys.
 
 B batch, H heads, S sequence, D model width, d head width
 """
@@ -19,7 +19,7 @@ from moe_ffn.config.errors import Refusal, Situation
 
 
 class PositionsConfig(TaggedConfig, frozen=True):
-    """Positions of tokens in the model."""
+    """The position encoding."""
 
     supports_cache: ClassVar[bool] = False
     """True if `Positions.at` is defined."""
@@ -28,11 +28,11 @@ class PositionsConfig(TaggedConfig, frozen=True):
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions: ...
 
     def refusal(self, situation: Situation) -> Refusal | None:
-        """Return the reason why one token cannot be placed by itself, for decoding with a cache."""
+        """Return why decoding with a cache is unsupported; None if it is supported."""
         if self.supports_cache or not situation.cached:
             return None
         return Refusal(
-            f"type '{self.type}' does not say how one token is placed",
+            f"type '{self.type}' does not encode single positions",
             "define Positions.at, and set supports_cache",
         )
 
@@ -40,7 +40,7 @@ class PositionsConfig(TaggedConfig, frozen=True):
         return 0
 
     def check_widths(self, d_model: int, head_dim: int) -> None:
-        """Raise ValueError, in one sentence, if these positions do not fit the widths of a model."""
+        """Raise ValueError if the encoding does not support the widths of a model."""
 
 
 class RotaryConfig(PositionsConfig, frozen=True):
@@ -90,31 +90,31 @@ class LearnedConfig(PositionsConfig, frozen=True):
 
 
 class PositionEncoding:
-    """Positions of some tokens, added to embeddings or to queries and keys; each kind overrides one."""
+    """Encoding of the positions of some tokens; a subclass overrides `embed` or `rotate`."""
 
     def embed(self, x_BSD: Tensor) -> Tensor:
-        """Return token embeddings with their positions."""
+        """Return token embeddings with encoded positions."""
         return x_BSD
 
     def rotate(self, x_BHSd: Tensor) -> Tensor:
-        """Return queries or keys with their positions."""
+        """Return queries or keys with encoded positions."""
         return x_BHSd
 
 
 class Positions(PositionEncoding, nn.Module):
-    """Positions of tokens from 0 on."""
+    """Encoding of tokens at positions 0, 1, 2 and so on."""
 
     def at(self, positions: slice | Tensor) -> PositionEncoding:
-        """Return the same for tokens at the positions of a slice, or at those of each row, int64 (B, S)."""
+        """Return the encoding at a slice of positions, or at the positions of each row, int64 (B, S)."""
         return self
 
 
 @dataclass(frozen=True)
 class AddedEncoding(PositionEncoding):
-    """Vectors that are added to embeddings."""
+    """Position vectors that are added to embeddings."""
 
     table: Tensor
-    """Vectors, (S, D) or (B, S, D)."""
+    """Position vectors, (S, D) or (B, S, D)."""
 
     def embed(self, x_BSD: Tensor) -> Tensor:
         return x_BSD + self.table
@@ -135,7 +135,7 @@ class RotaryEncoding(PositionEncoding):
 
 
 class Rotary(Positions):
-    """Turns each pair (i, i + d/2) of a head's units by position * base^(-2i/d), as Llama does."""
+    """Rotates each pair (i, i + d/2) of a head by the angle position * base^(-2i/d), like Llama."""
 
     cos: Tensor
     sin: Tensor
@@ -145,7 +145,7 @@ class Rotary(Positions):
         frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
         angles = repeat(angles, "s half -> s (two half)", two=2).float()
-        # Made from the config, so it belongs in no checkpoint.
+        # Not in checkpoints, since the config determines them.
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -162,7 +162,7 @@ class Rotary(Positions):
 
 
 class Sinusoidal(Positions):
-    """PE(p, 2i) = sin(p / 10000^(2i/D)), PE(p, 2i+1) = cos of the same."""
+    """Adds PE(p, 2i) = sin(p / 10000^(2i/D)) and PE(p, 2i+1) = cos(p / 10000^(2i/D))."""
 
     table_SD: Tensor
 
@@ -181,7 +181,7 @@ class Sinusoidal(Positions):
 
 
 class Learned(Positions):
-    """One trained vector per position."""
+    """Adds one learned vector per position."""
 
     def __init__(self, d_model: int, max_seq_len: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Training on several devices: expert parallelism around a plan."""
+"""Training on several devices: sharding (FSDP2) and expert parallelism."""

@@ -1,6 +1,6 @@
-"""Expert parallelism: each rank holds some of the experts of a layer, and tokens travel to theirs and back.
+"""Expert parallelism: each rank holds some experts of a layer; tokens are sent to their experts and back.
 
-T tokens, D model width, E experts, P ranks, N (token, expert) pairs, R rows that travel
+T tokens, D model width, E experts, P ranks, N (token, expert) pairs, R rows that are sent or received
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from moe_ffn.outputs import Plan
 
 
 class AllToAllDispatcher(Dispatcher):
-    """An exchange of tokens between the ranks of a group, each of which holds its share of the experts.
+    """Dispatcher that exchanges tokens between the ranks of a group, each of which holds E / P experts.
 
-    A token is sent once to each rank that holds at least one of its experts, and returns as the weighted sum
-    of their outputs. Routing that is limited to groups therefore sends less.
+    A token is sent once to each rank that holds at least one of its experts. That rank returns the weighted
+    sum of their outputs. Group-limited routing therefore sends less.
     """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
@@ -34,29 +34,29 @@ class AllToAllDispatcher(Dispatcher):
         assert not rest
 
     def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched:
-        sent = _Parcels.of(plan, len(x_TD), self.num_ranks)
+        sent = _Outgoing.of(plan, len(x_TD), self.num_ranks)
         counts_P2 = torch.stack([sent.rows_P, sent.pairs_P], dim=1)
         theirs_P2 = torch.empty_like(counts_P2)
         dist.all_to_all_single(theirs_P2, counts_P2, group=self.group)
-        # The one place at which the host waits for the device.
+        # This is the only place where the host waits for the device.
         rows, pairs, their_rows, their_pairs = torch.cat([counts_P2, theirs_P2], 1).t().tolist()
 
         weights_N = plan.weights_N.index_select(0, sent.pair_ids_N)
         weights_N = self._send(weights_N[:, None], pairs, their_pairs)
         labels_N2 = torch.stack([sent.row_ids_N, sent.expert_ids_N % self.num_local], dim=1)
         labels_N2 = self._send(labels_N2, pairs, their_pairs)
-        # Last, since NCCL keeps the order: to wait for the others is not to wait for these. Under autocast in
-        # its dtype, which the experts would lower them to.
+        # Sent last, since NCCL keeps the order: waiting for the smaller tensors does not wait for this one.
+        # Cast to the dtype of autocast, since the experts would cast to it anyway.
         x_RD = x_TD.index_select(0, sent.token_ids_R).to(compute_dtype(x_TD))
         x_RD = self._send(x_RD, rows, their_rows)
         arrived = _local_plan(
             _wait(labels_N2), _wait(weights_N).squeeze(1), their_rows, their_pairs, self.num_local
         )
         back = partial(self._send, sent=their_rows, received=rows)
-        return _Traveling(x_RD, arrived, sent.token_ids_R, len(x_TD), x_TD.dtype, back)
+        return _Exchanged(x_RD, arrived, sent.token_ids_R, len(x_TD), x_TD.dtype, back)
 
     def _send(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Exchange rows with every rank; gradients take the way back."""
+        """Exchange rows with every rank; the backward pass sends gradients in the other direction."""
         if not x.is_floating_point():
             return collectives.all_to_all_single(x.contiguous(), received, sent, self.group)
         return collectives.all_to_all_single_autograd(x.contiguous(), received, sent, self.group)
@@ -68,14 +68,14 @@ class AllToAllDispatcher(Dispatcher):
 
 
 @dataclass(frozen=True)
-class _Traveling(Dispatched):
+class _Exchanged(Dispatched):
     x_RD: Tensor
     plan: Plan
     token_ids_R: Tensor
-    """Token of each row that was sent."""
+    """Token of each sent row."""
     num_tokens: int
     dtype: torch.dtype
-    """Dtype of the tokens before they were sent."""
+    """Dtype of the tokens before sending."""
     back: Callable[[Tensor], Tensor]
 
     def rows(self) -> Tensor:
@@ -89,18 +89,18 @@ class _Traveling(Dispatched):
 
 
 def _wait(x: Tensor) -> Tensor:
-    """Wait for a collective, since kernels read the pointer of its result."""
+    """Wait for a collective before a kernel reads its result by pointer."""
     return collectives.wait_tensor(x)
 
 
 def _local_plan(
     labels_N2: Tensor, weights_N: Tensor, rows: list[int], pairs: list[int], num_experts: int
 ) -> Plan:
-    """Return the plan of the pairs that arrived, which come rank after rank and so by row.
+    """Return the plan of the received pairs, which are sorted by sending rank and so by row.
 
     Args:
-        labels_N2: the row of each pair, counted from the first one of its rank, and its expert.
-        rows, pairs: number from each rank.
+        labels_N2: row of each pair, counted from the first row of its sending rank, and its local expert.
+        rows, pairs: number of rows and of pairs from each rank.
     """
     row_ids_N, expert_ids_N = labels_N2.unbind(1)
     device = labels_N2.device
@@ -110,31 +110,31 @@ def _local_plan(
 
 
 @dataclass(frozen=True)
-class _Parcels:
-    """Rows that a rank sends to each of the others."""
+class _Outgoing:
+    """Rows and (token, expert) pairs that this rank sends to each rank."""
 
     token_ids_R: Tensor
     """Token of each row; rows are sorted by rank, then by token."""
     rows_P: Tensor
     """Number of rows for each rank."""
     pair_ids_N: Tensor
-    """Computed pairs, by their places in the plan, sorted by row."""
+    """Index in the plan of each computed pair; pairs are sorted by row."""
     expert_ids_N: Tensor
-    """Expert of each of these pairs."""
+    """Expert of each pair in `pair_ids_N`."""
     row_ids_N: Tensor
-    """Row of each of these pairs, counted from the first row of its rank."""
+    """Row of each pair in `pair_ids_N`, counted from the first row of its rank."""
     pairs_P: Tensor
     """Number of pairs for each rank."""
 
     @classmethod
-    def of(cls, plan: Plan, num_tokens: int, num_ranks: int) -> _Parcels:
+    def of(cls, plan: Plan, num_tokens: int, num_ranks: int) -> _Outgoing:
         ends_E = plan.offsets_E.long()
         experts_E = torch.arange(len(ends_E), device=ends_E.device)
         expert_ids_N = experts_E.repeat_interleave(ends_E.diff(prepend=ends_E.new_zeros(1)))
         num_local = len(ends_E) // num_ranks
         rank_ids_N = expert_ids_N // num_local
         token_ids_N = plan.token_ids_N.narrow(0, 0, len(expert_ids_N))
-        # Pairs are sorted by expert, so by rank: one number for rank and token sorts the rows.
+        # One key for rank and token: `unique` merges pairs with both in common into one row, and sorts rows.
         keys_R, of_pair_N = (rank_ids_N * num_tokens + token_ids_N).unique(return_inverse=True)
         rows_P = (keys_R // max(num_tokens, 1)).bincount(minlength=num_ranks)
         starts_P = rows_P.cumsum(0) - rows_P
@@ -144,6 +144,7 @@ class _Parcels:
             rows_P=rows_P,
             pair_ids_N=order_N,
             expert_ids_N=expert_ids_N.index_select(0, order_N),
-            row_ids_N=row_ids_N - starts_P.index_select(0, rank_ids_N),  # which rows do not reorder
+            # `rank_ids_N` was sorted before: sorting by row does not change it.
+            row_ids_N=row_ids_N - starts_P.index_select(0, rank_ids_N),
             pairs_P=rank_ids_N.bincount(minlength=num_ranks),
         )

@@ -1,4 +1,4 @@
-"""Division of a run's work among processes: options, and the mesh that they ask for. No torch here."""
+"""Division of a run among processes: options, and sizes of the mesh. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ if TYPE_CHECKING:
     from moe_ffn.model.decoder import Block, Decoder
 
 REST = -1
-"""Size of a dimension that takes all processes the other options leave."""
+"""Size of a dimension that uses all remaining processes."""
 
 
 class ParallelConfig(Config, frozen=True):
-    """Processes as a mesh, data x shard x expert; every process reads its own part of a batch.
+    """A mesh of processes, data x shard x expert; every process reads its own part of a batch.
 
-    The weights of an expert are on one rank of `expert`, sharded over `shard`. All other weights are sharded
-    over shard x expert, and equal along `data`.
+    The weights of an expert are on one rank along `expert`, and are sharded along `shard`. All other weights
+    are sharded over shard x expert. The `data` dimension holds copies.
     """
 
     data: int = Field(default=REST, ge=REST, le=MAX_COUNT)
-    """Copies of the whole model, each on shard x expert processes; -1: as many as there are processes for.
-    Alone it is DistributedDataParallel."""
+    """Copies of the model, each on shard x expert processes; -1: all remaining processes. With shard and
+    expert at 1, this is DistributedDataParallel."""
     shard: int = Field(default=1, ge=REST, le=MAX_COUNT)
-    """Processes over which weights, gradients and optimizer state are sharded (FSDP2); -1: the rest."""
+    """Processes over which weights, gradients and optimizer state are sharded (FSDP2); -1: all remaining
+    processes."""
     expert: int = Field(default=1, ge=REST, le=MAX_COUNT)
-    """Processes among which the experts of a layer are divided, and between which tokens travel; -1: the
-    rest."""
+    """Processes that divide the experts of a layer among them, and exchange tokens; -1: all remaining
+    processes."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ParallelConfig:
@@ -50,10 +51,10 @@ class ParallelConfig(Config, frozen=True):
         return self
 
     def layout(self, num_ranks: int) -> Layout:
-        """Return the sizes for a run of `num_ranks` processes.
+        """Return the mesh sizes for a run of `num_ranks` processes.
 
         Raises:
-            ConfigError: their product differs.
+            ConfigError: the product of the sizes cannot be `num_ranks`.
         """
         sizes = self.to_dict()
         known = math.prod(size for size in sizes.values() if size != REST)
@@ -64,19 +65,19 @@ class ParallelConfig(Config, frozen=True):
             multiple = "a multiple of " if REST in sizes.values() else ""
             raise ConfigError(
                 f"parallel: {shown} needs {multiple}{known} processes, and this run has {num_ranks}; give "
-                f"--trainer.devices {known}, start it by torchrun --nproc-per-node {known}, or change one of "
-                "them"
+                f"--trainer.devices {known}, start it with torchrun --nproc-per-node {known}, or change "
+                "one of them"
             )
         return layout
 
 
 SHARDED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
-"""Precisions in which a sharded model is trained."""
+"""Precisions in which a sharded model can be trained."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Processes along each dimension of the mesh."""
+    """Number of processes along each dimension of the mesh."""
 
     data: int = 1
     shard: int = 1
@@ -92,9 +93,9 @@ class Layout:
         return f"{self.num_ranks} processes: {sizes}"
 
     def shards_each_expert(self, num_experts: int) -> bool:
-        """Return true if a rank has fewer experts than ranks share them: then each expert is sharded.
+        """Return true if FSDP shards each expert, because there are fewer experts per rank than shards.
 
-        Without expert parallelism FSDP shards between experts, and leaves some ranks without any.
+        Without expert parallelism, FSDP divides the list of experts, and some ranks may have none.
         """
         return self.expert > 1 and num_experts // self.expert < self.shard
 
@@ -104,7 +105,10 @@ class Layout:
         return self.shard * self.expert > 1
 
     def refusal_of(self, decoder: Decoder) -> str | None:
-        """Return why this layout cannot shard the weights of a decoder, which may be on the meta device."""
+        """Return the reason why this layout cannot shard a decoder; None if it can.
+
+        The decoder may be on the meta device.
+        """
         reasons: list[str] = []
 
         def note(experts: Experts, num_experts: int) -> Any:

@@ -1,4 +1,4 @@
-"""A decoder sharded over a mesh of ranks, by torch's FSDP2 and distributed tensors."""
+"""Sharding of a decoder over a mesh of ranks, with FSDP2 and DTensor."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from moe_ffn.parallel.layout import Layout
 
 
 class Sharder:
-    """Shards the weights of a decoder over a mesh of ranks, layer by layer and then the rest, in place.
+    """Shards the weights of a decoder over a mesh of ranks in place, first each layer, then the rest.
 
-    Every rank builds the same layers, and keeps its part. A layer may be sharded before the next one is
-    built, so that no rank has more than one whole layer.
+    Every rank builds the same layers and keeps its part. A layer can be sharded before the next one is built,
+    so that a rank never holds more than one whole layer.
 
-    A backward pass sums gradients over ranks and does not divide them: experts are on fewer ranks than the
-    rest, so no mean is right for both. Give each rank its part of the loss, the sum over its tokens divided
-    by the tokens of all ranks.
+    The backward pass sums gradients over ranks without dividing: experts are on fewer ranks than other
+    weights, so no common divisor is right. The loss of a rank must therefore be the sum over its own tokens,
+    divided by the number of tokens of all ranks.
     """
 
     def __init__(self, layout: Layout, device: str) -> None:
         """Make the meshes for the ranks of the current process group.
 
         Args:
-            device: kind of device of the ranks, `cpu` or `cuda`.
+            device: device type of the ranks, `cpu` or `cuda`.
         """
-        # Routings hold views, and nobody changes those in place.
+        # Routings hold views, but no code changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         num_shards = layout.shard * layout.expert
         names = ("data", "shard", "expert")
@@ -47,7 +47,7 @@ class Sharder:
             device, (layout.data, num_shards), mesh_dim_names=names[:2]
         )
         self._expert_mesh = mesh["data", "shard"]
-        if layout.data == 1:  # or gradients would be added up over groups of one
+        if layout.data == 1:  # otherwise gradients would be reduced over groups of one rank
             self._dense_mesh, self._expert_mesh = self._dense_mesh["shard"], mesh["shard"]
         self.layout, self._mesh = layout, mesh
         self._sharded: set[nn.Parameter] = set()
@@ -59,12 +59,12 @@ class Sharder:
         self._shard(layer)
 
     def shard_rest(self, decoder: Decoder) -> None:
-        """Shard the parameters outside of blocks, once every block is sharded."""
+        """Shard the parameters outside of blocks; call this after `shard_layer` of every block."""
         self._shard(decoder)
         for module in decoder.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-                # Else gloo refuses any factor, and NCCL multiplies by it before it adds up.
+                # Otherwise gloo rejects the factor, and NCCL multiplies by it before it sums.
                 module.set_force_sum_reduction_for_comms(True)
 
     def _shard(self, module: nn.Module) -> None:
@@ -74,39 +74,41 @@ class Sharder:
         layout = self.layout
         _shard_experts(experts, self._mesh["expert"])
         if layout.data * layout.shard > 1:
-            # More ranks than experts shard each expert.
+            # Axis 0 counts experts, axis 1 the rows of each expert.
             axis = Shard(1 if layout.shards_each_expert(num_experts) else 0)
             fully_shard(experts, mesh=self._expert_mesh, shard_placement_fn=lambda _: axis)
         else:
-            self._sharded.update(experts.parameters())  # whole on this rank, and on no other
+            self._sharded.update(
+                experts.parameters()
+            )  # these are on this rank only, so FSDP ignores them
         return AllToAllDispatcher(num_experts, self._mesh.get_group("expert"))
 
 
 def _shard_experts(experts: Experts, mesh: DeviceMesh) -> None:
-    """Leave each rank its experts, of parameters whose first axis counts them."""
+    """Keep only this rank's experts in parameters whose first axis counts experts."""
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # Every rank has the same whole one: nothing has to be sent.
+            # Every rank has the same whole parameter, so nothing has to be sent.
             part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norm of gradients on any meshes, equal on all ranks."""
+    """Return the Euclidean norm of all gradients, which may be on different meshes; equal on all ranks."""
     norms = [full_tensor(torch.nn.utils.get_total_norm(found)) for found in _by_mesh(gradients)]
-    if len(norms) == 1:  # whose square might overflow
+    if len(norms) == 1:  # squaring a single norm might overflow
         return norms[0]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 def clip_by_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients whose norm together is `norm` down to `max_norm`, as `clip_grad_norm_` does."""
+    """Scale gradients with total norm `norm` down to `max_norm`, like `clip_grad_norm_`."""
     for found in _by_mesh(parameters):
         torch.nn.utils.clip_grads_with_norm_(found, max_norm, norm)
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Group tensors by mesh, as torch's functions take them; tensors without a mesh are one group."""
+    """Group tensors by mesh, as torch's functions require; tensors without a mesh are one group."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -115,12 +117,15 @@ def _by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a distributed tensor on every rank, which all have to call; return any other as it is."""
+    """Gather a DTensor (a collective: every rank has to call this); return any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
-    """Shard a moment as `parameter` is; return one of another shape as it is. Every rank has the same."""
+    """Shard an optimizer state like `parameter`; return a value of another shape unchanged.
+
+    Every rank has to pass the same value.
+    """
     if (
         isinstance(parameter, DTensor)
         and isinstance(value, Tensor)
@@ -136,9 +141,9 @@ def shard_like(value: Any, parameter: Tensor) -> Any:
 
 
 def empty_shard_like(value: Any, parameter: Tensor) -> Any:
-    """Return an empty tensor for a moment that is described on the meta device, and anything else as it is.
+    """Return an empty tensor for an optimizer state on the meta device; return any other value unchanged.
 
-    It is sharded as the parameter is; one of another shape is whole, on the CPU.
+    The tensor is sharded like the parameter; if its shape differs, it is whole and on the CPU.
     """
     if not isinstance(value, Tensor) or not value.is_meta:
         return value
@@ -150,15 +155,18 @@ def empty_shard_like(value: Any, parameter: Tensor) -> Any:
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], part: Tensor, parameter: Tensor
 ) -> Tensor:
-    """Apply a function of whole matrices to a sharded parameter; return this rank's part of the result.
+    """Apply a function of whole matrices to a sharded tensor; return this rank's part of the result.
 
     Args:
-        part: this rank's part, sharded as `parameter`.
+        part: this rank's part of the tensor.
+        parameter: parameter that is sharded like the tensor.
     """
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     is_within = any(isinstance(place, Shard) and place.dim > 0 for place in placements)
-    if parameter.ndim > 2 and not is_within:  # sharded between its matrices, which are experts
+    if (
+        parameter.ndim > 2 and not is_within
+    ):  # sharding divides experts, and keeps each matrix whole
         return function(part)
     sharded = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

@@ -1,1 +1,1 @@
-"""The folder of a run: made, locked, written, read and resumed."""
+"""Runs and their folders: options, checks before training, files, reading and resuming."""

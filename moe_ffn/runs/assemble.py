@@ -1,4 +1,4 @@
-"""The parts of a training run, built from its config: model, data, Trainer, callbacks, loggers."""
+"""Builds the parts of a training run from its config: model, data, Trainer, callbacks, loggers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from moe_ffn.training.strategy import ShardedStrategy
 
 @dataclass(frozen=True)
 class RunCallbacks:
-    """The callbacks whose results are read after training."""
+    """Callbacks whose results are read after training."""
 
     samples: SampleLog
     steps: StepLogger
@@ -64,12 +64,12 @@ class RunCallbacks:
 
     @property
     def saved(self) -> tuple[Callback, ...]:
-        """The callbacks whose state a checkpoint holds."""
+        """Callbacks whose state a checkpoint holds."""
         return self.samples, self.steps, self.validation, self.checkpoints
 
 
 def build_module(config: TrainConfig, data: PreparedData, layout: Layout = WHOLE) -> LanguageModel:
-    """The model with fresh weights, for ranks of this layout; seed torch before."""
+    """Return the model with new weights, which depend on torch's global seed, for ranks of this layout."""
     return LanguageModel(
         config.model,
         config.optimizer,
@@ -85,7 +85,7 @@ def build_module(config: TrainConfig, data: PreparedData, layout: Layout = WHOLE
 
 
 def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
-    """The run's batches, in the order of its seed."""
+    """Return the batches of a run, in the order that its seed determines."""
     return TokenData(
         config.data,
         data,
@@ -100,10 +100,10 @@ def make_callbacks(
     folder: Path,
     run_id: str | None = None,
 ) -> RunCallbacks:
-    """Make what logs rows, samples, validates, saves, and ends a run early.
+    """Return the callbacks that log, sample, validate, save, and end a run early.
 
     Args:
-        run_id: id that every checkpoint holds.
+        run_id: id of the run, to store in every checkpoint.
     """
     advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
     rules = AlarmRules(config.logging.alarms, advice)
@@ -137,10 +137,10 @@ def build_trainer(
     run_callbacks: RunCallbacks,
     layout: Layout = WHOLE,
 ) -> Trainer:
-    """Lightning's Trainer, for ranks of this layout; its own prints and progress are off: we have others."""
+    """Return Lightning's Trainer for ranks of this layout, without Lightning's own progress display."""
     options = config.trainer
     callbacks: list[Callback] = [
-        run_callbacks.samples,  # before the clock of `steps` starts again
+        run_callbacks.samples,  # before `steps`, which counts their seconds as validation
         run_callbacks.steps,
         run_callbacks.validation,
         progress_display(run_callbacks.steps, run_callbacks.validation),
@@ -158,7 +158,7 @@ def build_trainer(
         callbacks.append(StepTimer(max_time))
     if layout.is_sharded:
         given["strategy"] = ShardedStrategy(layout.num_ranks)
-    # Last, so that what is saved is what all the others have made of the step.
+    # Last, so that a checkpoint holds the state of all other callbacks after the step.
     callbacks += [run_callbacks.checkpoints, run_callbacks.stop]
     arguments: dict[str, Any] = {
         "max_steps": options.max_steps,
@@ -198,7 +198,7 @@ def build_trainer(
 def make_loggers(
     config: TrainConfig, folder: Path, facts: dict[str, Any]
 ) -> tuple[list[Logger], str]:
-    """The log of rows and, unless off, wandb's, with a line on what became of wandb."""
+    """Return the loggers of metrics.jsonl and, unless off, of wandb, and a line about the state of wandb."""
     tags = sorted({*ffn_types(config), *config.logging.wandb.tags})
     wandb, line = wandb_logger(config.logging.wandb, folder, tags, facts)
     loggers: list[Logger] = [MetricsFile(folder / METRICS_FILE)]
@@ -206,14 +206,14 @@ def make_loggers(
 
 
 def ffn_types(config: TrainConfig) -> list[str]:
-    """The types of the feed-forward blocks, each once, in alphabetical order; of a file, its name alone."""
+    """Return the distinct types of the feed-forward blocks, sorted, without folders in their paths."""
     return sorted({ffn.type.rpartition("/")[2] for ffn in config.model.layer_ffns()})
 
 
 def run_facts(
     config: TrainConfig, data: PreparedData, precision: str, run_id: str = ""
 ) -> dict[str, Any]:
-    """Return the facts that runs are filtered by: options, code revision, corpus and size."""
+    """Return the facts of a run for `facts.json` and wandb: options, code revision, data, sizes, hardware."""
     vocab_size, seq_len = data.tokenizer.vocab_size, config.data.seq_len
     d_model, ffns = config.model.d_model, config.model.layer_ffns()
     return {
@@ -238,14 +238,14 @@ def run_facts(
 
 
 def quiet_libraries() -> None:
-    """Keep notices that a person can do nothing about off the screen."""
+    """Hide notices of libraries that a user cannot act on."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for message in (
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         ".*does not have many workers",
-        "Be aware that when using `ckpt_path`",  # of an early stopping that is given up
+        "Be aware that when using `ckpt_path`",  # if a resumed run no longer uses early stopping
         "Experiment logs directory .* exists and is not empty",
-        "It is recommended to use `self.log\\('validation/",  # of one rank alone, which torchrun started
+        "It is recommended to use `self.log\\('validation/",  # if torchrun has started a single rank
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -25,7 +25,7 @@ from moe_ffn.training.sampling import SampleConfig
 
 
 def not_a_folder_name(name: str) -> str:
-    """Return why no folder can have this name; empty if one can."""
+    """Return the reason why a folder cannot have this name; an empty string if it can."""
     is_one = name.isprintable() and not set("/\\") & set(name) and name not in ("", ".", "..")
     if is_one and len(name.encode()) <= 200:
         return ""
@@ -36,7 +36,7 @@ class RunConfig(Config, frozen=True):
     """The folder of a run."""
 
     name: str | None = None
-    """Folder of this run; made of the FFN type and the time when null. Never overwritten."""
+    """Name of the run's folder, which is never overwritten; null: the FFN type and the time."""
     output_dir: str = Field(default="runs", min_length=1)
     """Folder that holds the runs."""
 
@@ -49,19 +49,19 @@ class RunConfig(Config, frozen=True):
 
 
 class TrainConfig(Config, frozen=True):
-    """One training run: an 8-expert top-2 Mixture of Experts unless told otherwise."""
+    """A training run; by default of a Mixture of Experts with 8 experts and top-2 routing."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights, the data order, dropout and sampling."""
     run: RunConfig = RunConfig()
     """The folder of the run."""
     init_from: str | None = Field(default=None, min_length=1)
-    """Folder of a model, or of a run, whose weights it begins with; a resumed run reads its checkpoint.
-    Weights that it lacks are drawn at random."""
+    """Folder of a model or a run with initial weights; missing weights are drawn at random. A resumed run
+    reads its checkpoint instead."""
     model: DecoderConfig = DecoderConfig()
-    """The Transformer, and its feed-forward block."""
+    """The Transformer and its feed-forward blocks."""
     data: DataConfig = DataConfig()
-    """The text that it reads."""
+    """The text to train on."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """The loss that is minimised."""
     optimizer: OptimizerConfig = MuonConfig()
@@ -69,9 +69,9 @@ class TrainConfig(Config, frozen=True):
     trainer: TrainerConfig = TrainerConfig()
     """The training loop, and arguments of lightning.Trainer."""
     parallel: ParallelConfig | None = None
-    """Division of the model among processes; null: each holds all of it."""
+    """Division of the model among processes; null: each process holds the whole model."""
     checkpoints: CheckpointsConfig = CheckpointsConfig()
-    """The checkpoints that a run is resumed from."""
+    """The checkpoints to resume from."""
     logging: LoggingConfig = LoggingConfig()
     """The log that is written while training."""
     sample: SampleConfig = SampleConfig()
@@ -79,9 +79,9 @@ class TrainConfig(Config, frozen=True):
 
     @cached_property
     def matches(self) -> tuple[WidthMatch, ...]:
-        """The widths solved from `d_ff: {match: ..., of: ...}`, and how near they come to their budgets.
+        """Widths solved from `d_ff: {match: ..., of: ...}`, with their distance to the budget.
 
-        The options hold the numbers alone, so a config that is read back has none of these.
+        Empty in a config read from a file, which stores solved widths only.
         """
         return ()
 
@@ -91,8 +91,8 @@ class TrainConfig(Config, frozen=True):
     @model_validator(mode="after")
     def _solve_widths(self) -> TrainConfig:
         model, matches = self.model.with_solved_widths(self.data.seq_len, "model.")
-        if matches:  # else what is validated may be solved already, and keeps what it knows
-            # As pydantic itself sets what is frozen. `matches` is no option: files and == leave it out.
+        if matches:  # Nothing to solve: keep the `matches` of an earlier validation.
+            # The model is frozen. `matches` is no field, so files and == leave it out.
             object.__setattr__(self, "model", model)
             object.__setattr__(self, "matches", matches)
         return self
@@ -112,18 +112,18 @@ class TrainConfig(Config, frozen=True):
 
 @dataclass(frozen=True)
 class Resume:
-    """A run that is resumed, and its options."""
+    """A run to resume, and its options."""
 
     folder: Path
     config: TrainConfig
     changes: Mapping[str, tuple[Any, Any]]
-    """Options that differ from the run's own: dotted key -> value before and now."""
+    """Options that differ from those in the folder: dotted key -> (value before, value now)."""
     own: TrainConfig
-    """The options in the run's folder."""
+    """The options in the folder."""
 
 
 def own_config(path: Path) -> TrainConfig:
-    """The options in a run's folder. All have to be there: of a file cut short the rest would be defaults.
+    """Read the config file of a run, which has to hold every option: defaults could hide a truncated file.
 
     Raises:
         ConfigError: the file cannot be read, lacks an option, or names code that is not trusted.
@@ -136,8 +136,8 @@ def own_config(path: Path) -> TrainConfig:
     if lacking:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         raise ConfigError(
-            f"'{path}' lacks {lacking[0]}{more}, so it was cut short, or is of another version; put back "
-            "what it was"
+            f"'{path}' lacks {lacking[0]}{more}, so it was cut short or is of another version; restore "
+            "the original file"
         )
     return config
 
@@ -145,7 +145,7 @@ def own_config(path: Path) -> TrainConfig:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value before, value now), of everything in which two nested mappings differ."""
+    """Return dotted key -> (value before, value now) for every difference of two nested mappings."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in [*before, *(key for key in now if key not in before)]:
         old, new = before.get(key), now.get(key)

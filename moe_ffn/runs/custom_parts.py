@@ -1,7 +1,7 @@
-"""Checks of custom parts before training: their counts, and one trial of each on a few random tokens.
+"""Checks of custom parts before training: parameter counts, and a trial of each part on random tokens.
 
-Blocks, routers and experts are tried as `moe_ffn.testing` tries them. Other parts of the model are tried in a
-model of one layer.
+Blocks, routers and experts pass the checks of `moe_ffn.testing`. Other parts are tried in a model of one
+layer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.schedule import ScheduleConfig
 
 VOCAB_SIZE = 2
-"""Tokens of the model that parts are tried in."""
+"""Vocabulary size of the model for trials."""
 
 
 def check_counts(config: TrainConfig) -> None:
-    """Call the counts of every feed-forward block and of the model, before tables and budgets add them up.
+    """Check that the counts of every feed-forward block and of the model are valid numbers.
 
     Raises:
-        ConfigError: a count is no number of 0 or more; one sentence with the part's path.
+        ConfigError: a count is no number of 0 or more; the message has the path of the part.
     """
     model, seq_len = config.model, config.data.seq_len
     for option, ffn in dict(model.ffns_by_option()).items():
@@ -58,51 +58,51 @@ def _require_number(name: str, count: Callable[..., object], *arguments: int) ->
 
 
 def check_num_params(decoder: Decoder) -> None:
-    """Compare the parameters that each config counts with those that are built of it.
+    """Compare `num_params` of each config with the parameters of the module built from it.
 
-    Tables, facts and equal budgets use the counts. A parameter that layers share belongs to the first.
+    Tables, facts and equal budgets rely on `num_params`. A parameter that layers share counts in the first.
 
     Raises:
-        ConfigError: they differ; one sentence with the layer and both numbers.
+        ConfigError: the numbers differ; the message has the layer and both numbers.
     """
     seen: set[int] = set()
-    for name, told, module, ffn in _counted_parts(decoder):
+    for name, counted, module, ffn in _counted_parts(decoder):
         new = [parameter for parameter in module.parameters() if id(parameter) not in seen]
         seen.update(map(id, new))
-        if (found := sum(parameter.numel() for parameter in new)) != told:
-            raise miscounted(name, told, found, ffn, decoder.config.d_model)
+        if (found := sum(parameter.numel() for parameter in new)) != counted:
+            raise miscounted(name, counted, found, ffn, decoder.config.d_model)
 
 
 def _counted_parts(decoder: Decoder) -> Iterator[tuple[str, int, nn.Module, FFNConfig | None]]:
-    """Yield (name, counted parameters, module, config of a feed-forward block) of each part of a model."""
+    """Yield (name, `num_params`, module, config if it is a feed-forward block) of each part of a model."""
     model = decoder.config
     d_model, norm = model.d_model, model.norm
     of_norm = norm.num_params(d_model)
     for layer, (option, ffn) in enumerate(model.ffns_by_option()):
         block, where = cast("Block", decoder.layers[layer]), f"of layer {layer}"
         yield f"model.{option} ('{ffn.type}') {where}", ffn.num_params(d_model), block.ffn, ffn
-        told = model.attention.num_params(d_model, norm)
-        yield f"model.attention {where}", told, block.attention, None
+        counted = model.attention.num_params(d_model, norm)
+        yield f"model.attention {where}", counted, block.attention, None
         for module in (block.attention_norm, block.ffn_norm):
             yield f"model.norm ('{norm.type}') {where}", of_norm, module, None
     if model.norm_placement == "pre":
         yield f"model.norm ('{norm.type}') of the output", of_norm, decoder.final_norm, None
     positions = model.positions
-    told = positions.num_params(d_model, decoder.max_seq_len)
-    yield f"model.positions ('{positions.type}')", told, decoder.positions, None
+    counted = positions.num_params(d_model, decoder.max_seq_len)
+    yield f"model.positions ('{positions.type}')", counted, decoder.positions, None
 
 
 def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
-    """Try every custom part of a config, and every block that holds one.
+    """Try every custom part of a config, and every block that contains a custom part.
 
     Args:
-        device: the device of the run.
+        device: device of the run.
 
     Raises:
-        ConfigError: one sentence: the part, what it did, what is expected.
+        ConfigError: a part fails; the message names the part, what it did, and what is expected.
     """
     model = config.model
-    # Inner parts first: their mistakes would look like those of the block around them.
+    # Inner parts first; otherwise their mistakes would be reported for the block around them.
     for path, part in reversed(list(tagged_parts(config))):
         outside = [p.type for _, p in tagged_parts(part) if is_outside(type(p))]
         if not outside:
@@ -144,7 +144,7 @@ def _small_model(config: TrainConfig, trial: Trial, **changes: object) -> Decode
 
 
 def _check_module(part: NormConfig | PositionsConfig, config: TrainConfig, trial: Trial) -> None:
-    """Require that a norm or the embedding of positions returns a tensor like its input."""
+    """Require that a norm, or `embed` of positions, returns a tensor like its input."""
     model, x = config.model, trial.x()
     if isinstance(part, NormConfig):
         norm = trial.built(part.build(model.d_model), nn.Module)
@@ -164,13 +164,13 @@ def _check_schedule(schedule: ScheduleConfig, max_steps: int, trial: Trial) -> N
 
 
 def _check_optimizer(config: OptimizerConfig, model: nn.Module, trial: Trial) -> None:
-    """Take a step, load its state, and require that each parameter is in one group."""
+    """Require that each parameter is in one group, take a step, and load the state."""
     optimizer = trial.require(config.build(model), Optimizer, "build")
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if sorted(held) != sorted(map(id, model.parameters())):
         raise trial.refuse(
             f"its groups hold {len(held)} parameters of a model with {len(list(model.parameters()))}; "
-            "each has to be in one group, and in one alone"
+            "each has to be in exactly one group"
         )
     for parameter in model.parameters():
         parameter.grad = trial.random(*parameter.shape)

@@ -1,4 +1,4 @@
-"""The folder of one run: made once, never overwritten, locked by one process."""
+"""The folder of a run, which is never overwritten, and which only one process at a time may write."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_FOLDER = "model"
 
 LOCK_FILE = ".lock"
-"""Holds the name of the machine on which the run was trained last."""
+"""File with the name of the machine on which the run was trained last."""
 
 _PATIENCE_SECONDS = 1.0
-"""A reader that asks whether the lock is held has it for a moment."""
+"""Seconds to wait for a lock, since a reader that tests the lock holds it for a moment."""
 
-# -- a new one
+# -- a new folder
 
 
 def named_run_folder(config: TrainConfig) -> Path:
@@ -54,14 +54,14 @@ def named_run_folder(config: TrainConfig) -> Path:
 
 
 def output_dir(config: TrainConfig) -> Path:
-    """The folder that holds this run and others; ConfigError where that names none."""
+    """Return the folder that contains the runs; ConfigError if the option is no path."""
     return expand_path(config.run.output_dir, "run.output_dir")
 
 
 def check_run_folder(config: TrainConfig) -> None:
-    """ConfigError where this run could not be written; makes nothing.
+    """Raise ConfigError if the folder of this run could not be created; leave no file behind.
 
-    Asked first, so that the data are not prepared for a run that cannot be kept.
+    This comes before the data are prepared, which may take long.
     """
     folder = parent = output_dir(config)
     with explaining(
@@ -73,15 +73,15 @@ def check_run_folder(config: TrainConfig) -> None:
             folder = folder.parent
         if not folder.is_dir():
             raise ConfigError(f"run.output_dir: '{folder}' is a file, not a folder")
-        # Only trying tells: root may write anywhere, except where the file system says no.
+        # Try to write, since permission bits do not tell: root ignores them, but not a read-only disk.
         with tempfile.TemporaryDirectory(prefix=".run-", dir=folder):
             pass
 
 
 def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
-    """A new folder with `files` in it: the given name, or the FFN type and the time.
+    """Make the folder of a new run, named by `run.name` or by the FFN type and the time, and write `files`.
 
-    It appears whole; a process that dies before leaves a hidden folder that is not taken for a run.
+    The folder appears atomically; a process that dies earlier leaves only a hidden folder, which is no run.
 
     Raises:
         ConfigError: the name is taken, or the folder cannot be written.
@@ -104,7 +104,7 @@ def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
                     if kind_of(place) is None:
                         return built.rename(place)
                 except OSError:
-                    if kind_of(place) is None:  # otherwise another process was faster
+                    if kind_of(place) is None:  # otherwise another process took the name
                         raise
     if config.run.name:
         raise _taken(parent / config.run.name)
@@ -118,17 +118,17 @@ def _taken(folder: Path) -> ConfigError:
 
 
 def _safe(tag: str) -> str:
-    """A `type` as part of a folder's name: `my_blocks.py:LowRank` as `LowRank`."""
+    """Return a `type` as part of a folder name: `LowRank` for `my_blocks.py:LowRank`."""
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in tag.rpartition(":")[2])
 
 
 def new_run_id() -> str:
-    """Return the id by which a run's checkpoints are recognised."""
+    """Return a random id, which identifies the checkpoints of a run."""
     return secrets.token_hex(8)
 
 
 def git_revision() -> str | None:
-    """The commit the code is at, with `-dirty` where it was changed; None outside a checkout."""
+    """Return the git commit of the code, with `-dirty` if files have changed; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     options: Any = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
@@ -138,12 +138,12 @@ def git_revision() -> str | None:
     return found.stdout.strip() or None
 
 
-# -- one that is there
+# -- an existing folder
 
 
 @contextmanager
 def explaining(problem: str, advice: str = "fix its permissions") -> Iterator[None]:
-    """An OSError within becomes a ConfigError: `'runs/x' cannot be read (Permission denied); fix ...`."""
+    """Convert an OSError to a ConfigError: `'runs/x' cannot be read (Permission denied); fix ...`."""
     try:
         yield
     except OSError as error:
@@ -151,12 +151,12 @@ def explaining(problem: str, advice: str = "fix its permissions") -> Iterator[No
 
 
 def reading(path: Path) -> AbstractContextManager[None]:
-    """Within this, an OSError becomes a ConfigError that names `path`."""
+    """Convert an OSError to a ConfigError that names `path`."""
     return explaining(f"'{path}' cannot be read")
 
 
 def is_run(path: Path) -> bool:
-    """Return whether this is the folder of a run; False where that cannot be determined."""
+    """Return true if this is the folder of a run; false if the folder cannot be read."""
     with suppress(OSError):
         return kind_of(path) == "a folder" and _is_run(path)
     return False
@@ -167,12 +167,12 @@ def _is_run(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether the run in this folder is finished."""
+    """Return true if the run in this folder is finished."""
     return (folder / SUMMARY_FILE).is_file()
 
 
 def check_is_run(folder: Path) -> None:
-    """ConfigError where this is no folder of a run, with a hint of what it is."""
+    """Raise ConfigError, with a hint, if this is not the folder of a run."""
     with reading(folder):
         if not folder.is_dir():
             what = "is a file, not the folder of a run" if folder.exists() else "does not exist"
@@ -187,7 +187,7 @@ def check_is_run(folder: Path) -> None:
 
 
 def of_library(folder: Path) -> str:
-    """Return the command that reads a model folder, as the end of a sentence; empty if unknown."""
+    """Return a hint how to read a model folder, as the end of a sentence; empty for another folder."""
     config = folder / "config.json"
     if (found := read_object(config)) is None:
         return f"its {config.name} is damaged; copy it again" if config.is_file() else ""
@@ -209,37 +209,37 @@ def check_has_weights(folder: Path) -> None:
                     "mount its disk, or put it back"
                 )
             raise ConfigError(
-                f"'{folder}' has no {name}, so no model to load; give a run that has come to its "
+                f"'{folder}' has no {name}, so no model to load; give a run that has reached its "
                 "first validation"
             )
 
 
-# -- held by one process
+# -- the lock
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the run in `folder`, until the block or the process ends, however it ends.
+    """Lock a run's folder until the block or the process ends.
 
-    What is locked is the folder, which is not removed by mistake, and a file in it, since NFS locks files
-    alone. Where the file system has no locks nothing is held.
+    This locks the folder itself, which users do not delete by mistake, and a file in it, since NFS locks only
+    files. On a file system without locks it does nothing.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds the lock.
     """
     with ExitStack() as stack:
         with suppress(OSError):
             _hold(stack.enter_context(_opened(folder)), folder)
-        with suppress(OSError):  # it cannot be written, or is no file of ours
+        with suppress(OSError):  # the lock file cannot be written
             file = stack.enter_context(open_file(folder / LOCK_FILE, "ab")).fileno()
             _hold(file, folder)
             os.truncate(file, 0)
-            os.write(file, platform.node().encode())  # nothing is left to write at the end
+            os.write(file, platform.node().encode())
         yield
 
 
 def is_trained_here(folder: Path) -> bool | None:
-    """Return whether a process trains the run now; None if this machine cannot know."""
+    """Return whether a process is training this run; None if that cannot be known on this machine."""
     with suppress(OSError), _opened(folder) as descriptor:
         if _is_held(descriptor):
             return True
@@ -261,7 +261,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _hold(descriptor: int, folder: Path) -> None:
-    """ConfigError where another process holds it; OSError where there are no locks."""
+    """Take a lock; ConfigError if another process holds it, OSError if the file system has no locks."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while fcntl is not None:
         try:

@@ -1,4 +1,4 @@
-"""Identity of a run: what all its checkpoints have in common, and which options may change on resuming."""
+"""Identity of a run: values that all its checkpoints share, and options that a resumed run cannot change."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moe_ffn.runs.folder import REPORT_FILE, is_finished
 from moe_ffn.runs.outside_code import comparable_options
 
 RUN_ID = "run_id"
-"""Key of the run's id in the identity of a checkpoint and in `facts.json`."""
+"""Key of the run's id in checkpoints and in `facts.json`."""
 
 
 def fixed_options(config: TrainConfig) -> dict[str, Any]:
-    """Return the options that cannot be changed when a run is resumed."""
-    began_with = {} if config.init_from is None else {"init_from": config.init_from}
+    """Return the options that a resumed run cannot change."""
+    initial = {} if config.init_from is None else {"init_from": config.init_from}
     return {
-        **began_with,
+        **initial,
         "seed": config.seed,
         "model": _without_free(comparable_options(config.model)),
         "data": {
@@ -38,11 +38,11 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def resume_with(config: TrainConfig, own: TrainConfig, folder: Path, *, is_named: bool) -> Resume:
-    """Return the run in a folder with options to resume it with.
+    """Return a run to resume, with new options.
 
     Args:
         own: the options in the folder.
-        is_named: the user has named the folder; else its place was looked for by `config.run`.
+        is_named: true if the user has named the folder; false if `config.run` has determined it.
 
     Raises:
         ConfigError: an option cannot be changed, or the run is finished.
@@ -69,7 +69,7 @@ def resume_with(config: TrainConfig, own: TrainConfig, folder: Path, *, is_named
 
 
 def _without_free(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the options of a model that change only its speed or its evaluation."""
+    """Return the options of a model without those that change only its speed or its evaluation."""
     return {
         key: _without_free(value) if isinstance(value, Mapping) else value
         for key, value in options.items()
@@ -80,17 +80,17 @@ def _without_free(options: Mapping[str, Any]) -> dict[str, Any]:
 def checkpoint_identity(
     config: TrainConfig, data: PreparedData, run_id: str | None = None
 ) -> dict[str, Any]:
-    """Return what every checkpoint of a run holds: its fixed options, hashes of its data, and its id."""
+    """Return the values that every checkpoint of a run holds: fixed options, hashes of the data, run id."""
     options = fixed_options(config)
     hashes = {"corpus": {"sha256": data.corpus_sha256}, "tokenizer": _hash(data.tokenizer)}
-    whose = {} if run_id is None else {RUN_ID: run_id}
-    return {**options, "data": {**options["data"], **hashes}, **whose}
+    of_run = {} if run_id is None else {RUN_ID: run_id}
+    return {**options, "data": {**options["data"], **hashes}, **of_run}
 
 
 def identity_of_weights(
     config: TrainConfig, tokenizer: Tokenizer, run_id: str | None = None
 ) -> dict[str, Any]:
-    """Return the part of an identity that decides whether a model can take the weights."""
+    """Return the part of an identity that a model needs to share to load the weights."""
     return {
         "model": fixed_options(config)["model"],
         "data": {"tokenizer": _hash(tokenizer), "seq_len": config.data.seq_len},
@@ -106,6 +106,6 @@ def tokenizer_sha256(values: Mapping[str, Any]) -> str:
     """Return the hash that identifies a tokenizer.
 
     Args:
-        values: its `to_dict`, as `tokenizer.json` holds it.
+        values: the tokenizer's `to_dict`, which is the content of `tokenizer.json`.
     """
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

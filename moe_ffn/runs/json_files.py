@@ -1,4 +1,4 @@
-"""The JSON files of a run's folder, each as one typed model; a damaged file counts as absent."""
+"""JSON files of a run's folder, each as a pydantic model; a damaged file counts as empty."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from moe_ffn.training.monitoring.json_lines import Line
 
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Value = float | None | list[float | None] | list[list[float | None]]
-"""A measure, one for each expert, or one for each pair of experts; None where it is not finite."""
+"""A metric: one number, one per expert, or one per pair of experts; None if not finite."""
 
 
 class JsonFile(BaseModel):
-    """One JSON object; false where it is empty."""
+    """A JSON object; false if it is empty."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file; empty if it cannot be read, or holds anything else."""
+        """Read a file; return an empty object if the file cannot be read or is not of this kind."""
         try:
             return cls.model_validate(read_object(path) or {})
         except ValidationError:
@@ -34,26 +34,26 @@ class JsonFile(BaseModel):
         return bool(self.model_fields_set)
 
     def has(self, key: str) -> bool:
-        """Return true if the file has a value there, which may be null."""
+        """Return true if the file has this key; its value may be null."""
         return key in self.model_fields_set
 
 
 class Facts(JsonFile):
-    """`facts.json`: the options of a run, and facts about its code, data and model."""
+    """`facts.json`: options of a run, and facts about its code, data and model."""
 
     run_id: str = Field(default="", min_length=1)
     precision: Precision | None = None
-    """The number format it is trained in."""
+    """Precision of the training, never `auto` in a complete file."""
     git_revision: str | None = None
     corpus_sha256: str | None = None
     tokenizer_sha256: str | None = None
     validation_sha256: str | None = None
-    """Hash of the windows of every validation."""
+    """Hash of the validation windows."""
     num_params: Count | None = None
     num_active_params: Count | None = None
     flops_per_token: Count | None = None
     ffn_params: Count | None = None
-    """Parameters of all feed-forward blocks together, as the next two."""
+    """Parameters of all feed-forward blocks."""
     ffn_active_params: Count | None = None
     ffn_flops_per_token: Count | None = None
     num_threads: Count | None = None
@@ -64,12 +64,12 @@ class Facts(JsonFile):
 
     @property
     def is_whole(self) -> bool:
-        """Return true if it holds what a resumed run needs."""
+        """True if the file holds the precision, which a resumed run needs."""
         return self.precision in PRECISIONS
 
 
 class LayerSummary(JsonFile):
-    """Measures of a sparse layer on the validation split."""
+    """Routing metrics of a sparse layer on the validation split."""
 
     __pydantic_extra__: dict[str, Value]  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -79,7 +79,7 @@ class LayerSummary(JsonFile):
 
 
 class Summary(JsonFile):
-    """`summary.json`: the results of a run that came to its end; null where a number is not finite."""
+    """`summary.json`: results of a finished run; a number that is not finite is null."""
 
     validation_loss: float | None = None
     """Nats per token."""
@@ -88,16 +88,16 @@ class Summary(JsonFile):
     """Loss of a model that knows only the frequencies of tokens, in nats per token."""
     tokens_per_second: float | None = None
     num_tokens: Count | None = None
-    """Tokens trained on, of all ranks, those of a resumed run counted once."""
+    """Tokens trained on, summed over ranks; steps that a resumed run repeated count once."""
     train_seconds: float | None = None
-    """Seconds of training steps alone."""
+    """Seconds of training steps, without validations."""
     wall_seconds: float | None = None
-    """Seconds from the first step to the end, with validations and checkpoints, over all parts of the run."""
+    """Seconds of training steps, validations and checkpoints; summed over all parts of a resumed run."""
     peak_memory_bytes: Count | None = None
-    """On a GPU of tensors, else of the process; the most of all processes of a resumed run, on rank 0."""
+    """Peak on rank 0: tensors on a GPU, the process on a CPU; maximum over all parts of a resumed run."""
     window_losses: list[float | None] = []
-    """Mean loss of each window of the last validation, in nats per token, of neighbours together where
-    there are very many."""
+    """Mean loss of each window of the last validation, in nats per token; if there are very many, means over
+    adjacent windows."""
     num_alarms: Count | None = None
     num_skipped_steps: Count | None = None
     routing: dict[str, LayerSummary] = {}
@@ -108,7 +108,7 @@ class Alarm(Line):
 
     kind: str = ""
     layer: str | None = None
-    """The sparse layer; None where the alarm concerns the whole model."""
+    """Sparse layer; None if the alarm is about the whole model."""
     message: str = ""
     advice: str = ""
 
@@ -124,7 +124,7 @@ class CodeEntry(BaseModel):
 
 
 class CodeEntries(JsonFile):
-    """`code.json`: by the name of a copy in the run's folder, or of a module."""
+    """`code.json`: name of a copy in the run's folder, or of a module -> origin."""
 
     __pydantic_extra__: dict[str, CodeEntry]  # pyright: ignore[reportIncompatibleVariableOverride]
 

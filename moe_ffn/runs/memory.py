@@ -1,4 +1,4 @@
-"""Memory that a training run needs, and the sentence of an error that there is not enough."""
+"""Estimate of the memory that a training run needs, and errors if there is not enough."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 _FLOAT32 = 4
 _INT64 = 8
 _MAX_COPIES = 6
-"""Tensors of the size of a weight, at most: itself, its gradient, and what an optimizer keeps of it."""
+"""Upper limit of copies of a weight in memory: the weight, its gradient and its optimizer state."""
 
 
 def check_fits(config: TrainConfig) -> None:
-    """Raise ConfigError if the model, or the token ids of one batch, exceed the memory of this process.
+    """Raise ConfigError if the model, or the token ids of a batch, exceed the memory limit of this process.
 
-    Of a model that is trained on the CPU count its weights, their gradients and what the optimizer keeps; on
-    a GPU, which has a memory of its own, the weights alone.
+    On a CPU the model counts with weights, gradients and optimizer state; on a GPU, only with the weights,
+    since they are built in the memory of the process.
     """
     memory = memory_limit()
     if memory is None:
@@ -34,7 +34,7 @@ def check_fits(config: TrainConfig) -> None:
             raise ConfigError(
                 f"{section}: {training_needs(config)}; this process may have {gigabytes(memory)} of memory"
             )
-    if _is_on_cpu(config) and weights * _MAX_COPIES > memory:  # else any optimizer fits
+    if _is_on_cpu(config) and weights * _MAX_COPIES > memory:  # otherwise every optimizer fits
         _check_training_fits(config, weights, memory)
 
 
@@ -45,22 +45,22 @@ def _is_on_cpu(config: TrainConfig) -> bool:
 
 
 def _check_training_fits(config: TrainConfig, weights: int, memory: int) -> None:
-    from moe_ffn.runs.planner import Sizes  # half a second, which every other run does without
+    from moe_ffn.runs.planner import Sizes  # takes half a second, and most runs do not need it
 
     size = {"bf16-true": 0.5, "16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
     state = sum(weight.state_bytes for weight in Sizes.of(config).all)
     needed = int(size * (2 * weights + state))
     if needed > memory:
         raise ConfigError(
-            f"model: {weights // _FLOAT32:,} parameters take {gigabytes(int(size * weights))}, and with "
-            f"their gradients and what optimizer.type '{config.optimizer.type}' keeps {gigabytes(needed)}, "
+            f"model: {weights // _FLOAT32:,} parameters take {gigabytes(int(size * weights))}, and "
+            f"{gigabytes(needed)} with gradients and the state of optimizer.type '{config.optimizer.type}', "
             f"but this process may have {gigabytes(memory)} of memory; make the model smaller, its largest "
             "tables first, or train on a machine with more"
         )
 
 
 def training_needs(config: TrainConfig) -> str:
-    """Return the parts of a run's memory, and the options that lower them."""
+    """Return a sentence about the memory that a run needs, and the options that reduce it."""
     weights, model, data = _bytes_of_weights(config), config.model, config.data
     params = Counter[str]()
     for option, ffn in model.ffns_by_option():

@@ -1,7 +1,7 @@
-"""Custom code of a run: a copy in its folder, and the file that it came from.
+"""Custom code of a run: the copy in the run's folder, and the original file.
 
-`config.yaml` names the copy, `type: code/my_blocks.py:MyConfig`, relative to itself, so that a run that is
-resumed, generated from or traced runs the code it began with.
+`config.yaml` names the copy by a relative path, `type: code/my_blocks.py:MyConfig`. Programs that resume a
+run or load its model therefore use the code that the run began with.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _MAX_BYTES = 10_000_000
 
 
 def portable_options(config: Config) -> dict[str, Any]:
-    """Return the plain options as a run's `config.yaml` holds them: files are named by their copies."""
+    """Return plain options for a run's `config.yaml`, where types name the copies of custom code."""
     copies = _copies(named_code(config))
     return rewritten(config, lambda name, code: f"{copies[code.sha256]}:{name}")
 
 
 def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> dict[str, str]:
-    """Return the copies and `code.json`, by their names in the run's folder; empty without custom code.
+    """Return copies of custom code and `code.json`, name in the run's folder -> text; empty without code.
 
     Args:
-        known: the entries of a resumed run, with the files that the copies came from.
+        known: entries of a resumed run's `code.json`, which name the original files.
 
     Raises:
         ConfigError: a file is not UTF-8.
@@ -61,7 +61,7 @@ def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> 
 
 
 def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
-    """Yield lines about the custom code of a new run: what it copies, and what it does not."""
+    """Yield lines about the custom code of a new run: copied files, and modules without a copy."""
     entries = CodeEntries.model_validate_json(files.get(CODE_FILE, "{}")).entries
     copied = [name for name, entry in entries.items() if entry.copied]
     others = [name for name, entry in entries.items() if not entry.copied]
@@ -69,18 +69,18 @@ def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
         yield f"code: {folder}/ keeps a copy of {', '.join(Path(n).name for n in copied)}"
     if others:
         yield (
-            f"code: of {', '.join(others)} only the sha256 is kept, no copy; leave it where it is as long as "
-            "the run is used"
+            f"code: {folder}/ keeps no copy of {', '.join(others)}, only the sha256; do not move it while "
+            "the run is in use"
         )
 
 
 def warn_if_code_changed(folder: Path) -> None:
-    """Warn about each file that has changed since the run in `folder` began."""
+    """Warn about each file of custom code that has changed since the run in `folder` began."""
     for name, entry in CodeEntries.read(folder / CODE_FILE).entries.items():
         now = _sha256(Path(entry.path))
         if now in (None, entry.sha256):
             continue
-        what = "there is no copy, so it is run as it is now"
+        what = "there is no copy, so the run uses the changed file"
         if entry.copied:
             what = f"the run uses its copy, '{folder / name}'"
         log.warning(
@@ -94,7 +94,7 @@ def warn_if_code_changed(folder: Path) -> None:
 
 
 def _copies(codes: list[Code]) -> dict[str, str]:
-    """Return sha256 of a file -> name of its copy; a second file of one name gets a number."""
+    """Return sha256 of a file -> name of its copy; a second file with the same name gets a number."""
     names: dict[str, str] = {}
     for code in codes:
         if code.is_file and code.sha256 not in names:
@@ -115,7 +115,7 @@ def _text(code: Code) -> str:
 
 
 def _sha256(path: Path) -> str | None:
-    """Return None if there is no such file, or it is too large for a source file."""
+    """Return the SHA-256 of a file; None if it is missing, not readable or too large for a source file."""
     try:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return None
@@ -125,11 +125,11 @@ def _sha256(path: Path) -> str | None:
 
 
 KeyPath = tuple[str | int, ...]
-"""Keys that lead to a part in the plain options."""
+"""Nested keys of a part in the plain options."""
 
 
 def tagged_parts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, TaggedConfig]]:
-    """Yield every part of a config that a `type` selects, with its keys; the outermost first."""
+    """Yield the path and the value of every part of a config that has a `type`, outer parts first."""
     if isinstance(value, TaggedConfig):
         yield path, value
     for key, item in _items(value):
@@ -146,13 +146,13 @@ def _items(value: Any) -> Iterator[tuple[str | int, Any]]:
 
 
 def named_code(config: Config) -> list[Code]:
-    """Return the code that the types in a config name, each once, in order, as it was when it ran."""
+    """Return the code that types in a config name, in order and without duplicates, as it was imported."""
     codes = (imported_code(part.type) for _, part in tagged_parts(config) if ":" in part.type)
     return list(dict.fromkeys(code for code in codes if code is not None))
 
 
 def rewritten(config: Config, rename: Callable[[str, Code], str]) -> dict[str, Any]:
-    """Return the plain options, with `rename(class name, code)` for each type that names a file."""
+    """Return plain options in which `rename(class name, code)` replaces each type that names a file."""
     options = config.to_dict()
     for path, part in tagged_parts(config):
         code = imported_code(part.type)
@@ -166,5 +166,5 @@ def rewritten(config: Config, rename: Callable[[str, Code], str]) -> dict[str, A
 
 
 def comparable_options(config: Config) -> dict[str, Any]:
-    """Return plain options that are equal for the same classes in files of the same content anywhere."""
+    """Return plain options to compare: a type in a file is replaced by its class name and the file's hash."""
     return rewritten(config, lambda name, code: f"{name} (code {code.sha256[:16]})")

@@ -1,7 +1,7 @@
-"""Cost of a step on ranks that share a model: memory of each rank, bytes sent, seconds.
+"""Cost of a training step on a layout of ranks: memory of each rank, bytes sent, seconds.
 
-Nothing is run. The model is built without numbers, and torch's own tracker follows a step of it; what a
-layout divides is divided by arithmetic.
+Nothing is computed. torch's memory tracker follows a step of the model on fake tensors, and the results are
+then divided among the ranks of a layout by arithmetic.
 
 B sequences, S sequence, D model width, L layers, E experts, T steps
 """
@@ -32,16 +32,16 @@ from moe_ffn.training.objective import cross_entropy_of
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, by what its maker publishes."""
+    """An accelerator, with the numbers that its maker publishes."""
 
     name: str
     memory_bytes: float
     flops: float
-    """Dense bfloat16 products, FLOPs a second."""
+    """FLOPs per second of dense bfloat16 matrix products."""
     link: float
-    """Bytes a second that it sends to devices of its machine."""
+    """Bytes per second that it sends to devices on the same machine."""
     network: float
-    """Bytes a second that it sends to other machines."""
+    """Bytes per second that it sends to other machines."""
     per_machine: int = 8
 
 
@@ -54,11 +54,11 @@ DEVICES = {
         Device("b200", 180e9, 2250e12, 900e9, 50e9),
     )
 }
-"""SXM modules, by NVIDIA's data sheets: FLOPs without sparsity; half of what NVLink counts in two directions;
-of the network what a DGX has for each GPU (200 Gb/s, then 400 Gb/s)."""
+"""SXM modules, from NVIDIA's data sheets. FLOPs are without sparsity; link is half of the NVLink bandwidth,
+which NVIDIA counts in both directions; network is that of one GPU in a DGX (200 Gb/s, later 400 Gb/s)."""
 
 EFFICIENCY = 0.4
-"""Share of the published FLOPs that a step reaches; of bandwidth too."""
+"""Share of the published FLOPs and bandwidth that a step reaches."""
 
 
 # -- the model
@@ -66,19 +66,19 @@ EFFICIENCY = 0.4
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, and what the optimizer keeps of it."""
+    """A parameter and its optimizer state."""
 
     shape: torch.Size
     state_bytes: int
     is_expert: bool
-    """Divided among the ranks that share the experts."""
+    """True if expert parallelism divides the parameter."""
 
     @property
     def numel(self) -> int:
         return self.shape.numel()
 
     def share(self, layout: Layout) -> float:
-        """The largest part of it that a rank has."""
+        """Return the largest fraction of the parameter that a rank holds."""
         rows, shards = self.shape[0], layout.shard * layout.expert
         if self.is_expert and layout.shards_each_expert(rows):
             return 1 / shards
@@ -87,11 +87,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model without numbers: its parameters by layer, and what a step keeps for its backward pass."""
+    """Sizes of a model's parameters, by layer."""
 
     layers: tuple[tuple[Weight, ...], ...]
     outside: tuple[Weight, ...]
-    """The parameters of no layer: embeddings, the last norm, the output."""
+    """Parameters outside of layers: embeddings, the final norm, the output matrix."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> Sizes:
@@ -112,7 +112,7 @@ class Sizes:
 
 
 def _state_bytes(config: TrainConfig, decoder: Decoder) -> dict[int, int]:
-    """Return the bytes of the optimizer's state by the parameter's id, from a step without numbers."""
+    """Return `id` of a parameter -> bytes of its optimizer state, from a step on the meta device."""
     optimizer = config.optimizer.build(decoder)
     for parameter in decoder.parameters():
         parameter.grad = torch.empty_like(parameter)
@@ -140,16 +140,16 @@ def _expert_parameters(decoder: Decoder) -> set[int]:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that the forward pass of one rank keeps for the backward pass."""
+    """Bytes of activations that the forward pass of a rank saves for the backward pass."""
 
     outside: float
-    """Beside the layers, with the logits and their gradient: the peak of a step is where these are made."""
+    """Bytes outside of layers, including the logits and their gradient, which exist at the peak of a step."""
     by_layer: tuple[float, ...]
     recomputed: float
-    """Bytes to compute one layer again, if its activations are not kept."""
+    """Bytes to recompute one layer, with activation checkpointing."""
 
     def with_more(self, of_layer: float, *, is_kept: bool) -> Activations:
-        """With so many bytes more of each layer, which are kept, or computed again."""
+        """Return a copy with `of_layer` more bytes per layer, which are saved, or else recomputed."""
         if is_kept:
             return replace(self, by_layer=tuple(size + of_layer for size in self.by_layer))
         return replace(self, recomputed=self.recomputed + of_layer)
@@ -159,7 +159,7 @@ class Activations:
         return sum(self.peak_with(0.0, [0.0] * len(self.by_layer)))
 
     def peak_with(self, outside: float, by_layer: Sequence[float]) -> tuple[float, float]:
-        """(gradients, activations) at the moment of the backward pass when their sum is largest.
+        """Return bytes of (gradients, activations) at the time in the backward pass when their sum peaks.
 
         Args:
             outside, by_layer: bytes of the gradients.
@@ -174,13 +174,13 @@ class Activations:
 
 
 def activations_of(config: TrainConfig, num_sequences: int, precision: str) -> Activations:
-    """Followed on a model of one layer of each kind, and of two: equal layers keep equally much."""
+    """Trace models of one and two layers of each kind; the difference is one layer."""
     model = config.model
     ffns = model.layer_ffns()
     kept = model.activation_checkpointing
     kinds = {ffn.model_dump_json(): ffn for ffn in ffns}
 
-    def followed(*chosen: Any, checkpointing: Any = kept) -> float:
+    def traced(*chosen: Any, checkpointing: Any = kept) -> float:
         smaller = {
             **model.to_dict(),
             "num_layers": len(chosen),
@@ -193,12 +193,12 @@ def activations_of(config: TrainConfig, num_sequences: int, precision: str) -> A
     of_kind: dict[str, float] = {}
     recomputed = outside = 0.0
     for name, ffn in kinds.items():
-        one = followed(ffn)
-        of_kind[name] = followed(ffn, ffn) - one
+        one = traced(ffn)
+        of_kind[name] = traced(ffn, ffn) - one
         outside = max(outside, one - of_kind[name])
         if kept:
-            whole = followed(ffn, ffn, checkpointing=False) - followed(ffn, checkpointing=False)
-            # Beside a block that is computed again attention has kept its own.
+            whole = traced(ffn, ffn, checkpointing=False) - traced(ffn, checkpointing=False)
+            # If only the feed-forward block is recomputed, the activations of attention are saved already.
             recomputed = max(recomputed, whole - of_kind[name] if kept == "ffn" else whole)
     return Activations(outside, tuple(of_kind[f.model_dump_json()] for f in ffns), recomputed)
 
@@ -206,12 +206,12 @@ def activations_of(config: TrainConfig, num_sequences: int, precision: str) -> A
 def _kept_bytes(
     config: TrainConfig, model: DecoderConfig, num_sequences: int, precision: str
 ) -> float:
-    """At the peak up to where the gradient of the logits is there, beside the weights."""
+    """Return the peak bytes without weights, from the forward pass to the gradient of the logits."""
     decoder = model.build_empty(*config.data.text_sizes)
     if precision == "bf16-true":
         decoder = decoder.bfloat16()
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of products in two formats, which are not computed
+        warnings.simplefilter("ignore")  # about matrix products of mixed dtypes
         decoder.to_empty(device="cpu")
         ids_BS = torch.zeros(num_sequences, config.data.seq_len, dtype=torch.long)
         tracker = MemTracker()
@@ -229,18 +229,18 @@ def _kept_bytes(
     return named["Total"] - named["Parameter"] - named["Buffer"]
 
 
-# -- what a layout takes
+# -- the cost of a layout
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, by what they hold then."""
+    """Bytes of a rank at the peak of a step."""
 
     weights: float
     gradients: float
     optimizer: float
     gathered: float
-    """Weights and gradients that are whole for a moment: what is outside of layers, and two layers."""
+    """Weights and gradients that are whole temporarily: those outside of layers, and those of two layers."""
     activations: float
 
     @property
@@ -250,16 +250,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank sends in a step, by why."""
+    """Bytes that a rank sends in a step."""
 
     weights: float
-    """Gathered before use, those of layers again in the backward pass."""
+    """Weights to gather before use; those of layers are gathered again in the backward pass."""
     gradients: float
-    """Added up over the ranks that shard a weight."""
+    """Gradients to sum over the ranks that shard a weight."""
     copies: float
-    """Added up over copies of the model."""
+    """Gradients to sum over copies of the model."""
     tokens: float
-    """To their experts and back, and their gradients: as many as in perfect balance."""
+    """Tokens sent to their experts and back, and their gradients, with perfectly balanced experts."""
 
     @property
     def total(self) -> float:
@@ -268,20 +268,20 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A run on a layout of its ranks."""
+    """Cost of a run on a layout."""
 
     layout: Layout
     device: Device
     memory: Memory
     traffic: Traffic
     compute_seconds: float
-    """Seconds of the products of a step."""
+    """Seconds of the matrix products of a step."""
     beside_seconds: float
-    """Seconds to send weights and gradients, at the same time as the products."""
+    """Seconds to send weights and gradients, which overlaps with the products."""
     between_seconds: float
-    """Seconds to send tokens, which the products wait for."""
+    """Seconds to send tokens, which does not overlap with the products."""
     tokens: int
-    """Tokens of a step, of all ranks."""
+    """Tokens of a step, summed over ranks."""
 
     @property
     def fits(self) -> bool:
@@ -289,7 +289,7 @@ class LayoutPlan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step in perfect balance."""
+        """Seconds of a step with perfectly balanced experts."""
         return max(self.compute_seconds, self.beside_seconds) + self.between_seconds
 
     @property
@@ -298,7 +298,7 @@ class LayoutPlan:
 
 
 def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
-    """Every layout of so many ranks that the model, its precision and its optimizer allow."""
+    """Yield every layout of `num_ranks` ranks that the model, the precision and the optimizer allow."""
     if _precision(config) not in SHARDED_PRECISIONS or not config.optimizer.takes_shards:
         yield Layout(num_ranks)
         return
@@ -321,7 +321,7 @@ def _divisors(number: int) -> list[int]:
 def plan_layouts(
     config: TrainConfig, num_ranks: int, device: Device, efficiency: float = EFFICIENCY
 ) -> list[LayoutPlan]:
-    """A plan for every layout, the fastest that fits first, then those that do not, the smallest first.
+    """Return a plan for every layout: first those that fit, fastest first; then the others, smallest first.
 
     Raises:
         ConfigError: the batch cannot be divided among the ranks.
@@ -355,26 +355,26 @@ def _plan(
     efficiency: float,
 ) -> LayoutPlan:
     item = {"bf16-true": 2, "64-true": 8}.get(precision, 4)
-    sent = 2 if precision == "bf16-mixed" else item  # a number of a token between experts
+    sent = 2 if precision == "bf16-mixed" else item  # bytes of one element of a sent token
     data, model, num_batches = config.data, config.model, config.trainer.accumulate_grad_batches
     tokens = num_batches * (data.batch_size // layout.num_ranks) * data.seq_len
     traffic = _traffic(config, sizes, layout, item, sent, tokens)
     if layout.expert > 1:
-        # A rank keeps the tokens that its experts received, its own among them.
+        # A rank saves the tokens that its experts received, including its own.
         numbers = _numbers_received(config, layout, tokens // num_batches) / model.num_layers
         is_kept = not model.activation_checkpointing
         activations = activations.with_more(sent * numbers, is_kept=is_kept)
 
     def pace(num_neighbours: int) -> float:
-        """Return the bytes per second between `num_neighbours` ranks, on one machine or across machines."""
+        """Return the bandwidth between `num_neighbours` ranks, on one machine or across machines."""
         return device.link if num_neighbours <= device.per_machine else device.network
 
-    beside = (traffic.weights + traffic.gradients) / pace(layout.shard * layout.expert)
-    beside += traffic.copies / pace(layout.num_ranks)
+    overlapped = (traffic.weights + traffic.gradients) / pace(layout.shard * layout.expert)
+    overlapped += traffic.copies / pace(layout.num_ranks)
     ffns = model.layer_ffns()
     forward = model.flops_per_token(*config.data.text_sizes)
     of_ffns = sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
-    # Backward is twice forward, and what is not kept is computed once more.
+    # The backward pass costs twice the forward pass, plus what it recomputes.
     again = {"ffn": of_ffns, False: 0}.get(model.activation_checkpointing, forward)
     per_flop = tokens / device.flops / efficiency
     return LayoutPlan(
@@ -383,7 +383,7 @@ def _plan(
         _memory(sizes, layout, item, activations, num_batches),
         traffic,
         compute_seconds=per_flop * (3 * forward + again),
-        beside_seconds=beside / efficiency,
+        beside_seconds=overlapped / efficiency,
         between_seconds=traffic.tokens / pace(layout.expert) / efficiency,
         tokens=tokens * layout.num_ranks,
     )
@@ -392,31 +392,36 @@ def _plan(
 def _memory(
     sizes: Sizes, layout: Layout, item: int, activations: Activations, num_batches: int
 ) -> Memory:
-    """Return the memory of a rank; numbers have `item` bytes."""
+    """Return the memory of a rank; `item` is the number of bytes of one element."""
     local = item * _local(sizes.all, layout)
     state = item / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
     outside = item * _gathered(sizes.outside, layout)
     layers = [item * _gathered(layer, layout) for layer in sizes.layers]
-    if num_batches > 1:  # they are added up whole, until the last one
+    if num_batches > 1:  # gradients accumulate unsharded until the last batch
         gradients, kept = outside + sum(layers), activations.total
     else:
         by_layer = [item * _local(layer, layout) for layer in sizes.layers]
         gradients, kept = activations.peak_with(item * _local(sizes.outside, layout), by_layer)
-    if not layout.is_sharded:  # the buckets in which DistributedDataParallel adds gradients up
+    if not layout.is_sharded:  # DistributedDataParallel reduces gradients in buckets
         buckets = local if layout.num_ranks > 1 else 0.0
         return Memory(local, gradients, state, buckets, kept)
-    # What is outside of layers stays; the next layer is gathered beside one, whose gradient is whole too.
+    # Parameters outside of layers stay gathered, with their gradients. The next layer is gathered while the
+    # current layer still has its weights and gradients.
     return Memory(local, gradients, state, 2 * outside + 3 * max(layers), kept)
 
 
 def _traffic(
     config: TrainConfig, sizes: Sizes, layout: Layout, item: int, sent: int, tokens: int
 ) -> Traffic:
-    """Return the traffic of a rank; numbers have `item` bytes, and `sent` bytes in tokens."""
+    """Return the traffic of a rank.
+
+    Args:
+        item, sent: bytes of one element of a weight, and of a sent token.
+    """
     sharded = item * sum(_moved_once(w, layout) for w in sizes.all)
     of_layers = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
     numbers_sent = _numbers_received(config, layout, tokens) * (1 - 1 / layout.expert)
-    # There and back, their gradients, and what is not kept travels once more.
+    # To the experts and back, forward and backward; recomputing the forward pass sends tokens again.
     times = 6 if config.model.activation_checkpointing else 4
     return Traffic(
         weights=config.trainer.accumulate_grad_batches * (sharded + of_layers),
@@ -427,26 +432,26 @@ def _traffic(
 
 
 def _local(weights: Iterable[Weight], layout: Layout) -> float:
-    """Numbers of these weights that one rank has, at the most."""
+    """Return the largest number of elements of `weights` that a rank stores."""
     return sum(weight.numel * weight.share(layout) for weight in weights)
 
 
 def _gathered(weights: Iterable[Weight], layout: Layout) -> float:
-    """Numbers of these weights that one rank holds while it computes with them."""
+    """Return the number of elements of `weights` that a rank holds while it computes with them."""
     return sum(w.numel / layout.expert if w.is_expert else w.numel for w in weights)
 
 
 def _moved_once(weight: Weight, layout: Layout) -> float:
-    """Numbers that a rank sends when the parts of a weight are gathered, or its gradient is scattered."""
+    """Return the elements that a rank sends to gather a weight, or to reduce-scatter its gradient."""
     num_shards = layout.shard if weight.is_expert else layout.shard * layout.expert
     return weight.numel * weight.share(layout) * (num_shards - 1)
 
 
 def _numbers_received(config: TrainConfig, layout: Layout, tokens: int) -> float:
-    """Numbers of all layers that the experts of a rank receive: a token once, however many of them it visits.
+    """Return the number of elements that the experts of a rank receive, summed over layers.
 
-    In perfect balance, k experts drawn from E: a rank has none of them with the probability of drawing all of
-    them from those elsewhere, or from those without a network.
+    A rank receives a token once, even if the token chooses several of its experts. In perfect balance a token
+    draws k of E experts. With probability `none` it draws no expert that the rank computes.
     """
     numbers, ranks = 0.0, layout.expert
     for info in config.model.router_infos().values():

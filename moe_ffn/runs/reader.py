@@ -1,4 +1,4 @@
-"""One run as a value, read back from its folder; whatever the folder lacks is absent."""
+"""Reading a run from its folder; missing or damaged files leave empty fields."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ from moe_ffn.training.sampling import encode_text
 log = logging.getLogger(__name__)
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
-"""The files that the page is made of."""
+"""Files that the page of a run is made from."""
 
 State = Literal["waiting", "training", "interrupted", "finished"]
 
 PATIENCE_SECONDS, PATIENCE_ROWS = 120, 10
-"""A run counts as interrupted once it wrote nothing for this time, and for the time of so many rows."""
+"""Seconds, and number of rows: a run that writes nothing for longer than both counts as interrupted."""
 
 LAYER_KEY = re.compile(rf"routing/(layer_\d{{1,9}}{ROUTING_SUFFIX})/(.+)")
 EXPERT_KEY = re.compile(r"load/expert_(\d{1,9})")
@@ -70,7 +70,7 @@ EXPERT_KEY = re.compile(r"load/expert_(\d{1,9})")
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The best model of a run, in evaluation, with what it takes to give it a text."""
+    """The best model of a run, in evaluation mode, with its tokenizer."""
 
     folder: Path
     config: TrainConfig
@@ -82,13 +82,13 @@ class SavedModel:
         return f"SavedModel('{self.folder}', {count:,} parameters)"
 
     def run(self, text: str | bytes, *, who: str = "text") -> DecoderOutput:
-        """The decoder's output for a text as one sequence.
+        """Return the decoder's output for a text as one sequence.
 
         Args:
-            who: name of the text in an error, such as that of an option.
+            who: name of the text in errors, such as an option.
 
         Raises:
-            ConfigError: it has more tokens than the sequences that the run was trained on.
+            ConfigError: the text has more tokens than a training sequence of the run.
         """
         ids = encode_text(self.tokenizer, text, self.decoder.max_seq_len, who)
         with torch.no_grad():
@@ -97,23 +97,23 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Run:
-    """One run. What its folder lacks, or holds damaged, is empty here."""
+    """A run. Fields are empty if their files in the folder are missing or damaged."""
 
     folder: Path
     name: str
-    """Unique among the runs that were read together."""
+    """Name that is unique among the runs read together."""
     state: State
     rows: Rows
-    """Rows of the training log, as a table."""
+    """Table of `metrics.jsonl`."""
     facts: Facts
-    """Revision, corpus, precision, sizes."""
+    """Code revision, corpus, precision, sizes."""
     summary: Summary
-    """Results at its end; empty before that."""
+    """Results of a finished run; empty before the end."""
     samples: Sequence[Sample]
-    """Texts that the model wrote at each validation."""
+    """Texts that the model generated at each validation."""
     alarms: Sequence[Alarm]
     options: Mapping[str, Any]
-    """Every option as plain values; `config` has them typed."""
+    """Every option as plain values; `config` is the typed form."""
     config_text: str
     trust_code: bool = False
 
@@ -130,40 +130,40 @@ class Run:
 
     @cached_property
     def saved_model(self) -> SavedModel:
-        """Config, tokenizer and decoder together; ConfigError where the folder has no good checkpoint."""
+        """Config, tokenizer and decoder. Raises ConfigError if there is no intact checkpoint."""
         with accepting_code(self.trust_code):
             return load_model(self.folder)
 
     @cached_property
     def config(self) -> TrainConfig:
-        """Its options; ConfigError where one is lost, or names code that is not trusted."""
+        """Options of the run. Raises ConfigError if one is missing, or names code that is not trusted."""
         with accepting_code(self.trust_code):
             return own_config(self.folder / CONFIG_FILE)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run; see `saved_model`, which this loads."""
+        """Tokenizer of the run, from `saved_model`."""
         return self.saved_model.tokenizer
 
     @property
     def model(self) -> Decoder:
-        """The decoder with the best weights, in evaluation, on the CPU; see `saved_model`."""
+        """Decoder with the best weights, in evaluation mode, on the CPU, from `saved_model`."""
         return self.saved_model.decoder
 
     def routing(self, text: str | bytes) -> Mapping[str, Routing]:
-        """Return the experts of the tokens of a text, by the name of the layer, such as `layer_03`.
+        """Return the routing of a text by layer name, such as `layer_03`.
 
         Raises:
-            ConfigError: the text is longer than the sequences of the run, or see `saved_model`.
+            ConfigError: the text is longer than a training sequence, or `saved_model` raises.
         """
         return self.saved_model.run(text).routings
 
     def series(self, key: str) -> Series:
-        """A column of the rows; an empty one where it is absent."""
+        """Return a column of `rows`; an empty series if there is no such column."""
         return self.rows.column(key)
 
     def option(self, path: str) -> Any:
-        """An option by its dotted path, such as `model.ffn.type`; None if absent."""
+        """Return an option by its dotted path, such as `model.ffn.type`; None if absent."""
         value: Any = self.options or self.facts.model_extra
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -178,27 +178,27 @@ class Run:
 
     @property
     def step(self) -> int | None:
-        """The last optimizer step in the log; None where it has no rows."""
+        """Last optimizer step in the log; None without rows."""
         return max((series.steps[-1] for series in self.rows.columns.values()), default=None)
 
     @cached_property
     def layers(self) -> Mapping[str, Mapping[str, Series]]:
-        """Sparse layer -> measure -> its series of the training rows."""
+        """Sparse layer -> metric -> series of the training rows."""
         return _by_layer(self.rows.columns, "")
 
     @cached_property
     def validated_layers(self) -> Mapping[str, Mapping[str, Series]]:
-        """Sparse layer -> measure -> its series of the validation rows."""
+        """Sparse layer -> metric -> series of the validation rows."""
         return _by_layer(self.rows.columns, "validation/")
 
     @cached_property
     def loads(self) -> Mapping[str, Sequence[Series]]:
-        """Sparse layer -> the load of each expert over the training rows."""
+        """Sparse layer -> load series of each expert over the training rows."""
         return {layer: loads for layer, found in self.layers.items() if (loads := _experts(found))}
 
     @cached_property
     def validated(self) -> Mapping[str, Mapping[str, Any]]:
-        """Sparse layer -> measure -> its value on the validation split, the last known."""
+        """Sparse layer -> metric -> last value on the validation split."""
         if self.summary.routing:
             return {layer: values.measures for layer, values in self.summary.routing.items()}
         return {
@@ -211,25 +211,25 @@ class Run:
 
 
 def load_run(folder: str | Path, *, trust_code: bool = False) -> Run:
-    """A run, finished or not, from its folder.
+    """Read a run, finished or not, from its folder.
 
         run = moe_ffn.load_run("runs/x")
         run.rows.column("train/loss").values
         run.routing("import os")["layer_00"]
 
-    The weights are read when something of the model is asked for: `tokenizer`, `model`, `routing`.
+    The weights are loaded at the first use of `tokenizer`, `model` or `routing`.
 
     Args:
         trust_code: run the code that the folder names, even if none of your runs started with it.
 
     Raises:
-        ConfigError: this is no folder of a run, or its log cannot be read.
+        ConfigError: the folder is not that of a run, or its log cannot be read.
     """
     return replace(read_run(Path(folder)), trust_code=trust_code)
 
 
 def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
-    """The runs, each once and under a name of its own: its folder's, or its path where two are the same."""
+    """Read runs without duplicates; a run is named by its folder, or by its path if two names are equal."""
     distinct: dict[Path, Path] = {}
     for folder in folders:
         distinct.setdefault(folder.resolve(), folder)
@@ -248,11 +248,11 @@ def read_run(
     has_ended: bool = False,
     keys: Collection[str] | None = None,
 ) -> Run:
-    """Read a run as it is now; see `load_run`.
+    """Read the current state of a run; see `load_run`.
 
     Args:
-        has_ended: whether training is known to be over; otherwise the times of its files decide.
-        keys: those of the log that are read, all by default; most of the time goes into reading rows.
+        has_ended: true if training is known to be over; otherwise locks and file times decide.
+        keys: keys of the log to read, all by default; fewer keys are faster.
     """
     check_is_run(folder)
     text = _text(folder / CONFIG_FILE)
@@ -279,7 +279,7 @@ def _state(folder: Path, rows: Rows, *, is_finished: bool, has_ended: bool) -> S
     is_trained = False if has_ended else is_trained_here(folder)
     if is_trained is False:
         return "interrupted"
-    if is_trained is None:  # perhaps on another machine: what is written tells
+    if is_trained is None:  # perhaps on another machine, so use the modification times
         files = [folder / name for name in WATCHED]
         written = [path.stat().st_mtime for path in files if path.is_file()]
         longest = max(map(len, rows.columns.values()), default=0)
@@ -300,27 +300,27 @@ def _by_layer(columns: Mapping[str, Series], prefix: str) -> dict[str, dict[str,
 
 
 def _experts(found: Mapping[str, Series]) -> list[Series]:
-    """The loads in the order of their experts, which beyond 99 is not that of their names."""
+    """Return the load series sorted by expert number, which is not alphabetical beyond expert 99."""
     numbered = {int(m[1]): s for key, s in found.items() if (m := EXPERT_KEY.fullmatch(key))}
     return [numbered[expert] for expert in sorted(numbered)]
 
 
 def _text(path: Path) -> str:
-    """Empty where the file is absent or cannot be read: the rest of the page does not need it."""
+    """Return the text of a file; empty if it is absent or cannot be read, so that a page is still made."""
     with suppress(OSError):
         return read_text(path, errors="replace")
     return ""
 
 
 def _lines(path: Path, kind: type[AnyLine]) -> list[AnyLine]:
-    """Empty where the file is absent or cannot be read."""
+    """Return the lines of a log; empty if the file is absent or cannot be read."""
     with suppress(OSError):
         return list(read_lines(path, kind))
     return []
 
 
 def _yaml_mapping(text: str) -> dict[str, Any]:
-    """Empty where the text holds no mapping."""
+    """Return the mapping in a YAML text; empty if there is none."""
     with suppress(ConfigError):
         value = parse_yaml(text, where=CONFIG_FILE)
         return value if isinstance(value, dict) else {}
@@ -331,11 +331,11 @@ def _yaml_mapping(text: str) -> dict[str, Any]:
 
 
 def load_model(folder: Path) -> SavedModel:
-    """Return the config, the tokenizer and the best weights of a run.
+    """Load the config, the tokenizer and the best weights of a run.
 
     Raises:
-        ConfigError: this is no run's folder, or one without a good checkpoint, or a file of it is damaged,
-            or it names code that is not trusted.
+        ConfigError: the folder is not that of a run, has no intact checkpoint, has a damaged file, or names
+            code that is not trusted.
     """
     check_has_weights(folder)
     config = own_config(folder / CONFIG_FILE)
@@ -344,7 +344,7 @@ def load_model(folder: Path) -> SavedModel:
     with explaining_outside_errors():
         decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
     weights = read_weights(folder, config, tokenizer, decoder)
-    # float32 holds the weights of every other format exactly.
+    # The decoder is float32, which holds the weights of every format but float64 exactly.
     if any(weights[name].dtype == torch.float64 for name, _ in decoder.named_parameters()):
         decoder.double()
     decoder.load_state_dict(weights)
@@ -354,13 +354,13 @@ def load_model(folder: Path) -> SavedModel:
 def read_weights(
     folder: Path, config: TrainConfig, tokenizer: Tokenizer, decoder: Decoder
 ) -> Mapping[str, Tensor]:
-    """Return the best weights of a run, or the newest if those are damaged.
+    """Return the best weights of a run, or the newest ones if the best are damaged.
 
     Args:
-        decoder: of these names and shapes.
+        decoder: module with the expected names and shapes.
 
     Raises:
-        ConfigError: none of its checkpoints is good.
+        ConfigError: the run has no intact checkpoint.
     """
     checkpoints, run_id = folder / CHECKPOINTS_FOLDER, Facts.read(folder / FACTS_FILE).run_id
     expected = identity_of_weights(config, tokenizer, run_id or None)
@@ -377,9 +377,9 @@ def read_weights(
     why = "; ".join(skipped)
     if found is None:
         raise ConfigError(
-            f"'{checkpoints}' has no good checkpoint: {why}; put back what was there, or give another run"
+            f"'{checkpoints}' has no good checkpoint: {why}; restore one, or give another run"
             if why
-            else f"'{checkpoints}' has no checkpoint, so no model to load; give a run that has come to its "
+            else f"'{checkpoints}' has no checkpoint, so no model to load; give a run that has reached its "
             "first validation"
         )
     if why:
@@ -388,7 +388,7 @@ def read_weights(
 
 
 def _of_decoder(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the weights of the decoder in a checkpoint, by their names in it."""
+    """Return name in the decoder -> weight, from the values of a checkpoint."""
     state = values.get("state_dict", {})
     if isinstance(state, SavedTensors):
         return state.under("decoder.")
@@ -400,7 +400,7 @@ def _read_tokenizer(path: Path, config: TrainConfig) -> Tokenizer:
     try:
         values = json.loads(read_text(path))
         return config.data.tokenizer.restore(values)
-    except Exception as error:  # of whatever kind: what is wrong is in the file
+    except Exception as error:  # of any type: the file is damaged
         raise ConfigError(
             f"'{path}' is not the tokenizer that this run was trained with: {first_line(error)}"
         ) from error

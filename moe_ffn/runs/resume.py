@@ -1,6 +1,6 @@
-"""Resuming a run: find its newest good checkpoint, and cut its folder back to that step.
+"""Resuming a run: find its newest intact checkpoint, and remove what was logged after that step.
 
-Reading the weights of a run looks for a good checkpoint too, so nothing here imports lightning at once.
+Programs that only read weights use this module too, so it does not import lightning at the top.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# -- the newest good checkpoint
+# -- the newest intact checkpoint
 
 GoodCheckpoint = tuple[Path, Mapping[str, Any]]
-"""A checkpoint that was read and fits the run, and its values."""
+"""Path and values of an intact checkpoint that belongs to the run."""
 
 
 def newest_good(
@@ -77,7 +77,7 @@ def newest_good(
     """Return the first checkpoint that can be read and that `refusal` accepts.
 
     Returns:
-        that checkpoint, or None; and what is wrong with those before it, such as
+        that checkpoint, or None; and the problem of each checkpoint before it, such as
         `step_00000012.ckpt is empty`.
     """
     skipped: list[str] = []
@@ -96,11 +96,11 @@ def newest_good(
 def refusal_of_weights(
     values: Mapping[str, Any], expected: Mapping[str, Any], model: nn.Module
 ) -> str | None:
-    """Return why the weights of a checkpoint do not go into a model; None if they do.
+    """Return the reason why a model cannot load the weights of a checkpoint; None if it can.
 
     Args:
-        expected: a `checkpoint_identity` or an `identity_of_weights`; other keys are not compared.
-        model: a module with the names that weights have in `values["state_dict"]`.
+        expected: a `checkpoint_identity` or an `identity_of_weights`; only its keys are compared.
+        model: module whose parameter names are the keys of `values["state_dict"]`.
     """
     weights, identity = values.get("state_dict"), values.get(IDENTITY)
     if not isinstance(weights, Mapping) or not isinstance(identity, Mapping):
@@ -110,7 +110,7 @@ def refusal_of_weights(
         found["data"] = {key: found["data"].get(key) for key in expected["data"]}
     for key, (before, now) in differences(found, expected).items():
         return f"was made with {_short(key)} {_short(before)}, but this run has {_short(now)}"
-    shapes = getattr(weights, "described", weights)  # tensors in shards are not read for this
+    shapes = getattr(weights, "described", weights)  # do not read sharded tensors
     for name, value in model.state_dict().items():
         if name not in shapes:
             return f"lacks the weight '{name}'"
@@ -131,17 +131,17 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Start:
-    """The point that a run is resumed from."""
+    """The point from which a run resumes."""
 
     step: int = 0
     checkpoint: Path | None = None
-    """File of the checkpoint; None before the first save, to resume from the first step."""
+    """File of the checkpoint; None to start again at the first step."""
     run_id: str | None = None
-    """Id of the run; None where its files are lost."""
+    """Id of the run; None if its files are lost."""
     validated_step: int = -1
-    """Step of the last validation before the checkpoint: that of its own step may be still to come."""
+    """Step of the last validation in the checkpoint, which may be before its own step; -1 without any."""
     skipped: tuple[str, ...] = ()
-    """Newer checkpoints that are not good, each with the reason."""
+    """Newer checkpoints that cannot be used, each with the reason."""
 
     def describe(self, folder: Path) -> str:
         if self.checkpoint is None:
@@ -157,11 +157,11 @@ def find_start(
 
     Args:
         own: the options in the folder.
-        module: of the run, as it begins; its weights have the names and shapes of the checkpoint's.
-        max_steps: the run's new number of steps.
+        module: the run's module, with the names and shapes of the weights.
+        max_steps: the new number of steps of the run.
 
     Raises:
-        ConfigError: there are checkpoints, and none is good; or the run has passed `max_steps`.
+        ConfigError: there are checkpoints but none can be used; or the run has passed `max_steps`.
     """
     checkpoints = folder / CHECKPOINTS_FOLDER
     run_id = Facts.read(folder / FACTS_FILE).run_id or None
@@ -177,8 +177,8 @@ def find_start(
         if skipped:
             more = f"; and {len(skipped) - 1} more" if len(skipped) > 1 else ""
             raise ConfigError(
-                f"'{checkpoints}' has no checkpoint to resume from: {skipped[0]}{more}; put back what was "
-                "there, or start a new run"
+                f"'{checkpoints}' has no checkpoint to resume from: {skipped[0]}{more}; restore one, or "
+                "start a new run"
             )
         return Start(run_id=run_id)
     path, values = found
@@ -198,7 +198,7 @@ def find_start(
 def _refusal_of_state(
     values: Mapping[str, Any], own: TrainConfig, data: PreparedData, folder: Path
 ) -> str | None:
-    """Return why training cannot resume from a state: fresh copies of what is saved try to load it."""
+    """Return the reason why training cannot resume from a checkpoint, after loading it into new objects."""
     from moe_ffn.runs.assemble import make_callbacks  # lightning
 
     for name in ("global_step", "loops", "optimizer_states", "lr_schedulers", "guard", "callbacks"):
@@ -216,7 +216,7 @@ def _refusal_of_state(
 
 
 def resume_hint(folder: Path, keeper: CheckpointKeeper) -> str:
-    """Return the command that resumes a run, and the checkpoint that it begins from."""
+    """Return the last saved checkpoint and the command that resumes a run."""
     step = keeper.last_saved_step
     saved = "no checkpoint was saved" if step < 0 else f"saved {step_name(step)}"
     return f"{saved}; resume with: {command('train')} --resume {folder}"
@@ -226,11 +226,11 @@ def resume_hint(folder: Path, keeper: CheckpointKeeper) -> str:
 
 
 def rewind(resume: Resume, start: Start, files: Mapping[str, str]) -> None:
-    """Remove what was written after the checkpoint, and record that the run is resumed.
+    """Remove what was logged after the checkpoint, and record that the run is resumed.
 
     Args:
-        files: the files that a new run would begin with, name -> text. Those that are missing, damaged, or
-            have other options now are written.
+        files: name -> text of the files that a new run would begin with. Files that are missing, damaged or
+            out of date are written.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -264,11 +264,9 @@ def _last_step(row: Row, start: Start) -> int:
 
 
 def _cut(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
-    """Keep some lines of a log, without those that are damaged."""
+    """Keep the lines of a log that `is_kept` accepts; warn about damaged lines, which are removed."""
     if number := num_damaged(path, kind):
-        log.warning(
-            "'%s' is damaged: %d of its lines cannot be read and are left out", path, number
-        )
+        log.warning("'%s' is damaged: %d of its lines cannot be read and are removed", path, number)
     cut_lines(path, kind, is_kept)
 
 
@@ -287,7 +285,7 @@ def _update_files(resume: Resume, files: Mapping[str, str]) -> None:
 
 
 def _facts_now(resume: Resume, fresh: str) -> str:
-    """Return the facts of the run's beginning, with the options and the id of now."""
+    """Return the stored facts of a run, with the current options and id."""
     facts = Facts.read(resume.folder / FACTS_FILE)
     if not facts.is_whole:
         return fresh

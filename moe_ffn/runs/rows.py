@@ -1,4 +1,4 @@
-"""The rows of a run as a table."""
+"""Table of the metrics of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Series:
-    """The values of one column and their optimizer steps, ascending; a value may not be finite."""
+    """Values of a column with their optimizer steps, ascending; values may be NaN or infinite."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -34,7 +34,7 @@ class Series:
         return f"Series({len(self)} values, {span}, last {self.last:.6g})"
 
     def put(self, step: int, value: float) -> None:
-        """Append a value; a step that comes again takes the place of itself and of all that was later."""
+        """Append a value. If the step exists already, remove that value and all later ones first."""
         while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             self.values.pop()
@@ -43,20 +43,19 @@ class Series:
 
 
 class Rows:
-    """A table with a row for each optimizer step that has values, and a column for each key of the log.
+    """A table with one row per logged optimizer step and one column per key of the log.
 
-    A list is a column for each of its entries: `routing/layer_03/load` becomes
-    `routing/layer_03/load/expert_00` and on. Iterating gives one `{"step": 10, "train/loss": 2.5}` for each
-    step, with the columns that have a value there.
+    A list becomes one column per entry: `routing/layer_03/load/expert_00` and so on. Iteration yields one
+    dictionary per step, such as `{"step": 10, "train/loss": 2.5}`, without missing values.
     """
 
     def __init__(self, lines: Iterable[Row] = (), keys: Collection[str] | None = None) -> None:
         """
         Args:
-            keys: those of the log that are read; all by default.
+            keys: keys of the log to read; all by default.
         """
         self.columns: dict[str, Series] = {}
-        """The series of each key, in the order of the log."""
+        """Key -> series, in the order of the log."""
         for line in lines:
             found = line.values
             if keys is not None:
@@ -69,12 +68,12 @@ class Rows:
         return f"Rows({len(self)} rows, {len(self.columns)} columns)"
 
     def column(self, key: str) -> Series:
-        """The values of one key; an empty series where no row has it."""
+        """Return the values of a key; an empty series if no row has the key."""
         return self.columns.get(key, Series())
 
     @property
     def steps(self) -> list[int]:
-        """The optimizer steps of the rows, ascending."""
+        """Optimizer steps of the rows, ascending."""
         return sorted({step for series in self.columns.values() for step in series.steps})
 
     def __len__(self) -> int:
@@ -88,7 +87,7 @@ class Rows:
         yield from rows.values()
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The table as a DataFrame with the step as its index; a missing value is NaN.
+        """Return a DataFrame whose index is the step; missing values are NaN.
 
         Raises:
             ImportError: pandas is not installed.
@@ -100,7 +99,7 @@ class Rows:
 
 
 def flat(values: Mapping[str, Cell]) -> dict[str, float | None]:
-    """`{"load": [0.25, 0.75]}` as `{"load/expert_00": 0.25, "load/expert_01": 0.75}`."""
+    """Flatten `{"load": [0.25, 0.75]}` to `{"load/expert_00": 0.25, "load/expert_01": 0.75}`."""
     cells: dict[str, float | None] = {}
     for key, value in values.items():
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Texts to evaluate a trained model on: those of its run, or a file."""
+"""Texts to evaluate a trained model on: the data of its run, or another file."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from moe_ffn.runs.reader import Run
 
 
 def prepare_data(run: Run, instead: str) -> PreparedData:
-    """The corpus and the splits that a run was trained on.
+    """Return the corpus and the splits that a run was trained on.
 
     Args:
-        instead: what else a user may do where they are lost.
+        instead: advice in errors for a user whose corpus is lost.
 
     Raises:
-        ConfigError: the corpus cannot be read, or is not what it was.
+        ConfigError: the corpus cannot be read, or has changed since the run began.
     """
     try:
         data = prepare(run.config.data)
     except ConfigError as error:
         raise ConfigError(f"{error}; or {instead}") from error
     check_documents(run.folder, data.documents, instead)
-    if run.facts.corpus_sha256 not in (None, data.corpus_sha256):  # where that list is lost
+    if run.facts.corpus_sha256 not in (None, data.corpus_sha256):  # if `documents.json` is lost
         raise ConfigError(
-            f"data.corpus: is not what '{run.folder}' began with; put back what it was, or {instead}"
+            f"data.corpus: is not what '{run.folder}' began with; restore it, or {instead}"
         )
     return data
 
 
 def check_documents(folder: Path, now: Documents, instead: str = "start a new run") -> None:
-    """Raise ConfigError with the first document that is not what the run began with.
+    """Raise ConfigError with the first document that has changed since the run began.
 
     Args:
-        instead: the alternative to putting the corpus back.
+        instead: advice in errors, as an alternative to restoring the corpus.
     """
     try:
         began_with = Documents.from_dict(read_object(folder / DOCUMENTS_FILE))
@@ -50,24 +50,25 @@ def check_documents(folder: Path, now: Documents, instead: str = "start a new ru
         return
     if change := changed(began_with, now):
         raise ConfigError(
-            f"data.corpus: {change}, since '{folder}' began; put back what it was, or {instead}"
+            f"data.corpus: {change}, since '{folder}' began; restore it, or {instead}"
         )
 
 
 def tokens_of_path(path: Path, tokenizer: Tokenizer, option: str) -> np.ndarray:
-    """The tokens of a file of token ids (.bin, .npy), or of all text that a path names.
+    """Return the tokens of a file of token ids (.bin, .npy), or of all texts under a path.
 
-    Between two documents stands an end of document, as in training; none behind the last.
+    An end-of-document token separates documents, as in training; none follows the last document.
 
     Args:
         path: a file, a folder or a glob, as in `data.corpus.paths`.
-        option: that named it, for messages.
+        option: name of the option with the path, for messages.
 
     Returns:
         (num_tokens,) ids of the tokenizer, two or more.
 
     Raises:
-        ConfigError: it cannot be read, is no UTF-8 text, or holds too little, or ids of another tokenizer.
+        ConfigError: the path cannot be read, is not UTF-8 text, has fewer than two tokens, or has ids of
+            another tokenizer.
     """
     if path.suffix in SUFFIXES and path.exists():
         tokens = TokenRow.of([path], tokenizer.dtype)[:]

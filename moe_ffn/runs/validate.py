@@ -1,4 +1,4 @@
-"""Every check of a run's options and machine that comes before its data are read or its folder is made."""
+"""Checks of a run's options and hardware, before the data are read and the folder is made."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from moe_ffn.runs.memory import check_fits
 from moe_ffn.training.config import resolve_precision
 
 LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
-"""Variables of which torchrun, SLURM, LSF and MPI set at least one for the processes that they start."""
+"""Environment variables; torchrun, SLURM, LSF and MPI each set at least one in processes that they start."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The processes and devices of a run."""
+    """Device, number of processes and precision of a run."""
 
     device: torch.device
     num_ranks: int
@@ -41,7 +41,7 @@ def validate(config: TrainConfig, *, is_new: bool = True) -> list[ConfigError]:
     """Return the mistakes in a config, one error each; empty if the run may begin.
 
     Args:
-        is_new: the run makes a folder; a resumed one has its own.
+        is_new: true if the run makes a folder; false for a resumed run, which has one.
     """
     makes_folder = is_new and is_first_rank()
     if mistakes := _collect(
@@ -83,10 +83,10 @@ def _collect(*checks: Callable[[], object]) -> list[ConfigError]:
 
 
 def find_hardware(config: TrainConfig) -> Hardware:
-    """Return what Lightning makes of the options of the Trainer.
+    """Return the hardware that Lightning selects for the options of the Trainer.
 
     Raises:
-        ConfigError: it rejects them, or the launcher has started another number of processes.
+        ConfigError: Lightning rejects the options, or the launcher has started another number of processes.
     """
     arguments = config.trainer.lightning_arguments()
     quiet: dict[str, Any] = dict.fromkeys(
@@ -118,9 +118,9 @@ def _check_launcher(config: TrainConfig) -> None:
     num_nodes = config.trainer.num_nodes
     if num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
         raise ConfigError(
-            f"trainer.num_nodes ({num_nodes}): nobody has started this program on the other machines, so "
-            f"that it would wait for ever; start it on each with torchrun --nnodes {num_nodes} "
-            "--nproc_per_node DEVICES --rdzv_backend c10d --rdzv_endpoint HOST:PORT -m experiments.train, or "
+            f"trainer.num_nodes ({num_nodes}): no launcher has started this program, so it would wait for "
+            f"the other machines forever; start it on each with torchrun --nnodes {num_nodes} "
+            "--nproc_per_node DEVICES --rdzv_backend c10d --rdzv_endpoint HOST:PORT -m moe_ffn.cli train, or "
             "with srun"
         )
 
@@ -131,10 +131,10 @@ def _check_precision(hardware: Hardware) -> None:
 
 
 def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
-    """Return how the ranks of a run share its model.
+    """Return the layout of a run's model on its ranks.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the model, the precision or the optimizer does not allow the layout.
     """
     layout = _layout_of(config, num_ranks)
     if config.parallel is not None:
@@ -169,7 +169,7 @@ def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> 
             )
         if not config.optimizer.takes_shards:
             yield (
-                f"optimizer.type ({config.optimizer.type}) looks at whole matrices, which parallel.shard and "
+                f"optimizer.type ({config.optimizer.type}) needs whole matrices, which parallel.shard and "
                 "parallel.expert divide; use adamw or muon"
             )
     if layout.expert > 1:

@@ -1,11 +1,14 @@
-"""Training: the step here, `monitoring` observes it, `recovery` survives what interrupts it.
+"""Training. `monitoring` logs a run; `recovery` handles checkpoints, skipped steps and early ends.
 
 module.py           the LightningModule
-objective.py        what is minimised, and what is updated between steps without a gradient
-optimizer.py        the optimizers and their options; schedule.py
-data_module.py      batches by their number, as Lightning's loaders
-sampling.py         a text of the model
-config.py           the options of the Trainer, of logging and of checkpoints
+objective.py        the loss, and the biases and weights that are updated without a gradient
+optimizer.py        optimizers and their options
+schedule.py         learning rate schedules
+data_module.py      the data loaders
+evaluation.py       loss and routing of a trained model on a text
+sampling.py         text generation during and after training
+strategy.py         Lightning's strategy for sharded models
+config.py           options of the Trainer, of logging and of checkpoints
 """
 
 from moe_ffn.training.optimizer import MuonConfig, OptimizerConfig

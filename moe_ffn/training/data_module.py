@@ -1,4 +1,4 @@
-"""Prepared tokens as Lightning's loaders."""
+"""Lightning data loaders over prepared tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_ffn.training.module import LanguageModel, LoadedBatch
 from moe_ffn.training.objective import IGNORED_TARGET
 
 FILLER = -1
-"""The index of a batch that counts for nothing."""
+"""Index of a batch that no metric counts."""
 
 
 def _loaded(index: int, batch: Batch) -> LoadedBatch:
@@ -22,10 +22,10 @@ def _loaded(index: int, batch: Batch) -> LoadedBatch:
 
 
 class TrainLoader:
-    """The run's batches in order, from wherever the run stands.
+    """Yields the batches of a run in order, from the current optimizer step on.
 
-    `start` is asked at every `__iter__`: the position comes from the optimizer step, because a
-    counter kept here would include the batch an interrupted run had fetched but not trained on.
+    Every `__iter__` calls `start`. The position comes from the optimizer step, because a counter in the
+    loader would include a batch that an interrupted run had fetched but not trained on.
     """
 
     def __init__(self, batches: TrainBatches, num_batches: int, start: Callable[[], int]) -> None:
@@ -40,22 +40,22 @@ class TrainLoader:
         return map(self.batch, range(self.start(), self.num_batches))
 
     def batch(self, index: int) -> LoadedBatch:
-        """Any batch of the run."""
+        """Return any batch of the run by its index."""
         return _loaded(index, self.batches[index])
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: by having the two methods a loader tells Lightning that it can be resumed."""
+        """Return nothing; Lightning resumes only a loader that has `state_dict` and `load_state_dict`."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to load: `start` knows the position."""
+        """Do nothing, since `start` returns the position."""
 
 
 class ValidationLoader:
-    """The fixed batches of every validation; rank r of W takes batches r, r + W, r + 2 W and so on.
+    """Yields the fixed validation batches; rank r of W gets batches r, r + W, r + 2 W and so on.
 
-    Ranks wait for each other in every forward pass, so all take part in equally many: where the batches
-    run out, a rank gets the first one again as a filler, all its targets ignored.
+    Every rank gets the same number of batches, since ranks wait for each other in every forward pass. If
+    there are too few, a rank gets the first batch again as a filler whose targets are all ignored.
     """
 
     def __init__(self, batches: ValidationBatches, rank: int = 0, world_size: int = 1) -> None:
@@ -76,17 +76,16 @@ class ValidationLoader:
 
 
 class TokenData(LightningDataModule):
-    """Windows of the train split in the order of the seed, and the fixed windows of validation."""
+    """Training windows in an order that the seed determines, and the fixed validation windows."""
 
     trainer: Trainer  # pyright: ignore[reportIncompatibleVariableOverride]  # None only before fit
 
     def __init__(
         self, config: DataConfig, data: PreparedData, *, num_batches: int, seed: int
     ) -> None:
-        """The loaders of one run.
-
+        """
         Args:
-            num_batches: of the whole run: optimizer steps times the batches each accumulates.
+            num_batches: batches of the whole run: optimizer steps times accumulated batches.
         """
         super().__init__()
         self.config = config

@@ -1,4 +1,4 @@
-"""A trained model on a text: its loss per token and byte, and how its sparse layers routed it.
+"""Evaluation of a trained model on a text: loss per token and byte, and routing of the sparse layers.
 
 B sequences in a batch, S tokens in a sequence, E experts
 """
@@ -39,14 +39,14 @@ class Evaluation:
     loss: float
     """Nats per predicted token."""
     bits_per_byte: float
-    """The loss in bits over the bytes of text in the predicted tokens; infinite where these have none."""
+    """Total loss in bits, divided by `num_bytes`; infinite if that is 0."""
     num_tokens: int
-    """Tokens that were predicted."""
+    """Number of predicted tokens."""
     num_bytes: int
-    """Bytes of text in these tokens."""
+    """Bytes of text in the predicted tokens."""
     routing: Mapping[str, Mapping[str, Tensor]]
-    """Sparse layer -> metric, see `metrics.table`, and `load_entropy` -> value over every token that went
-    through the model, those of overlapping windows as often as they did."""
+    """Sparse layer -> metric (see `metrics.table`) or `load_entropy` -> value over all input tokens. A token
+    in several overlapping windows counts once for each window."""
 
     @property
     def perplexity(self) -> float:
@@ -54,7 +54,7 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else self.loss * math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers and lists by their names."""
+        """Return plain numbers and lists by name."""
         figures = ("loss", "perplexity", "bits_per_byte", "num_tokens", "num_bytes")
         routing = {
             layer: {key: value.tolist() for key, value in values.items()}
@@ -66,16 +66,16 @@ class Evaluation:
 def strided_batches(
     tokens: np.ndarray, seq_len: int, stride: int, batch_size: int
 ) -> Iterator[Batch]:
-    """Windows over a whole text, `stride` apart, in which every token but the first is predicted once.
+    """Yield windows over a whole text, `stride` apart; every token but the first is predicted exactly once.
 
-    A target that an earlier window has predicted is `IGNORED_TARGET`: the smaller the stride, the more text
-    stands before each token. The last window ends with the text, and so begins less than a stride after the
-    one before it.
+    A target that an earlier window has predicted is `IGNORED_TARGET`. A smaller stride gives each token more
+    context. The last window ends at the end of the text, so it may begin less than a stride after the window
+    before it.
 
     Args:
         tokens: (num_tokens,) ids, at least two.
-        seq_len: tokens of a window; of a shorter text all but one.
-        stride: from 1 to `seq_len`.
+        seq_len: tokens of a window; a shorter text is one window.
+        stride: tokens between the starts of two windows, from 1 to `seq_len`.
     """
     seq_len = min(seq_len, len(tokens) - 1)
     last = len(tokens) - 1 - seq_len
@@ -99,13 +99,13 @@ def evaluate(
     masked_fraction: float = ObjectiveConfig().masked_fraction,
     precision: str = "32-true",
 ) -> Evaluation:
-    """The loss over all targets of the batches, summed as a validation during training sums it.
+    """Return the loss and the routing over all batches, computed as a validation during training does.
 
     Args:
-        decoder: in evaluation, on the device that computes.
+        decoder: in evaluation mode, on the device to compute on.
         byte_lengths: (V,) bytes of text of each token.
-        masked_fraction: share of the tokens to guess where the model is not causal: the same in every call.
-        precision: as `trainer.precision`, of the products; a `-true` one has to be that of the weights.
+        masked_fraction: share of tokens to mask if the model is not causal; every call masks the same tokens.
+        precision: a `trainer.precision`; the weights must already have the format of a `-true` one.
     """
     device = decoder.embedding.weight.device
     lengths_V = torch.from_numpy(np.array(byte_lengths)).to(device)
@@ -143,7 +143,7 @@ def evaluate(
 
 
 def autocast_of(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the autocast of a `trainer.precision` that mixes formats."""
+    """Return the autocast context of a mixed `trainer.precision`, and an empty context for all others."""
     if not precision.endswith("-mixed"):
         return nullcontext()
     dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16

@@ -46,40 +46,41 @@ from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard,
 
 
 class LoadedBatch(TypedDict):
-    """A batch from a loader: token ids (B, S), and the batch's index in the run."""
+    """A batch from a loader: token ids, (B, S)."""
 
     index: int
+    """Index of the batch in the run."""
     input_ids: Tensor
     target_ids: Tensor
 
 
 class RoutedOutput(TypedDict):
-    """The routing of a batch for callbacks, by layer, as in `DecoderOutput`."""
+    """Routing of a batch by layer, as in `DecoderOutput`, for callbacks."""
 
     routings: dict[str, Routing]
     shared_shares: dict[str, Tensor]
 
 
 class ValidationOutput(RoutedOutput):
-    """The result of a validation step for callbacks."""
+    """Result of a validation step for callbacks."""
 
     window_losses: Tensor
-    """(B,), the mean cross-entropy of each sequence, in nats per token."""
+    """Mean cross-entropy of each sequence, (B,), in nats per token."""
 
 
 class TrainStepOutput(RoutedOutput):
-    """The result of a training step for callbacks; all but `loss` is detached."""
+    """Result of a training step for callbacks; all tensors but `loss` are detached."""
 
     loss: Tensor
     objective: Objective
 
 
 class LanguageModel(LightningModule):
-    """Predicts next tokens, or masked ones. Logs nothing: callbacks read what steps return."""
+    """Predicts next tokens, or masked tokens. It logs nothing; callbacks read the outputs of its steps."""
 
     byte_lengths: Tensor
     batch_at: Callable[[int], LoadedBatch]
-    """Any batch of the run by its index; `TokenData` sets it."""
+    """Function from an index to that batch of the run; `TokenData` sets it."""
 
     def __init__(
         self,
@@ -95,15 +96,14 @@ class LanguageModel(LightningModule):
         layout: Layout = WHOLE,
         compiles: bool = False,
     ) -> None:
-        """A decoder with fresh weights, drawn from torch's global generator.
+        """Build a decoder with weights drawn from torch's global generator.
 
         Args:
             byte_lengths: (V,), bytes of text per token; its length is the size of the vocabulary.
-            max_steps: optimizer steps the schedule spans.
-            seed: of everything random inside a step, such as dropout.
-            layout: of the ranks. Where it shards the model, the decoder is on the meta device until
-                `configure_model`.
-            compiles: whether the decoder is compiled by torch.compile.
+            max_steps: optimizer steps of the learning rate schedule.
+            seed: seed of all random numbers inside a step, such as dropout.
+            layout: layout of the ranks. A sharded decoder is on the meta device until `configure_model`.
+            compiles: true to compile the decoder with torch.compile.
         """
         super().__init__()
         text_sizes = len(byte_lengths), max_seq_len
@@ -128,7 +128,7 @@ class LanguageModel(LightningModule):
         self.gradient_norm = torch.zeros(())
         self.guard = StepGuard(guard)
         self.skipped_step: SkippedStep | None = None
-        """The newest optimizer step, if it was skipped."""
+        """The last optimizer step if it was skipped, otherwise None."""
         self._step_batches: list[LoadedBatch] = []
         self._step_losses: list[Tensor] = []
         # Plain values only, so that the checkpoint loads with weights_only=True.
@@ -147,10 +147,11 @@ class LanguageModel(LightningModule):
         )
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """Begin with these in the place of weights that are drawn, by their names in the decoder.
+        """Replace initial weights of the decoder by `weights`.
 
         Args:
-            weights: whole, and the same on every rank; a sharded model reads them in `configure_model`.
+            weights: name in the decoder -> whole tensor, equal on every rank; a sharded model reads them in
+                `configure_model`.
         """
         if self._layout.is_sharded:
             self._initial_weights = weights
@@ -158,15 +159,17 @@ class LanguageModel(LightningModule):
             _copy_into(self.decoder, weights)
 
     def setup(self, stage: str) -> None:
-        # Before a checkpoint is read: Lightning converts after, which rounds float64 weights to float32.
+        # Lightning converts the module only after it has read a checkpoint, which would round float64 weights
+        # to float32.
         self.trainer.precision_plugin.convert_module(self)
 
     def configure_model(self) -> None:
-        if self._is_configured:  # it is called again before each validation of its own
+        if self._is_configured:  # Lightning calls this hook again before `trainer.validate`
             return
         self._is_configured = True
         if self._layout.is_sharded:
-            # Lightning sets that of the precision for this hook, in which other numbers are drawn.
+            # Lightning sets the default dtype to that of the precision during this hook; drawn weights would
+            # differ from those of one process.
             dtype = torch.get_default_dtype()
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(self._generator_state)
@@ -177,9 +180,9 @@ class LanguageModel(LightningModule):
             self.decoder.compile()
 
     def _build_sharded(self) -> Decoder:
-        """The decoder with the weights that one process would draw.
+        """Build the sharded decoder with the weights that a single process would draw.
 
-        A rank holds its shards, at most one whole block, and until the end what is in no block.
+        Peak of a rank: its shards, one whole block, and what is outside blocks (sharded last).
         """
         sharder = Sharder(self._layout, self.trainer.strategy.root_device.type)
         convert = self.trainer.precision_plugin.convert_module
@@ -196,16 +199,16 @@ class LanguageModel(LightningModule):
         return decoder
 
     def on_train_start(self) -> None:
-        self._forget_step()  # a fit that was interrupted may have begun one
-        # Of two numbers the sum is the same in any order.
+        self._forget_step()  # an interrupted fit may have left half a step
+        # With two ranks the order of a sum does not matter.
         if self._num_ranks > 2 and not self._layout.is_sharded:
             self._fix_ddp_buckets()
 
     def _fix_ddp_buckets(self) -> None:
-        """Run one backward pass, after which DistributedDataParallel keeps the layout of its buckets.
+        """Run one backward pass, after which DistributedDataParallel keeps its gradient buckets.
 
-        The layout decides in which order ranks add gradients up; without this the first step of a resumed
-        run would be rounded differently from the same step of an unbroken one.
+        The buckets determine the order in which gradients are summed over ranks. Without this pass, the first
+        step of a resumed run would be rounded differently from that step of an uninterrupted run.
         """
         batch = self.transfer_batch_to_device(self.batch_at(0), self.device, 0)
         with self.trainer.precision_plugin.train_step_context():
@@ -220,9 +223,9 @@ class LanguageModel(LightningModule):
     def training_step(self, batch: LoadedBatch, batch_idx: int) -> TrainStepOutput:
         if self._counts_ahead and batch["index"] % self.trainer.accumulate_grad_batches == 0:
             self._step_totals = self._count_ahead(batch["index"])
-            self._seed_batch(batch["index"])  # counting ahead drew numbers
+            self._seed_batch(batch["index"])  # `_count_ahead` has drawn random numbers
         if isinstance(self.decoder, FSDPModule):
-            # Ranks add their gradients up once, after the last batch of a step.
+            # Reduce gradients over ranks once, after the last batch of a step.
             is_last = (batch["index"] + 1) % self.trainer.accumulate_grad_batches == 0
             self.decoder.set_requires_gradient_sync(is_last)
         input_ids, target_ids = self._inputs_and_targets(batch)
@@ -242,18 +245,18 @@ class LanguageModel(LightningModule):
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        # DistributedDataParallel takes the mean over ranks, a `Sharder` the sum.
+        # DistributedDataParallel averages gradients over ranks; a `Sharder` sums them.
         super().backward(
             loss / self._num_ranks if self._layout.is_sharded else loss, *args, **kwargs
         )
 
     def on_train_batch_end(self, outputs: Any, batch: LoadedBatch, batch_idx: int) -> None:
-        # After the callbacks, which report and log the skipped step.
+        # Here, because Lightning calls this hook after the callbacks, which log the skipped step.
         if self.skipped_step is not None:
             self.guard.require_progress(self.skipped_step)
 
     def validation_step(self, batch: LoadedBatch, batch_idx: int) -> ValidationOutput:
-        # The same tokens are masked in every validation and on any number of ranks.
+        # Seeded by the batch: every validation masks the same tokens, on any number of ranks.
         generator = torch.Generator(self.device).manual_seed(max(batch["index"], 0))
         input_ids, target_ids = self._inputs_and_targets(batch, generator)
         output = self.decoder(input_ids)
@@ -271,8 +274,8 @@ class LanguageModel(LightningModule):
     def on_validation_epoch_end(self) -> None:
         values = self.validation_metrics.compute()
         self.validation_metrics.reset()
-        # Only for the checkpoint and early-stopping callbacks to read. The values are the same on every
-        # rank already; without sync_dist Lightning warns.
+        # Only the checkpoint and early-stopping callbacks read these. The values are equal on every rank
+        # already, but without sync_dist Lightning warns.
         self.log_dict(
             {f"validation/{name}": value for name, value in values.items()},
             logger=False,
@@ -281,7 +284,7 @@ class LanguageModel(LightningModule):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        # Lightning frees gradients after the next forward pass only, beside whose activations they would be.
+        # Lightning frees gradients only after the next forward pass, so they would add to its peak memory.
         self.zero_grad(set_to_none=True)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -303,21 +306,21 @@ class LanguageModel(LightningModule):
             clip_by_norm_(self.parameters(), gradient_clip_val, self.gradient_norm)
 
     def _take_or_skip_step(self) -> None:
-        """Measure the gradient, and discard it if the guard rejects the step."""
+        """Compute the gradient norm, and discard the gradient if the guard rejects the step."""
         norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
         self.gradient_norm = norm.detach()
         if self._allows_step():
             self.balance_updater.step(self.decoder.routers(), self._sum_over_ranks, self._num_ranks)
         else:
-            # Without gradients the optimizer moves nothing: no parameter, no moment and no step count.
+            # Without gradients the optimizer changes no parameter, no moment and no step count.
             self.zero_grad(set_to_none=True)
         self._forget_step()
 
     def _allows_step(self) -> bool:
-        """Return whether the guard accepts the loss, a mean over batches and ranks, and the gradient norm."""
+        """Return true if the guard accepts the loss (mean over batches and ranks) and the gradient norm."""
         loss = torch.stack(self._step_losses).mean().float()
         numbers = torch.stack([loss, self.gradient_norm.to(loss)])
-        # Equal on all ranks. Only here does a step wait for the device.
+        # Summed, so that all ranks decide alike. This is the only place where a step waits for the device.
         mean, norm = (self._sum_over_ranks(numbers) / self._num_ranks).tolist()
         self.skipped_step = None
         reason = self.guard.check(mean, norm)
@@ -327,10 +330,10 @@ class LanguageModel(LightningModule):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         if scale > 1 and math.isfinite(mean) and not math.isfinite(norm):
-            return False  # not an error: float16's scaler halves its scale until gradients fit
+            return False  # not an error: the float16 scaler halves its scale until gradients fit
         began_in = None
         if not (math.isfinite(mean) and math.isfinite(norm)) and self.guard.began_in is None:
-            # Before the repetition overwrites them.
+            # Check the gradients now, since repeating the step overwrites them.
             gradients = (p.grad for p in self.parameters() if p.grad is not None)
             is_finite = all(on_this_rank(gradient).isfinite().all() for gradient in gradients)
             began_in = self._find_nan_source(scale)
@@ -342,27 +345,28 @@ class LanguageModel(LightningModule):
         return False
 
     def _find_nan_source(self, gradient_scale: float) -> str | None:
-        """Repeat the step, and name the first thing in it that is not finite; on any rank.
+        """Repeat the step, and return the name of the first NaN or infinite value on any rank.
 
         Args:
-            gradient_scale: what losses are multiplied by before backward, so that gradients fit float16.
+            gradient_scale: factor of the loss before the backward pass, for float16.
         """
 
         def forward(batch: LoadedBatch) -> Objective:
             self._seed_batch(batch["index"])
             with self.precision_context():
                 input_ids, target_ids = self._inputs_and_targets(batch)
-                # With its hooks, which gather a sharded model; compiled, it calls no module inside.
+                # `_call_impl` runs uncompiled, so that hooks of inner modules are called, and runs the
+                # decoder's own hooks, which gather a sharded model.
                 output = cast("DecoderOutput", self.decoder._call_impl(input_ids))
                 return self._objective(output, target_ids)
 
         batches = [partial(forward, batch) for batch in self._step_batches]
-        # A sharded model has gathered weights only while its own hooks run, which a gradient needs.
+        # A sharded model holds whole weights only while its hooks run, so no gradient can be computed here.
         scale = None if self._layout.is_sharded else gradient_scale / len(batches)
         with torch.set_grad_enabled(scale is not None):
             found = find_nan_source(self, batches, scale)
         if isinstance(self.decoder, FSDPModule):
-            self.decoder.reshard()  # what is outside of layers stays gathered, and has other gradients
+            self.decoder.reshard()  # parameters outside of layers would stay gathered
         return found
 
     def _forget_step(self) -> None:
@@ -383,14 +387,14 @@ class LanguageModel(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def precision_context(self) -> AbstractContextManager[Any]:
-        """Autocast as in a step, for forward passes between steps."""
+        """Return the autocast context of a training step, for forward passes between steps."""
         if self._trainer is None:
             return nullcontext()
         return self.trainer.precision_plugin.forward_context()
 
     def _seed_batch(self, index: int) -> None:
-        # Random numbers depend on the batch and the rank alone, so that a resumed run repeats the
-        # unbroken one to the bit without any generator state in the checkpoint.
+        # Random numbers depend only on the batch and the rank, so that a resumed run equals an uninterrupted
+        # run to the bit, without generator states in the checkpoint.
         entropy = [self.seed, index, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
@@ -417,16 +421,16 @@ class LanguageModel(LightningModule):
 
     @property
     def _counts_ahead(self) -> bool:
-        """Return whether the global-batch rule needs counts of later batches of the step."""
+        """Return true if a balancing loss needs counts of later batches of the step."""
         accumulates = self._trainer is not None and self.trainer.accumulate_grad_batches > 1
         return needs_step_totals(self.objective_config) and accumulates
 
     @torch.no_grad()
     def _count_ahead(self, first: int) -> StepTotals:
-        """Route all batches of the step that begins with batch `first`, and count pairs.
+        """Route all batches of the step that begins with batch `first`, and count (token, expert) pairs.
 
-        The rule's gradient needs these counts before the first batch is differentiated. Each batch is
-        seeded as it will be in its own forward pass, so noise and dropout are the same.
+        A loss over the whole step needs these counts before the first backward pass. Each batch is seeded as
+        in its own forward pass, so noise and dropout are the same.
         """
         routings = []
         for index in range(first, first + self.trainer.accumulate_grad_batches):
@@ -450,7 +454,7 @@ class LanguageModel(LightningModule):
 
 @torch.no_grad()
 def _copy_into(module: nn.Module, weights: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Put weights, as far as there are any, in the place of a module's own."""
+    """Copy the weights that exist under `prefix` into a module; leave its other weights unchanged."""
     for name, value in module.state_dict().items():
         if (found := weights.get(prefix + name)) is not None:
             value.copy_(found)

@@ -1,4 +1,4 @@
-"""The objective of a step, cross-entropy and weighted balancing losses, and updates without gradients.
+"""The objective of a step (cross-entropy and weighted balancing losses), and updates without gradients.
 
 B batch, S sequence, V vocabulary, E experts
 """
@@ -31,24 +31,24 @@ from moe_ffn.outputs import Routing, SteeredRouting
 from moe_ffn.routing.base import Router
 
 IGNORED_TARGET = -100
-"""The target of positions that are in no loss, such as padding."""
+"""Target of positions that no loss counts, such as padding."""
 
 SHOWN_AS_MASK, SHOWN_AS_IS = 0.8, 0.1
-"""Shares of the masked tokens that are replaced by the mask, and left as they are; the rest are random."""
+"""Shares of the chosen tokens that become the mask, and that stay unchanged; the rest become random."""
 
 
 class ObjectiveConfig(BalancingWeights, frozen=True):
-    """The weights of what is added to the cross-entropy, and the rules that need no weight.
+    """The weights of balancing losses, which are added to the cross-entropy, and rules without a gradient.
 
-    Each loss is a mean over the sparse layers; docs/routing.md compares them.
+    Each balancing loss is a mean over the sparse layers; docs/routing.md compares them.
     """
 
     sparsity_rule: SparsityRuleConfig = SparsityRuleConfig()
-    """The rule that brings routers of type 'relu' to their k; no other router is concerned."""
+    """Rule that brings routers of type 'relu' to k experts per token; other routers ignore it."""
     bias_rule: BiasRuleConfig = SignRuleConfig()
-    """The rule that moves the bias of routers with correction_bias; no other router is concerned."""
+    """Rule that updates the bias of routers with correction_bias; other routers ignore it."""
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)
-    """Share of the tokens to mask and to predict, where `model.causal` is false."""
+    """Share of the tokens to mask and to predict if `model.causal` is false."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ class Objective:
     """The objective of a step and its parts."""
 
     total: Tensor
-    """Scalar, the sum that is differentiated."""
+    """Scalar, the loss that is differentiated."""
 
     cross_entropy: Tensor
     """Scalar, nats per token."""
 
     balancing: dict[str, Tensor]
-    """Balancing losses, unweighted, as a mean over the sparse layers; empty without any."""
+    """Balancing losses by name, each unweighted and a mean over the sparse layers."""
 
     def detach(self) -> Objective:
-        """The values, detached from the graph."""
+        """Return a copy detached from the graph."""
         balancing = {name: value.detach() for name, value in self.balancing.items()}
         return Objective(self.total.detach(), self.cross_entropy.detach(), balancing)
 
@@ -73,7 +73,7 @@ class Objective:
 def cross_entropy_of(
     logits_BSV: Tensor, target_ids_BS: Tensor, reduction: Literal["mean", "none"] = "mean"
 ) -> Tensor:
-    """Nats, as a mean over the tokens to predict, or (B * S,) for each; in float32 at least."""
+    """Return the cross-entropy in nats, in float32 or wider: the mean over targets, or each, (B * S,)."""
     wide_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
     return F.cross_entropy(
         wide_BSV.flatten(0, 1),
@@ -92,13 +92,13 @@ def objective(
     sparsity_weight: Tensor | None = None,
     step_totals: StepTotals | None = None,
 ) -> Objective:
-    """The cross-entropy plus each balancing loss times its weight.
+    """Return the cross-entropy plus each balancing loss times its weight.
 
-    Computed are the losses that have a weight, and those that are always shown.
+    A loss of weight 0 is computed only if it is always shown.
 
     Args:
-        sparsity_weight: weight of `relu_sparsity`, from `BalanceUpdater`; its initial value when None.
-        step_totals: counts over the optimizer step; None where this batch is the whole step.
+        sparsity_weight: weight of `relu_sparsity`, from `BalanceUpdater`; None for the initial weight.
+        step_totals: counts over the optimizer step; None if this batch is the whole step.
     """
     cross_entropy = cross_entropy_of(logits_BSV, target_ids_BS)
     if sparsity_weight is None:
@@ -117,7 +117,7 @@ def objective(
 
 
 def needs_step_totals(weights: ObjectiveConfig) -> bool:
-    """Return whether a loss counts all batches and ranks of an optimizer step."""
+    """Return true if a balancing loss counts all batches and ranks of an optimizer step."""
     return any(
         loss.scope == "step" and getattr(weights, name) for name, loss in BALANCING_LOSSES.items()
     )
@@ -129,19 +129,19 @@ def mask_tokens(
     mask_token_id: int,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs with masked tokens, and their targets (Devlin et al. 2018, BERT, section 3.1).
+    """Mask tokens for masked language modelling (Devlin et al. 2018, BERT, section 3.1).
 
-    Every sequence has equally many masked tokens, so that the loss of a batch is the mean of its parts'
-    losses however it is divided.
+    Every sequence has the same number of masked tokens, so that the loss of a batch is the mean of the losses
+    of its parts, however it is divided.
 
     Args:
         token_ids_BS: int64 (B, S), below `mask_token_id`.
-        fraction: share of the tokens to guess, at least one of each sequence.
-        mask_token_id: the id of the mask, V.
-        generator: of the same device; torch's own when None.
+        fraction: share of the tokens to predict; at least one token of each sequence.
+        mask_token_id: id of the mask token, V.
+        generator: generator on the device of the tokens; None for torch's global generator.
 
     Returns:
-        inputs and targets, int64 (B, S); `IGNORED_TARGET` where there is nothing to guess.
+        inputs and targets, int64 (B, S); the target of a token that is not predicted is `IGNORED_TARGET`.
     """
     batch, length = token_ids_BS.shape
 
@@ -150,10 +150,10 @@ def mask_tokens(
 
     num_guessed = max(round(fraction * length), 1)
     guessed_BS = uniform().argsort(dim=1).argsort(dim=1) < num_guessed
-    lot_BS = uniform()
+    draw_BS = uniform()
     others_BS = (uniform() * mask_token_id).long().clamp(max=mask_token_id - 1)
-    shown_BS = torch.where(lot_BS < SHOWN_AS_MASK, mask_token_id, others_BS)
-    shown_BS = torch.where(lot_BS >= 1 - SHOWN_AS_IS, token_ids_BS, shown_BS)
+    shown_BS = torch.where(draw_BS < SHOWN_AS_MASK, mask_token_id, others_BS)
+    shown_BS = torch.where(draw_BS >= 1 - SHOWN_AS_IS, token_ids_BS, shown_BS)
     inputs_BS = torch.where(guessed_BS, shown_BS, token_ids_BS)
     return inputs_BS, token_ids_BS.masked_fill(~guessed_BS, IGNORED_TARGET)
 
@@ -165,10 +165,10 @@ def inputs_and_targets(
     masked_fraction: float,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets: the next tokens, or masked ones if the model is not causal.
+    """Return inputs and targets: the next tokens, or the masked tokens if the model is not causal.
 
     Args:
-        next_ids_BS: the tokens one later; where it is `IGNORED_TARGET` nothing is predicted.
+        next_ids_BS: the next token of each position, or `IGNORED_TARGET` to predict nothing there.
         masked_fraction, generator: as in `mask_tokens`.
     """
     if decoder.config.causal:
@@ -180,14 +180,14 @@ def inputs_and_targets(
 
 
 Reduce = Callable[[Tensor], Tensor]
-"""The sum of a tensor over the ranks."""
+"""Function that sums a tensor over all ranks."""
 
 
 class BalanceUpdater(nn.Module):
-    """Updates biases and thresholds of routers and the weight of the sparsity loss, once per optimizer step.
+    """Updates router biases, router thresholds and the sparsity loss weight, once per optimizer step.
 
-    All follow from what all batches and ranks of the step observed. Checkpoints hold the first two as buffers
-    of their routers, and the weight as a buffer of this module.
+    An update uses the routing of all batches and ranks of the step. In a checkpoint, biases and thresholds
+    are buffers of their routers, and the weight is a buffer of this module.
     """
 
     sparsity_weight: Tensor
@@ -205,9 +205,9 @@ class BalanceUpdater(nn.Module):
 
     @torch.no_grad()
     def observe(self, routings: Mapping[str, Routing], routers: Mapping[str, Router]) -> None:
-        """Add one batch, routed with the biases that `routers` still have.
+        """Add one batch, before the biases that routed it are updated.
 
-        A custom block may return a routing without naming its router; such layers are not updated.
+        A custom block may return a routing without naming its router; the biases of that layer stay.
         """
         self._num_batches += 1
         for name, routing in routings.items():
@@ -225,7 +225,7 @@ class BalanceUpdater(nn.Module):
 
     @torch.no_grad()
     def step(self, routers: Mapping[str, Router], reduce: Reduce, num_ranks: int = 1) -> None:
-        """Update biases and the weight. Every rank has to call it, before the optimizer's step."""
+        """Update biases, thresholds and the weight. Every rank has to call this before the optimizer step."""
         for name, observed_E in self._observed.items():
             bias_E = routers[name].correction_bias_E
             assert bias_E is not None
@@ -241,6 +241,6 @@ class BalanceUpdater(nn.Module):
         self.forget()
 
     def forget(self) -> None:
-        """Clear the sums, of batches without an optimizer step."""
+        """Clear the sums of the batches observed since the last step."""
         self._observed, self._observed_by_routers = {}, {}
         self._densities, self._num_batches = {}, 0

@@ -1,8 +1,8 @@
-"""The optimizers and their options, which a resumed run may change.
+"""Optimizers and their options, which a resumed run may change.
 
-Classes of `torch.optim` have their names and arguments there. `torch.optim.Muon` takes two-dimensional
-parameters only; here a parameter holds the matrices of all experts, gate above up, and each is orthogonalised
-by itself.
+Optimizers of `torch.optim` keep its names and arguments. Muon is our own, since `torch.optim.Muon` takes only
+two-dimensional parameters: here one parameter holds the matrices of all experts, with the gate matrix above
+the up matrix, and each matrix is orthogonalised by itself.
 
 M matrices, O rows (out), I columns (in)
 """
@@ -27,7 +27,7 @@ from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.training.schedule import CosineConfig, ScheduleConfig
 
 MAX_RATE = 1e9
-"""Largest learning rate: float32 holds it, with room for a factor."""
+"""Largest learning rate; it still fits float32 after multiplication by a schedule or scale."""
 
 Rate = Annotated[float, Field(gt=0, le=MAX_RATE)]
 _FullRate = Annotated[Rate, Field(description="Peak learning rate, at the end of the warm-up.")]
@@ -45,10 +45,10 @@ DecoupledDecay = Annotated[
 
 
 class OptimizerConfig(TaggedConfig, frozen=True):
-    """The rule by which gradients change the weights; Muon by default.
+    """The optimizer; Muon by default.
 
-    Weight decay concerns matrices (of experts, attention, routers, and an output matrix that is not tied),
-    and never norms, biases and embeddings.
+    Weight decay applies to matrices (experts, attention, routers and an untied output matrix), and never to
+    norms, biases and embeddings.
     """
 
     learning_rate: _FullRate
@@ -58,7 +58,7 @@ class OptimizerConfig(TaggedConfig, frozen=True):
     """Change of the learning rate over the run."""
 
     takes_shards: ClassVar[bool] = True
-    """True if it can train weights that are sharded over ranks."""
+    """True if the optimizer can update weights that are sharded over ranks."""
 
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
@@ -69,20 +69,20 @@ class OptimizerConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def build(self, model: nn.Module) -> Optimizer:
-        """Return a fresh optimizer of all parameters of `model`.
+        """Return a new optimizer for all parameters of `model`.
 
-        Its groups hold options, which a resumed run may change; values that change from step to step belong
-        into its state. The rate of its first group is logged.
+        Parameter groups must hold only options, since a resumed run replaces them; values that change from
+        step to step belong into the state. The learning rate of the first group is logged.
         """
 
 
 class _TorchConfig(OptimizerConfig, frozen=True):
-    """A class of `torch.optim`, whose arguments are the fields that a subclass adds."""
+    """An optimizer of `torch.optim`; the fields that a subclass adds are its arguments."""
 
     in_torch: ClassVar[Callable[..., Optimizer]]
     weight_decay: float = Field(default=0.0, ge=0)
-    """L2 decay of every matrix: this times the matrix is added to its gradient; norms, biases and
-    embeddings have none."""
+    """L2 decay: this factor times a matrix is added to its gradient; norms, biases and embeddings have no
+    decay."""
 
     def build(self, model: nn.Module) -> Optimizer:
         options = self.model_dump(exclude=set(OptimizerConfig.model_fields))
@@ -106,7 +106,7 @@ class AdamWConfig(_AdamConfig, frozen=True):
 
 
 class AdamConfig(_AdamConfig, frozen=True):
-    """Adam (Kingma & Ba 2014); weight decay goes through its moments."""
+    """Adam (Kingma & Ba 2014), with L2 decay in the gradient."""
 
     in_torch = optim.Adam
     type: Literal["adam"] = "adam"
@@ -126,21 +126,23 @@ class SGDConfig(_TorchConfig, frozen=True):
     @model_validator(mode="after")
     def _check_nesterov(self) -> SGDConfig:
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov (true) needs a momentum, got momentum 0; give one, as 0.9")
+            raise ValueError(
+                "nesterov (true) needs a momentum, got momentum 0; give one, such as 0.9"
+            )
         return self
 
 
 class AdafactorConfig(_TorchConfig, frozen=True):
-    """Squares by row and column alone, so hardly any memory (Shazeer & Stern 2018)."""
+    """Adafactor, which saves memory: it keeps squared gradients per row and column (Shazeer & Stern 2018)."""
 
     in_torch = optim.Adafactor
-    takes_shards = False  # it looks at whole rows and columns
+    takes_shards = False  # it needs whole rows and columns
     type: Literal["adafactor"] = "adafactor"
     learning_rate: Rate = 3e-2
-    """Peak step size, relative to the size of the weights; the paper has 0.01."""
+    """Peak step size, relative to the size of the weights; the paper uses 0.01."""
     weight_decay: DecoupledDecay = 0.0
     beta2_decay: float = Field(default=-0.8, le=0)
-    """The running mean of squared gradients has the decay rate 1 - step ** beta2_decay."""
+    """Exponent of the decay rate of the mean of squared gradients, 1 - step ** beta2_decay."""
     d: float = Field(default=1.0, ge=1)
     """Largest root mean square of an update before it is multiplied by the step size."""
 
@@ -148,8 +150,8 @@ class AdafactorConfig(_TorchConfig, frozen=True):
 class MuonConfig(OptimizerConfig, frozen=True):
     """Orthogonalised momentum for the matrices of the layers, AdamW for all else (Jordan et al. 2024).
 
-    Each expert's matrices are orthogonalised one by one, gate and up apart. AdamW updates embeddings, an
-    untied output matrix, norms and biases.
+    Each matrix of each expert is orthogonalised by itself, the gate and up matrices separately. AdamW updates
+    embeddings, an untied output matrix, norms and biases.
     """
 
     type: Literal["muon"] = "muon"
@@ -201,16 +203,16 @@ class MuonConfig(OptimizerConfig, frozen=True):
 
 
 def build_schedule(optimizer: Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR:
-    """Return the learning rate as a function of the optimizer step alone; resuming needs no state."""
+    """Return the schedule of an optimizer; the rate depends only on the step, so resuming needs no state."""
     return LambdaLR(optimizer, lambda step: config.schedule.multiplier(step, max_steps))
 
 
 def restate_options(
     checkpoint: dict[str, Any], model: nn.Module, config: OptimizerConfig, max_steps: int
 ) -> None:
-    """Put these options into a checkpoint, in place, so that a resumed run obeys them.
+    """Put the optimizer options of a resumed run into its checkpoint, in place.
 
-    torch would silently restore the rates and decays that the checkpoint was saved with.
+    torch would silently restore the learning rates and decays that the checkpoint was saved with.
     """
     (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     multiplier = config.schedule.multiplier(schedule["last_epoch"], max_steps)
@@ -236,8 +238,8 @@ def split_by_decay(
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Return the parameters with and without weight decay, by name; a tied parameter appears once.
 
-    An embedding is recognised by its module, since it is a matrix too; stacked biases (E, F) by their
-    name.
+    An embedding is recognised by its module, since it is a matrix too; stacked biases (E, F) are recognised
+    by their name.
     """
     embeddings = {
         id(parameter)
@@ -255,19 +257,19 @@ def split_by_decay(
 
 
 LAYERS = "layers."
-"""Prefix of the names of a decoder's hidden parameters."""
+"""Prefix of the names of parameters in the layers of a decoder."""
 
 FUSED = {"gate_up": 2}
-"""Number of concatenated matrices, by the name of the parameter or of its layer."""
+"""Name of a parameter or of its module -> number of matrices that the parameter concatenates."""
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
 
 
 class Muon(optim.AdamW):
-    """Muon (Jordan et al. 2024) for groups with `num_fused`, AdamW for the other groups.
+    """Muon (Jordan et al. 2024) for parameter groups with `num_fused`, AdamW for other groups.
 
-    The formulas are those of `torch.optim`. A parameter (..., num_fused * O, I) holds matrices (O, I).
+    Both use the formulas of `torch.optim`. A parameter (..., num_fused * O, I) holds matrices (O, I).
     """
 
     @torch.no_grad()
@@ -289,7 +291,7 @@ class Muon(optim.AdamW):
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Optimizer.__setstate__(self, state)  # Adam's asks every state for a step count
+        Optimizer.__setstate__(self, state)  # Adam's own requires a step count in every state
 
     def _step_matrices(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, momentum = self.state[parameter], group["momentum"]
@@ -300,13 +302,13 @@ class Muon(optim.AdamW):
         buffer = on_this_rank(state["momentum_buffer"]).lerp_(update, 1 - momentum)
         update = update.lerp(buffer, momentum) if group["nesterov"] else buffer
         num_fused = group["num_fused"]
-        turn = partial(_orthogonal, num_fused=num_fused, num_steps=group["ns_steps"])
+        orthogonalise = partial(_orthogonal, num_fused=num_fused, num_steps=group["ns_steps"])
         if part is parameter:
-            orthogonal = turn(update)
-        else:  # which imports in half a second what a run that divides has imported
+            orthogonal = orthogonalise(update)
+        else:  # the import takes half a second, unless the run is sharded and has imported it already
             from moe_ffn.parallel.sharding import on_whole_matrices
 
-            orthogonal = on_whole_matrices(turn, update, parameter)
+            orthogonal = on_whole_matrices(orthogonalise, update, parameter)
         num_rows, num_columns = parameter.shape[-2] // num_fused, parameter.shape[-1]
         if group["adjust_lr_fn"] == "original":
             factor = math.sqrt(max(1, num_rows / num_columns))
@@ -323,9 +325,9 @@ def _orthogonal(update: Tensor, num_fused: int, num_steps: int) -> Tensor:
 
 
 def orthogonalize(matrices_MOI: Tensor, num_steps: int) -> Tensor:
-    """Bring the singular values of each matrix near 1; a zero matrix stays zero. Returns bfloat16 (M, O, I).
+    """Bring the singular values of each matrix near 1; return bfloat16 (M, O, I). A zero matrix stays zero.
 
-    The quintic Newton-Schulz iteration of `torch.optim.Muon`, for a batch of matrices.
+    This is the quintic Newton-Schulz iteration of `torch.optim.Muon` for a batch of matrices.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices_MOI.shape[-2] > matrices_MOI.shape[-1]

@@ -1,4 +1,4 @@
-"""Texts that the model writes after a prompt."""
+"""Generation of text that continues a prompt."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class SampleConfig(Config, frozen=True):
     temperature: float = Field(default=0.7, ge=0)
     """Divides the logits before sampling; 0: always the most probable token."""
     top_k: int | None = Field(default=40, ge=1, le=MAX_COUNT)
-    """Sample among this many most probable tokens; null: among all."""
+    """Number of most probable tokens to sample from; null: all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Sample among the fewest most probable tokens that have this probability together; null: among all."""
+    """Sample from the smallest set of most probable tokens with this total probability; null: from all."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Texts that end the text, which stops before the first of them."""
+    """Stop strings; the text ends before the first one."""
 
     @property
     def sampling(self) -> Sampling:
@@ -41,11 +41,11 @@ class SampleConfig(Config, frozen=True):
 
 
 PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 64, 4, 40
-"""The default prompt is cut from the validation split to at most this much."""
+"""Limits of the default prompt, which is the beginning of the validation split."""
 
 
 def first_words(data: PreparedData) -> str:
-    """The first words of the validation split, as they stand there."""
+    """Return the first words of the validation split."""
     ids = data.validation[:PROMPT_TOKENS]
     end = np.flatnonzero(ids == data.tokenizer.end_of_document)[:1]
     # A character may be cut in two at the end.
@@ -57,10 +57,10 @@ def first_words(data: PreparedData) -> str:
 
 
 def encode_text(tokenizer: Tokenizer, text: str | bytes, max_seq_len: int, where: str) -> list[int]:
-    """The ids of a text that is to be one sequence.
+    """Return the token ids of a text as one sequence.
 
     Raises:
-        ConfigError: they are more than a sequence of the model; the sentence begins with `where`, an option.
+        ConfigError: the text has more tokens than `max_seq_len`; the message begins with `where`, an option.
     """
     ids = tokenizer.encode(text).tolist()
     if len(ids) > max_seq_len:
@@ -72,10 +72,10 @@ def encode_text(tokenizer: Tokenizer, text: str | bytes, max_seq_len: int, where
 
 
 def run_prompt(options: SampleConfig, data: PreparedData, seq_len: int) -> str:
-    """Return the text that a run continues at each validation: its prompt, or the first words that fit.
+    """Return the prompt of a run: the given one, or the first words of the validation split that fit.
 
     Raises:
-        ConfigError: the prompt that is given has more than `seq_len` tokens.
+        ConfigError: the given prompt has more than `seq_len` tokens.
     """
     if options.prompt is not None:
         encode_text(data.tokenizer, options.prompt, seq_len, "sample.prompt")
@@ -85,10 +85,9 @@ def run_prompt(options: SampleConfig, data: PreparedData, seq_len: int) -> str:
 
 
 class TextStream:
-    """Text from tokens, a piece at a time; the pieces together are the text up to the first stop string.
+    """Decodes tokens to pieces of text, which together are the text up to the first stop string.
 
-    A piece waits for the rest of a character that several tokens make, and while it may be the beginning of
-    a stop string.
+    Text is held back if it ends in an incomplete character, or in a possible beginning of a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -99,11 +98,11 @@ class TextStream:
         self._waiting = ""
 
     def add(self, token_id: int) -> str:
-        """The text that is certain now."""
+        """Add a token; return the text that no later token can change."""
         return self._take(self._characters.decode(self._token_bytes[token_id]))
 
     def end(self) -> str:
-        """The rest, where no stop string came; of a character that was cut, U+FFFD."""
+        """Return the text held back, unless a stop string came; an incomplete character becomes U+FFFD."""
         piece = self._take(self._characters.decode(b"", final=True))
         return piece if self.has_stopped else piece + self._waiting
 
@@ -131,14 +130,15 @@ def stream_texts(
     seed: int,
     observe: Callable[[DecoderOutput, int], None] | None = None,
 ) -> Iterator[tuple[int, int, str]]:
-    """Continue prompts together, the same for the same seed; a row ends with a stop string.
+    """Continue several prompts in one batch, until `options.num_tokens` or a stop string ends each.
 
     Args:
-        prompts: the ids of each.
-        observe: see `Decoding`; it is shown what the model makes of the last token, too.
+        prompts: token ids of each prompt.
+        seed: seed of the sampling; the same seed gives the same texts.
+        observe: see `Decoding`; here it also receives the output for the last token.
 
     Yields:
-        the number of a prompt, a new token, and the piece of text that is certain with it.
+        index of a prompt, a new token, and the piece of text that the token completes.
     """
     device = next(decoder.parameters()).device
     decoding = Decoding(
@@ -165,6 +165,6 @@ def stream_texts(
 def sample_text(
     decoder: Decoder, tokenizer: Tokenizer, prompt: str, options: SampleConfig, seed: int
 ) -> str:
-    """The text that the model writes after the prompt; the same for the same seed."""
+    """Return the text that the model writes after a prompt; the same seed gives the same text."""
     ids = tokenizer.encode(prompt).tolist()
     return "".join(piece for *_, piece in stream_texts(decoder, tokenizer, [ids], options, seed))

@@ -1,4 +1,4 @@
-"""Lightning's strategy for a model that is sharded over ranks by `moe_ffn.parallel`."""
+"""Lightning strategy for a model that `moe_ffn.parallel` shards over ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moe_ffn.training.recovery.checkpoint_file import SavedTensors, read_checkpo
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """For a model that shards itself in `configure_model`; each rank writes its part of a checkpoint.
+    """Strategy for a model that shards itself in `configure_model`.
 
-    A checkpoint of any number of ranks can be read, and each reads its own part of it.
+    Each rank writes and reads only its part of a checkpoint. The checkpoint may be of any number of ranks.
     """
 
     def __init__(self, num_ranks: int) -> None:
-        # The mesh of these sizes, which Lightning makes, is used for nothing.
+        # Lightning makes a mesh of these sizes, but the model uses its own.
         super().__init__(data_parallel_size=num_ranks, tensor_parallel_size=1)
 
     @property
@@ -60,12 +60,12 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        # Not `checkpoint_io`, which reads every tensor whole.
+        # `checkpoint_io` would read every tensor whole.
         return read_checkpoint(Path(checkpoint_path))
 
 
 def _sharded_state(found: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
-    """The moments of an optimizer by the number of their parameter, sharded as that is."""
+    """Return optimizer states by the index of the parameter, sharded like the parameter."""
 
     def like(function: Callable[[Any, Tensor], Any], moments: Mapping[int, Any]) -> dict[int, Any]:
         return {
@@ -75,6 +75,6 @@ def _sharded_state(found: Mapping[int, Any], parameters: Sequence[Tensor]) -> di
 
     if not isinstance(found, SavedTensors):
         return like(shard_like, found)
-    rooms = like(empty_shard_like, found.described)
-    found.read_into(rooms)
-    return rooms
+    sharded = like(empty_shard_like, found.described)
+    found.read_into(sharded)
+    return sharded

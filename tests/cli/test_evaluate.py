@@ -183,7 +183,7 @@ def test_a_corpus_that_has_changed_is_said(tmp_path: Path) -> None:
 
     assert done.code == 2
     assert "has changed" in done.stderr
-    assert "put back what it was, or give a text with --data" in done.stderr
+    assert "restore it, or give a text with --data" in done.stderr
 
 
 def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_a_corpus_that_is_not_what_it_was(
         )
     else:
         assert err == (
-            f"error: data.corpus: '3.txt' has changed, since '{run.folder}' began; put back what it was, or "
+            f"error: data.corpus: '3.txt' has changed, since '{run.folder}' began; restore it, or "
             "give a text with --text"
         )
     Path("own.txt").write_text("the cat sat on a mat\n" * 20)

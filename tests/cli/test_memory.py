@@ -150,8 +150,8 @@ def test_a_training_on_the_cpu_is_refused_by_all_that_it_keeps(
         check_fits(config)
     own = gigabytes(4 * num_params // (2 if tensors == 2 else 1))
     assert str(raised.value) == (
-        f"model: {num_params:,} parameters take {own}, and with their gradients and what optimizer.type "
-        f"'{kind}' keeps {gigabytes(needed)}, but this process may have {gigabytes(needed - 1)} of memory; "
+        f"model: {num_params:,} parameters take {own}, and {gigabytes(needed)} with gradients and the state "
+        f"of optimizer.type '{kind}', but this process may have {gigabytes(needed - 1)} of memory; "
         "make the model smaller, its largest tables first, or train on a machine with more"
     )
 

@@ -224,7 +224,7 @@ def test_a_skipped_step_is_in_the_results(run_train: RunTrain, tmp_path: Path) -
     assert run.folder.name.startswith("Once-"), "a custom block names its run"
     assert json.loads((run.folder / "summary.json").read_text())["num_skipped_steps"] == 1
     assert "skipped steps   1\n" in run.stdout
-    assert "its loss is nan, but not when the step was repeated; if it comes again" in run.stderr
+    assert "its loss is nan, but not when the step was repeated; if it recurs" in run.stderr
     losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
     assert len(losses) == 3
     assert all(math.isfinite(loss) for loss in losses)

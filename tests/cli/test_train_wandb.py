@@ -32,7 +32,7 @@ FOLDER = r"runs/kept/wandb/offline-run-\S+"
 COMMANDS = rf"look: wandb leet {FOLDER}; upload: wandb sync {FOLDER}"
 NO_KEY = r"wandb: offline \(No API key configured\. Use `wandb login` to log in\); " + COMMANDS
 TIMED_OUT = (
-    r"wandb: Timed out finishing run; upload what it kept: wandb sync runs/kept/wandb/run-\S+"
+    r"wandb: Timed out finishing run; upload the rest with: wandb sync runs/kept/wandb/run-\S+"
 )
 IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 """Program that runs its arguments in a pseudo-terminal where nobody types."""

@@ -107,7 +107,7 @@ def test_schema_knows_every_member(schema: dict[str, Any], family: type[TaggedCo
 def test_schema_explains_and_bounds(schema: dict[str, Any]) -> None:
     layers = schema["$defs"]["DecoderConfig"]["properties"]["num_layers"]
     assert layers["minimum"] == 1
-    assert layers["description"].startswith("Blocks of attention")
+    assert layers["description"].startswith("Number of layers")
     assert schema["additionalProperties"] is False
 
 

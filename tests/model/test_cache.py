@@ -288,7 +288,7 @@ def test_tokens_that_do_not_fit_a_cache_are_rejected() -> None:
         with pytest.raises(ValueError, match=r"^token_ids has 1 rows, but .* a batch of 2$"):
             model(ids, cache=model.new_cache(2))
         mask = torch.tensor([[False, True, True, True]])
-        with pytest.raises(ValueError, match=r"^mask must have each row's real tokens first"):
+        with pytest.raises(ValueError, match=r"^mask must have the real tokens of each row first"):
             model(ids, mask, cache=model.new_cache(1))
     both = decoder(causal=False)
     with pytest.raises(

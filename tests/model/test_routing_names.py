@@ -39,5 +39,7 @@ def test_a_later_round_of_a_chain_is_no_block_inside_another() -> None:
 
 
 def test_other_names_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"a layer is called like 'layer_03' .*, got 'layer_x'"):
+    with pytest.raises(
+        ValueError, match=r"the name of a layer must be like 'layer_03' .*, got 'layer_x'"
+    ):
         layer_number("layer_x")

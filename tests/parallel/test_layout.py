@@ -29,13 +29,13 @@ def test_sizes_must_multiply_to_the_number_of_processes() -> None:
         ParallelConfig(data=2, expert=2).layout(2)
     assert str(raised.value) == (
         "parallel: data (2) x shard (1) x expert (2) needs 4 processes, and this run has 2; give "
-        "--trainer.devices 4, start it by torchrun --nproc-per-node 4, or change one of them"
+        "--trainer.devices 4, start it with torchrun --nproc-per-node 4, or change one of them"
     )
     with pytest.raises(ConfigError) as raised:
         ParallelConfig(expert=2).layout(3)
     assert str(raised.value) == (
         "parallel: shard (1) x expert (2) needs a multiple of 2 processes, and this run has 3; give "
-        "--trainer.devices 2, start it by torchrun --nproc-per-node 2, or change one of them"
+        "--trainer.devices 2, start it with torchrun --nproc-per-node 2, or change one of them"
     )
 
 
@@ -84,7 +84,7 @@ MOE = {"type": "moe", "num_experts": 6, "router": {"type": "top_k", "k": 2}}
         ),
         (
             {"parallel": {"shard": 4}, "optimizer": {"type": "adafactor"}},
-            "optimizer.type (adafactor) looks at whole matrices, which parallel.shard and parallel.expert "
+            "optimizer.type (adafactor) needs whole matrices, which parallel.shard and parallel.expert "
             "divide; use adamw or muon",
         ),
     ],

@@ -198,8 +198,8 @@ def test_a_sequence_longer_than_the_corpus_is_refused(
     [
         ("config.yaml", "sed: 1", "'{path}': sed: unknown; did you mean 'seed'?"),
         ("config.yaml", "[1]", "'{path}': must hold a YAML mapping, got list"),
-        ("config.yaml", "", "'{path}' lacks seed and 9 more, so it was cut short, or is of another version; "
-         "put back what it was"),
+        ("config.yaml", "", "'{path}' lacks seed and 9 more, so it was cut short or is of another version; "
+         "restore the original file"),
         ("tokenizer.json", "{", "'{path}' is not the tokenizer that this run was trained with: "
          "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         ("tokenizer.json", "[]", "'{path}' is not the tokenizer that this run was trained with: "

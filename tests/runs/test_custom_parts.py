@@ -491,8 +491,7 @@ PLACES = {
     ): "the multiplier of step 399 is nan, but has to be a finite number",
     ("data.corpus", "Texts", ""): "documents returned 'text', but has to return a Document",
     ("optimizer", "Moves", "matrices"): (
-        "its groups hold {p} parameters of a model with {p}; each has to be in one group, and"
-        " in one alone"
+        "its groups hold {p} parameters of a model with {p}; each has to be in exactly one group"
     ),
 }
 """Place, type and `how` of a part -> what is wrong with it."""

@@ -131,9 +131,9 @@ def test_a_block_that_needs_numbers_to_be_built_cannot_be_built_empty(own: Path)
         config.build_empty(vocab_size=8, max_seq_len=4)
 
     assert str(refused.value) == (
-        f"own.py, line {line}, needs the numbers of a tensor, and a model that parallel.shard or "
-        "parallel.expert divides, or that is planned, is first built without any (Tensor.item() cannot be "
-        "called on meta tensors); compute it with Python's own numbers"
+        f"own.py, line {line}, reads the values of a tensor, but parallel.shard, parallel.expert and "
+        "moe-ffn plan build the model without values first (Tensor.item() cannot be called on meta tensors); "
+        "compute it from plain Python numbers"
     )
 
 
@@ -252,7 +252,7 @@ def test_originals_that_changed_are_told(
     assert line.startswith(
         f"'{own}' has changed since '{tmp_path}' began (sha256 ffffffffffff..., now "
     )
-    assert line.endswith("; there is no copy, so it is run as it is now")
+    assert line.endswith("; there is no copy, so the run uses the changed file")
 
     own.write_text("other")
     warn_if_code_changed(tmp_path)

@@ -311,7 +311,7 @@ def test_a_corpus_that_changed_is_refused_by_the_name_of_the_file(
 
     assert done.code == 2
     assert done.stderr.splitlines()[-1] == (
-        f"error: data.corpus: {said}, since '{unfinished}' began; put back what it was, or start a new run"
+        f"error: data.corpus: {said}, since '{unfinished}' began; restore it, or start a new run"
     )
 
 
@@ -348,7 +348,7 @@ def test_damaged_lines_of_a_log_are_reported_and_left_out(
     rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), Start(4), files)
 
     assert capsys.readouterr().err.splitlines() == [
-        f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are left out",
+        f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are removed",
     ]
     assert not (folder / "samples.jsonl").exists()
 

@@ -1,1 +1,1 @@
-"""Observation of a run: rows of metrics, the routing of each layer, alarms, the progress display, wandb."""
+"""Monitoring of a run: metrics, routing of each layer, alarms, progress display, wandb."""

@@ -1,4 +1,4 @@
-"""Alarms: rules over a run's rows of metrics, options to try against each, and their log."""
+"""Alarms: rules on the metrics of a run, advice for each kind of alarm, and the log of alarms."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ AlarmKind = Literal[
 ]
 
 LASTING: tuple[AlarmKind, ...] = ("collapse", "dropped")
-"""Kinds that must last `after_steps` steps to be reported: at the start of a run they pass."""
+"""Kinds that are reported only if they last `after_steps` steps, since they are normal at the start."""
 
 MIN_COLLAPSE = 0.5
-"""Least MaxVio of a collapse: if most experts take most tokens, its highest possible value is small."""
+"""Least MaxVio of a collapse. If k is close to num_experts, even the largest possible MaxVio is small."""
 
 ROWS_OF_MEDIAN = 10
-"""Number of earlier rows whose median a loss is compared with."""
+"""Number of earlier rows in the median that a loss is compared with."""
 
 RoutingValues = Mapping[str, Tensor]
-"""Values of one layer from a `RoutingWindow`."""
+"""Metrics of one layer from a `RoutingWindow`."""
 
 _Place = tuple[AlarmKind, str | None]
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One problem at one place."""
+    """A problem in one layer or in the whole model."""
 
     step: int
     kind: AlarmKind
     layer: str | None
     """Name of the layer, as in the keys of metrics; None for the whole model."""
     message: str
-    """Problem with the measured value and its limit, without the layer."""
+    """Problem, measured value and limit, without the layer."""
     advice: str
     """Options to try, with their current values."""
 
@@ -72,7 +72,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Advice:
-    """Options to try against each kind of alarm, by their paths in the YAML."""
+    """Options to change for each kind of alarm, as paths in the YAML."""
 
     model: DecoderConfig
     objective: ObjectiveConfig
@@ -80,7 +80,7 @@ class Advice:
     trainer: TrainerConfig
 
     def against(self, kind: AlarmKind, layer: str | None) -> str:
-        """Return options with their current values; `layer` is named as in the keys of metrics."""
+        """Return options to change, with current values; `layer` is a name as in the keys of metrics."""
         info = self.model.router_infos().get(layer or "")
         balance, capacity = self._balance(info), "the block's capacity"
         if info is not None:
@@ -98,17 +98,17 @@ class Advice:
             "exploding_logits": f"raise objective.router_z (now {self.objective.router_z:g}), or {rate}",
             "dropped": f"raise {capacity}, or balance better: {balance}",
             "loss_spike": f"{rate}, or raise optimizer.schedule.{self.optimizer.schedule.warmup_option}",
-            "skipped_step": f"if it comes again, {rate}",
+            "skipped_step": f"if it recurs, {rate}",
         }[kind]
 
     def _balance(self, info: RouterInfo | None) -> str:
-        """Return options against imbalance; `info` is None for a router that its block does not name."""
+        """Return options against imbalance; `info` is None if the block does not list its router."""
         raise_loss = f"raise objective.load_balance (now {self.objective.load_balance:g})"
         if info is None:
             return raise_loss
         router, option = info.router, f"model.{info.path}.router.type"
         if not router.learns:
-            return f"take another {option} than '{router.type}', which learns nothing"
+            return f"choose another {option} than '{router.type}', which has nothing to learn"
         if router.fixed_by is not None:
             return (
                 f"leave model.{info.path}.router.{router.fixed_by} out, which fixes where tokens go"
@@ -119,7 +119,7 @@ class Advice:
 
 
 class AlarmRules(Checkpointed):
-    """Checks rows in order. A problem is an alarm when it begins, and not while it lasts."""
+    """Checks rows of metrics in order. A problem raises an alarm when it begins, not while it lasts."""
 
     in_checkpoint = ("_losses",)
 
@@ -133,13 +133,13 @@ class AlarmRules(Checkpointed):
     def check(
         self, step: int, num_steps: int, loss: float, routing: Mapping[str, RoutingValues]
     ) -> list[Alarm]:
-        """Return the problems that begin with a row of training.
+        """Return the alarms that a row of training raises.
 
         Args:
-            step: the optimizer step of the row.
-            num_steps: number of steps that it covers.
-            loss: mean cross-entropy of the steps that were taken; nan if none was.
-            routing: measured values of each sparse layer over these steps.
+            step: optimizer step of the row.
+            num_steps: number of steps that the row covers.
+            loss: mean cross-entropy of the steps that were not skipped; nan if all were skipped.
+            routing: metrics of each sparse layer over these steps.
         """
         troubles: dict[_Place, str] = {("loss_spike", None): self._spike(loss)}
         for layer, values in routing.items():
@@ -157,7 +157,7 @@ class AlarmRules(Checkpointed):
         ]
 
     def skipped(self, skipped: SkippedStep) -> list[Alarm]:
-        """Return the alarm of a skipped step; none soon after another one."""
+        """Return the alarm of a skipped step, unless another step was skipped shortly before."""
         if not self._begins(skipped.step, 1, "skipped_step", None):
             return []
         limit = self.advice.trainer.guard.max_skipped_in_a_row
@@ -166,11 +166,11 @@ class AlarmRules(Checkpointed):
         return [Alarm(skipped.step, "skipped_step", None, message, advice)]
 
     def not_judged(self, num_steps: int, *, is_routed: bool) -> list[str]:
-        """Return `AlarmsConfig.not_judged` for the rows that were checked."""
+        """Return `AlarmsConfig.not_judged` for the rows checked so far."""
         return self.config.not_judged(num_steps, len(self._losses), is_routed=is_routed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses of earlier rows, and the duration and last step of each problem."""
+        """Return losses of earlier rows, and the duration and last step of each problem."""
         return super().state_dict() | {
             "lasted": [[*key, steps] for key, steps in self._lasted.items()],
             "last_seen": [[*key, step] for key, step in self._last_seen.items()],
@@ -182,14 +182,14 @@ class AlarmRules(Checkpointed):
         self._last_seen = {(kind, layer): step for kind, layer, step in state_dict["last_seen"]}
 
     def _begins(self, step: int, num_steps: int, kind: AlarmKind, layer: str | None) -> bool:
-        """Return true unless this was seen a short while ago: a problem that comes and goes is one alarm."""
+        """Return true unless this problem occurred shortly before; if it comes and goes, it is one alarm."""
         before = self._last_seen.get((kind, layer))
         self._last_seen[kind, layer] = step
         return before is None or step - before > max(self.config.after_steps, num_steps)
 
     def _spike(self, loss: float) -> str:
-        """Return the message about a loss far above those before it; empty otherwise."""
-        if math.isnan(loss):  # no step was taken, which has an alarm of its own
+        """Return a message if the loss is far above the median of earlier rows; otherwise an empty string."""
+        if math.isnan(loss):  # all steps were skipped, which is another kind of alarm
             return ""
         before = list(self._losses)
         self._losses.append(loss)
@@ -205,12 +205,12 @@ class AlarmRules(Checkpointed):
         limits = self.config
         if broken := int(values["nonfinite_tokens"]):
             yield "nonfinite_logits", f"{broken} tokens reached the router with NaN or infinity"
-        # A window that was cut short has no measurements of tokens.
+        # If training ended early, the window has no token metrics.
         largest = values["logit_max"].item() if "logit_max" in values else 0
         if largest > limits.router_logit:
             limit = limits.router_logit
             yield "exploding_logits", f"a router logit of {largest:.3g} (limit {limit:g})"
-        if "load" in values:  # not of a router that lists pairs
+        if "load" in values:  # absent for a router that lists pairs
             yield from self._of_load(values)
         dropped = values["dropped_fraction"].item()
         if dropped > limits.dropped_fraction:
@@ -223,7 +223,7 @@ class AlarmRules(Checkpointed):
         if dead := int(values["dead_experts"]):
             message = f"{dead} of {len(load)} experts had no token in {limits.after_steps} steps"
             yield "dead_experts", message
-        # At worst one expert is among those of every token, and has 1 / k of the pairs.
+        # At worst every token chooses the same expert, which then has 1 / k of the pairs.
         highest = len(load) / max(values["experts_per_token"].item(), 1e-9) - 1
         limit = max(limits.max_violation_share * highest, MIN_COLLAPSE)
         if violation > limit:
@@ -233,7 +233,7 @@ class AlarmRules(Checkpointed):
 
 
 class AlarmLog(Checkpointed):
-    """Reports alarms on standard error, in wandb, and as JSON lines at `path`."""
+    """Writes alarms to standard error, to wandb, and as JSON lines to `path`."""
 
     in_checkpoint = ("num_alarms",)
 
@@ -242,7 +242,7 @@ class AlarmLog(Checkpointed):
         self.file = JsonLines(path)
 
     def report(self, alarms: Sequence[Alarm], loggers: Sequence[Logger]) -> None:
-        """Report one line for each kind, for any number of layers; the file has all alarms."""
+        """Print one line for each kind of alarm; write every alarm to the file."""
         self.num_alarms += len(alarms)
         in_order = sorted(alarms, key=lambda alarm: alarm.kind)
         for kind, group in groupby(in_order, key=lambda alarm: alarm.kind):
@@ -250,7 +250,7 @@ class AlarmLog(Checkpointed):
             also = f" (and {', '.join(str(alarm.layer) for alarm in others)})" if others else ""
             log.warning("alarm: %s%s", first, also)
             title = kind.replace("_", " ")
-            # wandb keeps back what comes under the same title too soon.
+            # wandb suppresses an alert if another one had the same title shortly before.
             title = title if first.layer is None else f"{title}, {first.layer}"
             alert(loggers, title, f"{first}{also}")
         self.file.add(asdict(alarm) for alarm in alarms)

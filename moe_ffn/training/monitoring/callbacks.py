@@ -1,7 +1,7 @@
-"""Callbacks that log: rows of metrics, the results of validations, and texts of the model.
+"""Callbacks that log metrics, validation results and generated texts.
 
-They do not call `self.log`, which costs about 0.3 ms per key and step: tensors are summed, and the loggers
-receive one row every `logging.every_n_steps`.
+They do not call `self.log`, which costs about 0.3 ms per key and step. Instead they sum tensors on the device
+and send the loggers one row every `logging.every_n_steps`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from moe_ffn.training.sampling import SampleConfig, sample_text
 log = logging.getLogger(__name__)
 
 LoggedRow = dict[str, float | list[float]]
-"""Key -> value, or one value per expert, which each logger writes in its own way."""
+"""Key -> a value, or one value per expert."""
 
 
 def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> LoggedRow:
-    """Return `{"layer_03": {"entropy": 1.2, "load": [...]}}` as `routing/layer_03/entropy`, `.../load`.
+    """Flatten `{"layer_03": {"entropy": 1.2, "load": [...]}}` to `routing/layer_03/entropy`, `.../load`.
 
-    Matrices are left out, and nan, which marks a value that does not exist.
+    Matrices are left out. So is a scalar NaN, which marks a metric without a value.
     """
     row: LoggedRow = {}
     for layer, metrics in values.items():
@@ -69,16 +69,16 @@ def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") ->
 
 
 def log_row(trainer: Trainer, row: LoggedRow) -> None:
-    """Give one row to every logger, at the current optimizer step."""
-    values: Any = row  # Lightning's type knows no lists
+    """Send a row to every logger, with the current optimizer step."""
+    values: Any = row  # Lightning's type allows no lists
     for logger in trainer.loggers:
         logger.log_metrics(values, trainer.global_step)
 
 
 class StepLogger(Checkpointed, Callback):
-    """Gives the loggers one row every few optimizer steps, which covers all of them, and reports alarms.
+    """Logs one row of metrics over every `logging.every_n_steps` optimizer steps, and reports alarms.
 
-    Checkpoints hold the row that is not full yet, and values that later rows are compared with.
+    Checkpoints hold the sums of the unfinished row, and the values that later rows are compared with.
     """
 
     in_checkpoint = (
@@ -108,9 +108,9 @@ class StepLogger(Checkpointed, Callback):
         self.total_seconds = 0.0
         """Seconds of training steps, without validations."""
         self.validation_seconds = 0.0
-        """Seconds of validations, their texts, and checkpoints between them and the step before."""
+        """Seconds of validations, including their samples and the checkpoint before them."""
         self.peak_memory_bytes = 0
-        """Peak memory of all processes of a resumed run; see `peak_memory`."""
+        """Maximum of `peak_memory` over all parts of a resumed run."""
         self._routing = RoutingWindow(config)
         self._window = _LossWindow()
         self._clock = 0.0
@@ -120,16 +120,16 @@ class StepLogger(Checkpointed, Callback):
 
     @property
     def tokens_per_second(self) -> float:
-        """Mean over the run so far, without validations."""
+        """Mean tokens per second so far, without validations."""
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def not_judged(self) -> list[str]:
-        """Return sentences about alarms that need more rows than this run has."""
+        """Return one sentence for each kind of alarm that needs more steps than this run has."""
         return self.rules.not_judged(self.last_row_step, is_routed=bool(self.last_routing))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel)
-        self.num_skipped = pl_module.guard.num_skipped  # of the checkpoint
+        self.num_skipped = pl_module.guard.num_skipped  # restored from the checkpoint
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock = time.perf_counter()
@@ -146,7 +146,7 @@ class StepLogger(Checkpointed, Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        # By the end of the batch the schedule has moved on to the rate of the next step.
+        # At the end of the batch, the schedule has already set the rate of the next step.
         self._learning_rate = optimizer.param_groups[0]["lr"]
 
     def on_train_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -172,7 +172,7 @@ class StepLogger(Checkpointed, Callback):
             self._window.end_step(taken=skipped is None)
             if skipped is not None and trainer.is_global_zero:
                 self.alarm_log.report(self.rules.skipped(skipped), trainer.loggers)
-            # Reading the values waits for the device, so it is part of the step's time.
+            # Read the values before the lap ends: reading waits for the device, which is time of this step.
             row = self._values(trainer, pl_module) if ends_row else None
         seconds = self._lap()
         self._window.seconds += seconds
@@ -185,7 +185,7 @@ class StepLogger(Checkpointed, Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if isinstance(exception, Diverged):  # a person will look at its last steps
+        if isinstance(exception, Diverged):  # log the last steps, which show how the run diverged
             self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -229,7 +229,7 @@ class StepLogger(Checkpointed, Callback):
 
 @dataclass
 class _LossWindow(Checkpointed):
-    """Sums over the taken steps since the last row."""
+    """Sums over the steps since the last row; losses of skipped steps are left out."""
 
     in_checkpoint = ("num_batches", "num_skipped", "tokens", "seconds", "step_seconds")
 
@@ -242,7 +242,7 @@ class _LossWindow(Checkpointed):
     step_seconds: list[float] = field(default_factory=list)
     """Seconds of each step, skipped ones included."""
     of_step: list[dict[str, Tensor]] = field(default_factory=list)
-    """Batches of the current step."""
+    """Losses of each batch of the current step."""
 
     def add(self, outputs: TrainStepOutput, tokens: int) -> None:
         losses = outputs["objective"]
@@ -254,7 +254,7 @@ class _LossWindow(Checkpointed):
     def end_step(self, *, taken: bool) -> None:
         for values in self.of_step:
             for name, value in values.items():
-                # NaN of a skipped step must not spread to the row's mean.
+                # A skipped step may have a loss of NaN, which would make the row's mean NaN.
                 counted = value if taken else torch.zeros_like(value)
                 before = self.sums.get(name)
                 self.sums[name] = counted if before is None else before.to(counted.device) + counted
@@ -266,14 +266,14 @@ class _LossWindow(Checkpointed):
         self.step_seconds.append(self.seconds - sum(self.step_seconds))
 
     def means(self, trainer: Trainer) -> dict[str, float]:
-        """Return mean losses over the row's batches and ranks; nan if no step was taken."""
+        """Return mean losses over the row's batches and ranks; nan if all steps were skipped."""
         means = torch.stack(list(self.sums.values())) / self.num_batches
         means = trainer.strategy.reduce(means, reduce_op="mean")
         assert isinstance(means, Tensor)
         return {f"train/{key}": value for key, value in zip(self.sums, means.tolist(), strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the attributes, and the sums of each rank. A collective: every rank has to call it."""
+        """Return the attributes and the sums of each rank. A collective: every rank has to call this."""
         sums = {name: all_gather_scalar(value) for name, value in self.sums.items()}
         return super().state_dict() | {"sums": sums}
 
@@ -284,7 +284,7 @@ class _LossWindow(Checkpointed):
 
 
 class ValidationLogger(Checkpointed, Callback):
-    """Gives each validation to the loggers, and keeps the last one."""
+    """Logs each validation, and keeps the results of the last one."""
 
     in_checkpoint = ("last", "last_step", "routing", "window_losses")
 
@@ -294,9 +294,9 @@ class ValidationLogger(Checkpointed, Callback):
         self.last_step = -1
         """Optimizer step of the newest validation; -1 before the first."""
         self.routing: ByLayer = {}
-        """Values of each sparse layer over the newest validation."""
+        """Metrics of each sparse layer over the newest validation."""
         self.window_losses = torch.zeros(0)
-        """Mean loss of each sequence of the newest validation, (num_windows,), in their order."""
+        """Mean loss of each sequence of the newest validation, (num_windows,), in the order of the data."""
         self._routing = RoutingByLayer("every batch", "last step", "validation")
         self._of_batches: dict[int, Tensor] = {}
 
@@ -330,7 +330,7 @@ class ValidationLogger(Checkpointed, Callback):
 
 
 class SampleLog(Checkpointed, Callback):
-    """Continues the prompt at every validation, with the same seed, and logs the texts."""
+    """Continues the prompt at every validation, with the same seed, and logs the text."""
 
     in_checkpoint = ("last",)
 
@@ -343,24 +343,24 @@ class SampleLog(Checkpointed, Callback):
         self.seed = seed
         self.file = JsonLines(path)
         self.last = ""
-        """Newest text, without the prompt; empty if the model cannot write."""
+        """Newest text, without the prompt; empty if the model could not generate one."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel)
         self.last = ""
-        # A diverged model has no probabilities, and one that sees both sides cannot write left to right.
+        # A diverged model has no probabilities; a bidirectional model cannot generate left to right.
         loss = trainer.callback_metrics["validation/loss"].item()
         writes = pl_module.decoder.config.causal and self.options.num_tokens and math.isfinite(loss)
         if not writes:
             return
         try:
-            # Every rank takes part, since each may hold a part of the model. Every length occurs once, so a
-            # compiled model must not be compiled for it.
+            # Every rank takes part, since each may hold a part of the model. Without compilation, since
+            # every sequence length would be compiled anew.
             with torch.compiler.set_stance("force_eager"):
                 text = sample_text(
                     pl_module.decoder, self.tokenizer, self.prompt, self.options, self.seed
                 )
-        except RuntimeError as error:  # a temperature, or logits, that make no probabilities
+        except RuntimeError as error:  # logits, or a temperature, that give no probabilities
             if trainer.is_global_zero:
                 log.warning(
                     "sample: no text at step %d: %s", trainer.global_step, first_line(error)
@@ -374,7 +374,7 @@ class SampleLog(Checkpointed, Callback):
 
 
 class ProfileReport(Callback):
-    """Keeps the table of Lightning's profiler at the end of training, before Lightning drops it."""
+    """Keeps the table of Lightning's profiler at the end of training, before Lightning discards it."""
 
     text = ""
     """Table of the profiler; empty without one."""
@@ -384,6 +384,6 @@ class ProfileReport(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = trainer.profiler.summary()  # pyright: ignore[reportAttributeAccessIssue]  # set late
-        # A resumed run has profiled only its own steps.
+        # After a resume, the profile covers only the steps since then.
         steps = f"optimizer steps {self._first_step} to {trainer.global_step}\n"
         self.text = steps + found if found else ""

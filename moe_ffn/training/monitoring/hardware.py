@@ -13,10 +13,7 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: of tensors on a GPU, else of everything.
-
-    It is 0 on Windows, which does not report it.
-    """
+    """Return the peak memory in bytes: of tensors on a GPU, otherwise of this process; 0 on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -28,14 +25,14 @@ def peak_memory(device: torch.device) -> int:
 
 
 def num_cores() -> int:
-    """Number of CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe_hardware() -> dict[str, Any]:
-    """Return the name of the processor, its number of usable cores, and the name of a GPU, if any."""
+    """Return the name of the processor, the number of usable cores, and the name of the GPU, if any."""
     name = platform.processor() or platform.machine()
-    with suppress(OSError):  # Linux alone has it
+    with suppress(OSError):  # the file exists on Linux only
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         name = names[0] if names else name

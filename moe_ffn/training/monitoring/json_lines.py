@@ -1,4 +1,4 @@
-"""Logs of one JSON object a line, with its optimizer step: metrics, samples, alarms."""
+"""Logs of metrics, samples and alarms: one JSON object per line, with its optimizer step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from moe_ffn.files import (
 STEP_KEY = "step"
 """Key of the optimizer step in every line."""
 VALIDATION_LOSS = "validation/loss"
-"""Key that only rows of validations have."""
+"""Key that only validation rows have."""
 TRAIN_SECONDS = "train/seconds"
-"""Key of the seconds of training so far, without validations, in rows of training."""
+"""Key of the seconds of training so far, without validations."""
 STEP_SECONDS = "train/step_seconds"
-"""Key of the median seconds of the row's optimizer steps; a pause of the machine does not change it."""
+"""Key of the median seconds of an optimizer step in a row; one slow step does not change the median."""
 
 Cell = float | list[float | None] | None
 """A value of a row; a number may be NaN or infinite."""
@@ -38,7 +38,7 @@ class Line(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     step: Annotated[int, Field(ge=0, le=2**53)]
-    """Optimizer step; a float cannot distinguish larger ones."""
+    """Optimizer step; floats represent integers exactly only up to this limit."""
 
 
 class Row(Line):
@@ -56,7 +56,7 @@ class Row(Line):
 
 
 class Sample(Line):
-    """A text that the model wrote after the prompt at an optimizer step."""
+    """A text that the model generated after the prompt at an optimizer step."""
 
     prompt: str = ""
     text: str = ""
@@ -66,17 +66,17 @@ AnyLine = TypeVar("AnyLine", bound=Line)
 
 
 class JsonLines:
-    """Appends to a log, and keeps lines that the disk rejects until the next attempt."""
+    """Appends lines to a log; lines that cannot be written are kept and retried at the next call."""
 
     def __init__(self, path: Path, *, is_synced: bool = True) -> None:
         """
         Args:
-            is_synced: every line is on the disk when `add` returns; otherwise when `sync` returns.
+            is_synced: true to sync every line to the disk in `add`; otherwise only `sync` does.
         """
         self.path = path
         self._is_synced = is_synced
         self._pending: list[bytes] = []
-        self._end = -1  # of the lines that are in the file; -1 before the first
+        self._end = -1  # size in bytes of the complete lines in the file; -1 before the first write
         self._failures = WriteFailures(path)
 
     @property
@@ -85,13 +85,13 @@ class JsonLines:
         return not self._pending
 
     def add(self, values: Iterable[Mapping[str, Any]]) -> None:
-        """Write each value as a line."""
+        """Write each mapping as a line."""
         self._pending.extend(f"{json.dumps(value)}\n".encode() for value in values)
         with self._failures.expected():
             self._write_pending()
 
     def sync(self) -> None:
-        """Return when every line is on the disk, or the failure is reported."""
+        """Sync every line to the disk, or report the failure."""
         with self._failures.expected():
             self._write_pending()
             if self.path.exists():
@@ -102,18 +102,20 @@ class JsonLines:
         if not self._pending:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.is_symlink() and self.path.exists():  # its target stays as it is
+        if (
+            self.path.is_symlink() and self.path.exists()
+        ):  # replace the link; do not change its target
             write_whole(self.path, read_bytes(self.path))
         with open_file(self.path, "ab") as file:
             descriptor, size = file.fileno(), file.tell()
             is_new = not 0 <= self._end <= size
             if is_new:
                 self._end = sum(map(len, _whole_lines(self.path)))
-            if size > self._end:  # half a line of a process that died, or what a failing disk took
+            if size > self._end:  # an incomplete line, of a killed process or a failed write
                 os.truncate(descriptor, self._end)
             try:
                 rest = memoryview(b"".join(self._pending))
-                while rest:  # unbuffered: closing the file does not try again
+                while rest:  # unbuffered, so that closing the file does not retry a failed write
                     rest = rest[os.write(descriptor, rest) :]
                 if self._is_synced:
                     os.fsync(descriptor)
@@ -127,16 +129,16 @@ class JsonLines:
 
 
 def read_lines(path: Path, kind: type[AnyLine]) -> Iterator[AnyLine]:
-    """Yield the lines of a log as they are read; none if there is no file.
+    """Yield the lines of a log; none if there is no file.
 
-    A last line without its end is left out, since its writer died or is about to end it. So is a damaged
-    line; see `num_damaged`.
+    An incomplete last line is skipped, since its writer died or is still writing it. Damaged lines are
+    skipped too; see `num_damaged`.
     """
     return (value for _, value in _read(path, kind) if value is not None)
 
 
 def num_damaged(path: Path, kind: type[Line]) -> int:
-    """Number of complete lines of a log that are no such objects."""
+    """Return the number of complete lines of a log that are not of this kind."""
     return sum(value is None for _, value in _read(path, kind))
 
 

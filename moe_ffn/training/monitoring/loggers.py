@@ -1,7 +1,7 @@
-"""The loggers of a run: `metrics.jsonl`, and Weights & Biases.
+"""Loggers of a run: `metrics.jsonl`, and Weights & Biases.
 
-Without an account or a network wandb's run is kept offline, on disk. An exception of wandb ends its logging,
-but not the training; the constants below limit the waiting.
+Without an account or a network, wandb logs to disk, offline. An exception in wandb never ends the training,
+and the timeouts below limit how long training waits for wandb.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from moe_ffn.training.monitoring.json_lines import STEP_KEY, JsonLines
 log = logging.getLogger(__name__)
 
 INIT_TIMEOUT_SECONDS = 8
-"""Seconds that the server may take to accept a run; wandb's own 90 look like a hang without a network."""
+"""Seconds to wait for the server to accept a run; without a network, wandb's 90 look like a hang."""
 FINISH_TIMEOUT_SECONDS = 10
-"""Seconds that the upload of the last rows may take; wandb itself would wait forever."""
+"""Seconds to wait for the upload of the last rows; by default wandb waits forever."""
 SERVICE_TIMEOUT_SECONDS = 10
-"""Seconds that wandb's own process, which writes and uploads, may take to start."""
+"""Seconds to wait for the start of wandb's background process, which writes and uploads."""
 
 _MAX_ALERT_TITLE = 63
 
 _RUN_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 
 MAX_BINS = 512
-"""Largest number of bins of a histogram of wandb."""
+"""Largest number of bins in a wandb histogram."""
 
 WANDB_STEP = "trainer/global_step"
 """Key under which Lightning's logger writes the optimizer step."""
 
 LOAD_FIGURE = "routing/load_heatmap"
-"""Key of the heat map of each validation; its panel has a slider over the steps."""
+"""Key of the heat map of each validation; wandb shows a slider over the steps."""
 
 
 class MetricsFile(Logger):
-    """Writes `metrics.jsonl`: one line for every row of metrics, as soon as it is known."""
+    """Writes `metrics.jsonl`: one line for every row of metrics, immediately."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class MetricsFile(Logger):
         return ""
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: a run's `config.yaml` has them."""
+        """Do nothing, since `config.yaml` of the run holds the options."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -76,7 +76,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Return when every row is on the disk, or the failure is reported."""
+        """Sync every row to the disk, or report the failure."""
         self.file.sync()
 
     @rank_zero_only
@@ -85,11 +85,11 @@ class MetricsFile(Logger):
 
 
 class WandbRun(WandbLogger):
-    """Lightning's logger for a started run.
+    """Lightning logger for a started wandb run.
 
     Args:
         run: the result of `wandb.init`.
-        online: upload rows as they come.
+        online: true if wandb uploads rows during training.
     """
 
     def __init__(self, run: Any, online: bool) -> None:
@@ -98,32 +98,34 @@ class WandbRun(WandbLogger):
         self._failed = False
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log a row, in the form of `wandb_row`."""
+        """Log a row, converted by `wandb_row`."""
         with self._harmless("metrics go to metrics.jsonl alone"):
             super().log_metrics(wandb_row(metrics), step)
 
     def alert(self, title: str, text: str) -> None:
-        """Send the user a message through wandb, if it is online."""
+        """Send the user a message through wandb, if the run is online."""
         if self.online:
             with self._harmless("metrics go to metrics.jsonl alone"):
                 self.experiment.alert(title[:_MAX_ALERT_TITLE], text)
 
     def finish(self, status: str) -> None:
-        """End the run; rows that were not uploaded in time stay on disk, and a line tells how to upload them.
+        """End the run. Rows that were not uploaded in time stay on disk; a warning shows how to upload them.
 
         Args:
             status: `success` or `failed`.
         """
         self._failed = False
-        with self._harmless(f"upload what it kept: {command_line('sync', self.experiment)}"):
+        with self._harmless(f"upload the rest with: {command_line('sync', self.experiment)}"):
             self.experiment.finish(exit_code=0 if status == "success" else 1)
 
     @contextmanager
     def _harmless(self, remedy: str) -> Iterator[None]:
-        """Catch every exception of wandb, and print one line about the first."""
+        """Catch every exception of wandb, and print one warning for the first."""
         try:
             yield
-        except Exception as error:  # its process may have died, its disk be full
+        except (
+            Exception
+        ) as error:  # of any type: wandb's process may have died, its disk may be full
             if not self._failed:
                 log.warning("wandb: %s; %s", _reason(error), remedy)
             self._failed = True
@@ -132,14 +134,14 @@ class WandbRun(WandbLogger):
 def wandb_logger(
     config: WandbConfig, run_dir: Path, tags: list[str], facts: Mapping[str, Any]
 ) -> tuple[WandbRun | None, str]:
-    """Return a started run, or None, and one line that tells a person where it is.
+    """Return a logger, or None if wandb is off, and one line about the state of wandb.
 
-    An earlier run that wandb kept in `run_dir` is resumed under its id.
+    A wandb run in `run_dir` is resumed under its id.
 
     Args:
-        facts: values stored as the run's config: the resolved options, revision, parameter counts.
+        facts: values for the config of the wandb run: options, code revision, parameter counts.
     """
-    environment = os.environ.pop("WANDB_MODE", "")  # wandb itself rejects an empty one
+    environment = os.environ.pop("WANDB_MODE", "")  # wandb itself rejects an empty value
     mode = {"dryrun": "offline"}.get(environment, environment)
     mode = mode if config.mode == "auto" else config.mode
     if mode == "disabled":
@@ -151,7 +153,7 @@ def wandb_logger(
     earlier_id = max(kept.values())[1] if kept else None
 
     def start(mode: str) -> Any:
-        # Without a key it raises instead of asking.
+        # With these settings wandb raises an error if there is no API key, instead of asking for one.
         service = {"show_info": False, "x_service_wait": SERVICE_TIMEOUT_SECONDS}
         wandb.setup(wandb.Settings(mode=mode, **service))
         run = wandb.init(
@@ -174,7 +176,7 @@ def wandb_logger(
                 x_disable_stats=True,
             ),
         )
-        # Charts run over optimizer steps; wandb's own step counts rows, and restarts at 0 when offline.
+        # Plot over optimizer steps: wandb's own step counts rows, and restarts at 0 when offline.
         run.define_metric(WANDB_STEP)
         run.define_metric("*", step_metric=WANDB_STEP)
         return run
@@ -184,9 +186,11 @@ def wandb_logger(
         try:
             run = start("online")
             return WandbRun(run, online=True), f"wandb: online, {run.url}"
-        except Exception as error:  # any: training does not depend on wandb
+        except Exception as error:  # of any type: training does not depend on wandb
             why_offline = f" ({_reason(error)})"
-            for folder in _kept(run_dir).keys() - kept.keys():  # of the attempt, with no rows
+            for folder in (
+                _kept(run_dir).keys() - kept.keys()
+            ):  # left by the failed attempt, without rows
                 shutil.rmtree(folder, ignore_errors=True)
     try:
         run = start("offline")
@@ -199,30 +203,30 @@ def wandb_logger(
 
 
 def _kept(run_dir: Path) -> dict[Path, tuple[str, str]]:
-    """Return the folders of wandb for this run, each with the time and the id in its name."""
+    """Return wandb folder -> (time, id) from its name, for all folders of this run."""
     folders = (run_dir / "wandb").glob("*run-*")
     matches = {folder: _RUN_FOLDER.fullmatch(folder.name) for folder in folders}
     return {folder: (match[1], match[2]) for folder, match in matches.items() if match}
 
 
 def _reason(error: Exception) -> str:
-    """Return the error of wandb in one line without a full stop."""
+    """Return an error of wandb as one line without a full stop."""
     text = explain(error)[0] if isinstance(error, ValidationError) else first_line(error)
     return text.rstrip(".")
 
 
 def command_line(command: str, run: Any) -> str:
-    """Return `wandb sync runs/mine/wandb/run-1`, as a person would type it where the program was started."""
+    """Return `wandb sync runs/mine/wandb/run-1`, to be typed in the current folder."""
     folder, here = Path(run.dir).parent, Path.cwd()
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
     return f"wandb {command} {shlex.quote(str(shown))}"
 
 
 def _import_wandb() -> Any:
-    """Return the wandb package; None if it is absent (a leftover `./wandb` folder is no package)."""
-    # It waits for its error reports at exit: 20 seconds if the server does not answer.
+    """Return the wandb package; None if it is not installed (a leftover `./wandb` folder does not count)."""
+    # Error reports would delay the exit by 20 seconds if the server does not answer.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    # A key that was read from a file ends in a newline, which wandb refuses.
+    # A key that was read from a file may end in a newline, which wandb rejects.
     if "WANDB_API_KEY" in os.environ:
         os.environ["WANDB_API_KEY"] = os.environ["WANDB_API_KEY"].strip()
     try:
@@ -233,10 +237,9 @@ def _import_wandb() -> Any:
 
 
 def wandb_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `row` with each list of numbers as one histogram over their places, and with a heat map of the
-    load on the validation split.
+    """Convert each list in a row to a histogram over experts, and add a heat map of the validation load.
 
-    One key per layer instead of one per expert: a project should hold less than 10,000.
+    This gives one key per layer instead of one per expert; a wandb project should have fewer than 10,000.
     """
     import wandb
 
@@ -255,16 +258,16 @@ def wandb_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_heatmap(loads: Mapping[str, Sequence[float]]) -> Figure:
-    """Return a heat map of load over the even share, with a row for each layer and a column for each expert.
+    """Return a heat map of load relative to an even share; rows are layers, columns are experts.
 
-    Layers may differ in their number of experts. A load that is not finite, of a layer that no token reached,
-    is left blank.
+    Layers may have different numbers of experts. If no token reached a layer, its loads are not finite and
+    its row is blank.
 
     Args:
-        loads: layer -> share of the layer's pairs that went to each expert, summing to 1.
+        loads: layer -> fraction of the layer's pairs on each expert, summing to 1.
     """
     num_columns = max(map(len, loads.values()))
-    # Plain lists: plotly packs arrays into a form that older viewers cannot read.
+    # Plain lists, since plotly packs arrays into a format that older viewers cannot read.
     ratios = [
         [share * len(load) if math.isfinite(share) else None for share in load]
         + [None] * (num_columns - len(load))
@@ -286,19 +289,19 @@ def load_heatmap(loads: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def alert(loggers: Iterable[Logger], title: str, text: str) -> None:
-    """Send a message through wandb if it is online; this neither raises nor waits for the network."""
+    """Send a message through wandb if it is online. Does not raise and does not wait for the network."""
     for logger in loggers:
         if isinstance(logger, WandbRun):
             logger.alert(title, text)
 
 
 def close(loggers: Iterable[Logger], status: str = "success") -> None:
-    """Write pending rows, and end the run of wandb, so that a process may hold several.
+    """Write pending rows and end the wandb run, so that a process can start another run.
 
     Args:
-        status: end of the run, `success` or `failed`.
+        status: `success` or `failed`.
     """
-    with ExitStack() as stack:  # which ends all of them, even where one fails, as on a full disk
+    with ExitStack() as stack:  # close every logger, even if one fails, as on a full disk
         for logger in loggers:
             if isinstance(logger, WandbRun):
                 stack.callback(logger.finish, status)

@@ -1,4 +1,4 @@
-"""The progress of training and validation: a bar in a terminal, a line now and then elsewhere."""
+"""Progress display of training and validation: a bar in a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 def progress_display(steps: StepLogger, validation: ValidationLogger) -> Callback:
-    """Return a bar if standard error is a terminal, else plain lines."""
+    """Return a progress bar if standard error is a terminal, otherwise a callback that prints lines."""
     display = ProgressBar if sys.stderr.isatty() else ProgressLines
     return display(steps, validation)
 
 
 class ProgressBar(Callback):
-    """Shows steps and time left, the batches of a validation, losses, and the health of the routing."""
+    """Shows a bar of steps, time left, losses, and the balance of the routing."""
 
     def __init__(self, steps: StepLogger, validation: ValidationLogger) -> None:
         self.steps = steps
@@ -56,7 +56,7 @@ class ProgressBar(Callback):
         )
         self._training = self._bars.add_task("training", visible=False)
         self._validating = self._bars.add_task("validating", visible=False)
-        # Made by the thread that trains: rich draws frames in another, which must read no tensors.
+        # The training thread sets this text: rich draws in another thread, which must not read tensors.
         self._text = Text()
         self._shown: LoggedRow | None = None
         self._live = Live()
@@ -112,7 +112,7 @@ class ProgressBar(Callback):
 
 
 class ProgressLines(Callback):
-    """Writes plain lines, for logs and pipes: one every 15 seconds, and the loss of each validation."""
+    """Prints a line every 15 seconds, and the loss of each validation, for logs and pipes."""
 
     def __init__(self, steps: StepLogger, validation: ValidationLogger) -> None:
         self.steps = steps
@@ -120,7 +120,7 @@ class ProgressLines(Callback):
         self._printed_at = 0.0
         self._first_step = 0
         self._first_ended_at: float | None = None
-        """Time at which the first step ended, whose preparations later steps do not repeat."""
+        """Time at which the first step ended; that step is slow, so the estimate leaves it out."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._printed_at = time.monotonic()
@@ -133,7 +133,7 @@ class ProgressLines(Callback):
         if not trainer.is_global_zero or not (self._is_due() or step == num_steps):
             return
         end: list[str] = []
-        # A validation follows the last step; how long it takes is unknown.
+        # No estimate at the last step: a validation of unknown duration follows.
         if self._first_ended_at is not None and self._first_step < step < num_steps:
             per_step = (time.monotonic() - self._first_ended_at) / (step - self._first_step)
             left = per_step * (num_steps - step)
@@ -154,9 +154,9 @@ class ProgressLines(Callback):
 
 
 def status(steps: StepLogger, step: int | None = None) -> list[str]:
-    """Return the newest row as `loss 2.310`, `MaxVio 0.65 (layer 0)`, `12,345 tokens/s`, if there is one.
+    """Return the newest row as `loss 2.310`, `MaxVio 0.65 (layer 0)`, `12,345 tokens/s`; empty without a row.
 
-    The loss has its step, if that is not `step`.
+    If the row is older than `step`, its step follows the loss.
     """
     if not steps.last_row:
         return []
@@ -171,9 +171,9 @@ def status(steps: StepLogger, step: int | None = None) -> list[str]:
 
 
 def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Return the layer with the worst balance and, if there are any, dropped pairs and dead experts.
+    """Return the layer with the worst balance, and dropped pairs and dead experts if there are any.
 
-    Routers that list pairs measure no load; of their layers it is the one that uses the fewest experts.
+    Routers that list pairs have no load; among their layers, the one that uses the fewest experts is shown.
     """
     if not routing:
         return []

@@ -1,6 +1,6 @@
-"""Routing metrics of a row of training: over its batches, and metrics that remember earlier rows.
+"""Routing metrics over the batches of a row of training, and metrics that compare it with earlier rows.
 
-E experts, R ranks
+T tokens, E experts, R ranks
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery import Checkpointed
 
 ByLayer = dict[str, dict[str, Tensor]]
-"""Values of each sparse layer, by their names."""
+"""Sparse layer -> name -> value."""
 
 
 class RoutingByLayer(Checkpointed):
-    """Metrics of each sparse layer over batches and ranks; a layer begins when it is first seen.
+    """Routing metrics of each sparse layer over batches and ranks.
 
     Args:
-        measured: kinds of metrics, see `metrics.table`.
+        measured: kinds of metrics; see `metrics.table`.
     """
 
     def __init__(self, *measured: Measured) -> None:
@@ -52,15 +52,15 @@ class RoutingByLayer(Checkpointed):
         shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
         expert_capacities: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Add a batch; one not `counted` only begins its layers, so that all ranks reduce the same."""
+        """Add a batch. If not `counted`, only add sums of zero, so that all ranks reduce the same layers."""
         for layer, routing in routings.items():
             statistics = self.statistics[routing.is_listed]
             if layer not in self.sums:
                 self._is_listed[layer] = routing.is_listed
                 zeros = {s.name: s.zeros(routing.num_experts) for s in statistics}
-                begun = zeros | self._loaded.pop(layer, {})
+                initial = zeros | self._loaded.pop(layer, {})
                 device = routing.token_ids_N.device
-                self.sums[layer] = {name: value.to(device) for name, value in begun.items()}
+                self.sums[layer] = {name: value.to(device) for name, value in initial.items()}
             if counted:
                 sums = self.sums[layer]
                 batch = LayerBatch(routing, shared_shares.get(layer), expert_capacities.get(layer))
@@ -68,25 +68,25 @@ class RoutingByLayer(Checkpointed):
                     sums[statistic.name] = statistic.add(sums[statistic.name], batch)
 
     def close(self) -> ByLayer:
-        """Return the values of each layer over all batches and ranks, on the CPU, and reset the sums."""
-        sums, self.sums = self._of_all_ranks(), {}
+        """Return the metrics of each layer over all batches and ranks, on the CPU, and reset the sums."""
+        sums, self.sums = self._reduced(), {}
         return {
             layer: compute(self.metrics[self._is_listed[layer]], found)
             for layer, found in sums.items()
         }
 
     def state_dict(self) -> ByLayer:
-        """Return the sums since `close`, over all ranks. A collective: every rank has to call it."""
-        return self._loaded | self._of_all_ranks()
+        """Return the sums since `close`, over all ranks. A collective: every rank has to call this."""
+        return self._loaded | self._reduced()
 
     def load_state_dict(self, state_dict: ByLayer) -> None:
-        """Continue from these sums. Only rank 0 takes them, since ranks are summed."""
+        """Continue from saved sums. Only rank 0 loads them, since the ranks will be summed again."""
         is_first = not distributed.is_initialized() or distributed.get_rank() == 0
         self.sums = {}
         self._loaded = dict(state_dict) if is_first else {}
 
-    def _of_all_ranks(self) -> ByLayer:
-        """Reduce the statistics over all ranks: one exchange and copy of sums, and one of maxima."""
+    def _reduced(self) -> ByLayer:
+        """Reduce the statistics over all ranks, with one collective for sums and one for maxima."""
         found: ByLayer = {layer: {} for layer in sorted(self.sums)}
         for reduce in ("sum", "max"):
             keys = [
@@ -98,7 +98,7 @@ class RoutingByLayer(Checkpointed):
             values = [self.sums[layer][name] for layer, name in keys]
             if not values:
                 continue
-            # float64 holds every count exactly; Apple's GPU has none.
+            # float64 holds every count exactly; Apple's GPUs lack it, so their values move to the CPU.
             values = [value if value.is_cuda else value.cpu() for value in values]
             flat = torch.cat([value.reshape(-1).double() for value in values])
             if num_ranks() > 1:
@@ -114,7 +114,7 @@ def num_ranks() -> int:
 
 
 def all_gather_scalar(value: Tensor) -> Tensor:
-    """Return the scalar of each rank, (R,). A collective: every rank has to call it."""
+    """Return the scalar of each rank, (R,). A collective: every rank has to call this."""
     if num_ranks() == 1:
         return value.reshape(1)
     values = [torch.empty_like(value) for _ in range(num_ranks())]
@@ -123,9 +123,9 @@ def all_gather_scalar(value: Tensor) -> Tensor:
 
 
 def own_rank(values_R: Tensor) -> Tensor:
-    """Return this rank's scalar of `all_gather_scalar`; the mean if the number of ranks has changed.
+    """Return this rank's entry of `all_gather_scalar`, or the mean if the number of ranks has changed.
 
-    Each rank continues its own sum, so that a resumed run rounds as the unbroken one does.
+    Each rank continues its own sum, so that a resumed run rounds like an uninterrupted run.
     """
     if len(values_R) != num_ranks():
         return values_R.mean()
@@ -133,7 +133,7 @@ def own_rank(values_R: Tensor) -> Tensor:
 
 
 def gather_by_index(of_batches: Mapping[int, Tensor]) -> Tensor:
-    """Return the values of the batches of all ranks by their index, on the CPU. A collective."""
+    """Concatenate the values of all batches of all ranks, sorted by batch index, on the CPU. A collective."""
     of_ranks: list[Mapping[int, list[float]]] = [{}] * num_ranks()
     own = {index: values.tolist() for index, values in of_batches.items()}
     if num_ranks() == 1:
@@ -145,17 +145,17 @@ def gather_by_index(of_batches: Mapping[int, Tensor]) -> Tensor:
 
 
 PART_OF_BATCH = 1 / 4
-"""Part of a batch to route: a quarter costs about a twelfth of a training step on all of it."""
+"""Fraction of a batch to route; a quarter costs about a twelfth of a training step on the whole batch."""
 
 MAX_TOKENS = 1024
-"""Largest number of tokens to route: checkpoints hold a bool for each token and expert."""
+"""Largest number of tokens to route, since checkpoints hold one bool for each token and expert."""
 
 
 @torch.no_grad()
 def probe(module: LanguageModel) -> dict[str, Tensor]:
     """Return `chosen_experts`, bool (T, E), of each sparse layer for the first sequences of batch 0.
 
-    It is on the CPU. The model is in evaluation mode: nothing is random and no generator moves.
+    The result is on the CPU. The model runs in evaluation mode, so no random numbers are drawn.
     """
     if not module.decoder.routers():
         return {}
@@ -165,7 +165,7 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
     was_training = module.decoder.training
     module.decoder.eval()
     try:
-        # Another shape than the batches', for which a compiled model is not compiled again.
+        # A compiled model would be compiled again for this batch shape.
         with torch.compiler.set_stance("force_eager"), module.precision_context():
             routings = module.decoder(input_ids).routings
     finally:
@@ -178,9 +178,9 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
 
 
 class RoutingWindow(Checkpointed):
-    """Values of each sparse layer since the last row: loads of all steps, and tokens of the last step.
+    """Metrics since the last row: loads over all its steps, token metrics over its last step.
 
-    Checkpoints are written between steps, when the sums over tokens are empty.
+    Checkpoints do not hold token metrics, since these are empty between steps.
     """
 
     in_checkpoint = ("_load", "_idle_steps", "_probe", "_last_look")
@@ -191,7 +191,7 @@ class RoutingWindow(Checkpointed):
         self._load = RoutingByLayer("every batch")
         self._tokens = RoutingByLayer("last step")
         self._idle_steps: dict[str, Tensor] = {}
-        self._probe: dict[str, Tensor] = {}  # at the last look
+        self._probe: dict[str, Tensor] = {}  # of step `_last_look`
         self._last_look = -config.churn_every_n_steps
 
     def update(
@@ -211,20 +211,20 @@ class RoutingWindow(Checkpointed):
             self._tokens.update(routings, shared_shares=shared_shares)
 
     def close(self, step: int, num_steps: int, module: LanguageModel, num_ranks: int) -> ByLayer:
-        """Return the values of each layer, on every rank; the next batch opens a new window.
+        """Return the metrics of each layer, on every rank; the next batch begins a new window.
 
         Args:
-            step: the current optimizer step.
+            step: current optimizer step.
             num_steps: number of steps that the window covers.
         """
         values = self._load.close()
-        # Empty where training ended before the last step of the row.
+        # Token metrics are missing if training ended before the last step of the row.
         for layer, of_tokens in self._tokens.close().items():
             values[layer] |= of_tokens
         looks: dict[str, tuple[Tensor, Tensor]] = {}
         if step - self._last_look >= self.churn_every_n_steps:
             before, self._probe, self._last_look = self._probe, probe(module), step
-            # A mixture of depths passes a varying number of tokens to its inner layer.
+            # Shapes differ if a mixture of depths passes another number of tokens to its inner layer.
             looks = {
                 layer: (before[layer], now_TE)
                 for layer, now_TE in self._probe.items()

@@ -1,4 +1,4 @@
-"""Surviving: checkpoints, steps that are skipped, and how a run ends before its last step."""
+"""Recovery: checkpoints, skipped steps, and runs that end before their last step."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ class Checkpointed:
     """Mixin with a `state_dict` of the attributes in `in_checkpoint`."""
 
     in_checkpoint: ClassVar[tuple[str, ...]]
-    """Names of attributes that are plain values, deques, tensors or `Checkpointed`; saved without a leading
-    underscore."""
+    """Names of attributes to save, without their leading underscore. Each holds a plain value, a deque,
+    tensors or a `Checkpointed`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the attributes. A collective: every rank has to call it."""
+        """Return the attributes. A collective: every rank has to call this."""
         return {name.lstrip("_"): _saved(getattr(self, name)) for name in self.in_checkpoint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name in self.in_checkpoint:
-            value, held = state_dict[name.lstrip("_")], getattr(self, name)
-            if isinstance(held, Checkpointed):
-                held.load_state_dict(value)
+            value, current = state_dict[name.lstrip("_")], getattr(self, name)
+            if isinstance(current, Checkpointed):
+                current.load_state_dict(value)
             else:
-                is_deque = isinstance(held, deque)
-                setattr(self, name, deque(value, held.maxlen) if is_deque else value)
+                is_deque = isinstance(current, deque)
+                setattr(self, name, deque(value, current.maxlen) if is_deque else value)
 
 
 def _saved(value: Any) -> Any:
-    """Return a value that a checkpoint loads without running code."""
+    """Convert a value to types that `torch.load(weights_only=True)` accepts."""
     if isinstance(value, Checkpointed):
         return value.state_dict()
     return list(value) if isinstance(value, deque) else value

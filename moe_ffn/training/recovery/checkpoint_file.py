@@ -1,9 +1,9 @@
-"""Checkpoints on a disk: written atomically, and never read when they differ from what was written.
+"""Checkpoint files: written atomically, and verified by a checksum before they are read.
 
-A checkpoint is an archive of `torch.save`, which `torch.load` and `unzip` can read. Its comment, the last
-bytes of any zip archive, holds the SHA-256 of everything before it. A folder next to the file has the tensors
-that are sharded over ranks: each rank writes its own parts as safetensors, and no rank gathers them. The file
-is written after its folder, which it names, and holds the SHA-256 of each file in there.
+A checkpoint is a zip archive of `torch.save`, which `torch.load` and `unzip` can read. The comment at the end
+of the archive holds the SHA-256 of everything before it. Tensors that are sharded over ranks are in a folder
+next to the file: each rank writes its own parts as safetensors, and no rank gathers them. The file is written
+after the folder. It holds the name of the folder and the SHA-256 of each file in the folder.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from moe_ffn.files import (
 )
 
 IDENTITY = "identity"
-"""The key of the options and data that a run must share with a checkpoint to resume from it."""
+"""Key of the options and data hashes that a checkpoint must share with the run that resumes from it."""
 
 BEST_NAME = "best.ckpt"
 """File with the weights of the lowest validation loss; no run resumes from it."""
 
 MAX_FILE_BYTES = 2**26
-"""Size limit of a file of shards, for each rank: it is made in memory. A larger tensor has its own file."""
+"""Size limit of a shard file per rank, since a file is built in memory. A larger tensor has its own file."""
 
 _STEP_NAME = re.compile(r"step_([0-9]{8,})\.ckpt")
 _SHARDS = "shards"
-"""The key of the folder of shards and the digests of its files."""
+"""Key of the name of the shard folder and the digests of its files."""
 _FOLDER_NAME = re.compile(r"[0-9a-f]{16}\.shards")
 
 _LABEL = b"sha256:"
@@ -59,7 +59,7 @@ _NO_COMMENT = struct.pack("<H", 0)
 
 
 class CheckpointError(Exception):
-    """The reason why a checkpoint cannot be used: a phrase that follows the name of its file."""
+    """A checkpoint cannot be used. The message follows the file name in a sentence: `is empty`."""
 
 
 def step_name(step: int) -> str:
@@ -74,7 +74,7 @@ def step_of(path: Path) -> int:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints, good or not, newest step first; empty if there is no folder.
+    """Return all checkpoint files of steps, newest first, without verifying them; empty without a folder.
 
     Raises:
         OSError: the folder cannot be read.
@@ -86,9 +86,9 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def set_skipped_aside(folder: Path, step: int) -> None:
-    """Rename the checkpoints after `step`, which a resumed run skipped, to `NAME.skipped`.
+    """Rename each checkpoint after `step`, which a resumed run skipped, to `NAME.skipped`.
 
-    A later resume would find them again, and they belong to another past.
+    Otherwise a later resume could use a checkpoint that does not belong to the resumed run.
 
     Raises:
         OSError: a file cannot be renamed.
@@ -99,12 +99,12 @@ def set_skipped_aside(folder: Path, step: int) -> None:
 
 
 def write_checkpoint(values: dict[str, Any], path: Path) -> None:
-    """Replace `path` by `values`, and return when they are on the disk.
+    """Write a checkpoint to `path`, atomically and synced to the disk.
 
     If weights are sharded over ranks, every rank has to call this.
 
     Raises:
-        OSError: they cannot be written; `path` is what it was before.
+        OSError: the checkpoint cannot be written; `path` is unchanged.
     """
     weights = values.get("state_dict")
     if isinstance(weights, Mapping) and any(isinstance(w, DTensor) for w in weights.values()):
@@ -115,7 +115,7 @@ def write_checkpoint(values: dict[str, Any], path: Path) -> None:
     with replacing(path) as file:
         try:
             torch.save(values, file)
-        except RuntimeError as error:  # torch's own error on a full disk
+        except RuntimeError as error:  # torch raises this on a full disk
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
@@ -123,10 +123,10 @@ def write_checkpoint(values: dict[str, Any], path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU without running code; tensors in shards are `SavedTensors`.
+    """Read a checkpoint to the CPU without running code in it; sharded tensors stay in `SavedTensors`.
 
     Raises:
-        CheckpointError: it cannot be read, or is not what was written.
+        CheckpointError: the file cannot be read, or does not match its checksum.
     """
     with _explaining():
         values = _load(path)
@@ -134,7 +134,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def read_all(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU with every sharded tensor whole; see `read_checkpoint`."""
+    """Read a checkpoint to the CPU, including every sharded tensor as a whole; see `read_checkpoint`."""
     values = read_checkpoint(path)
     for holder, key in _holders_of_tensors(values):
         holder[key] = dict(holder[key])
@@ -142,10 +142,10 @@ def read_all(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Compare a checkpoint, and its shards, with their checksums.
+    """Compare a checkpoint file and its shards with their checksums.
 
     Raises:
-        CheckpointError: one does not match, or cannot be read.
+        CheckpointError: a file does not match, or cannot be read.
     """
     with _explaining():
         with open_file(path) as file:
@@ -156,7 +156,7 @@ def verify(path: Path) -> None:
 
 
 def remove_unused_shards(folder: Path) -> None:
-    """Remove the folders of shards in `folder` that no file there names."""
+    """Remove shard folders in `folder` that no checkpoint there refers to."""
     with suppress(OSError):
         entries = list(folder.iterdir())
         unused = {path for path in entries if _FOLDER_NAME.fullmatch(path.name)}
@@ -170,14 +170,16 @@ def remove_unused_shards(folder: Path) -> None:
 
 @contextmanager
 def _explaining() -> Iterator[None]:
-    """Turn every error of reading into a CheckpointError."""
+    """Convert every error while reading to a CheckpointError."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"cannot be read ({reason(error)})") from error
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:  # pickle's, zip's or torch's, whose advice is to run the code in it
+    except (
+        Exception
+    ) as error:  # of pickle, zip or torch; torch would advise to run the code in the file
         raise CheckpointError("is no checkpoint of tensors and plain values") from error
 
 
@@ -191,7 +193,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _seal(file: BinaryIO, shards: Any) -> None:
-    """Write the name of the shards and the digest of everything else into the comment of the archive."""
+    """Write the name of the shard folder and the digest of all other bytes as the archive's comment."""
     label = b"shards:%s " % shards["folder"].encode() if shards else b""
     file.seek(-len(_NO_COMMENT), 2)
     if file.read() != _NO_COMMENT:
@@ -203,7 +205,7 @@ def _seal(file: BinaryIO, shards: Any) -> None:
 
 
 def _require_seal(file: BinaryIO) -> None:
-    """Raise CheckpointError unless a file matches its checksum; leave it at its beginning."""
+    """Raise CheckpointError unless a file matches its checksum; seek back to the beginning."""
     size = file.seek(0, 2)
     if size == 0:
         raise CheckpointError("is empty")
@@ -217,14 +219,14 @@ def _require_seal(file: BinaryIO) -> None:
 
 
 def _shards_named_in(file: BinaryIO) -> str | None:
-    """Return the name of the folder of shards of a checkpoint, without reading its values."""
+    """Return the name of a checkpoint's shard folder without reading its values; None without shards."""
     file.seek(max(file.seek(0, 2) - _SEAL_BYTES - _SHARDS_LABEL_BYTES, 0))
     found = _SHARDS_LABEL.fullmatch(file.read(_SHARDS_LABEL_BYTES))
     return found[1].decode() if found else None
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """Return the SHA-256 of the first `size` bytes, in hexadecimal; leave the file after them."""
+    """Return the SHA-256 of the first `size` bytes in hexadecimal; leave the file position after them."""
     digest = hashlib.sha256()
     file.seek(0)
     while size:
@@ -240,16 +242,16 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 
 
 def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
-    """Write the parts of this rank into a folder in `parent`, together with all other ranks.
+    """Write this rank's shards into a new folder in `parent`. A collective: every rank has to call this.
 
     Args:
-        parent: a folder; the first rank's counts.
+        parent: folder of the checkpoints; that of the first rank is used.
 
     Returns:
-        `values` with shapes in place of the tensors that were written, and `_SHARDS`.
+        `values` with meta tensors instead of the sharded tensors, and an entry `_SHARDS`.
 
     Raises:
-        OSError: on every rank, if one could not write, or wrote on another disk.
+        OSError: on every rank, if a rank could not write, or wrote to a disk that rank 0 cannot see.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -261,12 +263,12 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     shapes: dict[Any, Tensor] = {}
     for path, value in tree_flatten_with_path(values)[0]:
         if isinstance(value, DTensor) and _memory(value) not in shapes:
-            # One object for a tensor that has several names, which `torch.save` keeps as one.
+            # A tied tensor has several names but one meta tensor, so that `torch.save` keeps it tied.
             shapes[_memory(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             tensors[_name(path)] = value
     digests: dict[str, str] | OSError | None
     try:
-        # The writer makes the folder too, and turns an error of one rank into one of all.
+        # The writer makes the folder too, and raises an error of one rank on all ranks.
         writer = HuggingFaceStorageWriter(
             str(folder), _file_numbers(tensors), save_distributed=True
         )
@@ -286,7 +288,9 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     if problem is None:
         digests = {name: digest for found in of_ranks for name, digest in found.items()}
         if not _from_first_rank(all((folder / name).exists() for name in digests)):
-            problem = OSError(errno.ENOENT, "a rank wrote on a disk of its own", str(folder))
+            problem = OSError(
+                errno.ENOENT, "a rank wrote to a disk that rank 0 cannot read", str(folder)
+            )
     if problem is not None:
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)
@@ -299,7 +303,7 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
 
 
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of the file of each tensor, from 1 on; equal on all ranks."""
+    """Return tensor name -> number of its file, from 1; equal on all ranks."""
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     files = split_into_files(sizes, MAX_FILE_BYTES * dist.get_world_size())
     return {name: number for number, names in enumerate(files, start=1) for name in names}
@@ -312,7 +316,7 @@ def _from_first_rank(value: Any) -> Any:
 
 
 class SavedTensors(Mapping[Any, Any]):
-    """Values whose tensors are in shards, read one value at a time when they are asked for."""
+    """Mapping whose tensors are in shard files; each value is read when it is accessed."""
 
     def __init__(
         self,
@@ -322,9 +326,9 @@ class SavedTensors(Mapping[Any, Any]):
     ) -> None:
         """
         Args:
-            described: the same values, with tensors of the meta device in place of those in shards.
-            names: name in the shards of each of these tensors, by its `id`.
-            parts: name -> the offsets of each part in its tensor, and its file.
+            described: the values, with a meta tensor for each tensor in shards.
+            names: `id` of a meta tensor -> name of the tensor in the shard files.
+            parts: name of a tensor -> (offsets in the tensor, file) of each part.
         """
         self.described = described
         self._names = names
@@ -344,7 +348,7 @@ class SavedTensors(Mapping[Any, Any]):
 
         name = self._names.get(id(shape))
         if name is None:
-            return shape  # it is in no shard
+            return shape  # not sharded, so an ordinary tensor
         whole = torch.empty(shape.shape, dtype=shape.dtype)
         for offsets, path in self._parts[name]:
             with safe_open(path, framework="pt") as file:
@@ -354,7 +358,7 @@ class SavedTensors(Mapping[Any, Any]):
         return whole
 
     def under(self, prefix: str) -> SavedTensors:
-        """Return the tensors whose names begin with `prefix`, without it."""
+        """Return the tensors whose names begin with `prefix`, and remove the prefix."""
         described = {
             name.removeprefix(prefix): shape
             for name, shape in self.described.items()
@@ -363,10 +367,10 @@ class SavedTensors(Mapping[Any, Any]):
         return SavedTensors(described, self._names, self._parts)
 
     def read_into(self, tensors: Mapping[Any, Any]) -> None:
-        """Fill tensors with the saved ones under their keys; read only this rank's part of sharded ones.
+        """Copy saved tensors into `tensors`; of a sharded tensor, read only this rank's part.
 
         Args:
-            tensors: nested as the values are.
+            tensors: tensors to overwrite, nested as in the checkpoint.
         """
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -381,16 +385,16 @@ class SavedTensors(Mapping[Any, Any]):
             if (name := self._names.get(id(found))) is None:
                 target.copy_(found)
             else:
-                wanted[name] = target  # any name of a tensor that has several
+                wanted[name] = target  # a tied tensor is read once, under one of its names
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             (folder,) = {path.parent for parts in self._parts.values() for _, path in parts}
-            # Every rank reads for itself, and none waits for another.
+            # Every rank reads independently, without collectives.
             load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 def _read_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
-    """Return the values of a sharded checkpoint, weights and optimizer states as `SavedTensors`."""
+    """Replace weights and optimizer states in the values of a sharded checkpoint by `SavedTensors`."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     folder = _verify_shards(values.pop(_SHARDS), parent)
@@ -408,14 +412,14 @@ def _read_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
 
 
 def _holders_of_tensors(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each mapping whose tensors may be sharded, as the dictionary that holds it and its key there."""
+    """Yield (dictionary, key) of each mapping whose tensors may be sharded."""
     yield values, "state_dict"
     for state in values.get("optimizer_states", ()):
         yield state, "state"
 
 
 def _verify_shards(shards: Mapping[str, Any], parent: Path) -> Path:
-    """Return the folder of shards; raise CheckpointError unless each file matches its checksum."""
+    """Return the shard folder; raise CheckpointError unless each of its files matches its checksum."""
     folder = parent / shards["folder"]
     for name, digest in shards["sha256"].items():
         file = folder / name
@@ -429,7 +433,7 @@ def _verify_shards(shards: Mapping[str, Any], parent: Path) -> Path:
 
 
 def _memory(tensor: DTensor) -> tuple[Any, ...]:
-    """Return the place of this rank's part in memory, which is equal for all names of one tensor."""
+    """Return a key for the memory of this rank's part, equal for all names of a tied tensor."""
     local = tensor.to_local()
     return local.untyped_storage()._cdata, local.storage_offset(), local.shape, tensor.shape
 
@@ -440,5 +444,5 @@ def _name(path: Any) -> str:
 
 
 def _key(step: Any) -> Any:
-    """Return the key of a mapping, or the place in a list, of one step of such a path."""
+    """Return the mapping key or the list index of one step of a path."""
     return getattr(step, "key", getattr(step, "idx", step))

@@ -1,4 +1,4 @@
-"""When a run is saved, and which of its checkpoints stay."""
+"""Callback that saves checkpoints and removes old ones."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 
 class SealedCheckpointIO(CheckpointIO):
-    """Lightning's way to this project's checkpoints.
+    """Makes Lightning read and write our checkpoint files.
 
-    A failed save is remembered and not raised, since the other ranks wait for the one that writes.
+    A failed save is stored and not raised, since the other ranks wait for the rank that writes.
     """
 
     def __init__(self) -> None:
         self.failure: OSError | None = None
-        """Error of the last save; None where it succeeded."""
+        """Error of the last save; None if it succeeded."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -64,9 +64,9 @@ class SealedCheckpointIO(CheckpointIO):
 
 
 class CheckpointKeeper(Checkpointed, Callback):
-    """Save every few steps, and the weights of the lowest validation loss; keep the last few.
+    """Saves a checkpoint every few steps and the weights of the lowest validation loss; keeps the last few.
 
-    A failed save is repeated after the next step, then two, four and more steps later. The newest good
+    A failed save is repeated after the next step, then two, four and more steps later. The newest intact
     checkpoint is never removed.
     """
 
@@ -81,8 +81,8 @@ class CheckpointKeeper(Checkpointed, Callback):
     ) -> None:
         """
         Args:
-            folder: of the checkpoints.
-            identity: plain values that every checkpoint holds.
+            folder: folder of the checkpoints.
+            identity: plain values to store in every checkpoint.
         """
         self.folder = folder
         self.config = config
@@ -91,15 +91,15 @@ class CheckpointKeeper(Checkpointed, Callback):
         self.io = SealedCheckpointIO()
         self.best_loss = float("inf")
         self.missed_loss = float("inf")
-        """Lowest loss whose weights could not be written."""
+        """Lowest validation loss whose weights could not be written."""
         self.last_saved_step = -1
         """Optimizer step of the newest successful save; -1 before the first."""
         self.problem = ""
-        """The reason why the newest step is not saved; empty if it is."""
+        """Reason why the last save failed; empty if it succeeded."""
         self._patience = 0  # steps to wait after a failed save; 0 after a successful one
         self._failed_at = -1
         self._failures = WriteFailures(folder)
-        self._should_stop = False  # early, by the newest checkpoint
+        self._should_stop = False  # true if early stopping had ended the run at the newest save
         self._has_reported_broken = False
 
     def is_between_steps(self, trainer: Trainer, batch: LoadedBatch) -> bool:
@@ -108,7 +108,7 @@ class CheckpointKeeper(Checkpointed, Callback):
         return is_last and trainer.global_step % self.validate_every_n_steps != 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A resumed run trains on if its patience was raised, or its rule removed.
+        # A run that early stopping had ended trains on if the user raised its patience or removed it.
         still = any(rule.wait_count >= rule.patience for rule in trainer.early_stopping_callbacks)
         trainer.should_stop = trainer.should_stop or (self._should_stop and still)
         if trainer.is_global_zero:
@@ -128,7 +128,7 @@ class CheckpointKeeper(Checkpointed, Callback):
             if self._write(trainer, BEST_NAME, partial(self._save_weights, trainer, loss)):
                 self.missed_loss = min(loss, self.missed_loss)
             else:
-                self.best_loss = loss  # of the weights in the file
+                self.best_loss = loss  # loss of the weights in the file
                 self.missed_loss = self.missed_loss if self.lacks_best else float("inf")
         if trainer.state.fn == "fit" and self._is_due(trainer.global_step):
             self.save(trainer)
@@ -137,10 +137,10 @@ class CheckpointKeeper(Checkpointed, Callback):
         self.save(trainer)
 
     def save(self, trainer: Trainer) -> bool:
-        """Save the newest step, unless it is saved already; every rank has to call this.
+        """Save the newest step, unless it is saved already. A collective: every rank has to call this.
 
         Returns:
-            true if there is a checkpoint of it.
+            true if there is a checkpoint of the newest step.
         """
         step = trainer.global_step
         if step == self.last_saved_step:
@@ -182,7 +182,7 @@ class CheckpointKeeper(Checkpointed, Callback):
         return step % self._every == 0
 
     def _save_weights(self, trainer: Trainer, validation_loss: float, path: Path) -> None:
-        """Save the weights with their run and step, without the state of training."""
+        """Save the weights with the identity of the run and the step, but without optimizer state."""
         values = {
             "state_dict": trainer.strategy.lightning_module_state_dict(),
             "hyper_parameters": dict(trainer.lightning_module.hparams),
@@ -194,24 +194,24 @@ class CheckpointKeeper(Checkpointed, Callback):
         trainer.strategy.barrier()
 
     def _write(self, trainer: Trainer, name: str, save: Callable[[Path], None]) -> str:
-        """Write a file by `save`, unless weights are broken.
+        """Write the file `name` by calling `save`, unless a weight is NaN or infinite.
 
         Returns:
-            on every rank, the reason why it is not written, or the empty string.
+            the reason why the file was not written, on every rank; empty if it was.
         """
         broken = found_on_any_rank(_first_broken(trainer.lightning_module))
         if broken is not None:
             if not self._has_reported_broken:
                 self._has_reported_broken = True
                 log.warning(
-                    "checkpoint: none of step %d, nor until that is fixed: '%s' holds NaN or infinity; those "
-                    "in '%s' stay",
+                    "checkpoint: steps from %d on are not saved while '%s' holds NaN or infinity; those in "
+                    "'%s' are kept",
                     *(trainer.global_step, broken, self.folder),
                 )
             return f"'{broken}' holds NaN or infinity"
         self._should_stop = trainer.should_stop
         for logger in trainer.loggers:
-            logger.save()  # a run that resumes from here needs the rows before
+            logger.save()  # a run that resumes from this checkpoint needs all earlier rows
         save(self.folder / name)
         failure = self.io.failure
         if trainer.is_global_zero:
@@ -221,7 +221,7 @@ class CheckpointKeeper(Checkpointed, Callback):
         return trainer.strategy.broadcast("" if failure is None else reason(failure))
 
     def _remove_old(self, step: int) -> None:
-        """Remove all but the newest few before `step`, after verifying the file of `step`."""
+        """Remove all but the newest few checkpoints before `step`, if that of `step` is intact."""
         try:
             old = [path for path in newest_first(self.folder) if step_of(path) < step]
             too_old = old[self.config.keep_last - 1 :]
@@ -230,12 +230,15 @@ class CheckpointKeeper(Checkpointed, Callback):
         except (CheckpointError, OSError):
             return
         for path in too_old:
-            with suppress(OSError):  # the next save tries again
+            with suppress(OSError):  # retried after the next save
                 path.unlink(missing_ok=True)
 
 
 def _first_broken(module: torch.nn.Module) -> str | None:
-    """Return the first parameter that is not finite, or buffer with NaN; masks may hold infinities."""
+    """Return the name of the first parameter with NaN or infinity, or buffer with NaN.
+
+    A buffer may hold infinities, as in a mask.
+    """
     parameters = (
         (name, on_this_rank(value).isfinite().all()) for name, value in module.named_parameters()
     )

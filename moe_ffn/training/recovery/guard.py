@@ -1,4 +1,4 @@
-"""Rules that skip an optimizer step or end a run: plain numbers, no trainer."""
+"""Rules that skip an optimizer step or end a run. They work on plain numbers and need no trainer."""
 
 from __future__ import annotations
 
@@ -24,32 +24,30 @@ from moe_ffn.training.recovery import Checkpointed
 
 
 class GuardConfig(Config, frozen=True):
-    """Optimizer steps to skip: those with a NaN or infinite loss or gradient, and those with a far too high
-    loss.
-    """
+    """Rules for skipping optimizer steps. A NaN or infinite loss or gradient always skips the step."""
 
     max_loss_ratio: float | None = Field(default=10.0, gt=1)
-    """Skip a step whose loss exceeds this many times the median of the last 32 taken; null: never."""
+    """Skip a step whose loss exceeds this ratio to the median of the last 32 steps taken; null: never."""
     max_skipped_in_a_row: int = Field(default=10, ge=1)
     """End the run (exit code 3) after this many consecutive skipped steps."""
 
 
 STEPS_OF_MEDIAN, STEPS_BEFORE_JUDGING = 32, 5
-"""Number of earlier steps whose median a loss is compared with, and the least number of them."""
+"""Number of earlier steps in the median that a loss is compared with, and the least number needed."""
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """An optimizer step that was not taken: parameters, moments and biases are what they were."""
+    """An optimizer step that was skipped: parameters, moments and biases did not change."""
 
     step: int
-    """Number of the step, from 1 on, as in rows and alarms."""
+    """Number of the step, from 1, as in rows and alarms."""
     reason: str
-    """Problem with its numbers, such as `its loss is nan`."""
+    """Reason for skipping the step, such as `its loss is nan`."""
     began_in: str | None
     """Module, parameter or loss where the problem began; None if unknown."""
     num_in_a_row: int
-    """Number of steps skipped since the last taken one, this one included."""
+    """Number of consecutive skipped steps, including this one."""
 
     def __str__(self) -> str:
         place = f", which began in {self.began_in}" if self.began_in else ""
@@ -60,16 +58,16 @@ class Diverged(RuntimeError):  # noqa: N818 - what the run has done
     """The run cannot continue, or no longer learns."""
 
     def __init__(self, step: int, problem: str) -> None:
-        """End a run at optimizer step `step`; `problem` tells what happened, and where it began."""
+        """End a run at optimizer step `step`; `problem` is the end of the message."""
         super().__init__(f"step {step}: {problem}")
         self.step = step
         self.problem = problem
 
 
 class StepGuard(Checkpointed):
-    """Judges each step by its loss and gradient, and counts those that are skipped.
+    """Decides from loss and gradient norm whether to skip a step, and counts skipped steps.
 
-    Every rank has to be given the same numbers.
+    Callers have to pass the same numbers on every rank.
     """
 
     in_checkpoint = ("num_skipped", "num_in_a_row", "began_in", "_losses")
@@ -77,15 +75,15 @@ class StepGuard(Checkpointed):
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
         self.num_skipped = 0
-        """Skipped steps of the whole run."""
+        """Number of skipped steps of the whole run."""
         self.num_in_a_row = 0
-        """Skipped steps since the last step that was taken."""
+        """Number of consecutive skipped steps up to now."""
         self.began_in: str | None = None
-        """Place of the first NaN or infinity of these skipped steps; None if unknown."""
+        """Place of the first NaN or infinity in these consecutive steps; None if unknown."""
         self._losses: deque[float] = deque(maxlen=STEPS_OF_MEDIAN)
 
     def check(self, loss: float, gradient_norm: float) -> str | None:
-        """Return why a step with these numbers has to be skipped; None if it may be taken."""
+        """Return the reason to skip a step with this loss and gradient norm; None to take the step."""
         if not math.isfinite(loss):
             return f"its loss is {loss}"
         if not math.isfinite(gradient_norm):
@@ -101,13 +99,13 @@ class StepGuard(Checkpointed):
         return None
 
     def accept(self, loss: float) -> None:
-        """Count a step that is taken."""
+        """Record a step that is taken."""
         self._losses.append(loss)
         self.num_in_a_row = 0
         self.began_in = None
 
     def skip(self, step: int, reason: str, began_in: str | None) -> SkippedStep:
-        """Count a skipped step; `began_in` is the place of its first NaN, if one was found."""
+        """Record a skipped step; `began_in` is the place of its first NaN, if one was found."""
         self.num_skipped += 1
         self.num_in_a_row += 1
         self.began_in = self.began_in or began_in
@@ -126,15 +124,15 @@ def find_nan_source(
     batches: Iterable[Callable[[], Objective]],
     gradient_scale: float | None = 1.0,
 ) -> str | None:
-    """Return the name of the first value of a step that is not finite; None if all are.
+    """Return the name of the first NaN or infinite value in a step; None if all values are finite.
 
-    No hook and no gradient stays behind. Every rank has to call this, and all stop at the same place.
+    This removes its hooks and leaves `.grad` unchanged. A collective: every rank has to call this, and all
+    ranks return the same name.
 
     Args:
-        model: the module whose parts are named, by their paths in it.
-        batches: a forward pass for each batch of the step, with the randomness it had.
-        gradient_scale: factor of the loss before backward; None if a backward pass cannot be repeated, and
-            is not searched.
+        model: module that contains all parts that can be named.
+        batches: functions that repeat the forward pass of each batch of the step, with the same randomness.
+        gradient_scale: factor of the loss before the backward pass; None to search no backward pass.
     """
     name = nonfinite_value(model.state_dict())
     if found := found_on_any_rank(name and f"the parameter {name}"):
@@ -154,7 +152,7 @@ def find_nan_source(
 
 
 def found_on_any_rank(found: str | None) -> str | None:
-    """Return the first text that a rank has found. A collective: every rank has to call it."""
+    """Return `found` of the first rank where it is not None. A collective: every rank has to call this."""
     if not dist.is_initialized():
         return found
     of_ranks: list[str | None] = [None] * dist.get_world_size()
@@ -163,17 +161,17 @@ def found_on_any_rank(found: str | None) -> str | None:
 
 
 def nonfinite_value(state: Mapping[str, Any]) -> str | None:
-    """Return the name of the first tensor in `state` with NaN or infinity; None without any."""
+    """Return the name of the first tensor in `state` with NaN or infinity; None if all are finite."""
     return next((name for name, value in state.items() if not _is_finite(value)), None)
 
 
 def _forward_and_source(
     model: nn.Module, forward: Callable[[], Objective]
 ) -> tuple[Objective, str | None]:
-    """Return the losses of a forward pass, and the first module that makes NaN or infinity in it.
+    """Return the losses of a forward pass, and the first module whose output alone has NaN or infinity.
 
-    If no module does, it is the first that receives some, unless its output is finite: a mask of infinities
-    does no harm.
+    If there is none, it is the first module with such an input and such an output. A module with a finite
+    output is no source, since a mask may hold infinities.
     """
     makers, handed = list[str](), dict[str, str]()
 
@@ -210,7 +208,7 @@ def _nonfinite_gradients(model: nn.Module, loss: Tensor) -> list[str]:
     with ExitStack() as hooks:
         for name, parameter in parameters.items():
             hooks.enter_context(parameter.register_hook(partial(look, name)))
-        # Unlike `backward` this adds to no `.grad`, and starts nothing that waits for one, such as DDP.
+        # Unlike `backward`, this changes no `.grad`, and does not start DDP's reduction of gradients.
         torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return found
 

@@ -1,6 +1,6 @@
 """Early ends of a run: on a signal, when its time is up, or when the loss stops falling.
 
-The current step is finished first, and saved. A lost rank ends a run at once.
+The run first finishes and saves the current step. If a rank is lost, the run ends immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from moe_ffn.config.errors import first_line
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 
-_ASKING = [
+_STOP_SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
 
@@ -40,15 +40,15 @@ class Interrupted(Exception):  # noqa: N818 - nothing went wrong
 
 @contextmanager
 def ending_at_once(waits_for: str) -> Iterator[None]:
-    """Let signals end this process at once while torch waits for other processes outside of Python.
+    """Let signals end this process immediately while C++ code of torch waits for other processes.
 
     Args:
-        waits_for: named in a line after ten seconds.
+        waits_for: processes that are waited for; printed after ten seconds.
     """
     line = f"waiting for {waits_for}\n"
     clock = threading.Timer(10, lambda: os.write(sys.stderr.fileno(), line.encode()))
     clock.daemon = True
-    before = {s: signal.signal(s, signal.SIG_DFL) for s in _ASKING if _is_main_thread()}
+    before = {s: signal.signal(s, signal.SIG_DFL) for s in _STOP_SIGNALS if _is_main_thread()}
     clock.start()
     try:
         yield
@@ -59,16 +59,16 @@ def ending_at_once(waits_for: str) -> Iterator[None]:
 
 
 class StopRequest:
-    """Remembers a signal that asks this process to end; a second Ctrl-C ends it at once."""
+    """Stores a signal that asks this process to end; a second Ctrl-C ends it immediately."""
 
     def __init__(self) -> None:
         self.signum = 0
-        """Number of the signal, or 0."""
+        """Number of the stored signal, or 0."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Remember SIGINT, SIGTERM and SIGHUP, which do not end the process meanwhile."""
-        before = {signum: signal.getsignal(signum) for signum in _ASKING}
+        """Store SIGINT, SIGTERM and SIGHUP within the block, instead of ending the process."""
+        before = {signum: signal.getsignal(signum) for signum in _STOP_SIGNALS}
         self.listen()
         try:
             yield
@@ -79,25 +79,26 @@ class StopRequest:
 
     def listen(self) -> None:
         if _is_main_thread():
-            for signum in _ASKING:
-                signal.signal(signum, self._note)
+            for signum in _STOP_SIGNALS:
+                signal.signal(signum, self._store)
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _store(self, signum: int, frame: FrameType | None) -> None:
         if self.signum and signum == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.signum:
             name = signal.Signals(signum).name
             line = f"\n{name}: ending after this step (Ctrl-C once more ends at once)\n"
-            with suppress(OSError, ValueError):  # a standard error that is closed, or no file
-                os.write(sys.stderr.fileno(), line.encode())  # `print` may be what was interrupted
+            with suppress(OSError, ValueError):  # standard error may be closed, or no file
+                # Not `print`, since the signal may have interrupted a `print`.
+                os.write(sys.stderr.fileno(), line.encode())
         self.signum = signum
 
 
 class StopOnRequest(Callback):
-    """Save and raise `Interrupted` on every rank, once one was asked to end.
+    """Saves and raises `Interrupted` on every rank, once any rank has received a signal.
 
-    This happens between steps, and after the validation of a step that has one, so that a resumed run equals
-    the unbroken one.
+    It does so between steps, and after the validation of a step that has one, so that a resumed run equals an
+    uninterrupted run.
     """
 
     def __init__(self, request: StopRequest, keeper: CheckpointKeeper) -> None:
@@ -105,7 +106,7 @@ class StopOnRequest(Callback):
         self.keeper = keeper
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning has installed its own handlers, which would end one rank while the others wait for it.
+        # Replace Lightning's handlers, which would end one rank while the other ranks wait for it.
         self.request.listen()
 
     def on_train_batch_end(
@@ -115,7 +116,7 @@ class StopOnRequest(Callback):
             self._stop_before_the_next_step(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.request.listen()  # Lightning does so again outside of a fit
+        self.request.listen()  # `trainer.validate` installs Lightning's handlers again
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
@@ -124,7 +125,7 @@ class StopOnRequest(Callback):
             self._stop_if_asked(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop_if_asked(trainer)  # a last validation may take long
+        self._stop_if_asked(trainer)  # now, since a long validation may follow
 
     def _stop_before_the_next_step(self, trainer: Trainer) -> None:
         if trainer.global_step < trainer.max_steps and not trainer.should_stop:
@@ -141,9 +142,9 @@ class StopOnRequest(Callback):
 
 
 class StepTimer(Timer):
-    """End a run whose time is up, after the current step.
+    """Ends a run after the current step, once its time is up.
 
-    Lightning's own timer ends it after any batch, and would lose the accumulated part of a step.
+    Lightning's timer ends a run after any batch, and would lose gradients that a step has accumulated.
     """
 
     def on_train_batch_end(
@@ -154,7 +155,7 @@ class StepTimer(Timer):
 
 
 class EarlyStoppingByOptions(EarlyStopping):
-    """Early stopping with the patience of the options, also in a run that began with another."""
+    """Early stopping whose patience a resumed run can change."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})
@@ -165,27 +166,25 @@ def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-_LOST = re.compile(
+_LOST_RANK = re.compile(
     r"(closed|reset) by peer|socket closed|broken pipe|remote process|timed? ?out", re.I
 )
-"""Words of gloo and NCCL when a process that they wait for has ended."""
+"""Words in errors of gloo and NCCL when a process that they wait for has ended."""
 
 EXIT_GRACE_SECONDS = 2.0
-"""Seconds between the loss of the connection to a process and its end."""
+"""Seconds to wait for the exit of a process after the connection to it is lost."""
 
 
 def lost_rank(error: RuntimeError, trainer: Trainer) -> str | None:
-    """Return a sentence about the rank whose end made a collective fail; None for another error.
+    """Return a sentence about the lost rank that made a collective fail; None if `error` has another cause.
 
-    The ranks that this process started are ended too.
+    This also kills the ranks that this process started.
     """
-    if trainer.world_size == 1 or not _LOST.search(str(error)):
+    if trainer.world_size == 1 or not _LOST_RANK.search(str(error)):
         return None
     launcher = trainer.strategy.launcher
     if not (isinstance(launcher, _SubprocessScriptLauncher) and launcher.procs):
-        return (
-            f"a rank has ended, or cannot be reached ({first_line(error)}); its launcher names it"
-        )
+        return f"a rank has ended, or cannot be reached ({first_line(error)}); see the output of its launcher"
     deadline = time.monotonic() + EXIT_GRACE_SECONDS
     while time.monotonic() < deadline and all(p.poll() is None for p in launcher.procs):
         time.sleep(0.05)
@@ -193,7 +192,7 @@ def lost_rank(error: RuntimeError, trainer: Trainer) -> str | None:
     for process in launcher.procs:
         process.kill()
         process.wait()
-    # In place: Lightning watches this list, and would kill this process before it has closed its files.
+    # Lightning watches this list, and would kill this process before it has closed its files.
     launcher.procs.clear()
     rank, code = next(((r, code) for r, code in ended.items() if code is not None), (None, 0))
     if rank is None:

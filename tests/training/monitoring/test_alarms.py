@@ -202,7 +202,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str, dict[str, Tensor], str]] = {
         {"ffn": {"type": "moe", "router": "forced"}},
         "layer_03",
         COLLAPSED,
-        "take another model.ffn.router.type than 'forced', which learns nothing",
+        "choose another model.ffn.router.type than 'forced', which has nothing to learn",
     ),
     "table": (
         {"ffn": {"type": "moe", "router": {"type": "top_k", "token_table": {"vocab_size": 9}}}},
@@ -241,8 +241,8 @@ ADVICE: dict[str, tuple[dict[str, Any], str, dict[str, Tensor], str]] = {
         },
         "layer_03/inner",
         DROPPING,
-        "raise model.ffn.ffn.capacity.factor (now 1.25), or balance better: take another "
-        "model.ffn.ffn.router.type than 'hash', which learns nothing",
+        "raise model.ffn.ffn.capacity.factor (now 1.25), or balance better: choose another "
+        "model.ffn.ffn.router.type than 'hash', which has nothing to learn",
     ),
 }
 

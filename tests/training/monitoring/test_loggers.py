@@ -59,7 +59,7 @@ def test_closing_tells_how_to_upload_the_rest(
 
     assert capsys.readouterr().err == (
         "wandb: Timed out finishing run; "
-        "upload what it kept: wandb sync '/somewhere else/wandb/run-1'\n"
+        "upload the rest with: wandb sync '/somewhere else/wandb/run-1'\n"
     )
 
 

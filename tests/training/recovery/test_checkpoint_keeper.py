@@ -246,8 +246,8 @@ def test_broken_weights_are_not_saved_and_reported_once(
     assert steps(folder) == [2]
     name = "weight" if where == "a parameter" else "mask"
     assert capsys.readouterr().err.splitlines() == [
-        f"checkpoint: none of step 4, nor until that is fixed: '{name}' holds NaN or infinity; those in "
-        f"'{folder}' stay"
+        f"checkpoint: steps from 4 on are not saved while '{name}' holds NaN or infinity; those in "
+        f"'{folder}' are kept"
     ]
     assert trainer.keeper.problem == f"'{name}' holds NaN or infinity"
 

@@ -274,7 +274,7 @@ def write_on_its_own_disk(rank: int, path: Path) -> str:
 def test_ranks_on_different_disks_write_no_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints/step_00000001.ckpt"
     said = on_ranks(2, tmp_path / "ranks", write_on_its_own_disk, path)
-    assert said == ["a rank wrote on a disk of its own"] * 2
+    assert said == ["a rank wrote to a disk that rank 0 cannot read"] * 2
     assert list(path.parent.iterdir()) == []
 
 

@@ -109,7 +109,7 @@ def test_the_first_of_consecutive_skips_is_an_alarm_with_advice() -> None:
     assert (alarm.kind, alarm.layer) == ("skipped_step", None)
     assert str(alarm) == (
         "step 17: skipped (1 in a row, 3 end the run): its loss is nan, which began in "
-        f"decoder.embedding; if it comes again, {RATE}"
+        f"decoder.embedding; if it recurs, {RATE}"
     )
 
 

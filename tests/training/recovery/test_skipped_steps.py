@@ -197,7 +197,7 @@ def test_a_row_without_a_taken_step_has_no_loss(
     (said,) = (line for line in capsys.readouterr().err.splitlines() if "alarm" in line)
     assert said.startswith(
         "alarm: step 3: skipped (1 in a row, 10 end the run): its loss is nan, which began in "
-        "decoder.embedding; if it comes again, lower optimizer.learning_rate"
+        "decoder.embedding; if it recurs, lower optimizer.learning_rate"
     )
 
 
