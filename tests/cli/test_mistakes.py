@@ -171,7 +171,7 @@ MISTAKES = {
     "plan --memory-gb x": "--memory-gb: must be a number above 0 and up to 1e+09, got 'x'",
     "plan --gpus 3 --data.batch_size 8": (
         "data.batch_size (8) must be divisible by the number of ranks (3): it counts the sequences of all "
-        "ranks together; give 9, or other ranks"
+        "ranks together; give 9, or change the ranks"
     ),
     "plan --print_config": "--print_config: unknown; did you mean '--print-config'?",
     # report
