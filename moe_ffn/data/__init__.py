@@ -1,4 +1,4 @@
-"""From text to batches: corpus, tokenizer, cached tokens, and windows over them."""
+"""Text to batches: corpus, tokenizer, cached tokens, and windows over them."""
 
 # Importing any part of this package registers every type of corpus.
 from moe_ffn.data.corpus import CorpusConfig
