@@ -2,8 +2,8 @@
 
     python -m experiments.models [docs/models.md]
 
-Each block of the table is built small, with random weights; its output and every gradient are compared with
-those of ours, in float32, in evaluation and, where noise or a capacity act, in training.
+Each block of the table is built small, with random weights. Its output and all gradients are compared with
+those of our block, in float32, in evaluation, and with noise or a capacity also in training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import build_ffn
 from moe_ffn.files import write_whole
-from moe_ffn.interop.block_parts import Block, resolve
+from moe_ffn.interop.block_parts import BlockEntry, resolve
 from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
 from moe_ffn.interop.blocks import config_width, convert_tensors
 from moe_ffn.outputs import TokenContext
@@ -73,14 +73,14 @@ BATCH, LENGTH = 2, 6
 
 
 Errors = dict[str, float]
-"""Largest differences of theirs and ours, relative to the largest number of theirs.
+"""Largest differences of their tensors and ours, relative to the largest value of theirs.
 
-Keys are `output`, and for gradients `x` (the input) and our names of parameters.
+Keys are `output`, and for gradients `x` (the input) and our parameter names.
 """
 
 
-def config_of(model: str, entry: Block, options: Mapping[str, Any]) -> Any:
-    """Their config of that block, with these options."""
+def config_of(model: str, entry: BlockEntry, options: Mapping[str, Any]) -> Any:
+    """Return their config of a block, with these options."""
     folder = model.split()[0]
     module = import_module(f"transformers.models.{folder}.configuration_{folder}")
     classes = {name: value for name, value in vars(module).items() if name.endswith("Config")}
@@ -92,7 +92,7 @@ def config_of(model: str, entry: Block, options: Mapping[str, Any]) -> Any:
     return config
 
 
-def build_theirs(model: str, entry: Block, config: Any) -> nn.Module:
+def build_theirs(model: str, entry: BlockEntry, config: Any) -> nn.Module:
     folder = model.split()[0]
     module = import_module(f"transformers.models.{folder}.modeling_{folder}")
     cls = getattr(module, entry.class_name)
@@ -101,7 +101,7 @@ def build_theirs(model: str, entry: Block, config: Any) -> nn.Module:
     block = cls(**{name: value for name, value in given.items() if name in needed}).float()
     generator = torch.Generator().manual_seed(0)
     for name, tensor in block.state_dict().items():
-        if not tensor.is_floating_point():  # the experts of each token of the vocabulary
+        if not tensor.is_floating_point():  # a table of the experts of each token id
             drawn = torch.rand(len(tensor), config.num_local_experts, generator=generator)
             tensor.copy_(drawn.argsort(dim=-1)[:, : tensor.shape[1]])
             continue
@@ -115,7 +115,7 @@ def build_theirs(model: str, entry: Block, config: Any) -> nn.Module:
 
 @contextmanager
 def same_noise() -> Iterator[None]:
-    """Noise that is a function of its size alone, however often and in which order it is drawn."""
+    """Replace random noise by a function of its size, so that the order of draws does not matter."""
 
     def drawn(like: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(like.numel())
@@ -133,7 +133,7 @@ def same_noise() -> Iterator[None]:
 
 
 def call_theirs(block: Any, x_BSD: Tensor, ids_BS: Tensor) -> Tensor:
-    """The output of a block, or of the feed-forward part of a decoder layer."""
+    """Return the output of a block, or of the feed-forward part of a decoder layer."""
     name = type(block).__name__
     if "Layer" in name and hasattr(block, "self_attn"):
         return _of_layer(block, x_BSD)
@@ -145,7 +145,7 @@ def call_theirs(block: Any, x_BSD: Tensor, ids_BS: Tensor) -> Tensor:
 
 
 def _of_layer(layer: Any, x_BSD: Tensor) -> Tensor:
-    """Its feed-forward part alone: the rest of the layer passes on what it is given."""
+    """Return the output of the feed-forward part of a layer; its other parts are replaced by identities."""
     if hasattr(layer, "shared_mlp"):  # Granite
         return layer.block_sparse_moe(x_BSD) + layer.shared_mlp(x_BSD)
 
@@ -160,7 +160,7 @@ def _of_layer(layer: Any, x_BSD: Tensor) -> Tensor:
 
 
 def _paper_of_nllb(block: Any, x_BSD: Tensor) -> Tensor:
-    """The sum of all experts by the weights of its own router, which are 0 where a token does not go."""
+    """Return the sum of all experts with the router's weights, which are 0 for experts not chosen."""
     x_TD = x_BSD.flatten(0, 1)
     _, weights_TE, _ = block.router(x_TD)
     experts = [block.experts[f"expert_{e}"] for e in range(block.num_experts)]
@@ -171,7 +171,7 @@ def _paper_of_nllb(block: Any, x_BSD: Tensor) -> Tensor:
 
 
 def _paper_of_doge(block: Any, x_BSD: Tensor) -> Tensor:
-    """Each token by itself, of which it takes the right scores."""
+    """Return the outputs of single tokens, for which its scores are correct."""
     tokens = x_BSD.flatten(0, 1)[:, None, None]
     return torch.stack([block(x_11D)[0] for x_11D in tokens]).view_as(x_BSD)
 
@@ -180,12 +180,12 @@ PAPERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "nllb_moe": _paper_of_nllb,
     "doge": _paper_of_doge,
 }
-"""Formula of the paper, for each block whose code computes another one in evaluation too."""
+"""Formula of the paper for each block whose code computes another formula, also in evaluation."""
 
 
 def compare(model: str, *, training: bool = False) -> Errors:
-    """Theirs and ours, small and with the same weights, on the same tokens."""
-    entry = cast("Block", BLOCKS[model])
+    """Compare their block and ours, small and with equal weights, on the same tokens."""
+    entry = cast("BlockEntry", BLOCKS[model])
     config = config_of(model, entry, {**SMALL, **entry.small})
     theirs = build_theirs(model, entry, config).train(training)
     template = resolve(entry.ffn, config)
@@ -201,7 +201,7 @@ def compare(model: str, *, training: bool = False) -> Errors:
     ids_BS = torch.randint(31, (BATCH, LENGTH), generator=generator)
     x_theirs, x_ours = (x_BSD.clone().requires_grad_() for _ in range(2))
     with same_noise():
-        x_copy = x_theirs * 1  # which some change in place
+        x_copy = x_theirs * 1  # some blocks modify it in place
         paper = PAPERS.get(model)
         y_theirs = paper(theirs, x_copy) if paper else call_theirs(theirs, x_copy, ids_BS)
         y_ours = ours(x_ours, TokenContext(token_ids=ids_BS)).hidden
@@ -215,7 +215,7 @@ def compare(model: str, *, training: bool = False) -> Errors:
         entry, gradients, dict(ours.named_parameters()), config, gradients=True
     )
     found = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    # In training a block with noise may hold the one that is compared in evaluation.
+    # In training a wrapper with noise may contain the block of evaluation.
     errors = {n.removeprefix("ffn."): _error(found[n], expected[n]) for n in found}
     own = {"output": _error(y_ours, y_theirs), "x": _error(x_ours.grad, x_theirs.grad)}
     return {**own, **errors}
@@ -262,7 +262,7 @@ trained.
 
 
 def flow(value: Any) -> str:
-    """YAML on one line, without what is null."""
+    """Return YAML on one line, without null values."""
     if isinstance(value, Mapping):
         given = {key: inner for key, inner in value.items() if inner is not None}
         order = sorted(given, key=lambda key: (key != "type", isinstance(given[key], Mapping)))
@@ -270,37 +270,37 @@ def flow(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        # YAML takes a number with an exponent and no point for a word.
+        # YAML 1.1 reads a number with an exponent but no point as text.
         return re.sub(r"^(\d+)e", r"\1.0e", f"{value:.4g}")
     return str(value)
 
 
-def shown_config(model: str, entry: Block) -> dict[str, Any]:
-    """Ours of the default config of that model; of a small one where that is no model yet."""
+def shown_config(model: str, entry: BlockEntry) -> dict[str, Any]:
+    """Return our config for the default config of a model, or for a small one if the default fails."""
     try:
         shown = resolve(entry.ffn, config_of(model, entry, {}))
         build_empty(shown)
-    # RuntimeError: one whose layers differ, which has no number of experts.
+    # RuntimeError: the layers differ, so that there is no number of experts.
     except (ConfigError, TypeError, AttributeError, RuntimeError):
         shown = resolve(entry.ffn, config_of(model, entry, {**SMALL, **entry.small}))
     return shown
 
 
 def build_empty(options: Mapping[str, Any]) -> nn.Module:
-    """The block without memory for its weights; ConfigError where it is none."""
+    """Return a block without memory for its weights; raise ConfigError for wrong options."""
     with torch.device("meta"):
         return build_ffn(options, 64)
 
 
-def largest_errors(model: str, entry: Block) -> Errors:
-    """Return the larger error in evaluation and, where that differs, in training."""
+def largest_errors(model: str, entry: BlockEntry) -> Errors:
+    """Return the larger of the errors in evaluation and, if it differs, in training."""
     found = compare(model)
     trained = found if entry.in_training is None else compare(model, training=True)
     return {name: max(error, trained[name]) for name, error in found.items()}
 
 
 def page(errors: Mapping[str, Errors]) -> str:
-    """The Markdown of docs/models.md."""
+    """Return the Markdown of docs/models.md."""
     models = {model.split()[0] for model in BLOCKS}
     missing = {model for model, entry in BLOCKS.items() if isinstance(entry, str)}
     head = HEAD.format(
@@ -332,7 +332,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.models", description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", default=Path("docs/models.md"))
     path = parser.parse_args(argv).file
-    blocks = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, Block)}
+    blocks = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, BlockEntry)}
     errors = {model: largest_errors(model, entry) for model, entry in blocks.items()}
     write_whole(path, page(errors))
     largest = max(max(found.values()) for found in errors.values())

@@ -1,10 +1,10 @@
-"""Measure the cost of Lightning, logging and metrics: the program next to a bare PyTorch loop.
+"""Measure the cost of Lightning, logging and metrics: the training program against a bare PyTorch loop.
 
     python -m experiments.overhead [any option of experiments.train] [--rounds 5] [--steps 40]
 
-Both train the same model on the same batches on the CPU, in turns, so that a busy machine slows both alike.
-The cost of observing (metrics of every layer, the probe batch, rows, alarms) is measured inside the program,
-as a share of the time of a step.
+Both train the same model on the same batches on the CPU, in turns, so that a busy machine slows both equally.
+The cost of observing (metrics of every layer, the probe batch, log rows, alarms) is measured inside the
+program, as a share of the step time.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from moe_ffn.studies.timing import Training
 from moe_ffn.training.config import TrainerConfig, resolve_precision
 
 MIN_RATIO = 0.9
-"""Tokens per second of the program over those of the bare loop."""
+"""Minimum of the program's tokens per second divided by those of the bare loop."""
 MAX_OBSERVING = 0.03
-"""Share of the time of a step."""
+"""Maximum share of the step time."""
 
 
 class OverheadConfig(TrainConfig, frozen=True):
     """A training run, and how often to time it."""
 
     rounds: int = Field(default=5, ge=1)
-    """Turns of the bare loop and of the program."""
+    """Number of turns, each with the bare loop and the program."""
     steps: int = Field(default=40, ge=2)
     """Optimizer steps timed in each turn."""
 
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def time_bare_loop(config: OverheadConfig, data: PreparedData) -> float:
-    """Tokens per second of the loop that one would write by hand."""
+    """Return the tokens per second of a hand-written loop."""
     training = Training(config, data, torch.device("cpu"))
     starts: list[float] = []
     for _ in range(config.steps + 2):
@@ -91,7 +91,7 @@ def time_bare_loop(config: OverheadConfig, data: PreparedData) -> float:
 def time_program(
     config: OverheadConfig, data: PreparedData, precision: str, folder: Path
 ) -> tuple[float, float]:
-    """Tokens per second of `experiments.train` (Trainer, callbacks, loggers), and the share of observing."""
+    """Return the tokens per second of `experiments.train`, and the share of time for observing."""
     from lightning.pytorch.callbacks import Callback
 
     from moe_ffn.runs import assemble
@@ -120,19 +120,19 @@ def time_program(
     callbacks.steps.on_train_batch_end = timed(callbacks.steps.on_train_batch_end)
     trainer = assemble.build_trainer(config, folder, precision, loggers, callbacks)
     trainer.callbacks.insert(0, Stopwatch())  # pyright: ignore[reportAttributeAccessIssue]  # set late
-    # The share of a shared expert is measured inside the forward pass.
+    # This metric is computed inside the forward pass.
     with patch.object(moe, "share_of_norms", timed(moe.share_of_norms)):
         token_data = assemble.make_token_data(config, data)
         trainer.fit(assemble.build_module(config, data), datamodule=token_data)
     close(loggers)
-    # From the first row on, which imports what draws histograms, to the last start of a batch.
+    # The first log row imports the libraries for histograms, so timing starts after it.
     begin, end = starts[min(config.logging.every_n_steps, config.steps // 2)], starts[-1]
     share = sum(seconds for start, seconds in observed if begin <= start < end) / (end - begin)
     return _tokens_per_second(config, starts), share
 
 
 def _tokens_per_second(config: OverheadConfig, starts: list[float]) -> float:
-    """Return tokens per second from the second start, when everything is warm, to the last."""
+    """Return tokens per second from the second start, after the warm-up, to the last."""
     tokens = config.data.batch_size * config.data.seq_len * (len(starts) - 2)
     return tokens / (starts[-1] - starts[1])
 

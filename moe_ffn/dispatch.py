@@ -1,4 +1,4 @@
-"""The plan of a dispatch: pairs sorted by expert. No token moves here; `moe_ffn.parallel` moves them.
+"""Plans, which sort pairs by expert, and the interface of dispatchers; `moe_ffn.parallel` moves tokens.
 
 T tokens, D model width, E experts, N (token, expert) pairs, R rows
 """
@@ -16,11 +16,12 @@ from moe_ffn.outputs import ListedRouting, Plan, Routing
 
 
 def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
-    """Sort the pairs by expert; a stable sort, so ties keep token order.
+    """Sort the pairs of a routing by expert; the pairs of an expert keep token order.
 
     Args:
-        num_experts: the experts in the plan, the first ones; those behind them have no network
-            (`ffn.zero_computation`). All experts when None.
+        routing: routing to plan.
+        num_experts: number of experts with a network, which come first; the plan computes only their pairs
+            (see `ffn.zero_computation`). None: all experts.
     """
     num_experts = routing.num_experts if num_experts is None else num_experts
     left_out_N = routing.left_out_N
@@ -37,7 +38,7 @@ def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
 def plan_of_pairs(
     token_ids_N: Tensor, expert_ids_N: Tensor, weights_N: Tensor, num_experts: int
 ) -> Plan:
-    """The plan of pairs that are sorted by token; those of an expert `num_experts` are not computed."""
+    """Return the plan of pairs sorted by token; pairs with expert id `num_experts` are not computed."""
     order_N, offsets_E = sort_by_expert(expert_ids_N, num_experts)
     return Plan(
         token_ids_N=token_ids_N.index_select(0, order_N),
@@ -48,10 +49,10 @@ def plan_of_pairs(
 
 
 def plan_of_list(routing: Routing, num_experts: int) -> Plan:
-    """The pairs as the router listed them, with their experts, and `offsets_E` empty: nothing has E numbers.
+    """The pairs in the router's order; `offsets_E` is empty, so nothing has length E.
 
-    For experts that are rows of a table, which need no sorting. Pairs that are not computed have weight 0,
-    and the first expert.
+    For experts that are rows of a table, which need no sorting. Pairs that are not computed have weight 0
+    and expert id 0.
     """
     left_out_N = routing.left_out_N | (routing.expert_ids_N >= num_experts)
     return Plan(
@@ -65,36 +66,36 @@ def plan_of_list(routing: Routing, num_experts: int) -> Plan:
 
 
 class Dispatched(ABC):
-    """Tokens on their way to their experts; time for other work until `rows` is read."""
+    """Dispatched tokens; other work can overlap with their transfer until `rows` is called."""
 
     plan: Plan
-    """The pairs that the experts of this rank compute; a token of it is a row of `rows`."""
+    """Pairs of this rank's experts; its `token_ids_N` are indices into `rows`."""
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """(R, D), the tokens of `plan`; waits for them."""
+        """Wait for the transfer and return the tokens of `plan`, (R, D)."""
 
     @abstractmethod
     def combine(self, y_RD: Tensor) -> Tensor:
-        """(T, D), the outputs of the experts for the tokens that were dispatched."""
+        """Return the experts' outputs for the dispatched tokens, (T, D)."""
 
 
 class Dispatcher(ABC):
-    """Brings tokens to the experts of a plan, and their outputs back."""
+    """Sends tokens to the ranks of their experts, and the outputs back."""
 
     @abstractmethod
     def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched: ...
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are here, and nothing moves."""
+    """Dispatcher for experts that are all on this rank; no token moves."""
 
     def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched:
-        return _Here(x_TD, plan)
+        return _LocalDispatched(x_TD, plan)
 
 
 @dataclass(frozen=True)
-class _Here(Dispatched):
+class _LocalDispatched(Dispatched):
     x_TD: Tensor
     plan: Plan
 

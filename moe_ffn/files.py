@@ -1,4 +1,4 @@
-"""Reading and writing files: writes are atomic, reading follows links, pipes and devices are rejected."""
+"""Reading and writing of regular files: writes are atomic, reads follow links, pipes and devices raise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KINDS = {
 }
 
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
-"""Errors of `stat` where there is nothing, or a link that leads nowhere."""
+"""Errors of `stat` for a missing file or a broken link."""
 
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows lacks it
 
@@ -38,17 +38,17 @@ _FSYNC_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP}
 
 
 def reason(error: OSError) -> str:
-    """Return the system's words without number and path, as in `No space left on device`."""
+    """Return the system's message without number and path, such as `No space left on device`."""
     return error.strerror or str(error) or type(error).__name__
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of thing at `path`, or at the end of a link there; None where there is nothing.
+    """Return the kind of the file at `path`, or of a link's target; None if nothing is there.
 
-    `a file`, `a folder`, `a pipe`, `a socket` or `a device`.
+    The kind is `a file`, `a folder`, `a pipe`, `a socket` or `a device`.
 
     Raises:
-        OSError: it cannot be determined.
+        OSError: the kind cannot be determined.
     """
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
@@ -62,7 +62,7 @@ def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
     """Open a regular file. Reading follows links; writing does not, and never changes their targets.
 
     Raises:
-        OSError: something else stands there, or it cannot be opened.
+        OSError: `path` is not a regular file, or cannot be opened.
     """
     _require_file(path)
     no_follow = 0 if mode == "rb" else _O_NOFOLLOW
@@ -87,7 +87,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 
 def write_file(folder: Path, name: str, text: str) -> None:
-    """Write a file into a folder atomically; its `name` may begin with that of a folder in it."""
+    """Write a file into a folder atomically; `name` may contain subfolders."""
     path = folder / name
     make_folder(path.parent)
     write_whole(path, text)
@@ -97,19 +97,19 @@ def make_folder(path: Path) -> None:
     """Make a folder, and its parents, unless it exists.
 
     Raises:
-        OSError: it cannot be made, or something else stands there.
+        OSError: the folder cannot be made, or `path` is not a folder.
     """
     if (kind := kind_of(path)) not in (None, "a folder"):
-        raise OSError(errno.ENOTDIR, f"no folder, but {kind}", str(path))
+        raise OSError(errno.ENOTDIR, f"not a folder, but {kind}", str(path))
     path.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file to write and to read, which replaces `path` when the block ends.
+    """Yield a file for writing and reading that replaces `path` when the block ends.
 
-    Until then, and after an error or the death of the process, `path` is what it was before. When this
-    returns the content is on the disk. A link is replaced itself; a pipe or a device is an OSError.
+    Until then, and after an error or a killed process, `path` is unchanged. On return the content is synced
+    to disk. A link itself is replaced, not its target. A pipe or a device raises OSError.
     """
     _require_file(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
@@ -128,10 +128,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder, which replaces `path` when the block ends.
+    """Yield a new folder that replaces `path` when the block ends.
 
-    After an error `path` is what it was before. A process that is killed between the two renames leaves the
-    old folder as `.NAME.*.old.unfinished`, and `remove_unfinished` restores it.
+    After an error `path` is unchanged. A process that is killed between the two renames leaves the old folder
+    as `.NAME.*.old.unfinished`, which `remove_unfinished` restores.
     """
     make_folder(path.parent)
     mark = secrets.token_hex(4)
@@ -181,7 +181,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished files of dead processes, and restore a folder that one was about to replace."""
+    """Remove unfinished files of killed processes, and restore a folder that one was replacing."""
     for path in folder.glob(f".*{UNFINISHED}"):
         with suppress(OSError):
             if kind_of(path) != "a folder":
@@ -196,7 +196,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names in `folder` are on the disk."""
+    """Sync the entries of `folder` to disk."""
     if os.name == "nt":  # Windows cannot open a folder
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -210,11 +210,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def _require_file(path: Path) -> None:
-    """Raise OSError if something other than a file stands there."""
+    """Raise OSError if `path` exists and is not a regular file."""
     kind = kind_of(path)
     if kind not in (None, "a file"):
         number = errno.EISDIR if kind == "a folder" else errno.EINVAL
-        raise OSError(number, f"no file, but {kind}", str(path))
+        raise OSError(number, f"not a file, but {kind}", str(path))
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -235,7 +235,7 @@ def parse_object(content: bytes | str) -> dict[str, Any] | None:
 
 
 QUIET_SECONDS = 600.0
-"""Failures of a disk less than this many seconds apart are reported once."""
+"""Write failures less than this many seconds apart are reported once."""
 
 
 class WriteFailures:
@@ -244,7 +244,7 @@ class WriteFailures:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._failed_at = float("-inf")
-        self._is_reported = False  # as failing, and not yet as written again
+        self._is_reported = False  # the failure is reported, the recovery not yet
 
     @contextmanager
     def expected(self) -> Iterator[None]:
@@ -260,13 +260,13 @@ class WriteFailures:
         now = time.monotonic()
         if not self._is_reported and now - self._failed_at > QUIET_SECONDS:
             self._is_reported = True
-            self._report(f"cannot be written ({reason(error)}); training goes on and tries again")
+            self._report(f"cannot be written ({reason(error)}); training continues and tries again")
         self._failed_at = now
 
     def succeeded(self) -> None:
         if self._is_reported:
             self._is_reported = False
-            self._report("is written again")
+            self._report("can be written again")
 
     def _report(self, what: str) -> None:
         log.warning("disk: '%s' %s", self.path, what)

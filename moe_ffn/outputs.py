@@ -1,4 +1,4 @@
-"""Values that every feed-forward block reads and returns: frozen, and pytrees to torch.
+"""Inputs and outputs of every feed-forward block, as frozen dataclasses registered as pytrees.
 
 T tokens (batch and sequence flattened), E experts, N (token, expert) pairs, S sequence length
 """
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 
 def summarize(value: Any) -> str:
-    """One line for a frozen value: `TokenContext(mask=bool[2, 16] on cpu)`. Tensors are named by dtype, shape
-    and device, and what is None is left out. It reads no tensor.
+    """Describe a dataclass on one line: `TokenContext(mask=bool[2, 16] on cpu)`.
+
+    Fields that are None are omitted. It reads no tensor values.
     """
     items = [(field.name, getattr(value, field.name)) for field in fields(value)]
     parts = [f"{name}={brief(item)}" for name, item in items if item is not None]
@@ -22,7 +23,7 @@ def summarize(value: Any) -> str:
 
 
 def brief(value: object) -> str:
-    """`float32[2, 16, 64] on cpu` for a tensor, `repr` for anything else."""
+    """Return `float32[2, 16, 64] on cpu` for a tensor, `repr` for anything else."""
     if not isinstance(value, Tensor):
         return repr(value)
     return f"{_dtype_name(value)}{list(value.shape)} on {value.device}"
@@ -33,27 +34,29 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-"""The dtypes a token's id may have."""
+"""Valid dtypes of token ids."""
 
 _DTYPES = {
     "mask": ((torch.bool,), "bool, True for real tokens", "bool"),
     "token_ids": (INTEGERS, "integers", "long"),
     "expert_ids": ((torch.int64,), "int64", "long"),
 }
-"""Dtypes of a context's tensors, in words, and the method that makes them so."""
+"""Field of a context -> valid dtypes, their description, and the tensor method that converts to them."""
 
 
 class TokenHistory(Protocol):
-    """Values that blocks keep of earlier tokens, while a decoder computes new ones alone; see `KVCache`."""
+    """Values of earlier tokens, stored while a decoder computes only the new tokens; see `KVCache`."""
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
-        """Values of new tokens (B, S, ...) behind those of the `reach` tokens before them, which are kept.
+        """Return the values of the previous `reach` tokens followed by `new`, and store the new values.
 
         Args:
-            owner: the module whose values they are; if it asks again in a pass, they are others.
+            owner: the calling module; its second call in a pass has a buffer of its own.
+            new: values of the new tokens, (B, S, ...).
+            reach: number of previous tokens.
 
         Returns:
-            (B, reach + S, ...), zero where there is no token.
+            (B, reach + S, ...), zero before the first token.
         """
         ...
 
@@ -63,29 +66,28 @@ class TokenContext:
     """Padding mask, token ids and other inputs that some blocks need besides the vectors."""
 
     mask: Tensor | None = None
-    """bool, the leading shape of `x`: True where a token is real, False where it is padding. Padded
-    tokens are never routed, counted or in a loss. None: every token is real."""
+    """bool, the leading shape of `x`: True for real tokens, False for padding. Routing, counts and losses
+    ignore padding. None: every token is real."""
 
     token_ids: Tensor | None = None
     """Vocabulary ids, integers of the leading shape of `x`; None when unknown."""
 
     sequence_length: int | None = None
-    """S, for an `x` whose batch and sequence axes are flattened already (token t has position t % S).
-    None: the last leading axis of `x`."""
+    """S, for an `x` with flattened batch and sequence axes (token t has position t % S). None: the last
+    leading axis of `x`."""
 
     expert_ids: Tensor | None = None
-    """int64, the leading shape of `x` and K: the experts of each token, which a router that `replays` takes
-    instead of choosing. None: routers choose."""
+    """int64, the leading shape of `x`, then K: experts of each token, for routers with `replays`. None:
+    routers choose."""
 
     history: TokenHistory | None = None
-    """Store in which blocks keep what they read of earlier tokens; `x` (B, S, d_model) then follows those.
-    None: each sequence begins in `x`."""
+    """Values of earlier tokens, if `x` (B, S, d_model) continues sequences. None: sequences begin in `x`."""
 
     def __repr__(self) -> str:
         return summarize(self)
 
     def __post_init__(self) -> None:
-        # torch rebuilds these values around anything; `check_input` refuses what is no tensor or no int.
+        # torch rebuilds contexts from placeholders, so wrong types are left to `check_input`.
         for name, (dtypes, wanted, method) in _DTYPES.items():
             value = getattr(self, name)
             if isinstance(value, Tensor) and value.dtype not in dtypes:
@@ -97,16 +99,16 @@ class TokenContext:
         if isinstance(self.sequence_length, int) and self.sequence_length < 1:
             raise ValueError(
                 f"TokenContext.sequence_length must be at least 1, but is {self.sequence_length}; "
-                "leave it out where x is (batch, seq, d_model)"
+                "leave it out if x is (batch, seq, d_model)"
             )
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of each token: N (token, expert, weight) pairs, and the scores they came from.
+    """The experts of each token as N weighted (token, expert) pairs, and the scores of the router.
 
-    Pairs stand in token-major order. Only weights, logits, scores and probabilities carry gradients. A router
-    that knows more returns a subclass, such as `NoisyRouting`.
+    Pairs are in token-major order. Only weights, logits, scores and probabilities carry gradients. A router
+    with further outputs returns a subclass, such as `NoisyRouting`.
     """
 
     token_ids_N: Tensor
@@ -116,33 +118,33 @@ class Routing:
     """int64, the expert of each pair, in [0, E)."""
 
     weights_N: Tensor
-    """float32 (or wider), what the expert's output is multiplied by."""
+    """float32 (or wider), the factor of the expert's output."""
 
     dropped_N: Tensor
-    """bool, True where the expert was full, so that the pair is not computed."""
+    """bool, True for pairs that exceed the capacity of their expert; they are not computed."""
 
     num_tokens: int
-    """T, padding included."""
+    """T, including padding."""
 
     num_experts: int
-    """E, those without a network included."""
+    """E, including experts without a network."""
 
     sequence_length: int
     """S; the position of token t in its sequence is t % S."""
 
     mask_T: Tensor | None = None
-    """bool, True where a token is real; None when all are. Pairs of padded tokens are in the list, so
-    that shapes don't depend on data, but they are neither computed nor counted."""
+    """bool, True for real tokens; None if all are real. Pairs of padding are in the list, so that shapes do
+    not depend on the data, but they are neither computed nor counted."""
 
     logits_TE: Tensor | None = None
-    """float32 (or wider), the router's scores before any normalisation. None from a router with too many
-    experts for such a table; see `ListedRouting`."""
+    """float32 (or wider), the router's scores before any normalisation. None if there are too many experts
+    for a (T, E) table; see `ListedRouting`."""
 
     scores_TE: Tensor | None = None
-    """float32 (or wider), after normalisation; each row is non-negative. None where `logits_TE` is."""
+    """float32 (or wider), the normalised scores, non-negative. None if `logits_TE` is None."""
 
     def __repr__(self) -> str:
-        """One line of sizes and, where tensors hold values (not on `meta`, nor in a trace), of counts."""
+        """One line of sizes and, if the tensors have values (not on `meta`, not in a trace), of counts."""
         if not isinstance(self.token_ids_N, Tensor) or not isinstance(self.weights_N, Tensor):
             return summarize(self)
         parts = [
@@ -156,7 +158,7 @@ class Routing:
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _counted(self) -> list[str]:
-        """The counts in `__repr__`; reads the values of the tensors."""
+        """Return the counts in `__repr__`; reads the values of the tensors."""
         parts: list[str] = []
         try:
             if self.mask_T is not None:
@@ -172,38 +174,38 @@ class Routing:
 
     @property
     def is_listed(self) -> bool:
-        """True where experts are too many for a number of each: the routing has the listed pairs alone."""
+        """True if (T, E) tables would be too large; only the chosen pairs are stored."""
         return self.scores_TE is None
 
     @property
     def num_real_tokens(self) -> Tensor:
-        """int64 scalar: T without padding."""
+        """int64 scalar, the number of tokens without padding."""
         if self.mask_T is None:
             return torch.tensor(self.num_tokens, device=self.token_ids_N.device)
         return self.mask_T.sum()
 
     @property
     def real_N(self) -> Tensor:
-        """bool: True for the pairs that the router chose for real tokens."""
+        """bool, True for the pairs that the router chose for real tokens."""
         if self.mask_T is None:
             return torch.ones_like(self.dropped_N)
         return self.mask_T[self.token_ids_N]
 
     @property
     def computed_N(self) -> Tensor:
-        """bool: pairs that an expert computes, real and not dropped."""
+        """bool, True for the pairs that an expert computes: real and not dropped."""
         return ~self.left_out_N
 
     @property
     def left_out_N(self) -> Tensor:
-        """bool: pairs that no expert computes: dropped, of padding, or not chosen."""
+        """bool, True for the pairs that no expert computes: dropped, padding, or not chosen."""
         return self.dropped_N if self.mask_T is None else self.dropped_N | ~self.real_N
 
     def require(self, table: Literal["logits_TE", "scores_TE"], needed_by: str) -> Tensor:
-        """The table called `table`.
+        """Return `logits_TE` or `scores_TE`.
 
         Raises:
-            ValueError: the router returns none; the sentence begins with `needed_by`, a loss or a metric.
+            ValueError: the router returns no tables; the message names `needed_by`, a loss or a metric.
         """
         found = self.logits_TE if table == "logits_TE" else self.scores_TE
         if found is None:
@@ -214,7 +216,7 @@ class Routing:
         return found
 
     def detach(self) -> Self:
-        """A copy whose tensors are cut from the graph, which metrics may keep."""
+        """Return a copy with detached tensors, which metrics may store."""
         tensors = {
             field.name: value.detach()
             for field in fields(self)
@@ -225,17 +227,17 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ChosenRouting(Routing):
-    """Routing of a router that chooses a number of experts that depends on the data.
+    """Routing with a number of chosen pairs that depends on the data.
 
-    The router lists the most pairs that there can be, so that shapes do not depend on the data.
+    The router lists the maximum number of pairs, so that shapes do not depend on the data.
     """
 
     chosen_N: Tensor
-    """bool, False for pairs that the router listed and did not choose."""
+    """bool, False for listed pairs that the router did not choose."""
 
     capacity_k: float | None = None
-    """Experts per token that a capacity assumes, since counting the pairs would leak later tokens to earlier
-    ones. None: the pairs are counted."""
+    """Experts per token that expert capacities assume; counting the chosen pairs would leak later tokens to
+    earlier tokens. None: the chosen pairs are counted."""
 
     @property
     def real_N(self) -> Tensor:
@@ -248,63 +250,62 @@ class ChosenRouting(Routing):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SteeredRouting(ChosenRouting):
-    """Routing of a router whose number of experts per token a rule steers (ReLU routing)."""
+    """Routing of a router whose number of experts per token is steered by a rule (ReLU routing)."""
 
     target_k: float
-    """Experts per token that the sparsity rule aims at."""
+    """Experts per token that the sparsity rule aims for."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NoisyRouting(Routing):
-    """Routing that was chosen with noise (noisy top-k in training)."""
+    """Routing chosen with noise (noisy top-k in training)."""
 
     selection_probs_TE: Tensor
-    """Probability, over the router's noise, that each expert is among a token's k."""
+    """Probability, over the router's noise, that each expert is among a token's k experts."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ListedRouting(Routing):
-    """Routing among too many experts for (T, E) tables (product keys); losses are over the listed pairs."""
+    """Routing among too many experts for (T, E) tables (product keys); losses use the listed pairs."""
 
     logits_N: Tensor
     """float32 (or wider), the score of each pair before any normalisation."""
 
     listed_k: int
-    """K, the pairs of every token, so that the list is a (T, K) table."""
+    """K, the number of pairs of every token; the list is a flattened (T, K) table."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows that each expert reads, and the weights by which its results are added up.
+    """The pairs to compute: the row that each expert reads, and the weight of its result.
 
-    Sorted by expert; pairs that are not computed (dropped, or padding) stand behind `offsets_E[-1]`
-    with weight 0, so that shapes don't depend on data. `dispatch.plan_of_list` makes one that
-    is not sorted.
+    Pairs are sorted by expert. Pairs that are not computed (dropped, or padding) follow `offsets_E[-1]` with
+    weight 0, so that shapes do not depend on the data. A plan of `dispatch.plan_of_list` is not sorted.
     """
 
     token_ids_N: Tensor
-    """int64, the row of `x_TD` each pair reads and adds to."""
+    """int64, the row of `x_TD` that each pair reads, and the row of the output that it adds to."""
 
     weights_N: Tensor
-    """The factor of each result; carries the router's gradient."""
+    """Factor of each result; carries the router's gradient."""
 
     offsets_E: Tensor
-    """int32, where each expert's pairs end."""
+    """int32, the end of each expert's pairs."""
 
     pair_ids_N: Tensor
-    """int64, where each pair stands in the routing's own list, which is sorted by token."""
+    """int64, the index of each pair in the routing, which is sorted by token."""
 
     expert_ids_N: Tensor | None = None
-    """int64, the expert of each pair, in a `plan_of_list`; None where `offsets_E` tells."""
+    """int64, the expert of each pair, in a `plan_of_list`; None in a sorted plan, which has `offsets_E`."""
 
     listed_k: int | None = None
-    """K, in a `plan_of_list` with exactly K pairs of every row of `x_TD`, in their order; None elsewhere."""
+    """K, if a `plan_of_list` has exactly K pairs for every row of `x_TD`, in row order; otherwise None."""
 
     def __repr__(self) -> str:
         return summarize(self)
 
 
-_NO_TENSOR = (
+_NOT_A_TENSOR = (
     "a block returns an FFNOutput, which is no tensor; use its .hidden, as in x + ffn(x).hidden"
 )
 
@@ -314,14 +315,14 @@ class FFNOutput:
     """Output of every feed-forward block."""
 
     hidden: Tensor
-    """The shape and dtype of the block's input."""
+    """The output, with the shape and dtype of the block's input."""
 
     routings: dict[str, Routing] = field(default_factory=dict)
-    """The routings by name: `routing` of the block's own router, `inner` of that of a sparse block inside a
-    mixture of depths, `round_2` and so on of later rounds of a chain of experts. Empty for a dense block."""
+    """Routings by name: `routing` for the block's own router, `inner` for a sparse block inside a mixture of
+    depths, `round_2` and so on for later rounds of a chain of experts. Empty for a dense block."""
 
     shared_shares: dict[str, Tensor] = field(default_factory=dict)
-    """Routing name -> the shared expert's fraction of the norm of the block's output, a scalar in [0, 1]; see
+    """Routing name -> the shared expert's fraction of the output, a scalar in [0, 1]; see
     `ffn.shared_expert.share_of_norms`."""
 
     def __post_init__(self) -> None:
@@ -330,7 +331,7 @@ class FFNOutput:
 
     @property
     def routing(self) -> Routing | None:
-        """The first of the routings; None where nothing was routed."""
+        """The first routing; None for a block without a router."""
         return next(iter(self.routings.values()), None)
 
     def __repr__(self) -> str:
@@ -339,14 +340,14 @@ class FFNOutput:
         return f"{type(self).__name__}({lines})"
 
     def __add__(self, other: object) -> NoReturn:
-        raise TypeError(_NO_TENSOR)
+        raise TypeError(_NOT_A_TENSOR)
 
     __radd__ = __add__
 
     @classmethod
     def __torch_function__(cls, *given: object) -> NoReturn:
-        """Refuse to be the argument of a function of torch, which calls this for every such value."""
-        raise TypeError(_NO_TENSOR)
+        """Raise when an output is passed to a torch function; torch then calls this method."""
+        raise TypeError(_NOT_A_TENSOR)
 
 
 for _value in (

@@ -1,12 +1,12 @@
-"""Checks of custom blocks, routers and experts against the promises of their base classes.
+"""Checks that custom blocks, routers and experts satisfy the interfaces of their base classes.
 
     from moe_ffn.testing import check_ffn
 
     def test_my_block():
         check_ffn("my_blocks.py:LowRankConfig", d_model=64)
 
-Training calls the same checks once, before its first step, on each part that is not of this package. A check
-tries a copy on a few random tokens, and leaves the part and torch's random state as they are.
+Training runs the same checks on every custom part before its first step. A check runs a copy of the part on a
+few random tokens; it changes neither the part nor torch's random state.
 
 B sequences, S positions, T = B*S tokens, D model width, E experts
 """
@@ -37,7 +37,7 @@ Part = TypeVar("Part", bound=TaggedConfig)
 
 _BATCH, _LENGTH = 2, 8
 _MAX_LENGTH = 512
-"""Length of the sequences that show whether a part looks ahead: some look far, or in chunks."""
+"""Length of the sequences for the causality check, since some parts look far ahead, or in chunks."""
 
 
 def check_ffn(
@@ -47,17 +47,17 @@ def check_ffn(
     causal: bool = True,
     seq_len: int = _MAX_LENGTH,
 ) -> None:
-    """Check a feed-forward block: its output and routings, the gradient of its routers, and what it looks at.
+    """Check a feed-forward block: its output and routings, the gradient of its routers, and its causality.
 
     Args:
-        ffn: a built block, or what `build_ffn` takes; then what its config says is checked too, such as
-            `num_params` and `refusal`.
-        d_model: D; needed where `ffn` is no block with an attribute of that name.
-        causal: the block is for a causal model, so that no output may depend on later tokens.
-        seq_len: length of the longest sequences that are tried.
+        ffn: a built block, or an argument of `build_ffn`, whose config is checked too, such as `num_params`
+            and `refusal`.
+        d_model: D; needed unless `ffn` is a block with this attribute.
+        causal: True if the block is for a causal model; outputs must not depend on later tokens.
+        seq_len: maximum length of the test sequences.
 
     Raises:
-        ConfigError: what the block did, and what is expected, in one sentence.
+        ConfigError: a check failed; the message gives the actual and the expected behaviour.
     """
     if isinstance(ffn, FFNBlock):
         d_model = getattr(ffn, "d_model", None) if d_model is None else d_model
@@ -86,17 +86,17 @@ def check_router(
     causal: bool = True,
     seq_len: int = _MAX_LENGTH,
 ) -> None:
-    """Check a router: its routings, their gradient, what it looks at, and what its config says.
+    """Check a router: its routings, their gradient, its causality, and its config.
 
     Args:
-        router: its config, or the options or the `type` of one.
+        router: config of the router, or its options, or its `type`.
         d_model: D.
         num_experts: E.
-        causal: the router is for a causal model, so that no choice may depend on later tokens.
-        seq_len: length of the longest sequences that are tried.
+        causal: True if the router is for a causal model; choices must not depend on later tokens.
+        seq_len: maximum length of the test sequences.
 
     Raises:
-        ConfigError: what the router did, and what is expected, in one sentence.
+        ConfigError: a check failed; the message gives the actual and the expected behaviour.
     """
     config = _validated(RouterConfig, router)
     trial = Trial(f"'{config.type}'", d_model, seq_len, causal)
@@ -111,16 +111,16 @@ def check_experts(
     *,
     experts_per_token: float = 2,
 ) -> None:
-    """Check experts: what they return for a plan, and the gradient of its weights.
+    """Check experts: their output for a plan, and the gradient of its weights.
 
     Args:
-        experts: their config, or the options or the `type` of one.
-        d_model: D, the width of what they read.
+        experts: config of the experts, or its options, or its `type`.
+        d_model: D, width of the tokens.
         num_experts: E.
-        experts_per_token: how many experts a token goes to, by which some choose their width.
+        experts_per_token: experts per token, which may determine the width of the experts.
 
     Raises:
-        ConfigError: what the experts did, and what is expected, in one sentence.
+        ConfigError: a check failed; the message gives the actual and the expected behaviour.
     """
     config = _validated(ExpertsConfig, experts)
     trial = Trial(f"'{config.type}'", d_model)
@@ -138,29 +138,29 @@ def _validated(family: type[Part], part: Part | Mapping[str, Any] | str) -> Part
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Within this there are no gradients, and afterwards torch's random state is as it was."""
+    """Disable gradients, and restore torch's random state at the end."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         yield
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One part under test, and what it is told of the model around it."""
+    """One part under test, and the properties of its model."""
 
     name: str
-    """Begins every sentence about the part."""
+    """Name of the part, which begins every message."""
 
     d_model: int
     seq_len: int = _MAX_LENGTH
     causal: bool = True
     way_out: str = "pass causal=False"
-    """Advice on the use of the part in a model that is not causal."""
+    """Advice for using the part in a model that is not causal."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def length(self) -> int:
-        """S, no longer than the sequences of the model."""
+        """S, at most the sequence length of the model."""
         return min(_LENGTH, self.seq_len)
 
     def random(self, *shape: int) -> Tensor:
@@ -171,11 +171,11 @@ class Trial:
         return self.random(_BATCH, self.length, self.d_model)
 
     def token_ids_BS(self) -> Tensor:
-        """They differ, so that a block which keeps the wrong ones is seen."""
+        """Return ids that differ within a sequence, so that mixed-up ids change the output."""
         ids_S = torch.arange(self.length, device=self.device) % 2
         return ids_S.expand(_BATCH, self.length)
 
-    # -- what is demanded
+    # -- requirements
 
     def refuse(self, what: str) -> ConfigError:
         return ConfigError(f"{self.name}: {what}")
@@ -190,7 +190,7 @@ class Trial:
         return module.to(self.device) if isinstance(module, nn.Module) else module
 
     def require_like(self, found: Any, x: Tensor, who: str) -> Tensor:
-        """A finite tensor of the shape and dtype of `x`."""
+        """Return `found` if it is a finite tensor with the shape and dtype of `x`; otherwise raise."""
         if not isinstance(found, Tensor) or (found.shape, found.dtype) != (x.shape, x.dtype):
             raise self.refuse(
                 f"{who} is {show_value(found)}, but has to be like x, {show_value(x)}"
@@ -200,7 +200,7 @@ class Trial:
         return found
 
     def require_arguments(self, module: nn.Module, *names: str, optional: bool = False) -> None:
-        """Refuse a `forward` that cannot be called with so many arguments."""
+        """Raise if `forward` cannot be called with these arguments."""
         try:
             inspect.signature(module.forward).bind(*names)
         except TypeError:
@@ -213,10 +213,14 @@ class Trial:
     def require_gradient(
         self, value: Tensor, by: Sequence[Tensor], who: str, of: str, advice: str
     ) -> None:
-        """Refuse a value whose gradient is zero, or none at all, by each of some tensors.
+        """Raise if a value has no nonzero gradient with respect to any tensor of `by`.
 
         Args:
-            value: computed from `by` with gradients.
+            value: tensor computed from `by` with gradients.
+            by: tensors to differentiate with respect to.
+            who: name of the value in the message.
+            of: name of `by` in the message.
+            advice: end of the message.
         """
         grads: tuple[Tensor | None, ...] = (None,)
         if value.requires_grad:
@@ -227,7 +231,7 @@ class Trial:
             raise self.refuse(f"{who} has no gradient by {of}; {advice}")
 
     def require_routing(self, routing: Any, num_experts: int | None = None) -> Routing:
-        """A Routing of the right sizes, over experts that exist."""
+        """Return `routing` if it is a Routing with correct shapes and ids; otherwise raise."""
         hint = "; `moe_ffn.routing_of_pairs` makes one"
         routing = self.require(routing, Routing, "forward", hint)
         num_tokens, num_experts = _BATCH * self.length, num_experts or routing.num_experts
@@ -243,7 +247,7 @@ class Trial:
             shapes["logits_N"] = N
         for name, shape in shapes.items():
             found = getattr(routing, name)
-            # A router of too many experts for a table has none.
+            # Routers with too many experts for (T, E) tables have None.
             if found is not None and tuple(found.shape) != shape:
                 raise self.refuse(
                     f"its routing has {name} of shape {tuple(found.shape)}, expected {shape}"
@@ -279,7 +283,7 @@ class Trial:
         return routing
 
     def require_causal(self, config: FFNConfig | RouterConfig) -> None:
-        """Refuse, in a causal model, a part that says itself that it is not."""
+        """Raise if the model is causal and the part's config says that the part is not."""
         if self.causal and (refusal := config.refusal(Situation(causal=True))):
             raise self.refuse(
                 f"{refusal.reason}, so a causal model would see what it has to guess; {refusal.advice}, or "
@@ -289,12 +293,13 @@ class Trial:
     def require_blind_to_future(
         self, module: nn.Module, call: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Refuse a part of a causal model whose output changes with later tokens.
+        """Raise if the model is causal and an output of the part changes with later tokens.
 
-        The later half of the tokens is changed, then the last one.
+        The check changes the second half of the tokens, then the last token.
 
         Args:
-            call: x (B, S, D) and token ids (B, S) -> (B, S, ...).
+            module: the part.
+            call: x (B, S, D) and token ids (B, S) -> outputs (B, S, ...).
         """
         length = min(self.seq_len, _MAX_LENGTH)
         if not self.causal or length == 1:
@@ -311,7 +316,7 @@ class Trial:
 
             once = seeded(x, ids)
             if not torch.equal(once, seeded(x, ids)):
-                continue  # it keeps a state: two outputs cannot be compared
+                continue  # the part has a state, so outputs are not comparable
             for first in (length // 2, length - 1):
                 later_x, later_ids = x.clone(), ids.clone()
                 later_x[:, first:] = 10 - 10 * x[:, first:]
@@ -333,36 +338,38 @@ class Trial:
         call: Callable[[Tensor, Tensor], Tensor],
         alone: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        """Refuse a block or a router that serves `cached`, but changes a token that is computed alone.
+        """Raise if a block or router for cached decoding computes a token differently in a pass of its own.
 
         Args:
-            call: as above.
-            alone: as `call`, of one token after those that it was called with before.
+            module: the part.
+            call: x (B, S, D) and token ids (B, S) -> outputs (B, S, ...).
+            alone: the same for one token, after calls with the earlier tokens.
         """
         x, ids = self.x(), self.token_ids_BS()
         module.eval()
         whole = call(x, ids)
-        if self.length > 1 and torch.equal(whole, call(x, ids)):  # otherwise noise
+        if self.length > 1 and torch.equal(whole, call(x, ids)):  # otherwise the part adds noise
             tokens = zip(x[:1].split(1, 1), ids[:1].split(1, 1), strict=True)
             self.require_equal(whole, torch.cat([alone(*token) for token in tokens], 1))
 
     def require_equal(self, whole: Tensor, alone: Tensor) -> None:
-        """Refuse tokens that differ alone (1, S, ...) from those of the first whole sequence (B, S, ...)."""
+        """Raise if tokens computed one at a time (1, S, ...) differ from the first sequence of `whole`."""
         moved_S = (alone - whole[:1]).abs().flatten(2).amax(dim=(0, 2))
         if moved_S.max() > 1e-3 * whole.abs().max() + 1e-6:
             raise self.refuse(
                 "its config does not refuse Situation(cached=True), but the token at position "
-                f"{int(moved_S.argmax())} becomes something else alone than in its sequence, and text would "
-                "be written so; refuse it in refusal(situation), or leave by_token or supports_cache out"
+                f"{int(moved_S.argmax())} has another output alone than in its sequence, so generated text "
+                "would be wrong; refuse it in refusal(situation), or leave by_token or supports_cache out"
             )
 
-    # -- what is tried, by family
+    # -- checks of each kind of part
 
     def ffn(self, config: FFNConfig, where: str = "") -> None:
-        """Try the block of a config, and what the config says of it.
+        """Check the block of a config, and the config.
 
         Args:
-            where: follows its name where its parameters are counted wrongly.
+            config: config of the block.
+            where: place of the block, for the message on miscounted parameters.
         """
         if (stack := config.expert_stack) is not None:
             built = stack.build(self.d_model)
@@ -370,17 +377,18 @@ class Trial:
         block = self.built(config.build(self.d_model), FFNBlock)
         found = sum(parameter.numel() for parameter in block.parameters())
         self.block(block, config)
-        if found != (told := config.num_params(self.d_model)):
-            raise miscounted(self.name + where, told, found, config, self.d_model)
+        if found != (counted := config.num_params(self.d_model)):
+            raise miscounted(self.name + where, counted, found, config, self.d_model)
         config.num_active_params(self.d_model)
         config.flops_per_token(self.d_model, self.seq_len)
         config.describe()
 
     def block(self, block: FFNBlock, config: FFNConfig | None) -> None:
-        """Try a built block, which is changed by it.
+        """Check a built block; this changes its parameters.
 
         Args:
-            config: its config; None where it is not known.
+            block: the block.
+            config: config of the block; None if unknown.
         """
         self.require_arguments(block, "x", "context", optional=True)
         x, context = self.x(), TokenContext(token_ids=self.token_ids_BS())
@@ -419,7 +427,7 @@ class Trial:
                 self.require_router_to_learn(router, lambda: block(x, context).hidden, "hidden")
 
     def router(self, config: RouterConfig, num_experts: int) -> None:
-        """Try the router of a config, and what the config says of it."""
+        """Check the router of a config, and the config."""
         router = self.built(config.build(self.d_model, num_experts), Router)
         self.require_arguments(router, "x_TD", "context")
 
@@ -458,7 +466,7 @@ class Trial:
     def require_router_to_learn(
         self, router: nn.Module, call: Callable[[], Tensor], who: str
     ) -> None:
-        """Refuse a router with parameters by none of which the value of `call` has a gradient."""
+        """Raise if a router has parameters but the value of `call` has no gradient for any of them."""
         parameters = [p for p in router.parameters() if p.requires_grad]
         if not parameters:
             return
@@ -474,10 +482,11 @@ class Trial:
         )
 
     def experts(self, experts: Any, width: int, num_experts: int) -> None:
-        """Try built experts.
+        """Check built experts.
 
         Args:
-            width: of what they read and return.
+            experts: the experts.
+            width: width of their input and output.
             num_experts: E.
         """
         experts = self.built(experts, Experts).eval()
@@ -486,34 +495,34 @@ class Trial:
         ids_T1 = (torch.arange(len(x_TD), device=self.device) % num_experts)[:, None]
         ones_TE = torch.ones(len(x_TD), num_experts, device=self.device)
         pairs = routing_of_pairs(ones_TE[:, :1], ids_T1, ones_TE, ones_TE, TokenContext())
-        planned = plan_of_list if experts.by_row else make_plan
-        plan = planned(pairs, num_experts)
+        plan_function = plan_of_list if experts.by_row else make_plan
+        plan = plan_function(pairs, num_experts)
         move_off_zero(experts)
         who = "what its experts return"
         with torch.enable_grad():
             weights_N = plan.weights_N.clone().requires_grad_()
-            made = experts.run(x_TD, replace(plan, weights_N=weights_N))
-        made = self.require_like(made, x_TD, who)
+            y_TD = experts.run(x_TD, replace(plan, weights_N=weights_N))
+        y_TD = self.require_like(y_TD, x_TD, who)
         self.require_gradient(
-            made,
+            y_TD,
             [weights_N],
             who,
             "plan.weights_N, through which the router learns",
             "multiply each pair's result by its weight",
         )
         dropped = replace(pairs, dropped_N=torch.ones_like(pairs.dropped_N))
-        nothing = experts.run(x_TD, planned(dropped, num_experts))
-        self.require_like(nothing, x_TD, f"{who} of a plan that drops every pair")
+        y_TD = experts.run(x_TD, plan_function(dropped, num_experts))
+        self.require_like(y_TD, x_TD, f"{who} of a plan that drops every pair")
 
 
 @dataclass(frozen=True)
 class _History:
-    """A `TokenHistory` of one sequence that is computed a token at a time."""
+    """A `TokenHistory` for one sequence, computed one token at a time."""
 
     calls: list[nn.Module] = field(default_factory=list)
-    """Modules that asked in this pass, as often as they did."""
+    """The owner of each call in this pass."""
     last: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
-    """The values before the next pass, by the module and how often it had asked."""
+    """(owner, number of its earlier calls in a pass) -> values of the previous tokens."""
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
         call = (owner, self.calls.count(owner))
@@ -525,46 +534,50 @@ class _History:
 
 
 def miscounted(
-    name: str, told: int, found: int, ffn: FFNConfig | None, d_model: int
+    name: str, counted: int, found: int, ffn: FFNConfig | None, d_model: int
 ) -> ConfigError:
-    """The refusal of a part whose config counts `told` parameters, of which `found` are built.
+    """Return the error for a part whose config counts `counted` parameters, but which has `found`.
 
     Args:
-        ffn: its config, where it is a feed-forward block; experts at fault in it are named.
+        name: name of the part.
+        counted: result of `num_params`.
+        found: number of parameters of the module.
+        ffn: config of the part, if it is a feed-forward block; the message names its miscounted experts.
+        d_model: D.
     """
-    why = "" if ffn is None else _miscounted_experts(ffn, d_model)
+    cause = "" if ffn is None else _miscounted_experts(ffn, d_model)
     return ConfigError(
-        f"{name}: num_params says {told:,}, but {found:,} parameters are built{why}; make them equal, "
+        f"{name}: num_params says {counted:,}, but {found:,} parameters are built{cause}; make them equal, "
         "since tables, facts.json and equal budgets go by num_params"
     )
 
 
 def _miscounted_experts(ffn: FFNConfig, d_model: int) -> str:
-    """Return which experts of a block are miscounted; the empty string where none are."""
+    """Return a clause on the miscounted experts of a block; empty if there are none."""
     for inner in ffn.inner_blocks().values():
-        if why := _miscounted_experts(inner, d_model):
-            return why
+        if cause := _miscounted_experts(inner, d_model):
+            return cause
     if (stack := ffn.expert_stack) is None:
         return ""
-    told = stack.num_params(d_model)
+    counted = stack.num_params(d_model)
     found = sum(parameter.numel() for parameter in stack.build(d_model).parameters())
-    if found == told:
+    if found == counted:
         return ""
     return (
-        f", since of its experts ('{stack.config.type}') params_per_expert and shared_params say {told:,} "
+        f", since of its experts ('{stack.config.type}') params_per_expert and shared_params say {counted:,} "
         f"and {found:,} are built"
     )
 
 
 def move_off_zero(module: nn.Module) -> None:
-    """Add a little to every parameter: a gate that begins at zero would hide what is behind it."""
+    """Add a small number to every parameter, since a zero gate would hide the layers behind it."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.add_(0.03)
 
 
 def show_value(value: Any) -> str:
-    """A value as a sentence names it: `a tensor of shape (2, 8) and torch.float32`, `a Linear`."""
+    """Describe a value for a message: `a tensor of shape (2, 8) and torch.float32`, `a Linear`."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     return show(value) if isinstance(value, int | float | str) else _a(type(value))

@@ -83,7 +83,7 @@ def test_an_error_at_the_end_keeps_the_file(
 def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
 
-    with pytest.raises(OSError, match="no file, but a folder"):
+    with pytest.raises(OSError, match="not a file, but a folder"):
         write_whole(tmp_path / "file", "content")
 
     assert names(tmp_path) == ["file"]
@@ -122,7 +122,7 @@ def test_pipes_and_sockets_are_neither_opened_nor_replaced(tmp_path: Path, kind:
     os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "a pipe" else stat.S_IFSOCK))
 
     for do in (lambda: write_whole(path, "content"), lambda: read_bytes(path)):
-        with pytest.raises(OSError, match=f"no file, but {kind}"):
+        with pytest.raises(OSError, match=f"not a file, but {kind}"):
             do()
 
     assert kind_of(path) == kind

@@ -61,7 +61,7 @@ NO_KERNEL = {("triton", name) for name in NEAR_ANOTHER - {"geglu_tanh"}}
 EXPERTS: dict[str, dict[str, Any]] = {
     name: {"type": member, **given}
     for member, cls in ExpertsConfig.members.items()
-    if issubclass(cls, MatrixExpertsConfig)  # rows of tables: tests/experts/test_embeddings.py
+    if issubclass(cls, MatrixExpertsConfig)  # rows of tables: tests/ffn/test_product_keys.py
     for name, given in EXPERTS_ARGUMENTS.get(member, {member: {}}).items()
 }
 

@@ -191,25 +191,25 @@ def test_every_command_succeeds(
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
     if "configs/studies/noise.yaml" in arguments:
         sweep = ["--config", "configs/studies/noise.yaml", *TINY, "--seeds", "0", "1"]
-        if module == "experiments.sweep":
+        if module == "moe_ffn.cli.sweep":
             assert run([module, *arguments, *sweep[2:]]) == 0
             assert "swiglu-seed1" in capsys.readouterr().out
             return
         shutil.rmtree("docs/studies")  # whose runs read other text
-        assert run(["experiments.sweep", *sweep]) == 0
+        assert run(["moe_ffn.cli.sweep", *sweep]) == 0
         assert run([module, *arguments]) == 0
         assert "nats per token in 2 seeds;" in Path("docs/studies/noise.md").read_text(
             encoding="utf-8"
         )
         return
-    if module == "experiments.sweep":  # one of the configs stands for all
+    if module == "moe_ffn.cli.sweep":  # one of the configs stands for all
         files = sorted(str(path) for path in Path().glob(arguments[0]))
         assert len(files) > 15
         kept = [path for path in files if Path(path).stem == "relu"]
         assert run([module, *kept, *arguments[1:], *TINY]) == 0
         assert "compare runs/every_router" in capsys.readouterr().out
         return
-    if module == "experiments.compare":
+    if module == "moe_ffn.cli.compare":
         named = ["--run.output_dir", arguments[0], "--run.name", "top_k"]
         assert run(["experiments.train", *TINY, *named]) == 0
         assert run([module, *arguments]) == 0

@@ -10,8 +10,10 @@ from moe_ffn import files
 from moe_ffn.files import QUIET_SECONDS, WriteFailures
 
 FULL = OSError(28, "No space left on device")
-FAILS = "disk: 'run' cannot be written (No space left on device); training goes on and tries again"
-WORKS = "disk: 'run' is written again"
+FAILS = (
+    "disk: 'run' cannot be written (No space left on device); training continues and tries again"
+)
+WORKS = "disk: 'run' can be written again"
 
 
 @pytest.fixture

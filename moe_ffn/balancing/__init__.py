@@ -1,1 +1,1 @@
-"""Balancing of routers: losses, pure functions of a Routing, and rules that move a bias."""
+"""Balancing of experts: losses, which are pure functions of a Routing, and rules that update a bias."""

@@ -1,7 +1,7 @@
-"""Auxiliary-loss-free balancing: rules that move a router's correction bias between optimizer steps.
+"""Auxiliary-loss-free balancing: rules that update a router's correction bias between optimizer steps.
 
-A rule has two halves. `observe` makes a tensor of one batch's Routing; the trainer adds such tensors up
-over the batches and ranks of a step. `update` then gives the new bias.
+A rule has two methods. `observe` returns a tensor for one batch's Routing, which the trainer sums over the
+batches and ranks of a step. `update` returns the new bias from that sum.
 
 T tokens, E experts
 """
@@ -21,30 +21,30 @@ from moe_ffn.outputs import Routing
 
 
 class BiasRuleConfig(TaggedConfig, frozen=True):
-    """Moves the correction bias of routers towards balance, once per optimizer step, without a loss.
+    """Updates the correction bias of routers towards balance, once per optimizer step, without a loss.
 
-    It keeps nothing: the bias is the router's, and the sums are the trainer's.
+    Rules have no state: the bias belongs to the router, and the sums to the trainer.
     """
 
     @property
     def advice(self) -> str | None:
-        """The option to change where routers stay unbalanced, with its value now; None where none helps."""
+        """Option to change if routers stay unbalanced, with its current value; None if there is no option."""
         return None
 
     @abstractmethod
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
-        """(E,), to be summed over the batches of a step; the routing was made with `bias_E`."""
+        """Return (E,), to be summed over the batches of a step; the router chose with `bias_E`."""
 
     @abstractmethod
     def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
-        """The bias of the next step, from the sum over `num_batches` batches."""
+        """Return the bias of the next step from the sum over `num_batches` batches."""
 
 
 class SignRuleConfig(BiasRuleConfig, frozen=True):
     """bias += rate * sign(mean(pairs) - pairs): DeepSeek-V3's loss-free balancing.
 
-    Wang et al. 2024 (arXiv:2408.15664), algorithm 1, as in Megatron-LM and OLMo-core; with `centre`,
-    torchtitan's. The pairs are those of each expert in the step, before dropping.
+    Wang et al. 2024 (arXiv:2408.15664), algorithm 1, as in Megatron-LM and OLMo-core; with `centre`, as in
+    torchtitan. `pairs` counts the pairs of each expert in the step, before dropping.
     """
 
     type: Literal["sign"] = "sign"
@@ -61,7 +61,7 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
         return pairs_per_expert(routing)
 
     def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
-        # In whole numbers, so that rounding of the mean makes no sign: sum - E * n.
+        # mean - n as the integer sum - E * n, so that rounding cannot change the sign.
         ahead_E = observed_E.sum() - len(observed_E) * observed_E
         move_E = self.rate * ahead_E.sign().to(bias_E.dtype)
         if self.centre:
@@ -70,24 +70,24 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
 
 
 class QuantileRuleConfig(BiasRuleConfig, frozen=True):
-    """Quantile balancing: the bias at which each expert would have taken its even share (Megatron-LM).
+    """Quantile balancing: the bias with which each expert would have an equal share (Megatron-LM).
 
-    An expert takes a token by passing the token's (k+1)-th largest score + bias. If an expert's bias is the
-    negative of the (floor(T k / E) + 1)-th largest excess over that, just T k / E tokens choose it, other
-    biases being equal: a step of coordinate descent on the dual of balanced assignment. Kept as a moving
-    average with mean 0, as in Megatron-LM (`qb_dual_update`), which averages the quantiles of a step's
-    batches.
+    A token chooses expert i if score_i + bias_i exceeds its (k+1)-th largest score + bias. With bias_i =
+    minus the quantile excess, T k / E tokens choose it. The quantile excess is the (floor(T k / E) + 1)-th
+    largest value of score_i minus that (k+1)-th largest score + bias. The step is coordinate descent on the
+    dual of balanced assignment. The bias is a moving average with mean 0; quantiles are averaged over the
+    batches of a step, as in Megatron-LM (`qb_dual_update`).
     """
 
     type: Literal["quantile"] = "quantile"
     ema: float = Field(default=0.9, ge=0, lt=1)
-    """Share of the old bias in the new one, at each optimizer step."""
+    """Weight of the old bias in the moving average, at each optimizer step."""
 
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
         scores_TE = routing.require("scores_TE", "objective.bias_rule 'quantile'").detach()
         num_tokens, num_experts = scores_TE.shape
         k = len(routing.token_ids_N) // max(num_tokens, 1)
-        if num_tokens == 0 or k == num_experts:  # nothing to choose
+        if num_tokens == 0 or k == num_experts:  # no choice: keep the bias
             return -bias_E
         needed_T1 = (scores_TE + bias_E).topk(k + 1, dim=-1).values[:, -1:]
         excess_TE = scores_TE - needed_T1
@@ -105,7 +105,7 @@ class QuantileRuleConfig(BiasRuleConfig, frozen=True):
 
 
 class SparsityRuleConfig(Config, frozen=True):
-    """ReMoE's rule for the weight of the ReLU sparsity loss; only 'relu' routers are concerned.
+    """ReMoE's rule for the weight of the ReLU sparsity loss, for 'relu' routers only.
 
     Wang et al. 2024 (arXiv:2412.14711), equation 8: one weight for the whole model.
     """
@@ -113,17 +113,17 @@ class SparsityRuleConfig(Config, frozen=True):
     initial_weight: float = Field(default=1e-8, gt=0)
     """Weight of the ReLU sparsity loss in the first step."""
     factor: float = Field(default=1.2, gt=1)
-    """The weight of the ReLU sparsity loss is multiplied by this after a step with more than k experts per
-    token, and divided by it after a step with fewer."""
+    """Factor that multiplies the weight of the ReLU sparsity loss after a step with more than k experts per
+    token, and divides it after a step with fewer."""
 
 
 def sparsity_weight_after(weight: Tensor, density: Tensor, factor: float) -> Tensor:
-    """The weight of `relu_sparsity_loss` for the next step (ReMoE, arXiv:2412.14711, equation 8).
+    """Return the weight of `relu_sparsity_loss` for the next step (ReMoE, arXiv:2412.14711, equation 8).
 
     Args:
-        weight: of the step that ended.
-        density: experts per token over `SteeredRouting.target_k`, the mean of that step's batches, ranks and
+        weight: weight of the current step.
+        density: experts per token over `SteeredRouting.target_k`, averaged over the step's batches, ranks and
             layers; above 1 the sparsity is below its target, 1 - k / E.
-        factor: multiplies the weight where the density is above 1, and divides it below.
+        factor: multiplies the weight if the density is above 1, and divides it if below.
     """
     return weight * factor ** (density - 1).sign()

@@ -1,7 +1,6 @@
 """Balancing losses and usage of routings without (T, E) tables (product keys), computed from their pairs.
 
-No tensor here has an element for each expert: the pairs of one expert are a group, and groups are at most as
-many as pairs.
+No tensor here has length E. The pairs of one expert form a group, and there are at most N groups.
 
 T tokens, E experts, N (token, expert) pairs, B sequences
 """
@@ -23,21 +22,21 @@ class Groups:
     """The pairs of each expert, or of each expert and sequence."""
 
     ids_N: Tensor
-    """int64, below N, the same for the pairs of one group."""
+    """int64, the group of each pair, below N."""
     is_first_N: Tensor
-    """bool, at one real pair of each group."""
+    """bool, True at one real pair of each group."""
     real_N: Tensor
     shares_N: Tensor
     """Each pair's weight over the sum of its token's weights; 0 for pairs that are not real."""
 
     def sums(self, values_N: Tensor) -> Tensor:
-        """(N,), at the place of each group the sum of its real pairs' values."""
+        """Return the sum over the real pairs of each group, (N,), indexed by group."""
         values_N = torch.where(self.real_N, values_N, 0)
         return torch.zeros_like(values_N).index_add(0, self.ids_N, values_N)
 
 
 def groups_of(routing: Routing, *, by_sequence: bool = False) -> Groups:
-    """The groups of a routing's pairs."""
+    """Group a routing's pairs by expert, or by expert and sequence."""
     cells_N, real_N = routing.expert_ids_N, routing.real_N
     if by_sequence:
         sequence_N = routing.token_ids_N // max(routing.sequence_length, 1)
@@ -59,15 +58,15 @@ def _shares(routing: Routing) -> Tensor:
 
 
 def load_balance_of_list(routing: Routing, *, by_sequence: bool = False) -> Tensor:
-    """Switch's E * sum_i f_i P_i of the batch, or its mean over sequences, from the pairs alone.
+    """Return Switch's E * sum_i f_i P_i of the batch, or its mean over sequences, from the pairs alone.
 
-    f_i is as in `load_balancing_loss`; P_i is the mean over tokens of the share that expert i has of a
-    token's weights, among the experts that it chose. 1 at balance as well.
+    f_i is as in `load_balancing_loss`; P_i is the mean over tokens of expert i's share of a token's weights.
+    The loss is 1 at balance, too.
     """
     groups = groups_of(routing, by_sequence=by_sequence)
     length = max(routing.sequence_length, 1) if by_sequence else max(routing.num_tokens, 1)
     counts_N = groups.sums(torch.ones_like(groups.shares_N))[groups.ids_N]
-    # E / (pairs * tokens) * sum over pairs of the pairs in its group, times its share.
+    # E / (pairs * tokens) * sum over pairs of (number of pairs in the pair's group) * (share of the pair).
     part_N = routing.token_ids_N // length
     zeros_B = counts_N.new_zeros(routing.num_tokens // length)
     products_B = zeros_B.index_add(0, part_N, counts_N * groups.shares_N)
@@ -80,18 +79,18 @@ def load_balance_of_list(routing: Routing, *, by_sequence: bool = False) -> Tens
 
 
 def importance_of_list(routing: Routing) -> tuple[Tensor, Tensor]:
-    """(mean, variance of a sample) of the experts' summed weights, those that nobody chose with 0."""
+    """Return the mean and the sample variance of the experts' summed weights, 0 for unused experts."""
     num_experts, groups = routing.num_experts, groups_of(routing)
     importance_N = groups.sums(routing.weights_N)
     mean = importance_N.sum() / num_experts
-    # The experts that nobody chose have importance 0.
+    # Add the terms of the unused experts, whose importance is 0.
     squares = torch.where(groups.is_first_N, (importance_N[groups.ids_N] - mean).square(), 0).sum()
     squares = squares + (num_experts - groups.is_first_N.sum()) * mean.square()
     return mean, squares / max(num_experts - 1, 1)
 
 
 def logsumexp_of_list(routing: ListedRouting) -> Tensor:
-    """Logsumexp of the logits of each token's pairs, (T,)."""
+    """Return the logsumexp over the logits of each token's pairs, (T,)."""
     logits_N = routing.logits_N
     lowest_T = logits_N.new_full((routing.num_tokens,), -torch.inf)
     max_T = lowest_T.scatter_reduce(0, routing.token_ids_N, logits_N.detach(), "amax")
@@ -101,21 +100,21 @@ def logsumexp_of_list(routing: ListedRouting) -> Tensor:
 
 
 def entropy_of_list(routing: Routing) -> Tensor:
-    """The mean over real tokens of the entropy of the shares of a token's pairs, in nats."""
+    """Return the mean over real tokens of the entropy of the shares of a token's pairs, in nats."""
     shares_N = _shares(routing)
     return -(shares_N * finite_log(shares_N)).sum() / routing.num_real_tokens.clamp(min=1)
 
 
 def num_used(routing: Routing) -> Tensor:
-    """int64 scalar: the experts that at least one real token chose."""
+    """Return the number of experts that at least one real token chose, int64 scalar."""
     return groups_of(routing).is_first_N.sum()
 
 
 def usage_kl(routing: Routing) -> Tensor:
-    """KL divergence of the experts' usage from the uniform, log E + sum_i z_i log z_i, in nats.
+    """Return the KL divergence of the experts' usage from uniform, log E + sum_i z_i log z_i, in nats.
 
-    z_i is the sum of the shares that expert i has of tokens' weights, over the number of tokens: 0 where all
-    are used alike, log E where one is everyone's (Lample et al. 2019, arXiv:1907.05242, section 4).
+    z_i is the mean over tokens of expert i's share of a token's weights. The divergence is 0 if all experts
+    are used equally, log E if all tokens use one expert (Lample et al. 2019, arXiv:1907.05242, section 4).
     """
     groups = groups_of(routing)
     usage_N = groups.sums(groups.shares_N) / routing.num_real_tokens.clamp(min=1)

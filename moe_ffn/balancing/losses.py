@@ -1,7 +1,7 @@
-"""Balancing losses: pure functions of Routings with coefficient 1, the table of them, and their weights.
+"""Balancing losses: unweighted pure functions of Routings, their table, and their weights.
 
-A new one is written here alone: its function, its entry in `BALANCING_LOSSES` and its weight in
-`BalancingWeights`. The objective, the rows, the page and the dashboard read the table.
+To add a loss, add its function, its entry in `BALANCING_LOSSES` and its weight in `BalancingWeights`. The
+objective, the metric rows and the report read the table.
 
 T tokens, E experts, N (token, expert) pairs, B sequences
 """
@@ -46,12 +46,12 @@ class BalancingWeights(Config, frozen=True):
     load_balance: float = Field(default=0.01, ge=0)
     """Weight of the Switch load-balancing loss of each batch and rank, which is 1 at balance."""
     load_balance_global: float = Field(default=0.0, ge=0)
-    """Weight of one load-balancing loss over all batches and ranks of an optimizer step. With gradient
-    accumulation it costs one more forward pass of each batch."""
+    """Weight of the load-balancing loss over all batches and ranks of an optimizer step. With gradient
+    accumulation it costs an additional forward pass of each batch."""
     load_balance_sequence: float = Field(default=0.0, ge=0)
-    """Weight of the mean over sequences of each sequence's load-balancing loss (DeepSeek-V3)."""
+    """Weight of the load-balancing loss of each sequence, averaged over sequences (DeepSeek-V3)."""
     load_balance_pooled: float = Field(default=0.0, ge=0)
-    """Weight of one load-balancing loss over the tokens of all layers, as in Hugging Face."""
+    """Weight of the load-balancing loss over the tokens of all layers, as in Hugging Face."""
     importance_cv2: float = Field(default=0.0, ge=0)
     """Weight of the squared coefficient of variation of the experts' summed weights (Shazeer et al. 2017)."""
     load_cv2: float = Field(default=0.0, ge=0)
@@ -59,21 +59,19 @@ class BalancingWeights(Config, frozen=True):
     router_z: float = Field(default=0.001, ge=0)
     """Weight of the router z-loss, which keeps logits small (ST-MoE)."""
     router_entropy: float = Field(default=0.0, ge=0)
-    """Weight of the mean entropy of a token's scores, which keeps top-p routers from taking ever more
-    experts."""
+    """Weight of the mean entropy of a token's scores, without which top-p routers use ever more experts."""
 
 
 @takes_routing
 def load_balancing_loss(routing: Routing) -> Tensor:
-    """E * sum_i f_i P_i (Fedus et al. 2021, Switch Transformer, equation 4).
+    """Return E * sum_i f_i P_i (Fedus et al. 2021, Switch Transformer, equation 4).
 
-    f_i is the share of the pairs that name expert i, counted before dropping and without padding;
-    P_i is the mean normalised score of expert i. The counts carry no gradient: it flows through P
-    alone. A balanced router scores 1 for every k and E (Switch's reference code counts tokens
-    instead of pairs, and scores k there).
+    f_i is expert i's share of the pairs, before dropping and without padding; P_i is the mean normalised
+    score of expert i. Only P carries gradient. The loss of a balanced router is 1 for every k and E; in
+    Switch's reference code, which counts tokens instead of pairs, it is k.
 
     Returns:
-        a scalar; 0 where no token is real.
+        Scalar; 0 if no token is real.
     """
     if routing.is_listed:
         return load_balance_of_list(routing)
@@ -82,10 +80,10 @@ def load_balancing_loss(routing: Routing) -> Tensor:
 
 
 def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
-    """`load_balancing_loss` of all layers' tokens thrown together, as Hugging Face computes it.
+    """Return `load_balancing_loss` over the tokens of all layers, as in Hugging Face.
 
-    Two layers that collapse onto opposite halves of their experts look balanced here; it exists for
-    comparison with models trained that way. Hugging Face's value is k times this one.
+    It is for comparison with models trained this way: two layers that collapse onto opposite halves of their
+    experts look balanced. Hugging Face's value is k times larger.
 
     Raises:
         ValueError: there is no layer, or the layers differ in their number of experts.
@@ -110,9 +108,9 @@ def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
 
 @takes_routing
 def sequence_load_balancing_loss(routing: Routing) -> Tensor:
-    """The mean over sequences of each one's load-balancing loss (DeepSeek-V3, section 2.1.2).
+    """Return the mean of the sequences' load-balancing losses (DeepSeek-V3, section 2.1.2).
 
-    Asks every single sequence to be balanced. Sequences of nothing but padding don't count.
+    The loss is for balance within every sequence. Sequences with only padding do not count.
     """
     if routing.is_listed:
         return load_balance_of_list(routing, by_sequence=True)
@@ -129,24 +127,24 @@ def sequence_load_balancing_loss(routing: Routing) -> Tensor:
 
 @takes_routing
 def global_load_balancing_loss(routing: Routing, pairs_E: Tensor, num_tokens: Tensor) -> Tensor:
-    """One batch's part of the load-balancing loss of the whole optimizer step.
+    """Return one batch's part of the load-balancing loss of a whole optimizer step.
 
-    The parts of a step's batches, on all ranks, add up to `load_balancing_loss` of all their tokens
-    together, and so do their gradients (Qiu et al. 2025, "Demons in the Detail", arXiv:2501.11873).
+    The parts of all batches and ranks, and their gradients, add up to `load_balancing_loss` over all tokens
+    of the step (Qiu et al. 2025, "Demons in the Detail", arXiv:2501.11873).
 
     Args:
-        routing: of one batch on one rank.
+        routing: routing of one batch on one rank.
         pairs_E: `pairs_per_expert`, summed over the batches and ranks of the step.
-        num_tokens: real tokens, summed alike.
+        num_tokens: number of real tokens, summed over the batches and ranks of the step.
     """
     return load_times_scores(pairs_E, sum_of_scores(routing, "load_balance_global"), num_tokens)
 
 
 @takes_routing
 def importance_cv2_loss(routing: Routing) -> Tensor:
-    """CV^2 of the experts' importance, the sum of their weights (Shazeer et al. 2017, equation 7).
+    """Return CV^2 of the experts' importance, the sum of their weights (Shazeer et al. 2017, equation 7).
 
-    0 at balance. The weights are those of the chosen pairs, before dropping.
+    It is 0 at balance, and includes the weights of dropped pairs.
     """
     if routing.is_listed:
         mean, variance = importance_of_list(routing)
@@ -158,12 +156,12 @@ def importance_cv2_loss(routing: Routing) -> Tensor:
 
 @takes_routing
 def load_cv2_loss(routing: Routing) -> Tensor:
-    """CV^2 of the experts' load, counted smoothly over the router's noise (Shazeer et al. 2017, eq. 11).
+    """Return CV^2 of the experts' smooth load, over the router's noise (Shazeer et al. 2017, equation 11).
 
-    0 at balance.
+    It is 0 at balance.
 
     Raises:
-        ValueError: the routing is of another router, or of an evaluation, without noise.
+        ValueError: the routing has no noise: it is from another router or from evaluation.
     """
     if not isinstance(routing, NoisyRouting):
         raise ValueError(
@@ -175,9 +173,9 @@ def load_cv2_loss(routing: Routing) -> Tensor:
 
 @takes_routing
 def router_z_loss(routing: Routing) -> Tensor:
-    """mean_t logsumexp(logits_t)^2 (Zoph et al. 2022, ST-MoE, equation 5): keeps logits small.
+    """Return mean_t logsumexp(logits_t)^2 (Zoph et al. 2022, ST-MoE, equation 5), which keeps logits small.
 
-    Over the logits of a token's listed pairs, where its router has no table.
+    For a `ListedRouting` the logsumexp is over the logits of the listed pairs.
     """
     if isinstance(routing, ListedRouting):
         return mean_over_tokens(logsumexp_of_list(routing).square(), routing)
@@ -187,10 +185,9 @@ def router_z_loss(routing: Routing) -> Tensor:
 
 @takes_routing
 def router_entropy_loss(routing: Routing) -> Tensor:
-    """The mean entropy of a token's normalised scores, in nats: 0 when sure, log E when undecided.
+    """Return the mean entropy of a token's normalised scores, in nats, between 0 and log E.
 
-    As a loss it asks for decisions, without which top-p routing takes ever more experts (Huang et al.
-    2024, arXiv:2403.07652, equation 6).
+    Without this loss, top-p routing uses ever more experts (Huang et al. 2024, arXiv:2403.07652, equation 6).
     """
     if routing.is_listed:
         return entropy_of_list(routing)
@@ -200,13 +197,13 @@ def router_entropy_loss(routing: Routing) -> Tensor:
 
 @takes_routing
 def relu_sparsity_loss(routing: Routing) -> Tensor:
-    """E / (k T) * sum_i f_i sum_t score_ti, f_i = pairs of i / T: ReMoE's load-balancing L1 loss.
+    """Return E / (k T) * sum_i f_i sum_t score_ti, f_i = pairs of i / T: ReMoE's load-balancing L1 loss.
 
-    Wang et al. 2024 (arXiv:2412.14711), equation 10: an L1 norm whose weight is larger for an expert
-    with more tokens. `sparsity_weight_after` moves its weight in the objective. k is `routing.target_k`.
+    Wang et al. 2024 (arXiv:2412.14711), equation 10: an L1 norm with larger factors for experts with more
+    tokens. k is `routing.target_k`. `sparsity_weight_after` updates the weight of the loss.
 
     Raises:
-        ValueError: the router has no number of experts to aim at.
+        ValueError: the routing has no target number of experts per token.
     """
     if not isinstance(routing, SteeredRouting):
         raise ValueError(
@@ -233,8 +230,7 @@ class StepTotals:
     """Real tokens of each sparse layer."""
 
     num_parts: int
-    """Batches times ranks. Lightning takes the mean over the parts, so each part's loss is multiplied
-    by this."""
+    """Batches times ranks. Lightning averages over these parts, so each part's loss is multiplied by this."""
 
 
 def count_step(
@@ -242,12 +238,12 @@ def count_step(
     reduce: Callable[[Tensor], Tensor] = lambda value: value,
     num_ranks: int = 1,
 ) -> StepTotals:
-    """The totals of a step from its batches' routings on this rank.
+    """Return the totals of a step.
 
     Args:
-        batches: the routings by layer of each batch.
-        reduce: the sum of a tensor over the ranks.
-        num_ranks: how many there are.
+        batches: routings by layer of each batch on this rank.
+        reduce: function that sums a tensor over the ranks.
+        num_ranks: number of ranks.
     """
     pairs: dict[str, Tensor] = {}
     tokens: dict[str, Tensor] = {}
@@ -267,7 +263,7 @@ def count_step(
 
 
 Routers = Sequence[tuple[str, Any, int]]
-"""The name of a layer, the config of a router in it, and how many experts that chooses from."""
+"""(name of a layer, config of its router, number of experts)."""
 
 
 def _without_noise(routers: Routers) -> str:
@@ -284,8 +280,8 @@ def _without_tables(routers: Routers) -> str:
     for layer, router, num_experts in routers:
         if router.is_listed:
             return (
-                f"needs a number for each expert, but the router of layer {layer} is '{router.type}', whose "
-                f"{num_experts} are known by the listed pairs alone; use objective.load_balance"
+                f"needs a score for each expert, but the router '{router.type}' of layer {layer} scores only "
+                f"the chosen ones of its {num_experts} experts; use objective.load_balance"
             )
     return ""
 
@@ -306,39 +302,40 @@ def _of_different_sizes(routers: Routers) -> str:
 
 @dataclass(frozen=True)
 class BalancingLoss:
-    """One term of the objective: its function, the layers that it concerns, and when it is computed."""
+    """One term of the objective: its function, its layers, and the scope of its arguments."""
 
     function: Callable[..., Tensor]
-    """The loss, unweighted; its arguments depend on `scope`."""
+    """Unweighted loss; its arguments depend on `scope`."""
 
     scope: Literal["layer", "model", "step"] = "layer"
-    """`layer`: a function of one Routing; the mean over the layers, since pooling them would let two
-    layers collapse onto opposite halves unseen, and a sum would change the meaning of a weight with the
-    depth. `model`: of the list of all layers' Routings. `step`: of a Routing and its layer's counts over
-    all batches and ranks of the optimizer step; likewise a mean."""
+    """`layer`: the function of one Routing, averaged over layers. Pooled layers could collapse onto opposite
+    halves unnoticed, and a sum would change the meaning of a weight with the depth. `model`: the function of
+    the list of all layers' Routings. `step`: the function of a Routing and its layer's counts over all
+    batches and ranks of the optimizer step, averaged over layers."""
 
     concerns: Callable[[Routing], bool] = lambda _: True
-    """True for the layers that take part."""
+    """Return True for layers that contribute to the loss."""
 
     always_shown: bool = False
-    """Computed and logged also where its weight is 0."""
+    """Compute and log the loss also if its weight is 0."""
 
     moved_by_rule: bool = False
-    """True where a rule sets its weight from step to step; otherwise the weight is an option."""
+    """True if a rule sets the weight at each step; otherwise the weight is an option."""
 
     objection: Callable[[Routers], str] = lambda _: ""
-    """Reason why routers cannot have this loss, and what to use instead; empty where they can."""
+    """Return the reason why routers cannot have this loss, with an alternative; empty if they can."""
 
     note: str = ""
-    """A sentence on how to read its curve."""
+    """Sentence on how to read the curve of the loss."""
 
     def value(
         self, routings: Mapping[str, Routing], totals: StepTotals | None = None
     ) -> Tensor | None:
-        """Scalar, unweighted; None where it concerns no layer.
+        """Return the unweighted loss, a scalar; None if it concerns no layer.
 
         Args:
-            totals: of the optimizer step; None where this batch is the whole step.
+            routings: routing of each layer.
+            totals: totals of the optimizer step; None if this batch is the whole step.
         """
         layers = {name: routing for name, routing in routings.items() if self.concerns(routing)}
         if not layers:
@@ -359,14 +356,14 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     "load_balance": BalancingLoss(
         load_balancing_loss,
         always_shown=True,
-        note="Load balance is 1 where every expert takes the same.",
+        note="Load balance is 1 if all experts get equal numbers of tokens.",
     ),
     "load_balance_sequence": BalancingLoss(sequence_load_balancing_loss),
     "importance_cv2": BalancingLoss(importance_cv2_loss),
     "load_cv2": BalancingLoss(load_cv2_loss, objection=_without_noise),
     "router_z": BalancingLoss(
         router_z_loss,
-        # Below 0 a ReLU router chooses no expert and has no gradient left: nothing may pull its logits down.
+        # Not for ReLU routers: with negative logits they choose no expert and have no gradient to recover.
         concerns=lambda routing: not isinstance(routing, SteeredRouting),
         always_shown=True,
         note="Router z is in squared nats.",
@@ -385,4 +382,4 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
         moved_by_rule=True,
     ),
 }
-"""Every loss by its name in rows and in `BalancingWeights`, in the order in which they are added up."""
+"""Losses by their name in metric rows and in `BalancingWeights`, in the order of their sum."""

@@ -1,4 +1,4 @@
-"""Sums and means over the pairs and tokens of a routing, of which losses and metrics are made.
+"""Sums and means over the pairs and tokens of a routing, for losses and metrics.
 
 T tokens, E experts, N (token, expert) pairs, B sequences
 """
@@ -30,7 +30,7 @@ def takes_routing(function: F) -> F:
 
 
 def check_routing(value: object, taker: str) -> None:
-    """TypeError where `value` is no Routing; most often it is None, from a dense block."""
+    """Raise TypeError if `value` is no Routing; most often it is None, from a dense block."""
     if isinstance(value, Routing):
         return
     got = f"a value of type {type(value).__name__}"
@@ -42,27 +42,27 @@ def check_routing(value: object, taker: str) -> None:
 
 
 def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
-    """int64 (E,): the number of pairs of each expert. No host synchronisation, unlike `bincount`."""
+    """Return the number of pairs of each expert, int64 (E,), without a host sync, unlike `bincount`."""
     ones_N = torch.ones_like(expert_ids_N)
     return expert_ids_N.new_zeros(num_experts).scatter_add_(0, expert_ids_N, ones_N)
 
 
 def divisor(sums: Tensor) -> Tensor:
-    """Sums of what is not negative, to divide by, none of them 0."""
-    # Larger than the least number there is, so that no gradient divided by it overflows.
+    """Return non-negative sums as divisors, clamped above 0."""
+    # The bound is larger than the smallest number, so that gradients divided by it do not overflow.
     limits = torch.finfo(sums.dtype)
     return sums.clamp(min=limits.tiny / limits.eps)
 
 
 def finite_log(values: Tensor) -> Tensor:
-    """The logarithm of what is not negative, and of 0 that of the least number there is."""
+    """Return the logarithm of non-negative values, with 0 clamped to the smallest normal number."""
     return values.clamp(min=torch.finfo(values.dtype).tiny).log()
 
 
 def cv_squared(values_E: Tensor) -> Tensor:
-    """The square of the coefficient of variation, variance / mean^2; the variance is of a sample.
+    """Return the squared coefficient of variation, sample variance / mean^2; 0 for a single value.
 
-    As in Tutel and fastmoe; 0 for a single value.
+    Tutel and fastmoe use the sample variance, too.
     """
     tiny = torch.finfo(values_E.dtype).tiny
     variance = values_E.var(correction=min(len(values_E) - 1, 1))
@@ -71,14 +71,14 @@ def cv_squared(values_E: Tensor) -> Tensor:
 
 @takes_routing
 def pairs_per_expert(routing: Routing) -> Tensor:
-    """int64 (E,): the real pairs that name each expert, before dropping."""
+    """Return the number of real pairs of each expert, int64 (E,), before dropping."""
     expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
     return count_pairs(expert_ids_N, routing.num_experts + 1)[:-1]
 
 
 @takes_routing
 def pairs_per_sequence(routing: Routing) -> Tensor:
-    """int64 (B, E): `pairs_per_expert` of each sequence."""
+    """Return `pairs_per_expert` of each sequence, int64 (B, E)."""
     num_experts = routing.num_experts
     length = max(routing.sequence_length, 1)
     num_cells = routing.num_tokens // length * num_experts
@@ -88,36 +88,36 @@ def pairs_per_sequence(routing: Routing) -> Tensor:
 
 
 def normalized_scores(routing: Routing, needed_by: str = "normalized_scores") -> Tensor:
-    """(T, E): each token's scores, divided by their sum; see `Routing.require`."""
+    """Return each token's scores divided by their sum, (T, E); see `Routing.require`."""
     scores_TE = routing.require("scores_TE", needed_by)
     return scores_TE / divisor(scores_TE.sum(dim=-1, keepdim=True))
 
 
 def token_entropy(scores_TE: Tensor) -> Tensor:
-    """(T,): the entropy of each token's normalised scores, in nats."""
-    # Not `special.entr`: its gradient is infinite at a score of 0, such as ReLU's, and ends as NaN.
+    """Return the entropy of each token's normalised scores, (T,), in nats."""
+    # Not `special.entr`: its gradient is infinite at score 0, which ReLU returns, and becomes NaN.
     return -(scores_TE * finite_log(scores_TE)).sum(dim=-1)
 
 
 def mean_over_tokens(values: Tensor, routing: Routing) -> Tensor:
-    """The mean of (T, ...) values over the real tokens; 0 where there are none."""
+    """Return the mean of (T, ...) values over the real tokens; 0 if there are none."""
     return real_only(values, routing).sum(dim=0) / routing.num_real_tokens.clamp(min=1)
 
 
 def real_only(values: Tensor, routing: Routing) -> Tensor:
-    """(T, ...) values with 0 for padding."""
+    """Return (T, ...) values with 0 for padding."""
     if routing.mask_T is None:
         return values
     return values.masked_fill(~routing.mask_T.view(-1, *[1] * (values.ndim - 1)), 0)
 
 
 def sum_of_scores(routing: Routing, needed_by: str) -> Tensor:
-    """(E,): each expert's normalised score, summed over the real tokens."""
+    """Return each expert's normalised score, summed over the real tokens, (E,)."""
     return real_only(normalized_scores(routing, needed_by), routing).sum(dim=0)
 
 
 def load_times_scores(pairs_E: Tensor, scores_E: Tensor, num_tokens: Tensor | int) -> Tensor:
-    """E * sum_i f_i P_i from the sums behind f and P; leading axes are kept."""
+    """Return E * sum_i f_i P_i from the sums that define f and P, for each index of the leading axes."""
     pairs_E = pairs_E.to(scores_E.dtype)
     load_E = pairs_E / pairs_E.sum(dim=-1, keepdim=True).clamp(min=1)
     mean_E = scores_E / torch.as_tensor(num_tokens, device=scores_E.device).clamp(min=1)

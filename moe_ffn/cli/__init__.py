@@ -1,6 +1,6 @@
 """The programs: `moe-ffn train` and the others; `python -m moe_ffn.cli train` is the same.
 
-They need more than the layers do. Importing this says what to install, before an import of it fails.
+They need more packages than the layers do. Importing this package names the missing ones and exits.
 """
 
 import importlib.util

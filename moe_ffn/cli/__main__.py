@@ -13,8 +13,8 @@ from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, sho
 
 PROGRAMS = {
     "train": "train a Transformer language model whose feed-forward block is one word of YAML",
-    "initialise": "make a model of trained ones: dense into sparse, or with fewer experts",
-    "pruning": "show the loss of a model with fewer and fewer experts",
+    "initialise": "make a model from trained ones: dense into sparse, or with fewer experts",
+    "pruning": "show the loss of a model as experts are removed",
     "generate": "continue a prompt with a run's best weights",
     "evaluate": "measure a trained model on a text, or on tasks of lm-eval",
     "report": "write the page of a run, or of several runs in the same plots",
@@ -24,10 +24,10 @@ PROGRAMS = {
     "plan": "compare the ways to divide a model among GPUs",
     "trace": "show which experts each token of a text goes to, layer by layer",
     "inspect": "show what the feed-forward blocks of a run store, unit by unit and expert by expert",
-    "convert": "write a model as a folder of transformers, or read one of theirs",
+    "convert": "convert a model to or from a folder of transformers",
     "dashboard": "make a workspace in wandb that shows the runs",
 }
-"""Module of this package -> what it does."""
+"""Module of this package -> its line in the help."""
 
 
 def main() -> int:

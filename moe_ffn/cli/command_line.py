@@ -1,7 +1,7 @@
 """Options by path: from YAML files and `--model.ffn.type moe` to one config, and the pages of `--help`.
 
-argparse takes the named flags, PyYAML reads files and values alike, and pydantic validates the merged
-result. Families are open (a `type` may name a class in a user's file), so no parser is built from types.
+argparse parses the named flags, PyYAML parses files and values, and pydantic validates the merged options.
+A `type` may name a class in a user's file, so no parser can be built from the types.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ EVERYTHING = "all"
 """Argument of `--help` that shows all sections."""
 
 HOW_TO_SET = """\
-Options by path, with their values here. Each is a key of the YAML file and a flag alike:
---model.ffn.num_experts 16 is `model: {ffn: {num_experts: 16}}`. Values are read as YAML. Choosing
-another `type` drops the options of the old one."""
+Options by path, with their current values. Each is both a key of the YAML file and a flag:
+--model.ffn.num_experts 16 is `model: {ffn: {num_experts: 16}}`. Values are parsed as YAML. A new
+`type` drops the options of the old one."""
 
 COMMON_OPTIONS = (
     "model.ffn.type",
@@ -62,7 +62,7 @@ COMMON_OPTIONS = (
     "run.name",
     "seed",
 )
-"""Options on the short page, if the chosen types have them."""
+"""Options on the short help page, if the selected types have them."""
 
 
 def parse_config(
@@ -71,7 +71,7 @@ def parse_config(
     command: str,
     add_flags: Callable[[Parser], object] = lambda parser: None,
 ) -> RootConfig:
-    """Return the config of `parse_flags` alone."""
+    """Return only the config of `parse_flags`."""
     return parse_flags(argv, root, command, add_flags)[1]
 
 
@@ -121,8 +121,8 @@ def parse_flags(
         nargs="?",
         const="",
         metavar="SECTION",
-        help="this page; with a section, such as optimizer, or the path of an option, such as "
-        f"model.ffn.router, what it takes; --help {EVERYTHING} has every option",
+        help="show this page, the options of a section such as optimizer, or those of an option such as "
+        f"model.ffn.router; --help {EVERYTHING} shows every option",
     )
     flags, rest = parser.parse_known_args(argv)
     if flags.print_schema:
@@ -149,10 +149,10 @@ def parse_flags(
 
 
 def overrides_of(arguments: Sequence[str], root: type[Config], parser: Parser) -> dict[str, Any]:
-    """Parse the arguments that no flag of a program takes.
+    """Parse the arguments that are not flags of the program.
 
     Raises:
-        ConfigError: one is no option, but similar to a flag, or without a value.
+        ConfigError: an argument is not an option, and is similar to a flag or has no value.
     """
     for word, after in zip(arguments, [*arguments[1:], "--"], strict=False):
         name, is_given, _ = word.partition("=")
@@ -168,7 +168,7 @@ def overrides_of(arguments: Sequence[str], root: type[Config], parser: Parser) -
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Parse `["--model.ffn.num_experts", "16"]` to nested mappings; values are read as YAML."""
+    """Parse `["--model.ffn.num_experts", "16"]` into nested mappings; values are parsed as YAML."""
     overrides: list[tuple[str, Any]] = []
     remaining = list(arguments)
     while remaining:
@@ -188,7 +188,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     return nest(overrides)
 
 
-# -- the pages of --help
+# -- help pages
 
 Line = tuple[str, str]
 """Unwrapped text and its style."""
@@ -198,11 +198,11 @@ def print_help(tree: Option, usage: str, section: str = "") -> None:
     """Print the short page, or a section with the values in `tree`.
 
     Args:
-        usage: usage of the program, at the beginning of a page.
+        usage: usage of the program, printed first.
         section: a path, `all`, or empty for the short page.
 
     Raises:
-        ConfigError: a `type` is unknown, or the section; nothing is printed then.
+        ConfigError: a `type` or the section is unknown; nothing is printed.
     """
     if section not in ("", EVERYTHING):
         usage, option = "", tree.find(section)
@@ -237,19 +237,19 @@ def _overview(tree: Option) -> list[Line]:
 
 
 def _section(option: Option) -> list[Line]:
-    """Return a section with every option in it, or one option alone."""
+    """Return a section with all its options, or a single option."""
     title = (f"{option.path}: {option.meaning}", "bold")
     leaves = list(option.leaves())
     if leaves == [option]:
-        return [title, *_options([replace(option, meaning="")])]  # which is the title
+        return [title, *_options([replace(option, meaning="")])]  # the title has its meaning
     return [title, *_options(leaves)]
 
 
 def _page_of(option: Option) -> list[Line]:
-    """Return a section, and its possible types with their options."""
+    """Return a section, and the types that it can have with their options."""
     lines = _section(option)
     if option.family is not None:
-        choice = f"Types, and what each takes; --{option.path}.type NAME chooses one"
+        choice = f"Types and their options; --{option.path}.type NAME selects one"
         lines.append((f"\n{choice}", "bold"))
         for member, names in members_of(option.family).items():
             of_type = replace(option, value={"type": names[0]}).options_of(member)
@@ -259,15 +259,15 @@ def _page_of(option: Option) -> list[Line]:
             lines.append((f"  {', '.join(names)}", "cyan"))
             lines.append((f"      {first_sentence(member)}", "dim"))
             if takes:
-                lines.append((f"      Takes: {', '.join(takes)}.", "dim"))
+                lines.append((f"      Options: {', '.join(takes)}.", "dim"))
     if families := [below.path for below in option.everything() if below.family is not None]:
-        lines.append(("\nTypes to choose from, and what each takes", "bold"))
+        lines.append(("\nSections with several types", "bold"))
         lines += [(f"  --help {path}", "") for path in families]
     return lines
 
 
 def _in_short(option: Option) -> str:
-    """Format a value; a section is shown by its type."""
+    """Format a value; for a section, its type."""
     if isinstance(option.value, Mapping) and option.config is not None:
         return str(option.value.get("type", "(a section)"))
     return show_value(option.value)

@@ -1,12 +1,12 @@
-"""Compare runs that exist: losses with intervals, differences to a baseline, cost, and what differs.
+"""Compare existing runs: losses with intervals, differences from a baseline, cost, and differing options.
 
     moe-ffn compare runs/gating                  the runs of a study, or of any folder
     moe-ffn compare runs/a runs/b                runs, grouped into arms by their options
     moe-ffn compare docs/studies/gating          a folder with a table of results, or the table
     moe-ffn compare runs/gating --html gating.html
 
-Nothing is trained; that is moe-ffn sweep. Runs that are not finished, or damaged, are listed and left out,
-and the exit code is 1.
+Nothing is trained; moe-ffn sweep does that. Unfinished and damaged runs are listed and left out, and the
+exit code is then 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     comparison = compare(gathered, options.baseline)
     print_comparison(Console(), comparison)
     if options.html is not None:
-        # Only now: tables alone should not wait for plotly.
+        # Imported here, since the tables do not need plotly.
         from moe_ffn.report.comparison_page import comparison_html
 
         write_output("--html", options.html, comparison_html(gathered, comparison, options.html))
@@ -54,12 +54,12 @@ def _parser() -> Parser:
         type=Path,
         nargs="+",
         metavar="FOLDER",
-        help="folder of a run, folder that holds runs or results.jsonl, or such a file",
+        help="folder of a run, folder that holds runs or results.jsonl, or a results.jsonl",
     )
     parser.add_argument(
         "--baseline",
         metavar="ARM",
-        help="the arm that the others are compared with; that of the study, or the first",
+        help="the arm that the others are compared with (default: the study's baseline, or the first arm)",
     )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with plots that opens from disk"
@@ -68,7 +68,7 @@ def _parser() -> Parser:
 
 
 def compare(gathered: Gathered, baseline: str | None = None) -> Comparison:
-    """Return the comparison; an error also counts the runs that are left out."""
+    """Return the comparison; an error message gives the number of runs that are left out."""
     try:
         return gathered.compare(baseline)
     except ConfigError as error:

@@ -1,9 +1,9 @@
-"""Write a model of this library as a folder of transformers, or one of transformers as a folder of ours.
+"""Convert a run or a model folder to a folder of transformers, or a folder of transformers to a model folder.
 
     moe-ffn convert runs/NAME models/exported
     moe-ffn convert models/theirs models/ours
 
-What SOURCE is says the direction.
+SOURCE decides the direction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         "source",
         type=Path,
         metavar="SOURCE",
-        help="folder of a run, of a model of ours, or of a model of transformers",
+        help="folder of a run, model folder of moe_ffn, or model folder of transformers",
     )
     parser.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
     parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)

@@ -1,4 +1,4 @@
-"""Make a workspace in wandb that shows the runs of this project: training, efficiency and routing, grouped by
+"""Make a workspace in wandb that shows the runs of a project: training, efficiency and routing, grouped by
 the type of the feed-forward block.
 """
 
@@ -17,7 +17,7 @@ _NOT_IN_NAMES = "/\\#?%:"
 
 def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
-    # Only now: a mistake in the options should not wait for wandb.
+    # Imported here, so that a mistake in the options is reported before wandb loads.
     from moe_ffn.report.dashboard import build_workspace, save, to_json
 
     workspace = build_workspace(options.entity, options.project)
@@ -51,8 +51,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         is_name = given.isprintable() and given == given.strip() != ""
         if not is_name or set(given) & set(_NOT_IN_NAMES):
             raise ConfigError(
-                f"--{name} ({given!r}) is no name as in https://wandb.ai/ENTITY/PROJECT, which is not empty "
-                f"and has no space at its ends and none of {' '.join(_NOT_IN_NAMES)}"
+                f"--{name} ({given!r}) is not a name as in https://wandb.ai/ENTITY/PROJECT: a name is not "
+                f"empty, has no space at its ends and none of {' '.join(_NOT_IN_NAMES)}"
             )
     if importlib.util.find_spec("wandb_workspaces") is None:
         raise ConfigError(

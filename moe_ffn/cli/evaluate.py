@@ -1,11 +1,11 @@
-"""The loss of a trained model on a text, in nats, as perplexity and in bits per byte; how its sparse layers
-route that text; and the tasks of lm-eval.
+"""Measure the loss of a trained model on a text (in nats, as perplexity and in bits per byte), the routing of
+its sparse layers, and tasks of lm-eval.
 
 moe-ffn evaluate runs/NAME [--data FILE] [--stride N] [--json FILE]
 
-Without --data the text is the run's own validation split, in the very windows of its validations. The whole
-of --data is read, each token but the first predicted once. --data.corpus.type text --data.corpus.paths books
-takes the validation split of that corpus; --data config.yaml that of the corpus in another config.
+The default text is the run's validation split, in the windows of its validations. The text of --data is read
+whole, and each token but the first is predicted once. --data.corpus.type text --data.corpus.paths books
+selects the validation split of that corpus; --data config.yaml that of the corpus in another config.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_ffn.cli.parser import Parser, check_output, whole, write_output
 from moe_ffn.cli.results import plain_values
 from moe_ffn.config import trust
 from moe_ffn.config.base import Config
-from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.errors import ConfigError, command, install
 from moe_ffn.config.yaml_files import merge, read_yaml, validate
 from moe_ffn.data.batches import Batch
 from moe_ffn.data.prepare import DataConfig, prepare, validation_batches
@@ -45,18 +45,18 @@ from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 
 _OF_ANOTHER = ("corpus", "validation_percent", "validation_tokens", "cache_dir")
-"""Options that `--data config.yaml` reads; tokenizer and window length come from the model."""
+"""Options that `--data config.yaml` sets; tokenizer and window length come from the model."""
 
 
 class _Options(Config, frozen=True):
-    """Options that have a dotted path."""
+    """Options that are given by a dotted path."""
 
     data: DataConfig = DataConfig()
 
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder, and what its folder says of it."""
+    """A decoder with its tokenizer and the settings for its evaluation."""
 
     folder: Path
     decoder: Decoder
@@ -64,52 +64,56 @@ class Model:
     masked_fraction: float
     precision: str
     run: Run | None
-    """None where the folder is that of a model alone."""
+    """The run; None for a model folder."""
 
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("evaluate"), description=__doc__)
     parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="of a run with a best checkpoint, or of a model"
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of a run with a best checkpoint, or model folder",
     )
     parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
     parser.add_argument(
         "--data",
         type=Path,
         metavar="FILE",
-        help="a text, a folder of texts or a file of tokens (.bin, .npy), all of it; or a config (.yaml); "
+        help="a text, a folder of texts or a file of tokens (.bin, .npy), read whole; or a config (.yaml); "
         "--data.seq_len, --data.batch_size and so on are as in training",
     )
     parser.add_argument(
         "--stride",
         type=whole(1),
         metavar="N",
-        help="tokens between the starts of two windows, 1 to data.seq_len: fewer give each token more text "
-        "before it, and take longer (default: data.seq_len)",
+        help="tokens between the starts of two windows, 1 to data.seq_len: a smaller stride gives each token "
+        "more context and takes longer (default: data.seq_len)",
     )
     parser.add_argument(
         "--tasks",
         metavar="NAMES",
-        help="tasks of lm-eval, with commas between them: names, or folders of task files",
+        help="tasks of lm-eval, separated by commas: names, or folders of task files",
     )
     parser.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU where there is one)"
+        "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the figures to a file"
+    )
     words, options = _split(argv)
     given = parser.parse_args(words)
     overrides = parse_overrides(options).get("data", {})
     device = device_of(given.device)
     if given.tasks is not None and importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("--tasks: lm-eval is not installed: pip install 'moe_ffn[eval]'")
+        raise ConfigError(f"--tasks: lm-eval is not installed: {install('eval')}")
     if given.json is not None:
         check_output("--json", given.json, "{")
     names_text = given.data is not None or "corpus" in overrides
     if is_model_folder(given.folder):
         if not names_text and given.tasks is None:
             raise ConfigError(
-                f"'{given.folder}' is the folder of a model, which has no text of its own; give one with "
-                "--data"
+                f"'{given.folder}' is a model folder, which does not name a text; give one with --data"
             )
         model = of_model_folder(given.folder, device, trust_code=given.trust_code)
     else:
@@ -142,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of the parser, and `--data.KEY VALUE`, whose values would look like a folder to it."""
+    """Split off `--data.KEY VALUE`, since the parser would read the value as the folder."""
     words: list[str] = []
     options: list[str] = []
     remaining = list(argv)
@@ -158,15 +162,15 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of that name; without one a GPU where there is one."""
+    """Return the named device; without a name a GPU if there is one, otherwise the CPU."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         empty = torch.empty(0, device=name)
-        empty.tolist()  # on the device meta there are no values to list
+        empty.tolist()  # fails on the device meta, which has no values
         return empty.device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
-            f"--device: there is no '{name}' here; give cpu, or cuda on a machine with a GPU"
+            f"--device: '{name}' is not available; give cpu, or cuda on a machine with a GPU"
         ) from error
 
 
@@ -183,8 +187,8 @@ def of_model_folder(folder: Path, device: torch.device, *, trust_code: bool) -> 
         )
     if not decoder.config.causal:
         raise ConfigError(
-            f"'{folder}' has model.causal (false), and does not say how many tokens to mask "
-            "(objective.masked_fraction); give the run that it comes from"
+            f"'{folder}' has model.causal (false), but no masked fraction (objective.masked_fraction); give "
+            "the run that it comes from"
         )
     bits = 8 * decoder.embedding.weight.element_size()
     is_bf16 = decoder.embedding.weight.dtype == torch.bfloat16
@@ -193,7 +197,7 @@ def of_model_folder(folder: Path, device: torch.device, *, trust_code: bool) -> 
 
 
 def of_run(run: Run, device: torch.device) -> Model:
-    """The best weights of a run, in the precision that it was trained in."""
+    """Return the best weights of a run, in the precision of its training."""
     decoder, precision = run.model.to(device), run.facts.precision or run.config.trainer.precision
     if precision in ("bf16-true", "16-true"):
         decoder = decoder.to(torch.bfloat16 if precision == "bf16-true" else torch.float16)
@@ -205,9 +209,9 @@ def of_run(run: Run, device: torch.device) -> Model:
 
 
 def data_config(model: Model, path: Path | None, overrides: Mapping[str, Any]) -> DataConfig:
-    """The text and its windows: of the run, of the config in a file, and of options, later ones winning."""
+    """Return the data options of the run, updated by the config at `path` and then by `overrides`."""
     if "tokenizer" in overrides:
-        raise ConfigError("--data.tokenizer: is that of the model; leave it out")
+        raise ConfigError("--data.tokenizer: comes from the model; leave it out")
     if path is not None and "corpus" in overrides:
         raise ConfigError("--data and --data.corpus name two texts; give one of them")
     seq_len = model.decoder.max_seq_len
@@ -221,7 +225,7 @@ def data_config(model: Model, path: Path | None, overrides: Mapping[str, Any]) -
     config = validate(_Options, {"data": merge(options, overrides)}).data
     if config.seq_len > seq_len:
         raise ConfigError(
-            f"data.seq_len ({config.seq_len}) must not exceed the {seq_len} tokens that the model takes"
+            f"data.seq_len ({config.seq_len}) must not exceed the model's {seq_len} tokens; lower it"
         )
     own = None if model.run is None else model.run.config.data
     if own is not None and _is_same_text(config, own):
@@ -244,15 +248,15 @@ def text_of(
     """Return a description and the windows of the text in `path`, or of the validation split of the corpus.
 
     Raises:
-        ConfigError: it cannot be read or is too short, or the windows do not suit the model.
+        ConfigError: the text cannot be read or is too short, or the windows do not suit the model.
     """
     step = config.seq_len if stride is None else stride
     if step > config.seq_len:
         raise ConfigError(f"--stride ({step}) must not exceed data.seq_len ({config.seq_len})")
     if stride is not None and not model.decoder.config.causal:
         raise ConfigError(
-            "--stride: the model guesses masked tokens (model.causal: false), so that no window is more than "
-            "another; leave it out"
+            "--stride: the model predicts masked tokens (model.causal: false), for which a stride has no "
+            "meaning; leave it out"
         )
     if path is not None and not is_config(path):
         tokens, what = tokens_of_path(path, model.tokenizer, "--data"), f"{path}"
@@ -272,7 +276,7 @@ def text_of(
     return what, strided_batches(tokens, config.seq_len, step, config.batch_size)
 
 
-# -- what is shown
+# -- output
 
 
 def print_evaluation(console: Console, what: str, found: Evaluation) -> None:
@@ -291,7 +295,7 @@ def print_evaluation(console: Console, what: str, found: Evaluation) -> None:
 
 
 def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
-    """A row for each sparse layer; a cell is empty where the layer has no such value."""
+    """Return a table with a row for each sparse layer; a cell is empty if the layer lacks the value."""
     used = LAYER_METRICS["experts_used"]
     columns: dict[str, Callable[[Mapping[str, Tensor]], str]] = {
         "experts": lambda values: str(len(values["load"])),
@@ -322,7 +326,7 @@ def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
 
 
 def task_table(tasks: Mapping[str, Mapping[str, float]]) -> Table:
-    """A row for each measure of each task, with the standard error that lm-eval gives it."""
+    """Return a table with a row for each measure of each task, with the standard error of lm-eval."""
     table = Table(box=None, pad_edge=False)
     for name in ("task", "measure", "value", "standard error"):
         table.add_column(name, justify="left" if name in ("task", "measure") else "right")

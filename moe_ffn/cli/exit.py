@@ -20,26 +20,26 @@ EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
 """Too many steps in a row had to be skipped."""
 EXIT_SIGNAL = 128
-"""Added to the number of the signal, as shells do: 130 for Ctrl-C, 143 for SIGTERM."""
+"""Added to the signal's number, as in a shell: 130 for Ctrl-C, 143 for SIGTERM."""
 EXIT_INTERRUPTED = EXIT_SIGNAL + 2
 
 EXIT_GRACE_SECONDS = 20.0
 """Seconds a silent rank waits before it exits."""
 
-MAX_LINES = 3
-"""Number of mistakes that are printed: the first are often the cause of the others."""
+MAX_LINES = 6
+"""Maximum number of lines for mistakes; the first mistakes often cause the later ones."""
 
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""Signals that would end the process at once; Windows has no SIGHUP."""
+"""Signals that kill the process by default; Windows has no SIGHUP."""
 
 
 def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
-    """Run `main` on the command line; a ConfigError becomes up to three lines and exit code 2.
+    """Run `main` on the command line; a ConfigError becomes at most `MAX_LINES` lines and exit code 2.
 
-    Ctrl-C, SIGTERM and SIGHUP end it without a traceback, and what it has half-written is removed.
+    Ctrl-C, SIGTERM and SIGHUP end it without a traceback, and half-written files are removed.
 
     Returns:
-        the exit code, that of a SystemExit too.
+        the exit code of `main`, or that of a SystemExit.
     """
     set_up_logging()
     prepare_streams()
@@ -50,7 +50,7 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
         return code
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BrokenPipeError:  # the reader, such as `head`, has read enough
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_FAILED
     except ConfigError as error:
@@ -67,7 +67,7 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
 
 
 def prepare_streams() -> None:
-    """Print characters that the encoding of a stream lacks as escapes; a closed stream goes nowhere."""
+    """Escape characters that a stream cannot encode; replace a closed stream by the null device."""
     for name in ("COLUMNS", "LINES"):
         if not os.environ.get(name, "1").strip("0"):  # rich would print nothing to a width of 0
             del os.environ[name]
@@ -80,7 +80,7 @@ def prepare_streams() -> None:
 
 
 def _report(error: ConfigError) -> None:
-    """Log the first mistakes, once for each machine; another machine may lack a file that this one has."""
+    """Log the first mistakes, once per machine, since a file may be missing on only one of them."""
     lines = [shorten(line, 600) for line in str(error).split("\n")]
     if len(lines) > MAX_LINES:
         rest = len(lines) - (MAX_LINES - 1)
@@ -89,13 +89,13 @@ def _report(error: ConfigError) -> None:
         for line in lines:
             LOGGER.error("%s", printable(line))
     elif is_under_torchrun():
-        # torchrun ends all processes with the first that exits, perhaps before the error is logged.
+        # torchrun kills all processes when one exits, perhaps before the first rank has logged the error.
         time.sleep(EXIT_GRACE_SECONDS)
 
 
 @contextmanager
 def _signals_as_exits() -> Iterator[None]:
-    """Make these signals raise SystemExit, so that `finally` blocks run."""
+    """Raise SystemExit at the signals of `_ENDING`, so that `finally` blocks run."""
     before = {signum: signal.signal(signum, _exit) for signum in _ENDING}
     try:
         yield
@@ -109,9 +109,9 @@ def _exit(signum: int, frame: object) -> None:
 
 
 def announce_import(*packages: str) -> None:
-    """Log `importing lightning ...`, of the packages that are not imported yet.
+    """Log `importing lightning ...` for packages that are not imported yet.
 
-    Call it once nothing but the work itself is left: an answer to a mistake or to `--help` logs nothing else.
+    Call this after the options are checked, so that mistakes and `--help` do not log it.
     """
     if awaited := [name for name in packages if name not in sys.modules]:
         LOGGER.info("importing %s ...", " and ".join(awaited))

@@ -2,11 +2,11 @@
 
 moe-ffn generate runs/NAME --prompt "def " [--trace]
 
-The text appears as it is written; tokens per second come on stderr. A prompt may be as long as the sequences
-that the run was trained on (data.seq_len). A text that outgrows them goes on from its last so many tokens,
-which are all computed again for each new one, and that is slow.
+The text is printed token by token; the speed is logged to stderr. A prompt may have up to data.seq_len
+tokens, the length of the training sequences. A longer text is continued from its last data.seq_len tokens,
+which are recomputed for each new token, and that is slow.
 
-A terminal is shown control characters of the text as escapes; a file or a pipe gets the text as it is.
+On a terminal control characters are printed as escapes; a file or a pipe gets the text unchanged.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("generate"), description=__doc__)
     parser.add_run()
     parser.add_argument(
-        "--seed", type=whole(most=2**63 - 1), default=0, help="another seed, another text"
+        "--seed", type=whole(most=2**63 - 1), default=0, help="seed of the sampling (default: 0)"
     )
-    parser.add_argument("--prompt", help="what to start from; by default what the run itself did")
+    parser.add_argument(
+        "--prompt", help="text to continue (default: the prompt of the run's samples)"
+    )
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="end the text before this one; may be repeated",
+        help="stop before this text; may be repeated",
     )
     parser.add_argument(
-        "--trace", action="store_true", help="show the experts of every token after the text"
+        "--trace", action="store_true", help="then print the experts of every token"
     )
     helps = help_texts(SampleConfig)
     for name, field in SampleConfig.model_fields.items():
@@ -65,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         options.pop(name) for name in ("run", "seed", "prompt", "stop", "trace", "trust_code")
     )
     values = {name: parse_value(value, f"--{name}") for name, value in options.items()}
-    # A prompt is text whatever it looks like; the rest are numbers or null.
+    # A prompt such as `12` or `null` is text; the other values are numbers or null.
     sample = validate(SampleConfig, {**values, "prompt": prompt, "stop": stop})
     check_has_weights(folder)
     if prompt is None:
@@ -74,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         run = load_model(folder)
     if not run.config.model.causal:
         raise ConfigError(
-            f"'{folder}' was trained with model.causal (false): it guesses masked tokens and cannot "
+            f"'{folder}' was trained with model.causal (false): it predicts masked tokens and cannot "
             "continue a text; use a run with causal: true"
         )
     ids = encode_text(run.tokenizer, prompt, run.decoder.max_seq_len, "--prompt")
@@ -109,12 +111,12 @@ def _show(text: str) -> None:
 
 
 def own_prompt(folder: Path) -> str:
-    """The prompt of a run's own samples.
+    """Return the prompt of the latest sample of a run.
 
     Raises:
-        ConfigError: it wrote none.
+        ConfigError: the run has no samples.
     """
     prompts = [sample.prompt for sample in read_lines(folder / SAMPLES_FILE, Sample)]
     if not prompts:
-        raise ConfigError(f"--prompt: is needed, since '{folder}' has no sample of its own")
+        raise ConfigError(f"--prompt: is required, since '{folder}' has no samples")
     return prompts[-1]

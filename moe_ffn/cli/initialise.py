@@ -1,8 +1,8 @@
-"""Make a model of trained ones, without training, and write it as a model folder.
+"""Make a model from trained ones without training, and write it as a model folder.
 
 moe-ffn initialise --source runs/dense --output models/sparse --method.type upcycle
 
-A run begins with what it wrote by `--init_from models/sparse`.
+`moe-ffn train --init_from models/sparse` starts a run from this model.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from moe_ffn.weights.pretrained import require_replaceable, save_pretrained
 _COMPARED_SEQUENCES = 8
 
 
-class TextConfig(Config, frozen=True):
-    """Text that a method reads."""
+class CalibrationConfig(Config, frozen=True):
+    """Text that calibrates a method."""
 
     data: DataConfig | None = None
-    """The text, and how it is cut into sequences; null: what the run of the source read. Its tokenizer is
-    that of the source."""
+    """Text and sequence length, with the tokenizer of the source; null: the data of the source's run."""
     num_tokens: int = Field(default=65_536, ge=1, le=MAX_COUNT)
     """Tokens of the training split to read, in whole sequences."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of random numbers, and of the choice of text."""
+    """Seed of random numbers and of the choice of sequences."""
 
     def prepared(self, source: Source) -> tuple[DataConfig, PreparedData]:
-        """The text as tokens of the source, in sequences that it takes.
+        """Return the text as tokens of the source, in sequences no longer than the source's.
 
         Raises:
-            ConfigError: none is named, it cannot be read, or the source has no tokenizer.
+            ConfigError: there is no text, it cannot be read, or the source has no tokenizer.
         """
         config = self.data
         if config is not None:
@@ -53,7 +52,7 @@ class TextConfig(Config, frozen=True):
             config = source.data
         else:
             raise ConfigError(
-                f"data: '{source.folder}' does not say what it was trained on; give a text, as in "
+                f"data: '{source.folder}' does not name its training text; give a text, as in "
                 "--data.corpus '{type: text, paths: [FOLDER]}', or the folder of a run as the source"
             )
         seq_len = min(config.seq_len, source.decoder.max_seq_len)
@@ -63,7 +62,7 @@ class TextConfig(Config, frozen=True):
         return config, data
 
     def ids(self, config: DataConfig, data: PreparedData) -> Tensor:
-        """(B, S) tokens of the training split."""
+        """Return tokens of the training split, (B, S)."""
         count = max(1, self.num_tokens // config.seq_len)
         batches = TrainBatches(data.train, seq_len=config.seq_len, batch_size=count, seed=self.seed)
         return batches[0].input_ids
@@ -73,7 +72,7 @@ class TextConfig(Config, frozen=True):
         return Generator().manual_seed(self.seed)
 
 
-class InitialiseConfig(TextConfig, frozen=True):
+class InitialiseConfig(CalibrationConfig, frozen=True):
     """Options for making a model from trained ones."""
 
     method: InitialiserConfig = UpcycleConfig()
@@ -84,17 +83,17 @@ def main(argv: Sequence[str]) -> int:
     flags, config = parse_flags(argv, InitialiseConfig, command("initialise"), _add_flags)
     if not flags.source or flags.output is None:
         raise ConfigError(
-            "--source FOLDER and --output FOLDER are needed: a model or a run, and where to write what "
-            "is made"
+            "--source FOLDER and --output FOLDER are required: a model or a run to read, and the folder to "
+            "write"
         )
     method = config.method
     if len(flags.source) > 1 and not method.takes_several:
         raise ConfigError(
-            f"--source: names {len(flags.source)} folders, and method.type '{method.type}' is made of one; "
+            f"--source: names {len(flags.source)} folders, but method.type '{method.type}' reads one; "
             "give one, or use mix"
         )
     if flags.output.resolve() in [Path(folder).resolve() for folder in flags.source]:
-        raise ConfigError(f"--output: '{flags.output}' is a source too; choose another folder")
+        raise ConfigError(f"--output: '{flags.output}' is also a source; choose another folder")
     replaces = require_replaceable(flags.output.absolute())
     sources = [
         read_source(folder, "--source", trust_code=flags.trust_code) for folder in flags.source
@@ -122,7 +121,7 @@ def _add_flags(parser: Parser) -> None:
         action="extend",
         default=[],
         metavar="FOLDER",
-        help="the trained model: a model folder, or a run, whose best weights they are; several for mix",
+        help="the trained model: a model folder, or a run (its best weights); several for mix",
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="the model folder to write")
     parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
@@ -132,7 +131,7 @@ def _add_flags(parser: Parser) -> None:
 def _facts(
     source: Decoder, made: Decoder, ids_BS: Tensor | None, generator: Generator
 ) -> list[str]:
-    """Report the size of the new model, and the distance of its logits from those of the first source."""
+    """Report the size of the new model, and how far its logits are from those of the first source."""
     sizes = source.embedding.num_embeddings, source.max_seq_len
     old, new = source.config, made.config
     if ids_BS is None:
@@ -143,6 +142,6 @@ def _facts(
     return [
         f"parameters         {old.num_params(*sizes):,} -> {new.num_params(*sizes):,}",
         f"active parameters  {old.num_active_params(*sizes):,} -> {new.num_active_params(*sizes):,}",
-        f"logits             differ by up to {(after - before).abs().max():.2g}, where those of the source "
-        f"are {before.abs().mean():.2g} in the mean",
+        f"logits             differ by up to {(after - before).abs().max():.2g}; the mean magnitude of the "
+        f"source's is {before.abs().mean():.2g}",
     ]

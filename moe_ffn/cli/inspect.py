@@ -1,4 +1,5 @@
-"""Show what the feed-forward blocks of a run store: units as key-value memories, experts by their tokens.
+"""Show what the feed-forward blocks of a run store: hidden units as key-value memories, and experts by the
+tokens that they process.
 
 moe-ffn inspect runs/NAME [--layers 0,3] [--tokens N] [--output FILE]
 """
@@ -24,22 +25,22 @@ PAGE = "inspect.html"
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("inspect"), description=__doc__)
     parser.add_run()
-    parser.add_argument("--layers", type=layer_numbers, help="these layers alone, as in 0,3")
+    parser.add_argument("--layers", type=layer_numbers, help="only these layers, as in 0,3")
     parser.add_argument(
         "--tokens",
         type=whole(1, 10**9),
         default=65_536,
         metavar="N",
-        help="tokens of the validation text to look at, in whole sequences (default: %(default)s)",
+        help="number of validation tokens to read, in whole sequences (default: %(default)s)",
     )
     parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="look with this text instead of the validation split",
+        help="read this text instead of the validation split",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"where to write the page; {PAGE} in the run"
+        "--output", type=Path, metavar="FILE", help=f"page to write (default: {PAGE} in the run)"
     )
     given = parser.parse_args(argv)
     check_has_weights(given.run)
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         text = text_of_file(run, given.text, given.tokens)
     found = inspect_run(run, text, given.layers)
-    # Only now: a mistake in the options should not wait for plotly.
+    # Imported here, so that a mistake in the options is reported before plotly loads.
     from moe_ffn.report.inspect.page import PageParts, inspection_html
     from moe_ffn.report.plots import shared_script
 

@@ -13,7 +13,7 @@ LOGGER = logging.getLogger("moe_ffn")
 
 
 class _Formatter(logging.Formatter):
-    """Write the message alone; an error begins with `error: `, or with the `prefix` it was logged with."""
+    """Write only the message; an error begins with `error: `, or with the `prefix` of its log record."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
@@ -22,7 +22,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[Any]):
-    """Write to what `sys.stderr` is at that moment."""
+    """Write to the current `sys.stderr`, which may be replaced later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Handler(logging.StreamHandler[Any]):
 
 
 def set_up_logging() -> None:
-    """Show what the package logs, from INFO on; of several ranks, the errors and what the first one logs."""
+    """Show the package's log from level INFO; ranks other than the first show only errors."""
     if not any(isinstance(handler, _Handler) for handler in LOGGER.handlers):
         LOGGER.addHandler(_Handler())
         LOGGER.propagate = False
@@ -47,7 +47,7 @@ def set_up_logging() -> None:
 
 
 class SetLevel(argparse.Action):
-    """Show more from `-v` on, and only errors from `-q` on; without either INFO is the least level."""
+    """Set the log level: DEBUG for `-v`, ERROR for `-q`; the default is INFO."""
 
     def __call__(
         self,

@@ -22,8 +22,8 @@ from moe_ffn.files import reason, write_whole
 
 
 def whole_number(text: str, least: int = 0, most: int = MAX_COUNT) -> int | None:
-    """Return the number in a text of digits 0 to 9; None if it is no number within the limits."""
-    # Python reads other digits too, and takes long for very many of them.
+    """Parse a text of the digits 0 to 9; None if it is not a number within the limits."""
+    # `int` accepts other digits too, and is slow for very long numbers.
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         return None
     number = int(text)
@@ -31,7 +31,7 @@ def whole_number(text: str, least: int = 0, most: int = MAX_COUNT) -> int | None
 
 
 def whole(least: int = 0, most: int = MAX_COUNT) -> Callable[[str], int]:
-    """Return a type of option: whole numbers from `least` to `most`."""
+    """Return an argparse type: whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
         number = whole_number(text, least, most)
@@ -45,18 +45,18 @@ def whole(least: int = 0, most: int = MAX_COUNT) -> Callable[[str], int]:
 
 
 def layer_numbers(text: str) -> list[int]:
-    """Parse `0,3` to [0, 3]; a type of option."""
+    """Parse `0,3` to [0, 3]; an argparse type."""
     parts = [whole_number(part.strip()) for part in text.split(",")]
     layers = [part for part in parts if part is not None]
     if len(layers) < len(parts):
         raise argparse.ArgumentTypeError(
-            f"must be numbers of layers with commas between them, as in 0,3, got '{text}'"
+            f"must be numbers of layers separated by commas, as in 0,3, got '{text}'"
         )
     return layers
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that answers `--version`, raises ConfigError for a mistake, and splits no word of its help."""
+    """Parser that handles `--version`, raises ConfigError for a mistake, and breaks no word in its help."""
 
     def __init__(self, **options: Any) -> None:
         """Take the options of `argparse.ArgumentParser`."""
@@ -70,19 +70,19 @@ class Parser(argparse.ArgumentParser):
         )
         for flags, meaning in (
             (("-v", "--verbose"), "more"),
-            (("-q", "--quiet"), "errors alone"),
+            (("-q", "--quiet"), "only errors"),
         ):
             self.add_argument(
                 *flags,
                 action=SetLevel,
                 nargs=0,
-                dest=argparse.SUPPRESS,  # no value among those of the options
+                dest=argparse.SUPPRESS,  # the parsed options have no such value
                 default=argparse.SUPPRESS,
                 help=f"log {meaning}",
             )
 
     def add_run(self) -> None:
-        """Take the folder of a run as `run`, and whether its code may be run as `trust_code`."""
+        """Add the arguments `run`, the folder of a run, and `trust_code`."""
         self.add_argument(
             "run",
             type=Path,
@@ -94,10 +94,10 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse a command line of fixed options alone.
+        """Parse a command line that has only fixed options.
 
         Raises:
-            ConfigError: it has a mistake; an unknown flag is named first, with the one that is like it.
+            ConfigError: there is a mistake; an unknown flag is reported first, with a similar flag.
         """
         words = sys.argv[1:] if args is None else list(args)
         for word in takewhile("--".__ne__, words):
@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(words, namespace)
 
     def nearest_flag(self, typed: str) -> str:
-        """`"; did you mean '--resume'?"` for `--resum`; the empty string where no flag is like it."""
+        """Return `"; did you mean '--resume'?"` for `--resum`; empty if no flag is similar."""
         return did_you_mean(typed, self._flags, cutoff=0.8)
 
     @property
@@ -133,7 +133,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def versions() -> str:
-    """`moe_ffn 0.2.0, torch 2.13.0, Python 3.11.4`."""
+    """Return `moe_ffn 0.2.0, torch 2.13.0, Python 3.11.4`."""
     found = {"moe_ffn": "(not installed)", "torch": ""}
     for package in found:
         try:
@@ -145,19 +145,19 @@ def versions() -> str:
 
 
 def check_output(option: str, path: Path, opening: str) -> None:
-    """Check that `write_output` could write this file; write nothing.
+    """Check that `write_output` can write this file, without writing it.
 
     Args:
-        opening: first characters of such a file. A file that begins otherwise is not overwritten.
+        opening: first characters of the output. An existing file that begins otherwise is not overwritten.
 
     Raises:
-        ConfigError: it could not, or another file would be lost.
+        ConfigError: the file cannot be written, or another file would be lost.
     """
     try:
         if path.is_dir():
             raise IsADirectoryError(21, "Is a directory")
-        if path.exists() and not path.is_file():  # it would be replaced, /dev/null too
-            raise ConfigError(f"{option}: '{path}' is no regular file; choose another file")
+        if path.exists() and not path.is_file():  # such as /dev/null, which would be replaced
+            raise ConfigError(f"{option}: '{path}' is not a regular file; choose another file")
         if path.exists():
             with path.open("rb") as file:
                 if file.read(len(opening)) not in (b"", opening.encode()):
@@ -165,7 +165,7 @@ def check_output(option: str, path: Path, opening: str) -> None:
                         f"{option}: '{path}' exists and was not made by this program; choose another "
                         "file, or remove it"
                     )
-        # Trying is the only test: root may write anywhere except in read-only file systems.
+        # Permission bits do not decide: root may write anywhere but in a read-only file system.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -173,9 +173,9 @@ def check_output(option: str, path: Path, opening: str) -> None:
 
 
 def write_output(option: str, path: Path, text: str) -> None:
-    """Put a file in its place; ConfigError that names the option where it cannot be written."""
+    """Write a file atomically; raise a ConfigError that names the option if that fails."""
     try:
-        write_whole(path, text.encode(errors="backslashreplace"))  # of a name that is not UTF-8
+        write_whole(path, text.encode(errors="backslashreplace"))  # a file name may not be UTF-8
     except OSError as error:
         raise _cannot_write(option, path, error) from error
 
@@ -191,10 +191,10 @@ _MIN_WIDTH = 30
 
 
 def wrap(text: str, width: int) -> str:
-    """Wrap `text` with each long line continued below the beginning of its text.
+    """Wrap `text`, aligning the continuation of each long line with the start of its text.
 
-    The text of a line in two columns (`  --name VALUE   meaning`) is the second column. Successive lines
-    without indentation are one paragraph. A word longer than the width is not split.
+    In a line of two columns (`  --name VALUE   meaning`) the text is the second column. Successive lines
+    without indentation form one paragraph. A word longer than the width is not split.
     """
     paragraphs = re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text)
     return "\n".join(_wrap_line(line, width) for line in paragraphs.split("\n"))

@@ -30,7 +30,7 @@ from moe_ffn.runs.planner import (
 
 MAX_RANKS = 2**16
 MAX_REFUSED = 3
-"""Layouts that do not fit are shown up to so many: those that need least."""
+"""Maximum number of layouts shown that do not fit; those that need the least memory are shown."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         for count in (config.model.num_params, config.model.num_active_params)
     )
     say(
-        f"{params} parameters, {active} of them for a token; {flags.gpus} x {device.name}, "
+        f"{params} parameters, {active} of them active; {flags.gpus} x {device.name}, "
         f"{compact(plans[0].tokens)} tokens a step",
         highlight=False,
     )
@@ -68,18 +68,18 @@ def _add_flags(parser: Parser) -> None:
         type=whole(1, MAX_RANKS),
         default=8,
         metavar="N",
-        help="processes, one for each GPU (%(default)s)",
+        help="number of GPUs, with one process each (%(default)s)",
     )
     add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
     for name, (field, _, meaning) in _OVERRIDES.items():
         add(f"--{name}", dest=field, type=_number(1e9), metavar="NUMBER", help=meaning)
-    add("--per-machine", type=whole(1), metavar="NUMBER", help="GPUs of a machine")
+    add("--per-machine", type=whole(1), metavar="NUMBER", help="GPUs per machine")
     add(
         "--efficiency",
         type=_number(1.0),
         default=EFFICIENCY,
         metavar="SHARE",
-        help="share of the published FLOPs and bandwidths that is reached (%(default)s)",
+        help="share of the published FLOPs and bandwidths that is reached in practice (%(default)s)",
     )
     add(
         "--plot",
@@ -90,12 +90,16 @@ def _add_flags(parser: Parser) -> None:
 
 
 _OVERRIDES = {
-    "memory-gb": ("memory_bytes", 1e9, "memory of a GPU, 1e9 bytes, in place of the published"),
-    "tflops": ("flops", 1e12, "its dense bfloat16 products, 1e12 FLOPs a second"),
-    "link-gb-s": ("link", 1e9, "what it sends to GPUs of its machine, 1e9 bytes a second"),
-    "network-gb-s": ("network", 1e9, "what it sends to other machines, 1e9 bytes a second"),
+    "memory-gb": (
+        "memory_bytes",
+        1e9,
+        "memory of a GPU, 1e9 bytes, instead of the published figure",
+    ),
+    "tflops": ("flops", 1e12, "its speed in dense bfloat16 products, 1e12 FLOPs a second"),
+    "link-gb-s": ("link", 1e9, "its bandwidth to GPUs of the same machine, 1e9 bytes a second"),
+    "network-gb-s": ("network", 1e9, "its bandwidth to other machines, 1e9 bytes a second"),
 }
-"""Flag -> the figure of a device that it replaces, its unit, and help."""
+"""Flag -> field of the device that it replaces, unit, and help."""
 
 
 def _number(most: float) -> Callable[[str], float]:
@@ -112,7 +116,7 @@ def _number(most: float) -> Callable[[str], float]:
 
 
 def device_of(flags: Namespace) -> Device:
-    """Return the named device, with the given figures in place of the published ones."""
+    """Return the named device, with published figures replaced by the given flags."""
     if flags.gpu not in DEVICES:
         raise ConfigError(f"--gpu: unknown '{flags.gpu}'{nearest_or_all(flags.gpu, DEVICES)}")
     units = {field: unit for field, unit, _ in _OVERRIDES.values()} | {"per_machine": 1}
@@ -130,17 +134,17 @@ def shown(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
 
 
 def plan_table(plans: Sequence[LayoutPlan], efficiency: float) -> Table:
-    """The layouts that fit, and the first of those that do not."""
+    """Return a table of the `shown` layouts."""
     device = plans[0].device
     table = Table(
-        caption="mesh: data x shard x expert; GB (1e9 bytes) of a GPU at the peak of a step (whole: weights "
-        "and gradients that are gathered for a moment), and GB that it sends in one: to gather weights, to "
-        "add gradients up, and as tokens to experts and back; s/step: the slower of its products "
-        "and of the weights' and gradients' traffic, and the tokens' traffic after that. No gradients are "
-        "shown where the peak comes before they are there, in the middle of a backward pass. Published, or "
-        f"given: a GPU has {device.memory_bytes / 1e9:.3g} GB and does {device.flops / 1e12:.0f} TFLOP/s, "
-        f"sends {device.link / 1e9:.0f} GB/s to the {device.per_machine} of its machine and "
-        f"{device.network / 1e9:.0f} to others; {efficiency:.0%} of these are reached",
+        caption="mesh: data x shard x expert. Memory: GB (1e9 bytes) per GPU at the peak of a step; whole: "
+        "weights and gradients while they are gathered; grads is 0 if the peak is before the first gradient. "
+        "Traffic: GB that a GPU sends in a step, to gather weights, to reduce gradients, and as tokens to "
+        "experts and back. s/step: the longer of the products and the traffic of weights and gradients, plus "
+        "the traffic of tokens. Published or given figures: a GPU has "
+        f"{device.memory_bytes / 1e9:.3g} GB, computes {device.flops / 1e12:.0f} TFLOP/s, and sends "
+        f"{device.link / 1e9:.0f} GB/s to the {device.per_machine} GPUs of its machine and "
+        f"{device.network / 1e9:.0f} GB/s to others; {efficiency:.0%} of the speeds is reached",
         caption_justify="left",
         box=None,
         padding=(0, 1, 0, 0),
@@ -166,12 +170,12 @@ def plan_table(plans: Sequence[LayoutPlan], efficiency: float) -> Table:
 
 
 def verdict(plans: Sequence[LayoutPlan]) -> str:
-    """Name the fastest layout that fits and its bottleneck, and the memory that plain layouts lack."""
+    """Name the fastest layout that fits, its bottleneck, and the memory that an unsharded layout needs."""
     best, limit = plans[0], plans[0].device.memory_bytes
     if not best.fits:
         return (
             f"none fits: the smallest takes {best.memory.total / 1e9:.1f} of {limit / 1e9:.0f} GB; give more "
-            "--gpus, a smaller data.batch_size, or, unless it is there, model.activation_checkpointing block"
+            "--gpus, a smaller data.batch_size, or model.activation_checkpointing block if it is not set"
         )
     layout = best.layout
     option = f"parallel: {{data: {layout.data}, shard: {layout.shard}, expert: {layout.expert}}}"
@@ -185,7 +189,7 @@ def verdict(plans: Sequence[LayoutPlan]) -> str:
     plain = next((p for p in plans if not p.layout.is_sharded), None)
     lacks = ""
     if plain is not None and not plain.fits:
-        lacks = f"; a whole copy on each would take {plain.memory.total / 1e9:.0f} GB"
+        lacks = f"; a whole copy on each GPU would take {plain.memory.total / 1e9:.0f} GB"
     return (
         f"{option}: {best.seconds:.3g} s a step, bound by {waits}{tokens}; "
         f"{best.tokens_per_second:,.0f} tokens/s; {best.memory.total / 1e9:.1f} of "
@@ -195,7 +199,7 @@ def verdict(plans: Sequence[LayoutPlan]) -> str:
 
 def _page(plans: Sequence[LayoutPlan]) -> str:
     """Return a page with the memory of each layout as a bar."""
-    # Only now: the tables should not wait for plotly.
+    # Imported here, since the tables do not need plotly.
     from moe_ffn.report.layout_figures import memory
     from moe_ffn.report.plots import figures_page
 

@@ -1,4 +1,4 @@
-"""The loss of a model with fewer and fewer experts, chosen by importance, at random, or merged.
+"""Measure the loss of a model as experts are removed: by importance, at random, or by merging.
 
 moe-ffn pruning --source runs/sparse --num_experts '[6, 4, 2]'
 """
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_ffn.cli.command_line import parse_flags
-from moe_ffn.cli.initialise import TextConfig
+from moe_ffn.cli.initialise import CalibrationConfig
 from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT
@@ -31,32 +31,32 @@ from moe_ffn.weights.init_from import read_source
 Method = Literal["reap", "frequency", "random", "merge"]
 
 
-class PruningConfig(TextConfig, frozen=True):
-    """Experts to leave out of a model, and the methods that choose them."""
+class PruningConfig(CalibrationConfig, frozen=True):
+    """Numbers of experts to keep, and the methods that choose them."""
 
     num_experts: Annotated[list[Annotated[int, Field(ge=1, le=MAX_COUNT)]], Field(min_length=1)] = (
         Field(default=[6, 4, 2])
     )
-    """Experts left in each layer, a row of the table each."""
+    """Numbers of experts to keep in each layer; each is a row of the table."""
     methods: Annotated[list[Method], Field(min_length=1)] = Field(
         default=["reap", "frequency", "merge", "random"]
     )
-    """A column of the table each."""
+    """Methods that choose or merge experts; each is a column of the table."""
     num_draws: int = Field(default=5, ge=1, le=MAX_COUNT)
-    """Draws of the random method; the table has their mean and standard deviation."""
+    """Number of draws of the random method; the table has their mean and standard deviation."""
 
 
 def main(argv: Sequence[str]) -> int:
     flags, config = parse_flags(argv, PruningConfig, command("pruning"), _add_flags)
     if flags.source is None:
-        raise ConfigError("--source FOLDER is needed: a model or a run with experts")
+        raise ConfigError("--source FOLDER is required: a model or a run with experts")
     if flags.json is not None:
         check_output("--json", flags.json, "{")
     source = read_source(flags.source, "--source", trust_code=flags.trust_code)
     if not source.decoder.config.causal:
         raise ConfigError(
-            f"--source: '{source.folder}' guesses masked tokens (model.causal false), whose loss depends on "
-            "the mask; use a run with causal: true"
+            f"--source: '{source.folder}' predicts masked tokens (model.causal false), so that its loss "
+            "depends on the mask; use a run with causal: true"
         )
     data_config, data = config.prepared(source)
     ids_BS = config.ids(data_config, data)
@@ -86,8 +86,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_flags(parser: Parser) -> None:
-    parser.add_argument("--source", metavar="FOLDER", help="a model folder, or a run")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the losses too")
+    parser.add_argument("--source", metavar="FOLDER", help="model folder, or folder of a run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the losses to a file")
     parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
 
 
@@ -105,7 +105,7 @@ def _generators(config: PruningConfig, name: Method) -> list[torch.Generator]:
 def _table(whole: float, most: int, losses: dict[int, dict[str, list[float]]]) -> Table:
     names = list(next(iter(losses.values())))
     table = Table(title=f"validation loss, nats per token; {whole:.4f} with all {most} experts")
-    for title in ("experts", "left out", *names):
+    for title in ("experts", "removed", *names):
         table.add_column(title, justify="right")
     for num_experts, by_method in losses.items():
         cells = [_cell(found) for found in by_method.values()]

@@ -1,8 +1,8 @@
-"""Write the page of a run, or the comparison of several, as one file that opens from disk.
+"""Write the page of a run, or a comparison of several runs, as one file that opens from disk.
 
     moe-ffn report runs/NAME              writes runs/NAME/report.html
-    moe-ffn report runs/a runs/b          which is better, as far as they say: runs/report.html
-    moe-ffn report --watch runs/NAME      keeps the page current until the run has ended
+    moe-ffn report runs/a runs/b          compares the runs in runs/report.html
+    moe-ffn report --watch runs/NAME      updates the page until the run has ended
 
 Runs that differ only in their seeds are one arm.
 """
@@ -25,20 +25,20 @@ def main(argv: Sequence[str]) -> int:
         "--output",
         type=Path,
         metavar="FILE",
-        help="where to write; report.html in the run, or of several runs in the folder that holds "
-        "the first of them",
+        help="page to write (default: report.html in the run, or in the folder that holds the first of "
+        "several runs)",
     )
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="wait for the runs, and write again whenever a file of one changed, until all have ended",
+        help="write the page again whenever a file of a run changes, until all runs have ended",
     )
     parser.add_argument(
         "--every",
         type=float,
         default=10,
         metavar="SECONDS",
-        help="how often --watch looks (default: 10)",
+        help="seconds between two checks of --watch (default: 10)",
     )
     options = parser.parse_args(argv)
     if not 0.1 <= options.every <= 86_400:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def default_output(folders: Sequence[Path]) -> Path:
-    """Return the page's path: in the run, or in the folder that holds the first of several."""
+    """Return the path of the page: in the run, or in the folder that holds the first of several runs."""
     first = folders[0]
     is_one = len({folder.resolve() for folder in folders}) == 1
     return (first if is_one else first.resolve().parent) / "report.html"

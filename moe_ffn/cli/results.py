@@ -1,4 +1,4 @@
-"""The results of a run, on the screen and in `summary.json`; and what is printed before it begins."""
+"""The results of a run, printed and in `summary.json`, and the tables that are printed before a run."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 
 MAX_COACTIVATION_EXPERTS = 64
-"""Most experts whose co-activation matrix the summary holds."""
+"""Maximum number of experts of a layer whose co-activation matrix is in the summary."""
 
 
 MAX_WINDOWS = 1024
-"""Most windows whose loss a summary keeps; a bootstrap needs no more."""
+"""Maximum number of window losses in a summary; a bootstrap needs no more."""
 
 
 def summary_of(callbacks: RunCallbacks, unigram_loss: float) -> dict[str, Any]:
     """Return the content of `summary.json` of a finished run; see `runs.json_files.Summary`.
 
     Args:
-        unigram_loss: loss of a model that knows only the frequencies, in nats per token.
+        unigram_loss: loss of a model that knows only the token frequencies, in nats per token.
     """
     steps, validation = callbacks.steps, callbacks.validation
     return {
@@ -73,12 +73,14 @@ def window_losses(losses_N: Tensor) -> list[float]:
 def print_results(
     console: Console, folder: Path, summary: Mapping[str, Any], callbacks: RunCallbacks
 ) -> None:
-    """Print the numbers of a `summary_of`, the load of every expert, a sample, and the files in `folder`."""
+    """Print the numbers of a `summary_of`, the load of every expert, a sample, and where the results are."""
     loss, unigram_loss = summary["validation_loss"], summary["unigram_loss"]
     samples, routing = callbacks.samples, plain_values(summary["routing"])
 
     def say(text: str, style: str = "") -> None:
-        console.print(Text(text, style=style), soft_wrap=True)  # brackets in it are no markup
+        console.print(
+            Text(text, style=style), soft_wrap=True
+        )  # a Text, so that brackets are not markup
 
     warn = partial(say, style="yellow")
     say(
@@ -117,19 +119,22 @@ def write_summary(folder: Path, summary: Mapping[str, Any], callbacks: RunCallba
     """Write the sample, the profile and `summary.json`, which marks the run as finished.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: a file cannot be written.
     """
     if callbacks.samples.last:
         write_whole(folder / "sample.txt", callbacks.samples.prompt + callbacks.samples.last)
     if callbacks.profile.text:
         write_whole(folder / "profile.txt", callbacks.profile.text)
-    else:  # one that was resumed may have had it before
+    else:  # from before the run was resumed
         (folder / "profile.txt").unlink(missing_ok=True)
     write_whole(folder / SUMMARY_FILE, json.dumps(plain_values(summary), indent=2) + "\n")
 
 
 def plain_values(value: Any) -> Any:
-    """Return a value for JSON: null for NaN and infinity, matrices to four digits, no very large ones."""
+    """Return a value for JSON: null for NaN and infinity, matrices rounded to four decimals.
+
+    Matrices of more than `MAX_COACTIVATION_EXPERTS` rows are left out.
+    """
     if isinstance(value, Mapping):
         return {
             key: plain_values(item)
@@ -166,7 +171,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
     embeddings = vocab_size * d_model * (1 if model.tie_embeddings else 2)
     embeddings += 0 if model.causal else d_model  # of the mask
     what = f"{vocab_size} x {d_model}, {'tied' if model.tie_embeddings else 'untied'}"
-    output_flops = linear_flops(d_model, vocab_size)  # looking an embedding up costs none
+    output_flops = linear_flops(d_model, vocab_size)  # an embedding lookup costs none
     add("embeddings, output", what, embeddings, embeddings, output_flops)
     what = attention.describe()
     params = attention.num_params(d_model, model.norm)
@@ -201,9 +206,9 @@ def describe_data(data: PreparedData) -> str:
 
 
 def load_table(routing: Mapping[str, Mapping[str, Any]], width: int = 80) -> Table:
-    """Return the share of the validation's pairs that each expert takes, in percent, per layer.
+    """Return a table of each expert's share of the (token, expert) pairs in the validation, in percent.
 
-    If `width` has no room for every expert: the busiest, the median, the idlest, and how many are unused.
+    If `width` has no room for every expert: the busiest, the median, the idlest, and the number unused.
     """
     rows = expert_rows(routing)
 
@@ -230,7 +235,7 @@ MAX_NAMED_EXPERTS = 6
 
 
 def expert_use(routing: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the experts without a token on the validation split, a line per layer that has some."""
+    """List the experts without a token on the validation split, one line per layer that has any."""
     lines: list[str] = []
     for layer, values in routing.items():
         load = values["load"]
@@ -258,7 +263,7 @@ def use_of_lists(routing: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _equal_neighbours(ffns: list[FFNConfig]) -> Iterator[tuple[FFNConfig, list[int]]]:
-    """Return each block with the neighbouring layers that have it."""
+    """Yield each block with the consecutive layers that have it."""
     for _, items in groupby(enumerate(ffns), key=lambda item: item[1].to_dict()):
         layers, blocks = zip(*items, strict=True)
         yield blocks[0], list(layers)

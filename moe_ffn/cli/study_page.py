@@ -1,12 +1,12 @@
-"""Write the page of a study, its figures, and its row of the table of all studies.
+"""Write the page of a study, its figures, and its row in the table of all studies.
 
     moe-ffn study_page gating.yaml --runs runs/gating
     moe-ffn study_page studies/*.yaml
 
 The result of each run becomes a line of docs/studies/NAME/results.jsonl. The page, docs/studies/NAME.md, is
-made of this table and of the words in the study's file; it can be made again without the runs.
-docs/studies/NAME/figures.html has all figures; docs/studies/README.md, the table of studies, gets its row.
-With --output all of this is elsewhere.
+made from this table and the study's file, so that it can be made again without the runs. All figures are in
+docs/studies/NAME/figures.html. The table of studies, docs/studies/README.md, gets a row. --output sets
+another folder than docs/studies.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def main(argv: Sequence[str]) -> int:
         "--runs",
         type=Path,
         metavar="FOLDER",
-        help="put the results of the finished runs in this folder into the table first",
+        help="first add the results of the finished runs in this folder to the table",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("docs/studies"),
         metavar="FOLDER",
-        help="where the pages are (default: docs/studies)",
+        help="folder of the pages (default: docs/studies)",
     )
     options = parser.parse_args(argv)
     if options.runs is not None and len(options.studies) > 1:
-        raise ConfigError("--runs: are those of one study, got several studies")
+        raise ConfigError("--runs: needs exactly one study, got several; give one")
     for file in options.studies:
         study = StudyConfig.read(file)
         folder = options.output / study.name
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             )
         found = gather([folder])
         require_planned(study, file, found)
-        # On a page that others read, not where this clone lies.
+        # Other people read the page, so it must not contain the path of this clone.
         here, path = Path.cwd().resolve(), file.resolve()
         seen = path.relative_to(here) if path.is_relative_to(here) else file
         page = study_page(study, found.results, found.step_seconds, seen.as_posix())
@@ -68,10 +68,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_planned(study: StudyConfig, file: Path, found: Gathered) -> None:
-    """Raise a ConfigError where the options of a result are not those that the study plans.
+    """Raise a ConfigError if the options of a result differ from those that the study plans.
 
-    Flags that the sweep was given, which the study next to the results has, count as planned; options that
-    a result does not know came with later versions.
+    Overrides of the sweep's command line, stored in the study next to the results, count as planned. An
+    option that a result lacks was added in a later version, and is ignored.
     """
     seeds = dict.fromkeys([*study.seeds, *(result.seed for result in found.results)])
     overrides = found.study.overrides if found.study else {}
@@ -82,16 +82,16 @@ def require_planned(study: StudyConfig, file: Path, found: Gathered) -> None:
         for path, old, new in differing(result.config, now):
             if old is not None or path in flatten(result.config):
                 raise ConfigError(
-                    f"'{file}' plans {path}: {show(new)}, and the result of {result.name} is of "
-                    f"{show(old)}; train it again, or put back what the file or its base was"
+                    f"'{file}' plans {path}: {show(new)}, but the result of {result.name} has "
+                    f"{show(old)}; train it again, or restore the file or its base"
                 )
 
 
 def keep(runs: Path, study: StudyConfig, file: Path, folder: Path) -> None:
-    """Put the results of the finished runs of a study into the table in `folder`, in the place of older ones.
+    """Add the results of the finished runs of a study to the table in `folder`, replacing older ones.
 
     Raises:
-        ConfigError: none is of the study, or one has other options than it plans; nothing is written then.
+        ConfigError: no run is of the study, or a run has other options than planned; nothing is written.
     """
     found = gather([runs])
     arms = study.arm_names
@@ -99,12 +99,15 @@ def keep(runs: Path, study: StudyConfig, file: Path, folder: Path) -> None:
     others = [result.name for result in found.results if result.main_arm not in arms]
     if not ours:
         raise ConfigError(
-            f"--runs: '{runs}' holds no run of '{file}': {others[0]} is of none of its arms, "
-            f"{', '.join(arms)}"
+            f"--runs: '{runs}' holds no run of '{file}': {others[0]} belongs to none of its arms, "
+            f"{', '.join(arms)}; give the folder of its runs"
         )
     found = replace(found, results=ours)
     require_planned(study, file, found)
-    left_out = [*found.left_out.values(), *(f"{name} is of no arm of '{file}'" for name in others)]
+    left_out = [
+        *found.left_out.values(),
+        *(f"{name} belongs to no arm of '{file}'" for name in others),
+    ]
     for why in left_out:
         log.warning("left out: %s", printable(why))
     found.write(folder)

@@ -10,9 +10,9 @@ and its values), or both:
     grid: {optimizer.learning_rate: [0.001, 0.003]}
     seeds: [0, 1, 2]
 
-Further options are those of moe-ffn train, for all runs. The runs are in runs/NAME/; given the same command
-again, finished runs are not repeated, those that were interrupted are resumed and those that failed are
-tried again; an unfinished run with other options is moved away.
+Other options are those of moe-ffn train, for all runs. The runs are in runs/NAME/. The same command, given
+again, skips finished runs, resumes interrupted runs and retries failed runs. An unfinished run with other
+options is moved to runs/NAME/unfinished/.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ log = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_POLLS = 0.2
 _SECONDS_BETWEEN_LINES = 60.0
-"""Longest silence while runs are trained."""
+"""Maximum time without a line while runs are trained."""
 
 
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
     flags, rest = parser.parse_known_args(argv or ["--help"])
-    # As a positional of argparse they would take the value of an option that is not its own.
+    # As an argparse positional they would swallow the value of an option that argparse does not know.
     files = [Path(word) for word in takewhile(lambda word: not word.startswith("-"), rest)]
     study = read_study(flags, files, overrides_of(rest[len(files) :], TrainConfig, parser))
     runs = chosen(study.planned_runs(), flags.seeds, flags.only)
     for corpus in {repr(c): c for c in (run.config.data.corpus for run in runs)}.values():
-        corpus.require_files()  # before any run has begun, and not in each of them
+        corpus.require_files()  # once, before any run starts
     with accepting_code(flags.trust_code):
         sweep = Sweep(runs, flags.jobs, flags.trust_code)
         if flags.dry_run:
@@ -105,15 +105,15 @@ def _parser() -> Parser:
         nargs="+",
         type=whole(most=2**63 - 1),
         metavar="N",
-        help="run each arm with these seeds alone, and no tuning",
+        help="run each arm with these seeds only, and no tuning",
     )
-    parser.add_argument("--only", nargs="+", metavar="RUN", help="these runs alone, ARM-seedN")
+    parser.add_argument("--only", nargs="+", metavar="RUN", help="train only these runs, ARM-seedN")
     parser.add_argument(
         "--jobs",
         type=whole(1, 1000),
         default=1,
         metavar="N",
-        help="train so many runs at a time; 1 by default",
+        help="number of runs to train at a time (default: 1)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print every run with its budget, and train none"
@@ -121,7 +121,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--time",
         action="store_true",
-        help="train nothing, but time the training step of each arm, in turns, with the threads of a run",
+        help="only time the training step of each arm, in turns, with the threads of a run",
     )
     parser.add_argument(FLAG, action="store_true", help=HELP)
     return parser
@@ -148,10 +148,10 @@ def chosen(
 
 
 def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> StudyConfig:
-    """Return the study that a command line asks for.
+    """Return the study of a command line.
 
     Raises:
-        ConfigError: there is none, or it is wrong.
+        ConfigError: there is no study, or it has a mistake.
     """
     if bool(files) == bool(flags.config):
         raise ConfigError(
@@ -164,7 +164,7 @@ def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> 
         raise ConfigError(f"--seeds: {statistics.mode(seeds)} is given twice")
     if flags.config:
         study = StudyConfig.read(flags.config, given, overrides)
-        # Beside those of the file, so that the study in the folder knows all.
+        # In addition to the seeds of the file, so that the study in the folder lists all.
         return study.model_copy(update={"seeds": [*dict.fromkeys([*study.seeds, *seeds])]})
     if seeds:
         given["seeds"] = seeds
@@ -191,7 +191,7 @@ _LEGEND = (
 
 
 def print_plan(sweep: Sweep) -> None:
-    """Print every run with its budget, and how near solved widths come to their target."""
+    """Print every run with its budget, and how close solved widths are to their target."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
     parts = [
         f"{part}\n{name}" for part in ("model", "FFNs") for name in ("params", "active", "FLOPs")
@@ -229,7 +229,7 @@ def _state(job: Job) -> str:
 
 
 def short(number: float) -> str:
-    """Return three digits and a letter for the thousands: `1.25M`."""
+    """Format with three digits and an SI prefix: `1.25M`."""
     letters = iter("kMGTPE")
     letter = ""
     while abs(number) >= 999.5:
@@ -241,10 +241,10 @@ def short(number: float) -> str:
 
 
 def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
-    """Time the training step of each arm and write `timing.json`, which comparisons take seconds from."""
+    """Time the training step of each arm and write `timing.json`, which comparisons read."""
     times = time_arms(runs, on_round=log.info)
     if not times:
-        raise ConfigError("--time: runs of tuning are not timed; name others")
+        raise ConfigError("--time: tuning runs are not timed; name other runs")
     baseline = times.get(study.baseline or "") or next(iter(times.values()))
     table = Table(box=None, pad_edge=False)
     for name in ("arm", "ms/step", "quartiles", "tokens/s", "speed"):
@@ -264,8 +264,8 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
         write_whole(path, json.dumps(timing_file(times), indent=2) + "\n")
     console.print(
         Text(
-            "ms/step: median of rounds in turns, and between what half of them lie; speed: tokens/s over "
-            f"those of '{name}'; in {path}"
+            f"ms/step: median and quartiles of the rounds; speed: tokens/s relative to '{name}'; written: "
+            f"{path}"
         )
     )
     return 0

@@ -2,7 +2,7 @@
 
 moe-ffn trace runs/NAME --text "import os" [--html FILE]
 
-NAME is a run, a model folder of ours, or a sparse model of transformers with safetensors and tokenizer.json.
+RUN may also be a model folder, or a sparse model of transformers with safetensors and tokenizer.json.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("trace"), description=__doc__)
     parser.add_run()
     parser.add_argument("--text", required=True, help="the text; - reads standard input")
-    parser.add_argument("--layers", type=layer_numbers, help="these layers alone, as in 0,3")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
+    parser.add_argument("--layers", type=layer_numbers, help="only these layers, as in 0,3")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
     given = parser.parse_args(argv)
     text = read_text(given.text)
     if given.html is not None:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 def trace_folder(
     folder: Path, text: bytes, layers: list[int] | None, *, trust_code: bool
 ) -> TextTrace:
-    """Trace a text in a run, a model folder of ours, or a model of transformers."""
+    """Trace a text in a run, a model folder, or a model of transformers."""
     if is_model_folder(folder):
         decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
         ids = encode_text(tokenizer, text, decoder.max_seq_len, "--text")
@@ -90,7 +90,7 @@ def _of_transformers(folder: Path, text: bytes, layers: list[int] | None) -> Tex
 
 def read_text(given: str) -> bytes:
     """Return the bytes of `--text`; `-` reads standard input."""
-    # What is not UTF-8 in an argument comes as surrogates.
+    # Python decodes bytes of an argument that are not UTF-8 as surrogates.
     text = sys.stdin.buffer.read() if given == "-" else given.encode("utf-8", "surrogateescape")
     if not text:
         raise ConfigError("--text: is empty; give some text, as in --text 'import os'")

@@ -38,10 +38,12 @@ def main(argv: Sequence[str]) -> int:
             resume = find_resume(flags.resume, options)
     elif flags.trust_code:
         raise ConfigError(
-            f"{trust.FLAG}: goes with --resume; a class that you name here is yours, and runs unasked"
+            f"{trust.FLAG}: is for --resume only; a class that you name yourself is trusted; leave it out"
         )
     config = parse(options) if resume is None else resume.config
-    check_environment(config.trainer.num_nodes)  # lightning reads the same variables at its import
+    check_environment(
+        config.trainer.num_nodes
+    )  # before lightning is imported, which reads the same variables
     announce_import("lightning")
     try:
         from moe_ffn.cli.training_run import train
@@ -56,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def take_flags(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """`resume` (None, NEWEST or a folder) and `trust_code`; and the other arguments."""
+    """Return `resume` (None, NEWEST or a folder) and `trust_code`, and the remaining arguments."""
     parser = Parser(add_help=False)
     _add_flags(parser)
     return parser.parse_known_args(argv)
@@ -68,7 +70,7 @@ def _add_flags(parser: Parser) -> None:
         nargs="?",
         const=NEWEST,
         metavar="RUN",
-        help="resume the run in this folder, or the newest unfinished one, from its newest good checkpoint "
+        help="resume the run in this folder, or the newest unfinished run, from its newest intact checkpoint "
         "and with its own options",
     )
     parser.add_argument(trust.FLAG, action="store_true", help=f"with --resume: {trust.HELP}")
@@ -79,21 +81,21 @@ def parse(argv: Sequence[str]) -> TrainConfig:
 
 
 def find_resume(run: str, argv: Sequence[str]) -> Resume:
-    """Return the run to resume, with its own options and those that were given over them.
+    """Return the run to resume, with its own options updated by the given ones.
 
     Args:
-        run: its folder, or NEWEST: the run of `run.name`, or else of `run.output_dir` the unfinished run
-            that was written last.
+        run: folder of the run, or NEWEST: the run `run.name` if that is given, otherwise the unfinished run
+            in `run.output_dir` that was written last.
 
     Raises:
-        ConfigError: there is no such run, or it is finished, or names code that is not trusted.
+        ConfigError: there is no such run, or it is finished, or it names untrusted code.
     """
     folder = Path(run).expanduser() if run else _newest(parse(argv))
     run_folder.check_is_run(folder)
-    # In one word, or what stands first in `argv` would be another file.
+    # As one word: after `--config FILE` the first word of `argv` would be read as another file.
     given = [f"--config={folder / run_folder.CONFIG_FILE}", *argv]
     if any(word.partition("=")[0] in ("-h", "--help") for word in argv):
-        parse(given)  # which exits, and runs no code
+        parse(given)  # exits, and runs no custom code
     own = own_config(folder / run_folder.CONFIG_FILE)
     return resume_with(parse(given), own, folder, is_named=bool(run))
 
@@ -122,6 +124,6 @@ def _newest(config: TrainConfig) -> Path:
 def _last_written(folder: Path) -> tuple[float, str]:
     times = [0.0]
     for place in (folder, folder / run_folder.CHECKPOINTS_FOLDER):
-        with suppress(OSError):  # gone by now, or not to be read
+        with suppress(OSError):  # removed meanwhile, or not readable
             times += [path.stat().st_mtime for path in place.iterdir() if path.exists()]
     return max(times), folder.name

@@ -57,15 +57,15 @@ Say = Callable[[str], None]
 
 
 def train(config: TrainConfig, resume: Resume | None = None) -> None:
-    """Validate the options, prepare the data, build the model, fit it, and finish with its results.
+    """Validate the options, prepare the data, build and train the model, and write the results.
 
     Args:
-        resume: the run to resume; None starts a new one.
+        resume: the run to resume; None starts a new run.
 
     Raises:
-        ConfigError: the options, the data or the folder cannot be used; then no new folder was made. Or no
-            checkpoint of the run to resume is good.
-        SystemExit: the run ended early or failed; the exit code is in docs/reliability.md.
+        ConfigError: the options, the data or the folder cannot be used, and no new folder was made; or the
+            run to resume has no intact checkpoint.
+        SystemExit: the run ended early or failed; docs/reliability.md lists the exit codes.
     """
     is_main = is_first_rank()
     console = Console(quiet=not is_main)
@@ -78,7 +78,9 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
 
     with explaining_outside_errors():
         data = prepare(config.data)
-        run_prompt(config.sample, data, config.data.seq_len)  # before there is a folder
+        run_prompt(
+            config.sample, data, config.data.seq_len
+        )  # checks the prompt before the folder is made
         torch.manual_seed(config.seed)
         module = assemble.build_module(config, data, hardware.layout)
         check_num_params(module.decoder)
@@ -93,9 +95,11 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             start = find_resume_point(resume, data, module, say)
         if start.checkpoint is None:
             begin_with(source or read_initial_weights(config), data, module, say)
-        source = None  # or a second copy of the weights would stay while it trains
+        source = None  # frees the second copy of the weights
         precision = hardware.precision
-        if resume is not None and config.trainer.precision == "auto":  # which chose one before
+        if (
+            resume is not None and config.trainer.precision == "auto"
+        ):  # keep the precision of the first start
             known = Facts.read(resume.folder / run_folder.FACTS_FILE).precision
             precision = known or precision
         say(f"precision {precision}")
@@ -127,12 +131,12 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
 
 
 def read_initial_weights(config: TrainConfig) -> Source | None:
-    """Read the weights of `init_from`; None where it is not set."""
+    """Read the weights of `init_from`; None if it is not set."""
     return None if config.init_from is None else read_source(config.init_from, "init_from")
 
 
 def begin_with(source: Source | None, data: PreparedData, module: LanguageModel, say: Say) -> None:
-    """Replace the drawn weights of a model by those of `init_from`."""
+    """Replace the random initial weights of a model by those of `init_from`."""
     if source is not None:
         source.require_same_tokens(data.tokenizer)
         weights, lines = fit_weights(source, module.decoder)
@@ -141,15 +145,15 @@ def begin_with(source: Source | None, data: PreparedData, module: LanguageModel,
 
 
 def held(folder: Path) -> AbstractContextManager[None]:
-    """Lock the folder, by the first rank for all."""
+    """Lock the folder for all ranks; the first rank holds the lock."""
     return run_folder.locked(folder) if is_first_rank() else nullcontext()
 
 
 def find_resume_point(resume: Resume, data: PreparedData, module: LanguageModel, say: Say) -> Start:
-    """Find and print where the run is resumed; changes nothing.
+    """Find and print the step from which the run is resumed; change no files.
 
     Raises:
-        ConfigError: it cannot be resumed.
+        ConfigError: the run cannot be resumed.
     """
     outside_code.warn_if_code_changed(resume.folder)
     check_documents(resume.folder, data.documents)
@@ -164,7 +168,7 @@ def find_resume_point(resume: Resume, data: PreparedData, module: LanguageModel,
 def files_of_a_new_run(
     config: TrainConfig, data: PreparedData, facts: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the files that a run begins with, name -> text: options, facts, tokenizer, documents, code."""
+    """Return the initial files of a run, name -> text: options, facts, tokenizer, documents, code."""
     return {
         run_folder.CONFIG_FILE: to_yaml(outside_code.portable_options(config)),
         run_folder.FACTS_FILE: json.dumps(facts, indent=2) + "\n",
@@ -177,9 +181,9 @@ def files_of_a_new_run(
 def open_folder(
     config: TrainConfig, resume: Resume | None, start: Start, files: Mapping[str, str]
 ) -> Path:
-    """Make the folder of a new run, or cut that of a resumed one back to its checkpoint.
+    """Make the folder of a new run, or rewind the folder of a resumed run to its checkpoint.
 
-    Only the first rank writes; the folder of a new run is `run.output_dir` on the other ranks.
+    Only the first rank writes; other ranks of a new run get `run.output_dir`.
     """
     if not is_first_rank():
         return Path(config.run.output_dir) if resume is None else resume.folder
@@ -199,11 +203,11 @@ def ending_as_documented(
     loggers: list[assemble.Logger],
     say: Say,
 ) -> Iterator[None]:
-    """End the block at a signal, divergence or a lost rank, with a sentence and the documented exit code.
+    """Turn a signal, divergence or a lost rank into a message and the documented exit code.
 
-    The loggers are closed at the end; a run that fails gets its page here. Among several ranks only the
-    first exits with that code: once another fails, Lightning kills the first, which still has files to
-    close.
+    The loggers are closed at the end, and the page of a failed run is written. With several ranks only the
+    first exits with that code: if another rank failed first, Lightning would kill the first rank before its
+    files are closed.
     """
     folder = callbacks.checkpoints.folder.parent
     is_main, status = trainer.is_global_zero, "failed"
@@ -233,7 +237,7 @@ def ending_as_documented(
             how = resume_hint(folder, callbacks.checkpoints)
             log.error("%s, at step %d; %s", lost, trainer.global_step, how)
         raise SystemExit(EXIT_FAILED) from None
-    except SystemExit:  # Lightning's answer to Ctrl-C a second time
+    except SystemExit:  # Lightning raises it at a second Ctrl-C
         how = resume_hint(folder, callbacks.checkpoints)
         say(f"interrupted at step {trainer.global_step}; {how}")
         raise SystemExit(EXIT_INTERRUPTED) from None
@@ -256,10 +260,11 @@ def finish(
 ) -> None:
     """Write and print the results.
 
-    A run without its last weights or its model gets no summary, so that `--resume` can still finish it.
+    If the last weights or the model cannot be written, there is no summary, so that `--resume` can finish
+    the run.
 
     Raises:
-        SystemExit: a file of them could not be written.
+        SystemExit: a file of the results could not be written.
     """
     folder = callbacks.checkpoints.folder.parent
     if trainer.global_step < (max_steps := config.trainer.max_steps):
@@ -304,16 +309,16 @@ def finish(
 def write_model(
     folder: Path, config: TrainConfig, data: PreparedData, module: LanguageModel
 ) -> None:
-    """Write the best weights of a run as a model folder inside of its own; another failure is a warning.
+    """Write the best weights as a model folder inside the run's folder; other failures are warnings.
 
     Raises:
-        ConfigError: the disk did not take it.
+        ConfigError: the disk rejected a write.
     """
     tokenizer, decoder = data.tokenizer, module.decoder
     try:
         weights = read_weights(folder, config, tokenizer, decoder)
         write_model_folder(folder / run_folder.MODEL_FOLDER, decoder, weights, tokenizer)
-    except Exception as error:  # of any type: a custom block must not lose a finished run
+    except Exception as error:  # any type: an error of a custom block must not fail a finished run
         if isinstance(error, ConfigError) and error.__cause__ is not None:
             raise
         log.warning("no %s folder: %s", run_folder.MODEL_FOLDER, first_line(error))
@@ -323,11 +328,11 @@ def add_report(folder: Path) -> bool:
     """Write the page of a run that has ended; a failure is a warning.
 
     Returns:
-        False if the disk did not take it.
+        False if the disk rejected a write.
     """
     try:
         write_report([folder], folder / run_folder.REPORT_FILE, has_ended=True)
-    except Exception as error:  # of any type: the page must not lose a finished run
+    except Exception as error:  # any type: an error of the page must not fail a finished run
         cause = error.__cause__
         why = reason(cause) if isinstance(cause, OSError) else first_line(error)
         log.warning("%s: %s", run_folder.REPORT_FILE, why)

@@ -1,7 +1,7 @@
 """The base of every configuration: typed, frozen, strict, and open to custom classes.
 
-A config stands above the module that it builds, in the same file, and knows its size, its cost and whether
-it is causal.
+A config class is defined above the module that it builds. It computes the size and the cost of that module,
+and tells whether the module is causal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moe_ffn.config.errors import (
 from moe_ffn.config.import_path import FileTag, import_class, tag_of
 
 MAX_COUNT = 10**9
-"""Upper bound of every count and width; a larger number is a typing error that would overflow later."""
+"""Upper bound of every count and width; a larger number is surely a typo, and would overflow later."""
 
 
 FAMILY_KEY = "x-family"
@@ -92,7 +92,7 @@ class Config(BaseModel, frozen=True):
 
     @classmethod
     def class_for(cls, data: Mapping[Any, Any]) -> type[Config]:
-        """Class that validates `data`: this one, except at the root of a family."""
+        """Return the class that validates `data`: at the root of a family a member, otherwise this class."""
         return cls
 
     @classmethod
@@ -112,15 +112,15 @@ class Config(BaseModel, frozen=True):
         return schema
 
     def notes(self) -> tuple[str, ...]:
-        """Comments above a printed config."""
+        """Return comments that `--print-config` prints above the YAML."""
         return ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers, as YAML files and checkpoints hold them."""
+        """Return plain dicts, lists, strings and numbers, for YAML files and checkpoints."""
         return self.model_dump(mode="json", serialize_as_any=True)
 
     def to_short_dict(self) -> dict[str, Any]:
-        """`to_dict` without options that have their default; every `type` stays."""
+        """Return `to_dict` without options at their defaults; every `type` is kept."""
         plain = self.to_dict()
         short: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
@@ -140,12 +140,12 @@ class Config(BaseModel, frozen=True):
 
 
 class TaggedConfig(Config, frozen=True):
-    """Base of the families whose member is picked by a `type:` tag.
+    """Base of config families, whose `type:` tag selects the member.
 
-    A direct subclass is the root of a family (`FFNConfig`, `RouterConfig`, ...). A class below a root
-    joins it under every value of its own `type: Literal[...]`. A class outside the package needs no
-    registration and no `type` field: it is named by its import path, `my_module:MyConfig` or
-    `path/to/file.py:MyConfig`. Reading such a tag imports that module, which runs its code.
+    A direct subclass is the root of a family (`FFNConfig`, `RouterConfig`, ...). A subclass of a root
+    joins the family under each value of its `type: Literal[...]`. A class outside the package needs no
+    registration and no `type` field: its tag is its import path, `my_module:MyConfig` or
+    `path/to/file.py:MyConfig`. Validating such a tag imports the module, which runs its code.
 
     Wherever a family is expected, `swiglu` is short for `{type: swiglu}`.
     """
@@ -155,7 +155,7 @@ class TaggedConfig(Config, frozen=True):
     class."""
 
     members: ClassVar[dict[str, type[TaggedConfig]]]
-    """The named classes of this family, by tag."""
+    """Registered classes of this family, by tag."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -203,7 +203,7 @@ class TaggedConfig(Config, frozen=True):
         if not cls.is_family_root():
             own = get_args(cls.model_fields["type"].annotation)
             if own and "type" in data and tag not in own:
-                # Said before its options, which are those of another class.
+                # Report this mistake alone: the options belong to another class.
                 tags = " or ".join(map(repr, own))
                 raise errors_at(cls, {"type": f"must be one of {tags}, got {show(tag)}"}, data)
             return cls
@@ -232,15 +232,15 @@ class TaggedConfig(Config, frozen=True):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        # A family may hold itself (an MoE's shared expert is an FFN), which pydantic would expand
-        # for ever; `config_schema.json_schema` puts each family in `$defs` once.
+        # A family may contain itself (an MoE's shared expert is an FFN), and pydantic would expand it
+        # without end; `json_schema` puts each family in `$defs` once.
         if cls.is_family_root():
             return {FAMILY_KEY: cls.__name__}
         return super().__get_pydantic_json_schema__(core_schema, handler)
 
 
 def help_texts(cls: type[Config]) -> dict[str, str]:
-    """Help text of every option of `cls`: its `description`, or the docstring under it.
+    """Return the help text of each option of `cls`: its `description`, or the docstring under it.
 
     The docstrings are read from the source on demand: pydantic's `use_attribute_docstrings` took half of
     the time of `import moe_ffn`.
@@ -256,7 +256,7 @@ def help_texts(cls: type[Config]) -> dict[str, str]:
 
 @cache
 def _docstrings(cls: type) -> dict[str, str]:
-    """Docstrings under the annotated names of `cls`; empty without a source, as in a shell."""
+    """Return the docstrings under the fields of `cls`; empty without source code, as in a shell."""
     if not issubclass(cls, Config):
         return {}
     try:
@@ -277,7 +277,7 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def require_count(value: object, name: str) -> None:
-    """Raise ConfigError unless `value` is a whole number from 1 to `MAX_COUNT`; `name` is its option."""
+    """Raise ConfigError naming the option `name` unless `value` is a whole number from 1 to `MAX_COUNT`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name} must be a whole number, got {show(value)}")
     if value < 1:
@@ -287,7 +287,7 @@ def require_count(value: object, name: str) -> None:
 
 
 def describe_options(config: Config, without: Iterable[str] = ()) -> str:
-    """`k=2, scale=1.0`: the options that are not null, false or 0, for a module's repr."""
+    """Format options as `k=2, scale=1.0` for a module's repr, without those that are null, false or 0."""
     values = {name: value for name, value in config if value and name not in without}
     return ", ".join(
         f"{name}=({describe_options(value)})" if isinstance(value, Config) else f"{name}={value}"
@@ -307,7 +307,7 @@ def _mistake(key: str, message: str, data: Any, kind: Any = "config") -> InitErr
 
 
 def json_schema(root: type[Config]) -> dict[str, Any]:
-    """The JSON schema of `root`, every family in it as an `anyOf` over its named members."""
+    """Return the JSON schema of `root`, with each family as an `anyOf` over its registered members."""
     families = {family.__name__: family for family in TaggedConfig.__subclasses__()}
     definitions: dict[str, Any] = {}
 
@@ -326,7 +326,7 @@ def json_schema(root: type[Config]) -> dict[str, Any]:
             return {key: resolve(value) for key, value in node.items()}
         name = node[FAMILY_KEY]
         if name not in definitions:
-            definitions[name] = {}  # claims the name before members that refer back to it
+            definitions[name] = {}  # before its members, which may refer back to it
             family = families[name]
             named = [define(member) for member in dict.fromkeys(family.members.values())]
             own = {

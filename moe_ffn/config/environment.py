@@ -1,6 +1,6 @@
 """Environment of a process: folders that torch needs, and variables that a launcher sets.
 
-Import this before torch, which would crash without those folders; this module ends with a sentence.
+Import this before torch, which crashes if such a folder is missing; this module exits with one sentence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_ffn.config.errors import ConfigError
 
 
 def _require_folders_of_torch() -> None:
-    """Exit with code 2 without a current folder or a folder for temporary files."""
+    """Exit with code 2 if the current folder or a folder for temporary files is missing."""
     problem = "the current folder was removed, and torch cannot be imported in it; cd to another"
     try:
         os.getcwd()  # noqa: PTH109 - Path.cwd() is the same
@@ -32,7 +32,7 @@ _require_folders_of_torch()
 
 
 class LaunchError(ConfigError):
-    """Variables of a launcher are missing or wrong, so this process may be the only one."""
+    """Variables of a launcher are missing or wrong, so that the rank of this process is unknown."""
 
 
 class Launcher(NamedTuple):
@@ -54,7 +54,7 @@ SLURM = Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", ("SLURM_LOCALID", "SLUR
 LIGHTNING = Launcher("lightning", "LOCAL_RANK", "WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT"))
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-"""Variables of a rank; Lightning takes the first one that is set, whichever launcher it found."""
+"""Variables that hold a rank; Lightning reads the first that is set, whatever launcher it detects."""
 VARIABLES = {
     *(name for launcher in (TORCHRUN, SLURM) for name in launcher.variables),
     *("NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"),
@@ -79,33 +79,33 @@ def is_under_torchrun() -> bool:
 
 
 def check_environment(num_nodes: int) -> None:
-    """Check the variables that Lightning would take for a launcher's; call it before importing lightning.
+    """Check the variables by which Lightning detects a launcher; call this before importing lightning.
 
     Args:
         num_nodes: number of machines of the run.
 
     Raises:
-        ConfigError: a variable has a value that no launcher sets, or lacks others that it would set too.
+        ConfigError: a variable has a value that no launcher sets, or the launcher's others are missing.
     """
     for name in _NUMBERS & os.environ.keys():
         if not (os.environ[name].isdecimal() and len(os.environ[name]) < 10):
             raise _refusal("a launcher of processes sets a whole number; set one", name)
     launcher, node = _launcher(), _node_rank()
     if launcher in (None, LIGHTNING) and _number(node) >= max(num_nodes, 1):
-        raise _refusal(f"trainer.num_nodes is {num_nodes}; give another", node)
+        raise _refusal(f"trainer.num_nodes is {num_nodes}; raise it", node)
     if launcher is None:
         return
     missing = [name for name in launcher.variables if name not in os.environ]
     if missing and os.environ.get(launcher.size) != "1":
-        why = f"{launcher.name} sets {' and '.join(missing)} too; start it with that"
+        why = f"{launcher.name} sets {' and '.join(missing)} too; start the run with it"
         raise _refusal(why, *launcher.variables, *_RANKS, "TORCHELASTIC_RUN_ID")
     if _number(launcher.rank) >= _number(launcher.size):
-        why = f"{launcher.rank} has to be less than {launcher.size}; set it so"
+        why = f"{launcher.rank} must be less than {launcher.size}; correct it"
         raise _refusal(why, *launcher.variables, *_RANKS)
 
 
 def processes_here() -> int | None:
-    """Number of processes that torchrun started on this machine; None without torchrun."""
+    """Return the number of processes that torchrun started on this machine; None without torchrun."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(count) if _launcher() is TORCHRUN and count.isdigit() else None
 
@@ -118,7 +118,7 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
         num_nodes: number of machines.
 
     Raises:
-        ConfigError: there are more or fewer.
+        ConfigError: the launcher started more or fewer processes.
     """
     launcher, num_processes = _launcher(), num_devices * num_nodes
     train = f"this run trains in {num_processes} process{'es' if num_processes > 1 else ''}"
@@ -126,8 +126,8 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
         size = os.environ[launcher.size]
         if is_under_torchrun():
             raise ConfigError(
-                f"torchrun started {size} processes, but {train} (trainer.devices, which a run that is "
-                "resumed keeps); give --trainer.devices auto"
+                f"torchrun started {size} processes, but {train} (trainer.devices, which a resumed run "
+                "keeps); give --trainer.devices auto"
             )
         give = f"give --trainer.devices and --trainer.num_nodes whose product is {size}"
         raise _refusal(f"{train}; {give}", *launcher.variables, *_RANKS)
@@ -137,7 +137,7 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
 
 
 def _launcher() -> Launcher | None:
-    """Launcher of this process, as Lightning judges; None without one."""
+    """Return the launcher that Lightning would detect; None without one."""
     if is_under_torchrun():
         return TORCHRUN
     is_interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
@@ -149,7 +149,7 @@ def _launcher() -> Launcher | None:
 
 
 def _node_rank() -> str:
-    """Variable from which Lightning takes the number of this machine."""
+    """Return the variable that Lightning reads for the rank of this machine."""
     return "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"
 
 
@@ -158,7 +158,7 @@ def _number(name: str) -> int:
 
 
 def _refusal(why: str, *names: str) -> LaunchError:
-    """Error that shows the values of those variables `names` that are set."""
+    """Build an error that shows each variable of `names` that is set."""
     given = [name for name in dict.fromkeys(names) if name in os.environ]
     values = ", ".join(f"{name} is '{os.environ[name]}'" for name in given)
     return LaunchError(f"{values} in the environment, but {why}, or unset {' '.join(given)}")

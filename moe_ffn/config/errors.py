@@ -1,4 +1,4 @@
-"""Mistakes of the user, one sentence each: the key, what is wrong, and the fix, as it is typed."""
+"""User errors, one sentence each: the key, what is wrong, and the fix to type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason why a config does not fit its surroundings, and advice."""
+    """Reason why a config cannot serve a `Situation`, and the fix."""
 
     reason: str
     """Option at fault and reason: `drop 'random' lets later tokens displace earlier ones`."""
@@ -36,14 +36,14 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Situation:
-    """Use of a config that some members of its family cannot serve; see `refusal` of each config."""
+    """Use of a config that some members of its family do not support; see `refusal` of each config."""
 
     causal: bool = False
     """The model is causal: no output may depend on later tokens."""
     cached: bool = False
-    """A decoder in evaluation computes new tokens alone, after those that it keeps in a cache."""
+    """A decoder in evaluation computes only new tokens; earlier ones are in its cache."""
     history: bool = True
-    """The tokens before are there in `TokenContext.history`, where `cached`."""
+    """With `cached`: earlier tokens are in `TokenContext.history`."""
     device: str | None = None
     """Kind of device that computes, `cpu` or `cuda`; None: unknown."""
     num_ranks: int = 1
@@ -57,7 +57,7 @@ class Refusing(Protocol):
 
 
 def first_refusal(parts: Mapping[str, Refusing], situation: Situation) -> Refusal | None:
-    """Return the first refusal among the parts of a config, given by the option that holds each."""
+    """Return the first refusal among the parts of a config; the keys are their options."""
     for option, part in parts.items():
         if refusal := part.refusal(situation):
             return refusal.inside(option)
@@ -65,13 +65,13 @@ def first_refusal(parts: Mapping[str, Refusing], situation: Situation) -> Refusa
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that is most like `name`; None if none is as alike as `cutoff`, from 0 to 1."""
+    """Return the known name most similar to `name`; None if every similarity is below `cutoff` (0 to 1)."""
     near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=1, cutoff=cutoff)
     return near[0] if near else None
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`"; did you mean 'num_experts'?"` for a near miss, otherwise the empty string."""
+    """Return `"; did you mean 'num_experts'?"` for a similar name, otherwise an empty string."""
     near = nearest(name, known, cutoff)
     return suggest([near] if near else [])
 
@@ -82,12 +82,12 @@ def suggest(names: Sequence[str]) -> str:
 
 
 def any_of(names: Sequence[str]) -> str:
-    """`"'a' or 'b'"`, of at most three names."""
+    """Format `"'a' or 'b'"` with the first three names."""
     return " or ".join(f"'{name}'" for name in names[:3])
 
 
 def nearest_or_all(name: str, known: Iterable[str], these: str = "known:") -> str:
-    """`did_you_mean`, or all names if none is near: `"; known: train, report"`."""
+    """Return `did_you_mean`, or all names if none is similar: `"; known: train, report"`."""
     known = list(known)
     return did_you_mean(name, known) or f"; {these} {', '.join(known)}"
 
@@ -99,7 +99,7 @@ UNKNOWN_KEY = "unknown_key"
 def explain(
     error: ValidationError, unknown: Callable[[str, str], str] = lambda path, message: message
 ) -> list[str]:
-    """One sentence per mistake, `model.ffn.num_experts: must be at least 1, got 0`.
+    """Return one sentence per mistake: `model.ffn.num_experts: must be at least 1, got 0`.
 
     Args:
         unknown: (path of an unknown key, message of its config) -> the message to show.
@@ -122,23 +122,23 @@ def explain(
 
 
 def show(value: Any) -> str:
-    """Value as code would write it, shortened to sixty characters; quick for huge values."""
+    """Return the repr of a value, shortened to sixty characters; fast for huge values."""
     try:
         return shorten(_repr.repr(value))
-    except ValueError:  # of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python prints
         return "a huge number"
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """`text` with its middle replaced by dots if longer than `limit`; its end often tells what is wrong."""
+    """Replace the middle of `text` by dots if it exceeds `limit`; the end often names the problem."""
     half = (limit - 3) // 2
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def printable(text: str, also: str = "") -> str:
-    r"""`text` with escapes such as `\x1b` for invisible characters, which could reprogram a terminal.
+    r"""Escape unprintable characters as `\x1b`, since they could reprogram a terminal.
 
-    Spaces of any width, and the characters in `also`, stay.
+    Spaces of any width and the characters in `also` are kept.
     """
     return "".join(
         c if c.isprintable() or c in also or unicodedata.category(c) == "Zs" else escaped(c)
@@ -147,19 +147,19 @@ def printable(text: str, also: str = "") -> str:
 
 
 def escaped(character: str) -> str:
-    r"""Character as Python's code would name it, `\x1b`, in ASCII."""
+    r"""Return the ASCII escape of a character in Python code, such as `\x1b`."""
     return character.encode("unicode_escape").decode("ascii")
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's text, or its type if it has none."""
+    """Return the first line of an error's text, or its type if the text is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def expand_path(path: str, key: str) -> Path:
-    """Replace `~` in a path; ConfigError that names the key if that fails."""
+    """Replace `~` in a path; raise a ConfigError that names the key if that fails."""
     if "\0" in path:
-        raise ConfigError(f"{key}: {path!r} holds a NUL character, which no path can")
+        raise ConfigError(f"{key}: {path!r} contains a NUL character, which a path cannot")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # `~somebody` who does not exist
@@ -171,12 +171,12 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(program: str) -> str:
-    """Command line of a program, `moe-ffn train`."""
+    """Return the command line of a program, `moe-ffn train`."""
     return f"moe-ffn {program}"
 
 
 def install(extra: str) -> str:
-    """Command that installs an extra, `pip install 'moe_ffn[train]'`, or with `'.[train]'` in a clone."""
+    """Return the command that installs an extra: `pip install 'moe_ffn[train]'`, in a clone `'.[train]'`."""
     name = "." if (_ROOT / "pyproject.toml").is_file() else "moe_ffn"
     return f"pip install '{name}[{extra}]'"
 
@@ -203,7 +203,7 @@ _RULES = {
 
 
 _MAX_LINE_LENGTH = 480
-"""Maximum length of a message; a custom class may raise one of any length."""
+"""Maximum length of a message; that of a custom class may have any length."""
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 200

@@ -1,6 +1,7 @@
-"""Classes in a user's file, named by their import path, and the code they come from.
+"""Import of custom classes, `my_file.py:MyConfig`, and a record of the code that was run.
 
-A file is read once: the same bytes are hashed, asked permission for and run; cached bytecode is ignored.
+A file is read once, so that the bytes that are hashed and permitted are those that run. Cached bytecode is
+ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Code:
     """Source file; None for a module without one."""
 
     content: bytes
-    """Bytes of the file; empty where there is none."""
+    """Bytes of the file; empty without a file."""
 
     @property
     def is_file(self) -> bool:
@@ -60,7 +61,7 @@ class Code:
 
     @property
     def module_name(self) -> str:
-        """Key in `sys.modules`; for a file it holds the hash, so that all processes agree."""
+        """Key in `sys.modules`; for a file it contains the hash, so that all processes use the same key."""
         if not self.is_file:
             return self.where
         stem = re.sub(r"\W", "_", Path(self.where).stem)
@@ -68,10 +69,10 @@ class Code:
 
 
 _run: dict[str, Code] = {}
-"""Code that was run, to its end or not, by the name of its module."""
+"""Code that was run, even if it failed, by the name of its module."""
 
 _imported: dict[str, Code] = {}
-"""Code that a class was last taken from, by the part of the tag before the colon."""
+"""Code of the latest import, by the part of the tag before the colon."""
 
 _permit: ContextVar[Callable[[Code], None]] = ContextVar("_permit", default=lambda code: None)
 
@@ -81,7 +82,7 @@ def permitting_imports(permit: Callable[[Code], None]) -> Iterator[None]:
     """Make `import_class` call `permit` before it first runs a module or file.
 
     Args:
-        permit: raises a ConfigError where the code must not run.
+        permit: raises a ConfigError if the code must not run.
     """
     token = _permit.set(permit)
     try:
@@ -91,15 +92,15 @@ def permitting_imports(permit: Callable[[Code], None]) -> Iterator[None]:
 
 
 class FileTag(str):
-    """`my_file.py:ClassName` as it stands in a YAML file; equal to that text.
+    """`my_file.py:ClassName` in a YAML file; a string that equals this text.
 
-    A relative path in it is relative to the folder of that YAML file.
+    A relative path is relative to the folder of the YAML file.
     """
 
     __slots__ = ("resolved",)
 
     resolved: str
-    """Tag whose path is relative to the current folder."""
+    """The tag with its path relative to the current folder."""
 
     def __new__(cls, text: str, folder: Path) -> FileTag:
         tag = super().__new__(cls, text)
@@ -116,11 +117,11 @@ def is_file_tag(text: str) -> bool:
 def import_class(tag: str, family: type[Class]) -> type[Class]:
     """Import the subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
 
-    Importing runs the code of that module, after a warning in the log; `permitting_imports` may raise.
-    Output of that code goes to stderr.
+    Importing logs a warning and runs the code of the module, unless `permitting_imports` forbids it. The
+    code prints to stderr.
 
     Raises:
-        ConfigError: it cannot be imported, or is no such class, or lacks a method.
+        ConfigError: the import failed, or `tag` names no subclass of `family`, or a method is missing.
     """
     where, _, name = tag.rpartition(":")
     code = find_code(where)
@@ -145,7 +146,7 @@ def find_code(where: str) -> Code:
     """Read the code that a tag names, without running it.
 
     Raises:
-        ConfigError: its file cannot be read.
+        ConfigError: the file cannot be read.
     """
     if not where.endswith(".py"):
         path = file_of_module(where)
@@ -167,7 +168,7 @@ def find_code(where: str) -> Code:
 
 
 def file_of_module(name: str) -> Path | None:
-    """Source file of a module, found without running its packages."""
+    """Return the source file of a module without importing its packages."""
     try:
         dotted, *rest = name.split(".")
         spec = importlib.util.find_spec(dotted)
@@ -214,7 +215,7 @@ def _ask(code: Code) -> None:
     log.warning("importing %r, which runs its code", code.where)
 
 
-# -- what was imported
+# -- imported code
 
 
 def is_outside(cls: type) -> bool:
@@ -223,28 +224,29 @@ def is_outside(cls: type) -> bool:
 
 
 def imported_code(tag: str) -> Code | None:
-    """Code that was run for a tag; None if none was, or for this package."""
+    """Return the code that was run for a tag; None if none was run, or for a class of this package."""
     where = tag.rpartition(":")[0]
     return None if where.partition(".")[0] == PACKAGE else _imported.get(where)
 
 
 def tag_of(cls: type) -> str:
-    """Tag that imports a class again."""
+    """Return the tag that imports a class."""
     code = _run.get(cls.__module__)
     return f"{cls.__module__ if code is None else code.where}:{cls.__qualname__}"
 
 
-# -- what goes wrong in it
+# -- errors in custom code
 
 
 @contextmanager
 def explaining_outside_errors(culprit: str = "") -> Iterator[None]:
     """Turn an error of custom code, `sys.exit` included, into a ConfigError that names its file and line.
 
-    Ctrl-C, signals, and errors that passed through no custom code are raised unchanged.
+    Ctrl-C and exits after a signal are raised unchanged. Without a `culprit`, so is an error that passed
+    through no custom code.
 
     Args:
-        culprit: name of what failed, for every error; by default the custom file that the error came from.
+        culprit: name of what failed; by default the custom file in the traceback.
     """
     try:
         yield
@@ -259,7 +261,7 @@ def explaining_outside_errors(culprit: str = "") -> Iterator[None]:
 
 
 def _describe(error: BaseException) -> str:
-    """`ZeroDivisionError: division by zero (own.py, line 3, in build)`."""
+    """Format an error as `ZeroDivisionError: division by zero (own.py, line 3, in build)`."""
     if isinstance(error, ValidationError):
         text = explain(error)[0]
     else:
@@ -276,7 +278,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
-    """Innermost line of custom code that an error passed through."""
+    """Return the innermost line of custom code in a traceback."""
     found = None
     for frame, line in traceback.walk_tb(trace):
         code = _run.get(str(frame.f_globals.get("__name__")))

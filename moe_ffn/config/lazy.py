@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, because they need libraries that a user may lack."""
+"""Names of a package that are imported on first use, because they need optional libraries."""
 
 from __future__ import annotations
 

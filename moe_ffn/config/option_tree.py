@@ -13,12 +13,12 @@ from moe_ffn.config.base import Config, TaggedConfig, help_texts
 from moe_ffn.config.errors import ConfigError, any_of, explain, nearest, suggest
 
 REQUIRED = "(required)"
-"""Value of an option without a value or default."""
+"""Value shown for an option that has neither a value nor a default."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Key of a config, or the config itself, whose path is empty."""
+    """Option or section of a config; the root is a section with an empty path."""
 
     path: str
     """Dotted path, `model.ffn.router.k`."""
@@ -33,7 +33,7 @@ class Option:
 
     @property
     def declared(self) -> type[Config] | None:
-        """Declared class of its value, for a family the base; None for a plain value."""
+        """Config class in the annotation, the root of a family included; None for a plain value."""
         is_union = get_origin(self.annotation) in (Union, UnionType)
         for candidate in get_args(self.annotation) if is_union else [self.annotation]:
             if isinstance(candidate, type) and issubclass(candidate, Config):
@@ -50,17 +50,17 @@ class Option:
 
     @property
     def type(self) -> Any:
-        """Type of a section."""
+        """`type` of a section."""
         return self.value.get("type") if isinstance(self.value, Mapping) else self.value
 
     @property
     def is_from_outside(self) -> bool:
-        """True for a custom class, whose code --help does not run."""
+        """True for a custom class; `--help` does not run its code."""
         return self.family is not None and isinstance(self.type, str) and ":" in self.type
 
     @property
     def config(self) -> type[Config] | None:
-        """Class of its value; None for a plain value and for null.
+        """Config class of the value; None for a plain value and for null.
 
         Raises:
             ConfigError: the value names an unknown type.
@@ -79,7 +79,7 @@ class Option:
     def children(self) -> list[Option]:
         """Options of a section in order; empty for a plain value or an unknown type."""
         if self.is_from_outside:
-            text = "Its options are not listed, since --help runs no custom code; --print-config has them."
+            text = "Its options are not listed, since --help runs no custom code; --print-config shows them."
             return [Option(self._below("type"), None, self.type, f"{self.meaning} {text}".lstrip())]
         try:
             config = self.config
@@ -88,7 +88,7 @@ class Option:
         return [] if config is None else self.options_of(config)
 
     def options_of(self, config: type[Config]) -> list[Option]:
-        """Options below this one if its value is of class `config`."""
+        """Return the options of this section for the class `config`."""
         fields, meanings = [], help_texts(config)
         for name, field in config.model_fields.items():
             value = self.value.get(name) if isinstance(self.value, Mapping) else None
@@ -105,7 +105,7 @@ class Option:
         return fields
 
     def switched_on(self) -> Option:
-        """Replace a null section by its defaults; others stay."""
+        """Return a null section with its defaults; any other option unchanged."""
         is_off = self.value is None and self.family is None and self.declared is not None
         return replace(self, value={}) if is_off else self
 
@@ -116,7 +116,7 @@ class Option:
             yield from child.everything()
 
     def leaves(self) -> Iterator[Option]:
-        """All options at and below this one that are no sections.
+        """All options at and below this one, without sections.
 
         Raises:
             ConfigError: a section names an unknown type.
@@ -126,7 +126,7 @@ class Option:
                 yield option
 
     def find(self, path: str) -> Option | None:
-        """Find the option or section below this one with a path, inside null sections too."""
+        """Find the option or section at a path below this one, also inside null sections."""
         option: Option | None = self
         for name in path.split("."):
             below = [] if option is None else option.switched_on().children()
@@ -142,7 +142,7 @@ def option_tree(root: type[Config], options: Mapping[str, Any]) -> Option:
 
 
 def members_of(family: type[TaggedConfig]) -> dict[type[TaggedConfig], list[str]]:
-    """Classes of a family, each with the types that name it."""
+    """Return the classes of a family, each with its type names."""
     members: dict[type[TaggedConfig], list[str]] = {}
     for name, member in family.members.items():
         members.setdefault(member, []).append(name)
@@ -161,7 +161,7 @@ def show_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# -- names that are no option
+# -- unknown names
 
 
 ALSO_CALLED = {
@@ -200,23 +200,23 @@ NOT_OF_THE_TRAINER = {
     "barebones": "the loggers and checkpoints of a run are its result",
     "callbacks": "they are objects; write a program with moe_ffn.runs.assemble",
     "enable_checkpointing": "the best and the last weights are always kept",
-    "enable_model_summary": "the model table stands for it",
-    "enable_progress_bar": "the progress display stands for it",
+    "enable_model_summary": "the model table replaces it",
+    "enable_progress_bar": "the progress display replaces it",
     "logger": "use logging",
     "num_sanity_val_steps": "the first validation comes soon enough",
     "overfit_batches": "give data.corpus a small text",
     "plugins": "they are objects; write a program with moe_ffn.runs.assemble",
-    "sync_batchnorm": "no block has a BatchNorm; one of yours may hold torch.nn.SyncBatchNorm",
-    "use_distributed_sampler": "every rank takes its part of each batch already",
+    "sync_batchnorm": "no block has a BatchNorm; a custom block may use torch.nn.SyncBatchNorm",
+    "use_distributed_sampler": "each rank already reads its share of each batch",
 }
 """Argument of `lightning.Trainer` without an option here -> reason."""
 
 
 def explain_unknown(path: str, message: str, tree: Option) -> str:
-    """Message about a path that is no option of `tree`.
+    """Return the message about a path that is not an option of `tree`.
 
     Args:
-        message: of its own section, with or without a similar name.
+        message: the message of the path's own section, which may suggest a similar name.
     """
     if named := _type_of_that_name(path, tree):
         return named
@@ -233,16 +233,16 @@ def explain_unknown(path: str, message: str, tree: Option) -> str:
 
 
 def nearest_options(typed: str, tree: Option) -> str:
-    """`"; did you mean 'optimizer.learning_rate'?"` for `trainer.learning_rate`, `lr` or `learn_rate`.
+    """Return `"; did you mean 'optimizer.learning_rate'?"` for `trainer.learning_rate`, `lr` or `learn_rate`.
 
-    The empty string if no option has such a name, or nearly.
+    Empty if no option has this name or a similar one.
     """
     near = nearest(typed.rpartition(".")[2], (option.name for option in tree.everything()))
     return suggest(_same_name(typed, tree) or (_same_name(near, tree) if near else []))
 
 
 def _type_of_that_name(typed: str, tree: Option) -> str:
-    """Show the type of its section that is called so, as in `{type: latent, width: 16, experts: {...}}`."""
+    """Explain that an unknown key is a type of its section, `{type: latent, width: 16, experts: {...}}`."""
     section, name = _section_of(typed, tree)
     if section is None or section.family is None or name not in section.family.members:
         return ""
@@ -259,13 +259,13 @@ def _type_of_that_name(typed: str, tree: Option) -> str:
 
 
 def _section_of(typed: str, tree: Option) -> tuple[Option | None, str]:
-    """Section that a path lies in, None if it is unknown or the root, and the key in it."""
+    """Split a path into its section, None for an unknown one or the root, and the key in the section."""
     path, _, name = typed.rpartition(".")
     return (tree.find(path) if path else None), name
 
 
 def _of_another_type(typed: str, tree: Option) -> str:
-    """Name the types of its section that have an option of this name; empty without one."""
+    """Name the types of the section that have this option; empty if there is none."""
     section, name = _section_of(typed, tree)
     if section is None or section.family is None:
         return ""
@@ -280,7 +280,7 @@ def _of_another_type(typed: str, tree: Option) -> str:
 
 
 def _same_name(typed: str, tree: Option) -> list[str]:
-    """Paths of options that are named as `typed` ends: those in its section, or all, the shortest first."""
+    """Return the options named like the last part of `typed`: in its section, or anywhere, shortest first."""
     section, _, name = typed.replace("-", "_").rpartition(".")
     names = (name, ALSO_CALLED.get(name))
     paths = [option.path for option in tree.everything() if option.name in names]

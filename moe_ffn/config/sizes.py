@@ -1,4 +1,4 @@
-"""Default widths, and what a matrix costs: the arithmetic behind every comparison."""
+"""Default hidden widths, exact shares, and parameters and FLOPs of a matrix."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig
 from moe_ffn.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    FFNConfig = TaggedConfig  # the family of all blocks, which `ffn/base.py` puts in its place
+    FFNConfig = TaggedConfig  # Stand-in for type checkers; `ffn/base.py` resolves the real class.
 
 Budget = Literal["total_params", "active_params", "flops_per_token"]
 """Cost of a block, router and shared expert included."""
 
 
 class MatchConfig(Config, frozen=True):
-    """Hidden width to be solved, so that the block costs what another one does.
+    """Hidden width at which the block costs as much as another block.
 
-    The budget of the whole block of a layer is made equal, however deep in it the width stands.
-    `moe_ffn.ffn.match.solve_widths` replaces it by a number.
+    The budget is that of the layer's whole block, however deep in the config the width is.
+    `moe_ffn.ffn.match.solve_widths` replaces this config by a number.
     """
 
     match: Budget
@@ -51,10 +51,10 @@ HiddenWidth = Annotated[_Width | MatchConfig | None, WrapValidator(_number_or_ma
 
 
 def given_width(d_ff: int | MatchConfig | None) -> int | None:
-    """Return the hidden width, None for a default.
+    """Return the hidden width; None for a default.
 
     Raises:
-        ConfigError: it is a match that is not solved yet.
+        ConfigError: `d_ff` is a match that is not solved yet.
     """
     if isinstance(d_ff, MatchConfig):
         raise ConfigError(
@@ -65,19 +65,19 @@ def given_width(d_ff: int | MatchConfig | None) -> int | None:
 
 
 MAX_SHARE = 10**9
-"""Upper bound of `share_of` and of its denominator; times a number of pairs, both fit into int64."""
+"""Upper bound of a share and of its denominator; products with a number of pairs fit into int64."""
 
 
 _MAX_DEFAULT_WIDTH = 10 * MAX_COUNT
 
 
 def share_of(*factors: float, parts: int) -> tuple[int, int]:
-    """Product of `factors` over `parts`, as an exact numerator and denominator.
+    """Return the product of `factors` divided by `parts` as an exact numerator and denominator.
 
-    In floating point 0.3 * 50 is a little over 15, and its ceiling 16. The result lies between 1 /
-    `MAX_SHARE` and `MAX_SHARE`: a positive factor is never rounded to nothing.
+    In floating point 1.1 * 50 is slightly above 55, so that its ceiling is 56. The result is clamped to
+    1 / `MAX_SHARE` and `MAX_SHARE`, so that a positive factor is never rounded to zero.
     """
-    if torch.compiler.is_dynamo_compiling():  # which leaves floats open with `dynamic=True`
+    if torch.compiler.is_dynamo_compiling():  # floats are symbolic with `dynamic=True`
         from torch.fx.experimental.symbolic_shapes import guard_scalar  # loads SymPy
 
         factors = tuple([guard_scalar(factor) for factor in factors])
@@ -93,37 +93,38 @@ def _exact_share(factors: tuple[float, ...], parts: int) -> tuple[int, int]:
     return share.numerator, share.denominator
 
 
-# What `torch.compiler.assume_constant_result` does, without loading the compiler, which knows no fractions.
+# Dynamo cannot trace fractions. As `torch.compiler.assume_constant_result`, without importing the compiler.
 vars(_exact_share)["_dynamo_marked_constant"] = True
 
 Counts = TypeVar("Counts", int, Tensor)
 
 
 def ceil_of_share(counts: Counts, share: tuple[int, int]) -> Counts:
-    """ceil(share * count) of whole numbers or int64 counts, exactly and without reading them on the host."""
+    """Return the exact ceil(share * count) of an int or an int64 tensor, without a device sync."""
     numerator, denominator = share
     whole, rest = divmod(numerator, denominator)
     return counts * whole - (-counts * rest // denominator)
 
 
 def gated_width(d_model: float, multiple_of: int = 8) -> int:
-    """Hidden width at which a gated block has the parameters of a dense one of 4 * d_model.
+    """Return the hidden width at which a gated block has as many parameters as a dense one of 4 * d_model.
 
-    It has three matrices instead of two, so 2/3 of the width: 8/3 * d_model (Shazeer 2020, section 4).
+    A gated block has three matrices instead of two, so 2/3 of the width: 8/3 * d_model (Shazeer 2020,
+    section 4).
     """
     return round_width(8 * d_model / 3, multiple_of)
 
 
 def round_width(width: float, multiple_of: int = 8) -> int:
-    """Round to a multiple of `multiple_of`, at least one; products are faster at such widths.
+    """Round to a positive multiple of `multiple_of`; matrix products are faster at such widths.
 
     Raises:
-        ConfigError: the width exceeds any memory, as that of experts of a tiny `router.k` does.
+        ConfigError: the width exceeds any memory, as with a tiny `router.k`.
     """
     if width > _MAX_DEFAULT_WIDTH:
         raise ConfigError(
-            f"d_ff: the hidden width would be {width:.3g} by default, for which there is no memory; set "
-            "d_ff, or raise router.k"
+            f"d_ff: the default hidden width would be {width:.3g}, too large for any memory; set d_ff, or "
+            "raise router.k"
         )
     return max(multiple_of, round(width / multiple_of) * multiple_of)
 
@@ -133,7 +134,7 @@ def linear_params(d_in: int, d_out: int, bias: bool) -> int:
 
 
 TRAINING_FLOPS = 3
-"""FLOPs of a training step over those of its forward pass: the backward pass costs two more."""
+"""FLOPs of a training step divided by those of its forward pass; a backward pass costs two forward passes."""
 
 
 def linear_flops(d_in: int, d_out: int) -> int:
@@ -145,7 +146,7 @@ def linear_flops(d_in: int, d_out: int) -> int:
 def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
     """Fill (..., out, in) weights, and their bias, from U(-1/sqrt(in), 1/sqrt(in)).
 
-    `nn.Linear` does so for one matrix; `nn.init` would count the expert axis as fan-in.
+    `nn.Linear` initialises one matrix like this; `nn.init` would count the expert axis as fan-in.
     """
     bound = 1 / math.sqrt(weight.shape[-1])
     nn.init.uniform_(weight, -bound, bound)

@@ -1,8 +1,8 @@
-"""Trust in the code of a run's folder: code that this user has run before, or trusts by `--trust-code`.
+"""Trust in custom code of a run's folder: the user ran it before, or gave `--trust-code`.
 
 A config on the command line is the user's own. A run's folder may come from another person, and reading its
-`config.yaml` would run the code that it names. So the sha256 of the code of this user's runs is stored
-outside any run, one file each, which needs no lock.
+`config.yaml` runs the code that the file names. Therefore the sha256 of each code file of the user's runs is
+stored outside the runs, in a file per hash, which needs no lock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UntrustedCodeError(ConfigError):
 
 @contextmanager
 def accepting_code(accept: bool = True) -> Iterator[None]:
-    """Trust code in a run's folder from its first use on, as `--trust-code` asks."""
+    """Trust and remember all code that a run's folder names, as `--trust-code` asks."""
     token = _accepting.set(accept or _accepting.get())
     try:
         yield
@@ -38,10 +38,10 @@ def accepting_code(accept: bool = True) -> Iterator[None]:
 
 @contextmanager
 def only_trusted_code(folder: Path) -> Iterator[None]:
-    """Run only trusted code of the run in `folder`.
+    """Import only trusted code while the run in `folder` is read.
 
     Raises:
-        UntrustedCodeError: the run names other code; none of it was run.
+        UntrustedCodeError: the run names untrusted code, which was not run.
     """
     refused: list[Code] = []
 
@@ -64,8 +64,8 @@ def only_trusted_code(folder: Path) -> Iterator[None]:
             f"'{code.where}' (sha256 {code.sha256[:16]}...)" for code in dict.fromkeys(refused)
         )
         raise UntrustedCodeError(
-            f"'{folder}' names code that no run of yours began with: {named}; read it, and if you trust it "
-            f"add {FLAG}"
+            f"'{folder}' names code that none of your runs started with: {named}; read it, and if you "
+            f"trust it add {FLAG}"
         ) from error
 
 
@@ -89,7 +89,7 @@ def trust(codes: Iterable[Code]) -> None:
 
 
 def _folder() -> Path | None:
-    """Folder of the trusted digests (XDG base directories); None for a user without a home."""
+    """Return the folder of the trusted hashes (XDG base directories); None for a user without a home."""
     given = os.environ.get("XDG_STATE_HOME", "")
     try:
         state = Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "state"

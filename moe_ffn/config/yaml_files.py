@@ -23,13 +23,13 @@ from moe_ffn.files import reason
 RootConfig = TypeVar("RootConfig", bound=Config)
 
 _MAX_BYTES = 100_000
-"""A config of sixty layers that all differ fits."""
+"""Maximum size of a config; sixty layers that all differ fit."""
 
 
 def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
-    """Validate plain options; ConfigError with one line per mistake.
+    """Validate plain options; raise a ConfigError with one line per mistake.
 
-    A line on stderr warns before the code of a custom class runs.
+    A warning is logged before the code of a custom class runs.
     """
     try:
         with explaining_outside_errors():
@@ -45,7 +45,7 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `above` into `below`, mapping by mapping.
 
-    A mapping whose `type` differs replaces the old one whole: no argument of a swapped FFN is left behind.
+    A mapping with another `type` replaces the old one, so that no option of the old type remains.
     """
     merged = dict(below)
     for key, new in above.items():
@@ -53,7 +53,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         if old is None:
             merged[key] = new
         elif isinstance(new, str):
-            # `ffn: moe` over an MoE leaves the MoE as it is.
+            # `ffn: moe` keeps the options of an MoE that is already there.
             merged[key] = merged[key] if new == old.get("type") else new
         else:
             swapped = "type" in old and new.get("type", old["type"]) != old["type"]
@@ -65,7 +65,7 @@ def nest(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Nest (dotted key, value) pairs; later ones win.
 
     An option inside a mapping wins over the mapping, in any order: `--model.ffn.d_ff 64 --model.ffn swiglu`
-    loses neither.
+    sets both.
     """
     result: dict[str, Any] = {}
     for path, value in sorted(options, key=lambda option: option[0].count(".")):
@@ -76,14 +76,14 @@ def nest(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _as_options(value: Any) -> Mapping[str, Any] | None:
-    """Options of a mapping, or of `swiglu`, short for `{type: swiglu}`; None for anything else."""
+    """Return the options of a mapping, or of `swiglu`, short for `{type: swiglu}`; None for anything else."""
     if isinstance(value, str):
         return {"type": value}
     return value if isinstance(value, Mapping) else None
 
 
 def read_yaml(path: Path, where: str) -> dict[str, Any]:
-    """Read the mapping in a YAML file; ConfigError that begins with `where`."""
+    """Read the mapping in a YAML file; a ConfigError begins with `where`."""
     try:
         with path.open("rb") as file:  # or a pipe, such as `<(command)`
             content = file.read(_MAX_BYTES + 1)
@@ -103,11 +103,11 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
     try:
         return _with_folder(options, path.parent)
     except RecursionError as error:
-        raise ConfigError(f"{where}: is nested too deep, or holds itself") from error
+        raise ConfigError(f"{where}: is nested too deep, or contains itself") from error
 
 
 def _with_folder(value: Any, folder: Path) -> Any:
-    """Turn paths to classes in the values of a YAML file into a FileTag."""
+    """Turn each `file.py:ClassName` among the values of a YAML file into a FileTag."""
     if isinstance(value, dict):
         return {key: _with_folder(item, folder) for key, item in value.items()}
     if isinstance(value, list):
@@ -119,8 +119,8 @@ def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
     """Read the config of a run; every line of a ConfigError names the file.
 
     Raises:
-        UntrustedCodeError: it names untrusted code; none of it was run.
-        ConfigError: it is no such config.
+        UntrustedCodeError: the file names untrusted code, which was not run.
+        ConfigError: the file is not a valid config.
     """
     try:
         with only_trusted_code(path.parent):
@@ -136,13 +136,13 @@ def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
 
 
 def to_yaml(options: Config | Mapping[str, Any]) -> str:
-    """Write options as YAML that `--config` reads back."""
+    """Format options as YAML that `--config` can read."""
     plain = options.to_dict() if isinstance(options, Config) else dict(options)
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def flag_value(value: Any) -> str:
-    """Format a value as it is typed behind a flag, in the quotes that a shell needs."""
+    """Format a value for the command line, quoted for the shell."""
     if not isinstance(value, Mapping | list | tuple):
         return shlex.quote(show_value(value))
     text = yaml.safe_dump(
@@ -152,9 +152,9 @@ def flag_value(value: Any) -> str:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Parse a flag's value as YAML; mappings and lists only in brackets, so that text may hold `: `.
+    """Parse a flag's value as YAML; mappings and lists need brackets, so that text may contain `: `.
 
-    `--sample.prompt "def f(x):"` is that text, and not a mapping.
+    The value of `--sample.prompt "def f(x):"` is text, not a mapping.
     """
     if text.lstrip()[:1] in ("{", "[", '"', "'"):
         return parse_yaml(text, where)
@@ -166,7 +166,7 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse plain values from YAML; ConfigError that begins with `where` for anything else."""
+    """Parse plain values from YAML; raise a ConfigError that begins with `where` for anything else."""
     if len(text) > _MAX_BYTES:
         raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
     try:
@@ -179,7 +179,7 @@ def parse_yaml(text: str, where: str) -> Any:
     except RecursionError as error:
         raise ConfigError(f"{where}: is nested too deep") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # A key that is a list, `!!bool maybe`, a number of ten thousand digits: as PyYAML fails.
+        # PyYAML raises these for a key that is a list, `!!bool maybe`, or a number of ten thousand digits.
         problem = shorten(first_line(error), 120)
         raise ConfigError(
             f"{where}: is not valid YAML: a value cannot be read: {problem}"
@@ -187,7 +187,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as people expect it.
+    """YAML 1.1 without its surprises.
 
     `1e-3` is a number, `1:30` and `2026-11-21` are text, and a key given twice is a mistake.
     """
@@ -206,7 +206,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
-"""Types of values in a config. Other tags, `!!python/object` first, are rejected."""
+"""Types of values in a config. Other tags, such as `!!python/object`, are rejected."""
 
 _Loader.yaml_constructors = {
     tag: construct

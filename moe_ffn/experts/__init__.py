@@ -1,6 +1,6 @@
-"""WHAT one expert is; all E of a layer are stacked into one weight per matrix. One file per kind.
+"""Kinds of experts; each weight stacks the E experts of a layer. Each file has related kinds.
 
-A new kind is one file in this folder, and one line here.
+To add a kind, add a file to this folder and an import to this one.
 """
 
 from moe_ffn.experts.base import Experts as Experts

@@ -1,4 +1,4 @@
-"""The interface of every kind of expert: (tokens, plan) -> weighted sums.
+"""Interface of every kind of expert: (tokens, plan) -> weighted sums.
 
 T tokens, D model width
 """
@@ -19,20 +19,20 @@ from moe_ffn.outputs import Plan
 
 
 class ExpertsConfig(TaggedConfig, frozen=True):
-    """The kind of network of the E experts of a layer.
+    """Config of the E experts of a layer.
 
-    By default the `experts_per_token` experts of a token share the width of the dense block, so that
-    a layer costs as much as the dense block.
+    By default each of a token's `experts_per_token` experts gets an equal part of the dense block's width, so
+    that a layer costs as much as the dense block.
 
-    Custom experts subclass this in any file and define `build`, `params_per_expert` and `flops_per_pair`.
-    YAML names them as `experts: {type: my_module:MyConfig}`; see `docs/custom_parts.md`.
+    For custom experts, subclass this in any file; define `build`, `params_per_expert` and `flops_per_pair`.
+    YAML names the class as `experts: {type: my_module:MyConfig}`; see `docs/custom_parts.md`.
     """
 
     divides_over_ranks: ClassVar[bool] = False
-    """True if the module computes with its rank's part of distributed weights. The first axis of each weight
-    has to count the experts, so that experts share no weight."""
+    """True if the module can compute with its rank's part of distributed weights. The first axis of every
+    weight must be the expert, so experts share no weights."""
     reads_input: ClassVar[bool] = True
-    """False where an expert returns the same for every token."""
+    """False if an expert's output is the same for every token."""
 
     @abstractmethod
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts: ...
@@ -42,31 +42,31 @@ class ExpertsConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
-        """Forward FLOPs of the matrix products of one expert on one token."""
+        """Return the forward FLOPs of the matrix products of one expert on one token."""
 
     @property
     def innermost(self) -> ExpertsConfig:
-        """The experts that have weights of their own, inside kinds that hold experts."""
+        """The experts inside all wrappers."""
         return self
 
     def dispatch_width(self, d_model: int) -> int:
-        """Width of the tokens that are dispatched to the experts."""
+        """Return the width of the dispatched tokens."""
         return d_model
 
     def shared_params(self, d_model: int, experts_per_token: float) -> int:
-        """Parameters that all experts of a layer share; each token is taken to pass through them."""
+        """Return the number of parameters that all experts of a layer share; every token uses them."""
         return 0
 
     def shared_flops_per_token(self, d_model: int, experts_per_token: float) -> int:
-        """Forward FLOPs of the matrix products done once for a token, however many experts it goes to."""
+        """Return the forward FLOPs of the matrix products that a token needs once for all its experts."""
         return 0
 
     def flops_around_dispatch(self, d_model: int) -> int:
-        """Forward FLOPs per token of `Experts.before_dispatch` and `Experts.after_combine`."""
+        """Return the forward FLOPs per token of `Experts.before_dispatch` and `Experts.after_combine`."""
         return 0
 
     def with_fixed_width(self, d_model: int, experts_per_token: float) -> ExpertsConfig:
-        """The same experts, as wide as now however many of them a token then goes to."""
+        """Return a config with the current width, independent of later `experts_per_token`."""
         return self
 
     def refusal(self, situation: Situation) -> Refusal | None:
@@ -81,42 +81,42 @@ class ExpertsConfig(TaggedConfig, frozen=True):
 
 
 class Experts(nn.Module, ABC):
-    """E parallel networks of the same shape, their weights stacked along the first axis."""
+    """E parallel networks of equal shape; their weights are stacked along the first axis."""
 
     by_row: bool = False
-    """True where an expert is a row of some tables: then plans are lists of pairs (`dispatch.plan_of_list`),
-    and nothing is done for an expert that no token goes to."""
+    """True if an expert is a row of embedding tables. Plans are then unsorted (`dispatch.plan_of_list`), and
+    experts without tokens cost nothing."""
 
     @property
     def innermost(self) -> Experts:
-        """The experts whose weights ranks divide, inside kinds that hold experts."""
+        """The experts inside all wrappers, whose weights are divided among ranks."""
         return self
 
     def before_dispatch(self, x_TD: Tensor) -> Tensor:
-        """Change the tokens on their own rank, before they travel to their experts."""
+        """Transform the tokens on their own rank, before they are dispatched."""
         return x_TD
 
     @abstractmethod
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        """Gather, compute, weight and add up as `plan` says; the shape and dtype of `x_TD`."""
+        """Return the weighted sums over the pairs of `plan`, with the shape and dtype of `x_TD`."""
 
     def after_combine(self, y_TD: Tensor) -> Tensor:
-        """Change the weighted sums on the rank of their tokens."""
+        """Transform the weighted sums on the rank of their tokens."""
         return y_TD
 
     def run(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        """(T, D), all three steps, where every expert is on this rank."""
+        """Run all three steps, if every expert is on this rank; return (T, D)."""
         return self.after_combine(self(self.before_dispatch(x_TD), plan))
 
     def weights(self) -> ExpertWeights | None:
-        """The parameters themselves, as those of E networks with hidden units; None of any other kind."""
+        """Return the parameters (no copies) of E networks with hidden units; None for other kinds."""
         return None
 
 
 def compile_kernels(model: nn.Module, device: torch.device) -> None:
-    """Compile the CPU kernels that a model with experts uses, where this machine has not yet.
+    """Compile the CPU kernels for a model with experts, unless this machine has them.
 
-    Call it before a clock starts: otherwise the first step compiles them.
+    Call it before timing; otherwise the first step compiles them.
     """
     if device.type == "cpu" and any(isinstance(part, Experts) for part in model.modules()):
         unavailable_reason()

@@ -20,10 +20,11 @@ from moe_ffn.outputs import Plan
 
 
 class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
-    """Experts of a few vectors each, for a router of very many, `product_key`.
+    """Experts of one or two vectors each, for the router `product_key`, which chooses among very many.
 
-    A token reads the rows of its own experts alone. Gradients are dense, as large as the tables, since the
-    optimizers here take no sparse ones; as embeddings they have no weight decay and are AdamW's under Muon.
+    A token reads only the rows of its own experts. Gradients are dense, as large as the tables, because the
+    optimizers here do not support sparse gradients. Like other embeddings, the tables have no weight decay,
+    and AdamW updates them if the optimizer is Muon.
     """
 
     num_tables: ClassVar[int]
@@ -38,16 +39,16 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
         if situation.num_ranks == 1:
             return None
         return Refusal(
-            f"type '{self.type}' looks rows of tables up for each token, and cannot be sent tokens of "
+            f"type '{self.type}' looks up table rows for each token, and cannot compute the tokens of "
             "other ranks",
             "set parallel.expert to 1; parallel.shard divides the tables",
         )
 
     def require_memory(self, d_model: int, num_experts: int) -> None:
-        """Refuse tables larger than the machine's memory.
+        """Check that the tables fit into memory.
 
         Raises:
-            ConfigError: they are.
+            ConfigError: the tables are too large.
         """
         require_table_memory(
             num_experts * self.num_tables,
@@ -58,7 +59,7 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
 
 
 class EmbeddingExperts(Experts):
-    """Experts whose rows are looked up for each pair."""
+    """Experts that are table rows, looked up for each pair."""
 
     by_row: bool = True
     config: Any
@@ -75,15 +76,15 @@ class EmbeddingExperts(Experts):
 class SingleNeuronExpertsConfig(EmbeddingExpertsConfig, frozen=True):
     """PEER's experts of one hidden unit, e_i(x) = act(u_i . x) v_i.
 
-    He 2024, "Mixture of A Million Experts" (arXiv:2407.04153), section 2. There 8 queries choose 16 of
-    1,024^2 experts each, ahead of dense blocks and of mixtures of large experts at 6e18 and at 2e19 FLOPs.
+    He 2024, "Mixture of A Million Experts" (arXiv:2407.04153), section 2. In the paper, 8 queries choose 16
+    of 1,024^2 experts each, and beat dense blocks and mixtures of large experts at 6e18 and 2e19 FLOPs.
     """
 
     num_tables: ClassVar[int] = 2
 
     type: Literal["single_neuron"] = "single_neuron"
     activation: Activation = "gelu"
-    """Element-wise function of the one hidden unit."""
+    """Activation function of the hidden unit."""
 
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
         return SingleNeuronExperts(self, d_model, num_experts, experts_per_token)
@@ -100,7 +101,7 @@ class SingleNeuronExperts(EmbeddingExperts):
         experts_per_token: float,
     ) -> None:
         super().__init__(config, d_model, num_experts)
-        # As the two matrices of one network that is as wide as a token's experts are many.
+        # Initialise like one network whose width is the number of experts per token.
         self.up = _table(num_experts, d_model, bound=d_model**-0.5)
         self.down = _table(num_experts, d_model, bound=experts_per_token**-0.5)
 
@@ -113,7 +114,7 @@ class SingleNeuronExperts(EmbeddingExperts):
 
 
 class ValueExpertsConfig(EmbeddingExpertsConfig, frozen=True):
-    """The values of a product-key memory: e_i = v_i, whatever the token.
+    """The values of a product-key memory: e_i = v_i, for every token.
 
     Lample et al. 2019, "Large Memory Layers with Product Keys" (arXiv:1907.05242), section 3.1.
     """
@@ -141,28 +142,28 @@ class ValueExperts(EmbeddingExperts):
 
 
 def expert_of_each_pair(plan: Plan, num_experts: int) -> Tensor:
-    """int64 (N,): the expert of each pair of a plan, which is a list or sorted by expert."""
+    """Return int64 (N,), the expert of each pair of a plan, sorted or listed."""
     if plan.expert_ids_N is not None:
         return plan.expert_ids_N
     places_N = torch.arange(len(plan.token_ids_N), device=plan.token_ids_N.device)
     ids_N = torch.searchsorted(plan.offsets_E.long(), places_N, right=True)
-    return ids_N.clamp(max=num_experts - 1)  # pairs that are not computed, of weight 0, stand last
+    return ids_N.clamp(max=num_experts - 1)  # the last pairs may be uncomputed ones, with weight 0
 
 
 def dot_with_token(rows_ND: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
-    """(N,), the scalar product of each pair's row and its token."""
-    if plan.listed_k is not None:  # without a copy of the token for each of its rows
+    """Return (N,), the dot product of each pair's row with its token."""
+    if plan.listed_k is not None:  # avoids a copy of the token for each of its rows
         rows_TKD = rows_ND.unflatten(0, (-1, plan.listed_k))
         return torch.einsum("tkd,td->tk", rows_TKD, x_TD).flatten()
     return torch.einsum("nd,nd->n", rows_ND, x_TD.index_select(0, plan.token_ids_N))
 
 
 def weighted_sum(rows_ND: Tensor, weights_N: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
-    """(T, D), each token's rows times their weights, in at least float32; the dtype of `x_TD`."""
+    """Return (T, D), the weighted sum of each token's rows, computed in at least float32, like `x_TD`."""
     rows_ND = rows_ND.to(weights_N.dtype)
     with without_autocast(x_TD):
         if plan.listed_k is not None:
-            # Not `len(x_TD)`, by which an exported graph has that many tokens.
+            # Not `len(x_TD)`: torch.export would fix the number of tokens.
             table = (-1, plan.listed_k)
             rows_TKD, weights_TK = rows_ND.unflatten(0, table), weights_N.unflatten(0, table)
             return torch.einsum("tk,tkd->td", weights_TK, rows_TKD).to(x_TD.dtype)
@@ -172,7 +173,7 @@ def weighted_sum(rows_ND: Tensor, weights_N: Tensor, plan: Plan, x_TD: Tensor) -
 
 
 def _table(num_experts: int, d_model: int, *, bound: float = 0.0, std: float = 0.0) -> nn.Embedding:
-    """(E, D) numbers from U(-bound, bound), or from N(0, std^2)."""
+    """Return a table (E, D) drawn from U(-bound, bound), or from N(0, std^2) if `std` is given."""
     table = nn.Embedding(num_experts, d_model, _weight=torch.empty(num_experts, d_model))
     with torch.no_grad():
         _ = table.weight.normal_(std=std) if std else table.weight.uniform_(-bound, bound)

@@ -1,6 +1,6 @@
-"""Experts of stacked matrices: plain ones, down(act(up x)), and gated ones, down(act(gate x) * up x).
+"""Experts of stacked matrices: plain, down(act(up x)), and gated, down(act(gate x) * up x).
 
-T tokens, D model width, E experts, F hidden width, O out, I in
+T tokens, D model width, E experts, F hidden width, O output width, I input width
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from moe_ffn.outputs import Plan
 
 
 class MatrixExpertsConfig(ExpertsConfig, frozen=True):
-    """The options that plain and gated experts share."""
+    """Options that plain and gated experts share."""
 
     num_matrices: ClassVar[int] = 2
     divides_over_ranks: ClassVar[bool] = True
 
     d_ff: HiddenWidth = None
-    """Hidden width of one expert; by default the dense block's, divided by the experts per token. Or
-    `{match: active_params, of: {type: dense, d_ff: 512}}`, solved so that the whole block costs the same."""
+    """Hidden width of one expert; by default the dense block's width over the experts per token. With
+    `{match: active_params, of: {type: dense, d_ff: 512}}` the width is solved for the cost of that block."""
     bias: bool = False
     """Add a bias to every matrix."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of zeroing an activated hidden unit, in training."""
     backend: Literal["auto", "loop", "cpu", "grouped_mm", "triton"] = "auto"
-    """Computes the products; every backend gives the same result."""
+    """Kernels of the products; all backends compute the same result."""
 
     @abstractmethod
     def width(self, d_model: int, experts_per_token: float) -> int:
-        """F, the hidden width of one expert."""
+        """Return F, the hidden width of one expert."""
 
     def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
         width = self.width(d_model, experts_per_token)
@@ -79,10 +79,10 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
 
 
 class MatrixExperts(Experts):
-    """Experts whose weights a backend of `moe_ffn.kernels` takes."""
+    """Experts that run on a backend of `moe_ffn.kernels`."""
 
     config: Any
-    """The config that built them, of their own class."""
+    """Config of the experts, of their own config class."""
 
     activation: Activation
     down: nn.Parameter
@@ -96,7 +96,7 @@ class MatrixExperts(Experts):
 
     @property
     def dropout(self) -> float:
-        """The dropout probability of the current mode."""
+        """Dropout probability in the current mode: 0 in evaluation."""
         return self.config.dropout if self.training else 0.0
 
     def extra_repr(self) -> str:
@@ -109,7 +109,7 @@ class MatrixExperts(Experts):
 def stacked_linear(
     num_experts: int, d_in: int, d_out: int, bias: bool
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """E matrices (E, out, in), and biases (E, out) if asked, each initialised as `nn.Linear` is."""
+    """Return E matrices (E, out, in), and biases (E, out) if `bias`, initialised like `nn.Linear`."""
     weight_EOI = nn.Parameter(torch.empty(num_experts, d_out, d_in))
     bias_EO = nn.Parameter(torch.empty(num_experts, d_out)) if bias else None
     init_linear_(weight_EOI, bias_EO)
@@ -117,7 +117,7 @@ def stacked_linear(
 
 
 class MLPExpertsConfig(MatrixExpertsConfig, frozen=True):
-    """Plain experts: down(act(up x)). The experts of a token share a width of 4 * d_model."""
+    """Plain experts: down(act(up x)). By default a token's experts have a total width of 4 * d_model."""
 
     type: Literal["mlp"] = "mlp"
     activation: Activation = "gelu"
@@ -155,7 +155,7 @@ class MLPExperts(MatrixExperts):
 
 
 class ThreeMatrixExpertsConfig(GateOptions, MatrixExpertsConfig, frozen=True):
-    """The options of all gated experts; the experts of one token share a width of 8/3 * d_model."""
+    """Options of all gated experts; by default a token's experts have a total width of 8/3 * d_model."""
 
     num_matrices: ClassVar[int] = 3
 
@@ -167,7 +167,10 @@ class ThreeMatrixExpertsConfig(GateOptions, MatrixExpertsConfig, frozen=True):
 
 
 class GatedExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
-    """Gated experts: down(act(gate x) * up x). The experts of a token share 8/3 * d_model."""
+    """Gated experts: down(act(gate x) * up x). The type names the gate's activation, as in `GatedConfig`.
+
+    By default a token's experts have a total width of 8/3 * d_model.
+    """
 
     type: GatedType = "swiglu"
 
@@ -179,14 +182,14 @@ class GatedExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
 class ClampedSwiGLUExpertsConfig(ClampOptions, ThreeMatrixExpertsConfig, frozen=True):
     """The gated experts of GPT-OSS (arXiv:2508.10925): clamped SwiGLU with 1 added to the linear part.
 
-    Its options make the gates of models after it, such as that of DeepSeek-V4.
+    Other options give the gates of later models, such as DeepSeek-V4.
     """
 
     type: Literal["clamped_swiglu"] = "clamped_swiglu"
 
 
 class SoftCappedSwiGLUExpertsConfig(SoftCapOptions, ThreeMatrixExpertsConfig, frozen=True):
-    """Gated experts with soft caps: SwiGLU whose gate and linear part are bounded by tanh (Inkling 2)."""
+    """SwiGLU experts whose gate and linear part are bounded by tanh (Inkling 2)."""
 
     type: Literal["soft_capped_swiglu"] = "soft_capped_swiglu"
 
@@ -194,7 +197,7 @@ class SoftCappedSwiGLUExpertsConfig(SoftCapOptions, ThreeMatrixExpertsConfig, fr
 class GatedExperts(MatrixExperts):
     """E networks down(act(gate x) * up x).
 
-    `gate_up` (E, 2 F, D) holds gate's rows before up's; `gate` and `up` are views of it.
+    `gate_up` (E, 2 F, D) has the rows of the gate before those of up; `gate` and `up` are views of it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Kinds of experts that hold experts: in a narrower space, between norms, or with weights on the input.
+"""Wrappers around experts: a narrower space, norms, or weights on the input.
 
 T tokens, D model width, N (token, expert) pairs, R rows
 """
@@ -24,23 +24,22 @@ from moe_ffn.outputs import Plan
 
 
 class ExpertsWrapperConfig(ExpertsConfig, frozen=True):
-    """Experts that hold experts; costs are those of the experts inside and the wrapper's own."""
+    """Experts inside a wrapper; costs are the sum of the inner experts' and the wrapper's own."""
 
-    experts: ExpertsConfig = Field(
-        default_factory=GatedExpertsConfig
-    )  # which is defined with all blocks
-    """The experts inside."""
+    # A factory, because `GatedExpertsConfig` is complete only after all blocks are imported.
+    experts: ExpertsConfig = Field(default_factory=GatedExpertsConfig)
+    """The inner experts."""
 
     def inner_width(self, d_model: int) -> int:
-        """The d_model that the experts inside are built with."""
+        """Return the `d_model` of the inner experts."""
         return d_model
 
     def own_params(self, d_model: int) -> int:
-        """Number of parameters of the wrapper itself."""
+        """Return the number of parameters of the wrapper itself."""
         return 0
 
     def own_flops(self, d_model: int) -> int:
-        """Forward FLOPs per token of the wrapper's own matrix products."""
+        """Return the forward FLOPs per token of the wrapper's own matrix products."""
         return 0
 
     @property
@@ -76,7 +75,7 @@ class ExpertsWrapperConfig(ExpertsConfig, frozen=True):
 
 
 class ExpertsWrapper(Experts):
-    """Experts that hold experts, and delegate to them."""
+    """Experts that delegate to inner experts."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
@@ -103,14 +102,14 @@ class ExpertsWrapper(Experts):
 class LatentExpertsConfig(ExpertsWrapperConfig, frozen=True):
     """Experts in a narrower space: y = W_out sum_i w_i E_i(W_in x); router and shared expert read x.
 
-    LatentMoE (Elango et al. 2026, arXiv:2601.18089), tried up to 95 B parameters and 1 T tokens; Nemotron 3.
-    Weights of an expert, and tokens that ranks exchange, are d_model / width times smaller: that many times
-    the experts, and experts per token, cost the same but for the two projections.
+    LatentMoE (Elango et al. 2026, arXiv:2601.18089), tested up to 95 B parameters and 1 T tokens; Nemotron 3.
+    The weights of an expert, and the tokens that ranks exchange, are d_model / width times smaller. At equal
+    cost, except for the two projections, a layer can have that many times more experts and experts per token.
     """
 
     type: Literal["latent"] = "latent"
     width: int = Field(ge=1, le=MAX_COUNT)
-    """Width of the space: the d_model that the experts inside are built with."""
+    """Width of the narrower space, the `d_model` of the inner experts."""
     bias: bool = False
     """Add a bias to both projections."""
 
@@ -172,18 +171,18 @@ class InnerNorm(nn.RMSNorm):
 
 
 def build_norm(config: InnerNormConfig | None, width: int) -> nn.Module:
-    """The norm, or the identity where there is none."""
+    """Return the norm, or the identity for None."""
     return nn.Identity() if config is None else InnerNorm(config, width)
 
 
 class NormedExpertsConfig(ExpertsWrapperConfig, frozen=True):
-    """Experts between RMS norms; each norm is off by default, and `{}` is one with default options."""
+    """Experts between RMS norms; each norm is off by default, and `{}` is a norm with default options."""
 
     type: Literal["normed"] = "normed"
     input: InnerNormConfig | None = None
-    """Norm of the tokens that the experts read; router and shared expert read them without it (Gemma 4)."""
+    """Norm of the experts' input; router and shared expert read tokens without this norm (Gemma 4)."""
     each: InnerNormConfig | None = None
-    """Norm of the output of each expert, before it is weighted; all share one scale (Muse Spark)."""
+    """Norm of each expert's output before weighting; all experts share one scale (Muse Spark)."""
     output: InnerNormConfig | None = None
     """Norm of the weighted sum of the experts (Gemma 4)."""
 
@@ -193,7 +192,7 @@ class NormedExpertsConfig(ExpertsWrapperConfig, frozen=True):
         if self.each is not None and "input_weighted" in kinds:
             raise ValueError(
                 "each normalises outputs before they are weighted, but experts.type ('input_weighted') "
-                "weighs inputs; write {type: input_weighted, experts: {type: normed, ...}}"
+                "weights inputs; write {type: input_weighted, experts: {type: normed, ...}}"
             )
         return self
 
@@ -234,7 +233,7 @@ class NormedExperts(ExpertsWrapper):
 
 
 class InputWeightedExpertsConfig(ExpertsWrapperConfig, frozen=True):
-    """Experts whose weights multiply what they read, not what they return (Llama 4)."""
+    """Experts whose inputs, not outputs, are multiplied by the router's weights (Llama 4)."""
 
     type: Literal["input_weighted"] = "input_weighted"
 
@@ -242,8 +241,8 @@ class InputWeightedExpertsConfig(ExpertsWrapperConfig, frozen=True):
     def _check_that_experts_read_their_input(self) -> InputWeightedExpertsConfig:
         if not (kind := self.experts.innermost).reads_input:
             raise ValueError(
-                f"type 'input_weighted' multiplies what an expert reads, but those of type '{kind.type}' "
-                "read nothing; use them without it"
+                f"type 'input_weighted' weights the input of experts, but experts of type '{kind.type}' "
+                f"ignore their input; use '{kind.type}' without it"
             )
         return self
 
@@ -263,7 +262,7 @@ class InputWeightedExperts(ExpertsWrapper):
 
 
 def rows_of_pairs(x_RD: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
-    """Each pair as a row of its own, (N, D), and their plan, with weights of 1."""
+    """Return a copy of the token of each pair, (N, D), and the plan of these rows, with weights 1."""
     rows_ND = x_RD.index_select(0, plan.token_ids_N)
     places_N = torch.arange(rows_ND.shape[0], device=x_RD.device)
     ones_N = torch.ones_like(plan.weights_N)

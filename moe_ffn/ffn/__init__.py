@@ -1,6 +1,6 @@
-"""Feed-forward blocks behind one interface. One file per family, config and module together.
+"""Feed-forward blocks behind one interface. Each file has one family of blocks: its config and its module.
 
-A new block is one file in this folder, and one line here.
+To add a block, add a file to this folder and an import to this one.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from moe_ffn.routing.capacity import CapacityConfig as CapacityConfig
 
 
 def build_ffn(config: Mapping[str, Any] | str | FFNConfig, d_model: int) -> FFNBlock:
-    """A feed-forward block from a plain mapping, a type name or a config.
+    """Build a feed-forward block from a mapping, a type name or a config.
 
         build_ffn({"type": "moe", "num_experts": 8, "router": {"type": "top_k", "k": 2}}, d_model=512)
         build_ffn("swiglu", d_model=512)
 
     Raises:
-        ConfigError: one line per mistake, naming the key; or the block does not fit into memory.
+        ConfigError: the config has mistakes (one line each, with the key), or the block exceeds the memory.
 
     """
     require_count(d_model, "d_model")

@@ -1,6 +1,6 @@
-"""The interface of every feed-forward block: `FFNConfig` builds an `FFNBlock`; what blocks share.
+"""Interface of every feed-forward block: `FFNConfig` builds an `FFNBlock`.
 
-Names of routings, checks of a block's input, and its flat form; a custom block may call them too.
+Custom blocks may also use the functions here: they name routings, check inputs and flatten tokens.
 
 T tokens
 """
@@ -28,53 +28,54 @@ from moe_ffn.routing.capacity import CapacityConfig
 
 @dataclass(frozen=True)
 class RouterInfo:
-    """One router of a block, the experts that it chooses from, and the options around it."""
+    """One router of a block, its experts, and the options that affect its routing."""
 
     router: RouterConfig
 
     num_experts: int
-    """Experts that it chooses from, including those without a network."""
+    """Experts that the router chooses from, including experts without a network."""
 
     zero_computation: ZeroComputationConfig = field(default_factory=ZeroComputationConfig)
-    """The experts without a network, which are the last of them."""
+    """The experts without a network; they have the highest ids."""
 
     capacity: CapacityConfig = field(default_factory=CapacityConfig)
-    """The limit on the tokens of one expert."""
+    """Limit on the tokens of one expert."""
 
     shared_expert: FFNConfig | None = None
-    """The block that every token passes through beside its routed experts."""
+    """The block that processes every token in addition to its routed experts."""
 
     is_gate: bool = False
-    """True for the router of a mixture of depths: tokens it does not choose skip the whole inner block, whose
-    routings hold the chosen tokens alone."""
+    """True for the router of a mixture of depths: only the tokens that it chooses enter the inner block and
+    its routings."""
 
     share: float = 1.0
-    """Fraction of the tokens that reach it: below 1 inside a mixture of depths."""
+    """Fraction of the tokens that reach the router: below 1 inside a mixture of depths."""
 
     experts: ExpertsConfig | None = None
-    """The kind of its experts; None where it chooses a whole block, or a custom block does not say."""
+    """Config of the experts; None if the router chooses a whole block, or if a custom block omits it."""
 
     path: str = ""
-    """Dotted path from the queried config to the block of this router, such as `ffn`; empty for itself."""
+    """Dotted path from the queried config to the router's block, such as `ffn`; empty for the config's own
+    router."""
 
     @property
     def num_networks(self) -> int:
-        """The experts with a network, which are the first."""
+        """Number of experts with a network; they have the lowest ids."""
         return self.num_experts - self.zero_computation.total
 
     def expert_names(self) -> tuple[str, ...]:
-        """The number of each expert, with a prefix where it has no network: `7`, `copy8`."""
+        """Return each expert's id, with a prefix if the expert has no network: `7`, `copy8`."""
         words = [""] * self.num_networks + self.zero_computation.words()
         return tuple(f"{word}{number}" for number, word in enumerate(words))
 
     def inside(self, option: str) -> Self:
-        """The router as seen from the config that holds its block as `option`."""
+        """Return the info with `option`, the outer config's key for this block, in front of its path."""
         return replace(self, path=f"{option}.{self.path}" if self.path else option)
 
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """The experts of a block: their config, and the arguments they are built with."""
+    """The experts of a block: their config and its `build` arguments."""
 
     config: ExpertsConfig
     num_experts: int
@@ -92,47 +93,47 @@ class ExpertStack:
     def flops_per_token(
         self, d_model: int, pairs_per_token: float, rows_per_token: float = 1
     ) -> int:
-        """Forward FLOPs for one token.
+        """Return the forward FLOPs for one token.
 
         Args:
-            pairs_per_token: experts that it passes through.
-            rows_per_token: rows that the experts are given for it.
+            pairs_per_token: experts that process the token.
+            rows_per_token: input rows of the experts per token.
         """
         pair = self.config.flops_per_pair(d_model, self.experts_per_token)
         shared = self.config.shared_flops_per_token(d_model, self.experts_per_token)
         return round(pairs_per_token * pair + rows_per_token * shared)
 
     def params_of(self, num_experts: float, d_model: int) -> int:
-        """Number of parameters of `num_experts` experts and their shared weights."""
+        """Return the number of parameters of `num_experts` experts and their shared weights."""
         own = self.config.params_per_expert(d_model, self.experts_per_token)
         return round(num_experts * own) + self.config.shared_params(d_model, self.experts_per_token)
 
 
 class FFNConfig(TaggedConfig, frozen=True):
-    """One feed-forward block and its costs.
+    """Config of a feed-forward block; it also counts the block's parameters and FLOPs.
 
-    A custom block subclasses this in your own file, defines `build`, `num_params` and `flops_per_token`, and
-    is named in YAML as `type: my_module:MyConfig`. `moe_ffn.testing.check_ffn` tests it.
+    For a custom block, subclass this in your own file and define `build`, `num_params` and `flops_per_token`.
+    YAML names the class as `type: my_module:MyConfig`. `moe_ffn.testing.check_ffn` tests the block.
     """
 
     def router_infos(self) -> dict[str, RouterInfo]:
-        """The routers of the block, named as in `FFNOutput.routings`."""
+        """Return the routers of the block by the names of `FFNOutput.routings`."""
         return {}
 
     def inner_blocks(self) -> dict[str, FFNConfig]:
-        """The blocks inside this one, by option: every option that is a block."""
+        """Return the options that are blocks, by name."""
         return {option: value for option, value in self if isinstance(value, FFNConfig)}
 
     @property
     def expert_stack(self) -> ExpertStack | None:
-        """The experts in the option `experts`; None for a block without any."""
+        """The experts in the option `experts`; None for a block without experts."""
         return None
 
     def refusal(self, situation: Situation) -> Refusal | None:
         """Return the reason why this block cannot serve a situation, and what to use instead; None if it can.
 
-        By default the first refusal of the blocks and experts inside. A block has to override it to be
-        `cached`, since by default nothing is known of how it mixes tokens.
+        By default the first refusal of an inner part. Override it to allow cached decoding: the base class
+        cannot know whether a block mixes tokens.
         """
         refusal = first_refusal(parts_of(self), situation)
         if refusal is None and situation.cached:
@@ -149,38 +150,38 @@ class FFNConfig(TaggedConfig, frozen=True):
     def num_params(self, d_model: int) -> int: ...
 
     def num_active_params(self, d_model: int) -> int:
-        """Parameters that one token passes through, on average."""
+        """Return the mean number of parameters that one token uses."""
         return self.num_params(d_model)
 
     @abstractmethod
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
-        """Forward FLOPs of the matrix products for one token of a sequence of `seq_len`.
+        """Return the forward FLOPs of the matrix products for one token of a sequence of `seq_len` tokens.
 
-        Training costs three times that.
+        A training step costs three times as many.
         """
 
     def describe(self) -> str:
-        """A few words for tables."""
+        """Return a short description for tables."""
         return self.type
 
 
 def parts_of(config: FFNConfig) -> dict[str, Refusing]:
-    """Return the blocks inside a block, then its experts, by option."""
+    """Return the configs inside a block by option: its inner blocks, then its experts."""
     stack = config.expert_stack
     experts = {} if stack is None else {"experts": stack.config}
     return {**config.inner_blocks(), **experts}
 
 
 PlaceExperts = Callable[[Experts, int], Dispatcher]
-"""(experts, their number) -> what brings tokens to them, once each rank has its share of them."""
+"""(experts, number of experts) -> their dispatcher; divides the experts among the ranks."""
 
 MatchConfig.model_rebuild(_types_namespace={"FFNConfig": FFNConfig})
 
 
 class FFNBlock(nn.Module, ABC):
-    """Maps (..., d_model) to (..., d_model), and returns where the tokens went.
+    """Maps (..., d_model) to (..., d_model), and returns its routings with the output.
 
-    The module keeps no observations: all of them are in the output.
+    `forward` stores no statistics in the module.
     """
 
     if TYPE_CHECKING:
@@ -192,26 +193,26 @@ class FFNBlock(nn.Module, ABC):
         """Transform each token.
 
         Args:
-            x: (batch, seq, d_model), or any (..., d_model), of the weights' dtype or under autocast.
-            context: padding mask and token ids, for the blocks that need them; see `TokenContext`.
+            x: (batch, seq, d_model), or any (..., d_model), in the dtype of the weights, or under autocast.
+            context: padding mask and token ids, for blocks that need them; see `TokenContext`.
 
         Returns:
-            hidden, of the shape and dtype of `x`, and the routings by name, none for a dense block.
+            `hidden`, with the shape and dtype of `x`, and the routings by name; a dense block has none.
 
         Raises:
-            TypeError, ValueError: `x` or `context` does not fit, in one sentence; see `check_input` in
-                `moe_ffn.ffn.base` and `check_dtype` in `moe_ffn.kernels.base`, for custom blocks too.
+            TypeError, ValueError: `x` or `context` does not fit the block. Custom blocks get the same errors
+                from `check_input` in `moe_ffn.ffn.base` and `check_dtype` in `moe_ffn.kernels.base`.
 
         """
 
     def routers(self) -> dict[str, Router]:
-        """The routers behind `FFNOutput.routings`, under the same names."""
+        """Return the router of each entry of `FFNOutput.routings`, by the same names."""
         return {}
 
     def place_experts(self, place: PlaceExperts) -> None:
-        """Have `place` divide the experts inside among ranks; its dispatcher brings tokens from then on.
+        """Divide the experts among ranks with `place`, and use the dispatcher that it returns from then on.
 
-        By default in every block inside.
+        By default this calls `place_experts` of every inner block.
         """
         for block in self.children():
             if isinstance(block, FFNBlock):
@@ -226,18 +227,18 @@ OWN = "routing"
 """The key of `FFNOutput.routings` for the block's own router."""
 
 ROUTING_SUFFIX = "(?:/(?:inner|round_[0-9]+))*"
-"""Regular expression of what follows the name of a layer in those of the routings of its block."""
+"""Regular expression of the suffixes that a block's routings add to the name of their layer."""
 
 
 def round_name(number: int) -> str:
-    """The key of `FFNOutput.routings` for a round, counted from 0, of a chain of experts: `round_2`."""
+    """Return the key of `FFNOutput.routings` for a round of a chain of experts: `round_2` for number 1."""
     return f"round_{number + 1}" if number else OWN
 
 
 def within(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
-    """The values of an inner block, by routing name, renamed for the module that holds it as `outer`.
+    """Return the values of an inner block with their routing names prefixed by `outer`.
 
-    `routing`, the block's own, becomes `outer`; `inner` becomes `outer/inner`.
+    `routing`, the name of a block's own router, becomes `outer`; `inner` becomes `outer/inner`.
     """
     return {outer if name == OWN else f"{outer}/{name}": value for name, value in values.items()}
 
@@ -248,17 +249,17 @@ def within(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
 def check_input(
     x: Tensor, context: TokenContext | None, d_model: int, block: nn.Module | None = None
 ) -> None:
-    """Refuse an input that no block can transform; every block calls it first. It reads no tensor's values.
+    """Raise if a block cannot transform an input; every block calls this first. It reads no tensor values.
 
     Args:
-        x: the input of the block.
-        context: its context.
-        d_model: the width that the block was built for.
-        block: its class begins the sentence.
+        x: input of the block.
+        context: context of `x`.
+        d_model: width that the block was built for.
+        block: the block, whose class name begins the message.
 
     Raises:
-        TypeError: `x`, `context` or what is in it is of another type.
-        ValueError: a dtype, a width or a shape is wrong.
+        TypeError: `x`, `context` or a field of `context` has the wrong type.
+        ValueError: a dtype, width, shape, layout or device is wrong.
     """
     try:
         _check_x(x, d_model)
@@ -279,17 +280,17 @@ def _check_x(x: Tensor, d_model: int) -> None:
         )
     if x.dtype.itemsize < 2:
         raise ValueError(
-            f"x must have at least 16 bits, but is {x.dtype}, which torch stores and does not compute "
-            "with; use x.to(torch.bfloat16)"
+            f"x must have at least 16 bits, but is {x.dtype}, in which torch cannot compute; use "
+            "x.to(torch.bfloat16)"
         )
     if x.layout != torch.strided or x.is_nested:
         layout = "a nested tensor" if x.is_nested else f"of the layout {x.layout}"
         raise ValueError(
-            f"x must be a dense (..., {d_model}), but is {layout}; pad it to one shape, and say in "
-            "TokenContext.mask which tokens are real"
+            f"x must be a dense (..., {d_model}), but is {layout}; pad it to one shape, and mark the real "
+            "tokens in TokenContext.mask"
         )
     if x.ndim == 0:
-        raise ValueError(f"x must be (..., {d_model}), but has no axis at all")
+        raise ValueError(f"x must be (..., {d_model}), but is a scalar")
     if x.shape[-1] != d_model:
         raise ValueError(
             f"x has width {x.shape[-1]}, but this block was built for d_model {d_model}; "
@@ -337,9 +338,9 @@ def _check_context(context: TokenContext, leading_shape: torch.Size, device: tor
 
 
 def without_padding(x: Tensor, context: TokenContext | None) -> Tensor:
-    """`x` (..., d_model), zero where it is padding.
+    """Return `x` (..., d_model) with zeros for padding.
 
-    Padding may hold anything, NaN too, which would reach the gradients of weights as 0 * NaN.
+    Padding may contain NaN, which would reach the gradients of the weights as 0 * NaN.
     """
     if context is None or context.mask is None:
         return x
@@ -347,9 +348,9 @@ def without_padding(x: Tensor, context: TokenContext | None) -> Tensor:
 
 
 def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, TokenContext]:
-    """`x` (..., d_model) as (T, d_model), zero where it is padding, and the context flattened alike.
+    """Return `x` (..., d_model) as (T, d_model) with zeros for padding, and the flattened context.
 
-    Both have passed `check_input`.
+    Call `check_input` on both first.
     """
     context = context or TokenContext()
     leading_shape = x.shape[:-1]

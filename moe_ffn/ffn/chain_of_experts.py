@@ -1,4 +1,4 @@
-"""Chain of experts: several rounds of a mixture over the same experts, each with a router of its own.
+"""Chain of experts: several rounds through the same experts, each round with its own router.
 
 D model width
 """
@@ -30,17 +30,17 @@ from moe_ffn.routing.base import Router
 
 
 class ChainOfExpertsConfig(FFNConfig, frozen=True):
-    """Chain of experts: rounds over the same experts, which read what the round before made of a token.
+    """Chain of experts: each round feeds the output of the previous round to the same experts.
 
-    Wang et al. 2025 (arXiv:2506.18945): two rounds of 4 experts reach a loss of 1.12 on mathematics, where
-    one of 8 has 1.20. All that is in `ffn` is the same in every round, but for the router's weights.
+    Wang et al. 2025 (arXiv:2506.18945): two rounds of 4 experts reach a loss of 1.12 on mathematics, and one
+    round of 8 experts 1.20. The rounds share everything in `ffn` except the router's weights.
     """
 
     type: Literal["chain_of_experts"] = "chain_of_experts"
     ffn: MoEConfig = MoEConfig()
-    """The mixture; its router.k is that of one round, and a shared expert is passed in each."""
+    """The mixture of experts of every round; `router.k` counts experts per round."""
     rounds: int = Field(default=2, ge=1, le=100)
-    """C, how often a token passes through the mixture."""
+    """C, the number of passes of a token through the mixture."""
 
     def refusal(self, situation: Situation) -> Refusal | None:
         return first_refusal(parts_of(self), situation)
@@ -56,7 +56,7 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
         return self.ffn.num_params(d_model) + self._params_of_later_routers(d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        """Number of active parameters if each round chooses other experts for a token."""
+        """Return the number of active parameters of a token that every round sends to different experts."""
         stack = self.ffn.expert_stack
         chosen = min(self.rounds * stack.experts_per_token, stack.num_experts)
         more = stack.params_of(chosen, d_model) - stack.num_active_params(d_model)
@@ -75,7 +75,7 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
 class ChainOfExpertsFFN(FFNBlock):
     """x_0 = x, x_t = x_(t-1) + MoE_t(x_(t-1)), y = x_C (arXiv:2506.18945, equations 4 to 7).
 
-    The identity is in the output, as in the paper. The router of the first round is that of `ffn`.
+    The output includes the input x, as in the paper. The first round uses the router of `ffn`.
     """
 
     def __init__(self, config: ChainOfExpertsConfig, d_model: int) -> None:
@@ -92,9 +92,9 @@ class ChainOfExpertsFFN(FFNBlock):
         hidden = without_padding(x, context)
         routings: dict[str, Routing] = {}
         shares: dict[str, Tensor] = {}
-        for name, router, of_round in self.rounds(context):
-            routing = router(*flatten_tokens(hidden, of_round))
-            output = self.ffn.follow(routing, hidden, of_round)
+        for name, router, round_context in self.rounds(context):
+            routing = router(*flatten_tokens(hidden, round_context))
+            output = self.ffn.follow(routing, hidden, round_context)
             routings |= within(name, output.routings)
             shares |= within(name, output.shared_shares)
             hidden = hidden + output.hidden
@@ -103,7 +103,7 @@ class ChainOfExpertsFFN(FFNBlock):
     def rounds(
         self, context: TokenContext | None
     ) -> Iterator[tuple[str, Router, TokenContext | None]]:
-        """(name, router, context) of each round; recorded experts are those of the first."""
+        """Yield (name, router, context) of each round; only the first context keeps `expert_ids`."""
         for name, router in self.routers().items():
             yield name, router, context
             context = None if context is None else replace(context, expert_ids=None)

@@ -32,7 +32,7 @@ from moe_ffn.outputs import FFNOutput, TokenContext
 
 
 class IdentityConfig(FFNConfig, frozen=True):
-    """No feed-forward block: adds nothing to the residual stream, for ablations."""
+    """No feed-forward block: its output is zero, for ablations."""
 
     type: Literal["identity"] = "identity"
 
@@ -50,11 +50,11 @@ class IdentityConfig(FFNConfig, frozen=True):
 
 
 class HiddenWidthConfig(FFNConfig, frozen=True):
-    """The options of blocks with a hidden width: matrices into it, and one out of it."""
+    """Options of blocks with a hidden width."""
 
     d_ff: HiddenWidth = None
-    """Hidden width; by default 4 * d_model, or, with a gate, 8/3 * d_model rounded, which costs as much. Or
-    `{match: active_params, of: {type: dense, d_ff: 512}}`, solved so that the blocks cost the same."""
+    """Hidden width. By default 4 * d_model, or 8/3 * d_model (rounded) with a gate, for equal cost. With
+    `{match: active_params, of: {type: dense, d_ff: 512}}` the width is solved for the cost of that block."""
     bias: bool = False
     """Add a bias to all matrices."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -89,7 +89,7 @@ class DenseConfig(HiddenWidthConfig, frozen=True):
 
 
 class ThreeMatrixConfig(GateOptions, HiddenWidthConfig, frozen=True):
-    """The options of all gated blocks."""
+    """Options of all gated blocks."""
 
     multiple_of: int = Field(default=8, ge=1, le=MAX_COUNT)
     """The default hidden width is rounded to a multiple of this."""
@@ -106,8 +106,8 @@ class ThreeMatrixConfig(GateOptions, HiddenWidthConfig, frozen=True):
 class GatedConfig(ThreeMatrixConfig, frozen=True):
     """A gated linear unit, down(act(gate x) * up x) (Shazeer 2020, arXiv:2002.05202).
 
-    The type is the activation of the gate: swiglu SiLU, geglu GELU (geglu_tanh its approximation), reglu
-    ReLU, glu sigmoid, bilinear none.
+    The type names the activation of the gate: SiLU for swiglu, GELU for geglu, its tanh approximation for
+    geglu_tanh, ReLU for reglu, sigmoid for glu, none for bilinear.
     """
 
     type: GatedType = "swiglu"
@@ -130,7 +130,7 @@ class SoftCappedSwiGLUConfig(SoftCapOptions, ThreeMatrixConfig, frozen=True):
 
 
 class ConvConfig(HiddenWidthConfig, frozen=True):
-    """Two 1-D convolutions over positions; with kernel size 1 it is the dense block.
+    """Two 1-D convolutions over positions; with kernel size 1 they equal the dense block.
 
     Vaswani et al. 2017, section 3.3: "another way of describing this is as two convolutions with
     kernel size 1".
@@ -138,9 +138,9 @@ class ConvConfig(HiddenWidthConfig, frozen=True):
 
     type: Literal["conv"] = "conv"
     kernel_size: int = Field(default=3, ge=1, le=MAX_COUNT)
-    """Positions each convolution sees."""
+    """Number of positions in the kernel of each convolution."""
     causal: bool = True
-    """Look back only. False centres the kernel, which a causal model refuses."""
+    """Read only the current and earlier positions. False centres the kernel; causal models reject it."""
     activation: Activation = "gelu"
     """Element-wise function between the two convolutions."""
 
@@ -171,7 +171,7 @@ class ConvConfig(HiddenWidthConfig, frozen=True):
 
 
 class IdentityFFN(FFNBlock):
-    """Contributes zero, so that around a residual connection the sublayer is the identity."""
+    """Returns zero, so that a sublayer with a residual connection is the identity."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class IdentityFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
-        # A plain zero would leave the norm before it without a gradient, and DDP would hang.
+        # A constant zero would give the preceding norm no gradient, and DDP would hang.
         return FFNOutput(x * 0)
 
     def extra_repr(self) -> str:
@@ -187,10 +187,10 @@ class IdentityFFN(FFNBlock):
 
 
 class HiddenWidthFFN(FFNBlock):
-    """A block with a hidden width; checks its input and leaves the computation to `transform`."""
+    """A block with a hidden width; subclasses define `hidden` or `transform`."""
 
     config: Any
-    """The config that built it, of the block's own class."""
+    """Config of the block, of the block's own config class."""
     down: Any
     """The last matrix, or convolution."""
 
@@ -203,10 +203,10 @@ class HiddenWidthFFN(FFNBlock):
 
     @abstractmethod
     def hidden(self, x: Tensor, context: TokenContext | None) -> Tensor:
-        """The activations of the hidden units, (..., d_ff), before the dropout."""
+        """Return the activations of the hidden units, (..., d_ff), before dropout."""
 
     def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
-        """(..., d_model), in any dtype."""
+        """Return the output, (..., d_model), in any dtype."""
         return self.down(self.dropout(self.hidden(x, context)))
 
     @property
@@ -237,7 +237,7 @@ class DenseFFN(HiddenWidthFFN):
 
 
 class GatedFFN(HiddenWidthFFN):
-    """down(act(gate x) * up x), or with a gate of another kind."""
+    """down(act(gate x) * up x), or another function of gate x and up x."""
 
     def __init__(self, config: ThreeMatrixConfig, d_model: int) -> None:
         super().__init__(config, d_model, config.gate_activation)
@@ -254,7 +254,7 @@ class GatedFFN(HiddenWidthFFN):
 
 
 class ConvFFN(HiddenWidthFFN):
-    """conv(act(conv(x))), over the positions of a sequence; what lies beyond it is zero."""
+    """conv(act(conv(x))) over the positions of a sequence, with zero padding at its ends."""
 
     def __init__(self, config: ConvConfig, d_model: int) -> None:
         super().__init__(config, d_model, config.activation)
@@ -279,17 +279,16 @@ class ConvFFN(HiddenWidthFFN):
 
 
 def _by_sequence(flat: TokenContext) -> Tensor | None:
-    """The mask of a flattened context, (B, S)."""
+    """Return the mask of a flattened context as (B, S)."""
     if flat.mask is None:
         return None
     return rearrange(flat.mask, "(b s) -> b s", s=flat.sequence_length)
 
 
 class _PositionConv(nn.Module):
-    """A 1-D convolution as a linear map of the window before each position.
+    """A 1-D convolution, computed as a linear map of the window around each position.
 
-    For one position it is the very product of `nn.Linear`, so kernel size 1 is the dense block to
-    the last bit, and the axes stay as every other block has them.
+    With kernel size 1 it calls `nn.Linear` alone, so the outputs equal those of the dense block bit by bit.
     """
 
     def __init__(self, d_in: int, d_out: int, config: ConvConfig) -> None:
@@ -303,7 +302,7 @@ class _PositionConv(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if self.kernel_size == 1:
             return self.linear(x)
-        if mask is not None:  # a real token must not see what stands in the padding
+        if mask is not None:  # real tokens must not read the values of padding
             x = x.masked_fill(~mask.unsqueeze(-1), 0)
         length = x.shape[-2]
         padded = F.pad(x, (0, 0, *self.padding))
@@ -311,6 +310,6 @@ class _PositionConv(nn.Module):
         return self.linear(torch.cat(windows, dim=-1))
 
     def weight_of_position(self) -> Tensor:
-        """(out, in), what the input of a position adds to the output of the same one."""
+        """Return the part of the weight, (out, in), that maps a position's input to its own output."""
         d_in = self.linear.in_features // self.kernel_size
         return self.linear.weight.narrow(1, self.padding[0] * d_in, d_in)

@@ -1,4 +1,4 @@
-"""Equal budgets: the hidden widths of a block, solved so that it costs what another block costs."""
+"""Equal budgets: hidden widths with which a block costs as much as another block."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from moe_ffn.config.sizes import Budget, MatchConfig
 from moe_ffn.ffn.base import FFNConfig
 
 MAX_MISMATCH = 0.02
-"""The largest part of a budget by which a block may miss it."""
+"""Maximum relative difference between a block's cost and its budget."""
 
-_MULTIPLE, _FOR_A_MULTIPLE = 8, 0.005
-"""Kernels like widths that are multiples of 8; one is taken where it misses the budget by 0.5 % at most."""
+_MULTIPLE, _MULTIPLE_TOLERANCE = 8, 0.005
+"""Kernels are faster with multiples of 8, so a multiple is preferred if its cost is within 0.5 %."""
 
 _WORDS: dict[Budget, str] = {
     "total_params": "parameters",
@@ -28,20 +28,20 @@ _WORDS: dict[Budget, str] = {
 
 @dataclass(frozen=True)
 class WidthMatch:
-    """A hidden width that was solved, and how near the block comes to the budget."""
+    """A solved hidden width, and the cost of the block with it."""
 
     options: tuple[str, ...]
-    """Dotted paths of the width."""
+    """Dotted paths of the options with this width."""
     budget: Budget
     width: int
     wanted: int
-    """The budget of the block to match."""
+    """Cost of the block to match."""
     got: int
-    """The budget of the block with this width."""
+    """Cost of the block with this width."""
 
     @property
     def mismatch(self) -> float:
-        """Fraction of the budget by which the block misses it; above 0 where it costs more."""
+        """Relative difference from the budget; above 0 if the block costs more."""
         return self.got / self.wanted - 1
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class WidthMatch:
 def solve_widths(
     ffn: FFNConfig | Mapping[str, Any] | str, d_model: int, seq_len: int, option: str = ""
 ) -> tuple[FFNConfig, WidthMatch | None]:
-    """The block with a number for each `d_ff: {match: ..., of: ...}` in it, and how near that comes.
+    """Replace each `d_ff: {match: ..., of: ...}` in a block by a number.
 
         ffn, match = solve_widths(
             {"type": "moe", "experts": {"type": "swiglu", "d_ff": {"match": "active_params", "of": "dense"}}},
@@ -62,20 +62,18 @@ def solve_widths(
             seq_len=1024,
         )
 
-    The budgets are what the configs themselves count, of the whole of `ffn` and the whole of the other
-    block. Several widths that match the same share one number: the one that misses the budget least, or
-    the nearest multiple of 8 where that misses it by at most 0.5 %.
+    The configs count the costs of both whole blocks. All matched widths of a block get the same number: a
+    multiple of 8 if its cost is within 0.5 % of the budget, otherwise the number with the nearest cost.
 
     Args:
-        seq_len: tokens of a sequence; only the FLOPs of a soft MoE depend on it.
-        option: the path of the block, for messages.
+        seq_len: tokens per sequence; only some FLOPs, such as those of a soft MoE, depend on it.
+        option: path of the block, for messages.
 
     Returns:
-        the block, and None for a match where there was nothing to solve.
+        The solved block, and its match; None if the block has no width to solve.
 
     Raises:
-        ConfigError: no width comes within 2 % of the budget, or the widths do not match the same; one
-            sentence.
+        ConfigError: no width comes within 2 % of the budget, or the block's widths match different budgets.
 
     """
     require_count(d_model, "d_model")
@@ -91,8 +89,8 @@ def solve_widths(
     for other, its_match in others:
         if its_match != match:
             raise ConfigError(
-                f"{other}: must match the same as {first}, since a block has one budget to meet; give both "
-                "the same `match` and `of`, or one of them a number"
+                f"{other}: must match the same as {first}, since a block has only one budget; give both "
+                "the same `match` and `of`, or set one of them to a number"
             )
 
     def cost(block: FFNConfig) -> int:
@@ -123,7 +121,7 @@ def solve_widths(
 
 
 def _nearest(cost: Callable[[int], int], wanted: int) -> int:
-    """The width whose cost is nearest to `wanted`; `cost` must not fall with the width."""
+    """Return the width whose cost is nearest to `wanted`; `cost` must not decrease with the width."""
     low, high = 1, 2  # cost(low) <= wanted < cost(high), unless even 1 costs too much
     while high < MAX_COUNT and cost(high) <= wanted:
         low, high = high, min(2 * high, MAX_COUNT)
@@ -136,11 +134,11 @@ def _nearest(cost: Callable[[int], int], wanted: int) -> int:
 
     below = low // _MULTIPLE * _MULTIPLE
     multiple = min(max(below, _MULTIPLE), below + _MULTIPLE, key=miss)
-    return multiple if miss(multiple) <= _FOR_A_MULTIPLE * wanted else min(low, high, key=miss)
+    return multiple if miss(multiple) <= _MULTIPLE_TOLERANCE * wanted else min(low, high, key=miss)
 
 
 def _matches(value: Any, path: str) -> Iterator[tuple[str, MatchConfig]]:
-    """Every width in a config that is still to be solved, after its path."""
+    """Yield (path, match) of every unsolved width in a config."""
     if isinstance(value, MatchConfig):
         yield path, value
         return
@@ -155,7 +153,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _with_width(value: Any, width: int) -> Any:
-    """A config with `width` in the place of every match."""
+    """Return a config with every match replaced by `width`."""
     if isinstance(value, MatchConfig):
         return width
     changed = {

@@ -1,6 +1,6 @@
 """Mixture of depths: some tokens pass through a block, the rest skip it.
 
-B sequences, S tokens of a sequence, M the most tokens of one sequence that pass, D model width
+B sequences, S tokens per sequence, M maximum number of chosen tokens per sequence, D model width
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from moe_ffn.routing.base import Router
 class MixtureOfDepthsConfig(FFNConfig, frozen=True):
     """Mixture of depths: a router sends a fraction k of the tokens through a block; the rest skip it.
 
-    Raposo et al. 2024 (arXiv:2404.02258). Skipped tokens get 0, so that the residual stream carries them
-    on unchanged. Expert choice is the paper's router; `relu` and `expert_threshold` are causal ones.
+    Raposo et al. 2024 (arXiv:2404.02258). The output for a skipped token is 0, so the residual stream leaves
+    the token unchanged. The paper uses expert choice; the routers `relu` and `expert_threshold` are causal.
     """
 
     type: Literal["mixture_of_depths"] = "mixture_of_depths"
     ffn: FFNConfig = GatedConfig()
-    """The block that the chosen tokens pass through."""
+    """The block that processes the chosen tokens."""
     router: RouterConfig = ExpertChoiceRouterConfig(k=0.5, score="sigmoid")
-    """Chooses the tokens, and their weights; its k is the fraction chosen."""
+    """Chooses the tokens and their weights; `router.k` is the chosen fraction."""
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> MixtureOfDepthsConfig:
@@ -53,7 +53,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
     @property
     def share(self) -> float:
-        """The fraction of the tokens that pass through the block."""
+        """Fraction of the tokens that pass through the block."""
         return self.router.experts_per_token(1)
 
     def refusal(self, situation: Situation) -> Refusal | None:
@@ -91,7 +91,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
         return router + round(share * self.ffn.flops_per_token(d_model, inner_length))
 
     def inner_tokens(self, seq_len: int) -> tuple[float, int]:
-        """Return the share of tokens that the inner block sees, and their number in a sequence."""
+        """Return the share of tokens that enter the inner block, and their number per sequence."""
         share = self.router.pairs_per_token(1, seq_len)
         return share, max(round(share * seq_len), 1)
 
@@ -100,11 +100,10 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
 
 class MixtureOfDepthsFFN(FFNBlock):
-    """y = r(x) * f(x) for the tokens its router of one expert chooses, 0 for the rest.
+    """y = r(x) * f(x) for the chosen tokens, 0 for the rest; the router has one expert, the block f.
 
-    Raposo et al. 2024 (arXiv:2404.02258), equation 1, without the residual, which is the model's.
-    The chosen tokens of each sequence are moved together, in their order, so that the block computes
-    those alone and sees a sequence of them.
+    Raposo et al. 2024 (arXiv:2404.02258), equation 1, without the residual connection, which the model adds.
+    The inner block reads the chosen tokens of each sequence, in order, as one shorter sequence.
     """
 
     def __init__(self, config: MixtureOfDepthsConfig, d_model: int) -> None:
@@ -147,16 +146,16 @@ class MixtureOfDepthsFFN(FFNBlock):
 def pick(
     x_TD: Tensor, flat: TokenContext, chosen_BS: Tensor, width: int | None = None
 ) -> tuple[Tensor, Tensor, TokenContext]:
-    """The chosen tokens of each sequence side by side: as wide as the fullest, M, others padded.
+    """Gather the chosen tokens of each sequence, in order, and pad each sequence to M tokens.
 
     Args:
-        width: an M that is wide enough for all; read from `chosen_BS` when None.
+        width: M; None: the largest number of chosen tokens in a sequence of `chosen_BS`.
 
     Returns:
-        x (B, M, D); the position that each came from, (B, M); and the context of the block inside.
+        x (B, M, D); the position of each token in `x_TD`'s sequence, (B, M); the context of the inner block.
     """
     length = chosen_BS.shape[1]
-    # The chosen first, each part in its own order.
+    # Chosen tokens first; the stable sort keeps the order of both parts.
     order_BS = (~chosen_BS).to(torch.uint8).argsort(dim=1, stable=True)
     if width is None:
         width = int(chosen_BS.sum(dim=1).max()) if chosen_BS.numel() else 0
@@ -167,13 +166,13 @@ def pick(
         ids_BM = rearrange(ids_BM, "(b s) -> b s", s=length).gather(1, picked_BM)
     index_BMD = repeat(picked_BM, "b m -> b m d", d=x_TD.shape[-1])
     x_BMD = rearrange(x_TD, "(b s) d -> b s d", s=length).gather(1, index_BMD)
-    # A token that fills up a sequence may overflow in the block, and times 0 be NaN.
+    # A padding token could overflow in the block, and infinity times weight 0 is NaN.
     x_BMD = x_BMD.masked_fill(~mask_BM.unsqueeze(-1), 0)
     return x_BMD, picked_BM, TokenContext(mask=mask_BM, token_ids=ids_BM)
 
 
 def by_sequence(routing: Routing) -> tuple[Tensor, Tensor]:
-    """The weight of each token and whether it was chosen, both (B, S), of a routing to a single expert."""
+    """Return each token's weight, and True if it was chosen, both (B, S), from a routing to one expert."""
     chosen_T = torch.zeros(routing.num_tokens, dtype=torch.bool, device=routing.token_ids_N.device)
     ids_N = routing.token_ids_N
     chosen_T = chosen_T.scatter(0, ids_N, routing.computed_N)

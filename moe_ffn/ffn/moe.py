@@ -1,4 +1,4 @@
-"""The routed Mixture of Experts: where routing, capacity, dispatch and experts meet.
+"""The routed Mixture of Experts; it joins routing, capacity, dispatch and experts.
 
 T tokens, D model width, N (token, expert) pairs, R rows
 """
@@ -37,21 +37,21 @@ from moe_ffn.routing.capacity import CapacityConfig
 
 
 class MoEConfig(FFNConfig, frozen=True):
-    """A routed Mixture of Experts: a router sends each token to a few of many experts."""
+    """Routed Mixture of Experts: a router sends each token to a few of many experts."""
 
     type: Literal["moe"] = "moe"
     num_experts: int = Field(default=8, ge=1, le=MAX_COUNT)
-    """E, the experts the router chooses from."""
+    """E, the number of experts."""
     router: RouterConfig = TopKRouterConfig()
-    """Chooses the experts of each token, and their weights."""
+    """Chooses the experts of each token and their weights."""
     experts: ExpertsConfig = GatedExpertsConfig()
-    """The kind of network that each expert is."""
+    """Kind of network of each expert."""
     capacity: CapacityConfig = CapacityConfig()
-    """The limit on the tokens of an expert; dropless by default."""
+    """Limit on the tokens of an expert; dropless by default."""
     zero_computation: ZeroComputationConfig = ZeroComputationConfig()
-    """Experts that cost nothing, which the router chooses from too; none by default."""
+    """Additional experts without a network; none by default."""
     shared_expert: FFNConfig | None = None
-    """A block that every token passes through beside its routed experts (DeepSeekMoE)."""
+    """A block that processes every token in addition to its routed experts (DeepSeekMoE)."""
     combine: CombineConfig = SumConfig()
     """Rule that adds the shared expert's output to the routed output."""
 
@@ -68,7 +68,7 @@ class MoEConfig(FFNConfig, frozen=True):
         if self.shared_expert is None and self.combine != SumConfig():
             raise ValueError(
                 f"combine.type ('{self.combine.type}') joins a shared expert, but shared_expert is "
-                "null; give it one, such as 'swiglu', or leave combine out"
+                "null; set shared_expert: swiglu, or leave combine out"
             )
         if self.shared_expert is not None and self.shared_expert.router_infos():
             raise ValueError(
@@ -90,12 +90,12 @@ class MoEConfig(FFNConfig, frozen=True):
 
     @property
     def num_routable(self) -> int:
-        """Experts that the router chooses from: `num_experts`, then those without a network."""
+        """Number of experts that the router chooses from: `num_experts`, then experts without a network."""
         return self.num_experts + self.zero_computation.total
 
     @property
     def experts_per_token(self) -> float:
-        """Mean number of experts with a network that a token passes through, in perfect balance."""
+        """Mean number of experts with a network per token, at perfect balance."""
         share = self.num_experts / self.num_routable
         return self.router.experts_per_token(self.num_routable) * share
 
@@ -162,8 +162,8 @@ class MoEConfig(FFNConfig, frozen=True):
 class MoEFFN(FFNBlock):
     """Each token's output is the weighted sum of a few experts (Shazeer et al. 2017, arXiv:1701.06538).
 
-    flatten -> route -> limit -> plan -> dispatch -> experts -> combine -> add those without a network
-    -> add shared. Norms, a narrower space and weights on the input are kinds of experts (`experts.wrappers`).
+    flatten -> route -> limit -> plan -> dispatch -> experts -> combine -> add experts without a network
+    -> add the shared expert. `experts.wrappers` adds norms, a narrower space or weights on the input.
     """
 
     def __init__(self, config: MoEConfig, d_model: int) -> None:
@@ -191,35 +191,35 @@ class MoEFFN(FFNBlock):
         return self.follow(routing, x_TD.view_as(x), context)
 
     def follow(self, routing: Routing, x: Tensor, context: TokenContext | None) -> FFNOutput:
-        """Send tokens to the experts of a routing, and add up what they return.
+        """Run the experts of a routing, and add up their weighted outputs.
 
         Args:
-            routing: the choice of a router with `num_routable` experts.
-            x: (..., d_model), zero where it is padding.
+            routing: routing to `num_routable` experts.
+            x: (..., d_model), zero for padding.
             context: context of `x`.
         """
         x_TD = x.reshape(-1, self.d_model)
         routing = self.capacity.limit(routing, training=self.training)
         plan = self.make_plan(routing, self.num_experts)
         sent = self.dispatcher.dispatch(self._own_experts.before_dispatch(x_TD), plan)
-        shared = self._shared(x, context)  # computed while tokens travel
+        shared = self._shared(x, context)  # overlaps with the exchange of tokens
         y_TD = self._own_experts.after_combine(sent.combine(self.experts(sent.rows(), sent.plan)))
         y_TD = self._with_zero_computation(y_TD, x_TD, routing)
         output = FFNOutput(y_TD.to(x.dtype).view_as(x), {"routing": routing})
         return self._with_shared(output, shared, x, context)
 
     def refuse_vmap(self, x: Tensor) -> None:
-        """Reject an axis of `torch.func.vmap`, which goes through rows of tables alone.
+        """Raise on tensors batched by torch.func.vmap, which only experts that are table rows support.
 
         Raises:
-            ValueError: `x` or a parameter has one.
+            ValueError: `x` or a parameter is batched.
         """
         if is_transform_on() and not self.experts.by_row:
             refuse_vmap(x, self.parameters())
 
     @property
     def _own_experts(self) -> Experts:
-        """The experts below the adapters that peft puts in their place."""
+        """The experts, unwrapped from the adapters of peft."""
         experts: Any = self.experts
         while not isinstance(experts, Experts):
             experts = experts.base_layer
@@ -229,7 +229,7 @@ class MoEFFN(FFNBlock):
         return None if self.shared_expert is None else self.shared_expert(x, context).hidden
 
     def _with_zero_computation(self, y_TD: Tensor, x_TD: Tensor, routing: Routing) -> Tensor:
-        """`y_TD` and the outputs of the experts without a network."""
+        """Add the outputs of the experts without a network to `y_TD`."""
         if self.zero_computation is None:
             return y_TD
         return y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
@@ -237,7 +237,7 @@ class MoEFFN(FFNBlock):
     def _with_shared(
         self, output: FFNOutput, shared: Tensor | None, x: Tensor, context: TokenContext | None
     ) -> FFNOutput:
-        """The routed output and the shared expert's together."""
+        """Add the output of the shared expert to the routed output."""
         if shared is None:
             return output
         routed, joined = self.combine(output.hidden, shared, x)
@@ -273,17 +273,17 @@ _MOVED = {
     "norms.shared": "shared_expert: {type: normed, output: {VALUE}, ffn: {...}}",
     "norms.output": "{type: normed, output: {VALUE}, ffn: {type: moe, ...}}",
 }
-"""Old option -> what to write."""
+"""Old option -> its replacement."""
 
 _OLD_DEFAULTS = (None, False, "output")
-"""Records of older runs hold the old names with these values, or 0."""
+"""Values of the old options, with 0, that older runs recorded and that are ignored."""
 
 
 def _without_moved(options: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
-    """Take the old names out of the options of a mixture.
+    """Remove the old names from the options of a mixture.
 
     Returns:
-        The other options, and a sentence for each old name that has no default value.
+        The other options, and an error message for each old name that does not have its default value.
     """
     kept, sentences = dict(options), dict[str, str]()
     found = {name: kept.pop(name) for name in _MOVED if name in kept}
@@ -302,7 +302,7 @@ def _without_moved(options: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str
 
 
 def _text(value: Any) -> str:
-    """Write a value as YAML does on one line, a mapping without its braces."""
+    """Format a value as YAML on one line, a mapping without its braces."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_text(inner)}" for key, inner in value.items())
     return str(value).lower() if isinstance(value, bool) else str(value)

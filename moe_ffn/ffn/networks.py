@@ -1,7 +1,7 @@
-"""Weights and hidden units of the networks in a block, for inspection and for models made of others.
+"""Weights and hidden units of the networks in a block, for inspection and for converting models.
 
-A custom block joins with `@networks.register` and `@memories.register`, a custom kind of expert by its
-`Experts.weights`.
+A custom block registers its functions with `@networks.register` and `@memories.register`; a custom kind of
+expert defines `Experts.weights`.
 
 T tokens, D model width, F hidden units of a network, N tokens of a network
 """
@@ -30,18 +30,19 @@ from moe_ffn.routing.base import Router
 
 @dataclass(frozen=True)
 class Memory:
-    """Hidden units of one network, each a key-value memory: it adds its activation times its value vector to
-    the output (Geva et al. 2021, arXiv:2012.14913, equation 2).
+    """Hidden units of one network as key-value memories: each adds activation * value vector to the output.
+
+    Geva et al. 2021 (arXiv:2012.14913), equation 2.
     """
 
     name: str
     """`expert 3`, `shared expert`; empty for the only network of a block."""
 
     token_ids_N: Tensor
-    """int64, positions among the block's flattened tokens, without padding."""
+    """int64, indices into the block's flattened tokens, without padding."""
 
     activations_NF: Tensor
-    """After the activation function and the gate, before any weight of a router."""
+    """Activations after the activation function and the gate, before the router's weights."""
 
     values_FD: Tensor
     """The columns of the matrix `down`."""
@@ -52,9 +53,9 @@ class Memory:
 
 @singledispatch
 def networks(block: nn.Module) -> ExpertWeights | None:
-    """Return the weights of a block as those of E networks, one of a dense block; None of another kind.
+    """Return the weights of a block's E networks (one for a dense block); None for other kinds of blocks.
 
-    Weights of experts are the parameters themselves.
+    The weights of experts are the parameters themselves, not copies.
     """
     return None
 
@@ -94,9 +95,10 @@ def _(block: MoEFFN) -> ExpertWeights | None:
 
 @singledispatch
 def memories(block: nn.Module, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-    """Return the hidden units of each network in a block, and how `x` activates them.
+    """Return the hidden units of each network in a block, with their activations for `x`.
 
-    Arguments as of `FFNBlock.forward`. Empty where there are no units, or where none sees a token by itself.
+    The arguments are those of `FFNBlock.forward`. The list is empty for the types `identity`,
+    `soft_moe` and `normed`, and for custom blocks that register no function.
     """
     return []
 
@@ -114,16 +116,16 @@ def _(block: HiddenWidthFFN, x: Tensor, context: TokenContext | None = None) -> 
 
 @memories.register
 def _(block: MoEFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-    return _routed_by(block, block.router, x, context)
+    return _routed_memories(block, block.router, x, context)
 
 
 @memories.register
 def _(block: ChainOfExpertsFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
     found, hidden = list[Memory](), without_padding(x, context)
-    for _, router, of_round in block.rounds(context):
-        found += _routed_by(block.ffn, router, hidden, of_round)
-        routing = router(*flatten_tokens(hidden, of_round))
-        hidden = hidden + block.ffn.follow(routing, hidden, of_round).hidden
+    for _, router, round_context in block.rounds(context):
+        found += _routed_memories(block.ffn, router, hidden, round_context)
+        routing = router(*flatten_tokens(hidden, round_context))
+        hidden = hidden + block.ffn.follow(routing, hidden, round_context).hidden
     return found
 
 
@@ -151,20 +153,20 @@ def _(block: MixtureOfDepthsFFN, x: Tensor, context: TokenContext | None = None)
     ]
 
 
-def _routed_by(
+def _routed_memories(
     block: MoEFFN, router: Router, x: Tensor, context: TokenContext | None
 ) -> list[Memory]:
     """Return the hidden units of the experts that `router` chooses, and of the shared expert."""
     x_TD, flat = flatten_tokens(x, context)
     routing = block.capacity.limit(router(x_TD, flat), training=block.training)
-    found = _of_experts(block.experts, x_TD, make_plan(routing, block.num_experts))
+    found = _expert_memories(block.experts, x_TD, make_plan(routing, block.num_experts))
     if block.shared_expert is not None:
         shared = memories(block.shared_expert, x_TD.view_as(x), context)
         found += [replace(m, name=f"shared expert {m.name}".strip()) for m in shared]
     return found
 
 
-def _of_experts(experts: Experts, x_TD: Tensor, plan: Plan) -> list[Memory]:
+def _expert_memories(experts: Experts, x_TD: Tensor, plan: Plan) -> list[Memory]:
     weights, found, start = experts.weights(), list[Memory](), 0
     if weights is None:
         return found

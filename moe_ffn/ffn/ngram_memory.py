@@ -1,7 +1,7 @@
-"""N-gram memory: rows of tables, found by a hash of the last few tokens, beside another block.
+"""N-gram memory: adds table rows, looked up by a hash of the last few tokens, to the output of another block.
 
-B sequences, S tokens of a sequence, L with those before them, D model width, N the longest n-gram, H tables
-for each n, M the width of all rows of a token
+B sequences, S tokens per sequence, L the same with earlier tokens, D model width, N length of the longest
+n-gram, H tables for each n, M total width of a token's rows
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ _EPS = 1e-6
 
 
 class NgramMemoryConfig(WrapperConfig, frozen=True):
-    """A memory of hashed n-grams beside another block (Engram, Cheng et al. 2026, arXiv:2601.07372).
+    """A memory of hashed n-grams, added to another block (Engram, Cheng et al. 2026, arXiv:2601.07372).
 
-    There a model of 27 B parameters has 3.4 points more on MMLU, 5.0 on BBH and 3.0 on HumanEval than a
-    mixture of experts with as many parameters and FLOPs.
+    In the paper a model of 27 B parameters scores 3.4 points more on MMLU, 5.0 on BBH and 3.0 on HumanEval
+    than a mixture of experts with equal parameters and FLOPs.
 
-    It needs token ids, and reads them as they are: the paper first gives one id to tokens that differ in case
-    or accents alone. There the memory is added before attention; here to the output of `ffn`.
+    The block needs token ids. Two differences from the paper: it does not merge the ids of tokens that differ
+    only in case or accents, and it adds the memory to the output of `ffn`, not before attention.
     """
 
     type: Literal["ngram_memory"] = "ngram_memory"
     max_order: int = Field(default=3, ge=2, le=32)
-    """N: the last 2 tokens, the last 3, up to the last N are looked up, each in tables of their own."""
+    """N, the length of the longest n-gram; each length from 2 to N has its own tables."""
     num_heads: int = Field(default=8, ge=1, le=1024)
-    """Tables for each order, so that n-grams that share a row of one do not share those of another."""
+    """Tables for each length, so that n-grams that collide in one table differ in the others."""
     num_rows: int = Field(default=4096, ge=1, le=MAX_COUNT)
-    """Least number of rows of a table; each table has another prime, from there on."""
+    """Minimum number of rows of a table; the tables have the first distinct primes from this number on."""
     row_width: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Width of a row; d_model / (2 * num_heads) by default, as in the paper."""
     kernel_size: int = Field(default=4, ge=1, le=1024)
-    """Tokens that the convolution sees: the last one, and every N-th one before it."""
+    """Tokens in the kernel of the convolution: the current one, and every N-th one before it."""
     rate_scale: float = Field(default=5.0, gt=0, le=1e6)
-    """Multiplies what is read from the tables, so that Adam moves them this much faster than all else."""
+    """Factor of the table rows; with Adam, the tables learn this much faster than other parameters."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Chooses the hash function, one for all layers with the same seed."""
+    """Seed of the hash function; layers with equal seeds share the function."""
 
     def refusal(self, situation: Situation) -> Refusal | None:
         if situation.cached and not situation.history:
             return Refusal(
-                f"type '{self.type}' reads earlier tokens, and those not chosen are missing",
+                f"type '{self.type}' reads earlier tokens, which a mixture of depths may skip",
                 "put the mixture of depths inside 'ngram_memory'",
             )
         return super().refusal(situation)
@@ -72,14 +72,14 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
 
     @property
     def table_sizes(self) -> tuple[int, ...]:
-        """The rows of each table: those of 2-grams first."""
+        """Number of rows of each table, 2-grams first."""
         return primes_from(self.num_rows, self.num_tables)
 
     def width_of_row(self, d_model: int) -> int:
         return self.row_width or max(1, d_model // (2 * self.num_heads))
 
     def memory_width(self, d_model: int) -> int:
-        """M, of what is read for a token."""
+        """Return M, the total width of a token's rows."""
         return self.num_tables * self.width_of_row(d_model)
 
     def build(self, d_model: int) -> FFNBlock:
@@ -90,7 +90,7 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
         return tables + self._params_beside_tables(d_model) + self.ffn.num_params(d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        """Number of parameters with one row of each table."""
+        """Return the number of parameters that a token uses, with one row of each table."""
         read = self.memory_width(d_model)
         return read + self._params_beside_tables(d_model) + self.ffn.num_active_params(d_model)
 
@@ -104,7 +104,7 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
         )
 
     def _params_beside_tables(self, d_model: int) -> int:
-        """Keys and values, three norms, and the taps of the convolution."""
+        """Return the number of parameters of keys, values, three norms and the convolution."""
         projections = 2 * linear_params(self.memory_width(d_model), d_model, bias=False)
         return projections + 3 * d_model + self.kernel_size * d_model
 
@@ -112,8 +112,8 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
 class NgramMemoryFFN(WrapperFFN):
     """y = f(x) + v + SiLU(conv(RMSNorm(v))) with v = sigmoid(RMSNorm(x) . RMSNorm(W_K e) / sqrt(D)) W_V e.
 
-    Cheng et al. 2026 (arXiv:2601.07372), section 2.3: e is what `NgramTables` reads for the token, and the
-    convolution is zero at first. (Their demonstration takes the signed square root of the score, too.)
+    Cheng et al. 2026 (arXiv:2601.07372), section 2.3. e is the output of `NgramTables` for the token; the
+    convolution is initialised to zero. (The authors' demo also takes the signed square root of the score.)
     """
 
     def __init__(self, config: NgramMemoryConfig, d_model: int) -> None:
@@ -144,7 +144,7 @@ class NgramMemoryFFN(WrapperFFN):
         return replace(output, hidden=output.hidden + read.to(x.dtype).view_as(x))
 
     def read(self, x: Tensor, context: TokenContext) -> Tensor:
-        """Return what the memory adds, (B, S, D), zero for padding."""
+        """Return the output of the memory, (B, S, D), zero for padding."""
         x_TD, flat = flatten_tokens(x, context)
         by_sequence, history = {"s": flat.sequence_length or 1}, context.history
         assert flat.token_ids is not None
@@ -163,18 +163,18 @@ class NgramMemoryFFN(WrapperFFN):
 
 
 class NgramTables(nn.Module):
-    """The rows of a token's n-grams, n = 2 .. N, one of each of H tables, side by side.
+    """Looks up a token's n-grams, n = 2 .. N, in H tables each, and concatenates the rows.
 
-    Row (XOR over i < n of a_i * id_(t - i)) mod P of a table with P rows, P prime, odd a_i drawn by the seed:
-    multiplicative-XOR hashing (arXiv:2601.07372, section 2.2). Ids count from 1; 0 stands where there is no
-    token or padding.
+    An n-gram reads row (XOR over i < n of a_i * id_(t - i)) mod P of a table with P rows, P prime, with odd
+    factors a_i drawn from the seed (arXiv:2601.07372, section 2.2). Ids count from 1; 0 is padding.
     """
 
     def __init__(self, config: NgramMemoryConfig, d_model: int) -> None:
         super().__init__()
         self.config = config
         self.sizes = config.table_sizes
-        # Of `random`, what Python promises to keep. Products of 31 bits do not overflow.
+        # Python guarantees that `random()` reproduces its numbers. A factor below 2**31 times an id below
+        # 2**32 does not overflow int64.
         draw = Random(config.seed).random
         self.factors = tuple(2 * int(draw() * 2**30) + 1 for _ in range(config.max_order))
         num_rows, width = sum(self.sizes), config.width_of_row(d_model)
@@ -188,12 +188,12 @@ class NgramTables(nn.Module):
         nn.init.normal_(self.rows.weight, std=0.02 / config.rate_scale)
 
     def forward(self, ids_BS: Tensor, history: TokenHistory | None) -> Tensor:
-        """(B, S, M); ids as above."""
+        """Return the rows of each token, (B, S, M); ids count from 1, and 0 is padding."""
         rows_BSM = self.rows(self.places(ids_BS, history)).flatten(-2)
         return self.config.rate_scale * rows_BSM
 
     def places(self, ids_BS: Tensor, history: TokenHistory | None) -> Tensor:
-        """Return the rows to read, int64 (B, S, (N - 1) H), counted through all tables."""
+        """Return the indices of the rows to read, int64 (B, S, (N - 1) H), in the concatenated tables."""
         reach, length = len(self.factors) - 1, ids_BS.shape[1]
         ids_BL = _window(self, ids_BS, reach, history)
         mixed_BS = self.factors[0] * ids_BS
@@ -210,7 +210,7 @@ class NgramTables(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """SiLU(sum over i < K of w_i * RMSNorm(v)_(t - i N)): a causal convolution of each channel by itself."""
+    """SiLU(sum over i < K of w_i * RMSNorm(v)_(t - i N)): a causal depthwise convolution."""
 
     def __init__(self, d_model: int, kernel_size: int, dilation: int) -> None:
         super().__init__()
@@ -232,17 +232,17 @@ class ShortConv(nn.Module):
 
 
 def _window(owner: nn.Module, new: Tensor, reach: int, history: TokenHistory | None) -> Tensor:
-    """`TokenHistory.window`; of tokens that are the first, with zeros before them."""
+    """Return `TokenHistory.window`; without a history, the new tokens with zeros in front."""
     if history is not None:
         return history.window(owner, new, reach)
-    # Of `shape`, since `len` is no symbol to torch.export.
+    # Not `len(new)`: torch.export would record it as a constant.
     before = new.new_zeros(new.shape[0], reach, *new.shape[2:])
     return torch.cat([before, new], dim=1)
 
 
 @cache
 def primes_from(least: int, how_many: int) -> tuple[int, ...]:
-    """The first primes that are not below `least`."""
+    """Return the first `how_many` primes from `least` on."""
     return tuple(islice(filter(_is_prime, count(max(least, 2))), how_many))
 
 

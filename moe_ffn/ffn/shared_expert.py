@@ -1,4 +1,4 @@
-"""Ways in which the output of a shared expert joins that of the routed experts.
+"""Rules that add the output of a shared expert to the output of the routed experts.
 
 T tokens
 """
@@ -17,7 +17,7 @@ from moe_ffn.config.sizes import linear_flops, linear_params
 
 
 class CombineConfig(TaggedConfig, frozen=True):
-    """Joins the output of the shared expert with that of the routed experts."""
+    """Rule that adds the output of the shared expert to the output of the routed experts."""
 
     @abstractmethod
     def build(self, d_model: int, experts_per_token: float) -> Combine: ...
@@ -26,7 +26,7 @@ class CombineConfig(TaggedConfig, frozen=True):
         return 0
 
     def flops_per_token(self, d_model: int) -> int:
-        """Forward FLOPs of the matrix products for one token."""
+        """Return the forward FLOPs of the matrix products for one token."""
         return 0
 
 
@@ -55,11 +55,11 @@ class SigmoidGateConfig(CombineConfig, frozen=True):
 
 
 class AverageConfig(CombineConfig, frozen=True):
-    """(k * routed + shared) / (k + 1): the shared expert counts as one more (OLMo-core)."""
+    """(k * routed + shared) / (k + 1): the shared expert counts as one more expert (OLMo-core)."""
 
     type: Literal["average"] = "average"
     k: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Experts that the routed output counts for; the experts per token by default, and 1 in Cohere 2."""
+    """Weight of the routed output; by default the number of experts per token, and 1 in Cohere 2."""
 
     def build(self, d_model: int, experts_per_token: float) -> Combine:
         return Average(experts_per_token if self.k is None else self.k)
@@ -81,11 +81,11 @@ class ResidualConfig(CombineConfig, frozen=True):
 
 
 class Combine(nn.Module, ABC):
-    """Weighs the routed and the shared output; the block's output is their sum."""
+    """Weights the routed and the shared output; the block's output is their sum."""
 
     @abstractmethod
     def forward(self, routed: Tensor, shared: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(routed, shared), each times its weight; all (..., d_model)."""
+        """Return (routed, shared), each multiplied by its weight; all are (..., d_model)."""
 
 
 class Sum(Combine):
@@ -125,13 +125,13 @@ class Residual(Combine):
 
 
 def share_of_norms(shared: Tensor, routed: Tensor, mask: Tensor | None) -> Tensor:
-    """The shared expert's fraction of the output, a scalar in [0, 1], without gradient.
+    """Return the shared expert's fraction of the output, a scalar in [0, 1], without gradient.
 
-    The mean over real tokens of |shared| / (|shared| + |routed|), Euclidean norms of both, (..., d_model),
-    after they were weighted. 0 where no token is real.
+    The mean over real tokens of |shared| / (|shared| + |routed|), with Euclidean norms of both weighted
+    outputs, (..., d_model); 0 if no token is real.
     """
     dtype = torch.promote_types(shared.dtype, torch.float32)
-    # Not by `no_grad`, of which torch exports a graph of its own, and loads none whose result nobody reads.
+    # Not `no_grad`: torch.export turns it into a subgraph, and cannot load a subgraph whose result is unused.
     shared_T, routed_T = (
         torch.linalg.vector_norm(value.detach(), dim=-1, dtype=dtype).flatten()
         for value in (shared, routed)

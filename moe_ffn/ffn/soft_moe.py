@@ -1,6 +1,6 @@
-"""Soft MoE: experts over slots that are weighted means of all tokens.
+"""Soft MoE: experts process slots, which are weighted means of all tokens.
 
-B sequences, S tokens of a sequence, D model width, E experts, P slots of all experts
+B sequences, S tokens per sequence, D model width, E experts, P slots of all experts
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from moe_ffn.outputs import FFNOutput, Plan, TokenContext
 
 
 class SoftMoEConfig(FFNConfig, frozen=True):
-    """Soft MoE: experts work on slots, weighted means of all tokens; nothing is chosen or dropped.
+    """Soft MoE: experts process slots, which are weighted means of all tokens.
 
-    Puigcerver et al. 2023 (arXiv:2308.00951). Every token reaches every expert, so it returns no routing.
+    Puigcerver et al. 2023 (arXiv:2308.00951). Every token reaches every expert, so there is no routing.
     """
 
     type: Literal["soft_moe"] = "soft_moe"
     num_experts: int = Field(default=8, ge=1, le=MAX_COUNT)
-    """E, the experts."""
+    """E, the number of experts."""
     slots_per_expert: int = Field(default=32, ge=1, le=MAX_COUNT)
-    """Slots of each expert and sequence; as many slots as tokens cost what top-1 routing does."""
+    """Slots per expert and sequence; with as many slots as tokens, the cost is that of top-1 routing."""
     experts: ExpertsConfig = GatedExpertsConfig()
-    """The kind of network that each expert is; by default as wide as the dense block."""
+    """Kind of network of each expert; by default as wide as the dense block."""
 
     def refusal(self, situation: Situation) -> Refusal | None:
         if situation.causal or situation.cached:
@@ -64,7 +64,7 @@ class SoftMoEConfig(FFNConfig, frozen=True):
         return self.expert_stack.num_params(d_model) + d_model * self.num_slots + 1
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
-        # Logits, and the sums into the slots and out of them; then each slot passes its expert.
+        # Three products with all slots: the logits, the sums into the slots, and the sums out of them.
         mixing = 3 * linear_flops(d_model, self.num_slots)
         slots = self.num_slots / seq_len
         around = round(slots * self.experts.flops_around_dispatch(d_model))
@@ -78,10 +78,10 @@ class SoftMoEConfig(FFNConfig, frozen=True):
 
 
 class SoftMoEFFN(FFNBlock):
-    """Slots are softmax-weighted means of tokens; tokens softmax-weighted means of the experts' slots.
+    """Slots are softmax-weighted means of tokens; outputs are softmax-weighted means of the experts' outputs.
 
     Puigcerver et al. 2023 (arXiv:2308.00951), equations 1 to 3, with the normalisation of section 2.3:
-    tokens and slots' parameters at unit length, times a learned scale.
+    tokens and slot parameters have unit length, and a learned scale multiplies the logits.
     """
 
     def __init__(self, config: SoftMoEConfig, d_model: int) -> None:
@@ -103,12 +103,12 @@ class SoftMoEFFN(FFNBlock):
         x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=length)
         logits_BSP = self.logits(x_BSD)
         dtype = logits_BSP.dtype
-        # Into the slots goes neither padding nor a broken token, which would break all of them.
+        # Slots exclude padding and tokens with NaN or infinity, which would spread to every slot.
         mask_BS1 = torch.ones_like(x_BSD[..., :1], dtype=torch.bool)
         if flat.mask is not None:
             mask_BS1 = rearrange(flat.mask, "(b s) -> b s 1", s=length)
         mixed_BS1 = mask_BS1 & x_BSD.isfinite().all(dim=-1, keepdim=True)
-        # Not -inf: the slots of a sequence of nothing but padding would be NaN.
+        # Not -inf: in a sequence of padding alone, the softmax would be NaN.
         least = torch.finfo(dtype).min
         dispatch_BSP = logits_BSP.masked_fill(~mixed_BS1, least).softmax(dim=1) * mixed_BS1
         mixed_BSD = x_BSD.to(dtype).masked_fill(~mixed_BS1, 0)
@@ -123,14 +123,14 @@ class SoftMoEFFN(FFNBlock):
         return f"num_experts={self.num_experts}, {slots}, d_model={self.d_model}"
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """The logits of slots and tokens, (B, S, P), float32 or wider."""
+        """Return the logits of tokens and slots, (B, S, P), float32 or wider."""
         dtype = torch.float64 if x_BSD.dtype == torch.float64 else torch.float32
         with without_autocast(x_BSD):
             slots_PD = self.scale.to(dtype) * F.normalize(self.slots_PD.to(dtype), dim=-1)
             return F.linear(F.normalize(x_BSD.to(dtype), dim=-1), slots_PD)
 
     def run_experts(self, slots_BPD: Tensor) -> Tensor:
-        """Run each expert on its slots of every sequence, (B, P, D), by a plan that needs no router."""
+        """Run each expert on its slots of every sequence, (B, P, D), with a plan made without a router."""
         num_sequences = slots_BPD.shape[0]
         num_slots = num_sequences * self.slots_per_expert
         device = slots_BPD.device

@@ -1,4 +1,4 @@
-"""Blocks that hold a block: with noise on its input, between norms, or with a learned vector added."""
+"""Blocks around another block: they add input noise, norms or a learned output vector."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from moe_ffn.routing.base import Router, jittered
 
 
 class WrapperConfig(FFNConfig, frozen=True):
-    """A block that holds a block; routings keep their names."""
+    """A block around another block; routings keep their names."""
 
     ffn: FFNConfig = MoEConfig()
-    """The block inside."""
+    """The inner block."""
 
     def own_params(self, d_model: int) -> int:
-        """Number of parameters of the wrapper itself."""
+        """Return the number of parameters of the wrapper itself."""
         return 0
 
     def refusal(self, situation: Situation) -> Refusal | None:
@@ -56,11 +56,11 @@ class WrapperFFN(FFNBlock):
         self.ffn = config.ffn.build(d_model)
 
     def before(self, x: Tensor) -> Tensor:
-        """The input of the block inside, from tokens that are zero where they are padding."""
+        """Return the input of the inner block; padding in `x` is zero."""
         return x
 
     def after(self, y: Tensor) -> Tensor:
-        """The output, from that of the block inside."""
+        """Return the output from the output of the inner block."""
         return y
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
@@ -80,7 +80,7 @@ class JitteredConfig(WrapperConfig, frozen=True):
 
     type: Literal["jittered"] = "jittered"
     jitter: float = Field(default=0.01, ge=0, lt=1)
-    """Multiply the input by noise from U(1 - jitter, 1 + jitter); `router.jitter` reaches a router alone."""
+    """Multiply the input by noise from U(1 - jitter, 1 + jitter); `router.jitter` affects the router only."""
 
     @model_validator(mode="after")
     def _check_that_no_router_has_noise_too(self) -> JitteredConfig:
@@ -88,7 +88,7 @@ class JitteredConfig(WrapperConfig, frozen=True):
             router = info.router
             if self.jitter and isinstance(router, LinearRouterConfig) and router.jitter:
                 raise ValueError(
-                    f"jitter ({self.jitter:g}) reaches the router too, which has {info.path}.router.jitter "
+                    f"jitter ({self.jitter:g}) also reaches the router, which has {info.path}.router.jitter "
                     f"({router.jitter:g}); set one of them to 0"
                 )
         return self
@@ -126,7 +126,7 @@ class BiasedConfig(WrapperConfig, frozen=True):
 
 
 class BiasedFFN(WrapperFFN):
-    """f(x) + b; b begins at zero."""
+    """f(x) + b; b is initialised to zero."""
 
     def __init__(self, config: BiasedConfig, d_model: int) -> None:
         super().__init__(config, d_model)
@@ -137,14 +137,14 @@ class BiasedFFN(WrapperFFN):
 
 
 class NormedConfig(WrapperConfig, frozen=True):
-    """A block between RMS norms; each norm is off by default, and `{}` is one with default options.
+    """A block between RMS norms; each norm is off by default, and `{}` is a norm with default options.
 
-    Around a mixture in A.X K1 and Gemma 4, around its shared expert in Gemma 4.
+    A.X K1 and Gemma 4 have such norms around the mixture, Gemma 4 also around its shared expert.
     """
 
     type: Literal["normed"] = "normed"
     input: InnerNormConfig | None = None
-    """Norm of the tokens that the block reads."""
+    """Norm of the input of the block."""
     output: InnerNormConfig | None = None
     """Norm of the output of the block."""
 

@@ -16,24 +16,24 @@ from moe_ffn.outputs import Routing
 
 
 class ZeroComputationConfig(Config, frozen=True):
-    """Experts without a network that a router may choose beside the real ones, at no cost.
+    """Experts without a network, which a router may choose like other experts, at almost no cost.
 
     MoE++ (Jin et al. 2024, arXiv:2410.07348); the copy expert is LongCat-Flash's identity expert.
     """
 
     num_zero: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """Experts that return 0: the token is left out."""
+    """Number of experts that return 0."""
     num_copy: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """Experts that return the token as it is."""
+    """Number of experts that return the token unchanged."""
     num_constant: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """Experts that mix the token with a learned vector."""
+    """Number of experts that mix the token with a learned vector."""
 
     @property
     def total(self) -> int:
         return self.num_zero + self.num_copy + self.num_constant
 
     def words(self) -> list[str]:
-        """The kind of each expert, in the order of their ids."""
+        """Return the kind of each expert, ordered by expert id."""
         return ["zero"] * self.num_zero + ["copy"] * self.num_copy + ["const"] * self.num_constant
 
     def num_params(self, d_model: int) -> int:
@@ -64,13 +64,12 @@ class ZeroComputationExperts(nn.Module):
             init_linear_(self.mix_C2D)
 
     def forward(self, x_TD: Tensor, routing: Routing, first: int) -> Tensor:
-        """The weighted sum of each token's experts without a network, (T, D); their ids begin at `first`."""
+        """Return the weighted sum of the experts without a network, (T, D); their ids begin at `first`."""
         weights_TZ = weights_of(routing, first)
         copies = weights_TZ[:, self.num_zero : self.num_zero + self.num_copy]
         y_TD = copies.sum(dim=-1, keepdim=True) * x_TD
         if self.vector_CD is not None and self.mix_C2D is not None:
             weights_TC = weights_TZ[:, self.num_zero + self.num_copy :]
-            # An expert that is not chosen has weight 0, which a NaN in x would turn into NaN.
             mix_TC2 = einsum(x_TD, self.mix_C2D, "t d, c m d -> t c m").softmax(dim=-1)
             shares_TC2 = weights_TC.unsqueeze(-1) * mix_TC2
             token_TD = shares_TC2[..., 0].sum(dim=-1, keepdim=True) * x_TD
@@ -82,7 +81,7 @@ class ZeroComputationExperts(nn.Module):
 
 
 def weights_of(routing: Routing, first: int) -> Tensor:
-    """(T, Z): each token's weight for the experts from id `first` on, 0 where not computed."""
+    """Return each token's weights for the experts from id `first` on, (T, Z); 0 for pairs not computed."""
     num_zero_computation = routing.num_experts - first
     here_N = routing.computed_N & (routing.expert_ids_N >= first)
     place_N = routing.token_ids_N * num_zero_computation + (routing.expert_ids_N - first)

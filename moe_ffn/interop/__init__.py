@@ -17,7 +17,7 @@ _LAZY = {
     "swap_ffn": "moe_ffn.interop.swap",
     "watch": "moe_ffn.interop.routings",
 }
-"""Imported on first use: what reads files needs packages that others lack."""
+"""Names that are imported on first use, because they need optional packages."""
 
 __all__ = [
     "block_config",

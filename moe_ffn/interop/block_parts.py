@@ -1,6 +1,6 @@
-"""The entry of the table of sparse blocks of transformers, and the parts that entries share.
+"""Entries of the table of sparse blocks in transformers, and the parts that entries share.
 
-An entry has our options as a template, and where the weights are.
+An entry contains a template of our options, and the names of the weights.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from moe_ffn.weights.options import ACTIVATIONS, Theirs
 # -- an entry
 
 Template = Mapping[str, Any] | Callable[[Any], Any]
-"""Options of ours as in YAML; a function computes its option from the config of transformers."""
+"""Our options as in YAML; a function in it computes an option from the config of transformers."""
 
 
 @dataclass(frozen=True)
-class Block:
-    """A sparse feed-forward block of transformers."""
+class BlockEntry:
+    """Entry of the table: a sparse feed-forward block of transformers."""
 
     class_name: str
-    """Name of the class in the file of its model; a decoder layer where experts have no block."""
+    """Name of the class in the file of the model; a decoder layer if the experts have no block class."""
     ffn: Template
     """Config of our block."""
     names: Mapping[str, Layout] = field(default_factory=dict)
-    """Name of a tensor of ours -> theirs in the block, where `NAMES` does not have it."""
+    """Our name of a tensor -> its layout in the block, for tensors that are not in `NAMES`."""
     config_name: str = ""
     """Name of the config class; by default the one of a text model that shares a prefix with `class_name`."""
     small: Mapping[str, Any] = field(default_factory=dict)
-    """Options of theirs for a small block, in addition to `SMALL` of `experiments.models`."""
+    """Their options for a small block, in addition to `SMALL` of `experiments.models`."""
     served: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Option of theirs that `ffn` does not read -> the values for which this entry is right."""
+    """Their option that `ffn` does not read -> the values for which this entry is correct."""
     unused: tuple[str, ...] = ()
-    """Patterns of tensors in their class that are outside the block, or unused in it."""
+    """Patterns of tensors in their class that the block does not use."""
     in_training: Template | None = None
-    """Options of ours in training, where they differ because noise or a capacity acts."""
+    """Our options in training, if they differ because of noise or a capacity."""
     note: str = ""
     """Remark for the reader of the table."""
     wrong: str = ""
     """Difference between their code and its paper; ours follows the paper."""
 
-    def but(self, options: Template | None = None, **changes: Any) -> Block:
-        """Return the same block for another model, with some of our options changed."""
+    def but(self, options: Template | None = None, **changes: Any) -> BlockEntry:
+        """Return a copy of this entry for another model, with some of our options changed."""
         made = replace(self, **changes)
         if options is None:
             return made
@@ -68,7 +68,7 @@ class Block:
 
 
 class LiveOptions(Mapping[str, Any]):
-    """The options of a live config of transformers, under their aliases too; else the defaults."""
+    """Options of a live config of transformers, also by their aliases; missing ones have their defaults."""
 
     def __init__(self, config: Any, defaults: Mapping[str, Any]) -> None:
         self.config, self.defaults = config, defaults
@@ -89,12 +89,12 @@ class LiveOptions(Mapping[str, Any]):
 
 
 def its(name: str) -> Callable[[Any], Any]:
-    """An option of their config."""
+    """Return a function that reads an option of their config."""
     return attrgetter(name)
 
 
 def its_word(words: Mapping[str, str], name: str) -> Callable[[Any], str]:
-    """Return our value for each value of their option; other values are rejected."""
+    """Return a function that maps each value of their option to ours; other values are rejected."""
 
     def word(config: Any) -> str:
         found = config
@@ -150,7 +150,7 @@ def groups(config: Any) -> dict[str, int] | None:
 
 
 def if_set(option: str, template: Template, otherwise: Any = None) -> Any:
-    """Use the template where their option is neither 0 nor null."""
+    """Return a function that uses the template if their option is neither 0 nor null."""
     return lambda config: template if getattr(config, option) else otherwise
 
 
@@ -175,7 +175,7 @@ def moe(
 
 
 def jittered(ffn: Template, option: str) -> Template:
-    """A block with noise on its input, where their option is not 0."""
+    """Return a block with noise on its input if their option is not 0."""
     return lambda config: (
         {"type": "jittered", "jitter": noise, "ffn": ffn} if (noise := its(option)(config)) else ffn
     )
@@ -186,13 +186,13 @@ def shared(*width: str, **more: Any) -> Template:
     return {"type": gate(), "d_ff": d_ff, **more}
 
 
-# -- where weights are
+# -- names of weights
 
 Names = Mapping[str, Layout]
 
 
 def _either(ours: str, *stems: str) -> dict[str, Layout]:
-    """Return the weight and the bias of a module, whose stem differs between models."""
+    """Return the layouts of the weight and bias of a module that has one of these names."""
     return {
         f"{ours}.{kind}": named(*(f"{stem}.{kind}" for stem in stems))
         for kind in ("weight", "bias")
@@ -222,11 +222,11 @@ NAMES: Names = {
     **_either("shared_expert.down", *(f"{stem}.down_proj" for stem in _SHARED_EXPERTS)),
     **_either("combine.gate", "shared_expert_gate"),
 }
-"""Name of a tensor of ours -> the names under which the blocks of most models hold it."""
+"""Our name of a tensor -> its layout in the blocks of most models."""
 
 
 def fused_shared_expert(into: str, out_of: str) -> Names:
-    """A shared expert whose gate and up are one matrix, gate first."""
+    """Return the layouts of a shared expert whose gate and up are one matrix, gate first."""
     return {
         "shared_expert.gate.weight": rows_of(f"{into}.weight"),
         "shared_expert.up.weight": rows_of(f"{into}.weight", 1),
@@ -235,7 +235,7 @@ def fused_shared_expert(into: str, out_of: str) -> Names:
 
 
 def experts_by_number(up: str, down: str) -> Names:
-    """Experts stored as one module each, by number."""
+    """Return the layouts of experts that are numbered modules."""
     return {
         f"experts.{name}{suffix}": stacked(name, f"experts.expert_{{}}.{stem}.{kind}")
         for name, stem in (("up", up), ("down", down))
@@ -244,7 +244,7 @@ def experts_by_number(up: str, down: str) -> Names:
 
 
 def with_shared(routed: str, *shared: str) -> Layout:
-    """Routed experts, and behind them the shared ones, in one tensor or with gate and up apart."""
+    """Return the layout of routed experts followed by the shared ones; gate and up may be apart."""
 
     def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
         count = their["n_routed_experts"]
@@ -257,26 +257,26 @@ def with_shared(routed: str, *shared: str) -> Layout:
     return layout
 
 
-# -- blocks of the architectures that are read from files too
+# -- blocks of architectures that can also be read from files
 
 _FAMILY = {family.model_type: family for family in FAMILIES}
 
 
-def of_family(model_type: str, class_name: str) -> Block:
+def of_family(model_type: str, class_name: str) -> BlockEntry:
     """Return the block of an architecture that `weights.families` describes."""
     family = _FAMILY[model_type]
 
     def template(config: Any) -> dict[str, Any]:
         return sparse_options(family, Theirs(class_name, LiveOptions(config, family.defaults)))
 
-    return Block(class_name, template)
+    return BlockEntry(class_name, template)
 
 
 SCORE = its_word({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "scoring_func")
 
 
 def step_gate(config: Any, option: str) -> dict[str, Any]:
-    """Step-3.7's gate in its first layer, where a limit of 0 is none."""
+    """Return Step-3.7's gate in its first layer; a limit of 0 means no limit."""
     limit = (getattr(config, option) or [0])[0]
     if not limit:
         return {"type": "swiglu", "d_ff": config.moe_intermediate_size}
@@ -302,7 +302,7 @@ GATED_SHARED = {
     "shared_expert": shared("shared_expert_intermediate_size"),
     "combine": {"type": "sigmoid_gate"},
 }
-DEEPSEEK_V2 = Block(
+DEEPSEEK_V2 = BlockEntry(
     "DeepseekV2Moe",
     moe(
         {
@@ -318,7 +318,7 @@ DEEPSEEK_V2 = Block(
         shared_expert=shared("moe_intermediate_size", "n_shared_experts", bias=its("mlp_bias")),
     ),
     served={"topk_method": ("greedy", "group_limited_greedy")},
-    # Of two groups, each the place of its best expert, the best two experts are always chosen.
+    # A group scores as its best expert, so two chosen groups always contain the best two experts.
     small={"topk_method": "group_limited_greedy", "topk_group": 1},
 )
 CLAMPED = {
@@ -327,7 +327,7 @@ CLAMPED = {
     "limit": its("swiglu_limit"),
     "added": 0.0,
 }
-DEEPSEEK_V4 = Block(
+DEEPSEEK_V4 = BlockEntry(
     "DeepseekV4SparseMoeBlock",
     moe(
         {**BIASED, "score": SCORE},
@@ -338,7 +338,7 @@ DEEPSEEK_V4 = Block(
     ),
     small={"mlp_layer_types": ["moe", "moe"]},
 )
-MISTRAL = Block(
+MISTRAL = BlockEntry(
     "MistralLarge4TextMoE",
     moe(
         {**GROUPED, "renormalize": True},
@@ -346,7 +346,7 @@ MISTRAL = Block(
         shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
     ),
 )
-GRANITE = Block(
+GRANITE = BlockEntry(
     "GraniteMoeMoE",
     moe(CHOSEN, WIDE, "num_local_experts"),
     note="its residual multiplier is the decoder's",
@@ -362,7 +362,7 @@ GRANITE_LAYER = GRANITE.but(
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
 )
 EPS = {"eps": its("rms_norm_eps")}
-GEMMA = Block(
+GEMMA = BlockEntry(
     "Gemma4TextDecoderLayer",
     {
         "type": "normed",
@@ -418,7 +418,7 @@ SWITCH_FFN = moe(
     experts={"type": "mlp", "activation": its("dense_act_fn"), "dropout": its("dropout_rate")},
     capacity={"per_sequence": its("expert_capacity")},
 )
-SWITCH = Block(
+SWITCH = BlockEntry(
     "SwitchTransformersSparseMLP",
     SWITCH_FFN,
     experts_by_number("wi", "wo"),

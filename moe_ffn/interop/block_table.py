@@ -1,4 +1,4 @@
-"""THE table of sparse blocks in transformers: model -> our config and where its weights are, or why not."""
+"""The table of sparse blocks in transformers: model -> our config and the names of its weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moe_ffn.interop.block_parts import (
     SWITCH,
     TRANSPOSED,
     WIDE,
-    Block,
+    BlockEntry,
     K,
     experts_by_number,
     fused_shared_expert,
@@ -54,15 +54,15 @@ MINIMAX_GATE = {
 }
 NEMOTRON_EXPERTS = {"type": "mlp", "activation": "relu_squared", "d_ff": NARROW}
 
-BLOCKS: dict[str, Block | str] = {
-    "afmoe": Block(
+BLOCKS: dict[str, BlockEntry | str] = {
+    "afmoe": BlockEntry(
         "AfmoeSparseMoeBlock",
         moe(
             {**SIGMOID, "scale": its("route_scale")},
             shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
         ),
     ),
-    "aria": Block(
+    "aria": BlockEntry(
         "AriaTextMoELayer",
         moe(
             {**CHOSEN, "k": its("moe_topk")},
@@ -86,8 +86,8 @@ BLOCKS: dict[str, Block | str] = {
         "any whose score and bias add up to less than 0 (DeepSeek-V3, arXiv:2412.19437)",
     ),
     "bailing_hybrid": DEEPSEEK.but(class_name="BailingHybridMoE"),
-    "beam": Block("BeamMoE", moe(BIASED_GROUPS)),
-    "cohere2_moe": Block(
+    "beam": BlockEntry("BeamMoE", moe(BIASED_GROUPS)),
+    "cohere2_moe": BlockEntry(
         "Cohere2MoeSparseMoeBlock",
         moe(
             lambda c: (
@@ -111,7 +111,7 @@ BLOCKS: dict[str, Block | str] = {
         },
         small={"expert_selection_fn": "sigmoid"},
     ),
-    "dbrx": Block(
+    "dbrx": BlockEntry(
         "DbrxFFN",
         jittered(
             moe(
@@ -161,7 +161,7 @@ BLOCKS: dict[str, Block | str] = {
     ),
     "diffusion_gemma": GEMMA.but(class_name="DiffusionGemmaDecoderTextLayer"),
     "diffusion_gemma encoder": GEMMA.but(class_name="DiffusionGemmaEncoderTextLayer"),
-    "doge": Block(
+    "doge": BlockEntry(
         "DogeCDMoE",
         moe(
             {"type": "product_key", "k": K, "d_query": 0},
@@ -190,13 +190,13 @@ BLOCKS: dict[str, Block | str] = {
         {"shared_expert": {"d_ff": times("shared_experts_intermediate_size", "n_shared_experts")}},
         class_name="Dots3NoteTextMoE",
     ),
-    "dots3_note vision": Block(
+    "dots3_note vision": BlockEntry(
         "Dots3NoteVisionMoE",
         moe({**SIGMOID, "scale": its("router_scaling_factor")}, count="num_local_experts"),
         small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse"] * 2, "mlp_bias": False},
         note="of images; `per_layer_config` of theirs has the number of experts of each layer",
     ),
-    "ernie4_5_moe": Block(
+    "ernie4_5_moe": BlockEntry(
         "Ernie4_5_MoeSparseMoeBlock",
         moe(
             {**RENORMALIZED, "correction_bias": True},
@@ -206,7 +206,7 @@ BLOCKS: dict[str, Block | str] = {
             ),
         ),
     ),
-    "ernie4_5_vl_moe": Block(
+    "ernie4_5_vl_moe": BlockEntry(
         "Ernie4_5_VLMoeMoeBlock",
         moe(
             {**RENORMALIZED, "correction_bias": True},
@@ -227,12 +227,12 @@ BLOCKS: dict[str, Block | str] = {
         unused=("vision_moe.*",),
         note="of text; tokens of images have such a pool of experts of their own, another of our blocks",
     ),
-    "exaone_moe": Block(
+    "exaone_moe": BlockEntry(
         "ExaoneMoeSparseMoEBlock",
         moe(BIASED_GROUPS, shared_expert=shared("moe_intermediate_size", "num_shared_experts")),
     ),
     "flex_olmo": OLMOE.but(class_name="FlexOlmoSparseMoeBlock"),
-    "flint": Block(
+    "flint": BlockEntry(
         "FlintSparseMoeBlock",
         moe(
             {**SIGMOID, "renormalize": its("norm_topk_prob"), "correction_bias": False},
@@ -254,13 +254,13 @@ BLOCKS: dict[str, Block | str] = {
         class_name="GraniteMoeHybridDecoderLayer", small={"mamba_n_heads": 2, "mamba_d_head": 16}
     ),
     "granitemoeshared": GRANITE_LAYER.but(class_name="GraniteMoeSharedDecoderLayer"),
-    "hunyuan_v1_moe": Block(
+    "hunyuan_v1_moe": BlockEntry(
         "HunYuanMoEV1Moe",
         moe(
             {**RENORMALIZED, "k": its("moe_topk")}, WIDE, shared_expert=shared("intermediate_size")
         ),
     ),
-    "hy_v3": Block(
+    "hy_v3": BlockEntry(
         "HYV3MoE",
         moe(
             {**SIGMOID, "scale": its("router_scaling_factor")},
@@ -270,7 +270,7 @@ BLOCKS: dict[str, Block | str] = {
         ),
     ),
     "hy_v4": DEEPSEEK.but(class_name="HYV4MoE", options={"experts": CLAMPED}),
-    "inkling": Block(
+    "inkling": BlockEntry(
         "InklingMoE",
         moe(
             {
@@ -291,7 +291,7 @@ BLOCKS: dict[str, Block | str] = {
         },
         note="its shared experts are the last ones of ours",
     ),
-    "inkling2": Block(
+    "inkling2": BlockEntry(
         "Inkling2SparseMoeBlock",
         moe(
             {**BIASED, "score": SCORE},
@@ -303,8 +303,8 @@ BLOCKS: dict[str, Block | str] = {
             },
         ),
     ),
-    "jamba": Block("JambaSparseMoeBlock", moe(SOFTMAX, WIDE)),
-    "jetmoe": Block(
+    "jamba": BlockEntry("JambaSparseMoeBlock", moe(SOFTMAX, WIDE)),
+    "jetmoe": BlockEntry(
         "JetMoeMoE",
         {
             "type": "biased",
@@ -320,14 +320,14 @@ BLOCKS: dict[str, Block | str] = {
         note="its mixture of attention heads is no feed-forward block",
     ),
     "kimi_linear": DEEPSEEK.but(class_name="KimiLinearMoE"),
-    "kolibri1": Block(
+    "kolibri1": BlockEntry(
         "Kolibri1SparseMoeBlock",
         moe(
             {**SIGMOID, "renormalize": its("norm_topk_prob"), "select_by": "logit"},
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
     ),
-    "laguna": Block(
+    "laguna": BlockEntry(
         "LagunaSparseMoeBlock",
         moe(
             {
@@ -338,7 +338,7 @@ BLOCKS: dict[str, Block | str] = {
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
     ),
-    "lfm2_moe": Block(
+    "lfm2_moe": BlockEntry(
         "Lfm2MoeSparseMoeBlock",
         moe(
             {
@@ -350,7 +350,7 @@ BLOCKS: dict[str, Block | str] = {
             experts={"type": "swiglu"},
         ),
     ),
-    "llama4": Block(
+    "llama4": BlockEntry(
         "Llama4TextMoe",
         moe(
             {**SIGMOID, "renormalize": False, "correction_bias": False},
@@ -364,7 +364,7 @@ BLOCKS: dict[str, Block | str] = {
         ),
         TRANSPOSED,
     ),
-    "longcat_flash": Block(
+    "longcat_flash": BlockEntry(
         "LongcatFlashMoE",
         moe(
             {
@@ -380,17 +380,17 @@ BLOCKS: dict[str, Block | str] = {
         ),
         {
             "experts.gate_up": rows_of("experts.gate_up_proj")
-        },  # others are of experts without a network
+        },  # the remaining names belong to experts without a network
     ),
     "mellum": QWEN3.but(class_name="MellumSparseMoeBlock"),
-    "mimo_v2_flash": Block("MiMoV2FlashMoE", moe(BIASED_GROUPS, count="n_routed_experts")),
+    "mimo_v2_flash": BlockEntry("MiMoV2FlashMoE", moe(BIASED_GROUPS, count="n_routed_experts")),
     "minimax": MIXTRAL.but(class_name="MiniMaxSparseMoeBlock"),
-    "minimax_m2": Block(
+    "minimax_m2": BlockEntry(
         "MiniMaxM2SparseMoeBlock",
         jittered(moe(SIGMOID, WIDE, "num_local_experts"), "router_jitter_noise"),
         in_training={},
     ),
-    "minimax_m3_vl": Block(
+    "minimax_m3_vl": BlockEntry(
         "MiniMaxM3VLSparseMoeBlock",
         moe(
             BIASED,
@@ -406,7 +406,7 @@ BLOCKS: dict[str, Block | str] = {
     ),
     "mistral_large4": MISTRAL,
     "mixtral": MIXTRAL,
-    "muse_spark": Block(
+    "muse_spark": BlockEntry(
         "MuseSparkMoE",
         moe(
             {**BIASED, "logit_scale": its("output_multiplier")},
@@ -429,7 +429,7 @@ BLOCKS: dict[str, Block | str] = {
             "experts.experts.each.weight": zero_centered("experts.post_expert_norm.weight"),
         },
     ),
-    "nemotron_h": Block(
+    "nemotron_h": BlockEntry(
         "NemotronHMoE",
         moe(
             BIASED_GROUPS,
@@ -454,7 +454,7 @@ BLOCKS: dict[str, Block | str] = {
         linear(experts__into="fc1_latent_proj", experts__out_of="fc2_latent_proj"),
         served={"mlp_hidden_act": ("relu2",)},
     ),
-    "nllb_moe": Block(
+    "nllb_moe": BlockEntry(
         "NllbMoeSparseMLP",
         moe(
             {"type": "top_k", "k": 2, "renormalize": True, "bias": its("router_bias")},
@@ -487,7 +487,7 @@ BLOCKS: dict[str, Block | str] = {
     ),
     "olmoe": OLMOE,
     "openai_privacy_filter": GPT_OSS.but(class_name="OpenAIPrivacyFilterMLP", names=TRANSPOSED),
-    "phimoe": Block(
+    "phimoe": BlockEntry(
         "PhimoeSparseMoeBlock",
         jittered(
             moe(
@@ -497,7 +497,7 @@ BLOCKS: dict[str, Block | str] = {
             ),
             "input_jitter_noise",
         ),
-        served={"num_experts_per_tok": (2,)},  # `sparsemixer` takes two whatever it says
+        served={"num_experts_per_tok": (2,)},  # `sparsemixer` always chooses two
         small={"router_jitter_noise": 0.3, "input_jitter_noise": 0.0},
         note="in training compared without `jitter`",
         in_training={},
@@ -505,7 +505,7 @@ BLOCKS: dict[str, Block | str] = {
         "experts see it too; the published model does so once",
     ),
     "qwen2_moe": QWEN2,
-    "qwen3_5_moe": Block(
+    "qwen3_5_moe": BlockEntry(
         "Qwen3_5MoeSparseMoeBlock",
         moe(RENORMALIZED, **GATED_SHARED),
     ),
@@ -514,13 +514,13 @@ BLOCKS: dict[str, Block | str] = {
     "qwen3_omni_moe": QWEN3.but(
         class_name="Qwen3OmniMoeThinkerTextSparseMoeBlock", config_name="Qwen3OmniMoeTextConfig"
     ),
-    "qwen3_omni_moe talker": Block(
+    "qwen3_omni_moe talker": BlockEntry(
         "Qwen3OmniMoeTalkerTextSparseMoeBlock", moe(QWEN, **GATED_SHARED)
     ),
-    "qwen3_vl_moe": Block("Qwen3VLMoeTextSparseMoeBlock", moe(RENORMALIZED)),
-    "qwen4_exp": Block("Qwen4ExpTextSparseMoeBlock", moe(QWEN, **GATED_SHARED)),
+    "qwen3_vl_moe": BlockEntry("Qwen3VLMoeTextSparseMoeBlock", moe(RENORMALIZED)),
+    "qwen4_exp": BlockEntry("Qwen4ExpTextSparseMoeBlock", moe(QWEN, **GATED_SHARED)),
     "solar_open": DEEPSEEK.but(class_name="SolarOpenMoE"),
-    "step3p7": Block(
+    "step3p7": BlockEntry(
         "Step3p7SparseMoeBlock",
         moe(
             {**SIGMOID, "scale": its("moe_router_scaling_factor")},
@@ -545,7 +545,7 @@ BLOCKS: dict[str, Block | str] = {
     "of the output's units: there is no router",
     "zaya": "from its second layer on, the router adds what the router of the layer before it computed, and "
     "no block sees another layer's; the first layer is `zaya first`",
-    "zaya first": Block(
+    "zaya first": BlockEntry(
         "ZayaSparseMoeBlock",
         moe(
             {
@@ -566,10 +566,10 @@ BLOCKS: dict[str, Block | str] = {
         note="its first layer",
     ),
 }
-"""Model, and which of its blocks where it has several -> that block, or why no block of ours computes it."""
+"""Model (and block, if it has several) -> the entry of the block, or the reason why we have no such block."""
 
 NO_BLOCK = {
     "bamba": "dense: it sets the number of its experts to 1",
     "granite_docling": "its router weighs tiles of an image",
 }
-"""Models whose files speak of experts or routers, and have no sparse feed-forward block."""
+"""Models whose files mention experts or routers but have no sparse feed-forward block -> reason."""

@@ -1,8 +1,8 @@
-"""Sparse blocks of live models of transformers as blocks of ours: our configs of them, and their weights.
+"""Convert sparse blocks of live models of transformers to our blocks: configs and weights.
 
     ffn = moe_ffn.interop.convert_block("qwen3_moe", model.model.layers[0].mlp, model.config)
 
-`docs/models.md` lists them all, and how near ours are.
+`docs/models.md` lists all of them with the errors of ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn import build_ffn
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.interop.block_parts import NAMES, Block, LiveOptions, resolve
+from moe_ffn.interop.block_parts import NAMES, BlockEntry, LiveOptions, resolve
 from moe_ffn.interop.block_table import BLOCKS
 from moe_ffn.weights.layouts import Layout
 from moe_ffn.weights.options import Theirs
@@ -27,11 +27,11 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
     """Return our config of the sparse block of a model of transformers.
 
     Args:
-        model: its name in `docs/models.md`, such as `qwen3_moe`.
-        config: the live config that transformers builds the block from.
+        model: name of the model in `docs/models.md`, such as `qwen3_moe`.
+        config: the live config from which transformers builds the block.
 
     Raises:
-        ConfigError: there is no block of that name, or none of ours computes it.
+        ConfigError: the name is unknown, or no block of ours computes the same.
     """
     entry = _entry(model)
     their = Theirs(entry.class_name, LiveOptions(config, {}))
@@ -42,9 +42,9 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def convert_block(model: str, block: nn.Module, config: Any) -> FFNBlock:
-    """Return our block with copies of the weights of a live one of transformers, in its mode and dtype.
+    """Return our block with copies of the weights of a live block of transformers, in its mode and dtype.
 
-    Arguments and errors as of `block_config`; `block` is of the class that the table names.
+    `block` is an instance of the class in the table. For other arguments and errors see `block_config`.
     """
     entry = _entry(model)
     ffn = build_ffn(block_config(model, config), config_width(config))
@@ -57,11 +57,11 @@ def convert_block(model: str, block: nn.Module, config: Any) -> FFNBlock:
     return ffn.train(block.training)
 
 
-def _entry(model: str) -> Block:
+def _entry(model: str) -> BlockEntry:
     entry = BLOCKS.get(model)
     if entry is None:
         raise ConfigError(
-            f"{show(model)} is no model of transformers with a sparse block that is known here"
+            f"{show(model)} is not a known model of transformers with a sparse block"
             f"{nearest_or_all(model, BLOCKS)}"
         )
     if isinstance(entry, str):
@@ -70,7 +70,7 @@ def _entry(model: str) -> Block:
 
 
 def config_width(config: Any) -> int:
-    """The width of the model."""
+    """Return the width of the model."""
     return next(
         getattr(config, name) for name in ("hidden_size", "d_model") if hasattr(config, name)
     )
@@ -80,42 +80,42 @@ def _dtype_in(state: Mapping[str, Tensor]) -> torch.dtype:
     return max(state.values(), key=Tensor.numel).dtype
 
 
-def _layout(entry: Block, name: str) -> Layout | None:
-    """Return where theirs have a tensor; a block or experts that hold others have the names of both."""
+def _layout(entry: BlockEntry, name: str) -> Layout | None:
+    """Return the layout of our tensor `name`; the names of wrapped blocks and experts are joined."""
     inner = re.sub(r"^(experts\.)+", "experts.", name.removeprefix("ffn."))
     names = {**NAMES, **entry.names}
     return names.get(name) or names.get(name.removeprefix("ffn.")) or names.get(inner)
 
 
 def convert_tensors(
-    entry: Block,
+    entry: BlockEntry,
     theirs: Mapping[str, Tensor],
     ours: Mapping[str, Tensor],
     config: Any,
     *,
     gradients: bool = False,
 ) -> dict[str, Tensor]:
-    """The tensors of a block of transformers under our names, with the shapes and dtypes of `ours`.
+    """Return the tensors of a block of transformers by our names, with the shapes and dtypes of `ours`.
 
     Args:
-        theirs: its weights, or their gradients, by their names in it.
-        ours: the weights of our block by name; no values are read.
-        gradients: `theirs` are gradients, perhaps of some weights only.
+        theirs: weights of their block, or gradients of the weights, by their names.
+        ours: weights of our block by name; their values are not read.
+        gradients: True if `theirs` are gradients, possibly of only some weights.
 
     Raises:
-        ConfigError: a tensor of ours has none of theirs, or a weight of theirs none of ours.
+        ConfigError: a tensor of ours or of theirs has no counterpart.
     """
     made: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, like in ours.items():
         layout = _layout(entry, name)
         if layout is None:
-            raise ConfigError(f"{entry.class_name} has nothing that is our {name}")
+            raise ConfigError(f"{entry.class_name} has no tensor for our {name}")
         options = Theirs(entry.class_name, LiveOptions(config, {}))
         forms = layout("", like.shape, options)
         pieces = next((form for form in forms if all(piece.name in theirs for piece in form)), None)
         if pieces is None:
-            raise ConfigError(f"{entry.class_name} has no {forms[0][0].name}, our {name}")
+            raise ConfigError(f"{entry.class_name} has no {forms[0][0].name} for our {name}")
         made[name] = torch.zeros_like(like)
         for piece in pieces:
             into = piece.part(made[name])
@@ -127,5 +127,5 @@ def convert_tensors(
         n for n in theirs if n not in used and not any(re.fullmatch(p, n) for p in entry.unused)
     ]
     if left and not gradients:
-        raise ConfigError(f"our block has nothing that is {left[0]} of {entry.class_name}")
+        raise ConfigError(f"our block has no tensor for {left[0]} of {entry.class_name}")
     return made

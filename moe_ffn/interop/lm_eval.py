@@ -4,7 +4,7 @@
 
     lm_eval.simple_evaluate(model=HarnessModel(decoder, tokenizer), tasks=["lambada_openai"], limit=100)
 
-Every model answers with its own router, capacity and positions; an export has equals of some only.
+Every model is evaluated as it is, with its router, capacity and positions; not every model can be exported.
 
 B requests, S tokens, V vocabulary
 """
@@ -33,7 +33,7 @@ MAX_NEW_TOKENS = 256
 class HarnessModel(TemplateLM):
     """A causal decoder and its tokenizer as a model of lm-eval.
 
-    A text begins after an end of document, as in training.
+    Each text is preceded by an end-of-document token, as in training.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, batch_size: int = 16) -> None:
@@ -48,11 +48,11 @@ class HarnessModel(TemplateLM):
         super().__init__()
         if not decoder.config.causal:
             raise ConfigError(
-                "model.causal is false: the model guesses masked tokens, and lm-eval asks for next ones; use "
-                "a run with causal: true"
+                "model.causal is false: the model predicts masked tokens, but lm-eval needs next-token "
+                "predictions; use a run with causal: true"
             )
         self.decoder = decoder
-        self.text = tokenizer  # `tokenizer` is one of transformers, for what reads it there
+        self.text = tokenizer  # lm-eval expects `tokenizer` to be of transformers
         self.batch_size = batch_size
         self.max_length = decoder.max_seq_len
         self._device = decoder.embedding.weight.device
@@ -86,9 +86,9 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood in nats of each continuation, and whether greedy decoding produces it."""
+        """Return each continuation's log-likelihood in nats, and whether greedy decoding produces it."""
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        # Equally long ones together, so that little is padding.
+        # Sorted by length, so that little is padding.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
         for first in range(0, len(order), self.batch_size):
             places = order[first : first + self.batch_size]
@@ -112,11 +112,11 @@ class HarnessModel(TemplateLM):
         return found
 
     def _row(self, context: list[int], continuation: list[int]) -> list[int]:
-        """Return the tokens that the model reads, and the last one, which it only predicts."""
+        """Return the tokens that the model reads, and the last token, which it only predicts."""
         if len(continuation) > self.max_length:
             raise ConfigError(
-                f"a task asks for a continuation of {len(continuation)} tokens, but the model takes "
-                f"sequences of {self.max_length} (data.seq_len); leave the task out"
+                f"a task needs a continuation of {len(continuation)} tokens, but sequences of the model have "
+                f"at most {self.max_length} (data.seq_len); leave the task out"
             )
         return (context + continuation)[-(self.max_length + 1) :]
 
@@ -153,20 +153,20 @@ def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[
     """Measure a model on tasks of lm-eval.
 
     Args:
-        tasks: folders of task files, and names of tasks, groups and tags, in these folders or of lm-eval
-            itself; without a name all tasks of the folders. A task file may name code, which is run.
+        tasks: folders of task files, and names of tasks, groups and tags in these folders or in lm-eval.
+            Without a name all tasks of the folders are run. Code that a task file names is run.
 
     Returns:
-        task -> `acc`, `word_perplexity` and so on, and the same with `_stderr`, as far as there is one.
+        task -> `acc`, `word_perplexity` and so on, with the standard error of each as `..._stderr` if known.
 
     Raises:
-        ConfigError: there is no such task, or it cannot be loaded, such as without a network.
+        ConfigError: a task is unknown, or cannot be loaded, for example without a network.
     """
     folders = [task for task in tasks if Path(task).is_dir()]
     manager = TaskManager(include_path=[*folders], include_defaults=False)
     names = [task for task in tasks if task not in folders]
     if unknown := [name for name in names if name not in manager.all_tasks]:
-        manager = TaskManager(include_path=[*folders])  # seconds: there are thousands
+        manager = TaskManager(include_path=[*folders])  # takes seconds: there are thousands
         for name in unknown:
             if name not in manager.all_tasks:
                 hint = did_you_mean(name, manager.all_tasks)
@@ -188,7 +188,7 @@ def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[
         )
     except ConfigError:
         raise
-    except Exception as error:  # of whatever kind: a data set, a template, code that a file names
+    except Exception as error:  # any type: data sets, templates and custom code may fail
         raise ConfigError(f"--tasks: lm-eval cannot run them: {first_line(error)}") from error
     return {name: _plain(values) for name, values in results["results"].items()}
 

@@ -1,4 +1,4 @@
-"""Watch the routers of a live model: their decisions as the `Routing` values that our metrics read.
+"""Watch the routers of a live model, and record their decisions as `Routing` values for our metrics.
 
 T tokens, E experts, K experts per token, B batch, S sequence
 """
@@ -24,7 +24,7 @@ from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing.base import routing_of_pairs
 
 Passes = list[dict[str, Routing]]
-"""A mapping from the names of layers (`layer_03`) to routings, for each forward pass."""
+"""For each forward pass, a mapping from layer names (`layer_03`) to routings."""
 
 
 @contextmanager
@@ -35,31 +35,31 @@ def watch(model: nn.Module) -> Iterator[Passes]:
             model(**batch)
         load_balancing_loss(passes[-1]["layer_03"])
 
-    The model's outputs do not change. A pass is one call of `model`; generation makes one for the prompt and
-    one for each further token. A pass is listed when it is over. Ids and weights are those that the
-    experts received. They carry gradients where the model trains: call `routing.detach()` on those that you
-    keep. Padding of `attention_mask` is padding in the routing. Our own blocks (`swap_ffn`) are recorded too.
+    The model's outputs do not change. A pass is one call of `model`; generation makes one pass for the prompt
+    and one for each further token. A pass is appended when it is complete. Ids and weights are those that the
+    experts received. They carry gradients if the model trains, so call `routing.detach()` before you keep
+    them. Padding in `attention_mask` is padding in the routing. Our blocks (`swap_ffn`) are also recorded.
 
-    Scores are the softmax, the sigmoid or the square root of the softplus of the router's logits: the one
-    that the weights are proportional to, or the softmax where they are proportional to none (Phi-MoE).
+    Scores are the softmax, the sigmoid or the square root of the softplus of the router's logits: the
+    function to which the weights are proportional, or the softmax if there is none (Phi-MoE).
 
     Raises:
-        ConfigError: the model has no router that can be watched; or, in a pass, the `attention_mask` has
-            no value for each token.
+        ConfigError: the model has no router that can be watched, or the `attention_mask` of a pass lacks
+            values for some tokens.
     """
     with ExitStack() as hooks:
         yield _Watcher(model, hooks).passes
 
 
 class _Watcher:
-    """The hooks in a model, and the routings that they recorded."""
+    """Hooks in a model, and the routings that the hooks record."""
 
     def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
         self.passes: Passes = []
         self._signature = inspect.signature(model.forward)
         self._seen: dict[str, Callable[[], dict[str, Routing]]] | None = None
-        """Layer -> function that computes the routings of the current pass, None outside a pass. They are
-        computed after the pass: activation checkpointing would repeat anything computed inside a layer."""
+        """Layer -> function that computes its routings in the current pass; None outside a pass. Routings are
+        computed after the pass, because activation checkpointing would repeat work inside a layer."""
         self._mask_BS: Tensor | None = None
         self._length: int | None = None
         self._router_outputs: dict[str, list[tuple[Any, ...]]] = {}
@@ -90,17 +90,17 @@ class _Watcher:
         mask = given.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and self._length):
             raise ConfigError(
-                "attention_mask must be (batch, sequence), 1 for real tokens, or padding cannot be "
-                "told from tokens; leave it out where there is none"
+                "attention_mask must be (batch, sequence), 1 for real tokens, to show which tokens are "
+                "padding; leave it out if there is no padding"
             )
-        # In generation it speaks of earlier tokens too.
+        # In generation the mask also covers earlier tokens.
         self._mask_BS = None if mask is None else mask[:, -self._length :].bool()  # pyright: ignore[reportOptionalOperand]
         self._seen = {}
         self._router_outputs.clear()
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         seen, self._seen = self._seen, None
-        if seen is None or output is None:  # which it is after an error
+        if seen is None or output is None:  # None after an error
             return
         routings: dict[str, Routing] = {}
         for make in seen.values():
@@ -120,8 +120,8 @@ class _Watcher:
         logits_TE = _logits_for(ids_TK, self._router_outputs.pop(name, []))
         if logits_TE is None or experts._is_expert_parallel:
             raise ConfigError(
-                f"the router before {type(experts).__name__} does not return its logits beside "
-                "the experts that it chooses, or chooses among those of several processes"
+                f"the router before {type(experts).__name__} does not return its logits together with "
+                "the chosen experts, or chooses among experts of several processes"
             )
         self._seen[name] = partial(self._routing, name, logits_TE, ids_TK, weights_TK)
 
@@ -152,35 +152,35 @@ class _Watcher:
         mask_T = None if self._mask_BS is None else self._mask_BS.reshape(-1)
         if mask_T is not None and len(mask_T) != num_tokens:
             raise ConfigError(
-                f"attention_mask is of {len(mask_T)} tokens, but {num_tokens} came to a layer; leave "
-                "it out where nothing is padded"
+                f"attention_mask has {len(mask_T)} tokens, but a layer received {num_tokens}; leave "
+                "it out if there is no padding"
             )
         return TokenContext(mask=mask_T, sequence_length=self._length)
 
 
 def routing_modules(model: nn.Module) -> dict[str, str]:
-    """Find the modules to watch, experts of transformers or our own blocks: layer name -> path in the model.
+    """Find the modules to watch, experts of transformers or our blocks: layer name -> path in the model.
 
     Raises:
-        ConfigError: there is none, or two in a layer.
+        ConfigError: the model has no such module, or a layer has two.
     """
     found: dict[str, str] = {}
     for path, module in model.named_modules():
-        # Neither the shared expert of a block of ours, nor the one inside a mixture of depths.
+        # Skip blocks inside our blocks: a shared expert, or the block of a mixture of depths.
         inside = any(path.startswith(f"{outer}.") for outer in found.values())
         if inside or not (isinstance(module, FFNBlock) or is_experts(module)):
             continue
         number = layer_of(path)
         if number is None or layer_name(number) in found:
             raise ConfigError(
-                f"'{path}' of {type(model).__name__} is in no numbered layer, or the second in its "
-                "layer; give the part of the model that is one stack of layers"
+                f"'{path}' of {type(model).__name__} is in no numbered layer, or is the second in its "
+                "layer; pass the submodule that is a single stack of layers"
             )
         found[layer_name(number)] = path
     if not found:
         raise ConfigError(
-            f"nothing can be seen of a routing in {type(model).__name__}: it has no block of ours, and no "
-            "experts that are given ids and weights, as in most sparse models of transformers"
+            f"no routing of {type(model).__name__} can be watched: it has none of our blocks, and no experts "
+            "that receive ids and weights, as in most sparse models of transformers"
         )
     return found
 
@@ -191,13 +191,13 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def layer_of(path: str) -> int | None:
-    """The first number in the path of a module: 3 of `model.layers.3.mlp.experts`."""
+    """Return the first number in the path of a module: 3 for `model.layers.3.mlp.experts`."""
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return int(number[1]) if number else None
 
 
 def _logits_for(ids_TK: Tensor, outputs: list[tuple[Any, ...]]) -> Tensor | None:
-    """Return the first value, (T, E), of the tuple that also has the ids; None if no tuple has them."""
+    """Return the first value, (T, E), of the output tuple that contains the ids; None if no tuple does."""
     for output in outputs:
         if any(value is ids_TK for value in output) and isinstance(output[0], Tensor):
             logits = output[0]
@@ -217,10 +217,10 @@ SCORES: tuple[Callable[[Tensor], Tensor], ...] = (
 def _score_function(
     logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """Find the function of `SCORES` that the weights are proportional to, by token or over all tokens."""
+    """Find the function of `SCORES` to which the weights are proportional, per token or over all tokens."""
 
     def spread(values: Tensor, dim: int | None) -> float:
-        """Relative distance of the factors from their mean, averaged over tokens."""
+        """Return the relative distance of the factors from their mean, averaged over tokens."""
         mean = values.mean() if dim is None else values.mean(dim, keepdim=True)
         return ((values - mean) / mean).abs().mean().item()
 
@@ -234,4 +234,4 @@ def _score_function(
 
 
 MAX_MISFIT = 0.02
-"""Largest relative spread of a constant factor; rounding to bfloat16 stays below it."""
+"""Maximum relative spread of a factor that counts as constant; bfloat16 rounding stays below it."""

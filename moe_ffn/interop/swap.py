@@ -1,4 +1,4 @@
-"""Swap the FFNs of a live dense model of transformers for our blocks."""
+"""Replace the FFNs of a live dense model of transformers by our blocks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from moe_ffn.kernels.activations import GATE_ACTIVATIONS, GatedType
 log = logging.getLogger(__name__)
 
 GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("c_fc", "c_proj")
-"""Names of the matrices of an FFN in Llama and Qwen (our gate, up, down), and in GPT-2 (our up, down)."""
+"""Names of the matrices of an FFN: gate, up and down in Llama and Qwen, up and down in GPT-2."""
 
 MAX_ERROR = {torch.float32: 1e-4, torch.float64: 1e-6}
-"""Largest relative difference that rounding explains, by dtype; narrower dtypes have a wider one."""
+"""Maximum relative difference that rounding explains, by dtype; 0.05 for narrower dtypes."""
 
 
 class SwappedFFN(nn.Module):
@@ -49,22 +49,22 @@ def swap_ffn(
         router = {"type": "top_k", "k": 2, "renormalize": True}
         swap_ffn(model, [1, 3], {"type": "moe", "num_experts": 8, "router": router})
 
-    Llama's, Qwen's and GPT-2's FFNs are taken, and what is built like them. A dense or gated block gets
-    their weights and computes the same; its width, biases and activation are theirs, and need not be given.
-    The experts of a MoE are copies of the FFN (`moe_ffn.weights.upcycle`). They compute the same where
-    the weights of every token have the same sum, as with `renormalize: true` in the router; otherwise the
-    log warns how far the outputs differ. Any other block begins with weights of its own.
+    FFNs as in Llama, Qwen and GPT-2 can be replaced. A dense or gated block gets the weights of the FFN and
+    computes the same; its width, biases and activation are those of the FFN, and need not be given. The
+    experts of an MoE are copies of the FFN (`moe_ffn.weights.upcycle`). They compute the same if the weights
+    of every token have the same sum, as with `renormalize: true` in the router; otherwise a warning gives the
+    difference of the outputs. Any other block starts with random weights.
 
-    The model trains and generates as before, and `watch` sees the routing. Padding is routed too, as in
-    transformers' own sparse models. A block that looks at earlier positions (`conv`) needs `use_cache=False`.
-    That transformers reads again what its `save_pretrained` writes is not promised: keep the `state_dict`,
-    and swap before loading it.
+    The model trains and generates as before, and `watch` records the routing. Padding is routed too, as in
+    transformers' sparse models. A block that reads earlier positions (`conv`) needs `use_cache=False`.
+    `from_pretrained` may not read what `save_pretrained` of the changed model writes: save the `state_dict`,
+    and call `swap_ffn` before you load it.
 
     Args:
         layers: numbers of layers, from 0.
 
     Raises:
-        ConfigError: a layer has no such FFN, or the block cannot take its place; nothing has changed then.
+        ConfigError: a layer has no such FFN, or the block cannot replace it; the model is not changed.
     """
     found = _ffns(model)
     try:
@@ -72,7 +72,7 @@ def swap_ffn(
     except ValidationError as error:
         raise ConfigError("\n".join(f"config.{line}" for line in explain(error))) from error
     if (why := target.refusal(Situation(causal=True))) is not None:
-        raise ConfigError(f"swap_ffn: the model looks back alone, but config.{why}")
+        raise ConfigError(f"swap_ffn: the model is causal, but config.{why}")
     made: dict[str, SwappedFFN] = {}
     changes: dict[int, float] = {}
     for layer in layers:
@@ -99,7 +99,7 @@ def swap_ffn(
 
 
 def _how_to_keep(config: MoEConfig) -> str:
-    """The options with which experts that are copies compute what was there."""
+    """Return advice on options with which the copied experts compute the same as the FFN."""
     # With one expert a token's weight would be constant, and the router would never learn.
     renormalizes = getattr(config.router, "renormalize", None)
     several = config.router.experts_per_token(config.num_routable) > 1
@@ -111,7 +111,7 @@ def _how_to_keep(config: MoEConfig) -> str:
 
 
 def _ffns(model: nn.Module) -> dict[int, str]:
-    """Layer -> path of its dense FFN, which is a part of the layer itself: no shared expert is."""
+    """Return layer -> path of its dense FFN; a direct child of the layer, so that no shared expert is one."""
     found: dict[int, str] = {}
     for path, module in model.named_modules():
         number = re.search(r"(?:^|\.)(\d+)\.\w+$", path)
@@ -119,20 +119,20 @@ def _ffns(model: nn.Module) -> dict[int, str]:
             continue
         if int(number[1]) in found:
             raise ConfigError(
-                f"swap_ffn: '{path}' of {type(model).__name__} is the second FFN of layer {number[1]}; give "
-                "the part of the model that is one stack of layers"
+                f"swap_ffn: '{path}' of {type(model).__name__} is the second FFN of layer {number[1]}; pass "
+                "the submodule that is a single stack of layers"
             )
         found[int(number[1])] = path
     return found
 
 
 def _matrices(ffn: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]] | None:
-    """Weight, (out, in), and bias of each of our matrices; None where it is no FFN that we know."""
+    """Return the weight, (out, in), and bias of each of our matrices; None if `ffn` is no known FFN."""
     from transformers.pytorch_utils import Conv1D
 
     for theirs, ours in ((GATED, ("gate", "up", "down")), (PLAIN, ("up", "down"))):
         parts = [getattr(ffn, name, None) for name in theirs]
-        # Not those of a subclass, which may be quantised, or adapted.
+        # Exact types: a subclass may be quantised or have adapters.
         if all(type(part) is nn.Linear for part in parts):
             return {n: (p.weight, p.bias) for n, p in zip(ours, cast("Any", parts), strict=True)}
         if all(type(part) is Conv1D for part in parts):
@@ -144,7 +144,7 @@ def _matrices(ffn: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]] | None:
 
 @torch.no_grad()
 def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN, float]:
-    """The block in its place, and how far experts change the largest output; 0 where rounding does."""
+    """Return the new block, and the relative change of outputs by copied experts; 0 within rounding."""
     own, block, weight = _as_block(ffn, where)
     change = 0.0
     if isinstance(target, DenseConfig | GatedConfig):
@@ -169,20 +169,20 @@ def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN,
 
 
 def _probe(weight: Tensor) -> Tensor:
-    """Random tokens for an FFN with this matrix."""
+    """Return random tokens for an FFN with this matrix."""
     return torch.randn(8, weight.shape[1], generator=Generator().manual_seed(0)).to(weight.dtype)
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
-    """The largest difference of two outputs, over the largest value of the first."""
+    """Return the largest difference of two outputs, divided by the largest value of the first."""
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FFNBlock, Tensor]:
-    """The FFN as a block of ours with copies of its weights, on the CPU; its config; one of its matrices.
+    """Return the config of an FFN, our block with copies of its weights on the CPU, and one of its matrices.
 
     Raises:
-        ConfigError: it computes something else.
+        ConfigError: no block of ours computes the same as the FFN.
     """
     matrices = _matrices(ffn)
     assert matrices is not None
@@ -198,8 +198,8 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
         config = GatedConfig(type=gates[activation], **sizes)
     if config is None:
         raise ConfigError(
-            f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, has the activation {function}, which no "
-            "block of ours of its kind computes"
+            f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, has the activation {function}, which our "
+            "dense and gated blocks do not have"
         )
     block = config.build(weight.shape[1]).to(weight.dtype)
     for name, (values, bias) in matrices.items():
@@ -213,8 +213,8 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
     ffn.train(was_training)
     if not _difference(expected, block(probe).hidden) <= MAX_ERROR.get(weight.dtype, 0.05):
         raise ConfigError(
-            f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, computes something else than its matrices "
-            "and activation say"
+            f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, does not compute what its matrices and "
+            "activation imply"
         )
     return config, block, weight
 
@@ -222,10 +222,10 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
 def _like(
     own: DenseConfig | GatedConfig, target: DenseConfig | GatedConfig, where: str
 ) -> DenseConfig | GatedConfig:
-    """`target`, with what it does not say as the FFN has it.
+    """Return `target` with missing options taken from the FFN.
 
     Raises:
-        ConfigError: it says otherwise, so that it cannot hold these weights.
+        ConfigError: a given option differs from the FFN, so that the weights do not fit.
     """
     given = {
         "type": target.type,
@@ -241,11 +241,11 @@ def _like(
 
 
 _FREE = {"dropout", "multiple_of"}
-"""Options of a block that its weights do not decide."""
+"""Options of a block that do not depend on its weights."""
 
 
 def _with_experts_like(experts: ExpertsConfig, target: MoEConfig) -> MoEConfig:
-    """`target`, with what it does not say of its experts as in `experts`."""
+    """Return `target` with missing options of its experts taken from `experts`."""
     given = target.experts
     if "experts" in target.model_fields_set:
         said = {name: getattr(given, name) for name in given.model_fields_set}

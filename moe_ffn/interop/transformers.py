@@ -1,4 +1,4 @@
-"""Kernels of this project as an experts implementation of transformers.
+"""Our kernels as an experts implementation of transformers.
 
     moe_ffn.interop.register()
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="moe_ffn")
@@ -33,13 +33,13 @@ NAME = "moe_ffn"
 """The name of our kernels among transformers' implementations of experts."""
 
 _GATE = "_moe_ffn_gate"
-"""Attribute of a module of experts that caches its activation and gate."""
+"""Attribute of an experts module that caches its activation and gate."""
 
 
 def register() -> None:
     """Register our kernels as `experts_implementation="moe_ffn"`.
 
-    Every model takes it whose experts choose an implementation by name, while it is loaded or later by
+    It works for every model whose experts select an implementation by name: at loading, or later with
     `model.set_experts_implementation("moe_ffn")`.
 
     Raises:
@@ -53,14 +53,14 @@ def register() -> None:
 
 
 def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """The experts of a transformers' model on the tokens that its router sent to them, (T, D).
+    """Return the output, (T, D), of experts of transformers for the tokens that the router sent to them.
 
     Args:
-        experts: a module whose class `use_experts_implementation` has decorated.
-        expert_ids_TK: of a token; those from E on, which expert parallelism puts there, are not computed.
+        experts: a module whose class is decorated by `use_experts_implementation`.
+        expert_ids_TK: experts of each token; ids >= E, from expert parallelism, are not computed.
 
     Raises:
-        NotImplementedError: what the class computes is none of our experts; it is named.
+        NotImplementedError: our kernels do not compute this class of experts; the message has the reason.
     """
     num_tokens, num_chosen = expert_ids_TK.shape
     num_experts = int(experts.num_experts)
@@ -75,10 +75,10 @@ def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tens
 
 
 def weights_of(experts: Any) -> ExpertWeights:
-    """The weights of a module of experts, as ours; where they can be, views of them.
+    """Return the weights of an experts module as `ExpertWeights`, as views if possible.
 
     Raises:
-        NotImplementedError: as `run`.
+        NotImplementedError: see `run`.
     """
     if experts.has_post_expert_norm:
         raise _refusal(experts, "a norm after each expert")
@@ -90,7 +90,7 @@ def weights_of(experts: Any) -> ExpertWeights:
     if experts.is_transposed:
         up_EHD, down_EDF = up_EHD.transpose(1, 2), down_EDF.transpose(1, 2)
     interleaved = gated and not experts.is_concatenated
-    # A copy of all takes far longer than the few tokens of generation; `triton` needs it, to train with.
+    # `triton` needs this copy in training; in generation, for few tokens, the copy would dominate the time.
     if interleaved and up_EHD.is_cuda and torch.is_grad_enabled():
         interleaved = False
         up_EHD = torch.cat([up_EHD[:, ::2], up_EHD[:, 1::2]], dim=1)
@@ -110,7 +110,7 @@ def weights_of(experts: Any) -> ExpertWeights:
 
 
 def _gate_of(experts: Any) -> tuple[Activation, GateFunction | None]:
-    """Find our activation or gate that gives the same numbers as the module."""
+    """Find our activation or gate function that computes the same as the module."""
     if (found := experts.__dict__.get(_GATE)) is None:
         found = experts.__dict__[_GATE] = _find_gate(experts)
     return found
@@ -135,11 +135,11 @@ def _find_gate(experts: Any) -> tuple[Activation, GateFunction | None]:
     for clamped in clamps:
         if _equal(out, clamped(gate, up)):
             return "silu", clamped
-    raise _refusal(experts, "a gate of its own")
+    raise _refusal(experts, "a custom gate")
 
 
 def _clamps_of(experts: Any) -> Iterator[ClampedSwiGLU | ClampedGate]:
-    """The gates with clamps that the numbers of the module may be those of."""
+    """Yield the clamped gates that the numeric attributes of the module may describe."""
     for prefix in ("", "swiglu_"):
         alpha, limit = (getattr(experts, prefix + name, None) for name in ("alpha", "limit"))
         if limit is not None and math.isfinite(limit):
@@ -151,7 +151,7 @@ def _clamps_of(experts: Any) -> Iterator[ClampedSwiGLU | ClampedGate]:
 
 @torch.no_grad()
 def activation_of(function: Callable[[Tensor], Tensor]) -> Activation | None:
-    """Find our activation that gives the same numbers; None if none does."""
+    """Find our activation that computes the same as `function`; None if there is none."""
     out = function(_probe())
     return next((name for name, ours in ACTIVATIONS.items() if _equal(out, ours(_probe()))), None)
 

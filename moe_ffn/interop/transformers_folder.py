@@ -1,4 +1,4 @@
-"""A sparse model of transformers and its tokenizer, read from their folder; a text on its way through it."""
+"""Routing of a text in a sparse model of transformers, which is read with its tokenizer from a folder."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class RoutedText:
     """Routing decisions of a model for a text."""
 
     tokens: Sequence[bytes]
-    """The bytes of each token; a special token's name."""
+    """The bytes of each token, or the name of a special token."""
     routings: dict[str, Routing]
     num_layers: int
     predictions: Sequence[tuple[bytes, float]]
-    """After each token, the most probable next one and its probability."""
+    """The most probable next token after each token, and its probability."""
 
 
 def route_text(folder: Path, text: bytes) -> RoutedText:
@@ -42,8 +42,8 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
     Only config.json, safetensors and tokenizer.json are read, and no code of the folder runs.
 
     Raises:
-        ConfigError: transformers is missing; the folder is incomplete or damaged, or its weights are pickles;
-            it is of an unknown architecture, or routes nothing; or the text is too long, or no UTF-8.
+        ConfigError: transformers is not installed; the folder is incomplete or damaged, or its weights are
+            pickles; the architecture is unknown or has no router; or the text is too long or not UTF-8.
     """
     model = _load_model(folder)
     tokenizer, is_byte_level = _load_tokenizer(folder)
@@ -51,13 +51,13 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
         ids: list[int] = tokenizer(text.decode())["input_ids"]
     except UnicodeDecodeError as error:
         raise ConfigError(
-            "--text: is no UTF-8, which the tokenizers of transformers need"
+            "--text: is not UTF-8, which the tokenizers of transformers need"
         ) from error
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or len(ids)
     if not 0 < len(ids) <= longest:
         raise ConfigError(
-            f"--text: has {len(ids)} tokens, but '{folder}' takes 1 to {longest}; give another text"
+            f"--text: has {len(ids)} tokens, but '{folder}' accepts 1 to {longest}; give another text"
         )
     if max(ids) >= model.get_input_embeddings().num_embeddings:
         raise ConfigError(
@@ -67,7 +67,7 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
 
     def shown(token_id: int) -> bytes:
         token = tokenizer.convert_ids_to_tokens(token_id)
-        if token is None:  # a vocabulary may have rows to spare
+        if token is None:  # the embedding may have unused rows
             return f"<{token_id}>".encode()
         special = token_id in tokenizer.all_special_ids
         return token.encode() if special else bytes_of_token(token, byte_level=is_byte_level)
@@ -107,11 +107,11 @@ def _load_model(folder: Path) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # of many kinds, for a damaged file
+    except Exception as error:  # any type: a damaged file raises many
         raise ConfigError(
             f"'{folder}' cannot be read as a language model of type {show(kind)} ({first_line(error)})"
         ) from error
-    # Otherwise they would be drawn at random.
+    # transformers would initialise missing weights at random.
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(f"'{folder}' lacks {show(missing[0])}, which its {CONFIG_FILE} asks for")
     try:
@@ -122,7 +122,7 @@ def _load_model(folder: Path) -> Any:
 
 
 def _load_tokenizer(folder: Path) -> tuple[Any, bool]:
-    """The tokenizer, and whether its tokens are bytes in GPT-2's alphabet."""
+    """Return the tokenizer, and whether its tokens are bytes in GPT-2's alphabet."""
     path = folder / TOKENIZER_FILE
     if kind_of(path) is None:
         raise no_tokenizer(folder)

@@ -1,12 +1,12 @@
-"""Speed: the experts' arithmetic on a plan; one signature, several backends.
+"""Fast computation of experts on a plan: several backends with one signature.
 
-base.py            the signature, the experts' weights, and what backends share
+base.py            signature of a backend, weights of experts, and helpers of all backends
 activations.py     activations, and the gates of gated blocks
-select.py          the table of backends, and the one that `auto` picks
+select.py          table of backends, and the choice of `auto`
 torch_products.py  `loop`, the reference on any device and in any dtype, and `grouped_mm`
-cpu.py             the backend for CPUs: C++, or the loop where nothing can be compiled; its operator
-native/            the C++ of `cpu`, and of top-k and sorting, compiled on first use
-autograd.py        derivatives of operators with a backward pass of their own
-memory.py          memory of this process
+cpu.py             backend for CPUs: C++, or the loop without a compiler; its operator
+native/            C++ of `cpu`, top-k and sorting, compiled on first use
+autograd.py        autograd of operators with their own backward pass
+memory.py          memory limit of this process
 triton/            kernels for a GPU
 """

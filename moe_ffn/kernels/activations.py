@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_ffn.config.base import MAX_COUNT, Config
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "relu_squared", "sigmoid", "identity"]
-"""`relu_squared` is relu(x)^2 (So et al. 2021, Primer); `gelu` is the exact one, `gelu_tanh` its
-approximation, as in GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2)."""
+"""`relu_squared` is relu(x)^2 (So et al. 2021, Primer); `gelu` is exact, `gelu_tanh` its approximation in
+GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2)."""
 
 GatedType = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "glu", "bilinear"]
 
@@ -49,7 +49,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
     "silu": F.silu,
-    "relu_squared": relu_squared,  # no lambda: a block that holds one could not be pickled
+    "relu_squared": relu_squared,  # no lambda, which cannot be pickled
     "sigmoid": torch.sigmoid,
     "identity": identity,
 }
@@ -72,9 +72,9 @@ class ClampedSwiGLU:
 class ClampedGate:
     """`ClampedSwiGLU` with another number in place of 1, or with the gate clamped after its activation.
 
-    (min(max(up, -limit), limit) + added) * h; h = g * sigmoid(alpha * g) of g = min(gate, limit), or, where
-    it is `after`, min(gate * sigmoid(alpha * gate), limit). With `added` 0 and alpha 1 the first is the gate
-    of `deepseek_v4` in transformers, the second that of `step3p7`.
+    (min(max(up, -limit), limit) + added) * h. h = g * sigmoid(alpha * g) with g = min(gate, limit), or, with
+    `after`, h = min(gate * sigmoid(alpha * gate), limit). With `added` 0 and alpha 1, the first is the gate
+    of `deepseek_v4` in transformers, the second the gate of `step3p7`.
     """
 
     alpha: float
@@ -85,7 +85,7 @@ class ClampedGate:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if not self.after:
             gate = gate.clamp(max=self.limit)
-        # As SiLU where it is one: its two factors would be kept for backward each.
+        # F.silu saves one tensor for backward, the product of two factors saves two.
         hidden = F.silu(gate) if self.alpha == 1 else gate * (self.alpha * gate).sigmoid()
         if self.after:
             hidden = hidden.clamp(max=self.limit)
@@ -117,7 +117,7 @@ GateFunction = ClampedSwiGLU | ClampedGate | SoftCappedSwiGLU
 
 
 class GateOptions(Config, frozen=True):
-    """The gate of three matrices, in experts and in dense blocks: act(gate) * up, or a function of both."""
+    """Gate of experts and dense blocks with three matrices: act(gate) * up, or a function of gate and up."""
 
     @property
     def gate_activation(self) -> Activation:
@@ -125,7 +125,7 @@ class GateOptions(Config, frozen=True):
 
     @property
     def gate_function(self) -> GateFunction | None:
-        """Replaces activation(gate) * up where it is given."""
+        """Replacement of act(gate) * up; None for act(gate) * up."""
         return None
 
 
@@ -152,10 +152,10 @@ class ClampOptions(GateOptions, frozen=True):
 
 
 class SoftCapOptions(GateOptions, frozen=True):
-    """The options of SwiGLU with soft caps, in experts and in dense blocks."""
+    """Options of SwiGLU with soft caps, in experts and in dense blocks."""
 
     gate_cap: float = Field(default=7.0, gt=0, le=MAX_COUNT)
-    """Bound of the gate on both sides, outside its sigmoid."""
+    """Bound of the gate on both sides; the input of its sigmoid is not bounded."""
     up_cap: float = Field(default=7.0, gt=0, le=MAX_COUNT)
     """Bound of the linear part on both sides."""
 

@@ -1,4 +1,4 @@
-"""Derivatives of operators with a backward pass of their own.
+"""Autograd of operators with their own backward pass.
 
 T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, H rows of the first
 matrix
@@ -15,15 +15,15 @@ from moe_ffn.kernels.base import no_second_derivative
 
 
 def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, backend: str) -> None:
-    """Register shapes of an operator, for tensors without data, and its backward pass, another operator.
+    """Register an operator's output shapes, for tensors without data, and its backward operator.
 
     Args:
         forward: (x, weights_N, the four parameters, other tensors, options, dtype, keep) -> y, and the first
-            product (N, H) in `dtype`, without rows unless `keep`.
+            product (N, H) in `dtype`, with 0 rows unless `keep`.
         backward: (grad_y, the same tensors, first product, the same options, dtype, wanted) -> the gradients
             of the first six tensors, empty if not wanted.
-        num_tensors: number of tensors that both take, or None in their places.
-        backend: name in error messages.
+        num_tensors: number of tensor arguments of both operators, some of which may be None.
+        backend: name of the backend, for error messages.
     """
 
     def fake(x_TD: Tensor, weights_N: Tensor, up_EHD: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -42,7 +42,7 @@ def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, back
         *options, keep = inputs[num_tensors:]
         assert keep, "the first product of a forward pass that needs gradients is kept"
         ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # zeros for the first product would be as large as it is
+        ctx.set_materialize_grads(False)  # else torch makes zeros as large as the first product
         ctx.save_for_backward(*inputs[:num_tensors], output[1])
         ctx.options = options
 

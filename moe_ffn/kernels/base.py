@@ -1,7 +1,7 @@
-"""Signature of every backend, weights of experts, and what backends share.
+"""Signature of every backend, weights of experts, and helpers of all backends.
 
-T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix: F,
-or 2 F with a gate, whose rows come before those of up
+T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix: F, or
+2 F with a gate, whose rows precede the rows of up
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from moe_ffn.outputs import Plan, summarize
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """The part of a distributed tensor that is on this rank; any other tensor as it is."""
+    """Return this rank's part of a distributed tensor; other tensors unchanged."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
-    # Importing it takes half a second. Not `hasattr(tensor, "to_local")`, which torch.compile denies.
+    # This import takes half a second. `hasattr(tensor, "to_local")` would fail under torch.compile.
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -38,10 +38,10 @@ def on_this_rank(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """E parallel MLPs: down(act(up x)), or down(act(gate x) * up x) where they are gated.
+    """E parallel MLPs: down(act(up x)), or down(act(gate x) * up x) if gated.
 
-    Matrices are laid out as in `nn.Linear`, (out, in). Absent biases are None. Gate and up are one
-    matrix, so that a token is multiplied once and not twice: small products are slow.
+    Matrices are (out, in), as in `nn.Linear`. Absent biases are None. Gate and up are one matrix, because one
+    large product is faster than two small products.
     """
 
     activation: Activation
@@ -55,7 +55,7 @@ class ExpertWeights:
     gate_function: GateFunction | None = None
     """Function of gate and up that replaces act(gate x) * up x."""
     interleaved: bool = False
-    """Rows of gate and up alternate, as in GPT-OSS; otherwise all of gate come first."""
+    """True if rows of gate and up alternate, as in GPT-OSS; otherwise all rows of the gate come first."""
 
     def __repr__(self) -> str:
         return summarize(self)
@@ -66,7 +66,7 @@ class ExpertWeights:
         return self.up_EHD, self.down_EDF, self.up_bias_EH, self.down_bias_ED
 
     def on_this_rank(self) -> ExpertWeights:
-        """The experts of this rank, where weights are distributed tensors."""
+        """Return the experts of this rank, if the weights are distributed tensors."""
         if on_this_rank(self.up_EHD) is self.up_EHD:
             return self
         return self.with_parameters(
@@ -74,7 +74,7 @@ class ExpertWeights:
         )
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
-        """The same experts with parameters in `dtype`."""
+        """Return the same experts with parameters in `dtype`."""
         if self.up_EHD.dtype == dtype:
             return self
         return self.with_parameters(
@@ -82,7 +82,7 @@ class ExpertWeights:
         )
 
     def with_parameters(self, *parameters: Any) -> ExpertWeights:
-        """The same experts with other tensors, in the order of `parameters`."""
+        """Return the same experts with other tensors, in the order of `parameters`."""
         up_EHD, down_EDF, up_bias_EH, down_bias_ED = parameters
         return replace(
             self,
@@ -105,25 +105,25 @@ class ExpertWeights:
         return self.down_EDF.shape[2]
 
     def activate(self, up_NH: Tensor) -> Tensor:
-        """The hidden units (N, F) from the first product."""
+        """Return the hidden units (N, F) from the first product."""
         act = ACTIVATIONS[self.activation]
         if not self.gated:
             hidden = act(up_NH)
         else:
-            turns = up_NH[..., ::2], up_NH[..., 1::2]
-            gate, up = turns if self.interleaved else up_NH.chunk(2, dim=-1)
+            alternating = up_NH[..., ::2], up_NH[..., 1::2]
+            gate, up = alternating if self.interleaved else up_NH.chunk(2, dim=-1)
             hidden = act(gate) * up if self.gate_function is None else self.gate_function(gate, up)
         return F.dropout(hidden, self.dropout) if self.dropout else hidden
 
 
 Backend = Callable[[Tensor, Plan, ExpertWeights], Tensor]
-"""(x_TD, plan, weights) -> y_TD: gather, multiply, weight and add up; y has the dtype of x."""
+"""(x_TD, plan, weights) -> y_TD, the weighted sums of the experts' outputs, in the dtype of x."""
 
 
 def combine(y_ND: Tensor, x_TD: Tensor, token_ids_N: Tensor, weights_N: Tensor) -> Tensor:
-    """Weight each pair's result and add it to its token, in at least float32."""
+    """Return the weighted sum of each token's results, computed in at least float32."""
     weighted_ND = y_ND * weights_N.unsqueeze(-1)
-    if x_TD.shape[0] == 1:  # nothing to look up, where a sequence is continued token by token
+    if x_TD.shape[0] == 1:  # faster when decoding one token at a time
         return weighted_ND.sum(dim=0, keepdim=True).to(x_TD.dtype)
     sums_TD = torch.zeros(x_TD.shape, dtype=weighted_ND.dtype, device=x_TD.device)
     return sums_TD.index_add_(0, token_ids_N, weighted_ND).to(x_TD.dtype)
@@ -132,7 +132,7 @@ def combine(y_ND: Tensor, x_TD: Tensor, token_ids_N: Tensor, weights_N: Tensor) 
 def outside_graphs(backend: Backend) -> Backend:
     """Keep a backend out of the graphs of torch.compile.
 
-    Its shapes are the loads of the experts, so it would be compiled again at every step.
+    Its shapes depend on the load of each expert, so it would be recompiled at every step.
 
     Raises:
         ValueError: under torch.export.
@@ -147,7 +147,7 @@ def outside_graphs(backend: Backend) -> Backend:
             if torch.compiler.is_exporting():
                 raise ValueError(sentence)
             torch._dynamo.graph_break(msg=sentence)  # the message of `fullgraph=True`
-            # Here, since a decorator would load torch's compiler at import, in about a second.
+            # A decorator would import torch's compiler, which takes about a second.
             return torch.compiler.disable(backend)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
         return backend(x_TD, plan, weights)
 
@@ -158,7 +158,7 @@ def outside_graphs(backend: Backend) -> Backend:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Return True if a backward pass may follow, for which values must be kept."""
+    """Return True if values must be saved for a backward pass."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -166,57 +166,62 @@ NOT_BY_TRANSFORMS = (
     "has a backward pass of its own, which torch.func, forward-mode differentiation and is_grads_batched "
     "do not go through; set experts.backend to 'loop', which they do"
 )
-"""Reason of backends whose derivatives would miss the experts, or fail far inside torch."""
+"""Reason of backends whose derivatives would omit the experts, or fail deep inside torch."""
 
 
 NOT_IN_GRAPHS = (
     "reads the loads of the experts on the host, which torch.export and fullgraph=True of torch.compile do "
     "not go through; set experts.backend to 'auto'"
 )
-"""Reason of backends that no graph can hold."""
+"""Reason of backends that cannot be part of a graph."""
 
 
 TRANSFORMS_NOT_IN_GRAPHS = (
     "no graph holds experts under torch.func; call torch.compile without fullgraph=True"
 )
-"""Reason of all backends under a transform inside torch.compile."""
+"""Reason of all backends under a torch.func transform inside torch.compile."""
 
 
 def refuse_vmap(
     x: Tensor, parameters: Iterable[Tensor | None], what: str = "experts, whose products are"
 ) -> None:
-    """Reject an input with a hidden axis of `torch.func.vmap`, before routing fails far inside torch.
+    """Raise early on tensors batched by torch.func.vmap; routing would fail deep inside torch.
+
+    Args:
+        x: input of a sparse block.
+        parameters: parameters of the block.
+        what: part of the block that does not support vmap, for the message.
 
     Raises:
-        ValueError: the input of a sparse block or one of its parameters has such an axis.
+        ValueError: `x` or a parameter is batched.
     """
-    if torch.compiler.is_compiling():  # which leaves transforms of experts to eager mode
+    if torch.compiler.is_compiling():  # compiled blocks run the experts in eager mode, which checks
         return
     if any(t is not None and is_batched(t) for t in (x, *parameters)):
         raise ValueError(
-            f"torch.func.vmap does not go through {what} as large as the data ask for; give x one more "
-            "leading axis instead"
+            f"torch.func.vmap does not support {what} of data-dependent size; give x one more leading axis "
+            "instead"
         )
 
 
 def no_second_derivative(backend: str) -> RuntimeError:
-    """Error of a backend whose own backward pass is differentiated.
+    """Return the error for differentiating a backend's own backward pass.
 
-    Without it torch would silently leave the experts out of the second derivative.
+    Without this error torch would silently omit the experts from the second derivative.
     """
     return RuntimeError(
-        f"experts.backend '{backend}' has no second derivative, which create_graph=True asks for; set "
-        "experts.backend to 'loop', which has"
+        f"experts.backend '{backend}' has no second derivative, which create_graph=True needs; set "
+        "experts.backend to 'loop', which has one"
     )
 
 
 def refuse_more_derivatives(backend: str, grad: Tensor) -> None:
-    """Reject a second derivative, or several gradients, in a backend's own backward pass.
+    """Raise in a backend's own backward pass if it is differentiated again, or if gradients are batched.
 
-    `once_differentiable` is not enough: torch skips its error when asked for d/dx alone.
+    `once_differentiable` is not enough: torch skips its error if only d/dx is computed.
 
     Raises:
-        RuntimeError: a graph of this pass is asked for, or `grad` has a hidden axis (`is_grads_batched`).
+        RuntimeError: `create_graph` or `is_grads_batched` is set.
     """
     if torch.is_grad_enabled():
         raise no_second_derivative(backend)
@@ -227,9 +232,9 @@ def refuse_more_derivatives(backend: str, grad: Tensor) -> None:
 def dropout_mask(
     num_rows: int, weights: ExpertWeights, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Factor of each hidden unit, (N, F): 0, or 1 / (1 - dropout); None without dropout.
+    """Return the factor of each hidden unit, (N, F): 0, or 1 / (1 - dropout); None without dropout.
 
-    Backends that compute hidden units again in backward use it.
+    Backends that recompute hidden units in backward need such a mask.
     """
     if not weights.dropout:
         return None
@@ -242,9 +247,9 @@ def dropout_mask(
 
 
 def check_dtype(x: Tensor, weight: Tensor | None) -> None:
-    """Reject an `x` whose dtype differs from the weights', except under autocast, which converts both.
+    """Raise if the dtypes of `x` and the weights differ, except under autocast, which converts both.
 
-    One rule serves all blocks and backends. Quantised weights have rules of their own.
+    All blocks and backends use this rule. It does not apply to quantised weights.
 
     Raises:
         ValueError: the dtypes differ.
@@ -263,11 +268,11 @@ CPU_CAPABILITIES = {
     torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
     torch.float16: ("amx_fp16", "avx512_fp16"),
 }
-"""A CPU with one of these capabilities multiplies the reduced dtype faster than float32."""
+"""Dtype -> capabilities with which a CPU multiplies it faster than float32; one of them is enough."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of products: autocast's if it is on, else that of `x`.
+    """Return the dtype of products: autocast's dtype if autocast is on, else the dtype of `x`.
 
     torch applies autocast neither to `grouped_mm` nor to our operators.
     """
@@ -293,7 +298,7 @@ def _capabilities() -> Mapping[str, Any]:
 
 
 def is_autocast_on(x: Tensor) -> bool:
-    """Return True if torch.autocast is on for the device of `x`; it knows none for `meta`."""
+    """Return True if torch.autocast is on for the device of `x`; it does not support `meta`."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
@@ -303,34 +308,36 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def has_no_data(x: Tensor) -> bool:
-    """Return True for a tensor with a shape alone: on `meta`, or a FakeTensor."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # not loaded: there is none
+    """Return True for a tensor without data: on `meta`, or a FakeTensor."""
+    module = sys.modules.get(
+        "torch._subclasses.fake_tensor"
+    )  # if not loaded, there are no FakeTensors
     return x.is_meta or (module is not None and isinstance(x, module.FakeTensor))
 
 
 def needs_static_shapes(x: Tensor) -> bool:
-    """Return True if shapes must not depend on values: in a graph, or without values."""
+    """Return True if shapes must not depend on data: in a graph, or without data."""
     return torch.compiler.is_compiling() or has_no_data(x)
 
 
 def is_dispatch_mode_on() -> bool:
-    """Return True if a mode such as FlopCounterMode watches torch's operators; it sees none inside ours."""
+    """Return True if a mode such as FlopCounterMode intercepts torch's operators, which ours would hide."""
     return _get_current_dispatch_mode() is not None
 
 
 def is_transform_on() -> bool:
     """Return True inside `grad`, `jvp` or `vmap` of `torch.func`, or forward-mode differentiation."""
-    # Private, and what `torch.autograd.Function.apply` itself asks; there is no public way.
+    # Private, but `torch.autograd.Function.apply` uses it, and there is no public function.
     return torch._C._are_functorch_transforms_active() or is_forward_mode()
 
 
 def is_forward_mode() -> bool:
-    """Return True inside forward-mode differentiation, that of `torch.func.jvp` included."""
+    """Return True inside forward-mode differentiation, including `torch.func.jvp`."""
     return forward_ad._current_level >= 0
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return True for a hidden batch axis, of `vmap` or of a backward pass with `is_grads_batched`."""
+    """Return True for a tensor batched by `vmap`, or by a backward pass with `is_grads_batched`."""
     functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # typed nowhere
     if functorch.is_legacy_batchedtensor(tensor):
         return True
@@ -343,8 +350,8 @@ def is_batched(tensor: Tensor) -> bool:
 
 @contextmanager
 def autograd_in_operators() -> Iterator[None]:
-    """Enable gradients in the body of our operators too, where torch turns autograd off."""
-    # Private; there is no public way.
+    """Enable gradients inside our operators, where torch turns autograd off."""
+    # Private; there is no public function.
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
         yield

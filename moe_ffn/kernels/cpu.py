@@ -1,7 +1,7 @@
 """Backend `cpu`: compiled kernels if there is a compiler, otherwise the loop over experts.
 
-Graphs of torch.compile and torch.export hold it as one operator of torch; so do tensors that have shapes
-alone, with which memory is planned. A step outside graphs calls no operator, which saves some microseconds.
+In graphs of torch.compile and torch.export, and for tensors without data, the backend is one torch operator.
+Eager mode calls the kernels without that operator, which saves some microseconds.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix
 """
@@ -40,7 +40,7 @@ from moe_ffn.outputs import Plan
 
 
 def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """Run experts of any dtype; reads the offsets on the host."""
+    """Run the experts, in any dtype."""
     if torch.compiler.is_compiling():
         return run_operator(x_TD, plan, weights)
     if not is_dispatch_mode_on() and is_compiled(weights):
@@ -49,12 +49,12 @@ def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def is_compiled(weights: ExpertWeights) -> bool:
-    """Return True if the kernels are compiled, and one has the gate of these experts."""
+    """Return True if the kernels are compiled and support the gate of these experts."""
     return has_kernel(weights) and unavailable_reason() is None
 
 
 def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    """Reason why `cpu` does not take these tokens; None if it does."""
+    """Return the reason why `cpu` cannot run these tokens; None if it can."""
     if x_TD.device.type == "cpu":
         return NOT_BY_TRANSFORMS if is_transform_on() else None
     return f"is for tensors on the CPU, but x is on {x_TD.device}; use 'auto'"
@@ -75,29 +75,29 @@ class Inputs(NamedTuple):
     pair_ids_N: Tensor
     dropout_NF: Tensor | None
     options: ExpertWeights
-    """Kind of the experts; its tensors are not read."""
+    """Options of the experts; its tensors are not used."""
     dtype: torch.dtype
-    """Dtype of what is kept, and of products if this CPU multiplies in it."""
+    """Dtype of the saved first product, and of products if this CPU supports it natively."""
 
 
 Gradients = tuple[Tensor | None, ...]
-"""The gradients of x, of the pairs' weights and of the four parameters."""
+"""Gradients of x, the pairs' weights and the four parameters."""
 
 
 class Implementation(NamedTuple):
-    """The forward and the backward pass of experts on a CPU."""
+    """Forward and backward pass of experts on a CPU."""
 
     forward: Callable[[Inputs, Tensor | None], Tensor]
     """(inputs, kept_NH) -> y_TD; writes the first product to `kept_NH` unless it is None."""
     backward: Callable[[Inputs, Tensor, Tensor, Sequence[bool]], Gradients]
-    """(inputs, kept_NH, grad_y_TD, wanted) -> the wanted gradients; that of the weights always."""
+    """(inputs, kept_NH, grad_y_TD, wanted) -> the wanted gradients; always includes that of `weights_N`."""
 
 
 def run(implementation: Implementation, x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """Run experts of any dtype; reads the offsets on the host.
+    """Run experts of any dtype.
 
-    An expert without tokens gets a zero gradient. The first product (N, H) and the dropout mask are kept
-    for backward.
+    An expert without tokens gets a zero gradient. The first product (N, H) and the dropout mask are saved for
+    backward.
     """
     weights_N, parameters = plan.weights_N[: int(plan.offsets_E[-1])], weights.parameters
     if needs_gradient(x_TD, weights_N, *parameters):
@@ -136,7 +136,9 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_more_derivatives("cpu", grads[0])
-        saved = ctx.saved_tensors  # once: activation checkpointing computes them again for it
+        saved = (
+            ctx.saved_tensors
+        )  # read once: under activation checkpointing each read recomputes them
         inputs = Inputs._make((*saved[:2], saved[2:6], *saved[6:10], *ctx.options))
         wanted = ctx.needs_input_grad[3:]
         return (None,) * 3 + ctx.implementation.backward(inputs, saved[10], grads[0], wanted)
@@ -145,30 +147,30 @@ class _Experts(torch.autograd.Function):
 # -- compiled kernels
 
 _CODES = {name: code for code, name in enumerate((*get_args(Activation), "clamped"))}
-"""The numbers of `Activation` in passes.h."""
+"""Codes of `Activation` in passes.h."""
 
 
 def has_kernel(weights: ExpertWeights) -> bool:
-    """Return True if a kernel has the gate of these experts."""
+    """Return True if the kernels support the gate of these experts."""
     return weights.gate_function is None or isinstance(weights.gate_function, ClampedSwiGLU)
 
 
 def native(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """Run the experts by compiled kernels; any number of threads gives the same bits."""
+    """Run the experts with compiled kernels; the result does not depend on the number of threads."""
     return run(NATIVE, x_TD, plan, weights)
 
 
 def _layer(inputs: Inputs) -> tuple[Any, ...]:
-    """First arguments of both operators."""
+    """Return the first arguments of both operators."""
     dtype = product_dtype_on_cpu(inputs.dtype)
-    if dtype == torch.float16:  # which the operators store and do not multiply
+    if dtype == torch.float16:  # the operators have no float16 products
         dtype = torch.float32
-    of_sums = torch.float64 if dtype == torch.float64 else torch.float32
+    sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     options, clamped = inputs.options, inputs.options.gate_function
     assert clamped is None or isinstance(clamped, ClampedSwiGLU)  # see `has_kernel`
     return (
         inputs.x_TD.contiguous(),
-        inputs.weights_N.to(of_sums).contiguous(),
+        inputs.weights_N.to(sum_dtype).contiguous(),
         *(None if parameter is None else parameter.contiguous() for parameter in inputs.parameters),
         inputs.token_ids_N.contiguous(),
         inputs.offsets_E.int().contiguous(),
@@ -213,10 +215,10 @@ NATIVE = Implementation(_native_forward, _native_backward)
 # -- memory of gradients
 
 LARGE_BYTES = 32 * 2**20
-"""Size from which glibc keeps no freed memory (the largest value of M_MMAP_THRESHOLD)."""
+"""Size from which glibc returns freed memory to the system (the maximum of M_MMAP_THRESHOLD)."""
 
 ALIGNMENT = 64
-"""Size in bytes of a cache line, and of the widest vector register."""
+"""Bytes of a cache line, and of the widest vector register."""
 
 _buffers = WeakTensorKeyDictionary()
 _lock = Lock()
@@ -225,8 +227,8 @@ _lock = Lock()
 def empty_gradient(weight: Tensor) -> Tensor:
     """Return an uninitialised, contiguous tensor like `weight`.
 
-    A large one reuses the memory of an earlier gradient of the same weight that no tensor uses any more.
-    That memory is freed with the weight.
+    A large tensor reuses the memory of an earlier gradient of the same weight, if no tensor uses it any more.
+    This memory is freed with the weight.
     """
     size = weight.numel() * weight.itemsize
     if size < LARGE_BYTES:
@@ -235,8 +237,8 @@ def empty_gradient(weight: Tensor) -> Tensor:
         if weight not in _buffers:
             _buffers[weight] = []
         buffers: list[bytearray] = _buffers[weight]
-        # Every storage over a buffer holds a reference to it; torch has no other way to tell that the last of
-        # them is gone. Then the list's and the argument's are left; a loop variable would be a third.
+        # Every storage over a buffer has a reference to it. Unused buffers have only two references: the
+        # list's and the argument's. A loop variable would be a third.
         in_use = [sys.getrefcount(buffers[i]) > 2 for i in range(len(buffers))]
         if all(in_use):
             in_use.append(False)
@@ -264,7 +266,8 @@ def loop_on_cpu(
 
 def _run_inputs(inputs: Inputs, x_TD: Tensor, weights_N: Tensor, *parameters: Any) -> Tensor:
     plan = Plan(inputs.token_ids_N, weights_N, inputs.offsets_E, inputs.pair_ids_N)
-    weights = replace(inputs.options.with_parameters(*parameters), dropout=0.0)  # in the mask
+    # `dropout_NF` already is the dropout mask.
+    weights = replace(inputs.options.with_parameters(*parameters), dropout=0.0)
     return loop_on_cpu(x_TD, plan, weights, inputs.dtype, inputs.dropout_NF)
 
 
@@ -275,7 +278,7 @@ def _loop_forward(inputs: Inputs, kept_NH: Tensor | None) -> Tensor:
 def _loop_backward(
     inputs: Inputs, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
 ) -> Gradients:
-    """Compute the forward pass again, and differentiate it."""
+    """Recompute the forward pass and differentiate it."""
     tensors = (inputs.x_TD, inputs.weights_N, *inputs.parameters)
     with autograd_in_operators():
         leaves = [
@@ -291,22 +294,22 @@ def _loop_backward(
 
 
 LOOP = Implementation(_loop_forward, _loop_backward)
-"""`loop` for the operator; it does not read the first product."""
+"""`loop` for the operator; it does not use the first product."""
 
 
 # -- the operator
 
 
 def run_operator(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """The backend `cpu` as an operator, (T, D)."""
-    of_mask = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+    """Run the backend `cpu` as an operator; return (T, D)."""
+    mask_dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     ids = plan.token_ids_N, plan.offsets_E, plan.pair_ids_N
     y_TD, _ = experts(
         x_TD,
         plan.weights_N,
         *weights.parameters,
         *ids,
-        dropout_mask(plan.weights_N.shape[0], weights, of_mask, x_TD.device),
+        dropout_mask(plan.weights_N.shape[0], weights, mask_dtype, x_TD.device),
         weights.activation,
         encode_gate(weights.gate_function),
         weights.gated,
@@ -318,7 +321,7 @@ def run_operator(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def encode_gate(gate: GateFunction | None) -> list[float] | None:
-    """Encode a gate for an operator of torch: its index in `GateFunction`, then its fields."""
+    """Encode a gate as numbers for an operator: its index in `GateFunction`, then its fields."""
     if gate is None:
         return None
     return [float(get_args(GateFunction).index(type(gate))), *map(float, vars(gate).values())]
@@ -334,7 +337,7 @@ _INPUTS = (
     "Tensor token_ids, Tensor offsets, Tensor pair_ids, Tensor? dropout"
 )
 _OPTIONS = "str activation, float[]? gate, bool gated, bool interleaved, ScalarType dtype"
-"""`gate` is from `encode_gate`; `dtype` is that of products, where this CPU multiplies in it."""
+"""`gate` is from `encode_gate`; `dtype` is the dtype of products, if this CPU supports it natively."""
 
 
 @torch.library.custom_op(
@@ -343,7 +346,7 @@ _OPTIONS = "str activation, float[]? gate, bool gated, bool interleaved, ScalarT
     schema=f"({_INPUTS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)",
 )
 def experts(*given: Any) -> tuple[Tensor, Tensor]:
-    """Return y_TD and the first product (N, H), which has no rows unless `keep`."""
+    """Return y_TD and the first product (N, H), with 0 rows unless `keep`."""
     implementation, inputs = _read(given[:10], given[10:15])
     keep = given[15]
     x_TD, weights_N, up_EHD = given[:3]
@@ -373,7 +376,7 @@ def experts_backward(grad_y_TD: Tensor, *given: Any) -> tuple[Tensor, ...]:
 
 
 def _read(tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Implementation, Inputs]:
-    """Read the arguments of both operators: `_INPUTS` and `_OPTIONS`."""
+    """Parse the arguments of both operators: `_INPUTS` and `_OPTIONS`."""
     x_TD, weights_N, *parameters, token_ids_N, offsets_E, pair_ids_N, dropout_NF = tensors
     activation, gate, gated, interleaved, dtype = options
     up_EHD, down_EDF, up_bias_EH, down_bias_ED = parameters

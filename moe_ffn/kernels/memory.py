@@ -1,4 +1,4 @@
-"""Memory of this process, and the rejection of tables that do not fit into it."""
+"""Memory limit of this process, and errors for sizes above it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
-_TORCH_SAYS = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory")
-_TRIED = re.compile(r"tried to allocate (\d+) bytes")
-_GPU_HAS = re.compile(r"total capacity of ([\d.]+ \w+)")
+_OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory")
+_TRIED_BYTES = re.compile(r"tried to allocate (\d+) bytes")
+_GPU_CAPACITY = re.compile(r"total capacity of ([\d.]+ \w+)")
 
 
 def memory_limit() -> int | None:
-    """Number of bytes that this process may have, by the machine, its container and its own limit.
+    """Return the number of bytes that the machine, the container and the process limit allow.
 
-    None on Windows, which does not say.
+    None on Windows, where the number is not known.
     """
     if not hasattr(os, "sysconf"):
         return None
@@ -46,27 +46,27 @@ def gigabytes(num_bytes: int) -> str:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Describe how much memory was missing, without a full stop; empty for any other error."""
+    """Return a message for an out-of-memory error, without a full stop; empty for any other error."""
     text = str(error)
     is_memory = (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (isinstance(error, RuntimeError) and _TORCH_SAYS.search(text))
+        or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text))
     )
     if not is_memory:
         return ""
     limit = memory_limit()
-    has = f", and this process may have {gigabytes(limit)}" if limit is not None else ""
-    if found := _GPU_HAS.search(text):
-        has = f", and the GPU has {found[1]}"
-    tried = _TRIED.search(text)
+    available = f", and this process may have {gigabytes(limit)}" if limit is not None else ""
+    if found := _GPU_CAPACITY.search(text):
+        available = f", and the GPU has {found[1]}"
+    tried = _TRIED_BYTES.search(text)
     more = f"{gigabytes(int(tried[1]))} more" if tried else "what it asked for"
-    return f"out of memory: the program did not get {more}{has}"
+    return f"out of memory: the program did not get {more}{available}"
 
 
 @contextmanager
 def refusing_absurd_sizes(what: str) -> Iterator[None]:
-    """Turn a lack of memory, or too deep nesting, into a ConfigError that begins with `what`."""
+    """Turn out-of-memory and recursion errors into a ConfigError that begins with `what`."""
     try:
         yield
     except RecursionError as error:
@@ -78,14 +78,15 @@ def refusing_absurd_sizes(what: str) -> Iterator[None]:
 
 
 def require_memory(num_bytes: int, what: str, advice: str) -> None:
-    """Reject a size before torch asks for it, because the system may kill the process without a word.
+    """Raise if a size exceeds the memory limit, before an allocation makes the system kill the process.
 
     Args:
-        num_bytes: size.
+        num_bytes: size to allocate.
         what: beginning of the message, such as `num_experts (16777216): the tables of experts`.
-        advice: its end.
+        advice: end of the message.
 
-    Raises:     ConfigError: this process may not have so much.
+    Raises:
+        ConfigError: the size exceeds the limit.
     """
     limit = memory_limit()
     if limit is not None and num_bytes > limit:
@@ -96,10 +97,10 @@ def require_memory(num_bytes: int, what: str, advice: str) -> None:
 
 
 def require_table_memory(num_rows: int, width: int, what: str, advice: str) -> None:
-    """Call `require_memory` for rows of the default dtype that are to lie in this machine's memory.
+    """Call `require_memory` for a table of the default dtype, if the default device is the CPU.
 
     Raises:
-        ConfigError: this process may not have so much.
+        ConfigError: the table exceeds the limit.
     """
-    if torch.get_default_device().type == "cpu":  # `meta` takes none, and a GPU has its own
+    if torch.get_default_device().type == "cpu":  # `meta` uses no memory, and a GPU its own
         require_memory(num_rows * width * torch.get_default_dtype().itemsize, what, advice)

@@ -1,4 +1,4 @@
-"""Backends by name, and the choice among them: by the user, or from device, dtype and size."""
+"""Backends by name, and the choice of one: by the user, or automatically."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ BACKENDS: dict[str, Backend] = {
     "grouped_mm": grouped_mm,
     "triton": triton.triton,
 }
-"""Backends by name; a test compares each with the same double loop."""
+"""Backends by name; a test compares each with a double loop over tokens and experts."""
 
 REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
     "cpu": cpu.refusal,
     "grouped_mm": grouped_mm_refusal,
     "triton": triton.refusal,
 }
-"""Backend -> reason why it does not take these tokens and weights, or None. Backends not listed take all."""
+"""Backend -> reason why it cannot run these tokens and weights, or None. Unlisted backends run all."""
 
 BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
-"""Device of each backend that runs on one kind alone."""
+"""Device type of each backend that supports only one."""
 
 
 def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) -> Tensor:
-    """Run the experts on a plan, (T, D), with the named backend, or with the best one for `auto`.
+    """Run the experts on a plan with the named backend, or with the best one for `auto`; return (T, D).
 
     Raises:
-        ValueError: the named backend does not take this device, dtype or width; `x_TD` and the weights differ
-            in dtype, without autocast; or `torch.func.vmap` calls it.
+        ValueError: the named backend does not support this device, dtype or width; `x_TD` and the weights
+            differ in dtype, without autocast; or a tensor is batched by `torch.func.vmap`.
     """
     check_dtype(x_TD, weights.up_EHD)
     if is_transform_on():
         refuse_vmap(x_TD, (plan.weights_N, *weights.parameters))
     if has_no_data(x_TD) and not torch.compiler.is_exporting():
-        return cpu.run_operator(x_TD, plan, weights)  # of any backend: its shapes
+        return cpu.run_operator(x_TD, plan, weights)  # all backends have equal output shapes
     if backend == "auto":
         backend = best_backend(x_TD, plan, weights)
-    elif (why := refusal(backend, x_TD, weights)) is not None:
-        raise ValueError(f"experts.backend '{backend}' {why}")
+    elif (reason := refusal(backend, x_TD, weights)) is not None:
+        raise ValueError(f"experts.backend '{backend}' {reason}")
     return BACKENDS[backend](x_TD, plan, weights)
 
 
@@ -63,11 +63,11 @@ def refusal(backend: str, x_TD: Tensor, weights: ExpertWeights) -> str | None:
 
 
 def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
-    """Name of the backend that `auto` picks."""
+    """Return the name of the backend that `auto` picks."""
     if is_transform_on():
         return "loop"
     if x_TD.device.type == "cpu":
         return "cpu"
     candidates = ("triton", "grouped_mm") if x_TD.device.type == "cuda" else ()
-    taken = (name for name in candidates if refusal(name, x_TD, weights) is None)
-    return next(taken, "loop")
+    usable = (name for name in candidates if refusal(name, x_TD, weights) is None)
+    return next(usable, "loop")

@@ -1,6 +1,6 @@
-"""The backends made of torch's own products: `loop`, expert by expert, and `grouped_mm`, all at once.
+"""Backends with torch's matrix products: `loop`, one expert at a time, and `grouped_mm`, all at once.
 
-T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, O out, I in
+T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, O output width, I input width
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def run_loop(
     dtype: torch.dtype | None = None,
     dropout_NF: Tensor | None = None,
 ) -> Tensor:
-    """Run `loop` in a given dtype, with given dropout.
+    """Run `loop` in a given dtype, with a given dropout mask.
 
-    An expert without tokens multiplies an empty slice, so that its gradient is zero and not missing, on
-    which DDP and FSDP would hang. Without gradients it is left out.
+    An expert without tokens multiplies an empty slice, so that its gradient is zero; DDP and FSDP would hang
+    on a missing gradient. Without gradients such experts are skipped.
 
     Args:
-        dtype: of the weights and of the products; None leaves it to autocast.
+        dtype: dtype of the weights and products; None: as autocast decides.
         dropout_NF: factor of each hidden unit, from `dropout_mask`.
     """
     ends = plan.offsets_E.tolist()
@@ -50,7 +50,7 @@ def run_loop(
     if not torch.is_grad_enabled():
         experts = [expert for expert in experts if sizes[expert]]
         sizes = [sizes[expert] for expert in experts]
-    # Without the pairs that are not computed: of ReLU or top-p routing they may be most of the list.
+    # Skip the pairs that are not computed; with ReLU or top-p routing they may be most of the list.
     token_ids_N, weights_N = plan.token_ids_N[: ends[-1]], plan.weights_N[: ends[-1]]
     if not sizes:
         return torch.zeros_like(x_TD)
@@ -70,7 +70,7 @@ def _linear_per_expert(
 ) -> Tensor:
     weight_E, bias_E = weight_EOI, bias_EO
     if torch.is_grad_enabled():
-        # Once: the gradient of `weight_EOI[expert]` is as large as all experts together.
+        # Not `weight_EOI[expert]`: each such gradient would be as large as the weights of all experts.
         weight_E, bias_E = weight_EOI.unbind(), None if bias_EO is None else bias_EO.unbind()
     outputs = [
         F.linear(input_NI, weight_E[expert], None if bias_E is None else bias_E[expert])
@@ -80,7 +80,7 @@ def _linear_per_expert(
 
 
 ROW_BYTES = 16
-"""Number of bytes that must divide the rows of grouped_mm."""
+"""Rows of grouped_mm must be a multiple of this number of bytes."""
 
 
 def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
@@ -98,8 +98,8 @@ def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
             output_NO = output_NO + bias_EO.to(dtype)[expert_ids_N]
         return torch.where(computed_N1, output_NO, 0)
 
-    # grouped_mm leaves the rows behind the last offset uninitialised, in its output and in its
-    # gradient: `where` keeps both from what comes before and after each product.
+    # grouped_mm does not initialise rows after the last offset, in its output and its gradient. `where`
+    # before and after each product replaces them by zeros.
     x_ND = torch.where(computed_N1, x_TD.to(dtype)[plan.token_ids_N], 0)
     up_NH = linear(x_ND, weights.up_EHD, weights.up_bias_EH)
     y_ND = linear(weights.activate(up_NH), weights.down_EDF, weights.down_bias_ED)
@@ -107,18 +107,18 @@ def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def grouped_mm_refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    """Reason why `F.grouped_mm` does not take this dtype, width or transform; None if it does."""
+    """Return why `F.grouped_mm` does not support this dtype, width or transform; None if it does."""
     if is_forward_mode():
         return (
-            "has no forward-mode derivative, which torch.func.jvp asks for; set experts.backend to 'loop', "
-            "which has"
+            "has no forward-mode derivative, which torch.func.jvp needs; set experts.backend to 'loop', "
+            "which has one"
         )
     dtype = compute_dtype(x_TD)
     rows = (weights.d_model, weights.d_ff)
     if dtype in supported_dtypes() and all(row * dtype.itemsize % ROW_BYTES == 0 for row in rows):
         return None
     dtypes = ", ".join(str(dtype) for dtype in supported_dtypes())
-    advice = "'auto'" if torch.compiler.is_compiling() else "'loop'"  # which is in no graph
+    advice = "'auto'" if torch.compiler.is_compiling() else "'loop'"  # `loop` cannot be in a graph
     return (
         f"takes {dtypes} and rows that are a multiple of {ROW_BYTES} bytes, but got {dtype} "
         f"with d_model {weights.d_model} and d_ff {weights.d_ff}; use {advice}"
@@ -126,7 +126,7 @@ def grouped_mm_refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
 
 
 def supported_dtypes() -> tuple[torch.dtype, ...]:
-    """The dtypes that `F.grouped_mm` takes; under torch.compile, bfloat16 alone."""
+    """Return the dtypes that `F.grouped_mm` supports; under torch.compile, only bfloat16."""
     if torch.compiler.is_compiling():
         return (torch.bfloat16,)
     return (torch.float32, torch.bfloat16, torch.float16)

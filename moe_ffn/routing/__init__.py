@@ -1,6 +1,6 @@
-"""Routers: the experts of each token and their weights. One file per router, config and module together.
+"""Routers choose the experts of each token and their weights. Each file has one router, config and module.
 
-A new router is one file in this folder, and one line here.
+To add a router, add a file to this folder and an import to this one.
 """
 
 from moe_ffn.routing.balanced_assignment import (

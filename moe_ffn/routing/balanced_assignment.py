@@ -1,6 +1,6 @@
 """BASE routing: a balanced assignment of tokens to experts.
 
-T tokens, D model width, E experts, C places at each expert
+T tokens, D model width, E experts, C capacity of each expert
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from moe_ffn.routing.base import (
 
 
 class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
-    """BASE: in training, the assignment of highest total score that gives all experts equally many tokens.
+    """BASE: in training, the assignment with the highest total score and equal numbers of tokens per expert.
 
-    Lewis et al. 2021, BASE layers (arXiv:2103.16716): one expert per token, weighted by the sigmoid
-    of its score; evaluation takes the highest score.
+    Lewis et al. 2021, BASE layers (arXiv:2103.16716): one expert per token, weighted by the sigmoid of its
+    score. In evaluation each token goes to the expert with the highest score.
     """
 
     type: Literal["balanced_assignment"] = "balanced_assignment"
@@ -57,7 +57,7 @@ class BalancedAssignmentRouter(LinearRouter):
 
 
 def assign_among(values_TE: Tensor, expert_ids_T: Tensor, counted_T: Tensor) -> Tensor:
-    """int64 (T,): `assign` for the tokens that are counted, and `expert_ids_T` for the others."""
+    """Return int64 (T,): `assign` for the tokens in `counted_T`, `expert_ids_T` for all others."""
     expert_ids_T = expert_ids_T.clone()
     expert_ids_T[counted_T] = assign(values_TE[counted_T])
     return expert_ids_T
@@ -65,7 +65,7 @@ def assign_among(values_TE: Tensor, expert_ids_T: Tensor, counted_T: Tensor) -> 
 
 @torch.library.custom_op("moe_ffn::assign", mutates_args=())
 def assign_operator(values_TE: Tensor, expert_ids_T: Tensor, counted_T: Tensor) -> Tensor:
-    """`assign_among`, whose rounds depend on what it reads, for graphs and for tensors without data."""
+    """Run `assign_among`, whose loop depends on the data, as one operator of a graph."""
     return assign_among(values_TE, expert_ids_T, counted_T)
 
 
@@ -75,19 +75,19 @@ def _(values_TE: Tensor, expert_ids_T: Tensor, _: Tensor) -> Tensor:
 
 
 def assign(values_TE: Tensor, precision: float = 0.02) -> Tensor:
-    """int64 (T,): an expert for every token, none with more than C = ceil(T / E), of highest total value.
+    """Return the assignment (T,) of highest total value with at most C = ceil(T / E) tokens per expert.
 
-    The auction of Bertsekas and Castanon (1989) with several like places at each expert: tokens without
-    a place bid for the expert they gain most from, as much as makes the next best one equally good; an
-    expert keeps its C highest bids, and its price is the lowest of them once it is full. The total is
-    within T * precision * (the largest difference between two values of a token) of the best there is.
+    The auction algorithm of Bertsekas and Castanon (1989) for experts with C equal places. Each unassigned
+    token bids for its best expert, up to the bid that makes its second-best expert as good. An expert keeps
+    its C highest bids; if it has C, its price is the lowest of these bids. The total value is within
+    T * precision * (largest difference between two values of a token) of the optimum.
     """
     num_tokens, num_experts = values_TE.shape
     if num_tokens == 0 or num_experts == 1:
         return torch.zeros(num_tokens, dtype=torch.int64, device=values_TE.device)
     places = -(-num_tokens // num_experts)
-    # Scaled to [0, 1], which changes no choice: a step added to a large value could be lost to rounding, and
-    # no bid would ever be higher than another.
+    # Scale values to [0, 1], which does not change the optimum: rounding would absorb a step that is added to
+    # a large value, and the auction would never end.
     values_TE = values_TE.double()
     values_TE = values_TE - values_TE.amin(dim=-1, keepdim=True)
     values_TE = values_TE / values_TE.max().clamp(min=torch.finfo(torch.float64).tiny)

@@ -1,4 +1,4 @@
-"""The interface of every router: (tokens, context) -> Routing; and the parts that routers share.
+"""Interface of every router, (tokens, context) -> Routing, and the parts that routers share.
 
 T tokens, D model width, E experts, K listed experts per token, N = T*K pairs
 """
@@ -23,23 +23,24 @@ from moe_ffn.outputs import Routing, TokenContext
 
 
 class RouterConfig(TaggedConfig, frozen=True):
-    """Chooses the experts of each token, and their weights."""
+    """Chooses the experts of each token and their weights."""
 
     has_selection_probs: ClassVar[bool] = False
-    """True where it returns a `NoisyRouting` in training, which the loss `load_cv2` needs."""
+    """True if the router returns a `NoisyRouting` in training, which the loss `load_cv2` needs."""
     learns: ClassVar[bool] = True
-    """False where the assignment is fixed beforehand, so that neither a loss nor a rule can change it."""
+    """False if the assignment is fixed, so that no loss or rule can change it."""
     looks_ahead: ClassVar[str] = ""
-    """What it does with later tokens: `ranks tokens against later ones`; empty for a causal router."""
+    """Use of later tokens, for messages: `ranks tokens against later ones`; empty for a causal router."""
     by_token: ClassVar[bool] = False
-    """True where, in evaluation, a token's experts depend on that token alone, its id included."""
+    """True if, in evaluation, a token's experts depend only on the token and its id."""
     is_listed: ClassVar[bool] = False
-    """True where experts are too many for a number of each, so that its routings are lists of pairs alone."""
+    """True if its routings are `ListedRouting`, without (T, E) tables."""
 
     def refusal(self, situation: Situation) -> Refusal | None:
         """Return the reason why this router cannot serve a situation; None if it can.
 
-        By default it refuses `causal` where it `looks_ahead`, and `cached` unless `by_token`.
+        By default a router that `looks_ahead` refuses `causal`, and a router that is not `by_token` refuses
+        `cached`.
         """
         if self.looks_ahead and (situation.causal or (situation.cached and not self.by_token)):
             return Refusal(f"type '{self.type}' {self.looks_ahead}", "use 'top_k'")
@@ -52,26 +53,26 @@ class RouterConfig(TaggedConfig, frozen=True):
 
     @property
     def fixed_by(self) -> str | None:
-        """The option that fixes the assignment where a router learns weights alone; None without one."""
+        """Name of the option that fixes the assignment, so that the router learns only weights; else None."""
         return None
 
     @property
     def has_correction_bias(self) -> bool:
-        """True where the router has a bias that `objective.bias_rule` moves: the option `correction_bias`."""
+        """True if the router has a bias that `objective.bias_rule` moves: the option `correction_bias`."""
         return getattr(self, "correction_bias", False)
 
     def check_num_experts(self, num_experts: int) -> None:
-        """ValueError, in one sentence, when this router cannot serve `num_experts` experts."""
+        """Raise ValueError if the router cannot serve `num_experts` experts."""
 
     @abstractmethod
     def build(self, d_model: int, num_experts: int) -> Router: ...
 
     @abstractmethod
     def experts_per_token(self, num_experts: int) -> float:
-        """Mean number of experts per token; the largest possible one where it depends on the data."""
+        """Return the mean number of experts per token, or the maximum if the number depends on the data."""
 
     def pairs_per_token(self, num_experts: int, seq_len: int) -> float:
-        """`experts_per_token` in sequences of `seq_len`, where their number of pairs is rounded."""
+        """Return `experts_per_token` in sequences of `seq_len` tokens, if numbers of pairs are rounded."""
         return self.experts_per_token(num_experts)
 
     @abstractmethod
@@ -79,25 +80,25 @@ class RouterConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def flops_per_token(self, d_model: int, num_experts: int) -> int:
-        """Forward FLOPs of the matrix products for one token."""
+        """Return the forward FLOPs of the matrix products for one token."""
 
     def describe(self) -> str:
-        """A few words for tables."""
+        """Return a short description for tables."""
         return self.type
 
 
 class RouterMLPConfig(Config, frozen=True):
-    """A small network between the token and the projection to the experts, as in `zaya` of transformers.
+    """A small network between the token and the projection to logits, as in `zaya` of transformers.
 
     h = RMSNorm(W_0 x + b_0), then `depth` times h = GELU(W_i h + b_i); the projection reads h.
     """
 
     width: int = Field(default=256, ge=1, le=MAX_COUNT)
-    """Width of all its layers."""
+    """Width of all layers."""
     depth: int = Field(default=2, ge=0, le=100)
-    """Layers with an activation."""
+    """Number of layers with an activation."""
     eps: float = Field(default=1e-6, gt=0, lt=1)
-    """Added to the mean of squares, in its norm."""
+    """Added to the mean of squares in the norm."""
 
     def num_params(self, d_model: int) -> int:
         layers = self.depth * linear_params(self.width, self.width, bias=True)
@@ -108,7 +109,7 @@ class RouterMLPConfig(Config, frozen=True):
 
 
 class RouterNormConfig(Config, frozen=True):
-    """RMS norm with a learned scale, of the router's input."""
+    """RMS norm with a learned scale, for the input or the queries of a router."""
 
     eps: float = Field(default=1e-6, gt=0, lt=1)
     """Added to the mean of squares."""
@@ -118,20 +119,20 @@ class LinearRouterConfig(RouterConfig, frozen=True):
     """A router whose logits are a projection of the token."""
 
     omitted_defaults: ClassVar[frozenset[str]] = frozenset({"logit_scale"})
-    """Options that the router's repr omits where they have their defaults."""
+    """Options that the router's repr omits if they have their defaults."""
 
     bias: bool = False
     """Add a learned bias to the logits, as GPT-OSS does."""
     jitter: float = Field(default=0.0, ge=0, lt=1)
-    """Multiply the input of the router, in training, by noise from U(1 - jitter, 1 + jitter) (Switch)."""
+    """Multiply the router's input in training by noise from U(1 - jitter, 1 + jitter) (Switch)."""
     input_norm: RouterNormConfig | None = None
-    """An RMS norm of what the router reads (Gemma 4); none by default."""
+    """RMS norm of the router's input (Gemma 4); none by default."""
     mlp: RouterMLPConfig | None = None
     """A small network before the projection; none by default."""
     logit_scale: float = Field(default=1.0, gt=0, le=MAX_COUNT)
     """Multiplies the logits."""
     logit_cap: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Bound of the logits on both sides, as cap * tanh(logit / cap); none by default."""
+    """Limits the logits to (-cap, cap) by cap * tanh(logit / cap); none by default."""
 
     def num_params(self, d_model: int, num_experts: int) -> int:
         norm = 0 if self.input_norm is None else d_model
@@ -174,14 +175,14 @@ class LinearTopKConfig(FixedKConfig, LinearRouterConfig, frozen=True):
 
 
 class Router(nn.Module, ABC):
-    """Chooses experts for tokens. Holds no counters: all it observed is in the `Routing` it returns."""
+    """Chooses experts for tokens. It has no counters: all statistics are in the `Routing` that it returns."""
 
     replays: ClassVar[bool] = False
-    """True where it takes `TokenContext.expert_ids` for its own choice."""
+    """True if the router uses `TokenContext.expert_ids` instead of its own choice."""
 
     correction_bias_E: Tensor | None
-    """float32, added to the scores for selection alone; a rule of `moe_ffn.balancing.bias_rules` moves
-    it between optimizer steps, never `forward`. None for a router without one."""
+    """float32, added to the scores for selection only. A rule of `moe_ffn.balancing.bias_rules` changes it
+    between optimizer steps; `forward` never does. None for a router without a correction bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,52 +193,52 @@ class Router(nn.Module, ABC):
         """Route flattened tokens; `context` is flattened too (`ffn.base.flatten_tokens`)."""
 
     def max_tokens(self, sequence_length: int) -> int:
-        """The most tokens of one sequence that an expert can take."""
+        """Return the maximum number of tokens of one sequence that an expert can take."""
         return sequence_length
 
     def rows(self) -> dict[str, Tensor]:
-        """Its parameters and buffers, by name, each of which has a row for each expert.
+        """Return the router's parameters and buffers by name, each with one row per expert.
 
         Raises:
-            ConfigError: something in it has none, so that its experts cannot be chosen from.
+            ConfigError: a parameter or buffer has other rows, so experts cannot be pruned, merged or copied.
         """
         raise ConfigError(
-            f"{type(self).__name__} has no row for each expert, so that its experts cannot be made others; "
-            "use router.type top_k or sigmoid_top_k"
+            f"{type(self).__name__} has no row for each expert, so its experts cannot be pruned, merged or "
+            "copied; use router.type top_k or sigmoid_top_k"
         )
 
     def observe(self, routing: Routing) -> Tensor | None:
-        """Return the tensor that a training step adds up for `update`; None where no buffer moves.
+        """Return a tensor that the trainer sums over the batches of a step for `update`; None if unused.
 
         Args:
-            routing: what `forward` returned for one batch.
+            routing: output of `forward` for one batch.
         """
         return None
 
     def update(self, observed: Tensor) -> None:
-        """Move buffers of the router, once per optimizer step and before the optimizer, without gradient.
+        """Update buffers of the router, once per optimizer step, before the optimizer and without gradient.
 
         Args:
-            observed: the sum of what `observe` returned.
+            observed: sum of the tensors from `observe`.
         """
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        # `module.bfloat16()` comes through here. A step of 0.001 is lost on a bfloat16 bias near 1.
+        # `module.bfloat16()` calls this. Buffers keep their dtype: a bias step of 0.001 is lost in bfloat16.
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
             moved = getattr(self, name)
-            # Out of the meta device (`to_empty`) come no values, only memory to load some into.
+            # A buffer from the meta device (`to_empty`) has no values to restore.
             restored = moved.to(buffer.dtype) if buffer.is_meta else buffer.to(moved.device)
             setattr(self, name, restored)
         return self
 
 
 class LinearRouter(Router):
-    """A router whose logits are a projection of the token, with jitter in training if asked."""
+    """A router whose logits are a projection of the token."""
 
     config: Any
-    """The config that built it, of the router's own class."""
+    """Config of the router, of the router's own config class."""
 
     def __init__(self, config: LinearRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__()
@@ -250,11 +251,11 @@ class LinearRouter(Router):
             d_model = config.mlp.width
         self.projection = RouterLinear(d_model, num_experts, config.bias)
         if config.has_correction_bias:
-            bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
+            bias_E = torch.zeros(num_experts, dtype=torch.float32)  # not torch's default dtype
             self.register_buffer("correction_bias_E", bias_E)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """(T, E), float32 or wider. The experts themselves see the tokens without the jitter."""
+        """Return the logits, (T, E), float32 or wider. Jitter affects only the router, not the experts."""
         config = self.config
         if self.training and config.jitter:
             x_TD = jittered(x_TD, config.jitter)
@@ -268,7 +269,7 @@ class LinearRouter(Router):
         return logits_TE
 
     def ranking(self, values_TE: Tensor) -> Tensor:
-        """(T, E), values that choose experts: without a gradient, plus the correction bias."""
+        """Return the values (T, E) for choosing experts: detached, plus the correction bias."""
         values_TE = values_TE.detach()
         return values_TE if self.correction_bias_E is None else values_TE + self.correction_bias_E
 
@@ -289,7 +290,7 @@ class LinearRouter(Router):
 
 
 def jittered(x: Tensor, jitter: float) -> Tensor:
-    """`x` times noise from U(1 - jitter, 1 + jitter), float32 or wider."""
+    """Return `x` times noise from U(1 - jitter, 1 + jitter), float32 or wider."""
     noise = torch.empty_like(x, dtype=RouterLinear.dtype_for(x))
     return x * noise.uniform_(1 - jitter, 1 + jitter)
 
@@ -312,7 +313,7 @@ class RouterMLP(nn.Module):
 
 
 class WideRMSNorm(nn.RMSNorm):
-    """An RMS norm that computes and returns float32 (float64 of a float64 input) in narrower models too."""
+    """An RMS norm that computes and returns float32, also in narrower models (float64 for float64 input)."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = RouterLinear.dtype_for(x)
@@ -320,10 +321,10 @@ class WideRMSNorm(nn.RMSNorm):
 
 
 class RouterLinear(nn.Module):
-    """The router's projection, computed in float32 also under autocast and in narrower models.
+    """The router's projection, computed in float32, also under autocast and in narrower models.
 
-    `x.float()` alone is not enough: autocast would lower the product again, and in bfloat16 two
-    experts' logits often tie (Switch Transformer, section 2.4, "selective precision").
+    In bfloat16 two experts' logits often tie (Switch Transformer, section 2.4, "selective precision").
+    `x.float()` is not enough, because autocast would compute the product in bfloat16 again.
     """
 
     def __init__(self, d_model: int, num_experts: int, bias: bool = False) -> None:
@@ -333,11 +334,11 @@ class RouterLinear(nn.Module):
         init_linear_(self.weight)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Logits (T, E), float32 (float64 for a float64 layer)."""
+        """Return the logits (T, E), float32 (float64 for a float64 layer)."""
         dtype = self.dtype_for(x_TD)
         weight_ED = self.weight.to(dtype)
         bias_E = None if self.bias is None else self.bias.to(dtype)
-        # With and without gradients alike: a pass that is computed again must choose the same experts.
+        # Also without gradients: with activation checkpointing both passes must choose the same experts.
         if x_TD.dtype != dtype and not torch.compiler.is_compiling():
             return _WideLinear.apply(x_TD, weight_ED, bias_E)
         with without_autocast(x_TD):
@@ -353,9 +354,9 @@ class RouterLinear(nn.Module):
 
 
 class _WideLinear(torch.autograd.Function):
-    """`F.linear` in the dtype of the weight, which keeps x in its own dtype for backward.
+    """`F.linear` in the dtype of the weight, which saves x in its own dtype for backward.
 
-    Autograd would keep the converted copy: in bfloat16 a fifth of all that a layer keeps.
+    Autograd would save the converted copy: in bfloat16, a fifth of all saved activations of a layer.
     """
 
     generate_vmap_rule = True
@@ -386,7 +387,7 @@ class _WideLinear(torch.autograd.Function):
     def jvp(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, tangent_x_TD: Tensor | None, tangent_ED: Tensor | None, tangent_E: Tensor | None
     ) -> Tensor:
-        """The tangent of the logits, for forward-mode differentiation."""
+        """Return the tangent of the logits, for forward-mode differentiation."""
         x_TD, weight_ED = ctx.saved_tensors
         dtype = weight_ED.dtype
         tangent_TE = torch.zeros((), dtype=dtype, device=x_TD.device)
@@ -415,10 +416,10 @@ def routing_of_pairs(
     """Return the routing of a router that lists K experts for every token: N = T*K pairs, token-major.
 
     Args:
-        logits_TE: None, and `scores_TE` too, where there are too many experts for a table of them.
-        num_experts: E; read from `logits_TE` when None.
+        logits_TE: None, like `scores_TE`, if there are too many experts for (T, E) tables.
+        num_experts: E; needed if `logits_TE` is None.
         kind: class of the routing, such as `ChosenRouting`.
-        more: its further fields, such as `chosen_N`.
+        more: further fields of that class, such as `chosen_N`.
     """
     num_tokens, k = expert_ids_TK.shape
     if num_experts is None:
@@ -442,9 +443,9 @@ def routing_of_pairs(
 
 
 def comparable(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-    """Bool (T,): the tokens that a router may rank against each other: real, and without NaN or infinity.
+    """Return bool (T,), True for tokens that may be ranked against each other: real, with finite logits.
 
-    One broken token, or padding, would otherwise take places from all.
+    Otherwise padding, or a token with NaN, could displace other tokens.
     """
     finite_T = logits_TE.isfinite().all(dim=-1)
     return finite_T if mask_T is None else finite_T & mask_T

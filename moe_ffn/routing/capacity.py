@@ -1,4 +1,4 @@
-"""Limits on the pairs of each expert: pure functions Routing -> Routing.
+"""Expert capacity: pure functions Routing -> Routing that drop pairs of full experts.
 
 T tokens, E experts, N (token, expert) pairs, C capacity
 """
@@ -20,22 +20,22 @@ from moe_ffn.outputs import ChosenRouting, Routing
 
 
 class CapacityConfig(Config, frozen=True):
-    """The most (token, expert) pairs an expert takes: ceil(factor * pairs / num_experts)."""
+    """Maximum number of (token, expert) pairs per expert: ceil(factor * pairs / num_experts)."""
 
     factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Capacity factor in training; 1 is what perfect balance needs, and num_experts is enough for any
-    imbalance; null drops nothing."""
+    """Capacity factor in training. With 1 nothing is dropped at perfect balance, with num_experts never; null
+    drops nothing."""
     eval_factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Capacity factor in evaluation, where dropping makes an output depend on its batch."""
+    """Capacity factor in evaluation; dropping makes an output depend on the rest of the batch."""
     drop: Literal["position", "probability", "choice", "random"] = "position"
-    """The pairs that a full expert drops: those of the latest positions, those of the smallest weights,
-    second choices before any first one (GShard, NLLB; the first choice of a token is its largest weight), or,
-    in training, random ones. Only the first is causal."""
+    """Pairs that a full expert drops: `position` the latest positions; `probability` the smallest weights;
+    `choice` second choices, by weight, before first ones (GShard, NLLB); `random` random pairs, in training.
+    Only `position` is causal."""
     renormalize: bool = False
-    """Scale the weights a token keeps up to the sum they had before dropping."""
+    """Scale a token's remaining weights to their sum before dropping."""
     per_sequence: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """A fixed number in place of both factors: the most pairs of one sequence that an expert takes, in
-    training and in evaluation (Switch Transformers in transformers)."""
+    """Maximum number of pairs of one sequence per expert, in training and evaluation; replaces both factors
+    (Switch Transformers in transformers)."""
 
     @model_validator(mode="after")
     def _one_limit(self) -> CapacityConfig:
@@ -53,7 +53,7 @@ class CapacityConfig(Config, frozen=True):
         return not (self.factor is None and self.eval_factor is None and self.per_sequence is None)
 
     def refusal(self, situation: Situation) -> Refusal | None:
-        """Return the reason why one token can displace another; None if it cannot."""
+        """Return the reason why one token can displace another in a situation; None if it cannot."""
         if situation.causal and self.drop != "position" and self.is_limited:
             return Refusal(
                 f"drop '{self.drop}' lets later tokens displace earlier ones", "use 'position'"
@@ -67,10 +67,11 @@ class CapacityConfig(Config, frozen=True):
         return None
 
     def expert_capacity(self, routing: Routing, *, training: bool) -> Tensor | None:
-        """Return the pairs that one expert takes, int64 scalar; None if dropless.
+        """Return the capacity of one expert in pairs, int64 scalar; None if dropless.
 
         Args:
-            routing: before or after `limit`.
+            routing: routing before or after `limit`.
+            training: use `factor`, not `eval_factor`.
         """
         if self.per_sequence is not None:
             num_sequences = _num_sequences(routing)
@@ -79,7 +80,7 @@ class CapacityConfig(Config, frozen=True):
         return None if factor is None else capacity_of(routing, factor)
 
     def limit(self, routing: Routing, *, training: bool) -> Routing:
-        """Mark as dropped what exceeds the capacity; nothing is random in evaluation."""
+        """Mark the pairs that exceed the capacity as dropped. Evaluation is never random."""
         drop = self.drop if training or self.drop != "random" else "position"
         priority, renormalize = DROP_POLICIES[drop], self.renormalize
         if self.per_sequence is not None:
@@ -89,15 +90,15 @@ class CapacityConfig(Config, frozen=True):
 
 
 Priority = Callable[[Routing], Tensor]
-"""Routing -> (N,): the pairs with the lowest values are served first; equal ones in pair order."""
+"""Routing -> (N,): experts accept pairs with the lowest values first, equal values in pair order."""
 
 
 def capacity_of(routing: Routing, factor: float) -> Tensor:
-    """Return each expert's capacity C = ceil(factor * N / E), int64 scalar.
+    """Return the expert capacity C = ceil(factor * N / E), int64 scalar.
 
-    N counts the pairs of real tokens, so C is what a perfectly balanced router would need, times
-    `factor` (k is inside N, as in Megatron-LM and DeepSpeed; Switch and ST-MoE leave it out). Where the
-    number of pairs depends on the data, N is `ChosenRouting.capacity_k` pairs for every real token.
+    N is the number of pairs of real tokens, so `factor` 1 suffices at perfect balance. N includes k, as in
+    Megatron-LM and DeepSpeed, unlike Switch and ST-MoE. If the number of pairs depends on the data, N is
+    `ChosenRouting.capacity_k` times the number of real tokens.
     """
     capacity_k = routing.capacity_k if isinstance(routing, ChosenRouting) else None
     if capacity_k is None:
@@ -109,14 +110,13 @@ def capacity_of(routing: Routing, factor: float) -> Tensor:
 def limit(
     routing: Routing, factor: float | None, priority: Priority, *, renormalize: bool = False
 ) -> Routing:
-    """Mark as dropped what exceeds each expert's capacity; see `capacity_of`.
+    """Mark the pairs that exceed each expert's capacity as dropped; see `capacity_of`.
 
     Args:
-        routing: nothing dropped yet.
-        factor: the capacity factor; None drops nothing.
-        priority: the order in which pairs are served, such as `by_position`: see `DROP_POLICIES`.
-        renormalize: scale a token's surviving weights up to the sum they had; without it, what is
-            dropped loses its weight.
+        routing: a routing without dropped pairs.
+        factor: capacity factor; None drops nothing.
+        priority: order in which experts accept pairs, such as `by_position`; see `DROP_POLICIES`.
+        renormalize: scale a token's remaining weights to their sum before dropping.
     """
     if factor is None:
         return routing
@@ -129,9 +129,9 @@ def limit(
 def limit_sequences(
     routing: Routing, count: int, priority: Priority, *, renormalize: bool = False
 ) -> Routing:
-    """Mark as dropped what exceeds `count` pairs of one sequence at an expert; see `limit`."""
+    """Mark the pairs that exceed `count` pairs per expert and sequence as dropped; see `limit`."""
     length, num_sequences = max(routing.sequence_length, 1), _num_sequences(routing)
-    # The same experts again for each sequence, so that each has queues of its own.
+    # One queue for each expert and sequence.
     queues_N = routing.expert_ids_N * num_sequences + routing.token_ids_N // length
     by_queue = replace(
         routing, expert_ids_N=queues_N, num_experts=routing.num_experts * num_sequences
@@ -146,10 +146,9 @@ def _num_sequences(routing: Routing) -> int:
 
 
 def by_position(routing: Routing) -> Tensor:
-    """Earlier positions first, then earlier sequences, then the token's own order of preference.
+    """Earlier positions first, then earlier sequences, then the router's order of a token's pairs.
 
-    Position first is what keeps a causal model causal: in a batch, a late token of one sequence never
-    displaces an early token of another, nor of its own.
+    This order is causal: a later token never displaces an earlier token of any sequence in the batch.
     """
     return routing.token_ids_N % max(routing.sequence_length, 1)
 
@@ -157,19 +156,18 @@ def by_position(routing: Routing) -> Tensor:
 def by_probability(routing: Routing) -> Tensor:
     """Larger weights first, as in batch-prioritised routing (Riquelme et al. 2021, V-MoE).
 
-    Not causal: a later token with a larger weight displaces an earlier one.
+    Not causal: a later token with a larger weight displaces an earlier token.
     """
     return -routing.weights_N.detach().nan_to_num(nan=-torch.inf)
 
 
 def by_choice(routing: Routing) -> Tensor:
-    """Every token's first choice, then every second one, each in pair order (GShard, arXiv:2006.16668,
-    algorithm 1).
+    """All first choices, then all second choices, each in pair order (GShard, arXiv:2006.16668, algorithm 1).
 
-    The pair with a token's largest weight is its first choice: not every router lists pairs by weight.
-    Not causal: a later token's first choice displaces an earlier one's second.
+    A token's first choice is the pair with its largest weight, since not every router lists pairs by weight.
+    Not causal: a later token's first choice displaces an earlier token's second choice.
     """
-    # A queue for each token in the place of one for each expert.
+    # The rank of a pair within its token: one queue per token, not per expert.
     by_token = replace(routing, expert_ids_N=routing.token_ids_N, num_experts=routing.num_tokens)
     return place_in_queue(by_token, by_probability(routing))
 
@@ -185,26 +183,26 @@ DROP_POLICIES: dict[str, Priority] = {
     "choice": by_choice,
     "random": at_random,
 }
-"""Every policy under its name in `capacity.drop`."""
+"""`capacity.drop` -> policy."""
 
 
 def place_in_queue(routing: Routing, priority_N: Tensor) -> Tensor:
-    """int64 (N,): the number of real pairs ahead of each pair in the queue of its expert."""
-    # Padding comes last, under an expert of its own, so that it takes nobody's place.
+    """Return int64 (N,): the number of real pairs ahead of each pair in the queue of its expert."""
+    # Padding gets the id of an extra expert, so that it displaces no real pair.
     expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
     by_priority_N = priority_N.argsort(stable=True)
     order_N = by_priority_N[expert_ids_N[by_priority_N].argsort(stable=True)]
     sorted_N = expert_ids_N[order_N]
     ranks_N = torch.arange(order_N.shape[0], device=order_N.device)
-    place_N = ranks_N - torch.searchsorted(sorted_N, sorted_N)  # less that of the queue's first
+    place_N = ranks_N - torch.searchsorted(sorted_N, sorted_N)  # rank minus the start of the queue
     return torch.empty_like(place_N).scatter_(0, order_N, place_N)
 
 
 def renormalize_survivors(routing: Routing) -> Routing:
-    """Each token's surviving weights scaled so that their sum is what it was before dropping.
+    """Scale each token's remaining weights to their sum before dropping.
 
-    DeepSpeed renormalises to 1, which is the same where the router's own weights add up to 1. A token
-    with no survivor keeps none.
+    DeepSpeed scales the sum to 1, which is equal if the router's weights add up to 1. A token whose pairs are
+    all dropped has no weight left.
     """
     weights_N = torch.where(routing.real_N, routing.weights_N, 0)
     kept_N = torch.where(routing.computed_N, routing.weights_N, 0)

@@ -18,19 +18,20 @@ from moe_ffn.routing.base import FixedKConfig, LinearRouter, LinearRouterConfig,
 
 
 class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
-    """Expert choice: each expert takes its most probable tokens, k * tokens / num_experts of them.
+    """Expert choice: each expert takes its k * tokens / num_experts most probable tokens.
 
-    Zhou et al. 2022 (arXiv:2202.09368). Perfectly balanced; a token may get many experts, or none and 0.
+    Zhou et al. 2022 (arXiv:2202.09368). The load is perfectly balanced. A token may get many experts, or
+    none; then its output is 0.
     """
 
     type: Literal["expert_choice"] = "expert_choice"
     k: float = Field(default=2.0, gt=0)
     """Experts per token, on average; the paper's capacity factor."""
     among: Literal["sequence", "batch"] = "sequence"
-    """Tokens that an expert chooses from: one sequence, whose result then depends on no other, or the whole
-    batch, as in the paper."""
+    """Tokens that an expert chooses from: those of one sequence, so that sequences are independent, or of the
+    whole batch, as in the paper."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Turns logits into weights: softmax over the experts, or a sigmoid of each."""
+    """Function from logits to weights: softmax over the experts, or sigmoid of each logit."""
 
     looks_ahead: ClassVar[str] = "ranks tokens against later ones"
 
@@ -76,7 +77,7 @@ class ExpertChoiceRouter(LinearRouter):
         ranking_BES = rearrange(ranking_TE, "(b s) e -> b e s", s=size)
         token_ids_BEC = ranking_BES.topk(ceil_of_share(size, self.share), dim=-1).indices
         num_groups, _, num_listed = token_ids_BEC.shape
-        # Padding is listed last, so that shapes don't depend on it, and not chosen.
+        # Padding is listed last and not chosen, so that shapes do not depend on it.
         num_comparable_B = rearrange(comparable_T, "(b s) -> b s", s=size).sum(dim=-1)
         num_chosen_B = ceil_of_share(num_comparable_B, self.share)
         ranks_C = torch.arange(num_listed, device=x_TD.device)
@@ -87,7 +88,7 @@ class ExpertChoiceRouter(LinearRouter):
         ids_E = torch.arange(num_experts, device=x_TD.device)
         expert_ids_N = repeat(ids_E, "e -> (b e c)", b=num_groups, c=num_listed)
         chosen_N = repeat(chosen_BC, "b c -> (b e c)", e=num_experts)
-        order_N = token_ids_N.argsort(stable=True)  # token-major, as all pairs are
+        order_N = token_ids_N.argsort(stable=True)  # token-major, as in every routing
         token_ids_N, expert_ids_N = token_ids_N[order_N], expert_ids_N[order_N]
         return ChosenRouting(
             token_ids_N=token_ids_N,

@@ -27,22 +27,23 @@ from moe_ffn.routing.base import (
 
 
 class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
-    """Expert threshold: an expert takes a token whose logit reaches a moving k / E quantile of its logits.
+    """Expert threshold: an expert takes the tokens whose logits reach a moving quantile of its past logits.
 
-    Sun et al. 2026 (arXiv:2603.11535): expert choice over all tokens there are instead of a batch, so that it
-    is causal, and balanced without a loss; 0.067 nats below token choice at 2.4 B parameters. A token may get
-    many experts, or none: then a shared expert alone computes it (the paper has one), else it becomes 0.
+    Sun et al. 2026 (arXiv:2603.11535). Each expert takes a k / E share of all tokens, not of a batch, so the
+    router is causal, and balanced without an auxiliary loss. In the paper, a model of 2.4 B parameters is
+    0.067 nats better than with token choice. A token may get many experts, or none; then its output is 0,
+    unless there is a shared expert, as in the paper.
     """
 
     type: Literal["expert_threshold"] = "expert_threshold"
     k: float = Field(default=2.0, gt=0)
-    """Experts per token, on average; how many one token gets depends on it."""
+    """Experts per token, on average; the number for one token depends on its logits."""
     ema: float = Field(default=0.99, ge=0, lt=1)
-    """Share of the old threshold in the new one, at each optimizer step."""
+    """Weight of the old threshold in the moving average, at each optimizer step."""
     warmup_steps: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """The first optimizer steps, in which thresholds are estimated and each token takes its k best experts (k
-    rounded up; in a mixture of depths, all tokens pass). The paper has 4,000 of expert choice, which looks at
-    later tokens. Your own training loop calls `Router.update` after each step, or they never end."""
+    """Optimizer steps before thresholds are used; until then each token takes its k best experts (rounded up;
+    in a mixture of depths all tokens pass). The paper warms up with 4,000 steps of expert choice, which is
+    not causal. A custom training loop must call `Router.update` every step, or the warm-up never ends."""
 
     by_token: ClassVar[bool] = True
 
@@ -53,16 +54,16 @@ class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True)
 class ExpertThresholdRouter(LinearRouter):
     """Expert i takes a token if z_i >= c_i, weighted by sigmoid(z_i) (section 3, algorithm 1).
 
-    c_i is the moving average over optimizer steps of the ceil(k T / E)-th largest z_i of a batch of T tokens,
-    corrected for the steps that there were not yet, as in Adam. Evaluation leaves it as it is.
+    c_i is a moving average over optimizer steps of the ceil(k T / E)-th largest z_i of a batch of T tokens,
+    with the bias correction of Adam. Evaluation does not change c_i.
     """
 
     config: ExpertThresholdRouterConfig
 
     threshold_E: Tensor
-    """float32, c."""
+    """float32, the thresholds c."""
     num_updates_E: Tensor
-    """int64, the optimizer steps behind each threshold."""
+    """int64, the number of updates of each threshold."""
 
     def __init__(self, config: ExpertThresholdRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
@@ -77,7 +78,7 @@ class ExpertThresholdRouter(LinearRouter):
         with torch.no_grad():
             best_TK = logits_TE.topk(math.ceil(self.config.k), dim=-1).indices
             is_best_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter(-1, best_TK, True)
-            # Not `>=`: a token whose logits are NaN must not pass as one that no expert takes.
+            # Not `>=`: a token with NaN logits must stay NaN.
             reaches_TE = ~(logits_TE < self.threshold_E)
         is_estimated_E = self.num_updates_E >= self.config.warmup_steps
         return routing_of_pairs(
@@ -92,9 +93,9 @@ class ExpertThresholdRouter(LinearRouter):
         )
 
     def observe(self, routing: Routing) -> Tensor:
-        """float64 (E + 1,): the batch's own thresholds times its tokens, and the number of those.
+        """Return float64 (E + 1,): the batch's thresholds times its number of tokens, and that number.
 
-        A step has the mean of its batches' thresholds, weighted by their tokens.
+        The sum over batches thus gives their mean threshold, weighted by tokens.
         """
         logits_TE = routing.require("logits_TE", "router.type 'expert_threshold'").detach()
         comparable_T = comparable(logits_TE, routing.mask_T)
@@ -105,7 +106,7 @@ class ExpertThresholdRouter(LinearRouter):
         largest_CE = ranking_TE.topk(num_listed, dim=0).values
         num = comparable_T.sum()
         place = (ceil_of_share(num, self.share) - 1).clamp(min=0)
-        # In float64 the token at the threshold still reaches it after the division.
+        # In float64, so that after the division the token at the threshold still reaches it.
         cutoff_E = largest_CE[place].double()
         observed = torch.cat([cutoff_E, cutoff_E.new_ones(1)]) * num
         return torch.where(num > 0, observed, 0.0)

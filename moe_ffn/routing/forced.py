@@ -1,4 +1,4 @@
-"""Forced routing: a load chosen beforehand, for benchmarks and tests.
+"""Forced routing: prescribed loads, for benchmarks and tests.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -18,15 +18,15 @@ from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing
 
 
 class ForcedRouterConfig(LinearTopKConfig, frozen=True):
-    """Forced balance or imbalance, whatever the token: for benchmarks and tests.
+    """Forced balance or imbalance, independent of the tokens' values, for benchmarks and tests.
 
-    The k experts of a token are decided by its position; their weights are softmax probabilities, so
-    the cost is that of `top_k`.
+    A token's position decides its k experts. Their weights are softmax probabilities, so the cost is that of
+    `top_k`.
     """
 
     type: Literal["forced"] = "forced"
     skew: float = Field(default=0.0, ge=0, le=1)
-    """Share of the tokens that go to experts 0 to k - 1; the rest take turns. 0 is perfect balance."""
+    """Share of the tokens for experts 0 to k - 1; the rest cycle through all experts. 0 balances them."""
 
     learns: ClassVar[bool] = False
 
@@ -43,7 +43,7 @@ class ForcedRouterConfig(LinearTopKConfig, frozen=True):
 
 
 class ForcedRouter(LinearRouter):
-    """A `skew` share of the tokens goes to the first k experts, the rest to the next k in turn."""
+    """Sends a `skew` share of the tokens to the first k experts; the rest cycle through all experts."""
 
     def __init__(self, config: ForcedRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
@@ -54,10 +54,10 @@ class ForcedRouter(LinearRouter):
         scores_TE = logits_TE.softmax(dim=-1)
         num_experts, k = logits_TE.shape[-1], self.config.k
         mask_T = context.mask
-        # Padding takes no turn, so that the real tokens are as balanced as they are without it.
+        # Padding does not advance the cycle, so that real tokens are as balanced as without padding.
         real_T = torch.ones_like(logits_TE[:, 0], dtype=torch.bool) if mask_T is None else mask_T
         number_T = real_T.cumsum(0)
-        # Spread evenly: of the first n tokens, skew * n are skewed, rounded down.
+        # Skewed tokens are spread evenly: floor(skew * n) of the first n tokens.
         num_skewed_T = number_T * self.skew.numerator // self.skew.denominator
         skewed_T = num_skewed_T > (number_T - 1) * self.skew.numerator // self.skew.denominator
         turn_T = number_T - num_skewed_T - 1

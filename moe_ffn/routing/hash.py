@@ -1,4 +1,4 @@
-"""Hash routing: a fixed function of the token's id.
+"""Hash routing: experts are a fixed function of the token id.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -17,13 +17,13 @@ from moe_ffn.routing.base import FixedKConfig, Router, RouterLinear, routing_of_
 
 
 class HashRouterConfig(FixedKConfig, frozen=True):
-    """Hash: the token's id decides; nothing is learned (Roller et al. 2021, arXiv:2106.04426)."""
+    """Hash: the token id decides; nothing is learned (Roller et al. 2021, arXiv:2106.04426)."""
 
     type: Literal["hash"] = "hash"
     k: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Experts per token, all different, each with weight 1 / k."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Chooses the hash function."""
+    """Seed of the hash function."""
 
     learns: ClassVar[bool] = False
     by_token: ClassVar[bool] = True
@@ -39,7 +39,7 @@ class HashRouterConfig(FixedKConfig, frozen=True):
 
 
 class HashRouter(Router):
-    """The k experts of a token are the one that the hash gives and those after it, modulo E."""
+    """The k experts of a token are h, h + 1, ..., h + k - 1 modulo E, with the hash h of its id."""
 
     def __init__(self, config: HashRouterConfig, num_experts: int) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class HashRouter(Router):
         self.num_experts = num_experts
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        """Scores are 1 / k for the experts named. Logits are 0, since nothing is weighed, or NaN where
-        the token itself holds NaN or infinity, so that it is counted.
+        """Scores: 1/k for chosen experts. Logits: 0, or NaN for a non-finite token, so that
+        `nonfinite_tokens` counts it.
 
         Raises:
             ValueError: the context has no token ids.
@@ -77,8 +77,8 @@ class HashRouter(Router):
 
 
 def hash_of(ids: Tensor, seed: int) -> Tensor:
-    """Non-negative int64, well spread for neighbouring ids: the 32-bit mixer of MurmurHash3."""
-    # In int64 first: int32 ids would wrap round to other experts.
+    """Return a non-negative int64 hash of each id, by the 32-bit finaliser of MurmurHash3."""
+    # int32 ids would overflow and give other experts than int64 ids.
     h = (ids.long() + 0x9E3779B1 * (seed + 1)) & 0xFFFFFFFF
     for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
         h = ((h ^ (h >> shift)) * multiplier) & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Neuron top-k: an expert is scored by one hidden unit that stands for it, and weighs 1.
+"""Neuron top-k: each expert is scored by the activation of one of its hidden units.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -24,10 +24,10 @@ from moe_ffn.routing.base import (
 
 
 class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):
-    """Top-k of |silu(gate x) * up x|, the activation of one SwiGLU unit of each expert (CMoE).
+    """Top-k of |silu(gate x) * up x|, the activation of one SwiGLU unit per expert (CMoE).
 
-    Pei et al. 2025, arXiv:2502.04416: the router of a dense block carved into experts, where that unit is
-    one of the expert's own, so that nothing has to be trained.
+    Pei et al. 2025, arXiv:2502.04416: for a dense block that is carved into experts. The router's unit is a
+    copy of one of the expert's units, so the router needs no training.
     """
 
     type: Literal["neuron_top_k"] = "neuron_top_k"
@@ -41,8 +41,8 @@ class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):
         for option in ("input_norm", "mlp", "logit_scale", "logit_cap"):
             if getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(
-                    f"{option} is for routers whose logits are a projection of the token, but those of "
-                    "type 'neuron_top_k' are a unit of each expert; leave it out"
+                    f"{option} is for routers whose logits are a projection of the token, but the logits of "
+                    f"'neuron_top_k' are hidden units of the experts; leave {option} out"
                 )
         return self
 
@@ -58,9 +58,10 @@ class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):
 
 
 class NeuronTopKRouter(LinearRouter):
-    """s = softmax(|silu(gate x) * up x|); the k largest s + bias choose, 1 + u s weighs, u of each expert.
+    """s = softmax(|silu(gate x) * up x|); the k largest s + bias are chosen, with weights 1 + u s.
 
-    Drawn anew u is 1. Of a carved block it is 0, so that experts add up to what they were carved from.
+    u is learned per expert and initialised to 1. A carved block starts with u = 0, so that the sum of all its
+    experts equals the dense block.
     """
 
     def __init__(self, config: NeuronTopKRouterConfig, d_model: int, num_experts: int) -> None:
@@ -70,11 +71,11 @@ class NeuronTopKRouter(LinearRouter):
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         unit_TE = F.silu(self.gate(x_TD)) * self.logits(x_TD)
-        # Of two large numbers the product overflows, and of two infinities softmax would be NaN.
+        # The product of two large numbers overflows, and softmax of two infinities is NaN.
         logits_TE = unit_TE.abs().clamp(max=torch.finfo(unit_TE.dtype).max)
         scores_TE = logits_TE.softmax(dim=-1)
         expert_ids_TK = self.ranking(scores_TE).topk(self.config.k, dim=-1).indices
-        # Not above 0 by itself: a slope that training has made very negative would take an expert back.
+        # A very negative slope would make the weight negative.
         weights_TE = (1 + self.slope_E.to(scores_TE.dtype) * scores_TE).clamp(min=0)
         weights_TK = weights_TE.gather(-1, expert_ids_TK)
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)

@@ -1,4 +1,4 @@
-"""Noisy top-k routing: learned noise on the logits while training.
+"""Noisy top-k routing: logits with noise of a learned scale in training.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -24,7 +24,7 @@ from moe_ffn.routing.base import (
 )
 
 MIN_NOISE = 1e-2
-"""Added to the noise's scale, as in the implementations since: a scale of 0 has no gradient."""
+"""Added to the scale of the noise, as in later implementations, so that the scale is never 0."""
 
 
 class NoisyTopKRouterConfig(LinearTopKConfig, frozen=True):
@@ -35,7 +35,7 @@ class NoisyTopKRouterConfig(LinearTopKConfig, frozen=True):
 
     type: Literal["noisy_top_k"] = "noisy_top_k"
     k: int = Field(default=2, ge=1, le=MAX_COUNT)
-    """Experts per token. At least 2: the softmax over a single one is a constant 1."""
+    """Experts per token. At least 2, because the softmax over a single expert is a constant 1."""
 
     has_selection_probs: ClassVar[bool] = True
     by_token: ClassVar[bool] = True
@@ -54,7 +54,9 @@ class NoisyTopKRouterConfig(LinearTopKConfig, frozen=True):
         return super().num_params(d_model, num_experts) + noise
 
     def flops_per_token(self, d_model: int, num_experts: int) -> int:
-        return 2 * super().flops_per_token(d_model, num_experts)  # logits, and the noise's scale
+        return 2 * super().flops_per_token(
+            d_model, num_experts
+        )  # logits, and the scale of the noise
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return NoisyTopKRouter(self, d_model, num_experts)
@@ -66,7 +68,7 @@ class NoisyTopKRouter(LinearRouter):
     def __init__(self, config: NoisyTopKRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
         self.noise = RouterLinear(d_model, num_experts)
-        nn.init.zeros_(self.noise.weight)  # section A: no token starts noisier than another
+        nn.init.zeros_(self.noise.weight)  # section A: equal noise for all tokens at the start
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
@@ -85,10 +87,10 @@ class NoisyTopKRouter(LinearRouter):
 def selection_probabilities(
     logits_TE: Tensor, noisy_TE: Tensor, scale_TE: Tensor, k: int
 ) -> Tensor:
-    """P(x, i): how probable expert i is among the k if its own noise were drawn again (equation 9).
+    """Return P(x, i), the probability that expert i is among the k if its own noise is redrawn (equation 9).
 
-    Its logit then has to pass the k-th largest of all other experts: the (k+1)-th of all for an expert
-    that is among the k now, the k-th for the rest. With k = E nothing has to be passed, and P is 1.
+    The noisy logit then has to exceed the k-th largest of all other experts: the (k+1)-th largest of all for
+    an expert that is among the k now, the k-th for the rest. With k = E, P is 1.
     """
     num_experts = logits_TE.shape[-1]
     if k == num_experts:

@@ -1,7 +1,7 @@
-"""Product keys: the k best of a great many experts, found by the halves of a query in two tables of sub-keys.
+"""Product keys: finds the k best of very many experts from two small tables of sub-keys.
 
-T tokens, D model width, E experts, n = sqrt(E) sub-keys of a table, H heads, Q width of a query, K experts
-per head
+T tokens, D model width, E experts, n = sqrt(E) sub-keys per table, H heads, Q width of a query, K experts per
+head
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from moe_ffn.routing.base import (
 
 
 class ProductKeyRouterConfig(FixedKConfig, frozen=True):
-    """Product keys: expert i * n + j has the key (c_i, c'_j), two of 2 n sub-keys, n = sqrt(E).
+    """Product keys: expert i * n + j has the key (c_i, c'_j), from two tables of n = sqrt(E) sub-keys.
 
-    Lample et al. 2019, "Large Memory Layers with Product Keys" (arXiv:1907.05242), section 3: with
-    `experts: value` and `keys: per_head` their memory. He 2024, "Mixture of A Million Experts"
-    (arXiv:2407.04153): with `experts: single_neuron` and `keys: shared` PEER. Lample et al. report 12 layers
-    with a memory ahead of 24 without, at twice the speed of inference.
+    Lample et al. 2019, "Large Memory Layers with Product Keys" (arXiv:1907.05242), section 3: use
+    `experts: value` and `keys: per_head`. PEER (He 2024, "Mixture of A Million Experts", arXiv:2407.04153):
+    use `experts: single_neuron` and `keys: shared`. In Lample et al., 12 layers with a memory beat 24 layers
+    without, at twice the speed of inference.
 
-    Both normalise queries over the batch, by which in training a later token would change where an earlier
-    one goes; `query_norm` normalises each query by itself. Nothing of size E is made: the routing has no
-    table, and losses and metrics are over the listed pairs.
+    Both papers normalise queries over the batch, which is not causal in training; `query_norm` normalises
+    each query separately. No tensor has length E: routings have no tables, and losses use the listed pairs.
     """
 
     is_listed: ClassVar[bool] = True
@@ -48,16 +47,16 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     k: int = Field(default=2, ge=1, le=MAX_COUNT)
     """Experts per token and head; 16 in PEER, 32 in Lample et al."""
     num_heads: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """Queries of a token, each of which chooses k experts of the same E. One that several choose is listed as
-    often, and its weights add up. 8 in PEER, 4 in Lample et al."""
+    """Queries per token; each chooses k of the E experts. An expert that several queries choose is listed
+    several times, and its weights add up. 8 in PEER, 4 in Lample et al."""
     d_query: int = Field(default=128, ge=0, le=MAX_COUNT)
-    """Width of a query, of which each table sees a half; 0: both tables see the token itself (Doge)."""
+    """Width of a query; each table reads one half of it. With 0 both tables read the token itself (Doge)."""
     query_norm: RouterNormConfig | None = None
-    """An RMS norm of each query with a learned scale; none by default."""
+    """RMS norm of each query with a learned scale; none by default."""
     keys: Literal["shared", "per_head"] = "shared"
-    """Sub-keys: the same for all heads (PEER), or a set for each head (Lample et al.)."""
+    """`shared`: all heads have the same sub-keys (PEER); `per_head`: own ones per head (Lample et al.)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """The weights of a head's k experts, of their scores."""
+    """Function from the scores of a head's k experts to their weights."""
 
     @model_validator(mode="after")
     def _check_options(self) -> ProductKeyRouterConfig:
@@ -69,8 +68,8 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
         if self.d_query == 0:
             if self.query_norm is not None:
                 raise ValueError(
-                    "query_norm is of queries, but d_query is 0, so that sub-keys see the token itself; "
-                    "set query_norm to null"
+                    "query_norm normalises queries, but with d_query (0) there are none; set query_norm to "
+                    "null or d_query above 0"
                 )
             if self.num_heads > 1 and self.keys == "shared":
                 raise ValueError(
@@ -79,7 +78,7 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
                 )
         elif self.d_query % 2:
             raise ValueError(
-                f"d_query ({self.d_query}) must be even, since each table of sub-keys sees a half of a "
+                f"d_query ({self.d_query}) must be even, since each table of sub-keys reads half of a "
                 f"query; use {self.d_query - 1} or {self.d_query + 1}"
             )
         return self
@@ -102,7 +101,7 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
 
     @property
     def num_tables(self) -> int:
-        """Sets of two tables of sub-keys."""
+        """Number of pairs of tables."""
         return 1 if self.keys == "shared" else self.num_heads
 
     def num_params(self, d_model: int, num_experts: int) -> int:
@@ -128,10 +127,10 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
 
 
 class ProductKeyRouter(Router):
-    """s_ij = q_1 . c_i + q_2 . c'_j; the k largest of all n^2 choose, softmax over these k weighs.
+    """s_ij = q_1 . c_i + q_2 . c'_j; the k largest of all n^2 scores are chosen, weighted by their softmax.
 
-    They are among the sums of the k largest q_1 . c_i and the k largest q_2 . c'_j, so that k^2 + 2 n numbers
-    are looked at, and not n^2 (arXiv:1907.05242, section 3.2). With a head for each query q = norm(W x).
+    They are sums of the k largest q_1 . c_i and the k largest q_2 . c'_j, so only k^2 + 2 n numbers are
+    compared, not n^2 (arXiv:1907.05242, section 3.2). Each head has its own query q = norm(W x).
     """
 
     def __init__(self, config: ProductKeyRouterConfig, d_model: int, num_experts: int) -> None:
@@ -149,7 +148,7 @@ class ProductKeyRouter(Router):
         init_linear_(self.sub_keys)
 
     def scores_of_halves(self, x_TD: Tensor) -> Tensor:
-        """(T, H, 2, n), of the sub-keys in either table; float32 or wider."""
+        """Return the scores of the sub-keys in both tables, (T, H, 2, n), float32 or wider."""
         dtype = RouterLinear.dtype_for(x_TD)
         keys_H2nQ, num_heads = self.sub_keys.to(dtype), self.config.num_heads
         with without_autocast(x_TD):

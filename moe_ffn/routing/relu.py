@@ -1,4 +1,4 @@
-"""ReLU routing: fully differentiable, and kept sparse by a rule.
+"""ReLU routing: fully differentiable; a rule controls its sparsity.
 
 T tokens, D model width, E experts
 """
@@ -23,14 +23,14 @@ from moe_ffn.routing.base import (
 
 
 class ReLURouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
-    """ReLU routing: every expert with a positive logit, weighted by it (Wang et al. 2024, ReMoE).
+    """ReLU routing: chooses every expert with a positive logit, which is its weight (ReMoE).
 
-    arXiv:2412.14711. `objective.sparsity_rule` brings the average to k experts per token.
+    Wang et al. 2024, arXiv:2412.14711. `objective.sparsity_rule` steers the mean to k experts per token.
     """
 
     type: Literal["relu"] = "relu"
     k: float = Field(default=2.0, gt=0)
-    """Experts per token that the sparsity rule aims at, on average; about half of all at the start."""
+    """Mean number of experts per token that the sparsity rule aims for; at the start about half of all."""
 
     by_token: ClassVar[bool] = True
 
@@ -39,7 +39,7 @@ class ReLURouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
 
 
 class ReLURouter(LinearRouter):
-    """s = relu(W x); experts with s > 0 are chosen and weighted by it (equation 5)."""
+    """s = relu(W x); experts with s > 0 are chosen, with weights s (equation 5)."""
 
     config: ReLURouterConfig
 
@@ -54,8 +54,8 @@ class ReLURouter(LinearRouter):
             logits_TE,
             scores_TE,
             context,
-            # Not `> 0`: a token whose logits are NaN must not pass as one that chose no expert.
             kind=SteeredRouting,
+            # Not `> 0`: a token with NaN logits must stay NaN.
             chosen_N=~(logits_TE <= 0).flatten(),
             capacity_k=self.config.k,
             target_k=self.config.k,

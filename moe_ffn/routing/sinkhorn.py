@@ -1,4 +1,4 @@
-"""Sinkhorn routing: scores are balanced over the experts before each token chooses.
+"""Sinkhorn routing: in training, scores are balanced over the experts before each token chooses.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -24,19 +24,19 @@ from moe_ffn.routing.base import (
 
 
 class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
-    """Sinkhorn: in training, top-k of the scores after they were made balanced by Sinkhorn's rule.
+    """Sinkhorn: in training, top-k of scores balanced by Sinkhorn's algorithm.
 
-    Clark et al. 2022, S-BASE (arXiv:2202.01169), as Megatron-LM has it. Weights are of the plain
-    scores, sigmoid for k = 1 and softmax otherwise; evaluation is plain top-k.
+    Clark et al. 2022, S-BASE (arXiv:2202.01169), as implemented in Megatron-LM. Weights are the unbalanced
+    scores: sigmoid for k = 1, softmax otherwise. Evaluation is plain top-k.
     """
 
     type: Literal["sinkhorn"] = "sinkhorn"
     k: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Experts per token."""
     tolerance: float = Field(default=1e-4, gt=0)
-    """Stop when no column's factor changes by more than this share of itself."""
+    """Stop if no column's factor changes by more than this fraction."""
     max_iterations: int = Field(default=100, ge=1, le=MAX_COUNT)
-    """Stop after this many rounds at the latest; logits in the hundreds are not balanced by then."""
+    """Maximum number of iterations; it is too small to balance logits in the hundreds."""
 
     looks_ahead: ClassVar[str] = "balances tokens against later ones"
     by_token: ClassVar[bool] = True
@@ -46,7 +46,7 @@ class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
 
 
 class SinkhornRouter(LinearRouter):
-    """Experts are selected by balanced scores and weighted by plain ones; the balancing has no gradient."""
+    """Selects experts by balanced scores and weights them by unbalanced scores; balancing has no gradient."""
 
     config: SinkhornRouterConfig
 
@@ -68,17 +68,18 @@ class SinkhornRouter(LinearRouter):
 def sinkhorn(
     logits_TE: Tensor, counted_T: Tensor, tolerance: float = 1e-4, max_iterations: int = 100
 ) -> Tensor:
-    """Log of exp(logits) scaled until each row and column sums to its share, up to a constant per row.
+    """Return the log of exp(logits), scaled so that all rows have equal sums, and all columns too.
 
-    A choice within rows does not see that constant. Logarithms, so that large logits do not overflow.
+    The result is exact up to a constant per row, which does not affect choices within rows. Logarithms avoid
+    overflow with large logits.
 
     Args:
-        logits_TE: the router's logits; the result is float32, or float64 where they are.
-        counted_T: False for tokens that take no part, such as padding; their rows come back as they are.
-        tolerance: stop when no column's factor changes by more than this share of itself.
-        max_iterations: stop at the latest after this many rounds.
+        logits_TE: the router's logits; the result is float32, or float64 for float64 logits.
+        counted_T: False for tokens to leave out, such as padding; their rows are returned unchanged.
+        tolerance: stop if no column's factor changes by more than this fraction.
+        max_iterations: maximum number of iterations.
     """
-    # In bfloat16 a column's sum over a few hundred tokens is off by more than the tolerance.
+    # A bfloat16 sum over a few hundred tokens has an error above the tolerance.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     num_experts = logits_TE.shape[-1]
     counted_T1 = counted_T.unsqueeze(-1)
@@ -90,8 +91,8 @@ def sinkhorn(
         row_T1 = -(safe_TE + column_E).logsumexp(dim=-1, keepdim=True)
         filled_TE = (safe_TE + row_T1).masked_fill(~counted_T1, -torch.inf)
         new_E = -filled_TE.logsumexp(dim=0)
-        new_E = new_E - new_E.logsumexp(dim=0)  # fixes the constant that rows and columns can trade
-        # In logarithms too: beside one huge factor, a small one could move by any ratio unseen.
+        new_E = new_E - new_E.logsumexp(dim=0)  # rows and columns are unique only up to a constant
+        # Compare logarithms: next to one huge factor, the change of a small factor would not be visible.
         moved = (new_E - column_E).abs().max()
         column_E = new_E
         if moved < tolerance:
@@ -103,7 +104,7 @@ def sinkhorn(
 def sinkhorn_operator(
     logits_TE: Tensor, counted_T: Tensor, tolerance: float, max_iterations: int
 ) -> Tensor:
-    """`sinkhorn`, which stops by what it reads, for graphs and for tensors without data."""
+    """Run `sinkhorn`, whose loop depends on the data, as one operator of a graph."""
     return sinkhorn(logits_TE, counted_T, tolerance, max_iterations).clone()
 
 

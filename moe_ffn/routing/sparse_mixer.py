@@ -1,4 +1,4 @@
-"""SparseMixer-v2: experts picked one by one, each weighted by a softmax over those that are near the best.
+"""SparseMixer-v2: picks experts one by one, each weighted by a softmax over the experts near the best one.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -18,14 +18,14 @@ from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing
 class SparseMixerRouterConfig(LinearTopKConfig, frozen=True):
     """SparseMixer-v2 (Liu et al. 2024, GRIN, arXiv:2409.12136), the router of Phi-3.5-MoE.
 
-    For each of the k picks: the experts not yet picked whose logit is near the largest compete, by a softmax
-    among them. Evaluation picks the largest; training samples, and corrects the gradient for it.
+    Each of the k picks takes a softmax over the competing experts: the remaining experts with logits near the
+    largest. Evaluation picks the most probable expert; training samples, with a corrected gradient.
     """
 
     type: Literal["sparse_mixer"] = "sparse_mixer"
     threshold: float = Field(default=0.2, gt=0, lt=2)
-    """An expert competes where (largest - logit) / max(|logit|, largest) is at most this, 0.02 in
-    Phi-3.5-MoE. An expert without competitors weighs 1, and the router learns nothing from its token."""
+    """An expert competes if (largest - logit) / max(|logit|, largest) is at most this; 0.02 in Phi-3.5-MoE.
+    An expert without competitors has weight 1 and gives the router no gradient."""
 
     by_token: ClassVar[bool] = True
 
@@ -34,12 +34,12 @@ class SparseMixerRouterConfig(LinearTopKConfig, frozen=True):
 
 
 class SparseMixerRouter(LinearRouter):
-    """w = softmax over the competing experts: 1 for an expert without competitors."""
+    """w = softmax over the competing experts; 1 for an expert without competitors."""
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(dim=-1)
-        # What is not a number can be neither ranked nor drawn; its weights stay what they are.
+        # NaN cannot be ranked or sampled. `logits_TE` keeps it, so the weights stay NaN.
         remaining_TE = logits_TE.nan_to_num(nan=0.0)
         picks: list[tuple[Tensor, Tensor]] = []
         for _ in range(self.config.k):
@@ -52,10 +52,11 @@ class SparseMixerRouter(LinearRouter):
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 
     def pick(self, logits_TE: Tensor, remaining_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight and the number of the next expert, (T, 1) each.
+        """Return the weight and the id of the next expert, (T, 1) each.
 
         Args:
-            remaining_TE: the logits, -inf for the experts that are picked already.
+            logits_TE: the router's logits.
+            remaining_TE: the logits, with -inf for experts that were picked before.
         """
         with torch.no_grad():
             largest_T1, best_T1 = remaining_TE.max(dim=-1, keepdim=True)
@@ -65,17 +66,17 @@ class SparseMixerRouter(LinearRouter):
         shares_TE = near_TE.softmax(dim=-1)
         if not self.training:
             return shares_TE.gather(-1, best_T1), best_T1
-        # The largest of logits with Gumbel noise is a sample of their softmax.
+        # The argmax of logits with Gumbel noise is a sample of their softmax.
         uniform_TE = torch.empty_like(near_TE).uniform_().clamp(min=TINY)
         expert_T1 = (near_TE - (-uniform_TE.log()).log()).argmax(dim=-1, keepdim=True)
         weight_T1 = shares_TE.gather(-1, expert_T1)
         is_best_T1 = expert_T1 == shares_TE.argmax(dim=-1, keepdim=True)
         is_whole_T1 = is_best_T1 | (torch.empty_like(weight_T1).uniform_() > 0.75)
-        # Heun's method: an output of a third of the weight, and the gradient of the whole (arXiv:2310.00811,
-        # section 3); a third as the published code rounds it.
+        # Heun's method (arXiv:2310.00811, section 3): the value is a third of the weight, with the gradient
+        # of the whole weight. The published code rounds a third to 0.3333.
         given_T1 = torch.where(is_whole_T1, weight_T1, 0.3333 * weight_T1).detach()
         return weight_T1 + (given_T1 - weight_T1.detach()), expert_T1
 
 
 TINY = 1e-20
-"""Above 0, whose logarithm is infinite."""
+"""Lower bound of uniform noise, because log(0) is infinite."""

@@ -1,4 +1,4 @@
-"""Top-k routing: softmax and sigmoid scores, within groups of experts and with a correction bias.
+"""Top-k routing by softmax or sigmoid scores, with groups of experts and a correction bias.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -21,15 +21,15 @@ from moe_ffn.routing.hash import hash_of
 
 
 class GroupsConfig(Config, frozen=True):
-    """Node-limited routing: a token's experts come from a few groups of neighbours (DeepSeek-V3)."""
+    """Node-limited routing: a token's experts come from a few groups of consecutive experts (DeepSeek-V3)."""
 
     num_groups: int = Field(ge=1, le=MAX_COUNT)
-    """Groups of equal size that the experts are divided into."""
+    """Number of groups, all of equal size."""
     keep: int = Field(ge=1, le=MAX_COUNT)
-    """Groups a token may go to, the ones with the highest score."""
+    """Number of groups that a token may use: those with the highest scores."""
     score_top: int | None = Field(default=2, ge=1, le=MAX_COUNT)
-    """A group's score is the sum of its best experts' scores, this many of them: 2 in DeepSeek-V3;
-    null means k / keep, Megatron-LM's rule."""
+    """Number of best experts whose scores add up to their group's score: 2 in DeepSeek-V3; null means
+    k / keep, as in Megatron-LM."""
 
     def experts_scored(self, k: int) -> int:
         return k // self.keep if self.score_top is None else self.score_top
@@ -67,16 +67,16 @@ class GroupsConfig(Config, frozen=True):
 
 
 class TokenTableConfig(Config, frozen=True):
-    """A fixed list of experts for each token of the vocabulary, as in the first layers of DeepSeek-V4."""
+    """Fixed experts for each token of the vocabulary, as in the first layers of DeepSeek-V4."""
 
     vocab_size: int = Field(ge=1, le=MAX_COUNT)
-    """Rows of the table."""
+    """Number of rows of the table."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Chooses the hash function that fills it (`router.type: hash`)."""
+    """Seed of the hash function that fills the table; see `router.type: hash`."""
 
 
 class TopKOptionsConfig(LinearTopKConfig, frozen=True):
-    """The options that softmax and sigmoid top-k share."""
+    """Options that softmax and sigmoid top-k share."""
 
     omitted_defaults: ClassVar[frozenset[str]] = frozenset(
         {"logit_scale", "renormalize_p", "select_by"}
@@ -85,20 +85,20 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     renormalize: bool = False
     """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
     renormalize_p: float = Field(default=1.0, ge=1, le=100)
-    """`renormalize` divides by the p-norm of the weights: by their sum for 1, by the Euclidean norm for 2."""
+    """p of the p-norm by which `renormalize` divides: 1 is the sum, 2 the Euclidean norm."""
     renormalize_eps: float = Field(default=0.0, ge=0, lt=1)
-    """Added to what `renormalize` divides by."""
+    """Added to the norm by which `renormalize` divides."""
     scale: float = Field(default=1.0, gt=0, le=MAX_COUNT)
     """Multiplies the weights (DeepSeek's routed scaling factor)."""
     learned_scale: Literal["global", "expert"] | None = None
-    """A learned factor of the weights, one for all (Inkling), or one of each expert (Gemma 4); 1 at first."""
+    """Learned factor of the weights: one for all experts (Inkling), or one per expert (Gemma 4)."""
     select_by: Literal["score", "logit"] = "score"
-    """Values that choose the experts, plus the correction bias; the score is the weight in both cases."""
+    """Values that choose the experts, plus the correction bias; in both cases the weight is the score."""
     num_always: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """The last so many experts are every token's, beside the k that it chooses, and are weighed and
-    normalised together with these: shared experts within the router (Inkling)."""
+    """Number of experts, the last ones, that every token uses in addition to its k; they are weighted and
+    renormalised together. These are shared experts within the router (Inkling)."""
     token_table: TokenTableConfig | None = None
-    """The token's id chooses the k experts, by a table; the scores weigh all the same. Off by default."""
+    """Chooses the k experts by a table of token ids; weights are still the scores. Off by default."""
     groups: GroupsConfig | None = None
     """Limit each token to a few groups of experts; off by default."""
     correction_bias: bool = False
@@ -144,9 +144,9 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     def check_num_experts(self, num_experts: int) -> None:
         if self.num_always and self.k > num_experts - self.num_always:
             raise ValueError(
-                f"router.k ({self.k}) must not exceed the experts that are left to choose from "
-                f"({num_experts - self.num_always}: of {num_experts}, router.num_always "
-                f"{self.num_always} are every token's); lower one of them or raise num_experts"
+                f"router.k ({self.k}) must not exceed the experts to choose from "
+                f"({num_experts - self.num_always}: num_experts {num_experts} minus router.num_always "
+                f"{self.num_always}); lower one of them or raise num_experts"
             )
         super().check_num_experts(num_experts)
         if self.groups is not None:
@@ -161,12 +161,12 @@ class TopKRouterConfig(TopKOptionsConfig, frozen=True):
     """Softmax top-k: each token goes to its k most probable experts.
 
     k = 1 is Switch (Fedus et al. 2021, arXiv:2101.03961); k = 2 with `renormalize` is Mixtral
-    (arXiv:2401.04088), without it OLMoE (arXiv:2409.02060); `softmax: after` is GPT-OSS.
+    (arXiv:2401.04088); k = 8 without `renormalize` is OLMoE (arXiv:2409.02060); `softmax: after` is GPT-OSS.
     """
 
     type: Literal["top_k"] = "top_k"
     softmax: Literal["before", "after"] = "before"
-    """before: weights are probabilities among all experts; after: among the k chosen ones."""
+    """Softmax `before` the selection, over all experts, or `after` it, over the k chosen experts."""
 
     @model_validator(mode="after")
     def _keep_the_router_gradient_after_selection(self) -> TopKRouterConfig:
@@ -182,7 +182,7 @@ class TopKRouterConfig(TopKOptionsConfig, frozen=True):
 
 
 class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
-    """Sigmoid top-k: every expert is scored by itself, as in DeepSeek-V3 (arXiv:2412.19437)."""
+    """Sigmoid top-k: each expert is scored independently, as in DeepSeek-V3 (arXiv:2412.19437)."""
 
     omitted_defaults: ClassVar[frozenset[str]] = TopKOptionsConfig.omitted_defaults | {"score"}
 
@@ -200,10 +200,10 @@ class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
 
 
 class SelectingRouter(LinearRouter):
-    """A router that selects by score + correction bias, within the best groups, and weighs by the score.
+    """A router that selects experts by score + correction bias within the best groups, weighted by score.
 
-    `TokenContext.expert_ids` take the place of the selection; the weights, and their gradient, are those of
-    the scores all the same (R3, arXiv:2510.11370, section 3).
+    `TokenContext.expert_ids` replaces the selection; weights still come from the router's scores, with
+    gradient (R3, arXiv:2510.11370, section 3).
     """
 
     replays: ClassVar[bool] = True
@@ -224,12 +224,13 @@ class SelectingRouter(LinearRouter):
         self.register_buffer("table_VK", table_VK)
 
     def route(self, logits_TE: Tensor, scores_TE: Tensor, context: TokenContext) -> Routing:
+        """Return the routing to the experts of `select` with the weights of `weigh`."""
         expert_ids_TK = self.select(scores_TE, context, logits_TE)
         weights_TK = self.weigh(scores_TE, expert_ids_TK, logits_TE)
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 
     def select(self, scores_TE: Tensor, context: TokenContext, logits_TE: Tensor) -> Tensor:
-        """int64 (T, K), the best expert first; or those that the context names."""
+        """Return the experts of each token, int64 (T, K): `context.expert_ids`, or the best ones in order."""
         if context.expert_ids is not None:
             return context.expert_ids
         config, last = self.config, self.num_selectable
@@ -240,7 +241,7 @@ class SelectingRouter(LinearRouter):
             ranking_TE = self.ranking(scores_TE if by_score else logits_TE)[:, :last]
             if config.groups is not None:
                 allowed_TE = experts_of_best_groups(ranking_TE, config.groups, config.k)
-                # -inf and not 0, under which a negative bias would let the masked experts win.
+                # Not 0: experts with a negative score + bias would lose against masked experts.
                 ranking_TE = ranking_TE.masked_fill(~allowed_TE, -torch.inf)
             chosen_TK = top_k(ranking_TE, config.k)
         if not config.num_always:
@@ -249,7 +250,7 @@ class SelectingRouter(LinearRouter):
         return torch.cat([chosen_TK, always.expand(len(chosen_TK), -1)], dim=-1)
 
     def weigh(self, scores_TE: Tensor, expert_ids_TK: Tensor, logits_TE: Tensor) -> Tensor:
-        """(T, K), the scores of these experts, divided by their norm if asked, times the scales."""
+        """Return the weights (T, K): the experts' scores, renormalised if configured, times the scales."""
         config = self.config
         weights_TK = scores_TE.gather(-1, expert_ids_TK)
         if config.renormalize:
@@ -263,7 +264,7 @@ class SelectingRouter(LinearRouter):
         return self.scaled(weights_TK, expert_ids_TK)
 
     def scaled(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:
-        """Times the scale of the config, and the learned one."""
+        """Multiply the weights by the configured scale and the learned scale."""
         if self.weight_scale is not None:
             scale = self.weight_scale.to(weights_TK.dtype)
             weights_TK = weights_TK * (scale[expert_ids_TK] if len(scale) > 1 else scale)
@@ -272,7 +273,7 @@ class SelectingRouter(LinearRouter):
 
 
 class TopKRouter(SelectingRouter):
-    """p = softmax(W x); a token's k largest p choose its experts and are their weights.
+    """p = softmax(W x); the k experts with the largest p are chosen, with weights p.
 
     With `softmax: after`, the weights are the softmax of the k chosen logits instead.
     """
@@ -288,7 +289,7 @@ class TopKRouter(SelectingRouter):
 
 
 class SigmoidTopKRouter(SelectingRouter):
-    """s = sigmoid(W x); the k largest s + bias choose the experts, weighted by s (equations 12 to 16)."""
+    """s = sigmoid(W x); the k experts with the largest s + bias are chosen, with weights s (eq. 12 to 16)."""
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
@@ -298,10 +299,10 @@ class SigmoidTopKRouter(SelectingRouter):
 
 
 def _known_ids(context: TokenContext) -> Tensor:
-    """int64 (T,); padding, which may have any id, as 0.
+    """Return the token ids, int64 (T,), with 0 for padding, whose ids may be out of range.
 
     Raises:
-        ValueError: the context has no ids.
+        ValueError: the context has no token ids.
     """
     if context.token_ids is None:
         raise ValueError(
@@ -312,10 +313,10 @@ def _known_ids(context: TokenContext) -> Tensor:
 
 
 def experts_of_best_groups(ranking_TE: Tensor, groups: GroupsConfig, k: int) -> Tensor:
-    """Bool (T, E): True in the `keep` groups with the highest scores (DeepSeek-V3, section 2.1.2).
+    """Return bool (T, E), True in the `keep` groups with the highest scores (DeepSeek-V3, section 2.1.2).
 
-    A group's score is the sum over its best experts: two of them in DeepSeek-V3 and its copies in
-    torchtitan and Hugging Face, k / keep of them in Megatron-LM.
+    A group's score is the sum over its best experts: two in DeepSeek-V3, torchtitan and Hugging Face,
+    k / keep in Megatron-LM.
     """
     ranking_TGM = rearrange(ranking_TE, "t (g m) -> t g m", g=groups.num_groups)
     best_TGM = ranking_TGM.topk(groups.experts_scored(k), dim=-1).values

@@ -1,6 +1,6 @@
-"""Top-p routing: more experts for tokens whose probabilities are spread out.
+"""Top-p routing: more experts for tokens with less certain probabilities.
 
-T tokens, D model width, E experts, K experts listed per token
+T tokens, D model width, E experts, K listed experts per token
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from moe_ffn.routing.base import LinearRouter, LinearRouterConfig, Router, routi
 
 
 class TopPRouterConfig(LinearRouterConfig, frozen=True):
-    """Top-p: the fewest most probable experts that together reach probability p.
+    """Top-p: the smallest number of most probable experts whose probabilities add up to p.
 
-    Huang et al. 2024, "Harder Tasks Need More Experts" (arXiv:2403.07652): an undecided token gets
-    more experts. Without `objective.router_entropy` a router may stay undecided for ever.
+    Huang et al. 2024, "Harder Tasks Need More Experts" (arXiv:2403.07652): tokens with uncertain routing get
+    more experts. Without `objective.router_entropy` routing may stay uncertain.
     """
 
     type: Literal["top_p"] = "top_p"
     p: float = Field(default=0.4, gt=0, le=1)
-    """The probability that a token's experts have to reach together."""
+    """Minimum total probability of a token's experts."""
     max_k: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """The most experts per token; num_experts by default."""
+    """Maximum number of experts per token; num_experts by default."""
     renormalize: bool = False
-    """Divide the weights of a token by their sum. Not for max_k = 1: it would be a constant 1."""
+    """Divide the weights of a token by their sum. Not for max_k = 1: the weight would be a constant 1."""
 
     by_token: ClassVar[bool] = True
 
@@ -48,7 +48,7 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
                 f"router.max_k ({self.max_k}) must not exceed num_experts ({num_experts}); "
                 "lower router.max_k or raise num_experts"
             )
-        # The most probable of E experts has at least 1 / E, which then is enough every time.
+        # The most probable of E experts has at least 1 / E, so with p <= 1 / E it is always enough.
         if self.renormalize and self.p * num_experts <= 1:
             raise ValueError(
                 f"router.renormalize (true) with router.p ({self.p:g}) not above 1 / num_experts "
@@ -57,7 +57,7 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
             )
 
     def experts_per_token(self, num_experts: int) -> float:
-        """The largest possible number, since it depends on the data."""
+        """Return the maximum number of experts, since the number depends on the data."""
         return self.max_k or num_experts
 
     def describe(self) -> str:
@@ -68,7 +68,7 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
 
 
 class TopPRouter(LinearRouter):
-    """The fewest experts whose probabilities add up to p, at most `max_k`, weighted by them (section 3.1)."""
+    """Chooses the fewest experts whose probabilities add up to p, at most `max_k` (section 3.1)."""
 
     def __init__(self, config: TopPRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
@@ -78,7 +78,7 @@ class TopPRouter(LinearRouter):
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(dim=-1)
         weights_TK, expert_ids_TK = scores_TE.topk(self.max_k, dim=-1)
-        # The sum of the more probable experts, without this one; the first always counts.
+        # Sum over the more probable experts. It is 0 for the first, which is always chosen.
         before_TK = weights_TK.detach().cumsum(dim=-1) - weights_TK.detach()
         chosen_TK = ~(before_TK >= self.config.p)
         weights_TK = torch.where(chosen_TK, weights_TK, 0)

@@ -220,7 +220,7 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> Run:
     The weights are read when something of the model is asked for: `tokenizer`, `model`, `routing`.
 
     Args:
-        trust_code: run the code that the folder names, even where no run of yours began with it.
+        trust_code: run the code that the folder names, even if none of your runs started with it.
 
     Raises:
         ConfigError: this is no folder of a run, or its log cannot be read.

@@ -1,1 +1,1 @@
-"""Studies: a question, the runs that answer it, and what they say."""
+"""Studies: a question, the runs that answer it, and their statistics."""

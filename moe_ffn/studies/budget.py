@@ -27,7 +27,7 @@ class Budget:
     model: Cost
     ffn: Cost
     tokens: int
-    """Tokens that it is trained on."""
+    """Number of training tokens."""
 
     @property
     def training_flops(self) -> int:
@@ -35,10 +35,10 @@ class Budget:
 
     @classmethod
     def of(cls, config: TrainConfig, vocab_size: int | None = None) -> Budget:
-        """The budget of a run that comes to its last step.
+        """Return the budget of a run that reaches its last step.
 
         Args:
-            vocab_size: None takes the most that the tokenizer may have.
+            vocab_size: size of the vocabulary; None assumes the maximum size of the tokenizer.
 
         Raises:
             ConfigError: a custom part counts wrongly; see `check_counts`.

@@ -1,4 +1,4 @@
-"""Arms side by side: their losses with intervals, differences to a baseline, and what they cost."""
+"""Comparison of arms: losses with intervals, differences from a baseline, and cost."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from moe_ffn.studies.statistics import (
 
 @dataclass(frozen=True)
 class Reached:
-    """When an arm's validation loss came down to the baseline's final one, mean over its seeds."""
+    """When an arm's validation loss reached the baseline's final loss, as means over its seeds."""
 
     num_reached: int
-    """Seeds in which it did; the rest of the fields are None where that is not all of them."""
+    """Number of seeds that reached it; the other fields are None unless all seeds did."""
     num_seeds: int
     steps: float | None = None
     interval: Interval | None = None
@@ -42,20 +42,20 @@ class Reached:
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm: its runs, and what they say together."""
+    """One arm: its runs and their statistics."""
 
     name: str
     results: Sequence[RunResult]
-    """One run a seed, by their seeds."""
+    """One run per seed, sorted by seed."""
     base: str | None = None
-    """The arm that it is compared with; None of a baseline."""
+    """Arm that this arm is compared with; None for a baseline."""
     differs: Sequence[str] = ()
-    """Options that differ from the compared arm, one line each."""
+    """Options that differ from the base arm, one line each."""
     difference: Difference | None = None
-    """Difference from the compared arm; None if no pair was measured."""
+    """Difference from the base arm; None if no pair was measured."""
     reached: Reached | None = None
     timed_step_seconds: float | None = None
-    """Seconds of a step where they were measured apart from the runs."""
+    """Seconds of a step, if they were measured separately from the runs."""
     on_frontier: Mapping[str, bool] = field(default_factory=dict)
     """Kind of cost -> whether no other arm has both a lower loss and a lower cost; see `COSTS`."""
 
@@ -76,14 +76,14 @@ class Arm:
 
     @property
     def sd(self) -> float | None:
-        """Standard deviation over the seeds; None of one."""
+        """Standard deviation over the seeds; None for one seed."""
         return stdev(self.losses.values()) if len(self.losses) > 1 else None
 
     @cached_property
     def interval(self) -> Interval | None:
-        """Interval of the mean over seeds, or of one seed over its validation windows.
+        """Interval of the mean over seeds, or, for a single seed, over its validation windows.
 
-        None with two seeds up to `MIN_SEEDS`, or if one seed has no windows.
+        None with more than one but fewer than `MIN_SEEDS` seeds, or for a single seed without windows.
         """
         if len(self.losses) > 1:
             return mean_interval(list(self.losses.values()))
@@ -123,7 +123,7 @@ class Arm:
 
     @property
     def training_flops(self) -> float:
-        """Forward and backward, of a whole run."""
+        """FLOPs of the forward and backward passes of a whole run."""
         return self.budget.training_flops
 
     @property
@@ -132,14 +132,14 @@ class Arm:
         return None if self.step_seconds is None else self.steps * self.step_seconds
 
     def mean(self, key: str) -> float | None:
-        """A field of `Outcome`, mean over the runs that have it."""
+        """Return a field of `Outcome` as the mean over the runs that have it."""
         values = [getattr(result.outcome, key) for result in self.results]
         found = [float(value) for value in values if value is not None]
         return fmean(found) if found else None
 
     @property
     def alarms(self) -> Mapping[str, int]:
-        """Kind -> how many, over all runs."""
+        """Kind of alarm -> number of alarms in all runs."""
         return sum((Counter(result.outcome.alarms) for result in self.results), Counter[str]())
 
 
@@ -148,20 +148,20 @@ COSTS = {
     "seconds": lambda arm: arm.training_seconds,
     "parameters": lambda arm: arm.budget.model.params,
 }
-"""Kind of cost -> what a run of an arm takes of it; None where it is not known."""
+"""Kind of cost -> function that returns this cost of a run of an arm; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Final losses by the value of an option that was tuned: whether the optimum moves between arms."""
+    """Final losses by the value of a tuned option, which show whether the optimum differs between arms."""
 
     option: str
-    """Dotted; of several that were tuned together, after each other with commas."""
+    """Dotted path; options that were tuned together are joined by commas."""
     values: Sequence[str]
     by_seed: Mapping[str, Mapping[str, Mapping[int, float]]]
-    """Arm -> value -> seed -> final loss, of the seeds that all values of the arm have."""
+    """Arm -> value -> seed -> final loss, for the seeds that all values of the arm share."""
     own: Mapping[str, str]
-    """Arm -> the value that its compared runs have."""
+    """Arm -> value in its compared runs."""
 
     @property
     def losses(self) -> Mapping[str, Mapping[str, float]]:
@@ -173,7 +173,7 @@ class Tuning:
 
     @property
     def best(self) -> Mapping[str, str]:
-        """Arm -> the value of its lowest mean."""
+        """Arm -> value with the lowest mean."""
         return {arm: min(found, key=found.__getitem__) for arm, found in self.losses.items()}
 
     @property
@@ -210,7 +210,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The arms of a study, or of any runs that compare, with the baseline first."""
+    """The arms of a study, or of any comparable runs, with the baseline first."""
 
     arms: Sequence[Arm]
     baseline: str
@@ -224,20 +224,20 @@ class Comparison:
         return f"Comparison({', '.join(arm.name for arm in self.arms)}, with {self.baseline} as baseline)"
 
     def base_of(self, arm: Arm) -> Arm:
-        """The arm that it is compared with; itself of a baseline."""
+        """Return the arm with which `arm` is compared; a baseline itself."""
         return self.arm(arm.base or arm.name)
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
 
     def seed_differences(self, arm: Arm) -> list[float]:
-        """The loss of an arm minus its baseline's, in each seed that both have."""
+        """Return the loss of an arm minus that of its baseline, for each shared seed."""
         base = self.base_of(arm).losses
         return [loss - base[seed] for seed, loss in arm.losses.items() if seed in base]
 
     @property
     def verdicts(self) -> list[str]:
-        """Verdicts that the intervals support, one sentence for each arm."""
+        """Return the conclusions that the intervals support, one sentence per arm."""
         if len(self.arms) == 1:
             return [_alone(self.arms[0])]
         return [
@@ -256,23 +256,23 @@ class Comparison:
         step_seconds: Mapping[str, float] | None = None,
         question: str = "",
     ) -> Comparison:
-        """Compare the runs, which have to be finished.
+        """Compare finished runs.
 
         Args:
-            baseline: name of an arm; by default the first of those that predict what most do. Of a grid, as
-                in `gelu,d_model=64`, what is before the first comma: then each arm is compared with that one
-                at its own values.
-            arms: names in the order in which they are shown; others come after them, as they are given.
-            step_seconds: arm -> seconds of a step, where they were measured apart from the runs.
+            baseline: name of an arm; by default the first arm with the most common prediction task. For arms
+                of a grid, such as `gelu,d_model=64`, the name may be the part before the first comma: then
+                each arm is compared with that arm at the same grid values.
+            arms: names in the order to show; other arms follow in the order of the runs.
+            step_seconds: arm -> seconds of a step, if measured separately from the runs.
 
         Raises:
             ConfigError: the runs differ in data, tokenizer or validation windows; runs of one arm differ in
-                their options; there is no arm of that name.
+                their options; or there is no arm with the name of the baseline.
         """
         require_comparable(results)
         main = [result for result in results if not result.tuning]
         if not main:
-            raise ConfigError("all runs are of tuning; give the runs that they are tuned for")
+            raise ConfigError("all runs are tuning runs; give the runs that they are tuned for")
         groups: dict[str, list[RunResult]] = {name: [] for name in arms}
         for result in main:
             groups.setdefault(result.arm, []).append(result)
@@ -284,7 +284,7 @@ class Comparison:
         names = sorted(groups, key=lambda name: name != baseline)
         seconds = step_seconds or {}
         untimed = [name for name in names if name not in seconds]
-        if untimed:  # clocks of a busy and of a quiet machine do not compare
+        if untimed:  # times of a busy and an idle machine are not comparable
             seconds = {}
         found = [Arm(n, groups[n], bases[n], timed_step_seconds=seconds.get(n)) for n in names]
         by_name = {arm.name: arm for arm in found}
@@ -319,7 +319,7 @@ class Comparison:
 
 
 def _first_of_most(groups: Mapping[str, Sequence[RunResult]]) -> str:
-    """The first arm of the task that most have."""
+    """Return the first arm with the most common prediction task."""
     tasks = {name: Arm(name, group).task for name, group in groups.items()}
     ((most, _),) = Counter(tasks.values()).most_common(1)
     return next(name for name, task in tasks.items() if task == most)
@@ -330,10 +330,10 @@ def _share_seeds(arm: Arm, base: Arm) -> bool:
 
 
 def _bases(baseline: str, arms: Iterable[str]) -> dict[str, str | None]:
-    """Arm -> the arm that it is compared with, None of a baseline.
+    """Return arm -> the arm that it is compared with, None for a baseline.
 
     Raises:
-        ConfigError: there is no such arm.
+        ConfigError: there is no arm with the name of the baseline.
     """
     known = set(arms)
     if baseline in known:
@@ -342,12 +342,12 @@ def _bases(baseline: str, arms: Iterable[str]) -> dict[str, str | None]:
     if known.isdisjoint(own.values()):
         hint = nearest_or_all(baseline, arms, "the arms are")
         raise ConfigError(f"baseline: there is no finished run of an arm {show(baseline)}{hint}")
-    # An arm whose own baseline was not run is compared with none.
+    # An arm is not compared if the baseline at its grid values was not run.
     return {arm: None if base == arm or base not in known else base for arm, base in own.items()}
 
 
 def _over_windows(arm: Arm, base: Arm) -> Difference | None:
-    """Compare the one seed that both arms have, window by window; None without such a seed or windows."""
+    """Compare the single seed that both arms share, window by window; None without one."""
     if arm is base or arm.task != base.task:
         return None
     of_base = {result.seed: result for result in base.results}
@@ -375,7 +375,7 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
     if found is None:
         shared = set(arm.losses) & set(base.losses)
         why = "have one seed in common" if shared else "have no seed in common"
-        return f"{arm.name} and {baseline} {why}, so nothing is said of their difference."
+        return f"{arm.name} and {baseline} {why}, so no difference is given."
     needed = found.seeds_needed or 0
     enough = f"{needed:,} seeds" if needed <= 1000 else "over 1,000 seeds"
     if found.interval is None:
@@ -407,7 +407,7 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
     small = f"a true difference of {found.detectable:.4f} would be found four times in five"
     if found.seeds_needed and found.seeds_needed > found.num_pairs:
         small += f", one of {SMALL_DIFFERENCE:g} by about {enough}"
-    if not low <= 0 <= high:  # its own interval would claim it, all of them together do not
+    if not low <= 0 <= high:  # significant alone, but not after Holm's correction
         return (
             f"{arm.name} may be {better} than {baseline}, {signed} ({seen} after Holm's correction); "
             f"{small}."
@@ -417,7 +417,7 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
 
 def _alone(arm: Arm) -> str:
     if arm.sd is None:
-        return f"{arm.name}: one run of one seed, so nothing is said of what another would give."
+        return f"{arm.name}: one run of one seed, which does not show what another seed would give."
     if arm.interval is None:
         each = " and ".join(f"{loss:.4f}" for loss in arm.losses.values())
         return f"{arm.name}: {each} nats per token in {len(arm.losses)} seeds; an interval takes {MIN_SEEDS}."
@@ -429,17 +429,17 @@ def _alone(arm: Arm) -> str:
 
 
 def p_text(p_value: float | None) -> str:
-    """Return `0.03` or `< 0.001`; a dash where there is none."""
+    """Format a p-value as `0.03` or `< 0.001`; a dash for None."""
     if p_value is None:
         return "-"
     return "< 0.001" if p_value < 0.001 else f"{p_value:.2g}"
 
 
-# -- what it costs to come to the baseline's loss
+# -- cost of reaching the baseline's loss
 
 
 def _reached(arm: Arm, base: Arm) -> Reached:
-    """Compare each seed with the baseline's loss of that seed, or with the mean where it lacks the seed."""
+    """Compare each seed with the baseline's loss of the same seed, or with its mean if it lacks the seed."""
     found = [
         first_step_at(result, base.losses.get(result.seed, base.loss)) for result in arm.results
     ]
@@ -458,9 +458,9 @@ def _reached(arm: Arm, base: Arm) -> Reached:
 
 
 def first_step_at(result: RunResult, loss: float) -> float | None:
-    """The step at which the validation curve, its points joined by lines, first is at this loss or below.
+    """Return the step at which the linearly interpolated validation curve first reaches this loss.
 
-    None where it never is; the first validation's own step where that is below already.
+    None if it never does; the step of the first validation if that is already at or below the loss.
     """
     curve = zip(result.validation.steps, result.validation.losses, strict=True)
     known = [(step, value) for step, value in curve if value is not None]
@@ -468,7 +468,7 @@ def first_step_at(result: RunResult, loss: float) -> float | None:
 
 
 def _is_on_frontier(arm: Arm, arms: Sequence[Arm], kind: str) -> bool:
-    """Costs as near as `MAX_MISMATCH` are one: so far apart are widths that were solved to cost the same."""
+    """Return whether no arm is better in loss and cost; costs within `MAX_MISMATCH` are equal."""
     cost = COSTS[kind](arm)
     if cost is None:
         return False
@@ -500,15 +500,15 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
     )
     if over_windows:
         notes.append(
-            "One seed has no interval over seeds: nothing in one run says how far another one would lie from "
-            "it. Intervals of one seed are over windows of the validation text (bootstrap); they say how "
-            "much the text matters, and nothing of the training seed."
+            "One seed has no interval over seeds, because one run does not show how far runs with other "
+            "seeds differ. Intervals of one seed are over windows of the validation text (bootstrap); they "
+            "show how much the text matters, not the training seed."
         )
     seeds = {tuple(arm.seeds) for arm in arms}
     if len(seeds) > 1 and not over_windows:
         notes.append(
-            "Not all arms have the same seeds: means are over all of an arm, differences over the seeds that "
-            "it shares with the baseline."
+            "Not all arms have the same seeds: means are over all seeds of an arm, differences over the "
+            "seeds that it shares with the baseline."
         )
     for key, what in {
         "precision": "losses and seconds may differ by it",
@@ -528,7 +528,7 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
 
 
 def _tunings(results: Sequence[RunResult], arms: Sequence[str]) -> list[Tuning]:
-    """A table for each set of options that was tuned."""
+    """Return a `Tuning` for each set of tuned options."""
     tuned: dict[tuple[str, ...], list[RunResult]] = {}
     for result in results:
         if result.tuning:
@@ -546,13 +546,13 @@ def _tuning(
     def point(result: RunResult) -> str:
         found = [result.tuning.get(key, result.option(key)) for key in keys]
         text = ", ".join(v if isinstance(v, str) else json.dumps(v, sort_keys=True) for v in found)
-        # Numbers by their size, before all else.
+        # Sort numbers by size, before other values.
         points[text] = [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for v in found]
         return text
 
     points: dict[str, list[tuple[int, float, str]]] = {}
     losses: dict[str, dict[str, dict[int, float]]] = {}
-    # The runs that are compared are points too, at what they have.
+    # The compared runs are points too, at their own values.
     for result in [*tuned, *(result for result in results if not result.tuning)]:
         loss = result.outcome.validation_loss
         if result.main_arm in arms and loss is not None:

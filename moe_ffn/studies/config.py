@@ -21,7 +21,7 @@ from moe_ffn.runs.folder import named_run_folder, output_dir
 from moe_ffn.studies.budget import Budget
 
 STUDY_FILE = "study.yaml"
-"""The study as it was planned, in the folder of its runs."""
+"""File with the planned study, in the folder of its runs."""
 
 Options = dict[str, Any]
 """Options of a run, nested or by dotted keys."""
@@ -56,25 +56,25 @@ Grid = dict[str, Annotated[list[Any], Field(min_length=1)]]
 
 
 class TuningConfig(Config, frozen=True):
-    """Further runs of arms, such as at other learning rates, which the comparison does not mix in."""
+    """Additional runs of arms, such as with other learning rates, which the comparison keeps separate."""
 
     grid: Grid = Field(min_length=1)
-    """Dotted option -> its values; all combinations are run."""
+    """Dotted option -> its values; every combination is run."""
     seeds: Seeds
     """Seeds of these runs."""
     arms: Annotated[list[str], Field(min_length=1)] | None = None
-    """The arms that are tuned; all of them by default."""
+    """Arms to tune; all arms by default."""
 
 
 class StudyConfig(Config, frozen=True):
     """A question, and the runs that answer it: arms x grid x seeds.
 
-    Within a seed arms that differ in their feed-forward blocks alone read the same data in the same order,
-    and begin with the same weights outside those.
+    Within a seed, arms that differ only in their feed-forward blocks read the same data in the same order,
+    and start with the same weights outside these blocks.
     """
 
     name: str = "study"
-    """Folder of the runs in run.output_dir; the stem of the study's file unless given."""
+    """Folder of the runs in run.output_dir; by default the stem of the study's file."""
     question: str = ""
     """Question that the study answers."""
     published: str = ""
@@ -92,7 +92,7 @@ class StudyConfig(Config, frozen=True):
     figures: list[str] = Field(default=[])
     """Figures that the page shows, such as losses.svg; all are drawn into the folder of the results."""
     base: str | None = None
-    """Config file with options of all runs, relative to the study's file; it becomes a part of `config`."""
+    """Config file with options of all runs, relative to the study's file; merged into `config`."""
     config: Annotated[Options, BeforeValidator(_null_is_empty)] = Field(default={})
     """Options of all runs, over the defaults and `base`; nested, or by dotted keys."""
     seeds: Seeds = Field(default=[0])
@@ -102,15 +102,15 @@ class StudyConfig(Config, frozen=True):
     grid: Grid = Field(default={})
     """Dotted option -> its values; every combination of them makes an arm of each arm."""
     baseline: str | None = None
-    """The arm that the others are compared with. Of a grid, by its name in `arms` alone: then each is
-    compared with that arm at its own values."""
+    """Arm that the others are compared with. With a grid, a name from `arms`: each arm is compared with it
+    at the same grid values."""
     training_flops: float | None = Field(default=None, gt=0)
-    """FLOPs that every run is trained with: trainer.max_steps is solved for it, to the nearest step."""
+    """Training FLOPs of every run; trainer.max_steps is solved for them, to the nearest step."""
     initial_flops: float | None = Field(default=None, gt=0)
-    """FLOPs of training of the model that runs with init_from began with; the page then shows the losses over
-    the FLOPs of all training, and where arms cross."""
+    """Training FLOPs of the model that runs with init_from started from; the page then shows the losses over
+    total training FLOPs, and where arms cross."""
     tuning: TuningConfig | None = None
-    """Further runs that are not mixed with the others."""
+    """Additional runs that the comparison keeps separate."""
     overrides: Options = Field(default={})
     """Options given on the command line, over everything else."""
 
@@ -139,12 +139,12 @@ class StudyConfig(Config, frozen=True):
 
     @property
     def arm_names(self) -> list[str]:
-        """The arms that are compared, in the order of the file."""
+        """Compared arms, in the order of the file."""
         return [arm.name for arm in self._arms()]
 
     @property
     def tuned_arms(self) -> dict[str, tuple[str, Options]]:
-        """Arm of a run of tuning -> the arm that is compared, and the options it is tuned by."""
+        """Arm of a tuning run -> the compared arm, and the tuned options with their values."""
         if self.tuning is None:
             return {}
         return {
@@ -164,7 +164,7 @@ class StudyConfig(Config, frozen=True):
         return (arm for arm in self._arms() if not names or arm.name in names)
 
     def _name(self, arm: str, values: Mapping[str, Any]) -> str:
-        """Return an arm and its values as `swiglu,d_ff=256`; keys that end alike are given in full."""
+        """Return an arm and its values as `swiglu,d_ff=256`; ambiguous keys are given in full."""
         keys = [*self.grid, *(self.tuning.grid if self.tuning else ())]
         ends = [key.rpartition(".")[2] for key in keys]
         parts = [arm] if arm else []
@@ -174,9 +174,9 @@ class StudyConfig(Config, frozen=True):
         return ",".join(parts)
 
     def planned_runs(self) -> list[PlannedRun]:
-        """Return every run, seed by seed, the runs of tuning last.
+        """Return every run, seed by seed, with the tuning runs last.
 
-        A run of tuning that equals a run of its arm is not listed again.
+        A tuning run that equals a run of its arm is left out.
 
         Raises:
             ConfigError: options of a run are wrong, with the path in the study file; two arms are equal.
@@ -188,8 +188,8 @@ class StudyConfig(Config, frozen=True):
                 other = runs.setdefault(run.identity, run)
                 if other is not run:
                     raise ConfigError(
-                        f"arms: '{other.arm}' and '{arm.name}' are the same; their options do not "
-                        "differ (an empty arm is the default)"
+                        f"arms: '{other.arm}' and '{arm.name}' have the same options (an empty arm is the "
+                        "default model); change one of them"
                     )
         if self.tuning is None:
             return list(runs.values())
@@ -239,11 +239,11 @@ class StudyConfig(Config, frozen=True):
         """Read a study; its name is the stem of its file, or the folder of a `study.yaml`.
 
         Args:
-            given: name or seeds, in the place of those in the file.
-            overrides: options over those of all runs.
+            given: name or seeds that replace those in the file.
+            overrides: options that override those of all runs.
 
         Raises:
-            ConfigError: it cannot be read, or is no study.
+            ConfigError: the file cannot be read, or is not a study.
         """
         options = read_yaml(path, where=f"'{path}'")
         if not (options.get("arms") or options.get("grid")):
@@ -270,7 +270,7 @@ class StudyConfig(Config, frozen=True):
         return validate(cls, options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; a class in a file is named by its absolute path."""
+        """Return plain values, with absolute paths in `file.py:ClassName`."""
         return _plain(super().to_dict() | {key: getattr(self, key) for key in _FREE})
 
 
@@ -289,18 +289,18 @@ class PlannedRun:
     """One run of a study."""
 
     arm: str
-    """Name of the arm, values of the grid and of the tuning included."""
+    """Name of the arm, including values of the grid and of the tuning."""
     seed: int
     config: TrainConfig
     """Options of the run; `config.run` names its folder."""
     main_arm: str = ""
-    """The arm without the values of the tuning."""
+    """Name of the arm without values of the tuning."""
     tuning: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted option -> value, of a run of tuning; empty for the runs that are compared."""
+    """Dotted option -> value for a tuning run; empty for a compared run."""
 
     @property
     def name(self) -> str:
-        """Name of its folder, `swiglu,d_ff=256-seed0`."""
+        """Name of the run's folder, `swiglu,d_ff=256-seed0`."""
         return f"{self.arm}-seed{self.seed}"
 
     @property
@@ -309,21 +309,21 @@ class PlannedRun:
 
     @property
     def identity(self) -> str:
-        """Return a text that is equal for runs with the same options, whatever their names."""
+        """Return a text that is equal for runs with equal options, even if their names differ."""
         options = self.config.to_dict()
         del options["run"]
         return json.dumps(options, sort_keys=True)
 
 
 def _with_steps(config: TrainConfig, training_flops: float, arm: str) -> TrainConfig:
-    """Return the config with as many steps as take these FLOPs of training."""
+    """Return the config with the number of steps that takes these training FLOPs."""
     trainer = config.trainer
     steps = training_flops / (Budget.of(config).training_flops / trainer.max_steps)
     got = max(1, round(steps)) / steps
     if abs(got - 1) > MAX_MISMATCH:
         raise ConfigError(
-            f"training_flops: {training_flops:g} are {steps:.2f} steps of the arm '{arm}', and a whole "
-            f"number of them misses that by {abs(got - 1):.1%}, at most {MAX_MISMATCH:.0%} is accepted; "
+            f"training_flops: {training_flops:g} are {steps:.2f} steps of the arm '{arm}', and the nearest "
+            f"whole number misses them by {abs(got - 1):.1%}, but at most {MAX_MISMATCH:.0%} is accepted; "
             "give more, or lower data.batch_size"
         )
     options = merge(config.to_dict(), {"trainer": {"max_steps": round(steps)}})
@@ -336,7 +336,7 @@ def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[Options]:
 
 
 def _nested(options: Mapping[Any, Any]) -> Options:
-    """Return options without dotted keys at any depth."""
+    """Return options with every dotted key nested, at any depth."""
     return nest(
         (str(key), _nested(value) if isinstance(value, Mapping) else value)
         for key, value in options.items()
@@ -356,7 +356,7 @@ def _in_a_name(value: Any) -> str:
 
 
 def _located(line: str, given: Mapping[str, Options], arm: str) -> str:
-    """Return a mistake after the part of the study file that it stands in."""
+    """Prefix a mistake with the part of the study file that contains it."""
     path = line.partition(": ")[0].split(".")
     for where, options in reversed([*given.items()]):
         if _has(options, path):
@@ -365,7 +365,7 @@ def _located(line: str, given: Mapping[str, Options], arm: str) -> str:
 
 
 def _has(options: Any, path: Sequence[str]) -> bool:
-    """Return whether the option at `path`, or a mapping around it, is given."""
+    """Return whether `options` sets the option at `path` or a section that contains it."""
     for name in path:
         if not isinstance(options, Mapping):
             return True

@@ -1,4 +1,4 @@
-"""Final losses against the FLOPs of all training, that of the model a run began with included."""
+"""Final losses against total training FLOPs, including those of the model that a run started from."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moe_ffn.studies.result import RunResult
 
 @dataclass(frozen=True)
 class Point:
-    """The runs of an arm that had one length."""
+    """Runs of an arm with the same length."""
 
     flops: float
-    """FLOPs of all training, including that of the initial model."""
+    """Total training FLOPs, including those of the initial model."""
     losses: Sequence[float]
-    """The final validation loss of each, in nats per token."""
+    """Final validation loss of each run, in nats per token."""
 
     @property
     def loss(self) -> float:
@@ -29,10 +29,10 @@ class Point:
 def loss_by_flops(
     results: Sequence[RunResult], initial_flops: float
 ) -> Mapping[str, Sequence[Point]]:
-    """Return arm, up to the first comma of its name -> a point for each length of its runs, by FLOPs.
+    """Return arm (its name before the first comma) -> points for the lengths of its runs, sorted by FLOPs.
 
     Args:
-        initial_flops: of training, added to runs that began with the weights of a folder (`init_from`).
+        initial_flops: training FLOPs of the initial model, added to runs with `init_from`.
     """
     found: dict[str, dict[float, list[float]]] = {}
     for result in results:
@@ -50,10 +50,10 @@ def loss_by_flops(
 
 
 def gaps(one: Sequence[Point], other: Sequence[Point]) -> Sequence[tuple[float, float]]:
-    """Return FLOPs, and how far the loss of `other` is above that of `one` there, where both are measured.
+    """Return pairs of FLOPs and the loss of `other` minus that of `one`, over the range that both cover.
 
-    From the fewest FLOPs that both have to the most, at each point of either; between points the loss is a
-    line in log FLOPs. Empty where they share none.
+    There is a pair for each point of either curve in this range; between points the loss is interpolated
+    linearly in log FLOPs. Empty if the ranges do not overlap.
     """
     lines = [
         (np.log([p.flops for p in points]), [p.loss for p in points]) for points in (one, other)
@@ -66,11 +66,10 @@ def gaps(one: Sequence[Point], other: Sequence[Point]) -> Sequence[tuple[float, 
 
 
 def crossover(one: Sequence[Point], other: Sequence[Point]) -> float | None:
-    """Return the FLOPs from which the losses of `other` stay at or below those of `one`, see `gaps`.
+    """Return the FLOPs from which the loss of `other` stays at or below that of `one`; see `gaps`.
 
     Returns:
-        None where both are not measured at so many FLOPs: they never cross where both are, or `other` is
-        already below where both begin.
+        None if the curves do not cross in the range that both cover, or `other` is below from its start.
     """
     found = gaps(one, other)
     above = [place for place, (_, gap) in enumerate(found) if gap > 0]

@@ -1,4 +1,4 @@
-"""Differences between runs: their options in words, and whether their losses can be compared."""
+"""Differences between runs: options in words, and checks that losses are comparable."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.result import RunResult
 
 UNCOMPARED = ("seed", "run", "data.cache_dir", "logging", "checkpoints", "sample")
-"""Options that do not change what is trained."""
+"""Options that do not change the trained model, and the seed."""
 VALIDATION_OPTIONS = ("seq_len", "validation_percent", "validation_tokens")
 """Options of the data that choose the validation windows."""
 
 
 def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the options that differ from `base`, a line each: `model.d_model: 128 -> 256`.
+    """Return the options that differ from `base`, one line each: `model.d_model: 128 -> 256`.
 
-    A family whose `type` differs is one line: `model.ffn: swiglu -> moe, 8 experts (swiglu), top-2`.
+    A section whose `type` differs is one line: `model.ffn: swiglu -> moe, 8 experts (swiglu), top-2`.
     """
     return [
         f"{path}: {_described(path, old, base)} -> {_described(path, new, other)}"
@@ -35,15 +35,15 @@ def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]
 
 
 def differing(base: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, value in `base` and value in `other` of each option that changes what is trained."""
+    """Yield (path, value in `base`, value in `other`) of each differing option that affects training."""
     base, other = _of_one_version(base, other)
     yield from _differing(base, other, "")
 
 
 def _of_one_version(*runs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return options of runs with the defaults of those that an older version did not have.
+    """Return the options of runs, completed by defaults of options that an older version did not have.
 
-    All as they are, where this version does not read one of them, or it names code that is not trusted.
+    If this version cannot read the options of a run, or they name untrusted code, all are returned unchanged.
     """
     with suppress(ConfigError), only_trusted_code(Path()):
         return [validate(TrainConfig, options).to_dict() for options in runs]
@@ -76,9 +76,9 @@ def _described(path: str, value: Any, options: Mapping[str, Any]) -> str:
 
 
 def block_of(options: Mapping[str, Any]) -> str:
-    """Return the feed-forward block of a run's options in words.
+    """Describe the feed-forward block in the options of a run.
 
-    Empty where its class is in code that is not trusted, which is not run, or it is of another version.
+    Empty if its class is in untrusted code, which is not run, or if it is of another version.
     """
     with suppress(ConfigError, KeyError), only_trusted_code(Path()):
         ffn = validate(DecoderConfig, options["model"]).ffn
@@ -87,11 +87,11 @@ def block_of(options: Mapping[str, Any]) -> str:
 
 
 _SAID = frozenset({"type", "num_experts", "k", "p", "d_ff", "backend"})
-"""Options of a block that its few words, or what it costs, say; and one that changes no result."""
+"""Options of a block that its short description or its cost shows, and `backend`, which changes no result."""
 
 
 def _set_options(config: Config, prefix: str = "") -> Iterator[str]:
-    """Yield the options whose value is not their default, as `router.scale 0.25`."""
+    """Yield the options that do not have their default, as `router.scale 0.25`."""
     for name, option in type(config).model_fields.items():
         value, path = getattr(config, name), f"{prefix}{name}"
         default = option.get_default(call_default_factory=True, validated_data={})
@@ -121,13 +121,13 @@ def few_words(base: RunResult, other: RunResult) -> str:
     return ",".join(parts)
 
 
-# -- whether runs compare
+# -- checks that runs are comparable
 
 
 def require_comparable(results: Sequence[RunResult]) -> None:
-    """Raise a ConfigError where data, tokenizer or validation windows differ, so that losses do not compare.
+    """Raise a ConfigError if data, tokenizer or validation windows differ, so that losses are not comparable.
 
-    It names the option at fault, both values, and the runs.
+    The message names the option, both values, and the runs.
     """
     knows_windows = all(result.fingerprints.get("validation") for result in results)
     for what, of_result in {
@@ -149,7 +149,7 @@ def require_comparable(results: Sequence[RunResult]) -> None:
 
 
 def _data_difference(one: Sequence[RunResult], other: Sequence[RunResult]) -> str:
-    """Return `data.seq_len is 128 in a, 256 in c`, or the fingerprints where the options are the same."""
+    """Return `data.seq_len is 128 in a, 256 in c`, or the fingerprints if the options are the same."""
     ours, theirs = flatten(one[0].config), flatten(other[0].config)
     for key in ours | theirs:
         is_of_data = key.startswith("data.") and key != "data.batch_size"

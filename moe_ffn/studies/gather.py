@@ -1,4 +1,4 @@
-"""The results that a comparison is made of: from folders of runs, of studies, and tables of results."""
+"""Gather the results for a comparison from folders of runs, folders of studies, and tables of results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_ffn.studies.differences import few_words, identity
 from moe_ffn.studies.result import RESULTS_FILE, ROW_KEYS, RunResult, add_results, lines_of, natural
 
 TIMING_FILE = "timing.json"
-"""File in the folder of a study: arm -> seconds of a step, measured while the machine did nothing else."""
+"""File in the folder of a study: arm -> seconds of a step, measured on an otherwise idle machine."""
 
 
 @dataclass(frozen=True)
@@ -33,30 +33,30 @@ class Gathered:
 
     results: Sequence[RunResult]
     left_out: Mapping[Path, str] = field(default_factory=dict)
-    """Run that is not compared -> why, a sentence."""
+    """Run that is not compared -> reason, a sentence."""
     unfit: frozenset[str] = frozenset()
-    """Names of the results that were read and left out."""
+    """Names of results that were read but left out."""
     arms: Mapping[Path, str] = field(default_factory=dict)
-    """Run, or line of a table, that is compared -> the arm that it is of."""
+    """Compared run, or line of a table -> its arm."""
     folders: Mapping[str, Path] = field(default_factory=dict)
-    """Shown name of a result -> its run, or its line of a table."""
+    """Shown name of a result -> its run, or its line in a table."""
     study: StudyConfig | None = None
-    """The study, where all are of one."""
+    """The study, if all results belong to one study."""
     baselines: Sequence[str] = ()
-    """Baselines that the studies name, each once."""
+    """Distinct baselines that the studies name."""
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     """Arm -> seconds of a step; see `TIMING_FILE`."""
     timing_files: Sequence[Path] = ()
     """Files of those timings."""
 
     def compare(self, baseline: str | None = None) -> Comparison:
-        """The comparison of the results, with the arms, baseline and question of their study.
+        """Return the comparison of the results, with the arms, baseline and question of their study.
 
         Args:
-            baseline: the arm that the others are compared with, over that of the study.
+            baseline: arm that the others are compared with, instead of the study's baseline.
 
         Raises:
-            ConfigError: they do not compare, or there is no such arm.
+            ConfigError: the results are not comparable, or there is no such arm.
         """
         study = self.study
         found = Comparison.of(
@@ -90,10 +90,10 @@ class Gathered:
             )
 
     def write(self, folder: Path) -> None:
-        """Write results, study and timing into `folder`, to be committed.
+        """Write results, study and timing into `folder`, for a commit.
 
         Raises:
-            ConfigError: it cannot be written, or has a table that is damaged.
+            ConfigError: the folder cannot be written, or its table is damaged.
         """
         with explaining(f"'{folder}' cannot be written", "choose another folder"):
             make_folder(folder)
@@ -105,7 +105,7 @@ class Gathered:
 
 
 def _without_places(study: StudyConfig) -> dict[str, Any]:
-    """A study as it is committed: where its runs were written is of one machine."""
+    """Return a study without paths of this machine, for a commit."""
     options = study.to_dict()
     for key in ("config", "overrides"):
         options[key] = {name: value for name, value in options[key].items() if name != "run"}
@@ -113,7 +113,7 @@ def _without_places(study: StudyConfig) -> dict[str, Any]:
 
 
 def _one_study(studies: Sequence[StudyConfig]) -> StudyConfig | None:
-    """The study that all of these are, seeds and places apart; None where they are several."""
+    """Return the study, if all are equal apart from seeds and paths; otherwise None."""
     apart = {"seeds": [0], "overrides": {}}
     plain = [_without_places(study.model_copy(update=apart)) for study in studies]
     if not plain or any(other != plain[0] for other in plain):
@@ -123,13 +123,13 @@ def _one_study(studies: Sequence[StudyConfig]) -> StudyConfig | None:
 
 
 def gather(paths: Sequence[Path]) -> Gathered:
-    """Read every run, and every committed result, each once.
+    """Read every run and every committed result once.
 
     Args:
-        paths: folders of runs, folders that hold runs or a table of results, tables.
+        paths: folders of runs, folders that contain runs or a table of results, or tables.
 
     Raises:
-        ConfigError: a folder holds none, or none of them can be compared.
+        ConfigError: a folder contains no results, or no result can be compared.
     """
     sources = list(
         {source.path.resolve(): source for p in paths for source in _sources(p)}.values()
@@ -171,7 +171,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
 
 
 def _set_places(found: Sequence[_Source]) -> None:
-    """Name results by their folders, or as in their table; by the path where two are alike."""
+    """Name results by their folders, or as in their table; by their paths if two names are equal."""
     names = [
         source.path.resolve().name if source.line is None else source.result.name
         for source in found
@@ -181,10 +181,10 @@ def _set_places(found: Sequence[_Source]) -> None:
 
 
 def _set_arms(found: Sequence[_Source]) -> None:
-    """Give arms names that tell them apart, and are the same within an arm.
+    """Give each arm a unique name, which all its runs share.
 
-    Runs that are of no study are one arm where they differ in their seeds alone, whatever their folders are
-    called. Equal names of different arms get the folder that holds them before.
+    Runs outside a study are one arm if they differ only in their seeds, even if their folders have different
+    names. If different arms have the same name, the name of their parent folder is put before it.
     """
     groups: dict[str, list[_Source]] = {}
     for source in found:
@@ -210,10 +210,10 @@ def _set_arms(found: Sequence[_Source]) -> None:
 
 
 def _each_once(found: Sequence[_Source]) -> list[RunResult]:
-    """One result for each arm and seed, such as of a run and its committed result.
+    """Return one result per arm and seed; a run and its committed result are the same.
 
     Raises:
-        ConfigError: two runs of an arm have one seed, and ended differently.
+        ConfigError: two runs of an arm have the same seed but different results.
     """
     known: dict[tuple[str, int], _Source] = {}
     for source in found:
@@ -228,7 +228,7 @@ def _each_once(found: Sequence[_Source]) -> list[RunResult]:
 
 
 def read_timing(folder: Path) -> dict[str, float]:
-    """Seconds of a step of each arm, from the `TIMING_FILE` of a study; empty where there is none."""
+    """Return the seconds of a step of each arm, from the `TIMING_FILE` of a study; empty without one."""
     arms = (read_object(folder / TIMING_FILE) or {}).get("arms")
     seconds = {
         arm: values.get("seconds_per_step")
@@ -250,24 +250,24 @@ def _unfit(result: RunResult, path: Path) -> str:
     if outcome.validation_loss is None:
         return "has no finite validation loss"
     if None in (result.fingerprints.get("corpus"), result.fingerprints.get("tokenizer")):
-        return f"does not say what it was trained on: {FACTS_FILE} is damaged"
+        return f"has lost the facts about its data: {FACTS_FILE} is damaged"
     return ""
 
 
 @dataclass
 class _Source:
-    """A run, or a line of a table, that is to be read."""
+    """A run, or a line of a table, to read."""
 
     path: Path
     study: StudyConfig | None = None
-    """The study it is of."""
+    """Study of the run."""
     line: bytes | None = None
     result: RunResult = field(init=False)
     """Set by `read`."""
 
     @property
     def folder(self) -> Path:
-        """The folder that holds it."""
+        """Folder that contains the run or the table."""
         return self.path.resolve().parent
 
     def read(self) -> None:
@@ -281,7 +281,7 @@ class _Source:
 
 
 def _sources(path: Path) -> Iterator[_Source]:
-    """The run at `path`, or all runs and lines of a table that it holds.
+    """Yield the run at `path`, or all runs and table lines in it.
 
     Raises:
         ConfigError: there are none.
@@ -312,10 +312,10 @@ def _sources(path: Path) -> Iterator[_Source]:
 
 
 def _study_of(folder: Path) -> StudyConfig | None:
-    """The study whose folder this is; None where it is none.
+    """Return the study in a folder; None if there is none.
 
     Raises:
-        ConfigError: its file is damaged.
+        ConfigError: the study's file is damaged.
     """
     path = folder / STUDY_FILE
     return StudyConfig.read(path) if path.is_file() else None

@@ -1,4 +1,4 @@
-"""The best size at each budget of FLOPs, by parabolas (arXiv 2203.15556, approach 2)."""
+"""Optimal model size at each FLOPs budget, by parabolas (arXiv 2203.15556, approach 2)."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ NUM_RESAMPLES = 200
 
 @dataclass(frozen=True)
 class Parabola:
-    """A parabola of the loss in the logarithm of a size, and where it is lowest."""
+    """A parabola of the loss in the logarithm of the size, and its minimum."""
 
     sizes: tuple[float, ...]
     losses: tuple[float, ...]
     coefficients: tuple[float, float, float]
     """Coefficients of log(size) squared, log(size), and the constant."""
     minimum: Interval | None
-    """The size with the lowest loss; None where `refusal` gives the reason."""
+    """The size with the lowest loss; None if `refusal` gives a reason."""
     refusal: str
     resampled: Array = field(repr=False, compare=False)
-    """log of the size with the lowest loss in each resample, NaN where there is none."""
+    """log of the size with the lowest loss in each resample; NaN if there is no minimum."""
 
     def curve(self, sizes: Array) -> Array:
-        """The losses at these sizes."""
+        """Return the fitted losses at these sizes."""
         return np.polyval(self.coefficients, np.log(sizes))
 
 
 def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int = 0) -> Parabola:
-    """Fit a parabola of the loss in log(size) by least squares, and its minimum, if one is among the sizes.
+    """Fit a parabola of the loss in log(size) by least squares, with its minimum if that is within the sizes.
 
     Raises:
         ConfigError: a value is not positive and finite, the loss is the same in all runs, or there are fewer
@@ -50,7 +50,7 @@ def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int =
     """
     x, y = positive_logs("size", sizes), np.exp(positive_logs("loss", losses))
     check_runs({"size": x}, y, 3)
-    centre = x.mean()  # for a well conditioned product
+    centre = x.mean()  # for a well-conditioned least-squares problem
     design = np.vander(x - centre, 3)
     solve = np.linalg.pinv(design)
     estimate = solve @ y
@@ -94,7 +94,7 @@ def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int =
 
 @dataclass(frozen=True)
 class IsoFlop:
-    """The best size at each budget of FLOPs, and the power law of the best size over the budget."""
+    """The optimal size at each FLOPs budget, and a power law of the optimal size in the budget."""
 
     parabolas: Mapping[float, Parabola]
     """Training FLOPs -> parabola, in ascending order."""
@@ -123,9 +123,9 @@ def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence
     """Fit a parabola in log N at each budget, and a power law through the minima (approach 2).
 
     Args:
-        flops: training FLOPs of each run; runs whose FLOPs differ by less than 5 % are of one budget.
+        flops: training FLOPs of each run; runs whose FLOPs differ by less than 5 % share a budget.
         sizes: parameters of each run, total or active.
-        losses: of each run, in nats.
+        losses: loss of each run, in nats.
 
     Raises:
         ConfigError: lengths differ, or a value is not positive and finite.

@@ -1,4 +1,4 @@
-"""Efficiency leverage: how many times the FLOPs one arm takes to the loss of another."""
+"""Efficiency leverage: ratio of the FLOPs that two arms need for the same loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_ffn.studies.statistics import Interval, mean_interval, positive_logs
 
 
 def compute_at(loss: float, flops: Sequence[float], losses: Sequence[float]) -> float | None:
-    """The FLOPs at which a curve first has this loss, between its points in log FLOPs; None outside of it."""
+    """Return the FLOPs at which a curve first reaches this loss, interpolated in log FLOPs; None if never."""
     if losses[0] < loss:
         return None
     log_flops = first_at(np.log(flops).tolist(), np.minimum.accumulate(losses).tolist(), loss)
@@ -28,7 +28,7 @@ LEVERAGE_LIMITS = (
 """Limits of leverage."""
 
 Curve = tuple[Sequence[float], Sequence[float]]
-"""Training FLOPs, rising, and the loss at each."""
+"""Training FLOPs in ascending order, and the loss at each."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,23 @@ class Leverage:
     """Efficiency leverage, C_dense / C_MoE at equal loss (Tian et al. 2025, arXiv 2507.17702)."""
 
     by_seed: Mapping[int, float]
-    """Seed -> leverage at the loss that both curves reach: the higher of their lowest."""
+    """Seed -> leverage at the lowest loss that both curves reach."""
     interval: Interval | None
-    """Geometric mean over the seeds, with an interval by Student's t; None of fewer than 3 seeds."""
+    """Geometric mean over the seeds, with Student's interval; None with fewer than 3 seeds."""
 
 
 def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
-    """Compute the FLOPs of the dense model over those of the MoE at the same loss; above 1 the MoE saves.
+    """Divide the FLOPs of the dense model by those of the MoE at the same loss; above 1 the MoE saves FLOPs.
 
-    Curves are compared within a seed, at the higher of the two lowest losses, which both reach.
+    Curves are compared within a seed, at the lowest loss that both reach.
 
     Args:
-        dense: seed -> curve of the dense model: of one run, or final losses of several sizes.
-        moe: the same of the MoE; of one point, such as its final loss, where that lies on the dense curve.
+        dense: seed -> curve of the dense model: one run, or the final losses of several sizes.
+        moe: seed -> curve of the MoE; a single point, such as its final loss, if the dense curve reaches it.
 
     Raises:
-        ConfigError: they share no seed, a value is not positive and finite, FLOPs do not rise, or the curves
-            of a seed have no loss in common: without the seeds in which an arm is best, the rest would lie.
+        ConfigError: the arms share no seed, a value is not positive and finite, FLOPs do not rise, or the
+            curves of some seed have no loss in common. To leave out such seeds would bias the mean.
     """
     seeds = sorted(set(dense) & set(moe))
     if not seeds:
@@ -66,7 +66,7 @@ def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
                 or not len(flops)
                 or np.any(np.diff(positive_logs("FLOPs", flops)) <= 0)
             ):
-                raise ConfigError("a curve takes a loss for each of its FLOPs, which rise")
+                raise ConfigError("a curve needs rising FLOPs, and a loss for each of them")
         loss = max(min(dense[seed][1]), min(moe[seed][1]))
         costs = [compute_at(loss, *curve) for curve in (dense[seed], moe[seed])]
         if costs[0] is not None and costs[1] is not None:

@@ -1,4 +1,4 @@
-"""The result of one run as a small value, and tables of results, which a study commits: one line each."""
+"""The result of a run as a small value, and tables of results, which a study commits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SEED = re.compile(r"-seed\d+$")
 
 
 class _Value(BaseModel):
-    """Plain values of the right types, nothing else; a number that is not finite is null."""
+    """Base of plain values with strict types; a number that is not finite is null."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -59,7 +59,7 @@ class Curve(_Value):
     seconds: list[float | None] = []
     """Seconds of training steps so far, validations left out."""
     losses: list[float | None] = []
-    """Nats per token; in training the mean since the point before."""
+    """Nats per token; in training the mean since the previous point."""
 
 
 class Outcome(_Value):
@@ -67,44 +67,43 @@ class Outcome(_Value):
 
     is_finished: bool = False
     step: int = 0
-    """The last one."""
+    """Last optimizer step."""
     validation_loss: float | None = None
-    """The last one, in nats per token."""
+    """Last validation loss, in nats per token."""
     bits_per_byte: float | None = None
     step_seconds: float | None = None
-    """The median of its steps: of each row of the log, and of those."""
+    """Median over rows of each row's median step time."""
     tokens_per_second: float | None = None
-    """Tokens of a step over `step_seconds`."""
+    """Tokens of a step divided by `step_seconds`."""
     train_seconds: float | None = None
     """Seconds of the training steps."""
     wall_seconds: float | None = None
     """Seconds from the first step to the end, with validations and checkpoints."""
     peak_memory_bytes: int | None = None
-    """Peak of the tensors on a GPU, otherwise of the process."""
+    """Peak memory of the tensors on a GPU, otherwise of the process."""
     max_violation: float | None = None
-    """MaxVio of the last validation, mean of the sparse layers; null without one."""
+    """MaxVio of the last validation, mean of the sparse layers; null without sparse layers."""
     dropped_fraction: float | None = None
-    """Share of the (token, expert) pairs that were dropped there, mean of the layers."""
+    """Share of (token, expert) pairs dropped in the last validation, mean of the sparse layers."""
     dead_experts: int | None = None
-    """Experts without a token there, of all layers."""
+    """Number of experts of all layers without a token in the last validation."""
     alarms: dict[str, int] = {}
-    """Kind of an alarm -> how many."""
+    """Kind of alarm -> number of alarms."""
     num_skipped_steps: int | None = None
 
 
 class RunResult(_Value):
-    """One run: what it was, what it cost, and what came of it."""
+    """The options, cost and outcome of a run."""
 
     arm: str
-    """The name of its folder without `-seedN`: runs of one arm differ in their seeds alone."""
+    """Name of the run's folder without `-seedN`; runs of an arm differ only in their seeds."""
     seed: int
     main_arm: str
-    """The arm without the values of its tuning."""
+    """Name of the arm without values of the tuning."""
     tuning: dict[str, Any] = {}
-    """Dotted option -> value, of a further run that only shows where the arm's optimum lies; empty for the
-    runs that are compared."""
+    """Dotted option -> value for a tuning run, which shows the arm's optimum; empty for a compared run."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Options of the run without the places of its files."""
+    """Options of the run without paths of its files."""
     budget: Budget
     train: Curve = Curve()
     validation: Curve = Curve()
@@ -114,22 +113,22 @@ class RunResult(_Value):
     machine: dict[str, str | int | None] = {}
     """Machine and date of the run: precision, threads, torch, processor, revision of the code."""
     fingerprints: dict[str, str | None] = {}
-    """sha256 of the corpus, of the tokenizer, and of the windows of every validation."""
+    """sha256 of the corpus, of the tokenizer, and of the validation windows."""
     found_as: str = Field(default="", exclude=True)
-    """Name of its folder, or its own where it is a line of a table; the path where several have that name."""
+    """Name of the run's folder, or `name` for a line of a table; the path if names are equal."""
 
     @property
     def name(self) -> str:
-        """Name of its folder in a study, such as `swiglu-seed0`."""
+        """Name of the run's folder in a study, such as `swiglu-seed0`."""
         return f"{self.arm}-seed{self.seed}"
 
     @property
     def shown_name(self) -> str:
-        """The name that the user knows: `found_as`, or `name` of a result that was not read."""
+        """Name in messages: `found_as`, or `name` for a result that was not read from a file."""
         return self.found_as or self.name
 
     def option(self, path: str) -> Any:
-        """An option by its dotted path; None where it is absent."""
+        """Return an option by its dotted path; None if it is absent."""
         value: Any = self.config
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -140,7 +139,7 @@ class RunResult(_Value):
         """Read the result of a run, finished or not; missing values are None.
 
         Raises:
-            ConfigError: the files lack its budget.
+            ConfigError: the files do not give the budget of the run.
         """
         arm = _SEED.sub("", run.folder.resolve().name)
         main_arm, tuning = (study and study.tuned_arms.get(arm)) or (arm, {})
@@ -149,7 +148,7 @@ class RunResult(_Value):
         seconds = run.series(TRAIN_SECONDS)
         step_seconds = _median(run.series(STEP_SECONDS).values)
         speed = tokens_per_step / step_seconds if step_seconds else summary.tokens_per_second
-        # Null in the summary says that it is not finite; an unfinished run has only its rows.
+        # In a summary null means not finite; an unfinished run has only log rows.
         last = {
             key: getattr(summary, f"validation_{key}")
             if summary
@@ -200,30 +199,30 @@ class RunResult(_Value):
 
     @classmethod
     def of_line(cls, line: bytes, place: Path) -> Self:
-        """The result in a line of a table; ConfigError, which names its place, where it is none."""
+        """Parse a line of a table; a ConfigError names its `place`."""
         try:
             return cls.model_validate_json(line)
         except ValidationError as error:
             raise ConfigError(f"'{place}' is no result of a run: {explain(error)[0]}") from error
 
     def to_line(self) -> str:
-        """One line of JSON under 30 kB; the same run gives the same text."""
+        """Return one line of JSON under 30 kB; the same run gives the same text."""
         return json.dumps(self.model_dump(mode="json"), separators=(",", ":")) + "\n"
 
 
 def lines_of(table: Path) -> Iterator[tuple[Path, bytes]]:
-    """Place of each line of a table, `results.jsonl:3`, and the line; ConfigError where it cannot be read."""
+    """Yield the place, `results.jsonl:3`, and content of each line; raise ConfigError if unreadable."""
     with reading(table):
         lines = read_bytes(table).splitlines()
     return ((Path(f"{table}:{number}"), line) for number, line in enumerate(lines, 1))
 
 
 def add_results(folder: Path, results: Iterable[RunResult]) -> None:
-    """Put results into the table of a folder, each in the place of an older one of its arm and seed.
+    """Add results to the table of a folder; each replaces an older one with the same arm and seed.
 
     Raises:
-        ConfigError: the table that is there is damaged; it stays as it is.
-        OSError: it cannot be written.
+        ConfigError: the existing table is damaged; it is not changed.
+        OSError: the table cannot be written.
     """
     table = folder / RESULTS_FILE
     older = lines_of(table) if table.exists() else ()
@@ -233,12 +232,12 @@ def add_results(folder: Path, results: Iterable[RunResult]) -> None:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """The key of the order in which `seed2` comes before `seed10`."""
+    """Return a sort key with which `seed2` precedes `seed10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _kept_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options without the places of files, which are of one machine."""
+    """Return options without file paths, which belong to one machine."""
     kept = {key: value for key, value in options.items() if key != "run"}
     if isinstance(data := kept.get("data"), Mapping):
         kept["data"] = {key: value for key, value in data.items() if key != "cache_dir"}
@@ -246,7 +245,7 @@ def _kept_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens_per_step(run: Run) -> int:
-    """Return the tokens of a step; raise a ConfigError where the options are lost."""
+    """Return the tokens of a step; raise a ConfigError if the options are lost."""
     keys = ("seed", "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches")
     options = flatten(run.options)
     for key in keys:
@@ -280,10 +279,11 @@ def _curve(
 
 
 def thinned(series: Series, max_points: int, *, is_mean: bool) -> tuple[list[int], list[float]]:
-    """Steps and values of at most `max_points` points, each of equally many neighbours, at their last step.
+    """Return the steps and values of at most `max_points` groups of neighbours; a group has its last step.
 
     Args:
-        is_mean: a value is the mean since the one before, so that neighbours are averaged and not left out.
+        is_mean: each value is a mean since the previous one, so that a group has the mean of its values;
+            otherwise a group has its last value.
     """
     size = -(-len(series) // max_points) or 1
     parts = [slice(start, start + size) for start in range(0, len(series), size)]
@@ -295,9 +295,9 @@ def thinned(series: Series, max_points: int, *, is_mean: bool) -> tuple[list[int
 
 
 def first_at(xs: Sequence[float], ys: Sequence[float], y: float) -> float | None:
-    """The x at which the line through the points first is at `y` or below; None where it never is.
+    """Return the x at which the line through the points is first at or below `y`; None if it never is.
 
-    That of the first point where it begins there.
+    If the first point is already at or below `y`, return its x.
     """
     before: tuple[float, float] | None = None
     for point in zip(xs, ys, strict=True):
@@ -310,14 +310,14 @@ def first_at(xs: Sequence[float], ys: Sequence[float], y: float) -> float | None
 
 
 def _layer_mean(run: Run, key: str) -> float | None:
-    """A measure of the last validation, mean of the layers that have it, blocks inside blocks left out."""
+    """Return a metric of the last validation, as the mean over layers that have it, without nested blocks."""
     layers = [measures for layer, measures in run.validated.items() if not is_inner(layer)]
     found = [value for values in layers if (value := _finite(values.get(key))) is not None]
     return _rounded(fmean(found)) if found else None
 
 
 def _date(path: Path) -> str | None:
-    """The day a file was written, `2026-11-22`, in UTC."""
+    """Return the date on which a file was written, `2026-11-22`, in UTC."""
     try:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
     except OSError:

@@ -65,8 +65,8 @@ class Law:
     """Variable that decides which runs are the largest."""
     parameters: Mapping[str, Parameter]
     log_loss: Callable[[Any, Mapping[str, Array]], Array]
-    """Parameters as they are searched, and natural logarithms of the variables, (runs,), to log L, (runs,).
-    Analytic, since complex steps give its derivatives."""
+    """Maps search parameters and natural logarithms of the variables, (runs,), to log L, (runs,). It must be
+    complex-analytic, because derivatives are computed by complex steps."""
     published: Mapping[str, float] = field(default_factory=dict)
     """Parameters that the authors found, to compare with."""
 
@@ -115,7 +115,7 @@ CLARK = Law(
     published={"a": -0.082, "b": -0.108, "c": 0.009, "d": 1.104},  # table 3, S-BASE
 )
 
-# -- a fit of one of them
+# -- fitting
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,14 @@ class Fit:
     law: Law
     parameters: Mapping[str, Interval]
     residuals: tuple[float, ...]
-    """log L as measured less log L as fitted, one for each run in the order given."""
+    """Measured minus fitted log L of each run, in the given order."""
     ranges: Mapping[str, tuple[float, float]]
-    """Variable -> smallest and largest of the runs."""
+    """Variable -> smallest and largest value among the runs."""
     num_held_out: int
     """Number of the largest runs, which the fit behind `held_out_error` does not see."""
     held_out_error: float | None
-    """Root mean square of the relative error on the largest runs, of a fit without them; None where too few
-    runs are left."""
+    """Root mean square relative error on the largest runs of a fit without them; None if too few runs
+    remain."""
     undetermined: tuple[str, ...] = ()
     """Parameters whose interval reaches a bound of the search."""
 
@@ -161,7 +161,7 @@ def fit(
 ) -> Fit:
     """Fit a law to the final losses of runs, with intervals and an error on the largest runs.
 
-    The largest runs are held out once, for `held_out_error`; the parameters are of all runs.
+    The largest runs are held out only for `held_out_error`; the parameters are fitted to all runs.
 
     Args:
         variables: each variable of the law -> its value in each run.
@@ -169,7 +169,7 @@ def fit(
 
     Raises:
         ConfigError: lengths differ, a value is not positive and finite, a variable or the loss is the same in
-            all runs, or the runs are no more than the parameters.
+            all runs, or there are no more runs than parameters.
     """
     x = {name: positive_logs(name, variables[name]) for name in law.variables}
     y = positive_logs("loss", losses)
@@ -186,7 +186,7 @@ def fit(
         for place, name in enumerate(law.parameters)
     }
     kinds = law.parameters
-    # Widths that were solved to cost the same are of one size.
+    # Solved widths differ slightly in size, but count as the same size.
     largest = x[law.size] >= x[law.size].max() - math.log1p(MAX_MISMATCH)
     return Fit(
         law,
@@ -233,7 +233,7 @@ def _huber(residuals: Array) -> float:
 def _minimise(
     law: Law, x: Mapping[str, Array], y: Array, start: Sequence[float] | Array
 ) -> tuple[float, Array]:
-    """Return the smallest Huber loss near a start, and its parameters as they are searched."""
+    """Return the smallest Huber loss near a start, and its search parameters."""
     try:
         from scipy.optimize import least_squares
     except ImportError:

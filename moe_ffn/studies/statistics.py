@@ -1,6 +1,6 @@
 """Statistics of a study: intervals, paired differences, corrected p-values, detectable differences.
 
-n seeds, d the differences of the pairs, s their standard deviation (n - 1 in its denominator).
+n is the number of seeds, d the paired differences, s their standard deviation (n - 1 in the denominator).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ POWER = 0.8
 """Probability that a study sees its smallest detectable difference."""
 NUM_RESAMPLES = 2000
 SIGNIFICANT = 0.05
-"""A difference is claimed where its p-value, after Holm's correction, is below."""
+"""Significance level: a difference is claimed if its p-value after Holm's correction is below it."""
 MIN_SEEDS = 3
-"""Fewest seeds with an interval: that of two reaches 12.7 standard errors to each side, and says nothing."""
+"""Minimum seeds for an interval; with two seeds it would extend 12.7 standard errors to each side."""
 SMALL_DIFFERENCE = 0.05
 """Nats per token: a difference worth finding, for which `Difference.seeds_needed` counts seeds."""
 
@@ -42,7 +42,7 @@ class Interval(NamedTuple):
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """The value below which Student's t with so many degrees of freedom lies with this probability.
+    """Return the quantile of Student's t with these degrees of freedom.
 
     Raises:
         ConfigError: scipy is not installed.
@@ -63,7 +63,7 @@ def _special() -> Any:
 def mean_interval(values: Sequence[float]) -> Interval | None:
     """Return Student's interval over seeds: the mean, plus and minus t(n - 1) s / sqrt(n).
 
-    None of fewer than `MIN_SEEDS`.
+    None with fewer than `MIN_SEEDS` seeds.
     """
     if len(values) < MIN_SEEDS:
         return None
@@ -79,16 +79,15 @@ class Difference:
     mean: float
     over: Over
     num_pairs: int
-    """Seeds that both have, or windows."""
+    """Number of shared seeds, or of windows."""
     interval: Interval | None = None
     """Interval of the mean; None with fewer than `MIN_SEEDS` seeds, like the fields that follow."""
     p_value: float | None = None
-    """Two-sided, of no difference, after Holm's correction; None over windows, of which no claim about
-    training is made."""
+    """Two-sided p-value after Holm's correction; None over windows, which support no claim about training."""
     detectable: float | None = None
-    """See `detectable_difference`, at the strictest step of Holm's correction."""
+    """Smallest difference that would be detected; see `detectable_difference`, at Holm's strictest level."""
     seeds_needed: int | None = None
-    """See `seeds_needed`, of `SMALL_DIFFERENCE` at the same step."""
+    """Seeds that would detect `SMALL_DIFFERENCE`; see the function `seeds_needed`, at the same level."""
 
     @property
     def is_claimed(self) -> bool:
@@ -98,13 +97,13 @@ class Difference:
 def paired_differences(
     arms: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]],
 ) -> dict[str, Difference]:
-    """Return each arm minus its baseline by Student's paired t, over two or more shared seeds.
+    """Compare each arm with its baseline by Student's paired t, over two or more shared seeds.
 
-    Pairs within a seed share their data order and their weights outside the block, so that what the seed
-    does to both leaves the difference.
+    The two runs of a seed share the data order and the initial weights outside the block, so that effects of
+    the seed on both cancel in the difference.
 
     Args:
-        arms: name -> loss of each seed, and that of its baseline.
+        arms: name -> (loss of each seed, loss of the baseline in each seed).
     """
     shared = {
         name: [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
@@ -129,7 +128,7 @@ def paired_differences(
 
 
 def _p_value(d: Sequence[float]) -> float:
-    """The two-sided p-value of Student's t."""
+    """Return the two-sided p-value of Student's t."""
     error = stdev(d) / math.sqrt(len(d))
     if not error:
         return float(fmean(d) == 0)
@@ -137,10 +136,10 @@ def _p_value(d: Sequence[float]) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """The p-values corrected for how many they are, in their order: Holm 1979.
+    """Return p-values corrected for multiple comparisons, in the given order (Holm 1979).
 
-    The i-th smallest of m becomes the largest of (m - j + 1) p(j) over j <= i, at most 1. Whatever is then
-    below 0.05 is claimed with one chance in twenty that any of the claims is wrong.
+    The i-th smallest of m becomes the largest of (m - j + 1) p(j) over j <= i, at most 1. If all results
+    below 0.05 are claimed, the probability that any claim is wrong is at most 0.05.
     """
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     corrected = [0.0] * len(p_values)
@@ -154,10 +153,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def detectable_difference(
     sd: float, num_pairs: int, *, alpha: float = 1 - LEVEL, power: float = POWER
 ) -> float:
-    """The smallest true difference that a paired t-test at `alpha` finds with probability `power`.
+    """Return the smallest true difference that a paired t-test at `alpha` detects with probability `power`.
 
-    It is nc s / sqrt(n), with nc the noncentrality at which the noncentral t of n - 1 degrees of freedom lies
-    above t(1 - alpha / 2) with probability `power` (Cohen 1988, chapter 2). s is taken for the true one.
+    The result is nc s / sqrt(n), with nc the noncentrality at which the noncentral t of n - 1 degrees of
+    freedom is above t(1 - alpha / 2) with probability `power` (Cohen 1988, chapter 2). The estimate s is
+    treated as the true standard deviation.
     """
     special, degrees = _special(), num_pairs - 1
     noncentrality = special.nctdtrinc(degrees, 1 - power, t_quantile(1 - alpha / 2, degrees))
@@ -171,9 +171,9 @@ def seeds_needed(
     alpha: float = 1 - LEVEL,
     power: float = POWER,
 ) -> int:
-    """The fewest pairs, `MIN_SEEDS` or more, whose `detectable_difference` is at most `difference`."""
+    """Return the smallest number of pairs >= `MIN_SEEDS` whose `detectable_difference` is <= `difference`."""
     quantiles = _special().ndtri([1 - alpha / 2, power])
-    of_normal = (sum(quantiles) * sd / difference) ** 2  # below Student's, by a few pairs
+    of_normal = (sum(quantiles) * sd / difference) ** 2  # a few pairs fewer than by Student's t
     num_pairs = max(MIN_SEEDS, math.ceil(of_normal))
     while detectable_difference(sd, num_pairs, alpha=alpha, power=power) > difference:
         num_pairs += 1
@@ -181,10 +181,10 @@ def seeds_needed(
 
 
 def bootstrap_interval(values: Sequence[float]) -> Interval:
-    """The mean over windows of text with its percentile interval from `NUM_RESAMPLES` resamples of them.
+    """Return the mean over windows of text, with a percentile interval from `NUM_RESAMPLES` resamples.
 
-    It measures how much the mean depends on which text was validated on, and nothing of the training seed.
-    Of two runs, give the differences window by window. Efron and Tibshirani 1993, chapter 13.
+    The interval shows how much the mean depends on the validation text, not on the training seed. To compare
+    two runs, pass the differences window by window. Efron and Tibshirani 1993, chapter 13.
     """
     values_N = np.asarray(values, dtype=np.float64)
     random = np.random.default_rng(0)
@@ -213,7 +213,7 @@ def percentile_interval(value: float, resampled: Array) -> Interval:
 
 
 def positive_logs(name: str, values: Sequence[float]) -> Array:
-    """Natural logarithms of the values."""
+    """Return the natural logarithms of the values."""
     array = np.asarray(values, dtype=np.float64)
     wrong = array[~(np.isfinite(array) & (array > 0))]
     if wrong.size:
@@ -234,5 +234,5 @@ def check_runs(x: Mapping[str, Array], y: Array, num_parameters: int) -> None:
     for name, values in {**x, "the loss": y}.items():
         if np.ptp(values) == 0:
             raise ConfigError(
-                f"{name} is the same in all runs, so that nothing of it can be fitted"
+                f"{name} is the same in all runs, so that its effect cannot be fitted; add runs that vary it"
             )

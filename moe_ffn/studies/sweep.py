@@ -1,7 +1,7 @@
 """Train the runs of a study, several at a time, each in its own process.
 
-The folders alone tell which runs are finished, so that a sweep can be killed at any moment. The process of a
-run inherits the lock of its log from the sweep, and holds it as long as it lives.
+The state of each run is read from its folder, so that a sweep can be killed at any time. The process of a run
+inherits the lock of its log from the sweep, and holds it until it exits.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ State = Literal["waiting", "training", "elsewhere", "finished", "failed"]
 """State of a run; `elsewhere` means that another process trains it."""
 
 
-# -- what is there already
+# -- existing runs
 
 
 class UnreadableRunError(ConfigError):
-    """The options of a run cannot be read; the other runs are trained all the same."""
+    """The options of a run cannot be read; the other runs are still trained."""
 
 
 def is_finished(config: TrainConfig) -> bool:
@@ -69,7 +69,7 @@ def is_finished(config: TrainConfig) -> bool:
     for key, (before, now) in _differences(folder, config).items():
         raise ConfigError(
             f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
-            "options it had, or choose another --name"
+            "old options, or choose another --name"
         )
     return True
 
@@ -77,10 +77,10 @@ def is_finished(config: TrainConfig) -> bool:
 def has_begun(config: TrainConfig) -> bool:
     """Return whether this run, with these options, was started and can be resumed.
 
-    An unfinished run with other options is moved to `ASIDE_FOLDER`, complete.
+    An unfinished run with other options is moved to `ASIDE_FOLDER` with all its files.
 
     Raises:
-        ConfigError: another process trains it.
+        ConfigError: another process trains the run.
     """
     folder = run_folder.named_run_folder(config)
     if not folder.exists():
@@ -97,11 +97,11 @@ def has_begun(config: TrainConfig) -> bool:
 
 
 def _differences(folder: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The options, or code behind them, in which the run in `folder` differs, as `differences` names them.
+    """Return the options, or custom code, in which the run in `folder` differs: name -> (old, new).
 
     Raises:
-        UntrustedCodeError: its options name code that is not trusted.
-        UnreadableRunError: its options cannot be read.
+        UntrustedCodeError: the options of the run name untrusted code.
+        UnreadableRunError: the options of the run cannot be read.
     """
     try:
         own = own_config(folder / run_folder.CONFIG_FILE)
@@ -110,7 +110,7 @@ def _differences(folder: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]
     except ConfigError as error:
         raise UnreadableRunError(first_line(error)) from error
     found = differences(comparable_options(own), comparable_options(config))
-    # The folder was moved, or is named by another path; what is logged changes nothing that is trained.
+    # `run.` options differ if the folder was moved; `logging.` options do not affect training.
     return {k: values for k, values in found.items() if not k.startswith(("run.", "logging."))}
 
 
@@ -118,7 +118,7 @@ def _differences(folder: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]
 
 
 class Job:
-    """A run of the study, and where it stands."""
+    """A run of the study, and its state."""
 
     def __init__(self, run: PlannedRun) -> None:
         self.run = run
@@ -126,12 +126,12 @@ class Job:
         self.problem = ""
         """Reason of a failure."""
         self.seconds = 0.0
-        """Seconds that the process took, once it has ended."""
+        """Seconds that the process took; set when it has ended."""
         self.first_step = 0
-        """The step at which this sweep found it."""
+        """Step of the run when this sweep started it."""
         self.flops = Budget.of(run.config).training_flops
         self.process: Popen[bytes] | None = None
-        """The process that trains it, once it has started."""
+        """Process that trains the run; None before it starts."""
         self._started_at = 0.0
         self._step, self._looked_at = 0, 0.0
 
@@ -144,10 +144,10 @@ class Job:
         return self.run.folder.parent / LOGS_FOLDER / f"{self.name}.log"
 
     def look(self) -> None:
-        """Find out whether it is finished.
+        """Set `state` to `finished` if the run is finished.
 
         Raises:
-            ConfigError: its folder holds another run.
+            ConfigError: the folder holds another run.
         """
         try:
             if is_finished(self.run.config):
@@ -159,13 +159,13 @@ class Job:
         self.state, self.problem = "failed", problem
 
     def start(self, num_threads: int, trust_code: bool) -> str:
-        """Start its process, or find that there is no need, or that another one trains it.
+        """Start the process, unless the run is finished or another process trains it.
 
         Returns:
-            `training` or `resuming`, or the empty string.
+            `training` or `resuming`; empty if no process was started.
 
         Raises:
-            ConfigError: its folder holds another run, or a file cannot be written.
+            ConfigError: the folder holds another run, or a file cannot be written.
         """
         with run_folder.explaining(f"'{self.log}' cannot be written"):
             make_folder(self.log.parent)
@@ -174,7 +174,7 @@ class Job:
             if not _lock(log) or run_folder.is_trained_here(self.run.folder):
                 self.state = "elsewhere"
                 return ""
-            # Only now: another process may have trained it since.
+            # Check again under the lock: another process may have trained the run meanwhile.
             self.look()
             if self.state in ("finished", "failed"):
                 return ""
@@ -188,16 +188,16 @@ class Job:
                 self.process = Popen(
                     training_command(self.run, is_begun, trust_code),
                     stdin=DEVNULL,
-                    stdout=log,  # which passes the lock on
+                    stdout=log,  # the process inherits the lock
                     stderr=STDOUT,
                     env=given | os.environ,
-                    start_new_session=True,  # Ctrl-C reaches the sweep, which asks it to end, once
+                    start_new_session=True,  # Ctrl-C reaches only the sweep, which then stops the process
                 )
         self.state, self._started_at = "training", time.monotonic()
         return "resuming" if is_begun else "training"
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended; then `state` says how."""
+        """Return whether the process has ended, and then set `state`."""
         assert self.process is not None
         code = self.process.poll()
         if code is None:
@@ -205,7 +205,7 @@ class Job:
         self.seconds = time.monotonic() - self._started_at
         self.look()
         if self.state == "training":
-            self.fail(f"failed ({_exit_in_words(code)}); what it said is in {self.log}")
+            self.fail(f"failed ({_exit_in_words(code)}); its output is in {self.log}")
         return True
 
     def last_lines(self) -> list[str]:
@@ -223,7 +223,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The last optimizer step that its rows tell of."""
+        """Last optimizer step in the run's log."""
         if self.state == "finished":
             return self.max_steps
         now = time.monotonic()
@@ -242,13 +242,13 @@ class Job:
 
 
 def program_command(name: str) -> list[str]:
-    """Return the command that runs a program of this package in a process of its own."""
-    # -P: a folder called moe_ffn in the current one is not taken for this package.
+    """Return the command that runs a program of this package in a new process."""
+    # -P: otherwise a folder moe_ffn in the current folder would shadow this package.
     return [sys.executable, "-P", "-m", "moe_ffn.cli", name]
 
 
 def training_command(run: PlannedRun, is_begun: bool, trust_code: bool) -> list[str]:
-    """Return the command that trains or resumes a run: all its options, section by section."""
+    """Return the command that trains or resumes a run, with all its options, one flag per section."""
     command = program_command("train")
     if is_begun:
         return [*command, "--resume", str(run.folder), *([FLAG] if trust_code else [])]
@@ -257,7 +257,7 @@ def training_command(run: PlannedRun, is_begun: bool, trust_code: bool) -> list[
 
 
 def _flow(value: Any) -> str:
-    """A value as JSON that is YAML too, whose escapes know no surrogates."""
+    """Format a value as JSON that is also YAML, without escaped surrogates, which YAML rejects."""
     return re.sub(
         r"\\u(d[89ab]..)\\u(d[c-f]..)",
         lambda pair: json.loads(f'"{pair[0]}"'),
@@ -280,18 +280,18 @@ def _lock(file: BinaryIO) -> bool:
 
 
 def _tail(path: Path) -> bytes:
-    """The end of a file; empty where it cannot be read."""
+    """Return the end of a file; empty if it cannot be read."""
     with suppress(OSError), open_file(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         return file.read()
     return b""
 
 
-# -- all of them
+# -- all runs
 
 
 class Sweep:
-    """The runs of a study, of which so many are trained at a time."""
+    """The runs of a study, trained several at a time."""
 
     def __init__(
         self, runs: Sequence[PlannedRun], num_at_once: int = 1, trust_code: bool = False
@@ -330,14 +330,14 @@ class Sweep:
 
     @property
     def progress(self) -> str:
-        """Step of each run in training, and the time left; empty where none is trained here."""
+        """Step of each run in training and the time left; empty if this sweep trains none."""
         left = self.seconds_left
         steps = [f"{job.name}: step {job.step} of {job.max_steps}" for job in self.of("training")]
         more = f"; about {in_words(left)} left" if steps and left is not None else ""
         return f"{', '.join(steps)}{more}"
 
     def advance(self) -> Iterator[str]:
-        """See which runs have ended, and start others in their places; yields what a person is to know."""
+        """Handle runs that have ended and start others; yield lines for the user."""
         for job in self.of("training"):
             if job.has_ended():
                 yield from self._ended(job)
@@ -353,7 +353,7 @@ class Sweep:
 
     def _start(self, job: Job, was_elsewhere: bool = False) -> Iterator[str]:
         if was_elsewhere and len(self.of("training")) >= self.num_at_once:
-            job.state = "elsewhere"  # the next time
+            job.state = "elsewhere"  # found to be training elsewhere
             return
         try:
             how = job.start(self.num_threads, self.trust_code)
@@ -385,9 +385,9 @@ class Sweep:
             yield f"{job.name}: {job.problem}{more}"
 
     def stop(self) -> None:
-        """Ask the processes to end after their step, which saves a checkpoint, and wait until they have.
+        """Ask the processes to save a checkpoint and end after their current step, and wait for them.
 
-        A KeyboardInterrupt meanwhile ends them at once.
+        A KeyboardInterrupt during the wait ends them at once.
         """
         processes = [job.process for job in self.of("training") if job.process]
         for process in processes:
@@ -403,7 +403,7 @@ class Sweep:
 
 
 def in_words(seconds: float) -> str:
-    """Return `40 s`, `12 min` or `3.5 h`."""
+    """Format seconds as `40 s`, `12 min` or `3.5 h`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
@@ -413,7 +413,7 @@ def write_study(study: StudyConfig, folder: Path) -> None:
     """Write the study into the folder of its runs.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     with run_folder.explaining(f"'{folder / STUDY_FILE}' cannot be written"):
         make_folder(folder)

@@ -32,13 +32,13 @@ class Timed(Protocol):
 
     @property
     def calls(self) -> int:
-        """Calls within one `run`; a single one may be too short for the clock."""
+        """Number of calls in one `run`; a single call may be too short for the clock."""
         ...
 
     def run(self) -> object: ...
 
     def reset(self) -> object:
-        """Called after every run, off the clock."""
+        """Called after every run, outside the timed part."""
 
 
 def interleave(
@@ -48,22 +48,21 @@ def interleave(
     patience: float = math.inf,
     clock: Callable[[], float] = timer,
 ) -> list[tuple[float, ...]]:
-    """Seconds of a call of each candidate, one for each round; every candidate runs once a round.
+    """Return for each candidate the seconds per call in each round; every candidate runs once per round.
 
-    A busy machine then slows all of them alike. No garbage is collected while the clock runs.
+    A busy machine then slows all candidates equally. Garbage collection is off while the clock runs.
 
     Args:
-        warmup: rounds beforehand that are not kept.
-        patience: seconds of timed rounds after which `MIN_ROUNDS` are enough.
-        clock: the time in seconds; torch's waits for the GPU before it reads it.
+        warmup: number of first rounds that are discarded.
+        patience: seconds of timed rounds after which `MIN_ROUNDS` rounds are enough.
+        clock: returns the time in seconds; torch's clock first waits for the GPU.
     """
     seconds: list[list[float]] = [[] for _ in candidates]
     spent = 0.0
     for turn in range(-warmup, rounds):
         if turn >= MIN_ROUNDS and spent > patience:
             break
-        # A candidate finds the caches and the heap as the one before it left them: it should not always
-        # be the same one. Shuffled in the same way in every run.
+        # Caches and heap depend on the previous candidate, so the order is shuffled, with a fixed seed.
         for number in random.Random(turn).sample(range(len(candidates)), len(candidates)):
             candidate = candidates[number]
             gc.collect(1)
@@ -82,20 +81,20 @@ def interleave(
 
 
 class Training:
-    """The loop that one would write by hand: a model, its optimizer and the steps it has trained.
+    """A hand-written training loop: a model, its optimizer and the number of steps.
 
-    A profile has its parts under their names, `step: forward` and so on.
+    A profile shows its parts by name, `step: forward` and so on.
     """
 
     def __init__(self, config: TrainConfig, data: PreparedData, device: torch.device) -> None:
         """
         Raises:
-            ConfigError: the loop does not know the precision.
+            ConfigError: the loop does not support the precision.
         """
         precision = resolve_precision(config.trainer.precision, device.type)
         if precision not in ("32-true", "bf16-mixed"):
             raise ConfigError(
-                f"trainer.precision ({precision}): the loop that is timed knows 32-true and bf16-mixed"
+                f"trainer.precision ({precision}): the timed loop supports only 32-true and bf16-mixed"
             )
         torch.manual_seed(config.seed)
         self.clip = config.trainer.gradient_clip_val or torch.inf
@@ -143,12 +142,12 @@ class StepTime:
     """The training step of an arm."""
 
     seconds_per_step: float
-    """The median over the rounds."""
+    """Median over the rounds."""
     tokens_per_second: float
     num_steps: int
-    """Steps that were timed."""
+    """Number of timed steps."""
     quartiles: tuple[float, float]
-    """Quartiles of the rounds' seconds of a step."""
+    """Quartiles over the rounds, in seconds per step."""
 
 
 class _Arm:
@@ -174,16 +173,16 @@ def time_arms(
     on_round: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = timer,
 ) -> dict[str, StepTime]:
-    """The training step (forward, objective, backward, clipping, optimizer) of every arm, in this process.
+    """Time the training step (forward, objective, backward, clipping, optimizer) of every arm in one process.
 
-    Only the first seed of an arm is timed, and no run of tuning: their steps are the same.
+    Only the first seed of each arm is timed, and no tuning run, because their steps are the same.
 
     Args:
-        rounds: turns of each arm, after one that warms up.
-        on_round: called with what is done now.
+        rounds: number of timed rounds, after a warm-up round.
+        on_round: called with a description of the current work.
 
     Raises:
-        ConfigError: the corpus cannot be used, or a precision is none that is known here.
+        ConfigError: the corpus cannot be used, or the loop does not support a precision.
     """
     arms: dict[str, TrainConfig] = {}
     for run in runs:
@@ -197,7 +196,7 @@ def time_arms(
         data = prepared[same] = prepared.get(same) or prepare(config.data)
         is_gpu = config.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         training = Training(config, data, torch.device("cuda" if is_gpu else "cpu"))
-        training.step()  # the first one is slower than all others
+        training.step()  # the first step is the slowest
         start = clock()
         training.step()
         calls = math.ceil(_SECONDS_OF_A_TURN / max(clock() - start, 1e-9))

@@ -1,10 +1,10 @@
-"""Model folders, and models made of trained ones.
+"""Model folders, and models that are made from trained models.
 
-pretrained.py        model folders of this project: written, checked, read
+pretrained.py        model folders of this project: write, check and read
 init_from.py         a run that starts from the weights of a folder or a run
 to_transformers.py, from_transformers.py, families.py, layouts.py, options.py
                      model folders of transformers
-initialiser.py       a model made of a trained one without training, one file per method:
+initialiser.py       a model made from a trained model without training; one file per method:
                      upcycle.py, carve.py, merge.py, prune.py, mix.py; `docs/initialising.md` compares them
 """
 
@@ -32,7 +32,7 @@ _LAZY = {
     "load_ffn": "moe_ffn.weights.from_transformers",
     "load_transformers": "moe_ffn.weights.from_transformers",
 }
-"""Imported on first use: they read files of tensors, which needs packages that others lack."""
+"""Names that are imported on first use, because they need optional packages."""
 
 
 __getattr__, __dir__ = lazy_names(__name__, _LAZY)

@@ -1,4 +1,4 @@
-"""Carving: the hidden units of one dense block shared out among experts, by which of them work together.
+"""Carving: the hidden units of a dense block are divided among experts by which units are active together.
 
 T tokens, D model width, F hidden units, E routed experts, M units of an expert
 """
@@ -38,7 +38,7 @@ _MAX_ROUNDS = 20
 
 
 class CarveConfig(InitialiserConfig, frozen=True):
-    """A SwiGLU block carved into experts by its activations (CMoE: Pei et al. 2025, arXiv:2502.04416).
+    """Divide a SwiGLU block into experts by its activations (CMoE: Pei et al. 2025, arXiv:2502.04416).
 
     The units that are active most often become a shared expert, the others are clustered by the tokens that
     they are active for, into equally many each; the unit in the middle of a cluster is its router's row.
@@ -48,11 +48,11 @@ class CarveConfig(InitialiserConfig, frozen=True):
     num_experts: int = Field(default=6, ge=1, le=MAX_COUNT)
     """Routed experts."""
     num_shared: int = Field(default=2, ge=0, le=MAX_COUNT)
-    """Parts of the same size that every token passes through, together the shared expert."""
+    """Number of parts, each of an expert's size, that form the shared expert, which every token uses."""
     k: int = Field(default=2, ge=1, le=MAX_COUNT)
-    """Routed experts of a token. With all of them the function stays."""
+    """Routed experts per token. With all experts the output of the block does not change."""
     active_units: int = Field(default=10, ge=1, le=MAX_COUNT)
-    """Units that count as active for a token, those of the largest absolute activation."""
+    """Number of units that count as active for a token: those with the largest absolute activations."""
 
     needs_text: ClassVar[bool] = True
 
@@ -75,16 +75,16 @@ class CarveConfig(InitialiserConfig, frozen=True):
         return with_blocks(source, made)
 
     def target(self, config: FFNConfig, d_model: int, layer: int) -> MoEConfig:
-        """The config of the carved layer.
+        """Return the config of the carved layer.
 
         Raises:
-            ConfigError: the block is no SwiGLU without biases, or its width cannot be divided.
+            ConfigError: the block is not a SwiGLU without biases, or its width cannot be divided.
         """
         experts = as_experts(config, d_model)
         options = {} if experts is None else experts.to_dict()
         if options.get("type") != "swiglu" or options["bias"]:
             raise ConfigError(
-                "method.type: carve takes swiglu blocks without biases, whose units the router is made of; "
+                "method.type: carve needs swiglu blocks without biases, whose units form the router; "
                 f"layer {layer} is of type '{config.type}'{' with biases' if options.get('bias') else ''}; "
                 "use upcycle"
             )
@@ -111,22 +111,22 @@ class Partition:
     """Assignment of every hidden unit to one expert or to the shared expert."""
 
     shared: Tensor
-    """int64, units of the shared expert."""
+    """Units of the shared expert, int64."""
     experts_EM: Tensor
-    """int64, units of each routed expert; the first is its representative."""
+    """Units of each routed expert, int64; the first unit is the expert's router row."""
 
 
 def most_active(activations_TF: Tensor, num_units: int) -> Tensor:
-    """Bool (T, F): the units of the largest absolute activation of each token (section 3.1)."""
+    """Return a mask of each token's units with the largest absolute activations, (T, F) (section 3.1)."""
     top = activations_TF.abs().topk(min(num_units, activations_TF.shape[-1]), dim=-1).indices
     return torch.zeros_like(activations_TF, dtype=torch.bool).scatter_(1, top, True)
 
 
 def partition_units(active_TF: Tensor, num_experts: int, num_shared: int) -> Partition:
-    """Shared units by how often they are active, the rest in balanced clusters (section 3.2).
+    """Choose the shared units by how often they are active, and cluster the rest evenly (section 3.2).
 
-    Clusters begin at the most active of the rest. In turn units are assigned to the nearest centre, equally
-    many to each by an auction, and centres become the means, until nothing moves.
+    Clusters start at the most active of the remaining units. An auction assigns equally many units to each
+    centre, the nearest first, and the centres become the means. This repeats until no unit moves.
     """
     size = active_TF.shape[1] // (num_experts + num_shared)
     order = active_TF.float().mean(dim=0).argsort(descending=True, stable=True)
@@ -152,13 +152,13 @@ def partition_units(active_TF: Tensor, num_experts: int, num_shared: int) -> Par
 def carve(
     dense: FFNBlock, config: MoEConfig, d_model: int, partition: Partition, generator: Generator
 ) -> FFNBlock:
-    """A layer of the units of a SwiGLU block; with every expert on it computes the same.
+    """Return a layer made from the units of a SwiGLU block; with all experts active it computes the same.
 
     Args:
-        dense: without biases.
-        config: with a router `neuron_top_k`, and a swiglu block as the shared expert where there is one.
-        partition: of the units of the block.
-        generator: of weights that the others replace.
+        dense: a block without biases.
+        config: config of the layer: router `neuron_top_k`, and a swiglu block if there is a shared expert.
+        partition: division of the block's units.
+        generator: source of the initial weights, which are then replaced.
     """
     made = cast("MoEFFN", build_block(config, dense, d_model, generator))
     source, into = networks(dense), networks(made)
@@ -183,6 +183,6 @@ def carve(
 
 
 def _units(source: ExpertWeights, units: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of gate and then up, and the columns of down, of some units."""
+    """Return the rows of gate and then up, and the columns of down, of the given units."""
     gate, up = source.up_EHD[0].chunk(2)
     return torch.cat([gate[units], up[units]]), source.down_EDF[0][:, units]

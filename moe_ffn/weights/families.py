@@ -1,4 +1,4 @@
-"""Table of the architectures of transformers: names of options and weights, for reading and writing."""
+"""Table of transformers architectures: names of options and weights, for reading and writing."""
 
 from __future__ import annotations
 
@@ -109,26 +109,26 @@ EXPERTS = {
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers."""
+    """An architecture of transformers."""
 
     model_type: str
     stream: tuple[Part, ...]
-    """All but the feed-forward blocks."""
+    """Options of everything but the feed-forward blocks."""
     ffn: tuple[Part, ...]
     defaults: Mapping[str, Any]
     """Defaults of transformers for options that a config leaves out."""
     names: Mapping[str, Layout] = field(default_factory=lambda: EXPERTS)
-    """Name of a weight of ours in a layer -> theirs."""
+    """Our name of a weight in a layer -> its layout in transformers."""
     lacks: str = ""
-    """Feature that our decoder lacks, so that only single blocks can be read; empty if none."""
+    """Features that our decoder lacks, so that only single blocks can be read; empty if none."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of options in files."""
+    """Other names of options in config files."""
     fill: Callable[[Options], Options] = lambda options: options
-    """Options that this architecture always has and our model may lack; they are written as zeros."""
+    """Add options that this architecture always has and our model may lack; their weights are zeros."""
 
     @property
     def architecture(self) -> str:
-        """Name of its class in transformers, such as `Qwen3MoeForCausalLM`."""
+        """Class name in transformers, such as `Qwen3MoeForCausalLM`."""
         return f"{self.model_type.title().replace('_', '')}ForCausalLM"
 
     @property
@@ -137,7 +137,7 @@ class Family:
 
 
 def _with_shared_expert(options: Options) -> Options:
-    """Qwen2-MoE always has one; 32 units are the least that llama.cpp packs."""
+    """Add the shared expert that Qwen2-MoE always has, of 32 units, the fewest that llama.cpp packs."""
     if "sparse.shared_expert.type" in options:
         return options
     shared = {"type": options.get("sparse.experts.type"), "d_ff": 32, "bias": False}
@@ -257,7 +257,7 @@ FAMILIES = (
         (
             *STREAM,
             only("attention_bias", False),
-            only("rms_norm_eps", 1e-6),  # which the norms in its attention always have
+            only("rms_norm_eps", 1e-6),  # the norms in its attention always use it
             same("kv_lora_rank", "attention.latent.kv_rank", 1),
             same("q_lora_rank", "attention.latent.query_rank"),
             same("qk_nope_head_dim", "attention.head_dim"),

@@ -1,4 +1,4 @@
-"""Read a model folder of transformers as our decoder, or one feed-forward block of it.
+"""Read a model folder of transformers as our decoder, or a single feed-forward block from it.
 
     decoder = moe_ffn.weights.load_transformers("models/theirs")
 
@@ -42,7 +42,7 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Dtypes of safetensors; others are of quantised weights, whose scales are elsewhere."""
+"""Supported dtypes of safetensors; the others hold quantised weights, whose scales are separate tensors."""
 
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
@@ -53,8 +53,8 @@ def load_transformers(folder: str | Path) -> Decoder:
     `moe_ffn.load_tokenizer` reads the tokenizer in the same folder.
 
     Raises:
-        ConfigError: the folder is damaged; or our decoder does not compute its architecture or one of its
-            options, which the message names.
+        ConfigError: the folder is damaged, or our decoder does not support its architecture or one of its
+            options.
     """
     folder = Path(folder)
     family, their = _read_theirs(folder)
@@ -74,7 +74,7 @@ def load_transformers(folder: str | Path) -> Decoder:
 
 
 def sparse_options(family: Family, their: Theirs) -> dict[str, Any]:
-    """Return the options of the sparse block, as in YAML; raises as `load_transformers`."""
+    """Return the options of the sparse block, as in YAML; for errors see `load_transformers`."""
     return _blocks(_read_options(family.ffn, their))[1]["sparse"]
 
 
@@ -94,7 +94,7 @@ def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
     folder = Path(folder)
     family, their = _read_theirs(folder)
     if layer not in their.layers():
-        raise ConfigError(f"layer must lie in [0, {len(their.layers())}), got {layer}")
+        raise ConfigError(f"layer must be in [0, {len(their.layers())}), got {layer}")
     options = _read_options(family.ffn, their)
     blocks = _blocks(options)[1]
     kind = "sparse" if layer in options["sparse_layers"] else "dense"
@@ -111,7 +111,7 @@ def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
 
 
 def architecture_of(folder: Path) -> str:
-    """Return the architecture of a folder, such as `qwen3_moe`; ConfigError if it is not supported."""
+    """Return the architecture of a folder, such as `qwen3_moe`; raise ConfigError for an unsupported one."""
     return _read_theirs(folder)[0].model_type
 
 
@@ -164,7 +164,7 @@ def _validate(root: type[RootConfig], options: Mapping[str, Any], their: Theirs)
 
 @contextmanager
 def _open(folder: Path) -> Iterator[dict[str, Any]]:
-    """Open the weights of a folder: name -> lazy tensor of safetensors, of which a part can be read."""
+    """Open the weights of a folder: name -> lazy safetensors slice, which can be read in part."""
     from safetensors import safe_open
 
     slices: dict[str, Any] = {}
@@ -183,14 +183,14 @@ def _read(
     expected: Mapping[str, Tensor],
     prefixes: tuple[str, ...] = ("",),
 ) -> dict[str, Tensor]:
-    """Read a tensor for each of `expected`, whose values are ignored.
+    """Read a tensor for each entry of `expected`; only names, shapes and dtypes of `expected` are used.
 
     Args:
-        prefixes: beginnings of names that must not be left over.
+        prefixes: prefixes of tensor names; every tensor of the files with such a prefix must be used.
     """
     with _open(folder) as slices:
         pieces = {
-            name: _held(layout_of(family, name)(value.shape, their), slices)
+            name: _stored_form(layout_of(family, name)(value.shape, their), slices)
             for name, value in expected.items()
         }
         shapes = {
@@ -217,8 +217,8 @@ def _read(
                 "floating-point dtype"
             )
         return {
-            # A correction bias is float32 in every model.
-            name: _made(
+            # Correction biases stay float32, as in every model.
+            name: _assemble(
                 slices, pieces[name], value, torch.float32 if name.endswith("_E") else dtype
             )
             for name, value in expected.items()
@@ -231,17 +231,17 @@ def layout_of(family: Family, name: str) -> Callable[[torch.Size, Theirs], list[
         layout: Layout = OUTSIDE[name]
         return partial(layout, "")
     _, layer, inside = name.split(".", 2)
-    inside = inside.replace("ffn.ffn.", "ffn.", 1)  # a block with noise holds theirs
+    inside = inside.replace("ffn.ffn.", "ffn.", 1)  # a wrapper that adds noise
     return partial(family.names[inside], f"model.layers.{layer}.")
 
 
-def _held(ways: list[list[Piece]], slices: Mapping[str, Any]) -> list[Piece]:
-    """Return the pieces under which the files hold a tensor, or the first form if they hold none."""
+def _stored_form(ways: list[list[Piece]], slices: Mapping[str, Any]) -> list[Piece]:
+    """Return the first form of which the files have a piece, or the first form of all."""
     return next((way for way in ways if any(p.name in slices for p in way)), ways[0])
 
 
 def _is_known(name: str, their: Theirs, slices: Mapping[str, Any]) -> bool:
-    """Return whether transformers ignores a tensor as well."""
+    """Return whether transformers also ignores a tensor."""
     if name == "lm_head.weight" and their.get("tie_word_embeddings"):
         embedding = slices.get("model.embed_tokens.weight")
         return embedding is not None and torch.equal(embedding[:], slices[name][:])
@@ -253,10 +253,10 @@ def _is_known(name: str, their: Theirs, slices: Mapping[str, Any]) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _made(
+def _assemble(
     slices: Mapping[str, Any], pieces: list[Piece], shape: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Assemble one of our tensors from their pieces, one expert at a time."""
+    """Assemble one of our tensors from pieces in the files, one expert at a time."""
     first = pieces[0]
     if len(pieces) == 1 and first.order is None and first.part is Piece.part:
         return slices[first.name][...].to(dtype)

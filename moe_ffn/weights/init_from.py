@@ -1,4 +1,4 @@
-"""Start a model from the weights of a trained one, all of them or those that fit."""
+"""Start a model from the weights of a trained model: all of them, or those that fit."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Source:
 
     @property
     def tokenizer_config(self) -> FileTokenizerConfig:
-        """The tokenizer as an option.
+        """Config of the tokenizer.
 
         Raises:
-            ConfigError: the folder has none.
+            ConfigError: the folder has no tokenizer.
         """
         path = self.folder / TOKENIZER_FILE
         if self.tokenizer is None:
@@ -58,7 +58,7 @@ class Source:
         return FileTokenizerConfig(path=str(path))
 
     def require_same_tokens(self, tokenizer: Tokenizer) -> None:
-        """Raise ConfigError if a token id stands for other text in `tokenizer`."""
+        """Raise ConfigError if a token id means another text in `tokenizer`."""
         known, ours = self.decoder.embedding.num_embeddings, tokenizer.vocab_size
         advice = "use a folder of the same tokenizer"
         if self.tokenizer is not None:
@@ -86,10 +86,10 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
     """Read the model of a model folder, or the best weights of a run.
 
     Args:
-        option: which named the folder.
+        option: option that named the folder, for messages.
 
     Raises:
-        ConfigError: it is neither, is damaged, or names code that is not trusted.
+        ConfigError: the folder is neither a model nor a run, is damaged, or names untrusted code.
     """
     path = expand_path(folder, option)
     if kind_of(path) != "a folder":
@@ -117,12 +117,12 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
 
 
 def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights that a decoder can start from, by name, and lines that report them.
+    """Return the weights from which a decoder can start, by name, and a report in lines.
 
-    A part with another `type` keeps its own initial weights, even if names agree.
+    A part whose `type` differs keeps its own initial weights, even if the names are equal.
 
     Args:
-        decoder: only names and shapes of its weights are read.
+        decoder: the model to start; only names and shapes of its weights are read.
 
     Raises:
         ConfigError: a weight has the same name and another shape.
@@ -156,7 +156,7 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
         for key, (old, new) in _changes(source.decoder, decoder).items()
     ]
     if source.tokenizer is None:
-        lines.append(f"  it has no {TOKENIZER_FILE}: nobody knows whether its tokens mean the same")
+        lines.append(f"  it has no {TOKENIZER_FILE}: its token ids may mean other text")
     return taken, lines
 
 
@@ -223,7 +223,7 @@ def written_lines(
         ]
     options: dict[str, Any] = {"init_from": str(folder)}
     options |= {f"model.{key}": value for key, value in decoder.config.to_short_dict().items()}
-    if any(True for _ in decoder.positions.parameters()):  # one for each place
+    if any(True for _ in decoder.positions.parameters()):  # learned positions
         options["data.seq_len"] = decoder.max_seq_len
     if own.token_bytes != default.token_bytes:
         options["data.tokenizer"] = {"type": "file", "path": str(folder / TOKENIZER_FILE)}

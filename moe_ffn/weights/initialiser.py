@@ -1,4 +1,4 @@
-"""The interface of every initialiser, and shared helpers: decoders with other blocks, input hooks.
+"""The interface of initialisers, and shared helpers: decoders with other blocks, inputs of blocks.
 
 B sequences, S tokens of each, D model width
 """
@@ -37,7 +37,7 @@ class InitialiserConfig(TaggedConfig, frozen=True):
     def initialise(
         self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
     ) -> Decoder:
-        """Return a new decoder; the sources do not change.
+        """Return a new decoder; the sources are not modified.
 
         Args:
             sources: one model in evaluation mode, or several if `takes_several`.
@@ -67,7 +67,7 @@ def build_block(config: FFNConfig, like: FFNBlock, d_model: int, generator: Gene
 
 @contextmanager
 def prefix_errors(prefix: str = "method.") -> Iterator[None]:
-    """Complete the option that a ConfigError names to what you type."""
+    """Prefix the option in a ConfigError, so that it reads as typed."""
     try:
         yield
     except ConfigError as error:
@@ -92,7 +92,7 @@ def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock
     with prefix_errors("method: "):
         config = validate(DecoderConfig, options)
     replaced = {id(cast("Block", decoder.layers[i]).ffn): block for i, (_, block) in blocks.items()}
-    made = copy.deepcopy(decoder, replaced)  # which takes these blocks in the place of copies
+    made = copy.deepcopy(decoder, replaced)  # `replaced` substitutes these blocks for copies
     made.config = config
     return made
 
@@ -101,7 +101,7 @@ def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock
 def block_inputs(
     decoder: Decoder, layer: int, ids_BS: Tensor
 ) -> Iterator[tuple[Tensor, TokenContext]]:
-    """Run a decoder on a text; yield the tokens and the context that one feed-forward block is given."""
+    """Run a decoder on a text; yield the tokens and the context that one feed-forward block receives."""
     inputs: list[tuple[Tensor, TokenContext]] = []
     ffn = cast("Block", decoder.layers[layer]).ffn
     handle = ffn.register_forward_pre_hook(lambda _, given: inputs.append(given))
@@ -114,10 +114,10 @@ def block_inputs(
 
 
 def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNConfig, MoEFFN]]:
-    """Return (config with fewer experts, block) of each sparse layer; experts stay as wide as they are.
+    """Return (config with fewer experts, block) of each sparse layer; the width of experts is unchanged.
 
     Raises:
-        ConfigError: no layer is sparse, one has fewer experts already, or a router cannot serve so few.
+        ConfigError: no layer is sparse, a layer has fewer experts, or a router does not support so few.
     """
     found: dict[int, tuple[FFNConfig, MoEFFN]] = {}
     for layer, (config, block) in enumerate(layer_blocks(decoder)):
@@ -135,7 +135,7 @@ def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNCon
         found[layer] = smaller, cast("MoEFFN", block)
     if not found:
         types = {ffn.type for ffn in decoder.config.layer_ffns() if ffn.router_infos()}
-        why = f", and experts of type {types.pop()!r} cannot be made fewer" if types else ""
+        why = f", and experts of type {types.pop()!r} cannot be removed" if types else ""
         raise ConfigError(
             f"method.type: no layer of this model is of type 'moe'{why}; use upcycle or carve first, or take "
             "another model"

@@ -1,4 +1,4 @@
-"""Tensors of transformers as parts of ours, both ways.
+"""Layouts: how tensors of transformers map to parts of our tensors, and back.
 
 E experts, F hidden width, D model width, H heads
 """
@@ -16,17 +16,17 @@ from moe_ffn.weights.options import Theirs
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of theirs, as a part of one of ours."""
+    """A tensor of transformers ("theirs") that is a part of one of our tensors ("ours")."""
 
     name: str
     part: Callable[[Tensor], Tensor] = lambda ours: ours
-    """The view of ours that it fills; of its shape."""
+    """Returns the view of our tensor that this tensor fills; both have the same shape."""
     order: tuple[int, Tensor] | None = None
-    """(dimension, indices): which row or column of theirs stands at each place of ours."""
+    """(dimension, indices): for each row or column of ours, its index in theirs."""
     rows: slice | None = None
-    """The rows of theirs that it is, where other rows belong to another tensor of ours; not written."""
+    """Rows of theirs to read, if other rows belong to another tensor of ours; for reading only."""
     added: float = 0.0
-    """The difference of ours from it; not written."""
+    """Constant to add to theirs to get ours; for reading only."""
 
     def to_ours(self, theirs: Tensor) -> Tensor:
         theirs = theirs if self.rows is None else theirs[self.rows]
@@ -40,25 +40,26 @@ class Piece:
 
 
 Layout = Callable[[str, torch.Size, Theirs], list[list[Piece]]]
-"""(prefix of their names, shape of ours, their options) -> the forms in which theirs may hold it, in pieces;
-the first is written."""
+"""(prefix of their names, shape of ours, their options) -> possible forms, each a list of pieces. The first
+form is the one that is written."""
 
 
 def named(*names: str) -> Layout:
-    """The same tensor, under one of these names."""
+    """Return the layout of a tensor that is stored unchanged under one of these names."""
     return lambda prefix, shape, their: [[Piece(prefix + name)] for name in names]
 
 
 def zero_centered(name: str) -> Layout:
-    """A norm's scale, of which theirs store the difference from 1."""
+    """Return the layout of a norm's scale that is stored as its difference from 1."""
     return lambda prefix, shape, their: [[Piece(prefix + name, added=1.0)]]
 
 
 def stacked(fused: str, *each: str) -> Layout:
-    """The experts of a layer in one tensor, or in one for each expert, and for each of gate and up.
+    """Return the layout of stacked experts: one tensor per expert (and per gate and up), or one tensor.
 
     Args:
-        each: `{}` stands for the number of the expert.
+        fused: name of the single tensor.
+        each: names of the tensors of an expert, with `{}` for its number.
     """
 
     def rows(expert: int, place: int, of: int) -> Callable[[Tensor], Tensor]:
@@ -76,7 +77,7 @@ def stacked(fused: str, *each: str) -> Layout:
 
 
 def halves(first: str, second: str) -> Layout:
-    """Gate and up of all experts, in a tensor each."""
+    """Return the layout of gate and up of all experts in two tensors."""
     return lambda prefix, shape, their: [
         [
             Piece(prefix + name, lambda ours, i=i: ours.chunk(2, 1)[i])
@@ -86,14 +87,14 @@ def halves(first: str, second: str) -> Layout:
 
 
 def rows_of(name: str, place: int = 0) -> Layout:
-    """As many rows of theirs as ours has; other rows belong to another tensor of ours, or to nothing."""
+    """Return the layout of a tensor that is a block of rows of theirs, number `place`, for reading only."""
     return lambda prefix, shape, their: [
         [Piece(prefix + name, rows=slice(place * shape[0], (place + 1) * shape[0]))]
     ]
 
 
 def interleaved(name: str, is_transposed: bool) -> Layout:
-    """Gate and up whose columns take turns, as in GPT-OSS, of matrices (in, out)."""
+    """Return the layout of (in, out) matrices in which columns of gate and up alternate, as in GPT-OSS."""
 
     def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
         columns = torch.arange(shape[1]).view(-1, 2).T.flatten()
@@ -104,7 +105,7 @@ def interleaved(name: str, is_transposed: bool) -> Layout:
 
 
 def transposed(name: str) -> Layout:
-    """Matrices (in, out)."""
+    """Return the layout of (in, out) matrices; ours are (out, in)."""
     return lambda prefix, shape, their: [[Piece(prefix + name, _transpose)]]
 
 
@@ -113,10 +114,10 @@ def _transpose(ours: Tensor) -> Tensor:
 
 
 def rotary(stem: str, num_heads: str | None, plain_width: str) -> Layout:
-    """A projection whose last rows, of each head or of all together, rotary positions rotate.
+    """Return the layout of a projection whose last rows, per head or in total, are rotated by RoPE.
 
-    DeepSeek-V3 rotates neighbours (0, 1), (2, 3), ...; ours, and theirs without `rope_interleave`, unit i
-    with unit i + half.
+    DeepSeek-V3 rotates neighbouring units (0, 1), (2, 3), ...; our decoder, and theirs without
+    `rope_interleave`, rotate unit i with unit i + half.
     """
 
     def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
@@ -134,7 +135,7 @@ def rotary(stem: str, num_heads: str | None, plain_width: str) -> Layout:
 
 
 def linear(**stems: str) -> dict[str, Layout]:
-    """Weights and biases of modules; `__` in our names stands for a dot."""
+    """Return the layouts of weights and biases of linear modules; `__` in our names means a dot."""
     return {
         f"{ours.replace('__', '.')}.{kind}": named(f"{theirs}.{kind}")
         for ours, theirs in stems.items()

@@ -1,4 +1,4 @@
-"""Merging: experts that are chosen alike become one, the mean of their weights.
+"""Merging: experts with similar router logits become one expert, the mean of their weights.
 
 T tokens, D model width, E experts, F hidden units, P matrices into them
 """
@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from moe_ffn.balancing.sums import count_pairs
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, install
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.networks import networks
@@ -31,15 +31,15 @@ from moe_ffn.weights.prune import prune_experts
 
 
 class MergeConfig(InitialiserConfig, frozen=True):
-    """The experts that are used most each take in those that the router scores like them (M-SMoE).
+    """Merge each expert into the most similar of the most used experts, by router logits (M-SMoE).
 
-    Li et al. 2023, arXiv:2310.01334: hidden units are aligned with those of the expert that stays, then
-    weights are averaged, weighted by how often each is chosen. The router's rows are averaged alike.
+    Li et al. 2023, arXiv:2310.01334: hidden units are aligned with those of the most used expert of a group.
+    Then weights and router rows are averaged, weighted by how often each expert is chosen.
     """
 
     type: Literal["merge"] = "merge"
     num_experts: int = Field(default=4, ge=1, le=MAX_COUNT)
-    """Experts of each layer that are left."""
+    """Number of experts kept in each layer."""
 
     needs_text: ClassVar[bool] = True
 
@@ -54,8 +54,8 @@ class MergeConfig(InitialiserConfig, frozen=True):
             for info in config.router_infos().values():
                 if info.router.is_listed:
                     raise ConfigError(
-                        f"method.type: merge compares the router's scores of all experts, but that of "
-                        f"layer {layer}, of type '{info.router.type}', lists a few; take another model"
+                        f"method.type: merge compares the router's scores of all experts, but the router of "
+                        f"layer {layer}, of type '{info.router.type}', scores only a few; use another model"
                     )
             counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
             products_EE = torch.zeros(block.num_experts, block.num_experts, dtype=torch.float64)
@@ -78,11 +78,11 @@ class MergeConfig(InitialiserConfig, frozen=True):
 
 
 def group_experts(counts_E: Tensor, products_EE: Tensor, num_groups: int) -> list[list[int]]:
-    """The experts in groups, each led by one of the most used; the others follow whom they are most like.
+    """Return groups of experts; the first of each is one of the most used, the rest are most similar to it.
 
     Args:
-        counts_E: how often each was chosen.
-        products_EE: of their router logits, summed over tokens, whose cosine is how alike two are.
+        counts_E: how often each expert was chosen.
+        products_EE: products of router logits summed over tokens; their cosine is the similarity.
     """
     norms_E = products_EE.diagonal().clamp(min=torch.finfo(torch.float64).tiny).sqrt()
     likeness_EE = products_EE / norms_E / norms_E.unsqueeze(-1)
@@ -103,29 +103,30 @@ def merge_experts(
     counts_E: Tensor,
     generator: Generator,
 ) -> MoEFFN:
-    """The block with one expert for each group, whose weights and rows of the router are the group's mean.
+    """Return a block with one expert per group, which has the group's mean weights and mean router row.
 
-    It computes the same where the weights of a token have one sum, and either all experts of the layer are
-    equal up to the order of their units; or those of a group are, with equal rows of the router, groups are
-    of one size m, k was a multiple of m, and it is k / m now. Elsewhere not: with k as before a token goes
-    to other experts, and of a softmax over all experts the merged one would need log m more of a logit.
+    The new block computes the same function if the weights of every token have the same sum, and one of two
+    conditions holds. Either all experts of the layer are equal up to the order of their hidden units. Or the
+    experts of each group are, with equal router rows, all groups have m experts, and k, a multiple of m,
+    becomes k / m. Otherwise the function changes: with an unchanged k a token reaches other experts, and in
+    a softmax over all experts the logit of a merged expert would have to grow by log m.
 
     Args:
         block: a routed Mixture of Experts.
         config: config of the new block, with as many experts as there are groups.
-        groups: experts; the first of each is the one that hidden units are aligned with.
-        counts_E: by which the mean is weighted; equally in a group that was never chosen.
-        generator: of weights that the others replace.
+        groups: experts of each group; hidden units are aligned with those of the first.
+        counts_E: weights of the mean; experts of a group that was never chosen weigh the same.
+        generator: source of the initial weights, which are then replaced.
 
     Raises:
-        ConfigError: the experts are of a kind that cannot be averaged, or scipy is missing.
+        ConfigError: the experts are of a type that cannot be averaged, or scipy is missing.
     """
     leaders = torch.tensor([group[0] for group in groups])
     made = prune_experts(block, config, d_model, leaders, generator)
     source, into = networks(block), networks(made)
     if source is None or into is None:
         raise ConfigError(
-            "method.type: the experts are of a kind of their own, whose units cannot be aligned; use prune"
+            "method.type: the experts are of a custom type, whose units cannot be aligned; use prune"
         )
     for place, group in enumerate(groups):
         share_G = _shares(counts_E[list(group)])
@@ -144,12 +145,12 @@ def _shares(counts_G: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor, share_G: Tensor) -> Tensor:
-    """The weighted mean along the first axis."""
+    """Return the weighted mean over the first axis."""
     return torch.tensordot(share_G, values.double(), dims=1).to(values.dtype)
 
 
 def _aligned(weights: ExpertWeights, expert: int, leader: int) -> list[Tensor | None]:
-    """The weights of an expert, its units in the order in which they are most like those of another."""
+    """Return the weights of an expert, with its units permuted to be most similar to those of `leader`."""
     parts = 2 if weights.gated else 1
 
     def units(number: int) -> Tensor:
@@ -172,11 +173,11 @@ def _aligned(weights: ExpertWeights, expert: int, leader: int) -> list[Tensor | 
 
 
 def _best_assignment(likeness_FF: Tensor) -> Tensor:
-    """int64 (F,): for each row the column, each once, of the highest sum."""
+    """Return the column of each row, int64 (F,), in the one-to-one assignment with the largest sum."""
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
         raise ConfigError(
-            "method.type: merge needs scipy; install it with: pip install 'moe_ffn[studies]'"
+            f"method.type: merge needs scipy; install with: {install('studies')}"
         ) from error
     return torch.from_numpy(linear_sum_assignment(likeness_FF.numpy(), maximize=True)[1])

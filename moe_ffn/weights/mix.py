@@ -1,4 +1,4 @@
-"""Branch-train-mix: the blocks of several dense models as the experts of one, the mean of all the rest."""
+"""Branch-train-mix: blocks of several dense models become experts; all other weights are averaged."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from moe_ffn.weights.upcycle import experts_like, upcycle
 
 
 class MixConfig(InitialiserConfig, frozen=True):
-    """The blocks of N dense models as experts, the mean of all else, the router drawn anew (BTX).
+    """Make experts from the blocks of N dense models, average all other weights, add a new router (BTX).
 
-    Sukhbaatar et al. 2024, Branch-Train-MiX, arXiv:2403.07816. The models are branches of one, trained on
-    different text. Of equal ones it is `upcycle`.
+    Sukhbaatar et al. 2024, Branch-Train-MiX, arXiv:2403.07816. The models are branches of one model, trained
+    on different texts. If the models are equal, the result is that of `upcycle`.
     """
 
     type: Literal["mix"] = "mix"
     router: RouterConfig = TopKRouterConfig(renormalize=True)
-    """Chooses the experts, as many as there are models times `granularity`."""
+    """Router over the experts, whose number is the number of models times `granularity`."""
     granularity: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """Shards that each block is cut into, as of `upcycle`."""
+    """Number of shards that each block is cut into, as in `upcycle`."""
 
     takes_several = True
 
@@ -48,7 +48,7 @@ class MixConfig(InitialiserConfig, frozen=True):
         d_model, num_experts = first.config.d_model, len(sources) * self.granularity
         for layer, (config, dense) in enumerate(layers[0]):
             if networks(dense) is None:
-                continue  # it is averaged
+                continue  # this block is averaged
             target = experts_like(
                 config, d_model, num_experts, self.granularity, self.router, layer
             )
@@ -70,7 +70,7 @@ class MixConfig(InitialiserConfig, frozen=True):
 
 
 def _require_same(first: Decoder, other: Decoder, number: int) -> None:
-    """ConfigError that names the first option in which two models differ."""
+    """Raise ConfigError for the first option in which two models differ."""
     ours, theirs = (
         {
             **decoder.config.to_dict(),
@@ -81,6 +81,6 @@ def _require_same(first: Decoder, other: Decoder, number: int) -> None:
     )
     for key, (one, another) in differences(ours, theirs).items():
         raise ConfigError(
-            f"--source: models that are mixed are of one architecture, but {key} is {show(one)} in the "
+            f"--source: mixed models must have the same architecture, but {key} is {show(one)} in the "
             f"first and {show(another)} in number {number}; leave one of them out"
         )

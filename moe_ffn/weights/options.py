@@ -1,4 +1,4 @@
-"""Translate options between transformers and our configs: the parts that describe an architecture.
+"""Translation of options between transformers and our configs, in parts that describe an architecture.
 
 Our options are flat here: dotted paths of a `DecoderConfig`. The block of sparse layers is under `sparse.`,
 the block of dense layers under `dense.`, and `sparse_layers` lists the numbers of the sparse layers.
@@ -13,7 +13,7 @@ from typing import Any
 from moe_ffn.config.errors import ConfigError, show
 
 Options = Mapping[str, Any]
-"""Options of ours: dotted path -> value."""
+"""Our options: dotted path -> value."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Theirs:
     """The `config.json` of a model of transformers, with the library's defaults."""
 
     where: str
-    """First words of messages."""
+    """Name of the folder or model; messages begin with it."""
     values: Mapping[str, Any]
 
     def __getitem__(self, key: str) -> Any:
@@ -40,7 +40,7 @@ class Theirs:
         return value
 
     def layers(self) -> range:
-        """The numbers of all layers."""
+        """Return the numbers of all layers."""
         count = self.count("num_hidden_layers")
         if count > 10_000:
             raise ConfigError(f"{self.where}: num_hidden_layers is {count}; give at most 10000")
@@ -53,7 +53,7 @@ class Theirs:
 
     def refuse(self, what: str, served: str) -> ConfigError:
         return ConfigError(
-            f"{self.where}: {what}, which our model does not compute; served is {served}"
+            f"{self.where}: {what}, which our model does not support; supported: {served}"
         )
 
 
@@ -62,7 +62,7 @@ class Part:
     """A group of options that can be read and written."""
 
     read: Callable[[Theirs], Options]
-    """Return our options for theirs, or raise ConfigError if ours cannot express them."""
+    """Return our options for theirs, or raise ConfigError if our model cannot express them."""
     write: Callable[[Options], Mapping[str, Any]] = lambda options: {}
     """Return their options for ours; the result is read back and compared."""
 
@@ -71,7 +71,7 @@ def same(theirs: str, ours: str, fallback: Any = None) -> Part:
     """Map one option under two names.
 
     Args:
-        fallback: the value to write if ours is missing or has another type.
+        fallback: value to write if our option is missing or has another type.
     """
 
     def write(options: Options) -> dict[str, Any]:
@@ -83,12 +83,12 @@ def same(theirs: str, ours: str, fallback: Any = None) -> Part:
 
 
 def always(options: Options) -> Part:
-    """Set options that this architecture implies and has no option for."""
+    """Set options of ours that this architecture implies without an option."""
     return Part(lambda their: options)
 
 
 def only(theirs: str, *served: Any) -> Part:
-    """Accept only these values of their option; write the first."""
+    """Accept only these values of their option; write the first one."""
 
     def read(their: Theirs) -> Options:
         their.require(theirs, *served)
@@ -106,11 +106,11 @@ ACTIVATIONS = {
     "sigmoid": "glu",
     "linear": "bilinear",
 }
-"""Activation of a gate of theirs -> the type of our gated block."""
+"""Their activation of a gate -> the type of our gated block."""
 
 
 def gated(*ours: str) -> Part:
-    """`hidden_act`, which all blocks of a model share."""
+    """Map `hidden_act`, which all blocks of a model share, to types of gated blocks."""
 
     def read(their: Theirs) -> Options:
         their.require("hidden_act", *ACTIVATIONS)
@@ -143,7 +143,7 @@ def read_rope(their: Theirs) -> Options:
 
 def write_rope(options: Options) -> dict[str, Any]:
     base = options.get("positions.base", 10_000.0)
-    # The second is where transformers before 5, and other libraries, look.
+    # Transformers before version 5 and other libraries read the second key.
     return {"rope_parameters": {"rope_type": "default", "rope_theta": base}, "rope_theta": base}
 
 
@@ -167,20 +167,20 @@ def read_whole_heads(their: Theirs) -> Options:
 
 
 def read_equal_heads(their: Theirs) -> Options:
-    """OLMoE's norms have the width of the stream."""
+    """Require heads that divide the model width evenly: OLMoE's query and key norms have that width."""
     read_whole_heads(their)
     their.require("head_dim", None, their["hidden_size"] // their["num_attention_heads"])
     return {}
 
 
 def require_kv_heads(their: Theirs) -> Options:
-    """The keys and values of latent attention have a head each."""
+    """Require as many key-value heads as heads, as latent attention has."""
     their.require("num_key_value_heads", None, their["num_attention_heads"])
     return {}
 
 
 def read_qwen_layers(their: Theirs) -> Options:
-    """Qwen's sparse layers: every `decoder_sparse_step`th, but `mlp_only_layers`."""
+    """Read Qwen's sparse layers: every `decoder_sparse_step`th layer except `mlp_only_layers`."""
     step = their.count("decoder_sparse_step")
     dense = their["mlp_only_layers"] or []
     if not isinstance(dense, list):
@@ -235,6 +235,6 @@ def write_shared_experts(options: Options) -> dict[str, Any]:
 
 
 def write_dense_width(options: Options) -> dict[str, Any]:
-    """The hidden width of the dense layers; a model without any needs a number all the same."""
+    """Write the hidden width of dense layers; a model without dense layers also needs a number."""
     width = options.get("dense.d_ff") or options.get("sparse.experts.d_ff") or 1
     return {"intermediate_size": width}

@@ -1,4 +1,4 @@
-"""A model folder: config, weights as safetensors, tokenizer; written atomically.
+"""Model folders: config, weights as safetensors, and tokenizer; written atomically.
 
     moe_ffn.save_pretrained(decoder, "models/mine", tokenizer)
     decoder = moe_ffn.load_pretrained("models/mine")
@@ -52,7 +52,7 @@ class PretrainedConfig(Config, frozen=True):
     """The content of `config.json` in a model folder."""
 
     model_type: Literal["moe_ffn"] = "moe_ffn"
-    """Name of this library; other libraries use theirs."""
+    """Name of this library, which other libraries do not read."""
     vocab_size: int = Field(ge=1, le=MAX_COUNT)
     """Number of tokens in the vocabulary."""
     max_seq_len: int = Field(ge=1, le=MAX_COUNT)
@@ -78,7 +78,7 @@ def save_pretrained(
     """
     if any(type(module).__module__.split(".")[0] == "peft" for module in decoder.modules()):
         raise ConfigError(
-            "the model has adapters of peft, which a model folder does not hold; save what "
+            "the model has adapters of peft, which a model folder cannot contain; save what "
             "merge_and_unload() returns"
         )
     write_model_folder(Path(folder), decoder, decoder.state_dict(), tokenizer)
@@ -93,11 +93,11 @@ def write_model_folder(
     """Write a model folder, with a copy of the code that its config names.
 
     Args:
-        decoder: names and shapes are read, weights are not.
-        weights: tensors by name; one file's worth is read at a time.
+        decoder: the model; its names and shapes are read, its weights are not.
+        weights: tensors by name; the tensors of one file are read at a time.
 
     Raises:
-        ConfigError: as `save_pretrained`.
+        ConfigError: see `save_pretrained`.
     """
     folder = folder.absolute()
     config = PretrainedConfig(
@@ -142,7 +142,7 @@ def require_replaceable(folder: Path) -> bool:
         others = sorted(names - ours)
     if others:
         raise ConfigError(
-            f"'{folder}' has '{others[0]}', which is no part of a model of ours and would be lost; move it, "
+            f"'{folder}' has '{others[0]}', which is not part of a model folder and would be lost; move it, "
             "or give another folder"
         )
     return bool(entries_of(folder))
@@ -158,7 +158,7 @@ def save_tensors(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str],
     """Write tensors of these sizes in bytes, with an index if they need several files.
 
     Args:
-        tensor: returns a tensor by its name; one file's worth is in memory at a time.
+        tensor: returns a tensor by name; the tensors of one file are in memory at a time.
     """
     from safetensors.torch import save_file
 
@@ -170,13 +170,15 @@ def save_tensors(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str],
         if len(files) > 1:
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             places |= dict.fromkeys(names, file)
-        # Of buffers that share memory each gets its own.
+        # Safetensors rejects tensors that share memory, so each gets its own copy.
         found = {
             name: tensor(name).detach().clone(memory_format=torch.contiguous_format)
             for name in names
         }
         save_file(found, folder / file, metadata={"format": "pt"})
-        shutil.copymode(folder / CONFIG_FILE, folder / file)  # it is made for its owner alone
+        shutil.copymode(
+            folder / CONFIG_FILE, folder / file
+        )  # safetensors makes it readable only by its owner
     if places:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         write_file(folder, INDEX_FILE, json.dumps(index, indent=2) + "\n")
@@ -186,7 +188,7 @@ def save_tensors(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str],
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Return whether a folder holds a model of this library."""
+    """Return whether a folder is a model folder of this library."""
     return (read_object(folder / CONFIG_FILE) or {}).get("model_type") == MODEL_TYPE
 
 
@@ -197,7 +199,7 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
         trust_code: run the code that `config.json` names, even if none of your runs used it before.
 
     Raises:
-        ConfigError: the folder is no model folder, is damaged, or has the weights of another model.
+        ConfigError: the folder is not a model folder, is damaged, or has the weights of another model.
     """
     from safetensors.torch import load_file
 
@@ -219,7 +221,7 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
 
 
 def distinct_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """Return the tensors that a folder holds, each once, under its first name."""
+    """Return the tensors to write, each once, under its first name."""
     tied = tied_names(decoder)
     return {name: value for name, value in decoder.state_dict().items() if name not in tied}
 
@@ -230,12 +232,12 @@ def assign_weights(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
     decoder.load_state_dict(
         {**weights, **{n: weights[first] for n, first in tied.items()}}, assign=True
     )
-    for name, first in tied.items():  # what is assigned is a parameter of its own
+    for name, first in tied.items():  # assigning makes separate parameters
         owner, _, attribute = name.rpartition(".")
         setattr(decoder.get_submodule(owner), attribute, decoder.get_parameter(first))
     dtype = decoder.embedding.weight.dtype
     for name, buffer in decoder.named_buffers():
-        if name not in weights and buffer.is_floating_point():  # computed, and not loaded
+        if name not in weights and buffer.is_floating_point():  # computed, not loaded
             owner, _, attribute = name.rpartition(".")
             setattr(decoder.get_submodule(owner), attribute, buffer.to(dtype))
 
@@ -287,7 +289,7 @@ def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files; ConfigError if one is missing, or there are only pickles."""
+    """Return the weight files; raise ConfigError if one is missing, or if all are pickles."""
     if kind_of(folder / WEIGHTS_FILE) == "a file":
         return [folder / WEIGHTS_FILE]
     index = read_object(folder / INDEX_FILE)
@@ -345,7 +347,7 @@ def require_fitting(
 
 
 def tied_names(decoder: Decoder) -> dict[str, str]:
-    """Map every further name of a tied parameter to its first name."""
+    """Map each additional name of a tied parameter to its first name."""
     first: dict[int, str] = {}
     return {
         name: first[id(parameter)]
@@ -358,7 +360,7 @@ def tied_names(decoder: Decoder) -> dict[str, str]:
 def _no_init_weights() -> Iterator[None]:
     """Skip the initialisation of weights, which are replaced anyway.
 
-    The meta device is no alternative: buffers such as rotary tables are computed and not loaded.
+    The meta device is no alternative: buffers such as rotary tables are computed, not loaded.
     """
     deterministic: Any = torch.utils.deterministic
     filled = deterministic.fill_uninitialized_memory  # with NaN, in deterministic mode
@@ -377,7 +379,7 @@ class _SkipInit(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # With a generator of its own the same numbers come each time, of a buffer that is not saved.
+        # A fill with an explicit generator is reproducible: it computes a buffer that is not saved.
         if func in self._FILLS and args and kwargs.get("generator") is None:
             return args[0]
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Pruning: the experts of each layer that matter least are left out.
+"""Pruning: the least important experts of each layer are removed.
 
 T tokens, D model width, E experts, N pairs
 """
@@ -32,10 +32,10 @@ Criterion = Literal["reap", "frequency", "random"]
 
 
 class PruneConfig(InitialiserConfig, frozen=True):
-    """The experts that matter most on a text stay, with their rows of the router.
+    """Keep the experts that are most important on a text, with their router rows.
 
-    `reap`: the mean over the tokens of an expert of g ||f||, its weight times the norm of its output (Lasby
-    et al. 2025, arXiv:2510.13999). `frequency`: the number of its tokens.
+    `reap`: mean of g ||f|| over the tokens of an expert, the router weight times the norm of the expert's
+    output (Lasby et al. 2025, arXiv:2510.13999). `frequency`: number of tokens of an expert.
     """
 
     type: Literal["prune"] = "prune"
@@ -77,13 +77,13 @@ def observe_use(
         float64 (E,), 0 for an expert without pairs.
 
     Raises:
-        ConfigError: they are of a kind whose outputs cannot be asked for.
+        ConfigError: the experts are of a custom type, whose single outputs are not available.
     """
     weights = networks(block)
     if weights is None:
         raise ConfigError(
-            f"method.by: the experts of layer {layer} are of a kind of their own, whose outputs cannot be "
-            "asked for; use random"
+            f"method.by: the experts of layer {layer} are of a custom type, whose single outputs are not "
+            "available; use random"
         )
     counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
     norms_E = torch.zeros(block.num_experts, dtype=torch.float64)
@@ -115,17 +115,17 @@ def run_expert(weights: ExpertWeights, expert: int, x_TD: Tensor) -> Tensor:
 def prune_experts(
     block: MoEFFN, config: FFNConfig, d_model: int, kept: Tensor, generator: Generator
 ) -> MoEFFN:
-    """The block with some of its experts.
+    """Return a block with some experts of `block`.
 
-    Where no token chose one that is left out, it computes the same, if weights do not depend on what was not
-    chosen: renormalised ones, those of a softmax after the choice, and sigmoids. A softmax over all experts
-    spreads the share of those that are left out over the others.
+    The output for a token that chose no removed expert is unchanged if its weights do not depend on experts
+    that it did not choose: renormalised weights, a softmax after the choice, and sigmoids. A softmax over all
+    experts distributes the share of removed experts over the others.
 
     Args:
         block: a routed Mixture of Experts.
         config: config of the new block, with fewer experts.
-        kept: int64, the experts that stay, in their new order; those without a network all stay.
-        generator: of weights that the others replace.
+        kept: the experts to keep, in their new order, int64; all experts without a network are kept.
+        generator: source of the initial weights, which are then replaced.
     """
     made = cast("MoEFFN", build_block(config, block, d_model, generator))
     rows = block.router.rows()
@@ -134,7 +134,7 @@ def prune_experts(
     state = dict(block.state_dict())
     stacked = {id(parameter) for parameter in block.experts.innermost.parameters()}
     for name, parameter in block.named_parameters():
-        if id(parameter) in stacked:  # along the first axis
+        if id(parameter) in stacked:  # stacked over experts
             state[name] = state[name][kept]
     state |= {f"router.{name}": value[routed] for name, value in rows.items()}
     made.load_state_dict(state)

@@ -1,8 +1,8 @@
-"""Write our decoder as a folder that transformers reads, as the architecture with the same routing.
+"""Write our decoder as a folder of transformers, in the architecture with the same routing.
 
     moe_ffn.weights.export_transformers(decoder, "models/exported", tokenizer)
 
-What has no equal there is found by reading again what would be written.
+The options to write are read back, which finds every option that transformers cannot express.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from moe_ffn.weights.pretrained import (
 
 @dataclass(frozen=True)
 class Export:
-    """One of our models, described for transformers."""
+    """Description of one of our models for transformers."""
 
     family: Family
     config: PretrainedConfig
-    """Config of ours, read back from the written options."""
+    """Our config, read back from the written options."""
     options: Mapping[str, Any]
-    """Options of theirs, as written."""
+    """Options of transformers, as written."""
     notes: tuple[str, ...]
-    """Remarks: reason for the architecture, parts left out or added, readers that differ."""
+    """Remarks: reason for the architecture, options left out or added, libraries that read it differently."""
 
     @property
     def theirs(self) -> Theirs:
@@ -64,11 +64,11 @@ def export_transformers(
 ) -> Export:
     """Write a decoder as a folder that `AutoModelForCausalLM.from_pretrained` reads, with equal logits.
 
-    The architecture is the one whose routing is the same; weights are named one by one for each expert.
+    The architecture is the one with the same routing; each expert has its own tensors.
 
     Raises:
-        ConfigError: an option has no equal there, and is named; or something is at `folder` already, or it
-            cannot be written. Nothing is written then.
+        ConfigError: transformers cannot express an option, or `folder` exists or cannot be written; nothing
+            is written.
     """
     folder = Path(folder).absolute()
     export = choose_architecture(decoder)
@@ -96,18 +96,18 @@ def export_transformers(
 
 
 def require_absent(folder: Path) -> None:
-    """ConfigError where something is there; an empty folder is nothing."""
+    """Raise ConfigError unless `folder` is absent or empty."""
     if (kind := kind_of(folder)) is not None and (kind != "a folder" or entries_of(folder)):
-        raise ConfigError(f"'{folder}' is there already; give a folder that is not")
+        raise ConfigError(f"'{folder}' already exists; give a new folder")
 
 
 def choose_architecture(decoder: Decoder) -> Export:
-    """The first architecture, in the order of `FAMILIES`, that has all options of a decoder.
+    """Choose the first architecture, in the order of `FAMILIES`, that has all options of a decoder.
 
-    What is written for it is read again, and every option that comes back otherwise has no equal there.
+    The options to write are read back, and an architecture is rejected if an option comes back different.
 
     Raises:
-        ConfigError: there is none; the option that the nearest one lacks is named.
+        ConfigError: there is no such architecture; the message names an option that the nearest one lacks.
     """
     ours, left_out = options_of(decoder.config)
     sizes = {
@@ -135,8 +135,8 @@ def choose_architecture(decoder: Decoder) -> Export:
                 for name, [(path, value, there), *_] in rejected.items()
             ]
             if added := sorted(_path(path) for path in filled if ours.get(path) != filled[path]):
-                notes.append(f"zeros stand for what this model lacks: {', '.join(added)}")
-            notes += [f"{path} acts in training alone and is left out" for path in left_out]
+                notes.append(f"zeros are written for what this model lacks: {', '.join(added)}")
+            notes += [f"{path} acts only in training and is left out" for path in left_out]
             return Export(family, config, values, tuple(notes))
         rejected[family.model_type] = different
     if not rejected:
@@ -152,10 +152,10 @@ def choose_architecture(decoder: Decoder) -> Export:
 
 
 def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
-    """The options of a model, flat, as `families.py` names them: with no null, every default as what it is.
+    """Return the flat options of a model, as `families.py` names them, with null replaced by actual values.
 
     Returns:
-        also the paths of the options that are given and act in training alone, which are left out.
+        the options, and the paths of given options that are left out because they act only in training.
 
     Raises:
         ConfigError: two sparse layers differ, or two dense ones.
@@ -201,15 +201,13 @@ def _block_options(ffn: FFNConfig, d_model: int) -> dict[str, Any]:
             flat["experts.d_ff"] = ffn.experts.width(d_model, ffn.experts_per_token)
         if isinstance(ffn.shared_expert, HiddenWidthConfig):
             flat["shared_expert.d_ff"] = ffn.shared_expert.width(d_model)
-        if (
-            flat.get("router.softmax") == "after"
-        ):  # which is the same as among all, divided by their sum
+        if flat.get("router.softmax") == "after":  # equals a softmax over all experts, renormalised
             flat |= {"router.softmax": "before", "router.renormalize": True}
     return {path: value for path, value in flat.items() if value is not None}
 
 
 _TRAINING = {"dropout", "jitter", "backend", "multiple_of", "activation_checkpointing"}
-"""Last words of options that change no output in evaluation."""
+"""Last parts of option paths that do not change outputs in evaluation."""
 
 
 def _acts_in_training_alone(path: str) -> bool:
@@ -223,14 +221,14 @@ def _is_given(path: str, value: Any) -> bool:
 
 
 def _differences(ours: Options, theirs: Options) -> list[tuple[str, Any, Any]]:
-    """(path, ours, theirs) of what is not the same; what kind a part is comes first."""
+    """Return (path, our value, their value) of each difference; those of a `type` come first."""
     paths = [path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
     paths.sort(key=lambda path: (path != "sparse_layers", not path.endswith("type")))
     return [(_path(path), ours.get(path), theirs.get(path)) for path in paths]
 
 
 def _path(path: str) -> str:
-    """The path of an option, as it is typed."""
+    """Return the path of an option as the user types it."""
     kind, dot, rest = path.partition(".")
     if path == "sparse_layers":
         return "ffn_at (sparse layers)"
@@ -240,11 +238,11 @@ def _path(path: str) -> str:
 def _their_tensors(
     decoder: Decoder, export: Export
 ) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
-    """Return the sizes of their tensors in bytes, and functions that make them; ours lacks zeros."""
+    """Return the sizes of their tensors in bytes, and functions that make them; missing ones are zeros."""
     config = export.config
     empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
     dtype = decoder.embedding.weight.dtype
-    # A block with noise holds the one that is written.
+    # The inner block of a block with noise is written.
     ours = {name.replace(".ffn.ffn.", ".ffn.", 1): t for name, t in decoder.state_dict().items()}
     sizes: dict[str, int] = {}
     makers: dict[str, Callable[[], Tensor]] = {}
@@ -261,7 +259,7 @@ def _part(piece: Piece, ours: Tensor) -> Tensor:
 
 
 def _their_tokenizer(tokenizer: Tokenizer | None, max_seq_len: int) -> dict[str, Any]:
-    """The files of a tokenizer."""
+    """Return the files of a tokenizer: name -> content."""
     definition = None if tokenizer is None else tokenizer.to_hugging_face()
     if tokenizer is None or definition is None:
         return {}

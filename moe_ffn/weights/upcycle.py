@@ -1,4 +1,4 @@
-"""Upcycling: experts that are copies of a trained dense block, whole or in shards, partly drawn anew.
+"""Upcycling: experts are copies of a trained dense block, whole or in shards, partly redrawn.
 
 E experts, D model width, F hidden width of an expert, G shards of a dense block, P matrices into the hidden
 units (2 with a gate)
@@ -49,29 +49,29 @@ from moe_ffn.weights.initialiser import (
 )
 
 _PROBES = 1024
-"""Random tokens whose weights are added up, where the sum differs between tokens."""
+"""Number of random tokens that estimate the mean sum of a token's weights."""
 
 
 class UpcycleConfig(InitialiserConfig, frozen=True):
-    """Every expert a copy of the dense block, the router new (Komatsuzaki et al. 2022, arXiv:2212.05055).
+    """Copy the dense block into every expert, with a new router (Komatsuzaki et al. 2022, arXiv:2212.05055).
 
-    With `granularity` G an expert is one of G shards of it, and the router chooses whole sets of shards
-    (virtual groups: He et al. 2024, arXiv:2410.07524). With `redraw` a share of each expert's hidden units
-    begins anew (drop-upcycling: Nakamura et al. 2025, arXiv:2502.19261).
+    With `granularity` G an expert is one of G shards of the block, and the router chooses complete sets of
+    shards (virtual groups: He et al. 2024, arXiv:2410.07524). `redraw` reinitialises a share of each expert's
+    hidden units (drop-upcycling: Nakamura et al. 2025, arXiv:2502.19261).
     """
 
     type: Literal["upcycle"] = "upcycle"
     num_experts: int = Field(default=8, ge=1, le=MAX_COUNT)
-    """Experts of a layer, a multiple of `granularity`."""
+    """Number of experts of a layer, a multiple of `granularity`."""
     router: RouterConfig = TopKRouterConfig(renormalize=True)
-    """Chooses the experts. Where the weights of a token add up to the same for all, as renormalised ones do,
-    the function stays."""
+    """Router of the experts. The model's outputs are unchanged if the weights of every token have the same
+    sum, as renormalised weights do."""
     granularity: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """Shards that the dense block is cut into; each is an expert of that share of its width."""
+    """Number of shards that the dense block is cut into; each expert is one shard."""
     redraw: float = Field(default=0.0, ge=0, le=1)
-    """Share of each expert's hidden units that are drawn anew, 0.5 in the paper."""
+    """Share of each expert's hidden units that are reinitialised; 0.5 in the paper."""
     layers: str = ":"
-    """The layers that become sparse, as a Python slice: `1::2` is every other one."""
+    """Layers that become sparse, as a Python slice: `1::2` is every other layer."""
 
     def initialise(
         self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
@@ -83,7 +83,9 @@ class UpcycleConfig(InitialiserConfig, frozen=True):
         except ValueError as error:
             raise ConfigError(str(error).replace("ffn_at", "method.layers")) from error
         if not chosen:
-            raise ConfigError(f"method.layers ({self.layers}) is none of the {len(blocks)} layers")
+            raise ConfigError(
+                f"method.layers ({self.layers}) selects none of the {len(blocks)} layers"
+            )
         made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
         for layer in chosen:
             config, dense = blocks[layer]
@@ -109,10 +111,10 @@ def experts_like(
     router: RouterConfig,
     layer: int,
 ) -> MoEConfig:
-    """The config of a layer of experts, each a shard of such a dense block.
+    """Return the config of a layer whose experts are shards of a dense block.
 
     Raises:
-        ConfigError: that block is of another kind, or the router cannot serve so many.
+        ConfigError: no expert type matches the block, or the router does not support so many experts.
     """
     experts = as_experts(dense, d_model)
     if experts is None:
@@ -138,11 +140,11 @@ _EXPERTS: dict[type[FFNConfig], type[ExpertsConfig]] = {
     ClampedSwiGLUConfig: ClampedSwiGLUExpertsConfig,
     SoftCappedSwiGLUConfig: SoftCappedSwiGLUExpertsConfig,
 }
-"""Dense block -> the kind of expert that is the same network."""
+"""Config of a dense block -> config of experts that compute the same network."""
 
 
 def as_experts(config: FFNConfig, d_model: int) -> ExpertsConfig | None:
-    """Return experts each of which is a network such as this block; None where there is no such kind."""
+    """Return the config of experts that compute the same network as this block; None if there is none."""
     kind = _EXPERTS.get(type(config))
     if kind is None or not isinstance(config, HiddenWidthConfig):
         return None
@@ -159,34 +161,34 @@ def upcycle(
     generator: Generator,
     redraw: float = 0.0,
 ) -> FFNBlock:
-    """Return a layer of experts made of dense blocks: copy c is one of block c % their number.
+    """Return a layer of experts made from dense blocks: copy c is a copy of block c % len(blocks).
 
-    Where experts have 1 / G of a block's width, expert e is shard e % G of copy e // G, and the router's rows
-    are the same within a copy, so that its k experts are whole copies. `down` is multiplied by G / t, t the
-    sum of a token's weights: the result of one block is that block where t is the same for all tokens, and
-    nothing is dropped or redrawn. Elsewhere t is the mean over tokens of N(0, 1).
+    If experts have 1 / G of a block's width, expert e is shard e % G of copy e // G. The router rows within a
+    copy are equal, so that the k chosen experts are whole copies. `down` is multiplied by G / t, with t the
+    sum of a token's weights. A layer made from one block computes the same as the block if t is equal for all
+    tokens and nothing is dropped or redrawn. Otherwise t is the mean over random tokens from N(0, 1).
 
     Args:
         blocks: dense or gated blocks of one config.
         config: config of the layer; its experts have the activation and biases of the blocks.
         generator: source of the router's weights, and of redrawn units.
-        redraw: share of hidden units of each expert that are drawn again.
+        redraw: share of hidden units of each expert that are reinitialised.
 
     Raises:
-        ConfigError: the experts are of another kind or size than shards of these blocks.
+        ConfigError: the experts are of another type or size than shards of these blocks.
     """
     made = build_block(config, blocks[0], d_model, generator)
     found, into = [networks(block) for block in blocks], networks(made)
     if into is None or config.shared_expert is not None or config.zero_computation.total:
         raise ConfigError(
-            "upcycling makes a layer of routed experts alone: leave shared_expert and zero_computation out, "
-            "and use experts of type mlp or of a gate"
+            "upcycling makes only routed experts: leave shared_expert and zero_computation out, and use "
+            "experts of type mlp or of a gated type"
         )
     sources = [network for network in found if network is not None]
     if len(sources) < len(found) or any(_kind(s) != _kind(into) for s in sources):
         raise ConfigError(
-            f"experts.type: the experts compute {_words(into)}, the block they are made of "
-            f"{_words(found[0])}; use the experts that `as_experts` gives for its config"
+            f"experts.type: the experts compute {_words(into)}, but the dense block computes "
+            f"{_words(found[0])}; use the experts that `as_experts` returns for its config"
         )
     shards, rest = divmod(sources[0].d_ff, into.d_ff)
     num_copies, left_over = divmod(config.num_experts, max(shards, 1))
@@ -209,7 +211,7 @@ def upcycle(
             source = sources[expert // shards % len(sources)]
             _copy_shard(source, into, expert, expert % shards, redraw, generator)
         into.down_EDF.mul_(scale)
-        if into.down_bias_ED is not None:  # each of the shards adds it
+        if into.down_bias_ED is not None:  # each shard adds it
             into.down_bias_ED.mul_(scale / shards)
         if shards > 1:
             for rows in router.rows().values():
@@ -233,12 +235,12 @@ def _words(weights: ExpertWeights | None) -> str:
 
 @torch.no_grad()
 def total_weight(router: Router, d_model: int, generator: Generator) -> float:
-    """The sum of the weights of a token, the mean over random tokens of unit variance.
+    """Return the mean, over random tokens of unit variance, of the sum of a token's weights.
 
     Raises:
-        ConfigError: nothing is chosen for them.
+        ConfigError: the router chooses no expert for these tokens.
     """
-    # In float64, and without padding or ids: where those decide, the sum is the same for all.
+    # Without padding or token ids: if a router decides by those, the sum is the same for all tokens.
     x_TD = torch.randn(_PROBES, d_model, generator=generator, dtype=torch.float64)
     ids_T = torch.arange(_PROBES)
     routing = (
@@ -260,7 +262,7 @@ def _copy_shard(
     redraw: float,
     generator: Generator,
 ) -> None:
-    """One expert as the units of one shard of a dense block, some of them drawn anew."""
+    """Copy the units of one shard of a dense block into an expert, and reinitialise some of them."""
     units = slice(shard * into.d_ff, (shard + 1) * into.d_ff)
     matrices = _by_unit(source.up_EHD[0], source)[:, units].clone()
     down = source.down_EDF[0][:, units].clone()
@@ -280,11 +282,11 @@ def _copy_shard(
 
 
 def _by_unit(rows: Tensor, weights: ExpertWeights) -> Tensor:
-    """A view (P, F, ...) of the rows of the matrices into the hidden units, (P F, ...)."""
+    """Return the rows (P F, ...) of the matrices into the hidden units as a view (P, F, ...)."""
     return rearrange(rows, "(p f) ... -> p f ...", p=2 if weights.gated else 1)
 
 
 def _drawn_like(weights: Tensor, generator: Generator) -> Tensor:
-    """Normal numbers of the mean and the standard deviation of `weights` (arXiv:2502.19261, section 3)."""
+    """Draw normal numbers with the mean and standard deviation of `weights` (arXiv:2502.19261, section 3)."""
     noise = torch.randn(weights.shape, generator=generator).to(weights)
     return weights.mean() + weights.std() * noise if weights.numel() > 1 else weights

@@ -71,7 +71,7 @@ def test_a_folder_of_transformers_becomes_ours_and_theirs_again(tmp_path: Path) 
     assert convert(tmp_path / "back", tmp_path / "again").stdout.count("tokenizer of 257") == 1
     there = convert(tmp_path / "ours", tmp_path / "back")
     assert there.stdout == ""
-    assert there.stderr == f"error: '{tmp_path}/back' is there already; give a folder that is not\n"
+    assert there.stderr == f"error: '{tmp_path}/back' already exists; give a new folder\n"
 
 
 def test_a_run_begins_with_what_was_converted_by_the_printed_command(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ffn.config.errors import install
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.tiny_runs import run_here, trained
@@ -189,9 +190,7 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = run_here(str(trained()), "--tasks", "x", program="moe_ffn.cli.evaluate")
     assert done.code == 2
-    assert done.own_lines == [
-        "error: --tasks: lm-eval is not installed: pip install 'moe_ffn[eval]'"
-    ]
+    assert done.own_lines == ["error: --tasks: lm-eval is not installed: " + install("eval")]
 
 
 def test_tasks_of_a_folder_are_shown_and_written(evaluate: Evaluate, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_section_has_its_own_options_alone(show: Show) -> None:
     assert "--optimizer.learning_rate 0.01 Peak learning rate" in printed
     assert "--optimizer.schedule.type cosine Half a cosine" in printed
     assert "--trainer" not in printed
-    assert printed.endswith("Types to choose from, and what each takes --help optimizer.schedule")
+    assert printed.endswith("Sections with several types --help optimizer.schedule")
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_a_family_has_all_its_types_with_what_they_take(
 ) -> None:
     printed = show("--help", path)
 
-    _, _, types = printed.partition(f"Types, and what each takes; --{path}.type NAME chooses one")
+    _, _, types = printed.partition(f"Types and their options; --{path}.type NAME selects one")
     for member in set(family.members.values()):
         names = [name for name, named in family.members.items() if named is member]
         _, found, of_type = types.partition(f" {', '.join(names)} ")
         assert found
-        takes = of_type.partition(" Takes: ")[2]
+        takes = of_type.partition(" Options: ")[2]
         keys = [key for key in member.known_keys() if key != "type"]
         for key in keys:
             assert f"{key} " in takes.partition(". ")[0] + takes, (names, key)

@@ -21,10 +21,10 @@ from tests.helpers.synthetic_run import change, write_arm
 from tests.helpers.tiny_runs import run_here
 
 NO_NAME = (
-    "is no name as in https://wandb.ai/ENTITY/PROJECT, which is not empty and has no space at its ends and "
+    "is not a name as in https://wandb.ai/ENTITY/PROJECT: a name is not empty, has no space at its ends and "
     r"none of / \ # ? % :"
 )
-LAYERS = "--layers: must be numbers of layers with commas between them, as in 0,3, got"
+LAYERS = "--layers: must be numbers of layers separated by commas, as in 0,3, got"
 NOT_MADE_HERE = "exists and was not made by this program; choose another file, or remove it"
 NO_RUN = "is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a"
 OVERALL = "--help, --version, --verbose, --quiet"
@@ -87,7 +87,7 @@ MISTAKES = {
     # evaluate
     "evaluate none": "'none' does not exist; give the folder of a run...",
     "evaluate run/model": (
-        "'run/model' is the folder of a model, which has no text of its own; give one with --data"
+        "'run/model' is a model folder, which does not name a text; give one with --data"
     ),
     "evaluate untold --data text.txt": (
         "'untold' has no tokenizer.json, so text cannot become tokens; put one there"
@@ -97,7 +97,7 @@ MISTAKES = {
         "NEW makes a model folder of it"
     ),
     "evaluate masked --data text.txt": (
-        "'masked' has model.causal (false), and does not say how many tokens to mask..."
+        "'masked' has model.causal (false), but no masked fraction (objective.masked_fraction)..."
     ),
     "evaluate run --data absent.txt": "--data: 'absent.txt' does not exist...",
     "evaluate run --data one.txt --json figures.json": (
@@ -109,13 +109,13 @@ MISTAKES = {
     "evaluate run --data text.txt --data.corpus.type stdlib": (
         "--data and --data.corpus name two texts; give one of them"
     ),
-    "evaluate run --data.tokenizer bpe": "--data.tokenizer: is that of the model; leave it out",
+    "evaluate run --data.tokenizer bpe": "--data.tokenizer: comes from the model; leave it out",
     "evaluate run --data.seq_len 17": (
-        "data.seq_len (17) must not exceed the 16 tokens that the model takes"
+        "data.seq_len (17) must not exceed the model's 16 tokens; lower it"
     ),
     "evaluate run --stride 17": "--stride (17) must not exceed data.seq_len (16)",
-    "evaluate run --device tpu9": "--device: there is no 'tpu9' here; give cpu...",
-    "evaluate run --device meta": "--device: there is no 'meta' here...",
+    "evaluate run --device tpu9": "--device: 'tpu9' is not available; give cpu...",
+    "evaluate run --device meta": "--device: 'meta' is not available...",
     "evaluate small --data text.txt": (
         "'small': its tokenizer.json has 257 tokens and its model 200; put back the tokenizer of this model"
     ),
@@ -134,15 +134,15 @@ MISTAKES = {
     "generate --prompt -3 -- --promt": "'--promt' does not exist; give the folder of a run...",
     # initialise
     "initialise": (
-        "--source FOLDER and --output FOLDER are needed: a model or a run, and where to write what is made"
+        "--source FOLDER and --output FOLDER are required: a model or a run to read, and the folder to write"
     ),
     "initialise --source a b --output new": (
-        "--source: names 2 folders, and method.type 'upcycle' is made of one; give one, or use mix"
+        "--source: names 2 folders, but method.type 'upcycle' reads one; give one, or use mix"
     ),
     "initialise --source sparse --output sparse": (
-        "--output: 'sparse' is a source too; choose another folder"
+        "--output: 'sparse' is also a source; choose another folder"
     ),
-    "initialise --source sparse --output study": "...which is no part of a model of ours...",
+    "initialise --source sparse --output study": "...which is not part of a model folder...",
     "initialise --source sparse --output new --method.type mix": (
         "...--source: names 1 folder, and method.type 'mix' takes two or more..."
     ),
@@ -150,7 +150,7 @@ MISTAKES = {
         "--source: 'none' is not there; give the folder of a model or of a run"
     ),
     "initialise --source sparse --output new --method.type prune": (
-        "data: 'sparse' does not say what it was trained on; give a text, as in ..."
+        "data: 'sparse' does not name its training text; give a text, as in ..."
     ),
     "initialise --source sparse --output new": "...layer 0 is of type 'moe', which no kind of...",
     "initialise --source sparse --output new --method.type up": "method.type: unknown 'up'...",

@@ -113,14 +113,14 @@ def test_a_seed_that_somebody_adds_is_on_the_page(
     changed = blocks["dense"] | {"d_ff": 33}
     add_results(folder, [make_result("dense", 1, 2.5, options={"model.ffn": changed})])
     assert refusal(page("which.yaml", "--output", "pages")) == (
-        "'which.yaml' plans model.ffn.d_ff: 32, and the result of dense-seed1 is of 33; train it again, or "
-        "put back what the file or its base was"
+        "'which.yaml' plans model.ffn.d_ff: 32, but the result of dense-seed1 has 33; train it again, or "
+        "restore the file or its base"
     )
     off = {"model.ffn": blocks["dense"], "trainer.gradient_clip_val": None}
     add_results(folder, [make_result("dense", 1, 2.5, options=off)])
     assert refusal(page("which.yaml", "--output", "pages")) == (
-        "'which.yaml' plans trainer.gradient_clip_val: 1.0, and the result of dense-seed1 is of None; train "
-        "it again, or put back what the file or its base was"
+        "'which.yaml' plans trainer.gradient_clip_val: 1.0, but the result of dense-seed1 has None; train "
+        "it again, or restore the file or its base"
     )
 
 
@@ -156,7 +156,8 @@ def test_runs_of_another_study_are_not_put_beside_the_page(
     runs.mkdir()
     add_results(runs, [make_result("swiglu", 0)])
     assert refusal(page("which.yaml", "--runs", "runs")) == (
-        "--runs: 'runs' holds no run of 'which.yaml': swiglu-seed0 is of none of its arms, dense, moe"
+        "--runs: 'runs' holds no run of 'which.yaml': swiglu-seed0 belongs to none of its arms, dense, "
+        "moe; give the folder of its runs"
     )
     assert not folder.exists()
 
@@ -170,7 +171,7 @@ def test_runs_of_another_study_are_not_put_beside_the_page(
     add_results(runs, [make_result("dense", 0, options=DENSE)])
     done = page("which.yaml", "--runs", "runs")
     assert done.code == 0
-    assert done.stderr == "left out: swiglu-seed0 is of no arm of 'which.yaml'\n"
+    assert done.stderr == "left out: swiglu-seed0 belongs to no arm of 'which.yaml'\n"
     assert names(folder) == ["dense-seed0"]
 
 
@@ -187,7 +188,7 @@ def test_bad_input_is_one_sentence(page: Callable[..., Finished], tmp_path: Path
         "moe-ffn sweep --config which.yaml, and give --runs runs/which"
     )
     assert "'nowhere' does not exist" in refusal(page("which.yaml", "--runs", "nowhere"))
-    assert "--runs: are those of one study" in refusal(
+    assert "--runs: needs exactly one study" in refusal(
         page("which.yaml", "which.yaml", "--runs", "x")
     )
     assert "'no.yaml': No such file" in refusal(page("no.yaml"))

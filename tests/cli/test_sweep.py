@@ -106,7 +106,7 @@ def test_every_run_is_trained_once_and_the_next_call_trains_none(
     assert (code, out) == (2, "")
     assert err == (
         "error: 'runs/gating/dense-seed0' holds a run with other options (trainer.max_steps was 6, is 8); "
-        "give the options it had, or choose another --name\n"
+        "give the old options, or choose another --name\n"
     )
 
 
@@ -209,7 +209,7 @@ def test_a_run_that_fails_ends_no_other_and_is_tried_again(
     assert code == 1
     assert "multiple of 16 bytes" in out, "the last lines of what it printed"
     assert err == (
-        "broken-seed0: failed (exit code 1); what it said is in runs/gating/logs/broken-seed0.log\n"
+        "broken-seed0: failed (exit code 1); its output is in runs/gating/logs/broken-seed0.log\n"
     )
     assert is_finished(tmp_path / "runs/gating/dense-seed0")
     assert "compare them: moe-ffn compare runs/gating" in out

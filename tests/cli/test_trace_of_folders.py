@@ -130,7 +130,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown": (with_config(model_type="mixtrol"), "`mixtrol` but Transformers does not recognize"),
     "truncated": (truncated, "cannot be read as a language model of type 'qwen3_moe' ("),
     "deeper": (with_config(num_hidden_layers=4), "lacks 'model.layers.3"),
-    "dense": (dense, "LlamaForCausalLM: it has no block of ours, and no experts"),
+    "dense": (dense, "LlamaForCausalLM can be watched: it has none of our blocks, and no experts"),
     "small": (with_config(max_position_embeddings=2), "--text: has 3 tokens, but"),
 }
 
@@ -155,7 +155,7 @@ def test_text_that_is_no_utf8_is_refused(sparse: Path, trace: Trace) -> None:
     code, _, err = trace(sparse, "--text", "a\udcff")
     assert (code, err.strip()) == (
         2,
-        "error: --text: is no UTF-8, which the tokenizers of transformers need",
+        "error: --text: is not UTF-8, which the tokenizers of transformers need",
     )
 
 

@@ -86,12 +86,12 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], type[Exception], str]] =
     "scalar_x": (
         lambda: (torch.tensor(1.0), None),
         ValueError,
-        "x must be (..., 16), but has no axis at all",
+        "x must be (..., 16), but is a scalar",
     ),
     "8_bit_x": (
         lambda: (X.to(torch.float8_e4m3fn), None),
         ValueError,
-        "x must have at least 16 bits, but is torch.float8_e4m3fn, which torch stores and does not ",
+        "x must have at least 16 bits, but is torch.float8_e4m3fn, in which torch cannot compute; use ",
     ),
     "sparse_x": (
         lambda: (X.to_sparse(), None),
@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], type[Exception], str]] =
     "nested_x": (
         lambda: (torch.nested.nested_tensor([X[0], X[1, :3]], layout=torch.jagged), None),
         ValueError,
-        "x must be a dense (..., 16), but is a nested tensor; pad it to one shape, and say in ",
+        "x must be a dense (..., 16), but is a nested tensor; pad it to one shape, and mark the real ",
     ),
     "mask_on_another_device": (
         lambda: (X, TokenContext(mask=MASK.to("meta"))),
@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], type[Exception], str]] =
     "length_of_minus_1": (
         lambda: (X, TokenContext(sequence_length=-1)),
         ValueError,
-        "TokenContext.sequence_length must be at least 1, but is -1; leave it out where x is ",
+        "TokenContext.sequence_length must be at least 1, but is -1; leave it out if x is ",
     ),
     "length_0": (
         lambda: (X, TokenContext(sequence_length=0)),

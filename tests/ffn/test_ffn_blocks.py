@@ -364,7 +364,7 @@ def test_a_tokens_experts_share_the_cost_of_a_dense_block(
 
 def test_a_default_width_beyond_any_memory_is_rejected() -> None:
     ffn = {"type": "moe", "num_experts": 2, "router": {"type": "relu", "k": 1e-9}}
-    with pytest.raises(ConfigError, match=r"d_ff: the hidden width would be .* by default"):
+    with pytest.raises(ConfigError, match=r"d_ff: the default hidden width would be .*, too large"):
         build_ffn(ffn, 4096)
 
 

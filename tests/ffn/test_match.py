@@ -268,8 +268,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
             **asking(MOE, "total_params"),
             "shared_expert": asking(BLOCKS["dense"], "active_params"),
         },
-        "model.ffn.shared_expert.d_ff: must match the same as model.ffn.experts.d_ff, since a block has one "
-        "budget to meet; give both the same `match` and `of`, or one of them a number",
+        "model.ffn.shared_expert.d_ff: must match the same as model.ffn.experts.d_ff, since a block has only "
+        "one budget; give both the same `match` and `of`, or set one of them to a number",
     ),
     "a typing error": (
         asking(BLOCKS["dense"], "params"),

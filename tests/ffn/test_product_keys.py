@@ -256,8 +256,8 @@ def test_a_loss_over_all_experts_is_refused_with_the_config(loss: str) -> None:
     with pytest.raises(ConfigError) as raised:
         validate(TrainConfig, run_of("peer", objective={loss: 0.1}))
     assert str(raised.value) == (
-        f"objective.{loss} (0.1) needs a number for each expert, but the router of layer 0 is 'product_key', "
-        "whose 25 are known by the listed pairs alone; use objective.load_balance"
+        f"objective.{loss} (0.1) needs a score for each expert, but the router 'product_key' of layer 0 "
+        "scores only the chosen ones of its 25 experts; use objective.load_balance"
     )
 
 
@@ -265,7 +265,7 @@ def test_ranks_do_not_divide_rows() -> None:
     with pytest.raises(ConfigError) as raised:
         check_layout(validate(TrainConfig, run_of("peer", parallel={"expert": 5})), 5, "32-true")
     assert str(raised.value) == (
-        "model.ffn.experts.type 'single_neuron' looks rows of tables up for each token, and cannot be sent "
+        "model.ffn.experts.type 'single_neuron' looks up table rows for each token, and cannot compute the "
         "tokens of other ranks; set parallel.expert to 1; parallel.shard divides the tables"
     )
 

@@ -183,11 +183,11 @@ null
     router: groups changes which experts the scores choose, but token_table chooses them by the token's
     id; leave one of them out
 {type: moe, num_experts: 6, router: {type: top_k, k: 2, num_always: 5}}
-    router.k (2) must not exceed the experts that are left to choose from (1: of 6, router.num_always 5
-    are every token's); lower one of them or raise num_experts
+    router.k (2) must not exceed the experts to choose from (1: num_experts 6 minus router.num_always 5);
+    lower one of them or raise num_experts
 {type: moe, router: {type: neuron_top_k, mlp: {width: 4}}}
-    router: mlp is for routers whose logits are a projection of the token, but those of type
-    'neuron_top_k' are a unit of each expert; leave it out
+    router: mlp is for routers whose logits are a projection of the token, but the logits of
+    'neuron_top_k' are hidden units of the experts; leave mlp out
 {type: chain_of_experts, ffn: swiglu}
     ffn.type: must be one of 'moe', got 'swiglu'
 {type: chain_of_experts, ffn: {num_experts: 2, router: {type: top_k, k: 3}}}
@@ -203,8 +203,8 @@ null
     ffn.type ('mixture_of_depths') must not be another mixture of depths; multiply their router.k
     instead
 {type: moe, combine: sigmoid_gate}
-    combine.type ('sigmoid_gate') joins a shared expert, but shared_expert is null; give it one, such as
-    'swiglu', or leave combine out
+    combine.type ('sigmoid_gate') joins a shared expert, but shared_expert is null; set shared_expert:
+    swiglu, or leave combine out
 {type: moe, router: {type: top_k, k: 11}, zero_computation: {num_copy: 2}}
     router.k (11) must not exceed num_experts (10); lower router.k or raise num_experts; the router
     counts num_experts (8) and zero_computation (2) together
@@ -217,13 +217,13 @@ null
     shared_expert.type ('ngram_memory') must not be a sparse block: every token passes through a shared
     expert; use 'swiglu' or 'dense'
 {type: jittered, jitter: 0.1, ffn: {type: moe, router: {type: top_k, jitter: 0.2}}}
-    jitter (0.1) reaches the router too, which has ffn.router.jitter (0.2); set one of them to 0
+    jitter (0.1) also reaches the router, which has ffn.router.jitter (0.2); set one of them to 0
 {type: moe, experts: {type: normed, each: {}, experts: {type: latent, width: 4, experts: input_weighted}}}
     experts: each normalises outputs before they are weighted, but experts.type ('input_weighted')
-    weighs inputs; write {type: input_weighted, experts: {type: normed, ...}}
+    weights inputs; write {type: input_weighted, experts: {type: normed, ...}}
 {type: moe, experts: {type: input_weighted, experts: {type: latent, width: 4, experts: value}}}
-    experts: type 'input_weighted' multiplies what an expert reads, but those of type 'value' read
-    nothing; use them without it
+    experts: type 'input_weighted' weights the input of experts, but experts of type 'value' ignore their
+    input; use 'value' without it
 {type: moe, capacity: {factor: 1.25, per_sequence: 4}}
     capacity: factor (1.25) and per_sequence (4) both limit an expert; set one of them to null
 {type: ngram_memory, max_ordr: 3}
@@ -234,7 +234,7 @@ null
     router.k (5) must not exceed the 4 sub-keys of a table, the square root of 16 experts; lower
     router.k or use at least 25 experts
 {type: moe, num_experts: 9, router: {type: product_key, d_query: 7}}
-    router: d_query (7) must be even, since each table of sub-keys sees a half of a query; use 6 or 8
+    router: d_query (7) must be even, since each table of sub-keys reads half of a query; use 6 or 8
 {type: moe, num_experts: 9, router: {type: product_key, k: 1}}
     router: score (softmax) with k (1) makes every weight a constant 1, so the router would never learn;
     set score: sigmoid or k >= 2
@@ -242,8 +242,8 @@ null
     router: keys (shared) with d_query (0) make the 2 heads choose the same experts; set keys: per_head
     or num_heads: 1
 {type: moe, num_experts: 9, router: {type: product_key, d_query: 0, query_norm: {}}}
-    router: query_norm is of queries, but d_query is 0, so that sub-keys see the token itself; set
-    query_norm to null
+    router: query_norm normalises queries, but with d_query (0) there are none; set query_norm to null or
+    d_query above 0
 {type: moe, num_experts: 14, router: product_key, zero_computation: {num_copy: 1}}
     router.type 'product_key' needs a square number of experts, got 15; use 9 or 16; the router counts
     num_experts (14) and zero_computation (1) together

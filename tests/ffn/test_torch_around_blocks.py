@@ -247,11 +247,12 @@ DEVICES = {"FakeTensor": "cpu", "device `meta`": "meta"}
 # ---------------------------------------------------------------------------- what is refused, how
 
 LEADING_AXIS = (
-    r"^torch.func.vmap does not go through (experts|a mixture of depths), whose .*; "
+    r"^torch.func.vmap does not support (experts|a mixture of depths), whose .*; "
     "give x one more leading axis instead$"
 )
 USE_LOOP = (
-    r"^experts.backend '{}' has .*torch.func.*; set experts.backend to 'loop', which (they do|has)$"
+    r"^experts.backend '{}' has .*torch.func.*; set experts.backend to 'loop', "
+    r"which (they do|has one)$"
 )
 USE_AUTO = r"experts.backend '{}' reads the loads of the experts on the host.*; set .* to 'auto'"
 

@@ -19,13 +19,13 @@ from moe_ffn.cli.command_line import parse_config
 from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.interop import block_config, convert_block
-from moe_ffn.interop.block_parts import Block
+from moe_ffn.interop.block_parts import BlockEntry
 from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
 from moe_ffn.interop.blocks import config_width
 from moe_ffn.runs.config import TrainConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-COMPARED = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, Block)}
+COMPARED = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, BlockEntry)}
 TRAINED = [model for model, entry in COMPARED.items() if entry.in_training is not None]
 
 
@@ -193,7 +193,7 @@ def test_what_no_row_computes_is_refused(model: str, option: str, values: tuple[
     with pytest.raises(ConfigError) as refused:
         block_config(model, Changed(config, {option: "another"}))
     assert str(refused.value) == (
-        f"{entry.class_name}: {option} is 'another', which our model does not compute; served is "
+        f"{entry.class_name}: {option} is 'another', which our model does not support; supported: "
         + " or ".join(map(show, values))
     )
 
@@ -250,7 +250,7 @@ def test_a_live_block_becomes_one_of_ours() -> None:
 REFUSED = {
     "vitpose_backbone": "no block of ours computes that of vitpose_backbone: an image's experts are given "
     "with it, one for each data set, and each makes a part of the output's units: there is no router",
-    "qwen4_moe": "'qwen4_moe' is no model of transformers with a sparse block that is known here; did you "
+    "qwen4_moe": "'qwen4_moe' is not a known model of transformers with a sparse block; did you "
     "mean 'qwen3_moe'?",
 }
 
@@ -265,7 +265,7 @@ def test_a_model_without_a_block_of_ours_is_named_with_the_reason(model: str) ->
 def test_a_weight_that_ours_lacks_is_named() -> None:
     theirs, config = their_block("mixtral")
     theirs.gate.extra = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(ConfigError, match=r"nothing that is gate\.extra of MixtralSparseMoeBlock"):
+    with pytest.raises(ConfigError, match=r"no tensor for gate\.extra of MixtralSparseMoeBlock"):
         convert_block("mixtral", theirs, config)
     del theirs.gate.extra, theirs.experts.down_proj
     with pytest.raises(

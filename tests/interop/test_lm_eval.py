@@ -134,7 +134,9 @@ def test_tasks_of_local_files(decoder: Decoder, tmp_path: Path) -> None:
 
 def test_what_cannot_be_asked_is_said(decoder: Decoder, tmp_path: Path) -> None:
     model = HarnessModel(decoder, TOKENIZER)
-    with pytest.raises(ConfigError, match=r"a continuation of 25 tokens, but the model takes"):
+    with pytest.raises(
+        ConfigError, match=r"a continuation of 25 tokens, but sequences of the model"
+    ):
         model.loglikelihood([request("a", "b" * 25)])
     (tmp_path / "lost.yaml").write_text(
         "task: lost\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"
@@ -142,5 +144,5 @@ def test_what_cannot_be_asked_is_said(decoder: Decoder, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--tasks: lm-eval cannot run them: .*nowhere\.jsonl"):
         evaluate_tasks(model, [str(tmp_path)])
     masked = decoder.config.model_copy(update={"causal": False}).build(257, LENGTH)
-    with pytest.raises(ConfigError, match=r"model\.causal is false: the model guesses masked"):
+    with pytest.raises(ConfigError, match=r"model\.causal is false: the model predicts masked"):
         HarnessModel(masked, TOKENIZER)

@@ -170,11 +170,11 @@ def test_any_other_block_begins_with_weights_of_its_own() -> None:
         ("llama", [0], "dense", "config.type is 'dense', but the FFN of layer 0 has 'swiglu'"),
         ("llama", [0], {"type": "swiglu", "d_ff": 40}, "config.d_ff is 40, but .* has 48; leave"),
         ("gpt2", [0], DenseConfig(activation="gelu"), "activation is 'gelu', but .* 'gelu_tanh'"),
-        ("llama", [0], "soft_moe", "the model looks back alone, but config.* mixes"),
+        ("llama", [0], "soft_moe", "the model is causal, but config.* mixes"),
         ("llama", [0], {"type": "swiglo"}, "config.*swiglo"),
         ("llama", [0], {**MOE, "experts": "mlp"}, "experts.type: the experts compute"),
         ("gemma", [0], "geglu", "config.type is 'geglu', but the FFN of layer 0 has 'geglu_tanh'"),
-        ("mish", [0], "geglu", "LlamaMLP, has the activation .* which no block of ours of its"),
+        ("mish", [0], "geglu", "LlamaMLP, has the activation .* which our dense and gated"),
     ],
 )  # fmt: skip
 def test_what_cannot_take_the_place_is_named_and_nothing_changes(
@@ -195,5 +195,5 @@ def test_an_ffn_that_does_more_than_its_matrices_say_is_refused() -> None:
     mlp = model.model.layers[0].mlp
     plain = copy.copy(mlp.forward)
     mlp.forward = lambda x: 2 * plain(x)
-    with pytest.raises(ConfigError, match="LlamaMLP, computes something else than its matrices"):
+    with pytest.raises(ConfigError, match="LlamaMLP, does not compute what its matrices"):
         swap_ffn(model, [0], "swiglu")

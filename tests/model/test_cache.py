@@ -71,8 +71,8 @@ NOT_CACHED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "inside a mixture of depths": (
         {**FFNS["depths"], "ffn": FFNS["ngrams in a shared expert"]},
-        r"ffn.ffn.shared_expert.type 'ngram_memory' reads earlier tokens, and those not chosen are "
-        "missing; put the mixture of depths inside 'ngram_memory'",
+        r"ffn.ffn.shared_expert.type 'ngram_memory' reads earlier tokens, which a mixture of depths may "
+        "skip; put the mixture of depths inside 'ngram_memory'",
     ),
 }
 

@@ -70,7 +70,7 @@ REJECTED: list[tuple[dict[str, str], int, str]] = [
     ({"LOCAL_RANK": "1", "RANK": "1"}, 1, "unset RANK LOCAL_RANK"),
     ({"NODE_RANK": "1"}, 1, "NODE_RANK is '1' in the environment, but trainer.num_nodes is 1"),
     ({"MASTER_PORT": "http"}, 1, "unset MASTER_PORT"),
-    ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **MEETING}, 1, "RANK has to be less than WORLD"),
+    ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **MEETING}, 1, "RANK must be less than WORLD"),
     (
         {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **MEETING},
         1,
@@ -328,7 +328,7 @@ def test_more_processes_than_the_run_has_are_rejected_once(tmp_path: Path) -> No
     assert done.code != 0
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert line == (
-        "error: torchrun started 2 processes, but this run trains in 1 process (trainer.devices, which a run "
-        "that is resumed keeps); give --trainer.devices auto"
+        "error: torchrun started 2 processes, but this run trains in 1 process (trainer.devices, which a "
+        "resumed run keeps); give --trainer.devices auto"
     )
     assert not (tmp_path / "runs").exists()

@@ -325,8 +325,8 @@ def check(tmp_path: Path) -> Callable[..., None]:
 
 
 NOT_CACHED = (
-    "its config does not refuse Situation(cached=True), but the token at position {p} becomes "
-    "something else alone than in its sequence, and text would be written so; refuse it in "
+    "its config does not refuse Situation(cached=True), but the token at position {p} has "
+    "another output alone than in its sequence, so generated text would be wrong; refuse it in "
     "refusal(situation), or leave by_token or supports_cache out"
 )
 BROKEN = {

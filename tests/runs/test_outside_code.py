@@ -282,7 +282,7 @@ def test_a_run_s_code_is_run_once_it_is_trusted(tmp_path: Path) -> None:
         with pytest.raises(UntrustedCodeError) as refused:
             read()
         assert str(refused.value) == (
-            f"'{folder}' names code that no run of yours began with: '{folder}/code/evil.py' (sha256 "
+            f"'{folder}' names code that none of your runs started with: '{folder}/code/evil.py' (sha256 "
             f"{sha256[:16]}...); read it, and if you trust it add --trust-code"
         )
     assert not Path("ran").exists()
@@ -340,7 +340,7 @@ def test_no_family_runs_a_stranger_s_code(
     (tmp_path / "config.yaml").write_text(text)
 
     with pytest.raises(
-        UntrustedCodeError, match=r"^'.*' names code that no run of yours began with"
+        UntrustedCodeError, match=r"^'.*' names code that none of your runs started with"
     ):
         read_config(tmp_path / "config.yaml", TrainConfig)
     with pytest.raises(SystemExit):
@@ -458,7 +458,7 @@ def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
         code, _, stderr = program(name, *argv)
         assert code == 2, name
         assert (
-            f"'{strange}' names code that no run of yours began with: '{strange}/code/own.py'"
+            f"'{strange}' names code that none of your runs started with: '{strange}/code/own.py'"
             in stderr
         )
     assert program("train", "--resume", str(strange), "--help")[0] == 0
@@ -507,7 +507,7 @@ def test_trust_code_goes_with_resume(refuse: Callable[..., str]) -> None:
     said = refuse("--trust-code")
     assert (
         said
-        == "--trust-code: goes with --resume; a class that you name here is yours, and runs unasked"
+        == "--trust-code: is for --resume only; a class that you name yourself is trusted; leave it out"
     )
 
 

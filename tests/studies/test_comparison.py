@@ -136,10 +136,10 @@ def test_of_one_seed_there_is_no_interval_over_seeds_and_that_is_said() -> None:
 
     assert all(arm.interval is None and arm.sd is None for arm in found.arms)
     (note,) = found.notes
-    assert note.startswith("One seed has no interval over seeds: nothing in one run says how far")
-    assert found.verdicts == [
-        "swiglu and gelu have one seed in common, so nothing is said of their difference."
-    ]
+    assert note.startswith(
+        "One seed has no interval over seeds, because one run does not show how far"
+    )
+    assert found.verdicts == ["swiglu and gelu have one seed in common, so no difference is given."]
     assert found.arms[1].difference is None
 
 
@@ -174,7 +174,7 @@ def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
     ]
     one = Comparison.of([make_result("gelu")])
     assert one.verdicts == [
-        "gelu: one run of one seed, so nothing is said of what another would give."
+        "gelu: one run of one seed, which does not show what another seed would give."
     ]
 
 
@@ -242,8 +242,8 @@ def test_a_seed_that_the_baseline_lacks_is_held_to_its_mean() -> None:
     assert reached is not None
     assert (reached.num_reached, reached.steps) == (2, (50 + 62.5) / 2)
     assert found.notes == [
-        "Not all arms have the same seeds: means are over all of an arm, differences over the seeds that it "
-        "shares with the baseline."
+        "Not all arms have the same seeds: means are over all seeds of an arm, differences over the seeds "
+        "that it shares with the baseline."
     ]
 
 

@@ -69,7 +69,9 @@ def test_arms_without_anything_in_common_have_no_leverage() -> None:
     beyond = {0: curve(1.5), 1: ([1e12], [0.1])}
     with pytest.raises(ConfigError, match="have no loss in common in 1 of 2 seeds"):
         leverage({0: curve(1), 1: curve(1)}, beyond)
-    with pytest.raises(ConfigError, match="a loss for each of its FLOPs, which rise"):
+    with pytest.raises(
+        ConfigError, match="a curve needs rising FLOPs, and a loss for each of them"
+    ):
         leverage({0: ([2, 1], [9, 8])}, {0: curve(2)})
     with pytest.raises(ConfigError, match="loss: must be positive and finite"):
         leverage({0: ([1, 2], [9, math.nan])}, {0: curve(2)})

@@ -196,7 +196,7 @@ def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
         ),
         (
             "{arms: {a: {trainer.max_steps: 5}, b: {}}, config: {trainer.max_steps: 5}}",
-            "arms: 'a' and 'b' are the same; their options do not differ (an empty arm is the default)",
+            "arms: 'a' and 'b' have the same options (an empty arm is the default model); change one of them",
         ),
         (
             "{arms: {a/b: {}}}",

@@ -95,7 +95,7 @@ def test_a_process_that_ends_well_and_leaves_no_result_has_failed() -> None:
 
     lines = [*sweep.advance()]
 
-    problem = "failed (exit code 0); what it said is in runs/gating/logs/short-seed0.log"
+    problem = "failed (exit code 0); its output is in runs/gating/logs/short-seed0.log"
     assert lines[0].startswith(f"short-seed0: {problem}")
     assert (sweep.jobs[0].state, sweep.jobs[0].problem) == ("failed", problem)
 

@@ -148,7 +148,7 @@ def test_a_block_needs_nothing_of_the_model_around_it(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)
     change(tmp_path, rope_scaling={"type": "yarn", "factor": 40}, rms_norm_eps=1e-5)
     assert load_ffn(tmp_path, 1).routers()
-    with pytest.raises(ConfigError, match=r"layer must lie in \[0, 3\), got 3"):
+    with pytest.raises(ConfigError, match=r"layer must be in \[0, 3\), got 3"):
         load_ffn(tmp_path, 3)
     weights = load_file(tmp_path / WEIGHTS)
     weights["model.layers.1.mlp.more.weight"] = torch.ones(3)
@@ -165,32 +165,32 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope_scaling": (
         "llama",
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-        "rope_scaling.rope_type is 'llama3', which our model does not compute; served is 'default'",
+        "rope_scaling.rope_type is 'llama3', which our model does not support; supported: 'default'",
     ),
     "rope by layer": (
         "llama",
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-        "served is one mapping for all layers",
+        "supported: one mapping for all layers",
     ),
     "partial rotary": (
         "llama",
         {"partial_rotary_factor": 0.5},
-        "partial_rotary_factor is 0.5, which our model does not compute; served is 1.0",
+        "partial_rotary_factor is 0.5, which our model does not support; supported: 1.0",
     ),
     "sliding window": (
         "mixtral",
         {"sliding_window": 16},
-        "sliding_window is 16, which our model does not compute; served is null, or at least "
+        "sliding_window is 16, which our model does not support; supported: null, or at least "
         "max_position_embeddings (48)",
     ),
     "clip_qkv": (
         "olmoe",
         {"clip_qkv": 8.0},
-        "clip_qkv is 8.0, which our model does not compute; served is None",
+        "clip_qkv is 8.0, which our model does not support; supported: None",
     ),
     "bias": ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, which"),
     "eps": ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, which"),
-    "kv heads": ("deepseek_v3", {"num_key_value_heads": 2}, "served is None or 4"),
+    "kv heads": ("deepseek_v3", {"num_key_value_heads": 2}, "supported: None or 4"),
     "activation": ("qwen3", {"hidden_act": "relu2"}, "hidden_act is 'relu2', which"),
     "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is given"),
     "no number": ("llama", {"hidden_size": "wide"}, "hidden_size is 'wide'; give a whole number"),

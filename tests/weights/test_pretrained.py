@@ -142,7 +142,7 @@ def test_code_of_others_is_run_where_it_is_trusted(tmp_path: Path) -> None:
     change_model(folder, ffn={**model["ffn"], "type": "theirs.py:Mine"})
 
     with pytest.raises(
-        ConfigError, match=r"names code that no run of yours began with: .*theirs.py"
+        ConfigError, match=r"names code that none of your runs started with: .*theirs.py"
     ):
         moe_ffn.load_pretrained(folder)
     assert moe_ffn.load_pretrained(folder, trust_code=True).config.ffn.type.endswith(":Mine")
@@ -297,7 +297,7 @@ def test_a_folder_of_something_else_is_left_alone(first: str, tmp_path: Path) ->
     with pytest.raises(ConfigError) as caught:
         moe_ffn.save_pretrained(decoder_of(), tmp_path)
     assert str(caught.value) == (
-        f"'{tmp_path}' has '{first}', which is no part of a model of ours and would be lost; move it, or "
+        f"'{tmp_path}' has '{first}', which is not part of a model folder and would be lost; move it, or "
         "give another folder"
     )
     assert [path.name for path in tmp_path.iterdir()] == [first]

@@ -105,7 +105,7 @@ OURS: dict[str, tuple[dict[str, Any], str, str]] = {
     "default": (
         {"ffn": moe()},
         "qwen2_moe",
-        "zeros stand for what this model lacks: ffn.combine.type, ffn.shared_expert.bias, "
+        "zeros are written for what this model lacks: ffn.combine.type, ffn.shared_expert.bias, "
         "ffn.shared_expert.d_ff, ffn.shared_expert.type",
     ),
     "renormalised": ({"ffn": moe(router__renormalize=True)}, "mixtral", ""),
@@ -150,7 +150,7 @@ OURS: dict[str, tuple[dict[str, Any], str, str]] = {
             "ffn": moe(router__renormalize=True, router__jitter=0.1, capacity__factor=1.25),
         },
         "mixtral",
-        "ffn.capacity.factor acts in training alone and is left out",
+        "ffn.capacity.factor acts only in training and is left out",
     ),
 }
 
@@ -285,7 +285,7 @@ def test_nothing_that_is_there_is_lost(tmp_path: Path, monkeypatch: pytest.Monke
     decoder = decoder_of()
     (tmp_path / "empty").mkdir()
     export_transformers(decoder, tmp_path / "empty")
-    with pytest.raises(ConfigError, match=r"empty' is there already; give a folder that is not"):
+    with pytest.raises(ConfigError, match=r"empty' already exists; give a new folder"):
         export_transformers(decoder, tmp_path / "empty")
 
     def full(*given: Any, **options: Any) -> None:

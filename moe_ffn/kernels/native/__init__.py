@@ -1,10 +1,10 @@
-"""C++ for a CPU: compiled on first use, and never needed.
+"""Optional C++ kernels for CPUs, compiled on first use.
 
-build.py      compiling, once for a machine, and loading
-routing.py    choosing experts and sorting pairs by them, compiled or not
+build.py      compiles the kernels, once per machine, and loads them
+routing.py    top-k and the sort of pairs by expert, compiled or not
 experts.cpp   all operators, and the forward pass of the experts
 backward.h    the backward pass
-layer.h       their arguments, and how rows are divided among threads, and cut into chunks and tiles
-passes.h      dtypes, the order of operands, activations, threads
-routing.h     what is behind routing.py
+layer.h       arguments of both passes; division of rows among threads, and into chunks and tiles
+passes.h      dtypes, layout of operands, products, activations, threads
+routing.h     the C++ of routing.py
 """

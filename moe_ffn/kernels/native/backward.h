@@ -5,15 +5,15 @@
 
 namespace moe_ffn {
 
-// Where the rows of a tile stand in the operands of the gradients: `n` units for the rows of a chunk, of
-// which the tile's begin at `column`.
+// Position of a tile's rows in the operands of the gradients, which have `n` units for the rows of a chunk; the
+// tile starts at unit `column`.
 template <class P>
 struct TileOperands {
   using U = Unit<P>;
   int64_t rows, n, column;
-  bool is_last;  // so that zeros follow
+  bool is_last;  // the rest of the operands is filled with zeros
 
-  // As columns.
+  // Write rows as columns of the first operand.
   void first(const P* from, int64_t width, int64_t ld, U* pairs, U* to) const {
     const U* source = reinterpret_cast<const U*>(from);
     if constexpr (Operand<P>::per_unit == 2) {
@@ -26,7 +26,7 @@ struct TileOperands {
     for (int64_t i = 0; is_last && i < width; ++i) std::fill(to + i * n + used, to + (i + 1) * n, U(0));
   }
 
-  // As rows, in panels; row(r) is where row r lies.
+  // Write rows as panels of the second operand; row(r) is the address of row r.
   template <class Row>
   void second(int64_t width, U* to, const Row& row) const {
     for (int64_t r = 0, u = column; r < rows; r += Operand<P>::per_unit, ++u) {
@@ -41,15 +41,15 @@ struct TileOperands {
   }
 };
 
-// The gradients that a user of the layer may want; those that nobody wants have no rows.
+// The gradients of a layer; gradients that are not wanted have no data.
 template <class P>
 struct Gradients {
   Rows x, up, down, up_bias, down_bias;
   Sum<P>* weights;
 };
 
-// The backward pass. For every group of experts: copy their matrices; go through the tiles, which gives the
-// gradients of rows and leaves operands behind; add those up to the gradients of matrices, block by block.
+// The backward pass. For each group of experts: copy their matrices; process the tiles, which computes the
+// gradients of rows and stores operands; multiply the operands to the gradients of matrices, block by block.
 template <class P>
 struct Backward {
   using S = Sum<P>;
@@ -60,21 +60,21 @@ struct Backward {
   const Gradients<P> gradients;
   const int64_t D = layer.D, F = layer.F, H = layer.H;
   const bool wants_up = gradients.up || gradients.up_bias, wants_down = gradients.down || gradients.down_bias;
-  // Units of the copies of an expert's matrices, of which the second product's stands first.
+  // Units of the copies of an expert's matrices; the matrix of the second product comes first.
   const int64_t down_units = panels(F) * PANEL * units<P>(D);
   const int64_t up_units = gradients.x ? panels(D) * PANEL * units<P>(H) : 0;
   const int64_t copies = panels(F) + (gradients.x ? panels(D) : 0);
-  // Numbers that a row leaves behind, for the gradient of each matrix.
+  // Numbers that each row stores for the gradient of each matrix.
   const int64_t row_up = wants_up ? H + panels(D) * PANEL : 0,
                 row_down = wants_down ? D + panels(F) * PANEL : 0;
-  // Numbers that a thread adds up for an expert of its own, in the gradients themselves where that can be.
+  // Numbers in the sums of an expert that one thread computes; if possible the sums are in the gradients.
   const int64_t up_sums = wants_up ? H * D : 0, down_sums = wants_down ? D * F : 0;
   const int64_t bytes_copied = (up_units + down_units) * sizeof(U),
                 bytes_of_row = (row_up + row_down) * sizeof(P);
   const Division division = layer.divide(
       when(is_bitwise<P>(), bytes_copied + CHUNK * bytes_of_row + int64_t(sizeof(S)) * (up_sums + down_sums)),
       bytes_copied, bytes_of_row);
-  std::vector<std::vector<int64_t>> chunk_starts;  // of each group, in units of one column
+  std::vector<std::vector<int64_t>> chunk_starts;  // starts of each group's chunks, in units of one column
 
   Tensor packed, operands, carry, grad_x_ND;
   Rows matrices, grad_x_rows;
@@ -96,14 +96,14 @@ struct Backward {
     const auto unit = at::TensorOptions(c10::CppTypeToScalarType<U>::value);
     packed = at::empty({int64_t(most_parts), up_units + down_units}, unit);
     operands = at::empty({most_units, row_up + row_down}, unit);
-    // Sums of an expert whose rows do not fit in one group: of its first matrix and bias, then of the others.
+    // Sums of an expert whose rows span several groups: of its first matrix and bias, then of its second ones.
     carry =
         at::empty({splits ? H * D + H + D * F + D : 0}, at::TensorOptions(c10::CppTypeToScalarType<S>::value));
     grad_x_ND = at::empty({gradients.x ? layer.N : 0, D}, numbers);
     matrices = Rows(packed), grad_x_rows = Rows(grad_x_ND);
   }
 
-  // With zeros behind the last row: oneDNN compiles a product anew for every length of its sums.
+  // Rounded up, with zeros after the last row, because oneDNN compiles one kernel per length of the sums.
   static int64_t chunk_units(int64_t rows) { return units<P>((rows + 15) / 16 * 16); }
 
   void run() {
@@ -114,15 +114,15 @@ struct Backward {
     if (gradients.x) sum_per_token<S>(layer, grad_x_rows, nullptr, gradients.x);
   }
 
-  // An expert of one thread. The operands of a chunk are added to the sums while they are in its caches.
+  // Compute an expert on one thread, which multiplies the operands of each chunk while they are in its caches.
   void alone(int64_t e) const {
     U* matrix = scratch<U>(16, up_units + down_units);
     for (int64_t panel = 0; panel < copies; ++panel) copy(e, panel, matrix);
-    // Of all gradients of a matrix: no cache holds them for the next reader.
+    // True if the gradients of all experts are too large for any cache.
     auto streams = [&](const Rows& grad, int64_t rows) {
       return layer.E * rows * grad.width * int64_t(c10::elementSize(grad.dtype)) >= STREAMED_BYTES;
     };
-    // In the gradients themselves, where they are of the type of sums and stay in a cache.
+    // True to sum in the gradient itself: it has the type of sums and stays in a cache.
     auto in_place = [&](const Rows& grad, int64_t rows) {
       return grad.dtype == c10::CppTypeToScalarType<S>::value && !streams(grad, rows);
     };
@@ -171,15 +171,14 @@ struct Backward {
     stream_done();
   }
 
-  // The experts of a group: copy their matrices; go through the tiles, which gives the gradients of rows and
-  // leaves operands behind; add those up to the gradients of matrices, block by block.
+  // Add the three phases of a group: copies of matrices, tiles, and blocks of the gradients of matrices.
   void add_phases(const Group& group, const std::vector<int64_t>& starts, std::vector<Phase>& phases) const {
     auto operands_of = [this, &starts](int64_t c) {
       U* first = operands.data_ptr<U>() + starts[c] * (row_up + row_down);
       return operands_at(first, starts[c + 1] - starts[c]);
     };
     const int64_t num_parts = group.parts.size();
-    // A part that goes on with an expert finds the copies of the group before.
+    // A first part that continues an expert reuses the copies of the previous group.
     const int64_t copied = !group.parts[0].begins;
     phases.push_back({(num_parts - copied) * copies, [&, copied](int64_t task) {
                         const int64_t i = copied + task / copies;
@@ -191,7 +190,7 @@ struct Backward {
                         tile(group.parts[each.part].expert, chunk.start, chunk.stop, each.start, each.stop,
                              matrices.row<U>(each.part), operands_of(each.chunk));
                       }});
-    // Several tasks for every thread, however few the experts are.
+    // Several tasks for every thread, even with few experts.
     const int64_t share = (H + D) * num_parts / (4 * at::get_num_threads());
     const int64_t height = is_bitwise<P>() ? std::clamp<int64_t>(share / 16 * 16, 16, BLOCK) : BLOCK;
     const int64_t up_blocks = wants_up ? (H + height - 1) / height : 0;
@@ -206,7 +205,7 @@ struct Backward {
 
   // -- matrices
 
-  // Copies pay where several tiles read them. In bfloat16 there is no way without: numbers stand in pairs.
+  // Copies are faster if several tiles read them. bfloat16 always needs them, because numbers are in pairs.
   bool lies_ready(int64_t e) const {
     const auto own = c10::CppTypeToScalarType<P>::value;
     return Operand<P>::per_unit == 1 && layer.up.dtype == own && layer.down.dtype == own &&
@@ -222,7 +221,7 @@ struct Backward {
       pack<P>(layer.up, e * H, panel - of_down, H, to + down_units + (panel - of_down) * PANEL * units<P>(H));
   }
 
-  // C (m, width of the matrix) = A (m, K) times a matrix of K rows.
+  // C (m, width of the matrix) = A (m, K) times a matrix with K rows.
   void times_matrix(int64_t e, const Rows& from, int64_t m, int64_t K, const P* A, const U* copy, S* C) const {
     if (!lies_ready(e)) return multiply<P>(m, from.width, K, A, copy, C);
     multiply<P>(m, from.width, K, A, from.row<U>(e * K), from.width, PANEL, C);
@@ -230,8 +229,8 @@ struct Backward {
 
   // -- operands of the gradients of matrices
 
-  // Of one chunk, `n` units for its rows: of each matrix the rows of the one side as columns (H, n) or (D, n),
-  // then those of the other in panels.
+  // Operands of one chunk, with `n` units for its rows. For each matrix: the output side as columns, (H, n) or
+  // (D, n), then the input side in panels.
   struct Operands {
     int64_t n;
     U *up_first, *up_second, *down_first, *down_second;
@@ -244,14 +243,13 @@ struct Backward {
 
   // -- rows
 
-  // Rows `start` to `stop` of a chunk.
+  // Compute rows `start` to `stop` of a chunk.
   void tile(int64_t e, int64_t chunk_start, int64_t chunk_stop, int64_t start, int64_t stop, const U* matrix,
             const Operands& to) const {
     const int64_t m = stop - start;
     const TileOperands<P> into{m, to.n, units<P>(start - chunk_start), stop == chunk_stop};
     const int64_t ld_D = apart<P>(D), ld_H = apart<P>(H);
-    const bool odd =
-        room<P>(m) > m;  // a row of zeros stands behind the last, where products take them in pairs
+    const bool odd = room<P>(m) > m;  // products read rows in pairs: add a row of zeros
     P *dy = scratch<P>(0, (TILE + 1) * ld_D), *x = scratch<P>(1, 3 * D);
     P *du = scratch<P>(2, (TILE + 1) * ld_H), *hidden = scratch<P>(3, (TILE + 1) * F);
     S *sums = scratch<S>(4, TILE * apart<S>(std::max(F, D))), *bias = scratch<S>(11, D);
@@ -280,8 +278,8 @@ struct Backward {
     }
   }
 
-  // Row n: from the gradient of its hidden units before its weight, `dh` (F), to its weighted hidden units (F)
-  // and the gradient of its first product, `du` (H).
+  // For row n, compute its weighted hidden units `hidden` (F) and the gradient of its first product, `du` (H),
+  // from the gradient of its unweighted hidden units, `dh` (F).
   void row(int64_t n, const S* dh, const P* dy, const S* bias, P* hidden, P* du) const {
     using V = Vectorized<S>;
     S *buffer = scratch<S>(6, 2 * H), *value = scratch<S>(7, F), *slope = scratch<S>(8, F);
@@ -333,7 +331,7 @@ struct Backward {
 
   // -- gradients of matrices
 
-  // Rows `first` and on, of one panel, of the product of a chunk's operands.
+  // Compute `count` rows from `first` on, in one panel, of the product of a chunk's operands.
   void add_product(const Operands& from, bool is_up, int64_t first, int64_t count, int64_t panel, S* sums,
                    int64_t ld, bool adds) const {
     const int64_t n = from.n, K = n * Operand<P>::per_unit, columns = is_up ? D : F;
@@ -341,7 +339,7 @@ struct Backward {
     const U* B = (is_up ? from.up_second : from.down_second) + panel * n * PANEL;
     product(count, panel_width(columns, panel), K, reinterpret_cast<const P*>(A), K, B, PANEL, sums, ld, adds);
   }
-  // The same of the gradient of a bias: rows of `dy` are not weighted yet.
+  // The same for the gradient of a bias, where the rows of `dy` still need their weights.
   void add_rows(const Operands& from, bool is_up, int64_t first, int64_t count, int64_t start, int64_t stop,
                 S* sums) const {
     S* numbers = scratch<S>(1, CHUNK + 1);
@@ -353,8 +351,7 @@ struct Backward {
     }
   }
 
-  // Rows `first` and on of the gradient of a part's expert: of the first matrix and its bias, or of the second
-  // ones.
+  // Compute rows of a block of an expert's gradient: of the first matrix and bias, or of the second ones.
   template <class F_>
   void block(const Group& group, const Part& part, const F_& operands_of, bool is_up, int64_t first,
              int64_t height) const {
@@ -363,7 +360,7 @@ struct Backward {
     const Rows& grad = is_up ? gradients.up : gradients.down;
     const Rows& grad_bias = is_up ? gradients.up_bias : gradients.down_bias;
     S* sums = scratch<S>(0, BLOCK * PANEL);
-    // Of this block, where the expert's rows do not end here, or did not begin.
+    // Sums of this block, for experts that span several groups.
     auto carried = [&](int64_t i) { return carry.data_ptr<S>() + (is_up ? 0 : H * D + H) + i; };
     for (int64_t p = 0; grad && p < panels(columns); ++p) {
       const int64_t width = panel_width(columns, p);
@@ -394,7 +391,7 @@ struct Backward {
       std::copy_n(sums, count, carried(rows * columns + first));
   }
 
-  // Zeros for an expert without rows.
+  // Write zeros for an expert without rows.
   void clear(int64_t e) const {
     if (layer.load(e)) return;
     auto clear = [&](const Rows& grad, int64_t rows) {

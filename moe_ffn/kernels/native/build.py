@@ -1,7 +1,7 @@
-"""Compilation of the C++ in this folder, once for a machine, and loading of its operators.
+"""Compilation of the C++ in this folder, once per machine, and loading of its operators.
 
-Nothing is compiled at installation. `native-KEY.so` belongs to its sources, torch, compiler and flags, so
-machines of several kinds can share a folder. A process holds `native-KEY.lock` while it compiles.
+Nothing is compiled at installation. KEY in `native-KEY.so` is a hash of sources, torch version, compiler and
+flags, so different machines can share a folder. A process locks `native-KEY.lock` while it compiles.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ HERE = Path(__file__).parent
 SOURCES = ("experts.cpp", "backward.h", "layer.h", "passes.h", "routing.h")
 
 VARIABLE = "MOE_FFN_NATIVE"
-"""Environment variable; 0 turns the compiled kernels off."""
+"""Environment variable; `0` turns the compiled kernels off."""
 
 INSTRUCTION_SETS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c",
     "AVX2": "-mavx2 -mfma -mf16c",
     "DEFAULT": "-DAT_BUILD_ARM_VEC256_WITH_SLEEF",
 }
-"""Flags of each kind of CPU that at::vec has vectors for.
+"""Compiler flags for each kind of CPU that at::vec supports.
 
-They are named one by one, so that a library never holds an instruction that another CPU of the kind lacks.
-The last one serves every ARM with NEON and torch's vector exponential; SVE would need its own flags.
+They list single instruction sets, so that a library runs on every CPU of its kind. DEFAULT is for every ARM
+CPU with NEON, and enables torch's vector exponential; SVE would need its own flags.
 """
 
 FLAGS = "-O3 -std=c++20 -shared -fPIC -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
 FLAGS_OF_GCC = (
     "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -pipe --param=ggc-min-heapsize=1000000"
 )
-"""Flags that skip slow passes without gain, and garbage collection below 1 GB; Clang lacks them."""
+"""Flags of GCC alone; they skip slow passes without gain, and garbage collection below 1 GB."""
 
 
 @cache
 def unavailable_reason() -> str | None:
-    """Return why the operators are not available, as the rest of a sentence; None once they are loaded.
+    """Return why the operators are not available, as the end of a sentence; None if they are loaded.
 
-    Compiles them if need be, and logs a failure.
+    It compiles the operators if necessary, and logs a failure.
     """
     if os.environ.get(VARIABLE) == "0":
         return f"is turned off by {VARIABLE}=0"
-    why = load()
-    if why is not None:
-        log.warning("the compiled CPU kernel %s; the slower loop over experts is used", why)
-    return why
+    reason = load()
+    if reason is not None:
+        log.warning("the compiled CPU kernel %s; the slower loop over experts is used", reason)
+    return reason
 
 
 def load() -> str | None:
-    """Compile the operators, unless that was done before, and load them; return why that failed."""
+    """Compile the operators if necessary, and load them; return the reason of a failure, or None."""
     if sys.platform == "win32":
         return "is not compiled on Windows"
     try:
-        compiler = shlex.split(os.environ.get("CXX", ""))  # it may be `ccache g++`
+        compiler = shlex.split(os.environ.get("CXX", ""))  # several words, such as `ccache g++`
         compiler = compiler or [name for name in ("g++", "clang++") if shutil.which(name)][:1]
         if not compiler:
             return "needs a C++ compiler: neither g++ nor clang++ was found"
@@ -78,15 +78,15 @@ def load() -> str | None:
     except subprocess.CalledProcessError as error:
         log.debug("%s\n%s", shlex.join(error.cmd), error.stderr)
         lines = error.stderr.splitlines()
-        said = next((line for line in lines if "error" in line), f"exit code {error.returncode}")
-        return f"could not be compiled: {said.strip()}"
+        message = next((line for line in lines if "error" in line), f"exit code {error.returncode}")
+        return f"could not be compiled: {message.strip()}"
     except (OSError, RuntimeError, ValueError) as error:
         return f"could not be compiled and loaded: {error.__cause__ or error}"
     return None
 
 
 def _command(compiler: list[str]) -> tuple[list[str], Path]:
-    """Return the compiler's command without files, and the path of the library."""
+    """Return the compiler command without files, and the path of the library."""
     version = _run([*compiler, "--version"])
     command = [*compiler, *_flags(is_clang="clang" in version)]
     parts = [torch.__version__, platform.machine(), version, *command]
@@ -100,7 +100,7 @@ def _command(compiler: list[str]) -> tuple[list[str], Path]:
 def _flags(is_clang: bool) -> list[str]:
     torch_folder = Path(torch.__file__).parent
     kind = torch.backends.cpu.get_cpu_capability()
-    kind = kind if kind in INSTRUCTION_SETS else "DEFAULT"  # torch says "NO AVX", or "SVE256"
+    kind = kind if kind in INSTRUCTION_SETS else "DEFAULT"  # others are "NO AVX" and "SVE256"
     flags = [*FLAGS.split(), *([] if is_clang else FLAGS_OF_GCC.split())]
     flags += [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
     flags += INSTRUCTION_SETS[kind].split()
@@ -111,12 +111,12 @@ def _flags(is_clang: bool) -> list[str]:
 
 
 def _build(command: list[str], library: Path) -> None:
-    """Compile the library, or wait for another process that does so."""
+    """Compile the library, or wait until another process has compiled it."""
     import fcntl  # not on Windows
 
     library.parent.mkdir(parents=True, exist_ok=True)
     with library.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
         if library.exists():
             return
         log.warning("compiling the CPU kernels, once (10 to 20 s)")
@@ -127,7 +127,7 @@ def _build(command: list[str], library: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """Return the standard output of a program; CalledProcessError if it fails."""
+    """Return the standard output of a program; raise CalledProcessError if it fails."""
     environment = os.environ | {"LC_ALL": "C"}
     done = subprocess.run(
         command, capture_output=True, check=True, env=environment, text=True, errors="replace"

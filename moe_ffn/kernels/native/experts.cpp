@@ -3,12 +3,12 @@
 // T tokens, D model width, E experts, F hidden width, H rows of the first matrix (F, or 2 F with a gate), N
 // rows of the plan: one per (token, expert) pair, sorted by expert.
 //
-// Rows go through in tiles of one expert, which stay in a core's second cache from the gather to the last
-// product. Matrices are copied once per pass into the order in which products read them, but where rows are
-// few. Most experts are one thread's, which then finds all of it in its own caches. The rest all threads
-// compute together, group by group: tiles of the backward pass leave their operands behind, and blocks of the
-// gradients of matrices are then the tasks, so that no thread waits, however unequal the loads are. Every
-// number is computed in one order, whatever the number of threads.
+// Rows are processed in tiles of one expert, which stay in a core's L2 cache from the gather to the last
+// product. Unless an expert has few rows, its matrices are copied once per pass into the order in which
+// products read them. Most experts are computed by one thread each, with good use of its caches. All threads
+// compute the other experts together, group by group: the tiles of the backward pass store their operands, and
+// then threads compute blocks of the gradients of matrices, so that no thread waits even if loads are very
+// unequal. The order of all sums, and so every bit of the result, is independent of the number of threads.
 
 #include <torch/library.h>
 
@@ -18,9 +18,9 @@
 namespace moe_ffn {
 namespace {
 
-// -- few rows of each expert, as where a sequence is continued token by token
+// -- few rows of each expert, as in decoding one token at a time
 
-// A vector of numbers as the type of sums.
+// Load a vector of numbers and convert it to the type of sums.
 template <class S, class From>
 inline Vectorized<S> load_as(const From* from, int64_t count) {
   using V = Vectorized<S>;
@@ -40,8 +40,8 @@ inline Vectorized<S> load_as(const From* from, int64_t count) {
   }
 }
 
-// The products of one row of a matrix with R rows, which lie `ld` apart. Several sums at a time, since an
-// addition waits for the one before.
+// Dot products of one row of a matrix with R rows of stride `ld`. Several partial sums at a time, because each
+// addition waits for the previous one.
 template <int R, class S, class From>
 inline void dots(const From* matrix_row, const S* rows, int64_t ld, int64_t n, S* out, int64_t ld_out) {
   using V = Vectorized<S>;
@@ -68,7 +68,7 @@ inline void dots(const From* matrix_row, const S* rows, int64_t ld, int64_t n, S
   }
 }
 
-// (m, 1): rows (m, n) times row `first + i` of a matrix, which is converted before, but for bfloat16 in float32.
+// (m, 1): rows (m, n) times one row of a matrix. The row is converted first, except bfloat16 in float32 sums.
 template <class S>
 inline void times_row(const Rows& matrix, int64_t row, const S* rows, int64_t m, S* out, int64_t ld_out) {
   const int64_t n = matrix.width;
@@ -86,7 +86,7 @@ inline void times_row(const Rows& matrix, int64_t row, const S* rows, int64_t m,
 template <class S>
 void forward_few(const Layer& layer, const Rows& y) {
   const int64_t D = layer.D, F = layer.F, H = layer.H, N = layer.N;
-  constexpr int64_t ROWS = 32;  // of a matrix, that are one task
+  constexpr int64_t ROWS = 32;  // rows of a matrix per task
   std::vector<S> x(N * D), up(N * H), hidden(N * F), sums(N * D);
   for (int64_t n = 0; n < N; ++n) {
     const S* row = layer.x.read(layer.token_ids[n], x.data() + n * D);
@@ -122,9 +122,9 @@ struct Forward {
   using U = Unit<P>;
 
   const Layer& layer;
-  const Rows kept, y;  // the first product (N, H), where it is asked for; the result (T, D)
+  const Rows kept, y;  // the first product (N, H), if it is wanted; the result (T, D)
   const int64_t D = layer.D, F = layer.F, H = layer.H;
-  // Units of the copies of an expert's matrices, of which the first product's stands first.
+  // Units of the copies of an expert's matrices; the matrix of the first product comes first.
   const int64_t up_units = panels(H) * PANEL * units<P>(D), down_units = panels(D) * PANEL * units<P>(F);
   const int64_t copies = panels(H) + panels(D);
   Tensor y_ND = at::empty({layer.N, D}, at::TensorOptions(c10::CppTypeToScalarType<P>::value));
@@ -160,7 +160,7 @@ struct Forward {
     sum_per_token<S>(layer, rows_out, static_cast<const S*>(layer.weights), y);
   }
 
-  // Whether the rows of an expert are turned instead of its matrices.
+  // True if the rows of an expert are transposed instead of its matrices.
   bool turns(int64_t e) const {
     const auto own = c10::CppTypeToScalarType<P>::value;
     const bool lies_ready =
@@ -168,7 +168,7 @@ struct Forward {
     return is_bitwise<P>() && lies_ready && layer.load(e) * (2 * D + H + F) < H * D + D * F;
   }
 
-  // C = A times the transpose of a matrix of `rows` rows.
+  // C = A times the transpose of a matrix with `rows` rows.
   void times_matrix(int64_t e, const Rows& from, int64_t rows, int64_t m, const P* A, const U* copy,
                     S* C) const {
     if (turns(e))
@@ -238,7 +238,7 @@ void with_product_type(ScalarType dtype, F f) {
   }
 }
 
-// Writes `y` and, where it is given, `kept`: the first product (N, H).
+// Write `y` and, if given, `kept`: the first product (N, H).
 void experts_forward(const Tensor& x, const Tensor& weights, const Tensor& up, const Tensor& down,
                      const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
                      const Tensor& token_ids, const Tensor& offsets, const std::optional<Tensor>& dropout,
@@ -249,7 +249,7 @@ void experts_forward(const Tensor& x, const Tensor& weights, const Tensor& up, c
   with_product_type(dtype, [&](auto type) { forward<decltype(type)>(layer, Rows(kept), Rows(y)); });
 }
 
-// Writes those of the gradients that are given.
+// Write the given gradients.
 void experts_backward(const Tensor& x, const Tensor& weights, const Tensor& up, const Tensor& down,
                       const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
                       const Tensor& token_ids, const Tensor& offsets, const std::optional<Tensor>& dropout,

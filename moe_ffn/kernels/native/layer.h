@@ -1,4 +1,4 @@
-// The arguments of both operators, how a plan's rows are cut, and what both passes do with rows and matrices.
+// Arguments of both operators, division of a plan's rows, and functions of both passes for rows and matrices.
 #pragma once
 
 #include <deque>
@@ -8,23 +8,26 @@
 
 namespace moe_ffn {
 
-constexpr int64_t TILE = 64;              // rows that one thread goes through
-constexpr int64_t CHUNK = 512;            // rows whose gradient of a matrix is one product
-constexpr int64_t BLOCK = 128;            // rows of a matrix whose gradient is one task
-constexpr int64_t GROUP_BYTES = 8 << 20;  // of the copies that the experts of a group need at a time
-constexpr int64_t ALONE_BYTES =
-    8 << 20;                          // of the copies, operands and sums of an expert that one thread computes
-constexpr int64_t FEW_ROWS = 8;       // of an expert, on average, without gradients: nothing is copied
-constexpr int64_t COPIED_ROWS = 256;  // of an expert, from which on backward copies matrices of float32
-constexpr int64_t STREAMED_BYTES =
-    32 << 20;  // of all gradients of a matrix, which one thread's experts write around the caches
-constexpr int64_t AHEAD = 4;  // rows, of which the next is asked for
+constexpr int64_t TILE = 64;    // maximum rows of a tile, which one thread computes
+constexpr int64_t CHUNK = 512;  // maximum rows of a chunk, whose gradient of a matrix is one product
+constexpr int64_t BLOCK = 128;  // maximum rows of a matrix whose gradient is one task
+// Maximum size of the copies and operands of a group.
+constexpr int64_t GROUP_BYTES = 8 << 20;
+// Maximum size of the copies, operands and sums of an expert that one thread computes.
+constexpr int64_t ALONE_BYTES = 8 << 20;
+// Without gradients, matrices are not copied up to this mean number of rows per expert.
+constexpr int64_t FEW_ROWS = 8;
+// The backward pass copies float32 matrices from this number of rows of an expert on.
+constexpr int64_t COPIED_ROWS = 256;
+// From this size of all experts' gradients of a matrix on, stores bypass the caches.
+constexpr int64_t STREAMED_BYTES = 32 << 20;
+constexpr int64_t AHEAD = 4;  // prefetch distance in rows
 
-// Consecutive rows of one expert: all of them, but where there are more than a group has room for.
+// Consecutive rows of one expert: all its rows, unless they exceed the size of a group.
 struct Part {
   int64_t expert, start, stop;
   int64_t first_chunk, last_chunk;
-  bool begins, ends;  // the expert's rows
+  bool begins, ends;  // True if the part has the expert's first row, its last row
 };
 
 // Consecutive rows of one part.
@@ -56,19 +59,19 @@ struct Group {
     parts.push_back(part);
   }
 
-  // Rows of each of the pieces of like size that n rows are cut into: a small one at the end would cost nearly
-  // as much as a whole one. A multiple of 8, since oneDNN compiles a product anew for every size.
+  // Number of rows per piece if n rows are cut into pieces of similar size; a small last piece would cost
+  // nearly as much as a full one. A multiple of 8, because oneDNN compiles one kernel per size.
   static int64_t piece(int64_t n, int64_t most) {
     const int64_t count = (n + most - 1) / most, each = (n + count - 1) / count;
     return (each + 7) / 8 * 8;
   }
 };
 
-// Who computes which experts: as many as can be are one thread's from the first row to the last; groups are all
-// threads', one after the other, when they are done with their own.
+// Division of experts among threads. As many experts as possible are computed by one thread each. Then all
+// threads compute the groups of the other experts, one group after another.
 struct Division {
-  std::vector<int64_t> alone;  // thread by thread
-  std::vector<int64_t> ends;   // of each thread's
+  std::vector<int64_t> alone;  // experts that one thread computes, ordered by thread
+  std::vector<int64_t> ends;   // end of each thread's experts in `alone`
   std::vector<Group> groups;
 };
 
@@ -79,8 +82,8 @@ inline std::optional<int64_t> when(bool holds, int64_t value) {
 struct Layer {
   Rows x, up, down, up_bias, down_bias, dropout;
   const int64_t* token_ids;
-  const void* weights;              // as the type of sums
-  std::vector<int64_t> ends, busy;  // of each expert's rows; the experts that have any
+  const void* weights;              // numbers of the type of sums
+  std::vector<int64_t> ends, busy;  // end of each expert's rows; experts with rows
   int64_t T, D, E, F, H, N;
   Activation activation;
   bool gated, interleaved;
@@ -112,7 +115,7 @@ struct Layer {
     TORCH_CHECK(offsets.size(0) == E, "a plan for ", offsets.size(0), " experts, but there are ", E);
     ends.assign(end, end + E);
     N = E ? ends.back() : 0;
-    // What is wrong here would be read or written outside of the tensors.
+    // Without these checks, wrong offsets or ids would access memory outside the tensors.
     TORCH_CHECK(std::is_sorted(ends.begin(), ends.end()) && (!E || ends[0] >= 0) && N <= weights_N.size(0) &&
                     N <= token_ids.size(0),
                 "the plan's offsets have to grow from 0 to at most its ", weights_N.size(0), " pairs");
@@ -126,7 +129,7 @@ struct Layer {
     };
     check("the bias of the experts' first matrices", up_bias, E, H);
     check("the bias of the experts' second matrices", down_bias, E, D);
-    // It may go on for the pairs that are not computed.
+    // The mask may have more rows, for pairs that are not computed.
     if (dropout) check("the mask of dropped units", dropout, std::max(N, dropout->size(0)), F);
     for (int64_t e = 0; e < E; ++e)
       if (load(e)) busy.push_back(e);
@@ -139,14 +142,14 @@ struct Layer {
   int64_t start(int64_t expert) const { return expert ? ends[expert - 1] : 0; }
   int64_t load(int64_t expert) const { return ends[expert] - start(expert); }
 
-  // Whether copying the matrices of the experts would take longer than multiplying with them.
+  // True if copying the experts' matrices would take longer than multiplying by them.
   bool few() const { return N <= FEW_ROWS * int64_t(busy.size()); }
 
-  // Rows of an expert's chunks: the same whoever computes them, and so is the order in which they are summed.
+  // Rows of an expert's chunks. They, and so the order of sums, do not depend on the division among threads.
   int64_t chunk_rows(int64_t expert) const { return load(expert) ? Group::piece(load(expert), CHUNK) : 0; }
 
-  // The rest is large enough to keep threads busy that are done with their own early. None is alone, and there
-  // is no `bytes_alone`, where bits would depend on it.
+  // The shared rest is large enough for threads that finish their own experts early. Without `bytes_alone`, if
+  // the bits of the result would depend on the division, no expert is computed by one thread.
   Division divide(std::optional<int64_t> bytes_alone, int64_t bytes_per_expert, int64_t bytes_per_row) const {
     const int64_t threads = at::get_num_threads();
     std::vector<int64_t> order(busy), rows(threads), thread_of(E, -1);
@@ -155,7 +158,7 @@ struct Layer {
     for (int64_t most = 0; bytes_alone && *bytes_alone <= ALONE_BYTES && count < order.size(); ++count) {
       auto least = std::min_element(rows.begin(), rows.end());
       *least += load(order[count]), most = std::max(most, *least);
-      if (most * threads > N) break;  // the rest would not fill what the others wait
+      if (most * threads > N) break;  // the rest is too small to balance the threads
       thread_of[order[count]] = least - rows.begin();
     }
     Division found;
@@ -168,11 +171,10 @@ struct Layer {
     return found;
   }
 
-  // Experts that are worked on together, so that what is copied for them stays in the cache that cores share:
-  // those of no thread.
+  // Group the experts that no single thread computes, so that a group's copies fit into the shared cache.
   std::vector<Group> groups(int64_t bytes_per_expert, int64_t bytes_per_row,
                             const std::vector<int64_t>& thread_of) const {
-    const int64_t tiles = 4 * at::get_num_threads();  // of a group, at least, so that no thread waits
+    const int64_t tiles = 4 * at::get_num_threads();  // minimum tiles of a group, so that no thread waits
     int64_t most_chunks = std::numeric_limits<int32_t>::max();
     if (bytes_per_row)
       most_chunks = std::max({GROUP_BYTES / bytes_per_row / CHUNK, tiles * TILE / CHUNK, int64_t(4)});
@@ -184,7 +186,7 @@ struct Layer {
       for (int64_t first = start(e), stop; first < ends[e]; first = stop) {
         stop = std::min(ends[e], first + most_chunks * rows_of_chunk);
         const int64_t more = bytes_per_expert + (stop - first) * bytes_per_row;
-        const bool whole = first == start(e) && stop == ends[e];  // sums of the others go from group to group
+        const bool whole = first == start(e) && stop == ends[e];  // other sums are carried to the next group
         const bool is_full =
             bytes + more > GROUP_BYTES && (found.empty() || int64_t(found.back().tiles.size()) >= tiles);
         if (!whole || is_full) {
@@ -198,7 +200,7 @@ struct Layer {
     return found;
   }
 
-  // The two halves of a row (H) of the first product: the gate's, and up.
+  // The two halves of a row (H) of the first product: gate and up.
   template <class S>
   std::pair<const S*, const S*> halves(const S* row, S* buffer) const {
     if (!gated) return {row, nullptr};
@@ -207,7 +209,7 @@ struct Layer {
     return {buffer, buffer + F};
   }
 
-  // What the activated gate is multiplied with.
+  // The factor of the activated gate.
   template <class S>
   Vectorized<S> factor(Vectorized<S> up) const {
     using V = Vectorized<S>;
@@ -234,13 +236,13 @@ struct Layer {
   }
 };
 
-// A loop over what a group has, once the loops before it are done.
+// A parallel loop over n tasks; it starts after the previous phase ends.
 struct Phase {
   int64_t n;
   std::function<void(int64_t)> task;
 };
 
-// alone(e) for the experts that one thread computes, and the phases, one after the other.
+// Run alone(e) for the experts that one thread computes, then the phases in order.
 template <class F>
 void compute(const Division& division, const std::vector<Phase>& phases, const F& alone) {
   const int64_t threads = division.ends.size();
@@ -253,7 +255,7 @@ void compute(const Division& division, const std::vector<Phase>& phases, const F
       experts.work(own, [&](int64_t i) { alone(division.alone[i]); });
       for (size_t i = 0; i < phases.size(); ++i) {
         loops[i].work(own, phases[i].task);
-        // Whoever has begun a task is at work, so that this ends; unless it failed.
+        // Running tasks end, so this loop ends too, unless a task fails.
         for (int64_t turns = 0; !loops[i].is_done(); ++turns) {
           if (failed) return;
           if (turns > 1000) std::this_thread::yield();
@@ -266,7 +268,7 @@ void compute(const Division& division, const std::vector<Phase>& phases, const F
   });
 }
 
-// Where each token's rows stand in the plan.
+// The rows of each token in the plan.
 struct ByToken {
   std::vector<int32_t> starts, rows;
   ByToken(const Layer& layer) : starts(layer.T + 1), rows(layer.N) {
@@ -300,7 +302,7 @@ void sum_per_token(const Layer& layer, const Rows& rows, const S* factors, const
   });
 }
 
-// The rows of one expert's matrix in panels, for x W^T: sums run along its rows.
+// Pack the rows of an expert's matrix into panels, for x W^T, which sums along the rows.
 template <class P>
 void pack_transposed(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Unit<P>* to) {
   const int64_t K = matrix.width, width = panel_width(rows, panel), ld = room<P>(K);
@@ -317,7 +319,7 @@ void pack_transposed(const Rows& matrix, int64_t first_row, int64_t panel, int64
   transpose(reinterpret_cast<const Unit<P>*>(from), units<P>(K), to, PANEL, width, units<P>(K));
 }
 
-// The same for x W: sums run over its rows.
+// The same for x W, which sums over the rows.
 template <class P>
 void pack(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Unit<P>* to) {
   const int64_t from = panel * PANEL, width = panel_width(matrix.width, panel);
@@ -337,7 +339,7 @@ void pack(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Un
   }
 }
 
-// The rows of a tile's tokens, with a row of zeros behind them where products take them in pairs.
+// Copy the rows of a tile's tokens, and add a row of zeros if products read rows in pairs.
 template <class P>
 void gather(const Layer& layer, const Rows& from, int64_t start, int64_t stop, P* to) {
   const int64_t D = layer.D, ld = apart<P>(D), m = stop - start;

@@ -1,5 +1,5 @@
-// What the passes over an expert's rows are made of: reading and writing any dtype, the order of operands that
-// products want, products, memory, threads, activations.
+// Parts of both passes: reading and writing any dtype, memory, layout of operands, products, threads,
+// activations.
 #pragma once
 
 #include <ATen/Context.h>
@@ -32,8 +32,8 @@ using at::vec::Vectorized;
 
 // -- dtypes
 
-// The operands of a product are of type P. They lie in units of 32 bits (64 of double): a number, or in
-// bfloat16 two numbers that are summed over one after the other, as instructions for bfloat16 read them.
+// Operands of a product have type P. They are stored in units of 32 bits (64 for double). A unit is one number,
+// or in bfloat16 two successive terms of a sum, as bfloat16 instructions read them.
 template <class P>
 using Sum = std::conditional_t<std::is_same_v<P, double>, double, float>;
 template <class P>
@@ -43,7 +43,7 @@ struct Operand {
   static constexpr int64_t per_unit = std::is_same_v<P, BFloat16> ? 2 : 1;
 };
 
-// Units that `n` numbers take, and numbers that a row of them has room for.
+// Number of units of `n` numbers, and `n` rounded up to whole units.
 template <class P>
 constexpr int64_t units(int64_t n) {
   return (n + Operand<P>::per_unit - 1) / Operand<P>::per_unit;
@@ -79,7 +79,7 @@ inline void convert(const From* from, To* to, int64_t n) {
   }
 }
 
-// Rows of any dtype, contiguous.
+// Contiguous rows of any dtype.
 struct Rows {
   void* data = nullptr;
   ScalarType dtype = at::kFloat;
@@ -113,21 +113,21 @@ struct Rows {
     }
   }
 
-  // Ask for a row that is read soon: rows of tokens lie anywhere, so that no CPU guesses the next one.
+  // Prefetch a row; the CPU cannot predict it, because the rows of tokens are in random order.
   void prefetch(int64_t i, int64_t from = 0, int64_t n = -1) const {
     const int64_t size = c10::elementSize(dtype);
     const char* first = static_cast<const char*>(data) + (i * width + from) * size;
     for (int64_t b = 0; b < (n < 0 ? width : n) * size; b += 64) __builtin_prefetch(first + b);
   }
 
-  // `n` numbers of row i from a column on, as T: where they lie, or in the buffer where T is not their type.
+  // Return `n` numbers of row i from a column on, as T: in place, or converted into the buffer.
   template <class T>
   const T* read(int64_t i, T* buffer, int64_t from = 0, int64_t n = -1) const {
     if (dtype == c10::CppTypeToScalarType<T>::value) return row<T>(i) + from;
     read_other(i, buffer, from, n < 0 ? width : n);
     return buffer;
   }
-  // The same, into the buffer in any case.
+  // The same, but always copied.
   template <class T>
   void copy(int64_t i, T* to, int64_t from = 0, int64_t n = -1) const {
     const T* found = read(i, to, from, n);
@@ -139,7 +139,7 @@ struct Rows {
   }
 
  private:
-  // Not compiled again in all that reads rows, nor what writes them.
+  // Not inlined, and neither is `write`, for shorter compilation.
   template <class T>
   [[gnu::noinline]] void read_other(int64_t i, T* to, int64_t from, int64_t n) const {
     with_type([&](auto type) { convert(row<decltype(type)>(i) + from, to, n); });
@@ -148,7 +148,7 @@ struct Rows {
 
 // -- memory
 
-// Memory of one thread, kept from call to call: fresh pages cost as much as what is written to them.
+// Memory of one thread, reused between calls, because first writes to new pages are slow.
 template <class T>
 inline T* scratch(int slot, int64_t n) {
   static thread_local std::vector<std::vector<char>> slots(20);
@@ -160,9 +160,9 @@ inline T* scratch(int slot, int64_t n) {
   return reinterpret_cast<T*>((address + line - 1) / line * line);
 }
 
-// -- the order of operands
+// -- layout of operands
 
-// Two rows (one, of types that are not paired) as one row of units.
+// Write two rows (one row for types that are not paired) as one row of units.
 template <class P>
 inline void pair_rows(const P* first, const P* second, Unit<P>* to, int64_t n) {
   if constexpr (Operand<P>::per_unit == 1) {
@@ -182,7 +182,7 @@ inline void pair_rows(const P* first, const P* second, Unit<P>* to, int64_t n) {
 template <class T>
 inline void transpose(const T* from, int64_t ld_from, T* to, int64_t ld_to, int64_t rows, int64_t columns) {
 #ifdef CPU_CAPABILITY_AVX2
-  // at::vec has this one for blocks of 8 by 8 alone.
+  // at::vec has a float transpose for blocks of 8 by 8 only.
   if constexpr (std::is_same_v<T, float>) {
     int64_t whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
     for (int64_t i = 0; i < whole_rows; i += 8)
@@ -197,16 +197,16 @@ inline void transpose(const T* from, int64_t ld_from, T* to, int64_t ld_to, int6
   at::vec::transpose_mxn<T>(from, ld_from, to, ld_to, int(rows), int(columns));
 }
 
-// Columns of the second operand that lie together, a row of them after the other.
+// Columns of a panel of the second operand, which is stored row by row.
 constexpr int64_t PANEL = 64;
 
 inline int64_t panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 inline int64_t panel_width(int64_t columns, int64_t panel) { return std::min(PANEL, columns - panel * PANEL); }
 
-// Longer sums go through in parts: a panel of them stays in the second cache.
+// Longer sums are split, so that a panel stays in the L2 cache.
 constexpr int64_t MAX_SUM = 512;
 
-// Whether oneDNN multiplies tiles of this type: on x86 alone, and not where a user has turned it off.
+// True if oneDNN has products of tiles of this type: only on x86, and unless the user turned oneDNN off.
 template <class P>
 [[gnu::noinline]] inline bool has_tiles() {
   if (!at::globalContext().userEnabledMkldnn()) return false;
@@ -216,7 +216,7 @@ template <class P>
     try {
       at::native::cpublas::brgemm(1, 1, 2, 2, PANEL, PANEL, false, A, B, C, Operand<P>::per_unit == 2);
       at::native::cpublas::brgemm_release();
-    } catch (const std::exception&) {  // torch's, or of oneDNN itself where it has no code for the type
+    } catch (const std::exception&) {  // from torch, or from oneDNN if it does not support the type
       return false;
     }
     return true;
@@ -224,8 +224,8 @@ template <class P>
   return has;
 }
 
-// Whether the bits of a product's rows and columns do not depend on how many others are computed with them, as
-// those of torch's own product do.
+// True if the bits of a product's element do not depend on the number of rows and columns. In torch's own
+// product they do.
 template <class P>
 inline bool is_bitwise() {
   if constexpr (std::is_same_v<P, double>)
@@ -234,7 +234,7 @@ inline bool is_bitwise() {
     return has_tiles<P>();
 }
 
-// C (M, N) = A (M, K) B (K, N), and C if `adds`, of one panel, by torch's own product. Compiled once.
+// C (M, N) = A (M, K) B (K, N) for one panel, plus C if `adds`, by torch's own product. Not inlined.
 [[gnu::noinline]] inline void torch_product(ScalarType dtype, int64_t M, int64_t N, int64_t K, const void* A,
                                             int64_t lda, const void* B, int64_t ldb, void* C, int64_t ldc,
                                             bool adds) {
@@ -262,19 +262,18 @@ inline void product(int64_t M, int64_t N, int64_t K, const double* A, int64_t ld
   torch_product(at::kDouble, M, N, K, A, lda, B, ldb, C, ldc, adds);
 }
 
-// How far rows of a tile lie apart. Not at a power of two, at which rows take each other's place in the
-// cache.
+// Stride of the rows of a tile. Not a power of two, with which rows would evict each other from the cache.
 template <class T>
 constexpr int64_t apart(int64_t n) {
   constexpr int64_t line = 64 / sizeof(T);
   return (n + line - 1) / line * line + line;
 }
 
-// C (M, N) = A (M, K) B, of whose rows those of a panel lie `ldb` units apart, and panels `next` units.
+// C (M, N) = A (M, K) B. In B, the rows of a panel have stride `ldb` and the panels stride `next`, in units.
 template <class P>
 inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, int64_t ldb, int64_t next,
                      Sum<P>* C) {
-  // Rows behind the last are whatever stands there; oneDNN compiles a product anew for every number of them.
+  // Round up M, since oneDNN compiles one kernel per number of rows; the additional rows are not used.
   M = (M + 7) / 8 * 8;
   for (int64_t panel = 0; panel < panels(N); ++panel)
     for (int64_t k = 0; k < K; k += MAX_SUM)
@@ -282,14 +281,14 @@ inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>*
               B + panel * next + units<P>(k) * ldb, ldb, C + panel * PANEL, apart<Sum<P>>(N), k > 0);
 }
 
-// The same, where panels were copied one after the other.
+// The same for copied panels, which are contiguous.
 template <class P>
 inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, Sum<P>* C) {
   multiply<P>(M, N, K, A, B, PANEL, units<P>(K) * PANEL, C);
 }
 
-// C (M, N) = A (M, K) times the transpose of a matrix (N, K) as it lies, for M of at most PANEL: as the
-// transpose of the matrix times the transpose of A. Few rows cost less to turn than a matrix.
+// C (M, N) = A (M, K) times the transpose of a matrix (N, K) that was not copied, for M <= PANEL. It computes
+// the transpose of C, the matrix times the transpose of A, because transposing few rows is fast.
 template <class P>
 inline void multiply_turned(int64_t M, int64_t N, int64_t K, const P* A, const P* matrix, Sum<P>* C) {
   const int64_t columns = (M + 15) / 16 * 16, length = units<P>(K);
@@ -298,8 +297,7 @@ inline void multiply_turned(int64_t M, int64_t N, int64_t K, const P* A, const P
   transpose(reinterpret_cast<const Unit<P>*>(A), units<P>(apart<P>(K)), turned, PANEL, M, length);
   for (int64_t i = 0; i < length; ++i)
     std::fill(turned + i * PANEL + M, turned + i * PANEL + columns, Unit<P>(0));
-  constexpr int64_t ROWS =
-      32;  // at a time, while the next are asked for: each matrix is read once, from memory
+  constexpr int64_t ROWS = 32;  // rows at a time, while the next ones are prefetched from memory
   for (int64_t n = 0; n < N; n += ROWS) {
     const int64_t rows = std::min(ROWS, N - n), ahead = std::min(ROWS, N - n - rows) * K * sizeof(P);
     const char* next = reinterpret_cast<const char*>(matrix + (n + rows) * K);
@@ -311,7 +309,7 @@ inline void multiply_turned(int64_t M, int64_t N, int64_t K, const P* A, const P
   transpose(sums, PANEL, C, apart<Sum<P>>(N), N, M);
 }
 
-// Around the caches, which a large result would clear of everything else; without reading what it replaces.
+// Copy with stores that bypass the caches: a large result would evict everything else.
 template <class T>
 inline void stream(const T* from, T* to, int64_t n) {
 #ifdef CPU_CAPABILITY_AVX512
@@ -326,7 +324,7 @@ inline void stream(const T* from, T* to, int64_t n) {
   std::memcpy(to, from, n * sizeof(T));
 }
 
-// What was streamed is seen by whoever sees what this thread writes next.
+// Make streamed stores visible before later stores of this thread.
 inline void stream_done() {
 #ifdef CPU_CAPABILITY_AVX512
   _mm_sfence();
@@ -335,12 +333,11 @@ inline void stream_done() {
 
 // -- threads
 
-// Tasks 0 to n - 1, each of which is done by one of several threads. Every thread has a share of its own: the
-// same in every loop over the same things, so that it finds in its core's caches what it left there. When it is
-// done, it takes what others have not begun.
+// Tasks 0 to n - 1, divided among threads. Each thread has its own share, the same in every loop over the same
+// tasks, so that its data are in the caches of its core. A thread that is done takes tasks of other shares.
 class Tasks {
  public:
-  // Task ends[i - 1] is the first of share i.
+  // Share i begins with task ends[i - 1].
   explicit Tasks(std::vector<int64_t> ends) : ends(std::move(ends)), shares(this->ends.size()) {
     for (size_t i = 1; i < shares.size(); ++i) shares[i].next = this->ends[i - 1];
   }
@@ -374,11 +371,11 @@ class Tasks {
   std::atomic<int64_t> done{0};
 };
 
-// work(i) for every thread i of `threads`. By a function of torch's library: a loop of OpenMP that clang compiles
-// here has a runtime, and threads, of its own beside torch's.
+// Run work(i) on thread i, for each of `threads`. It calls torch's library, because an OpenMP loop compiled by
+// clang would use another OpenMP runtime with its own threads.
 template <class F>
 inline void in_parallel(int64_t threads, const F& work) {
-  struct Release {  // the state of a CPU's tiles, also where a task fails
+  struct Release {  // releases the CPU's tile state, also if a task fails
     ~Release() { at::native::cpublas::brgemm_release(); }
   };
   std::atomic<bool> failed{false};
@@ -396,7 +393,7 @@ inline void in_parallel(int64_t threads, const F& work) {
   if (error) std::rethrow_exception(error);
 }
 
-// task(i) for every i below `n`, by as many threads as torch has.
+// Run task(i) for every i below `n`, on torch's number of threads.
 template <class F>
 inline void for_each(int64_t n, const F& task) {
   const int64_t threads = std::min<int64_t>(n, at::get_num_threads());
@@ -420,7 +417,7 @@ inline void map(const T* x, T* value, T* slope, int64_t n, F f) {
   }
 }
 
-// The activation of n numbers and, where `slope` is given, its derivative.
+// Compute the activation of n numbers and, if `slope` is given, its derivative.
 template <class T>
 inline void activate(Activation activation, double alpha, double limit, const T* x, T* value, T* slope,
                      int64_t n) {

@@ -10,11 +10,11 @@
 
 namespace moe_ffn {
 
-constexpr int64_t TOKENS = 64;         // whose logits are one task
-constexpr int64_t TOKENS_ADDED = 256;  // that are added to the gradient of the matrix at a time
+constexpr int64_t TOKENS = 64;         // tokens per task, for logits
+constexpr int64_t TOKENS_ADDED = 256;  // tokens per product, for the gradient of the matrix
 
-// (T, E): tokens of any type times the transpose of a float32 matrix (E, D), in float32. Tokens are converted
-// a few at a time, on their way to the product.
+// (T, E): tokens of any type times the transpose of a float32 matrix (E, D), in float32. Only a few tokens are
+// converted at a time.
 inline Tensor wide_linear(const Tensor& x, const Tensor& weight) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == x.size(1), "x is ", x.sizes(),
               ", but the router's matrix ", weight.sizes());
@@ -37,7 +37,7 @@ inline Tensor wide_linear(const Tensor& x, const Tensor& weight) {
   return out;
 }
 
-// The gradients of `wide_linear`: of the tokens in their type, and of the matrix; each where it is wanted.
+// The wanted gradients of `wide_linear`: of the tokens, in their type, and of the matrix.
 inline std::tuple<Tensor, Tensor> wide_linear_backward(const Tensor& grad, const Tensor& x,
                                                        const Tensor& weight, bool wants_x, bool wants_weight) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && grad.dim() == 2, "x has ", x.dim(), " axes, the matrix ",
@@ -61,7 +61,7 @@ inline std::tuple<Tensor, Tensor> wide_linear_backward(const Tensor& grad, const
     for (int64_t r = 0; r < m; ++r) out.write(start + r, sums + r * ld);
   });
   if (wants_weight && !T) grad_weight.zero_();
-  // A task has columns of the matrix, so that tokens are added up in one order whoever does it.
+  // Tasks divide the columns of the matrix, so that the order of tokens in sums is fixed.
   for_each(wants_weight ? panels(D) : 0, [&](int64_t panel) {
     const int64_t first = panel * PANEL, width = panel_width(D, panel), apart_E = apart<float>(TOKENS_ADDED);
     float *turned = scratch<float>(0, E * apart_E), *numbers = scratch<float>(1, TOKENS_ADDED * PANEL);
@@ -76,8 +76,8 @@ inline std::tuple<Tensor, Tensor> wide_linear_backward(const Tensor& grad, const
   return {grad_x, grad_weight};
 }
 
-// Scores as integers of the same order, each with its expert behind it, so that of equal ones the first is the
-// larger; NaN is the largest, as in torch.topk.
+// Encode a score and its expert as an integer of the same order; among equal scores the first expert is larger.
+// NaN is the largest, as in torch.topk.
 inline int64_t key(float score, int64_t expert) {
   int32_t bits;
   score += 0.0f;  // -0 is 0
@@ -87,12 +87,12 @@ inline int64_t key(float score, int64_t expert) {
   return int64_t(ordered) << 32 | (0xFFFFFFFF - expert);
 }
 
-// (T, K): the experts with the largest scores (T, E), the largest first; of equal ones the first.
+// (T, K): the experts with the largest scores (T, E), in descending order; among equal scores the first expert.
 inline Tensor top_k(const Tensor& scores, int64_t k) {
   const int64_t T = scores.size(0), E = scores.size(1);
   TORCH_CHECK(0 <= k && k <= E, "top ", k, " of ", E);
   const Tensor rows = scores.contiguous(), ids = at::empty({T, k}, scores.options().dtype(at::kLong));
-  constexpr int64_t ROWS = 256;  // that are one task
+  constexpr int64_t ROWS = 256;  // rows per task
   const float* from = rows.const_data_ptr<float>();
   int64_t* to = ids.data_ptr<int64_t>();
   for_each(k ? (T + ROWS - 1) / ROWS : 0, [&](int64_t task) {
@@ -111,8 +111,7 @@ inline Tensor top_k(const Tensor& scores, int64_t k) {
   return ids;
 }
 
-// The order that sorts ids from 0 to `num_experts`, of equal ones the first before, and where each expert's
-// end.
+// The order of a stable sort of ids from 0 to `num_experts`, and the end of each expert's ids.
 inline std::tuple<Tensor, Tensor> sort_by_expert(const Tensor& expert_ids, int64_t num_experts) {
   const int64_t N = expert_ids.size(0), B = num_experts + 1;
   const Tensor ids = expert_ids.contiguous(), order = at::empty({N}, expert_ids.options());
@@ -120,7 +119,7 @@ inline std::tuple<Tensor, Tensor> sort_by_expert(const Tensor& expert_ids, int64
   const int64_t* id = ids.const_data_ptr<int64_t>();
   TORCH_CHECK(std::all_of(id, id + N, [&](int64_t e) { return 0 <= e && e < B; }),
               "an id of an expert is none of 0 to ", num_experts);
-  // Every part counts its own, and then writes behind those of the parts before.
+  // Each part counts its ids, and then writes after the ids of the earlier parts.
   const int64_t parts = std::clamp<int64_t>(N / 32768, 1, at::get_num_threads());
   std::vector<int64_t> next(parts * B);
   auto each = [&](int64_t part, auto f) {

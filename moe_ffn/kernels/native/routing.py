@@ -1,4 +1,4 @@
-"""Logits, top-k and the sort of pairs by expert: compiled loops on a CPU, torch's functions elsewhere.
+"""Logits, top-k and the sort of pairs by expert: compiled loops on a CPU, otherwise torch's functions.
 
 T tokens, D model width, E experts, K experts per token, N (token, expert) pairs
 """
@@ -15,15 +15,15 @@ from moe_ffn.kernels.native.build import unavailable_reason
 NARROW = (torch.bfloat16, torch.float16)
 
 MAX_K = 32
-"""Maximum k of the compiled top-k, which inserts every score into a list of k; torch's is faster above."""
+"""Maximum k of the compiled top-k, an insertion sort; for larger k torch is faster."""
 
 
 def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Compute `F.linear` in float32, the dtype of the weight, of bfloat16 or float16 tokens; no gradient.
+    """Return `F.linear` of bfloat16 or float16 tokens in float32, the dtype of the weight; no gradient.
 
-    The compiled loop converts a few tokens at a time, without a float32 copy of all.
+    The compiled loop converts a few tokens at a time, without a float32 copy of all tokens.
     """
-    # torch explains what is wrong with other shapes and dtypes of a custom router.
+    # Other shapes and dtypes, of a custom router, get torch's error messages.
     is_narrow = x_TD.dtype in NARROW and x_TD.ndim == weight_ED.ndim == 2
     if is_narrow and weight_ED.dtype == torch.float32 and _is_compiled(x_TD, weight_ED):
         return torch.ops.moe_ffn_cpu.wide_linear(x_TD.detach(), weight_ED.detach())
@@ -34,7 +34,7 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def wide_linear_backward(
     grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of x, in its dtype, and of the weight in `wide_linear`; None if not wanted."""
+    """Return the gradients of `wide_linear`, of x in its dtype and of the weight; None if not wanted."""
     is_narrow = x_TD.dtype in NARROW and grad_TE.ndim == x_TD.ndim == weight_ED.ndim == 2
     is_wide = grad_TE.dtype == weight_ED.dtype == torch.float32
     compiled = is_narrow and is_wide and _is_compiled(grad_TE, x_TD, weight_ED)
@@ -51,9 +51,9 @@ def wide_linear_backward(
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """Experts with the largest scores, int64 (T, K), the largest first; without a gradient.
+    """Return the experts with the k largest scores, int64 (T, K), in descending order; no gradient.
 
-    The compiled loop prefers the lower expert among equal scores; torch promises no order.
+    Among equal scores the compiled loop prefers the lower expert id; torch guarantees no order.
     """
     if k <= MAX_K and scores_TE.dtype == torch.float32 and _is_compiled(scores_TE):
         return torch.ops.moe_ffn_cpu.top_k(scores_TE.detach(), k)
@@ -61,9 +61,9 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the order (N,) that sorts pairs by expert, and int32 (E,), the end of each expert's pairs.
+    """Return the order (N,) that sorts pairs by expert, and the end of each expert's pairs, int32 (E,).
 
-    The sort is stable. Id `num_experts` means no expert; such pairs come last.
+    The sort is stable. Pairs with id `num_experts` belong to no expert and come last.
     """
     if expert_ids_N.dtype == torch.int64 and _is_compiled(expert_ids_N):
         return torch.ops.moe_ffn_cpu.sort_by_expert(expert_ids_N, num_experts)
@@ -73,9 +73,9 @@ def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def _is_compiled(*tensors: Tensor) -> bool:
-    """Return True for tensors of the compiled loops: on the CPU, with data, outside graphs and transforms.
+    """Return True if the compiled loops support these tensors: on the CPU, with data, outside graphs.
 
-    Elsewhere torch's functions serve, so the operators need no shapes for tensors without data.
+    Otherwise torch's functions run, so the operators need no implementation for tensors without data.
     """
     return (
         not torch.compiler.is_compiling()

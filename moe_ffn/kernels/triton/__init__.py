@@ -1,10 +1,9 @@
-"""The experts on a GPU, in Triton: three kernels forward and three backward.
+"""Experts on a GPU in Triton: three forward and three backward kernels.
 
-Nothing of this package is compiled at installation, and only `backend.py` is imported before the backend
-first runs.
+Nothing is compiled at installation, and only `backend.py` is imported before the backend first runs.
 
-backend.py   the backend: (x_TD, plan, weights) -> y_TD, and whether it can
-launch.py    the two operators that torch sees; tile sizes, buffers, grids and arguments of the kernels
-forward.py   hidden units, products, a token's weighted sum; the device functions that kernels share
+backend.py   the backend: (x_TD, plan, weights) -> y_TD, and the reasons why it cannot run
+launch.py    the two torch operators; tile sizes, buffers, grids and arguments of the kernels
+forward.py   hidden units, products, weighted sums per token; device functions of all kernels
 backward.py  gradients of hidden units and routing weights, of matrices, of biases
 """

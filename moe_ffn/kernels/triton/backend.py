@@ -1,4 +1,4 @@
-"""The backend `triton`, and whether it can run here. It imports triton when it first runs.
+"""The backend `triton`, and the reasons why it cannot run. It imports triton when it first runs.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs
 """
@@ -31,8 +31,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Run all experts without host synchronisation, in float32, bfloat16 or float16 of any width.
 
-    The first call with a pair of widths waits: it compiles the kernels and times their tile sizes. Inputs,
-    pre-activations and the dropout mask (N, F) are kept for backward.
+    The first call with a pair of widths is slow: it compiles the kernels and times their tile sizes. Inputs,
+    pre-activations and the dropout mask (N, F) are saved for backward.
     """
     from moe_ffn.kernels.triton.launch import experts  # imports triton, which is optional
 
@@ -56,7 +56,7 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    """Reason why `triton` does not take these tokens; None if it does."""
+    """Return the reason why `triton` cannot run these tokens; None if it can."""
     if not INSTALLED:
         return "needs the package triton, which is not installed; use 'auto'"
     if x_TD.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -64,7 +64,7 @@ def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
     if x_TD.device.type == "cuda" and (why := _too_old(x_TD.device)) is not None:
         return why
     if weights.interleaved:
-        return "needs all rows of a gate before those of up, but they take turns; use 'auto'"
+        return "needs all rows of a gate before the rows of up, but they alternate; use 'auto'"
     if weights.gate_function is not None and not isinstance(weights.gate_function, ClampedSwiGLU):
         return f"has no kernel for the gate {weights.gate_function}; use 'auto'"
     if is_transform_on():

@@ -1,7 +1,7 @@
-"""The kernels of the backward pass: the gradients of hidden units, matrices and biases.
+"""Kernels of the backward pass: gradients of hidden units, matrices and biases.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
-matrix: F, or 2 F where the rows of a gate stand before those of up
+matrix: F, or 2 F with a gate, whose rows precede the rows of up
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def hidden_gradient_kernel(
 ):
     """Compute d_pre_NH, w h (N, F), and what each tile of units adds to dw, of y = w (down h + b).
 
-    dw = <dy, down h + b> = <down^T dy, h> + <dy, b>: taken on the side of the hidden units, where
-    no result of the expert is needed, and where w is multiplied with only once.
+    dw = <dy, down h + b> = <down^T dy, h> + <dy, b>. The second form does not need the expert's output, and
+    multiplies by w only once.
     """
     expert, first, end, column = find_tile(offsets_ptr, tl.cdiv(F, BLOCK_O), E, BLOCK_M, GROUP)
     if first >= end:
@@ -60,7 +60,7 @@ def hidden_gradient_kernel(
 
     d_weights = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if bias_ptr is not None:  # known when compiling, the other only on the device  # noqa: SIM102
-        if column == 0:  # <dy, b> belongs to the row, not to a tile: one of them adds it
+        if column == 0:  # only one tile of units adds <dy, b>, which is a sum per row
             for k in range(0, D, BLOCK_K):
                 dy = tl.load(dy_ptrs + k, mask=inner[None, :] < D - k, other=0.0)
                 b = tl.load(bias_ptr + expert * D + k + inner, mask=inner < D - k, other=0.0)
@@ -74,7 +74,7 @@ def hidden_gradient_kernel(
         w = load(down_ptrs + k * F, exist, MASKED)
         d_hidden = dot(dy, w, d_hidden, PRECISION)
 
-    # 64 bits up to the tile's first row, 32 within it: half as many registers.
+    # 64-bit offset of the tile's first row, 32-bit offsets within the tile: half as many registers.
     tile = tl.arange(0, BLOCK_M)
     mine = rows < end
     wide_first = first.to(tl.int64)
@@ -86,7 +86,7 @@ def hidden_gradient_kernel(
         dropout_ptr += wide_first * F
     pointers = (pre_ptr, d_pre_ptr, hidden_ptr, dropout_ptr)
     if BLOCK_O >= 128:
-        # Half of the columns after the other: all at once, the registers would not suffice.
+        # One half of the columns at a time, for lack of registers.
         halves = tl.permute(tl.reshape(d_hidden, (BLOCK_M, 2, BLOCK_O // 2)), (0, 2, 1))
         left, right = tl.split(halves)
         half = column * BLOCK_O + tl.arange(0, BLOCK_O // 2)
@@ -142,7 +142,7 @@ def _through_activation(
     tl.store(d_pre_ptr + UP + pre_offsets, (d_weighted * up_slope).to(dtype), mask=stored)
     if GATED:
         tl.store(d_pre_ptr + pre_offsets, (d_weighted * gate_slope).to(dtype), mask=stored)
-    # A unit that is too many has a hidden value too, where act(0) is not 0.
+    # Units beyond the width have nonzero values if act(0) is not 0.
     return tl.sum(tl.where(stored, d_hidden * hidden, 0.0), axis=1)
 
 
@@ -163,10 +163,10 @@ def weight_gradient_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """gradient_EOI = output_grad_e^T input_e; one of the two may have a row per token, named by its ids.
+    """gradient_EOI = output_grad_e^T input_e; one of the two may have a row per token, indexed by token ids.
 
-    A tile is one of the gradient: BLOCK_M outputs by BLOCK_O inputs, BLOCK_K of the expert's rows at a time.
-    An expert without rows writes zeros: DDP and FSDP would hang on a missing gradient.
+    Tiles divide the gradient: BLOCK_M outputs by BLOCK_O inputs, with BLOCK_K of the expert's rows at a time.
+    An expert without rows writes zeros, because DDP and FSDP would hang on a missing gradient.
     """
     tiles_out = tl.cdiv(OUT, BLOCK_M)
     tiles_in = tl.cdiv(IN, BLOCK_O)
@@ -192,7 +192,7 @@ def weight_gradient_kernel(
             output_rows = tl.load(output_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
         if input_ids_ptr is not None:
             input_rows = tl.load(input_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
-        # Both masked: a row of the next expert, or one that was not computed, may hold a NaN.
+        # Mask both: a row of the next expert, or an uncomputed row, may contain NaN.
         output_mask = mine[:, None]
         input_mask = mine[:, None]
         if OUT % BLOCK_M != 0:
@@ -223,7 +223,7 @@ def bias_gradient_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """gradient_EO: the sum of an expert's rows; weighted, and those of its tokens, if asked."""
+    """gradient_EO: the sum of each expert's rows, optionally weighted and gathered by token."""
     expert = tl.program_id(0)
     outs = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)

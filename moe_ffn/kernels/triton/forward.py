@@ -1,7 +1,7 @@
-"""The kernels of the forward pass, and the device functions that all kernels share.
+"""Kernels of the forward pass, and device functions of all kernels.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, M rows of a tile, H rows of
-the first matrix: F, or 2 F where the rows of a gate stand before those of up
+the first matrix: F, or 2 F with a gate, whose rows precede the rows of up
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import triton.language as tl
 def find_tile(
     offsets_ptr, num_columns, E: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr
 ):
-    """(expert, first row, where the expert's rows end, column) of this program's tile.
+    """Return (expert, first row, end of the expert's rows, column) of this program's tile.
 
-    Nothing is to be done where first >= end.
+    If first >= end, the program has nothing to do.
 
-    A program is a slot of rows and a column. A group of slots goes over all columns before the next group
-    starts: what runs at the same time shares its rows and the matrix of its expert, which stay in the L2
-    cache.
+    Each program computes one slot of rows and one column of tiles. A group of slots runs all columns before
+    the next group starts, so that concurrent programs share rows and matrices in the L2 cache.
 
-    The slots of expert e are those from start_e // BLOCK_M + e to end_e // BLOCK_M + e: never fewer
-    than it has tiles, at most one too many, and N // BLOCK_M + E altogether, a number that the host
-    knows. So no table of tiles has to be made, or waited for.
+    Expert e has the slots from start_e // BLOCK_M + e to end_e // BLOCK_M + e: at least its number of tiles,
+    and at most one more. There are N // BLOCK_M + E slots in total, a number that the host knows without a
+    table of tiles.
     """
     program = tl.program_id(0)
     num_slots = tl.num_programs(0) // num_columns
@@ -47,10 +46,9 @@ def find_tile(
 
 @triton.jit
 def load(pointers, mask, MASKED: tl.constexpr):
-    """The values, 0 where the mask is false.
+    """Load values, with 0 where the mask is false.
 
-    Neighbours stay neighbours in memory for the compiler only without a mask, so it is left out where
-    widths divide by the tile's.
+    The compiler vectorises loads only without a mask, so there is none if the tile's width divides the width.
     """
     if MASKED:
         return tl.load(pointers, mask=mask, other=0.0)
@@ -60,7 +58,7 @@ def load(pointers, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """Add a @ b in float32. Triton's interpreter multiplies bfloat16 wrongly, so it never gets any."""
+    """Add a @ b in float32. Triton's interpreter has wrong bfloat16 products, so it gets float32."""
     if PRECISION == "interpreted":
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -69,9 +67,9 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """(value, slope) of the element-wise function; the compiler drops what is not used."""
+    """Return (value, slope) of the activation function; the compiler removes unused results."""
     if ACTIVATION == "relu":
-        # Compared this way round, a NaN stays one, as it does in torch.
+        # This comparison keeps NaN, as torch does.
         value = tl.where(x <= 0, 0.0, x)
         slope = tl.where(x <= 0, 0.0, 1.0)
     elif ACTIVATION == "relu_squared":
@@ -103,9 +101,9 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def hidden_units(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
-    """(hidden, its slope in `gate`, its slope in `up`); without a gate, `gate` is not looked at."""
+    """Return (hidden, its slope in `gate`, its slope in `up`); `gate` is ignored if there is none."""
     if ACTIVATION == "clamped_swiglu":
-        # Where a value is clamped the slope is 0; at the limit itself it is not, as in torch.
+        # The slope of a clamped value is 0, but not at the limit itself, as in torch.
         g = tl.where(gate > limit, limit, gate)
         u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         s = tl.sigmoid(alpha * g)
@@ -150,14 +148,14 @@ def hidden_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """hidden_NF = act(up_e x[token] + bias), gate and up in one pass; `pre_NH` unless that is None."""
+    """hidden_NF = act(up_e x[token] + bias), gate and up in one pass; writes `pre_NH` unless it is None."""
     expert, first, end, column = find_tile(offsets_ptr, tl.cdiv(F, BLOCK_O), E, BLOCK_M, GROUP)
     if first >= end:
         return
     H: tl.constexpr = 2 * F if GATED else F
-    UP: tl.constexpr = H - F  # the row of the matrix at which up begins
+    UP: tl.constexpr = H - F  # first row of up in the matrix
 
-    # Rows and columns that are too many repeat one that exists; nothing of them is stored.
+    # Rows and columns beyond the end repeat existing ones, and are not stored.
     rows = first + tl.arange(0, BLOCK_M)
     tokens = tl.load(token_ids_ptr + tl.where(rows < end, rows, first)).to(tl.int64)
     units = column * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -183,11 +181,11 @@ def hidden_kernel(
         if GATED:
             gate += tl.load(bias_ptrs).to(tl.float32)[None, :]
 
-    # Rounded before the activation, kept or not: backward computes the very same hidden units from
-    # what is kept, and evaluation the same as training.
+    # Round before the activation, also if `pre_NH` is not stored: backward recomputes equal hidden units, and
+    # evaluation computes the same as training.
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     stored = (rows < end)[:, None] & (units < F)[None, :]
-    # 64 bits up to the tile's first row, 32 within it: half as many registers.
+    # 64-bit offset of the tile's first row, 32-bit offsets within the tile: half as many registers.
     tile = tl.arange(0, BLOCK_M)[:, None]
     wide_first = first.to(tl.int64)
     rounded_up = up.to(dtype)
@@ -226,13 +224,13 @@ def product_kernel(
 ):
     """output_NO = input_NI matrix_e^T + bias_e.
 
-    The two strides within an expert's matrix make it (O, I) or its transpose.
+    The two strides of an expert's matrix choose (O, I) or its transpose.
     """
     expert, first, end, column = find_tile(offsets_ptr, tl.cdiv(OUT, BLOCK_O), E, BLOCK_M, GROUP)
     if first >= end:
         return
     rows = first + tl.arange(0, BLOCK_M)
-    # 64 bits up to the tile's first row, 32 within it: half as many registers.
+    # 64-bit offset of the tile's first row, 32-bit offsets within the tile: half as many registers.
     tile = tl.arange(0, BLOCK_M)
     wide_first = first.to(tl.int64)
     outs = column * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -269,10 +267,10 @@ def combine_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """output_TD = the sum over the token's pairs of their rows (N, D), in float32.
+    """output_TD = the sum of the rows (N, D) of each token's pairs, in float32.
 
-    `ranks_N` says where each pair of the routing's list stands in the plan; those from `total` on
-    were not computed, and what stands in their rows is not looked at.
+    `ranks_N` is the position of each pair of the routing in the plan. Pairs from position `total` on were not
+    computed, and their rows are not read.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -283,7 +281,7 @@ def combine_kernel(
     output = tl.zeros((BLOCK_D,), dtype=tl.float32)
     rank = tl.load(ranks_ptr + first, mask=first < end, other=0)
     for pair in range(first, end):
-        # The next rank is asked for before this row is waited for.
+        # Load the next rank before waiting for this row.
         next_rank = tl.load(ranks_ptr + pair + 1, mask=pair + 1 < end, other=0)
         computed = rank < total
         pointers = rows_ptr + rank.to(tl.int64) * D + columns

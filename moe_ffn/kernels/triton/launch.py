@@ -1,10 +1,10 @@
 """Tile sizes, buffers, grids and arguments of the kernels, in one operator forward and one backward.
 
-The operators are opaque to torch: torch.compile and export take them without a break in the graph, and are
-told the shapes of the outputs alone. Nothing here waits for the device.
+The operators are opaque to torch: torch.compile and export include them without a graph break, and know only
+their output shapes. Nothing here waits for the device.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
-matrix: F, or 2 F where the rows of a gate stand before those of up, I in, O out
+matrix: F, or 2 F with a gate, whose rows precede the rows of up, I input width, O output width
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from moe_ffn.kernels.triton.forward import combine_kernel, hidden_kernel, produc
 
 # ------------------------------------------------------------------------------ tile sizes
 #
-# M rows of a tile, O columns, K what is multiplied away at a time. Each kernel chooses from its list at its
-# first call with a pair of widths and a dtype. The lists are short, for every member is compiled and timed
-# once; they hold what fits into a Hopper multiprocessor (228 KB of shared memory, 64 K registers) without
-# spilling. A test compiles them all.
+# A tile has M rows, O columns, and K terms of the sum at a time. At its first call with a pair of widths and
+# a dtype, each kernel times every tile size of its list and keeps the fastest. The sizes fit into a Hopper
+# multiprocessor (228 KB of shared memory, 64 K registers) without spilling. A test compiles them all.
 
 GROUP = 2 if knobs.runtime.interpret else 8
-"""Slots of rows that go over the columns together, see `forward.find_tile`."""
+"""Number of slots of rows in a group; see `forward.find_tile`."""
 
 
 def _configs(*tiles: tuple[int, int, int, int, int]) -> list[triton.Config]:
-    """Triton's configs of tiles (M, O, K, stages, warps)."""
+    """Return Triton configs of tiles (M, O, K, stages, warps)."""
     return [
         triton.Config(
             {"BLOCK_M": m, "BLOCK_O": o, "BLOCK_K": k}, num_stages=stages, num_warps=warps
@@ -53,21 +52,24 @@ PRODUCT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (64, 128, 64, 4, 
 WEIGHT_GRADIENT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (128, 64, 64, 4, 4))
 
 FLOAT32 = _configs((64, 64, 32, 3, 4))
-"""Tile of every kernel in float32: the others would take twice the shared memory and long to compile."""
+"""Tile of every kernel in float32; others would need twice the shared memory, and compile slowly."""
 
 INTERPRETED = _configs((16, 16, 16, 1, 1))
-"""The smallest tile, so that tests of small layers have several."""
+"""The smallest tile, so that small layers in tests have several tiles."""
 
 MIN_BLOCK_O = 16 if knobs.runtime.interpret else 64
 """The narrowest tile of any kernel."""
 
 
 def tuned(kernel: Any, configs: list[triton.Config], key: list[str], *reset: str) -> Any:
-    """`kernel` with the best of `configs`, chosen anew where one of `key` or a dtype changes.
+    """Return `kernel` with the fastest of `configs` for each value of `key` and each dtype.
 
-    The number of pairs is not in the key: it changes at every step.
+    The number of pairs is not in the key, because it changes at every step.
 
     Args:
+        kernel: a Triton kernel.
+        configs: tile sizes to choose from.
+        key: names of the arguments that need a new choice.
         reset: pointers whose values are zeroed before each trial.
     """
 
@@ -103,7 +105,7 @@ _FUSED = {"enable_fp_fusion": True}
 
 @dataclass(frozen=True)
 class Rows:
-    """Pairs in the plan's order."""
+    """Pairs in the order of the plan."""
 
     token_ids_N: Tensor
     offsets_E: Tensor
@@ -121,7 +123,7 @@ class Rows:
         return self.offsets_E.new_empty(len(self), width, dtype=self.dtype)
 
     def grid(self, width: int) -> Callable[[dict[str, Any]], tuple[int]]:
-        """One program for each tile that there can be, whatever the loads of the experts."""
+        """Return the grid: one program per possible tile, for any loads of the experts."""
 
         def programs(meta: dict[str, Any]) -> tuple[int]:
             slots = len(self) // meta["BLOCK_M"] + self.num_experts
@@ -136,7 +138,7 @@ class Rows:
 
 
 def _product_options() -> dict[str, Any]:
-    """The precision of float32 products, as torch's own products are set."""
+    """Return the precision of float32 products, according to torch's setting."""
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return {"PRECISION": "interpreted" if knobs.runtime.interpret else precision, **_FUSED}
 
@@ -144,7 +146,7 @@ def _product_options() -> dict[str, Any]:
 def _activation(
     name: str, clamp: list[float] | None, up_EHD: Tensor, down_EDF: Tensor
 ) -> dict[str, Any]:
-    """The arguments of the activation; `clamp` is (alpha, limit) of a clamped SwiGLU."""
+    """Return the arguments of the activation; `clamp` is (alpha, limit) of a clamped SwiGLU."""
     alpha, limit = clamp or (0.0, 0.0)
     return {
         "alpha": alpha,
@@ -157,7 +159,7 @@ def _activation(
 def _product(
     rows: Rows, input_NI: Tensor, matrix_EOI: Tensor, bias_EO: Tensor | None = None
 ) -> Tensor:
-    """output_NO; the matrices may be a transposed view."""
+    """Return output_NO; the matrices may be a transposed view."""
     width_in, width_out = input_NI.shape[1], matrix_EOI.shape[1]
     output_NO = rows.empty(width_out)
     _product_kernel[rows.grid(width_out)](
@@ -182,7 +184,7 @@ def _combine(
     starts: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """output_TD in `dtype`; `starts` holds where the pairs of each token start in `ranks_N`, and N."""
+    """Return output_TD in `dtype`; `starts` has the start of each token's pairs in `ranks_N`, then N."""
     num_tokens, d_model = starts.shape[0] - 1, rows_ND.shape[1]
     output_TD = rows_ND.new_empty(num_tokens, d_model, dtype=dtype)
     block = min(1024, triton.next_power_of_2(d_model))
@@ -200,7 +202,7 @@ def _combine(
 def _weight_gradient(
     rows: Rows, output_grad: Tensor, inputs: Tensor, like_EOI: Tensor, gather: str
 ) -> Tensor:
-    """The gradient of a weight like `like_EOI`; `gather`, "output" or "input", names the side with T rows."""
+    """Return the gradient of a weight like `like_EOI`; the `gather` side, "output" or "input", has T rows."""
     num_experts, width_out, width_in = like_EOI.shape
     gradient_EOI = torch.empty_like(like_EOI, memory_format=torch.contiguous_format)
 
@@ -227,7 +229,7 @@ def _weight_gradient(
 def _bias_gradient(
     rows: Rows, output_grad: Tensor, like_EO: Tensor, weights_N: Tensor | None = None
 ) -> Tensor:
-    """The sum of each expert's rows; with weights, of the rows of its tokens times their weights."""
+    """Return the sum of each expert's rows; with weights, of the rows of its tokens times their weights."""
     num_experts, width = like_EO.shape
     gradient_EO = torch.empty_like(like_EO, memory_format=torch.contiguous_format)
     block, rows_at_a_time = (16, 16) if knobs.runtime.interpret else (128, 32)
@@ -244,7 +246,7 @@ def _bias_gradient(
 
 
 def _matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor whose last axis is contiguous, as the kernels need."""
+    """Return a tensor with a contiguous last axis, as the kernels need."""
     x = x.to(dtype)
     return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()
 
@@ -253,7 +255,7 @@ def _contiguous(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-# ------------------------------------------------------------------ the operators that torch sees
+# ---------------------------------------------------------------------------- torch operators
 
 
 @torch.library.custom_op("moe_ffn::experts", mutates_args=())
@@ -274,7 +276,7 @@ def experts(
     dtype: torch.dtype,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y_TD, and the pre-activations (N, H) if backward is to come, else none of their rows."""
+    """Return y_TD and the pre-activations (N, H), with 0 rows if there is no backward pass."""
     with torch.cuda.device_of(x_TD):  # Triton launches on the current device
         rows = Rows(token_ids_N, offsets_E, dtype)
         x_rows_TD, (_, width, d_model) = _matrix(x_TD, dtype), up_EHD.shape
@@ -315,14 +317,13 @@ def experts_backward(
     dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the first six inputs of `experts`; empty where they are not wanted."""
+    """Return the gradients of the first six inputs of `experts`; empty if not wanted."""
     with torch.cuda.device_of(x_TD):
         rows = Rows(token_ids_N, offsets_E, dtype)
         dy_TD, (_, d_model, d_ff) = _matrix(dy_TD, dtype), down_EDF.shape
         d_pre_NH, hidden_NF = rows.empty(pre_NH.shape[1]), rows.empty(d_ff)
-        # Each tile of units has a column of its own and they are added up afterwards: atomic additions
-        # would come in another order every time. Zero for tiles wider than the narrowest, and for the
-        # pairs that are not computed.
+        # Each tile of units writes its own column, and the columns are summed afterwards, because the
+        # order of atomic additions is random. Unused columns and uncomputed pairs are 0.
         parts = triton.cdiv(d_ff, MIN_BLOCK_O)
         d_weights = dy_TD.new_zeros(len(rows), parts, dtype=torch.float32)
         bias_ED = _contiguous(down_bias_ED)

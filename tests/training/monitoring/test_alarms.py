@@ -345,7 +345,7 @@ def test_an_alarm_that_cannot_be_written_is_still_logged(
 
     assert capsys.readouterr().err.splitlines() == [
         "alarm: step 30: train/loss is nan; lower it",
-        f"disk: '{path}' cannot be written (File exists); training goes on and tries again",
+        f"disk: '{path}' cannot be written (File exists); training continues and tries again",
     ]
 
 

@@ -107,8 +107,8 @@ def test_lines_that_a_full_disk_rejects_are_written_later(
     assert file.is_complete
     assert path.read_text() == text(1, 2, 3, 4)
     assert capsys.readouterr().err.splitlines() == [
-        f"disk: '{path}' cannot be written (No space left on device); training goes on and tries again",
-        f"disk: '{path}' is written again",
+        f"disk: '{path}' cannot be written (No space left on device); training continues and tries again",
+        f"disk: '{path}' can be written again",
     ]
 
 

@@ -143,5 +143,5 @@ def test_generate_takes_the_prompt_of_the_run(moe_run: Any) -> None:
 
 
 def test_generate_needs_a_prompt_where_the_run_had_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^--prompt: is needed, since '.*' has no sample"):
+    with pytest.raises(ConfigError, match=r"^--prompt: is required, since '.*' has no sample"):
         own_prompt(tmp_path)

@@ -91,8 +91,8 @@ def test_an_empty_file_is_rejected(path: Path) -> None:
     ("kind", "problem"),
     [
         ("missing", "cannot be read (No such file or directory)"),
-        ("a folder", "cannot be read (no file, but a folder)"),
-        ("a pipe", "cannot be read (no file, but a pipe)"),
+        ("a folder", "cannot be read (not a file, but a folder)"),
+        ("a pipe", "cannot be read (not a file, but a pipe)"),
     ],
 )
 def test_anything_but_a_file_is_rejected_without_waiting(

@@ -210,8 +210,8 @@ def test_a_save_that_fails_removes_nothing_and_is_tried_again(
     assert not trainer.keeper.problem
     assert [path.name for path in folder.iterdir()] == [step_name(60)]
     assert capsys.readouterr().err.splitlines() == [
-        f"disk: '{folder}' cannot be written (No space left on device); training goes on and tries again",
-        f"disk: '{folder}' is written again",
+        f"disk: '{folder}' cannot be written (No space left on device); training continues and tries again",
+        f"disk: '{folder}' can be written again",
     ]
 
 
