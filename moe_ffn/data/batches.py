@@ -1,6 +1,6 @@
-"""Batches as pure functions of their index: the same in any order, after any interruption.
+"""Batches as pure functions of their index, so a resumed run reads the same batches.
 
-B sequences in a batch, S tokens in a sequence. A window is a sequence and its next token: S + 1 tokens.
+B sequences per batch, S tokens per sequence. A window is a sequence and its next token: S + 1 tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from moe_ffn.data.token_files import TokenRow
 
 
 def require_window(seq_len: int, num_tokens: int, of: str) -> None:
-    """Raise ConfigError if the tokens `of` a split are too few for a sequence and its next token."""
+    """Raise ConfigError if `num_tokens` is too small for one window; `of` names the tokens."""
     if num_tokens < seq_len + 1:
         raise ConfigError(
             f"data.seq_len ({seq_len}) must be shorter than {of} ({num_tokens} tokens): lower "
-            "data.seq_len, give more text, or move data.validation_percent between the splits"
+            "data.seq_len, give more text, or change data.validation_percent"
         )
 
 
@@ -34,22 +34,22 @@ def require_equal_shares(batch_size: int, world_size: int) -> None:
         more = (batch_size // world_size + 1) * world_size
         raise ConfigError(
             f"data.batch_size ({batch_size}) must be divisible by the number of ranks "
-            f"({world_size}): it counts the sequences of all ranks together; give {more}, or other ranks"
+            f"({world_size}): it counts the sequences of all ranks together; give {more}, or change the ranks"
         )
 
 
 def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
-    """Number of windows in an epoch: one less than fit, so that it can start anywhere."""
+    """Return the number of windows in an epoch: one less than fit, so that it can start at any offset."""
     return max(1, (num_tokens + 1) // (seq_len + 1) - 1)
 
 
 MAX_LISTED = 1 << 22
-"""Windows of an epoch above which their order is computed where it is asked for, and not kept in memory."""
+"""Windows per epoch above which the order is computed on demand instead of stored in memory."""
 
 
 @dataclass(frozen=True)
 class EpochStarts:
-    """The first token of each window of an epoch, in the order of training; a slice of it is int64."""
+    """First token of each window of an epoch, in training order; a slice is an int64 array."""
 
     num_windows: int
     window: int
@@ -63,11 +63,11 @@ class EpochStarts:
         return self.order[places] * self.window + self.offset
 
 
-@lru_cache(maxsize=2)  # a batch touches one epoch, or the end of one and the start of the next
+@lru_cache(maxsize=2)  # a batch may span two epochs
 def epoch_starts(num_tokens: int, seq_len: int, seed: int, epoch: int) -> EpochStarts:
     """Return the windows of an epoch.
 
-    They lie side by side from a random offset on; offset and order depend on (seed, epoch) alone.
+    The windows are adjacent and begin at a random offset. Offset and order depend only on (seed, epoch).
     """
     window = seq_len + 1
     count = windows_per_epoch(num_tokens, seq_len)
@@ -80,11 +80,11 @@ def epoch_starts(num_tokens: int, seq_len: int, seed: int, epoch: int) -> EpochS
 
 @dataclass(frozen=True)
 class FeistelOrder:
-    """A random order of 0 to `count` - 1, any part of which is computed without the rest.
+    """Random permutation of 0 to `count` - 1 that computes any slice on its own.
 
-    A Feistel network permutes the numbers of twice `half_bits` bits; what it makes of one that is `count` or
-    more is permuted again until it is less (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary
-    finite domains").
+    A Feistel network permutes all numbers of 2 * `half_bits` bits. A result of `count` or more is permuted
+    again until it is smaller (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains").
     """
 
     count: int
@@ -121,20 +121,20 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def spread_starts(num_tokens: int, seq_len: int, count: int) -> np.ndarray:
-    """First token of each of at most `count` windows, (num_windows,) int64, evenly spread."""
+    """Return the first token of at most `count` evenly spaced windows, (num_windows,) int64."""
     count = min(count, num_tokens // (seq_len + 1))
     return np.arange(count, dtype=np.int64) * num_tokens // count
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences, and the next token of each of their tokens."""
+    """Sequences of token ids, and the next token at each position."""
 
     input_ids: Tensor
     """(B, S) int64."""
 
     target_ids: Tensor
-    """(B, S) int64: `input_ids` one token later."""
+    """(B, S) int64: `input_ids` shifted by one token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +146,7 @@ class _Batches:
 
     seq_len: int
     batch_size: int
-    """Sequences in a batch, summed over all ranks; the last one of a validation may hold fewer."""
+    """Sequences per batch, summed over all ranks; the last batch of a validation may have fewer."""
 
     split: ClassVar[str]
 
@@ -163,12 +163,12 @@ class _Batches:
 
 @dataclass(frozen=True, eq=False)
 class TrainBatches(_Batches):
-    """Endless sequence of training batches; each depends on the fields and its index alone.
+    """Endless sequence of training batches; each depends only on the fields and its index.
 
-    An epoch visits each of its windows once, in an order and from an offset drawn from (seed, epoch). A
-    batch may end one epoch and begin the next.
+    An epoch visits each of its windows once. Its order and offset are drawn from (seed, epoch). A batch may
+    span two epochs.
 
-    Rank r of W has the sequences [r*B/W, (r+1)*B/W) of each batch.
+    Rank r of W reads the sequences [r*B/W, (r+1)*B/W) of each batch.
     """
 
     seed: int
@@ -186,7 +186,7 @@ class TrainBatches(_Batches):
         return windows_per_epoch(len(self.tokens), self.seq_len)
 
     def __getitem__(self, index: int) -> Batch:
-        """Return micro-batch `index`, counted from 0 over the whole training."""
+        """Return micro-batch `index`, counted from the start of training."""
         rows = self.batch_size // self.world_size
         first = index * self.batch_size + self.rank * rows
         end = first + rows
@@ -201,7 +201,7 @@ class TrainBatches(_Batches):
 
 @dataclass(frozen=True, eq=False)
 class ValidationBatches(_Batches):
-    """The fixed batches of a validation: windows spread over the split, none overlapping."""
+    """Fixed batches of a validation: windows spread over the split without overlap."""
 
     num_tokens: int
     """Tokens to predict, rounded down to whole sequences; at least one sequence."""
@@ -225,11 +225,11 @@ class ValidationBatches(_Batches):
 
     @property
     def sha256(self) -> str:
-        """Digest of every window in order and of their length; equal for equal validations."""
+        """Digest of all windows in order; equal for validations of the same windows."""
         windows = np.ascontiguousarray(self._windows(self._starts), dtype="<u4")
         return hashlib.sha256(f"{windows.shape} ".encode() + windows.tobytes()).hexdigest()
 
     @property
     def targets(self) -> np.ndarray:
-        """Predicted tokens in order, (num_windows * seq_len,)."""
+        """Tokens to predict, in order, (num_windows * seq_len,)."""
         return self._windows(self._starts)[:, 1:].reshape(-1)

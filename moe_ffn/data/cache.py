@@ -1,4 +1,4 @@
-"""A cache folder that appears atomically, with checksums of its files."""
+"""Cache folders that appear atomically and contain checksums of their files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, reason, s
 
 _META = "meta.json"
 _DIGEST = "sha256"
-"""The key of the digest of all other keys."""
+"""Key of the digest of all other keys."""
 
 _SIZES = "sizes"
-"""The key of the size of each file in bytes."""
+"""Key of the file sizes in bytes."""
 
 _SEALED_NS = 946_684_800 * 10**9
 """Modification time that `seal` sets, 2000-01-01; a later write changes it."""
@@ -32,13 +32,13 @@ _ABANDONED_SECONDS = 86_400
 
 @contextlib.contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder that replaces `folder` when the block ends without an error.
+    """Yield a temporary folder that replaces `folder` if the block ends without an error.
 
-    The block closes it with `seal`, and writes inside `writing`. If another process was faster, its folder
-    stays if it is intact. Abandoned temporary folders are removed.
+    The block must call `seal` at its end, and must write inside `writing`. If another process was faster and
+    its folder is intact, that folder stays. Abandoned temporary folders are removed.
 
     Raises:
-        ConfigError: the place cannot be written.
+        ConfigError: the folder cannot be written.
     """
     built = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
@@ -66,7 +66,7 @@ def writing(built: Path) -> Iterator[None]:
 
 
 def seal(folder: Path, meta: dict[str, Any]) -> None:
-    """Write `meta`, its digest and those of the files in `folder`."""
+    """Write `meta` with digests of itself and of the files in `folder`."""
     paths = list(folder.iterdir())
     values = {
         **meta,
@@ -79,12 +79,12 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
-    """Return the values that `seal` wrote; None if the folder is missing or anything in it changed.
+    """Return the values that `seal` wrote; None if the folder is missing or has changed.
 
-    A file is hashed only if its size or time differs from what `seal` left.
+    A file is hashed only if its size or time changed after `seal`.
 
     Args:
-        only: the one file to check; None for all.
+        only: name of the only file to check; None for all.
     """
     meta = read_object(folder / _META)
     try:
@@ -108,21 +108,21 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 def _remove_abandoned(cache_dir: Path) -> None:
     """Remove the temporary folders of processes that were killed."""
     for folder in cache_dir.glob(f".*{UNFINISHED}"):
-        with contextlib.suppress(OSError):  # its process has just ended, and removed it
+        with contextlib.suppress(OSError):  # another process has just removed it
             last_written = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
             if time.time() - last_written > _ABANDONED_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _publish(built: Path, folder: Path) -> None:
-    # Nothing is synced: what a power cut takes of it, `read_meta` misses, and it is built again.
+    # Nothing is synced: after a power cut, `read_meta` finds the damage and the folder is built again.
     try:
         built.replace(folder)
     except OSError:
         if kind_of(folder) != "a folder":
             raise
-        # Another process was faster, or what stands there is damaged. Replacing file by file leaves
-        # no moment without the folder, and two processes may do it at once: both built the same.
+        # Another process was faster, or the folder is damaged. Files are replaced one by one, so that the
+        # folder always exists. Two processes may do this at once, because both built the same files.
         if read_meta(folder) is None:
             for file in sorted(built.iterdir(), key=lambda file: file.name == _META):
                 file.replace(folder / file.name)

@@ -1,4 +1,4 @@
-"""The documents of a corpus, read in blocks so that no file has to fit into memory."""
+"""Documents of a corpus, read in blocks so that no file has to fit into memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.files import reason
 
 BLOCK_BYTES = 1 << 16
-"""Maximum size of a block in bytes: enough to encode efficiently, small enough to spread over cores."""
+"""Maximum bytes of a block: large enough to encode efficiently, small enough to spread over cores."""
 
 Split = Literal["train", "validation"]
 
@@ -33,13 +33,13 @@ class Document:
     """One text of a corpus."""
 
     name: str
-    """Name from which the document's split is drawn; need not be unique."""
+    """Name that determines the split; need not be unique."""
 
     blocks: Iterable[bytes]
-    """Text in order; can be read once."""
+    """Text in order; can be iterated once."""
 
     split: Split | None = None
-    """Split of this document, or None to draw it from the name."""
+    """Split of this document; None derives it from the name."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class TokenFiles:
 
     train: tuple[Path, ...]
     validation: tuple[Path, ...] | None
-    """None for the end of `train`."""
+    """Validation files; None takes the end of `train`."""
     dtype: np.dtype[Any] | None
-    """Dtype of files without a header; None: the tokenizer's."""
+    """Dtype of files without a header; None takes the dtype of the tokenizer."""
 
 
 class CorpusConfig(TaggedConfig, frozen=True):
@@ -58,24 +58,24 @@ class CorpusConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
-        """All documents, in the same order at every call.
+        """Return all documents, in the same order at every call.
 
         Raises:
             ConfigError: there are none.
         """
 
     def require_files(self) -> None:
-        """Raise ConfigError if a named file is missing; reads none."""
+        """Raise ConfigError if a named file is missing. Does not read files."""
 
     def stamp(self) -> str | None:
-        """Digest of the names, sizes and times of all files; None for a corpus without files.
+        """Return a digest of the names, sizes and times of all files; None for a corpus without files.
 
-        A corpus with an equal stamp need not be read again.
+        A corpus with the same stamp is not read again.
         """
         return None
 
     def token_files(self) -> TokenFiles | None:
-        """Files of a corpus of token ids; None for text."""
+        """Return the files of a corpus of token ids; None for text."""
         return None
 
 
@@ -85,7 +85,7 @@ class StdlibConfig(CorpusConfig, frozen=True):
     type: Literal["stdlib"] = "stdlib"
 
     def documents(self) -> Iterator[Document]:
-        """Source files, without tests and data-like modules."""
+        """Return the source files, without tests and data-like modules."""
         for name, path in self._files():
             yield Document(name, file_blocks(path))
 
@@ -112,18 +112,18 @@ Paths = Annotated[
     Field(strict=False, min_length=1),
     BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]),
 ]
-"""Files, folders and globs; one alone need not be a list."""
+"""Files, folders and globs; a single one need not be a list."""
 
 
 class TextConfig(CorpusConfig, frozen=True):
-    """UTF-8 text files of yours; each file is one document."""
+    """Your own UTF-8 text files; each file is one document."""
 
     type: Literal["text"] = "text"
 
     paths: Paths
-    """Files, folders (searched recursively) or globs (`books/**/*.txt`), as seen from the current folder.
-    Hidden and binary files found in a folder or by a glob are skipped. Records (.jsonl, .csv, .parquet) are
-    read by type hf_dataset."""
+    """Files, folders (searched recursively) or globs (`books/**/*.txt`), relative to the current folder.
+    Hidden and binary files found in a folder or by a glob are skipped. For records (.jsonl, .csv,
+    .parquet), use type hf_dataset."""
 
     def require_files(self) -> None:
         for given in self.paths:
@@ -131,9 +131,9 @@ class TextConfig(CorpusConfig, frozen=True):
                 break
 
     def documents(self) -> Iterator[Document]:
-        """Text files that `paths` name, each once.
+        """Return the text files that `paths` name, each once.
 
-        A document is named by its path below the folder or the fixed part of the glob, so that moving a
+        The name of a document is its path below the folder or below the fixed part of the glob, so moving a
         corpus does not change its split.
 
         Raises:
@@ -198,7 +198,7 @@ class _File:
 
 
 def files_of(given: str, key: str = PATHS_KEY) -> Iterator[_File]:
-    """Files that one path names: itself, those in a folder, or those that match a glob."""
+    """Yield the files that one path names: a file, the files in a folder, or the matches of a glob."""
     path = expand_path(given, key)
     if _is_file(path):
         yield _File(path, path.name, is_given=True)
@@ -225,7 +225,7 @@ def files_of(given: str, key: str = PATHS_KEY) -> Iterator[_File]:
 
 
 _SETTLED_SECONDS = 2.0
-"""Age of a change below which a file may change again without another time."""
+"""Age below which a file may change again without a new modification time."""
 
 
 def _stamp(files: Collection[tuple[str, Path]]) -> str | None:
@@ -245,8 +245,8 @@ def _stamp(files: Collection[tuple[str, Path]]) -> str | None:
 
 
 def _matching(root: Path, parts: Sequence[str]) -> list[Path]:
-    """Files below `root` that match a glob; hidden ones only if the glob has the dot."""
-    if parts[-1] == "**":  # which names folders alone
+    """Return the files below `root` that match a glob; hidden files only if the glob contains the dot."""
+    if parts[-1] == "**":  # `**` alone matches only folders
         parts = [*parts, "*"]
     with_hidden = any(part.startswith(".") for part in parts if part != "..")
     return [
@@ -261,20 +261,20 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _files_below(folder: Path, skip: Collection[str] = ()) -> Iterator[Path]:
-    """Regular files below `folder`, in any order, without hidden ones, links to folders and `skip`."""
+    """Yield regular files below `folder`, in any order, without hidden files, linked folders and `skip`."""
 
-    def refuse(error: OSError) -> None:
+    def raise_unreadable(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise unreadable(error.filename, error) from error
 
-    for where, folders, files in os.walk(folder, onerror=refuse):
+    for where, folders, files in os.walk(folder, onerror=raise_unreadable):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         paths = (Path(where) / name for name in files if not name.startswith("."))
         yield from filter(_is_file, paths)
 
 
 def _is_file(path: Path) -> bool:
-    """Return True for a regular file or a link to one; ConfigError without permission to look."""
+    """Return True for a regular file or a link to one; ConfigError if the path cannot be read."""
     try:
         return path.is_file()
     except OSError as error:
@@ -286,13 +286,13 @@ def unreadable(path: Path | str, error: OSError) -> ConfigError:
 
 
 def _not_plain_text(path: Path) -> str:
-    """Reason why a file with this name is no text to train on, and advice; empty if it may be text."""
+    """Return why a file with this name is not plain text, with advice; empty if it may be text."""
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
         return f"is compressed ({suffix}); unpack it first"
     if suffix in _RECORDS:
         return (
-            "holds records, whose brackets and names would be trained on; use --data.corpus.type "
+            "holds records, and training would include their brackets and names; use --data.corpus.type "
             f"hf_dataset --data.corpus.path {path} --data.corpus.text_column NAME, or write their text "
             "into a .txt file"
         )
@@ -300,7 +300,7 @@ def _not_plain_text(path: Path) -> str:
 
 
 def _text_size(path: Path) -> int | None:
-    """Size of a file in bytes; None if it is not UTF-8 text."""
+    """Return the size of a file in bytes; None if it is not UTF-8 text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     size = 0
     try:
@@ -316,7 +316,7 @@ def _text_size(path: Path) -> int | None:
 
 
 def file_blocks(path: Path) -> Iterator[bytes]:
-    """Content of a file in blocks; ConfigError if it cannot be read."""
+    """Yield the content of a file in blocks; ConfigError if it cannot be read."""
     try:
         with path.open("rb") as file:
             yield from blocks(file)
@@ -325,7 +325,7 @@ def file_blocks(path: Path) -> Iterator[bytes]:
 
 
 def blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Content of `file` in blocks of at most BLOCK_BYTES, cut at the end of a line or a character."""
+    """Yield the content of `file` in blocks of at most BLOCK_BYTES, cut at the end of a line or character."""
     rest = b""
     while len(block := rest + file.read(BLOCK_BYTES - len(rest))) == BLOCK_BYTES:
         end = text_boundary(block, len(block)) or len(block)
@@ -336,7 +336,7 @@ def blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def text_boundary(text: bytes, at: int, reach: int = BLOCK_BYTES) -> int:
-    """Last position up to `at` that ends a line or, with none within `reach`, a UTF-8 character; or 0."""
+    """Return the last line end up to `at`; failing that within `reach`, the last end of a character or 0."""
     line_end = text.rfind(b"\n", max(0, at - reach), at) + 1
     if line_end:
         return line_end
@@ -344,7 +344,7 @@ def text_boundary(text: bytes, at: int, reach: int = BLOCK_BYTES) -> int:
         return at
     while at > 0 and _continues(text[at - 1]):
         at -= 1
-    # The byte before `at` now ends a character, or opens one that lies across the position.
+    # The byte before `at` ends a character, or starts one that extends past the original position.
     return at - 1 if at > 0 and text[at - 1] >= 0xC0 else at
 
 

@@ -1,4 +1,4 @@
-"""Rows of a Hugging Face data set as documents."""
+"""Corpora from Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
     type: Literal["hf_dataset"] = "hf_dataset"
 
     path: str = Field(min_length=1)
-    """A name on the hub (`roneneldan/TinyStories`), a folder written by `save_to_disk`, or a local
-    folder, .json, .jsonl, .ndjson, .csv, .parquet or .txt file."""
+    """Name on the hub (`roneneldan/TinyStories`), folder written by `save_to_disk`, local folder, or file
+    (.json, .jsonl, .ndjson, .csv, .parquet or .txt)."""
 
     name: str | None = None
     """The configuration of a data set that has several (`wikitext-2-raw-v1`)."""
 
     split: str = Field(default="train", min_length=1)
-    """Split to train on; without `validation_split`, some of its rows are kept for validation."""
+    """Split to train on; without `validation_split`, some of its rows are used for validation."""
 
     validation_split: str | None = Field(default=None, min_length=1)
     """Split to validate on; by default `data.validation_percent` percent of the rows of `split`."""
@@ -36,10 +36,10 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
     """The column that holds the text."""
 
     def documents(self) -> Iterator[Document]:
-        """Rows as documents, named by their index; empty for a missing text.
+        """Return rows as documents, named by their index; a missing text is empty.
 
         Raises:
-            ConfigError: `datasets` cannot find or read something; names the key.
+            ConfigError: `datasets` cannot find or read the data set.
         """
         if self.validation_split is not None and self.validation_split == self.split:
             raise ConfigError(
@@ -59,7 +59,7 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
         )
 
     def _rows(self, key: str, split: str) -> Any:
-        """Column of text of one split; `key` is the option that named the split."""
+        """Return the text column of a split; `key` is the option that named the split."""
         rows, column = self._load(key, split), self.text_column
         if column not in rows.column_names:
             known = ", ".join(rows.column_names)
@@ -88,9 +88,9 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
             return datasets.load_dataset(str(local) if local.is_dir() else path, name, split=split)
         except ConfigError:
             raise
-        except Exception as error:  # `datasets` raises what its readers raise
+        except Exception as error:  # `datasets` passes on the errors of its readers
             cause: BaseException = error
-            while cause.__cause__ is not None:  # its message is more precise
+            while cause.__cause__ is not None:  # the first cause has the most precise message
                 cause = cause.__cause__
             what = first_line(cause)
             if "nknown split" in what:
@@ -128,7 +128,7 @@ def _import_datasets() -> Any:
 
 
 def _pick_split(saved: Any, split: str, path: str, key: str) -> Any:
-    """One split of what `load_from_disk` returned, a Dataset or a mapping of them."""
+    """Return one split of `saved`, the Dataset or DatasetDict from `load_from_disk`."""
     splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
     if split not in splits:
         known = ", ".join(map(str, splits))

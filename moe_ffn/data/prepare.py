@@ -1,4 +1,4 @@
-"""Preparation of a corpus: memory-mapped token ids, encoded once per content."""
+"""Preparation of a corpus: text is encoded once and its token ids are memory-mapped."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ class DataConfig(Config, frozen=True):
 
     @property
     def text_sizes(self) -> tuple[int, int]:
-        """Maximum number of token ids and length of a sequence, which a decoder is built with."""
+        """Vocabulary size (at most) and sequence length, with which a decoder is built."""
         return self.tokenizer.max_vocab_size, self.seq_len
 
 
 _FORMAT = 2
-"""Part of the cache key: raise it when the same corpus and config would give other files."""
+"""Version in the cache key; raise it if the same corpus and config would give other files."""
 
 _TOKENIZER_TRAINING_BYTES = 256 << 20
-"""Size of a corpus above which a tokenizer is trained on every n-th piece only."""
+"""Bytes of a corpus above which a tokenizer is trained on every n-th piece only."""
 
 _ENCODED_AT_ONCE = 1 << 20
-"""Bytes of text, which a tokenizer may spread over cores."""
+"""Bytes of text per batch of pieces, which a tokenizer may spread over cores."""
 
 
 @dataclass
@@ -73,11 +73,11 @@ class SplitSize:
     """The size of one split."""
 
     num_documents: int = 0
-    """Documents with any of their text in this split."""
+    """Documents with some text in this split."""
 
     num_bytes: int = 0
     num_tokens: int = 0
-    """Tokens, including one end of document for each document that ends in this split."""
+    """Tokens, including an end of document for each document that ends in this split."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class PreparedData:
     validation_size: SplitSize
 
     documents: Documents
-    """Documents that were read; `moe_ffn.data.split.changed` compares them with those of another run."""
+    """Documents that were read; `moe_ffn.data.split.changed` compares them with another run."""
 
     notes: tuple[str, ...]
     """Sentences about unusual properties of the split."""
@@ -105,21 +105,21 @@ class PreparedData:
 
     @property
     def corpus_sha256(self) -> str:
-        """Digest of the corpus; losses are comparable only if it is equal."""
+        """Digest of the corpus; compare losses only if it is equal."""
         return self.documents.corpus_sha256
 
 
 def prepare(config: DataConfig) -> PreparedData:
-    """Read, split and encode the corpus, or find the result in `data.cache_dir`.
+    """Read, split and encode the corpus, or return the result from `data.cache_dir`.
 
-    The corpus is read again only if the name, size or time of a file changed. Memory grows by some twenty
+    The corpus is read again only if the name, size or time of a file changed. Memory grows by about 20
     bytes per document. Several processes may prepare the same data at the same time.
 
     Raises:
         ConfigError: the corpus cannot be read or is too short, or the cache cannot be written.
     """
     if (files := config.corpus.token_files()) is not None:
-        return _of_token_files(config, files)
+        return _from_token_files(config, files)
     cache_dir = expand_path(config.cache_dir, "data.cache_dir")
     stamp = config.corpus.stamp()
     documents = _known_documents(cache_dir, stamp)
@@ -128,7 +128,7 @@ def prepare(config: DataConfig) -> PreparedData:
     if documents is None or folder is None or meta is None:
         documents, folder, meta = _read_and_build(config, cache_dir)
         if stamp is not None and stamp == config.corpus.stamp():
-            with contextlib.suppress(OSError):  # otherwise it is read again
+            with contextlib.suppress(OSError):  # on failure, the corpus is read again next time
                 text = json.dumps(documents.to_dict())
                 write_file(cache_dir / _KNOWN, f"{stamp}.json", text)
     for note in meta["notes"]:
@@ -150,7 +150,7 @@ def prepare(config: DataConfig) -> PreparedData:
 
 
 def validation_batches(config: DataConfig, data: PreparedData) -> ValidationBatches:
-    """Batches of every validation, and of the unigram baseline."""
+    """Return the batches of every validation and of the unigram baseline."""
     return ValidationBatches(
         data.validation,
         seq_len=config.seq_len,
@@ -174,7 +174,7 @@ def _read_and_build(config: DataConfig, cache_dir: Path) -> tuple[Documents, Pat
 
 
 _KNOWN = "known_corpora"
-"""Folder in the cache: stamp of a corpus -> its documents when it was read."""
+"""Folder in the cache: stamp of a corpus -> documents that were read."""
 
 
 def _known_documents(cache_dir: Path, stamp: str | None) -> Documents | None:
@@ -187,8 +187,8 @@ def _known_documents(cache_dir: Path, stamp: str | None) -> Documents | None:
         return None
 
 
-def _of_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
-    """Use the token files in place; reads only enough to identify them."""
+def _from_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
+    """Return data that reads token files in place. Reads only enough to identify the files."""
     tokenizer = config.tokenizer.build(())
     dtype = files.dtype or tokenizer.dtype
     train = TokenRow.of(files.train, dtype)
@@ -205,8 +205,8 @@ def _of_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
         if file.largest >= tokenizer.vocab_size:
             raise ConfigError(
                 f"data.corpus: '{file.path}' holds the token {file.largest}, but data.tokenizer has a "
-                f"vocabulary of {tokenizer.vocab_size}; give the one that made the file: data.tokenizer "
-                "{type: file, path: tokenizer.json}"
+                f"vocabulary of {tokenizer.vocab_size}; give the tokenizer that made the file: "
+                "data.tokenizer {type: file, path: tokenizer.json}"
             )
     digests = tuple((file.path.name, file.sha256) for file in seen)
     known = json.dumps([digests, len(train), files.validation is None])
@@ -227,7 +227,7 @@ def _of_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
 
 
 def cached_validation(config: DataConfig, corpus_sha256: str) -> np.ndarray | None:
-    """Validation split as token ids, (num_tokens,), from the cache alone; None if it is not there intact."""
+    """Return the cached validation split as token ids, (num_tokens,); None if it is missing or damaged."""
     folder = expand_path(config.cache_dir, "data.cache_dir") / _key(config, corpus_sha256)
     name = "validation.bin"
     meta = read_meta(folder, only=name)
@@ -237,7 +237,7 @@ def cached_validation(config: DataConfig, corpus_sha256: str) -> np.ndarray | No
 
 
 def _key(config: DataConfig, corpus_sha256: str) -> str:
-    """Digest of everything that the tokens depend on: content and names, tokenizer, split."""
+    """Return the digest of everything that determines the tokens: content and names, tokenizer, split."""
     parts = {
         "format": _FORMAT,
         "corpus": corpus_sha256,
@@ -267,13 +267,13 @@ def _build(config: DataConfig, plan: SplitPlan, folder: Path) -> None:
 
 
 def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, folder: Path) -> dict[Split, SplitSize]:
-    """Write `train.bin` and `validation.bin`, ids of `tokenizer.dtype` one after another."""
+    """Write `train.bin` and `validation.bin`, arrays of `tokenizer.dtype`; return their sizes."""
     sizes: dict[Split, SplitSize] = {"train": SplitSize(), "validation": SplitSize()}
     within_document = dict.fromkeys(sizes, False)
     end_of_document = np.array([tokenizer.end_of_document], dtype=tokenizer.dtype)
     for batch in _batched(pieces):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
-        # Nothing is left to be written while the corpus is read, whose errors are not of the cache.
+        # Files are closed before more text is read, so that read errors are not reported as write errors.
         with writing(folder), contextlib.ExitStack() as stack:
             files = {
                 split: stack.enter_context((folder / f"{split}.bin").open("ab")) for split in sizes

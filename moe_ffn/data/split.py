@@ -1,4 +1,4 @@
-"""Split of a corpus into training and validation text, and changes of a corpus since an earlier run."""
+"""Split of a corpus into training and validation text, and detection of changes since an earlier run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import Document, Split, text_boundary
 
 MAX_NAMED = 10_000
-"""Maximum number of documents whose names and digests are kept: a megabyte."""
+"""Maximum number of documents whose names and digests are stored, which takes a megabyte."""
 
 _SPLITS: tuple[Split, ...] = get_args(Split)
 _TRAIN, _VALIDATION, _LEFT_OUT = 0, 1, 2
 
 _REACH_BYTES = 256
-"""Bytes that a cut may move back to the end of a line."""
+"""Maximum bytes by which a cut moves back to the end of a line."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Documents:
     count: int
 
     digests: tuple[tuple[str, str], ...] | None
-    """Name and sha256 of each document in order; None where there are more than 10,000."""
+    """Name and sha256 of each document in order; None for more than 10,000 documents."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, which `from_dict` reads."""
+        """Return plain values for JSON, which `from_dict` reads."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> Documents:
-        """Documents from the values of `to_dict`; ConfigError if they are damaged."""
+        """Return documents from the values of `to_dict`; ConfigError if they are damaged."""
         try:
             return TypeAdapter(cls).validate_python(values)
         except ValidationError as error:
@@ -51,9 +51,9 @@ class Documents:
 
 
 def changed(before: Documents, now: Documents) -> str | None:
-    """Describe how the documents changed since, naming the first; None if they did not.
+    """Describe how the documents changed, naming the first change; None if they are equal.
 
-    `'b.txt' was removed, and 2 other documents differ too`
+    Example: `'b.txt' was removed, and 2 other documents differ too`
     """
     if before.corpus_sha256 == now.corpus_sha256:
         return None
@@ -83,11 +83,11 @@ def changed(before: Documents, now: Documents) -> str | None:
 class SplitPlan:
     """Split of every document of a corpus, in nine bytes of memory per document beyond 10,000.
 
-    A document is validated if `sha256(name) % 100 < validation_percent`, unless it names its own split. A
-    training document with the same content as a validation document is left out; repeats within one split
-    stay. If that leaves a split empty (one or a few documents), the text is split by position: validation
-    is the last `validation_percent` percent of its bytes, from the start of a line if one is near, and
-    repeated documents count once.
+    A document is in the validation split if `sha256(name) % 100 < validation_percent`, unless it names its
+    own split. A training document with the content of a validation document is left out; repeats within one
+    split stay. If a split would be empty (one or a few documents), the text is split by position: validation
+    is the last `validation_percent` percent of the bytes, from the start of a line if one is near. Repeated
+    documents are then used once.
     """
 
     documents: Documents
@@ -100,18 +100,18 @@ class SplitPlan:
     """Sentences about unusual properties of the split."""
 
     places: np.ndarray
-    """(num_documents,) uint8: training, validation or left out."""
+    """(num_documents,) uint8: `_TRAIN`, `_VALIDATION` or `_LEFT_OUT`."""
 
     fingerprints: np.ndarray
     """(num_documents,) uint64: the first bytes of each content's sha256."""
 
     cut: int | None
-    """Bytes before the validation text if the text is split by position, else None."""
+    """Bytes before the validation text; None unless the text is split by position."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of text in one split."""
+    """Consecutive text in one split."""
 
     split: Split
     text: bytes
@@ -126,7 +126,7 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
     """Read a corpus once and assign every document to a split.
 
     Raises:
-        ConfigError: there is no text, or none in a split that the documents name themselves.
+        ConfigError: there is no text, or the documents name their splits and one split is empty.
     """
     corpus = hashlib.sha256()
     fingerprint_list, size_list, place_list = array("Q"), array("Q"), bytearray()
@@ -151,7 +151,7 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
     sizes = np.frombuffer(size_list, dtype=np.uint64)
     places = np.frombuffer(place_list, dtype=np.uint8)
     if not sizes.any():
-        raise ConfigError("data.corpus: there is no text in it; every document is empty")
+        raise ConfigError("data.corpus: no text found; every document is empty")
 
     repeats = (places == _TRAIN) & np.isin(fingerprints, fingerprints[places == _VALIDATION])
     places[repeats] = _LEFT_OUT
@@ -192,7 +192,7 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
 
 
 def split_pieces(documents: Iterable[Document], plan: SplitPlan) -> Iterator[Piece]:
-    """Text of a corpus in order, each piece in its split.
+    """Yield the text of a corpus in order, in pieces that belong to one split.
 
     Raises:
         ConfigError: the documents changed since the plan was made.
@@ -224,7 +224,7 @@ def split_pieces(documents: Iterable[Document], plan: SplitPlan) -> Iterator[Pie
 
 
 def _bytes_before(block: bytes, cut: int) -> int:
-    """Number of bytes of `block` before the cut, which is `cut` bytes from its start."""
+    """Return the number of bytes of `block` before the cut, which is `cut` bytes from its start."""
     if cut >= len(block):
         return len(block)
     return text_boundary(block, cut, reach=_REACH_BYTES) if cut > 0 else 0

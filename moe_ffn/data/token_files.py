@@ -1,4 +1,4 @@
-"""Corpora that are tokens already: files of ids, read as one row and never whole."""
+"""Corpora of token ids: several files form one sequence, of which only slices are read."""
 
 from __future__ import annotations
 
@@ -25,30 +25,29 @@ SUFFIXES = (".bin", ".npy")
 
 
 class TokensConfig(CorpusConfig, frozen=True):
-    """Files of token ids, such as other programs prepare: .npy, or ids one after another (.bin).
+    """Files of token ids that another program prepared: .npy, or raw ids (.bin).
 
-    `data.tokenizer` is the one that made them: `{type: file, path: tokenizer.json}`.
+    Set `data.tokenizer` to the tokenizer that made them: `{type: file, path: tokenizer.json}`.
     """
 
     type: Literal["tokens"] = "tokens"
 
     train: Paths
-    """Files, folders or globs, as seen from the current folder; in the order of their names, one row. Of a
-    folder or a glob only .bin and .npy are taken."""
+    """Files, folders or globs, relative to the current folder. Files of a folder or glob are read in the
+    order of their names, and only if they end in .bin or .npy."""
 
     validation: Paths | None = None
-    """Files to validate on; null: the last data.validation_percent percent of the tokens of `train`."""
+    """Validation files; null takes the last data.validation_percent percent of the tokens of `train`."""
 
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
-    """Type of the ids in files without a header; null: uint16, or uint32 for a vocabulary above 65,536."""
+    """Dtype of files without a header; null takes uint16, or uint32 for a vocabulary above 65,536."""
 
     def require_files(self) -> None:
         self.token_files()
 
     def documents(self) -> Iterator[Document]:
         raise ConfigError(
-            "data.corpus.type 'tokens' holds token ids, and no text to read; use 'text' with "
-            "data.corpus.paths"
+            "data.corpus.type 'tokens' has token ids but no text; use 'text' with data.corpus.paths"
         )
 
     def token_files(self) -> TokenFiles:
@@ -65,7 +64,7 @@ class TokensConfig(CorpusConfig, frozen=True):
         }
         if not found:
             raise ConfigError(
-                f"data.corpus.{key}: {', '.join(map(repr, paths))} has no file of tokens "
+                f"data.corpus.{key}: {', '.join(map(repr, paths))} has no token file "
                 f"({' or '.join(SUFFIXES)})"
             )
         return tuple(found.values())
@@ -81,10 +80,10 @@ class _File:
 
 
 class TokenRow:
-    """Tokens of several files as one sequence. A slice reads only its own tokens."""
+    """Tokens of several files as one sequence; a slice reads only its own tokens."""
 
     def __init__(self, files: Sequence[_File], start: int = 0, stop: int | None = None) -> None:
-        """Take the tokens from `start` up to `stop` of all files."""
+        """Use the tokens from `start` to `stop` (exclusive), counted over all files."""
         self.files = files
         self.dtype = np.result_type(*(file.dtype for file in files))
         self._ends = np.cumsum([file.num_tokens for file in files]).tolist()
@@ -92,12 +91,13 @@ class TokenRow:
 
     @classmethod
     def of(cls, paths: Sequence[Path], dtype: np.dtype[Any]) -> TokenRow:
-        """Open files of tokens.
+        """Open token files.
 
         Args:
-            dtype: of files without a header.
+            dtype: dtype of files without a header.
 
-        Raises:     ConfigError: a file cannot be read, or holds no row of ids.
+        Raises:
+            ConfigError: a file cannot be read, or is not a one-dimensional array of ids.
         """
         return cls([_look_at(path, dtype) for path in paths])
 
@@ -122,22 +122,22 @@ class TokenRow:
         return parts[-1] if len(parts) == 2 else np.concatenate(parts)
 
     def seen(self) -> list[SeenFile]:
-        """Digest of each file, from blocks that are spread over it.
+        """Return a digest of each file, from blocks that are spread over it.
 
-        Reading billions of tokens takes minutes at every start. A file that was replaced, cut or extended
-        has another digest; one in which a single token changed may not.
+        Reading billions of tokens at every start would take minutes. A replaced, cut or extended file gets
+        another digest. A change of a single token may go unnoticed.
         """
         return [_seen(file) for file in self.files]
 
 
 @dataclass(frozen=True)
 class SeenFile:
-    """Identity of a file of tokens: its size and blocks that are spread over it."""
+    """Identity of a token file: a digest of its size and of blocks that are spread over it."""
 
     path: Path
     sha256: str
     largest: int
-    """Largest id in these blocks; -1 of an empty file."""
+    """Largest id in these blocks; -1 for an empty file."""
 
 
 def _look_at(path: Path, dtype: np.dtype[Any]) -> _File:
@@ -149,7 +149,7 @@ def _look_at(path: Path, dtype: np.dtype[Any]) -> _File:
         raise unreadable(path, error) from error
     if size % dtype.itemsize:
         raise ConfigError(
-            f"data.corpus: '{path}' has {size} bytes, which is no whole number of ids of {dtype.name} "
+            f"data.corpus: '{path}' has {size} bytes, which is not a whole number of {dtype.name} ids "
             f"({dtype.itemsize} bytes each); give data.corpus.dtype"
         )
     return _File(path, dtype, 0, size // dtype.itemsize)
@@ -159,7 +159,7 @@ def _look_at_array(path: Path) -> _File:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
-        raise ConfigError(f"data.corpus: '{path}' is no array of numpy ({error})") from error
+        raise ConfigError(f"data.corpus: '{path}' is not a NumPy array ({error})") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(
             f"data.corpus: '{path}' must hold whole numbers in one row, but is {array.dtype} of shape "
@@ -169,7 +169,7 @@ def _look_at_array(path: Path) -> _File:
 
 
 def _tokens(file: _File, first: int, count: int) -> np.ndarray:
-    # Read, and not mapped: a page fault for every window would take longer, and fill memory.
+    # Read instead of mapped: page faults for every window would be slower and fill memory.
     offset = file.header + first * file.dtype.itemsize
     try:
         found = np.fromfile(file.path, dtype=file.dtype, count=count, offset=offset)
@@ -181,7 +181,7 @@ def _tokens(file: _File, first: int, count: int) -> np.ndarray:
 
 
 _BLOCK, _NUM_BLOCKS = 4096, 16
-"""Tokens of a block, and blocks that are spread over a file."""
+"""Tokens per block, and blocks per file, for `SeenFile`."""
 
 
 def _seen(file: _File) -> SeenFile:

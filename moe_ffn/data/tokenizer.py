@@ -1,4 +1,4 @@
-"""Text to token ids and back, exactly."""
+"""Tokenizers: text to token ids and back, without loss."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import ConfigError, expand_path, first_line, show
+from moe_ffn.config.errors import ConfigError, expand_path, first_line, install, show
 from moe_ffn.files import read_object, reason
 
 
 class Tokenizer(ABC):
-    """Fixed vocabulary of byte strings, and the rule that cuts text into them.
+    """Fixed vocabulary of byte strings, and the rule that splits text into them.
 
-    Encoding loses nothing: the joined bytes of the tokens are the encoded bytes, valid UTF-8 or not.
+    Encoding is lossless: the bytes of the tokens, joined, equal the input, valid UTF-8 or not.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], end_of_document: int) -> None:
@@ -37,7 +37,7 @@ class Tokenizer(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, the end of document included."""
+        """Number of token ids, including the end of document."""
         return len(self.token_bytes)
 
     @property
@@ -47,14 +47,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """Ids of each text as token files hold them, (num_tokens,) of `dtype`."""
+        """Return the ids of each text as in token files, (num_tokens,) of `dtype`."""
 
     def encode(self, text: str | bytes) -> Tensor:
-        """Ids of `text` as models take them, int64 (num_tokens,)."""
+        """Return the ids of `text` for a model, int64 (num_tokens,)."""
         return torch.from_numpy(self.encode_batch([text])[0].astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, the end of document nothing.
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD; the end of document adds nothing.
 
         Raises:
             ValueError: an id is not in the vocabulary.
@@ -68,10 +68,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, which the config's `restore` reads."""
+        """Return plain values for JSON, which the config's `restore` reads."""
 
     def to_hugging_face(self) -> dict[str, Any] | None:
-        """Content of a `tokenizer.json` of Hugging Face; None if there is no equivalent."""
+        """Return the content of a Hugging Face `tokenizer.json`; None if there is no equivalent."""
         return None
 
 
@@ -84,11 +84,11 @@ class TokenizerConfig(TaggedConfig, frozen=True):
 
     @property
     def max_vocab_size(self) -> int:
-        """Maximum number of token ids, as far as options tell: by default 256 bytes and an end."""
+        """Maximum number of token ids by the options; the default is 256 bytes and an end of document."""
         return 257
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that differ if the same text would give other tokens."""
+        """Return plain values that differ if the same text would give other tokens."""
         return self.to_dict()
 
     @abstractmethod
@@ -110,7 +110,7 @@ def _require_kind(values: Mapping[str, Any], kind: str) -> None:
 
 
 class BytesConfig(TokenizerConfig, frozen=True):
-    """Every byte is a token: 256 values and an end of document, 257 in all; nothing to train."""
+    """Each byte is a token: 256 bytes and an end of document, 257 ids; nothing to train."""
 
     type: Literal["bytes"] = "bytes"
 
@@ -123,7 +123,7 @@ class BytesConfig(TokenizerConfig, frozen=True):
 
 
 class BytesTokenizer(Tokenizer):
-    """Ids 0 to 255 are the bytes themselves, 256 is the end of document."""
+    """Ids 0 to 255 are bytes, and 256 is the end of document."""
 
     def __init__(self) -> None:
         super().__init__([*(bytes([value]) for value in range(256)), b""], end_of_document=256)
@@ -135,7 +135,7 @@ class BytesTokenizer(Tokenizer):
         return {"type": "bytes"}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """A byte-pair encoding that merges nothing."""
+        """Return a byte-pair encoding without merges."""
         level = {
             "type": "ByteLevel",
             "add_prefix_space": False,
@@ -159,8 +159,8 @@ class BPEConfig(TokenizerConfig, frozen=True):
     type: Literal["bpe"] = "bpe"
 
     vocab_size: int = Field(default=4096, ge=512, le=2**24)
-    """Size of the vocabulary to learn, the 256 bytes and the end of document included; it gets smaller
-    where the text is too short for it."""
+    """Vocabulary size to learn, including the 256 bytes and the end of document; smaller if the text is too
+    short."""
 
     @property
     def max_vocab_size(self) -> int:
@@ -187,13 +187,13 @@ class FileTokenizerConfig(TokenizerConfig, frozen=True):
         return self._read().vocab_size
 
     def identity(self) -> dict[str, Any]:
-        return {"type": "file", "tokenizer": self._read().to_dict()}  # at whatever path
+        return {"type": "file", "tokenizer": self._read().to_dict()}  # independent of the path
 
     def build(self, text: Iterable[bytes]) -> Tokenizer:
         return self._read()
 
     def restore(self, values: Mapping[str, Any]) -> Tokenizer:
-        return _stored(values)
+        return _restored(values)
 
     def _read(self) -> Tokenizer:
         path = expand_path(self.path, "data.tokenizer.path")
@@ -206,19 +206,20 @@ def read_tokenizer(path: Path, where: str) -> Tokenizer:
     Args:
         where: beginning of an error message.
 
-    Raises:     ConfigError: the file is missing, damaged, or another kind of tokenizer.
+    Raises:
+        ConfigError: the file is missing, damaged, or another kind of tokenizer.
     """
     try:
         values = read_object(path)
     except OSError as error:
         raise ConfigError(f"{where} cannot be read ({reason(error)})") from error
     if values is None:
-        raise ConfigError(f"{where} is not there, or is no tokenizer.json")
-    # A run stores its own under a type.
-    return _stored(values) if "type" in values else BPETokenizer(values, where)
+        raise ConfigError(f"{where} does not exist, or is not a tokenizer.json")
+    # A tokenizer stored by a run has a type.
+    return _restored(values) if "type" in values else BPETokenizer(values, where)
 
 
-def _stored(values: Mapping[str, Any]) -> Tokenizer:
+def _restored(values: Mapping[str, Any]) -> Tokenizer:
     return (BytesConfig() if values.get("type") == "bytes" else BPEConfig()).restore(values)
 
 
@@ -227,13 +228,15 @@ _END = "<|endoftext|>"
 _STORED = "data.tokenizer: the stored tokenizer of type 'bpe'"
 
 _PROBE = "The Café\u00a0 costs  1,50\u20ac\r\n\tor e\u0301 ".encode()
-"""Text with capitals, spaces at both ends and in a row, and characters that a normalizer would change."""
+"""Text with capitals, repeated and outer spaces, and characters that a normalizer would change."""
 
-_NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # how `surrogateescape` shows bytes that are not UTF-8
+_NOT_UTF8 = re.compile(
+    "([\udc80-\udcff]+)"
+)  # bytes that are not UTF-8, decoded with `surrogateescape`
 
 
 def train_bpe(text: Iterable[bytes], vocab_size: int) -> BPETokenizer:
-    """Train at most `vocab_size` tokens: the end of document, 256 bytes, and merges."""
+    """Train a tokenizer with at most `vocab_size` tokens: end of document, 256 bytes, and merges."""
     tokenizers = _import_tokenizers()
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -249,7 +252,7 @@ def train_bpe(text: Iterable[bytes], vocab_size: int) -> BPETokenizer:
 
 
 class BPETokenizer(Tokenizer):
-    """A trained byte-pair encoding; text that looks like the end-of-document token stays text."""
+    """Trained byte-pair encoding; text that looks like the end-of-document token is encoded as text."""
 
     def __init__(self, definition: Mapping[str, Any], where: str = _STORED) -> None:
         """Read the content of a byte-level `tokenizer.json` of Hugging Face.
@@ -257,7 +260,8 @@ class BPETokenizer(Tokenizer):
         Args:
             where: beginning of an error message.
 
-        Raises:     ConfigError: it is another kind of tokenizer, damaged, or loses text.
+        Raises:
+            ConfigError: the content is damaged, loses text, or is another kind of tokenizer.
         """
         tokenizers = _import_tokenizers()
         try:
@@ -273,13 +277,11 @@ class BPETokenizer(Tokenizer):
         bytes_of = {index: _bytes_of(token, byte_of, where) for token, index in id_of.items()}
         if bytes_of.keys() != set(range(len(id_of))):
             raise ConfigError(
-                f"{where} does not give each of its {len(id_of)} tokens an id of its own"
+                f"{where} must number its {len(id_of)} tokens from 0 to {len(id_of) - 1}"
             )
         missing = [token for token in (_END, *byte_of) if token not in id_of]
         if missing:
-            fix = (
-                ", which ends a text here; rename so the token that does, wherever the file has it"
-            )
+            fix = ", which ends each document; rename the end-of-text token of the file to it everywhere"
             raise ConfigError(
                 f"{where} has no token {show(missing[0])}{fix if missing[0] == _END else ''}"
             )
@@ -287,11 +289,11 @@ class BPETokenizer(Tokenizer):
         self._id_of_byte = {value: id_of[character] for character, value in byte_of.items()}
         if b"".join(self.token_bytes[index] for index in self.encode(_PROBE)) != _PROBE:
             raise ConfigError(
-                f"{where} loses text: a normalizer or a pre_tokenizer of it changes what it encodes"
+                f"{where} loses text: its normalizer or pre_tokenizer changes the text"
             )
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        # In each text, pieces of UTF-8 at even places and runs of other bytes at odd ones.
+        # Each text alternates between UTF-8 at even places and runs of other bytes at odd places.
         pieces = [
             _NOT_UTF8.split(_as_bytes(text).decode("utf-8", "surrogateescape")) for text in texts
         ]
@@ -325,14 +327,14 @@ def _bytes_of(token: str, byte_of: Mapping[str, int], where: str) -> bytes:
 
 
 def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
-    """Bytes of a token as it is written in any `tokenizer.json`.
+    """Return the bytes of a token as any `tokenizer.json` writes it.
 
     Args:
-        byte_level: its characters are bytes (GPT-2's kind); otherwise U+2581 is a space, `<0xE2>` a byte.
+        byte_level: characters stand for bytes, as in GPT-2; otherwise U+2581 is a space and `<0xE2>` a byte.
     """
     if byte_level:
         byte_of = _alphabet()
-        known = set(token) <= byte_of.keys()  # not of a token that was added later
+        known = set(token) <= byte_of.keys()  # False for a token that was added later
         return bytes(byte_of[character] for character in token) if known else token.encode()
     if re.fullmatch("<0x[0-9A-F]{2}>", token):
         return bytes([int(token[3:5], 16)])
@@ -340,10 +342,10 @@ def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """Byte of each character of a token.
+    """Return character -> byte of GPT-2's alphabet.
 
-    `tokenizers` writes tokens in GPT-2's alphabet: a printable Latin-1 byte is its own character, the 68
-    others are U+0100 onwards (https://github.com/openai/gpt-2, `bytes_to_unicode`).
+    `tokenizers` writes tokens in this alphabet: a printable Latin-1 byte is its own character, the 68 other
+    bytes are U+0100 onwards (https://github.com/openai/gpt-2, `bytes_to_unicode`).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)).difference(printable))
@@ -356,6 +358,7 @@ def _import_tokenizers() -> Any:
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            "data.tokenizer.type: 'bpe' needs the tokenizers package: pip install 'moe_ffn[train]'"
+            "data.tokenizer.type: 'bpe' needs the tokenizers package; install with: "
+            f"{install('train')}"
         ) from error
     return tokenizers

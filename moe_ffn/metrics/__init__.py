@@ -1,13 +1,14 @@
-"""Measures of a routing: pure functions, and torchmetrics over them.
+"""Routing metrics: pure functions, and torchmetrics classes that accumulate them.
 
     from moe_ffn.metrics import LoadMetrics, max_violation
 
-The functions need torch alone; the classes, which add up batches and ranks, need torchmetrics.
+The functions need only torch. The classes accumulate over batches and ranks, and need torchmetrics.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from moe_ffn.config.errors import install
 from moe_ffn.metrics.functional import (
     chosen_experts,
     churn,
@@ -64,8 +65,8 @@ def __getattr__(name: str) -> Any:
         if error.name != "torchmetrics":
             raise
         raise ModuleNotFoundError(
-            f"moe_ffn.metrics.{name} needs torchmetrics; install with: pip install '.[train]' "
-            "(the functions of moe_ffn.metrics.functional need torch alone)",
+            f"moe_ffn.metrics.{name} needs torchmetrics; install with: {install('train')} "
+            "(the functions of moe_ffn.metrics.functional need only torch)",
             name=error.name,
         ) from error
 

@@ -1,7 +1,6 @@
-"""Measures of routing, pure functions of one layer's Routing or of counts taken from several, and the
-unigram baseline of a loss.
+"""Routing metrics as pure functions of one layer's `Routing` or of its counts, and the unigram baseline.
 
-T tokens, E experts, K experts of a token, N (token, expert) pairs, B sequences
+T tokens, E experts, K experts per token, N (token, expert) pairs, B sequences
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from moe_ffn.config.base import require_count
 from moe_ffn.outputs import FFNOutput, ListedRouting, Routing
 
 
-def _require_tensors(taker: str, advice: str, *values: object) -> None:
-    """TypeError where a value is a Routing or a list, with what to use instead."""
+def _require_tensors(function: str, advice: str, *values: object) -> None:
+    """Raise TypeError if a value is a `Routing` or a list; `advice` names what to use instead."""
     for value in values:
         if isinstance(value, list | tuple | Routing | FFNOutput):
             is_routed = isinstance(value, Routing | FFNOutput)
             raise TypeError(
-                f"{taker} takes tensors, but got a value of type {type(value).__name__}; "
+                f"{function} takes tensors, but got a value of type {type(value).__name__}; "
                 f"{advice if is_routed else 'use torch.tensor(...)'}"
             )
 
 
-# -- of a load
+# -- load
 
 
-def _floating(load_E: Tensor, taker: str) -> Tensor:
-    """A load as it is; counts as float64, which holds them exactly."""
+def _floating(load_E: Tensor, function: str) -> Tensor:
+    """Return the load; counts become float64, which represents them exactly."""
     advice = "LoadMetrics measures the load of a Routing, over many batches"
-    _require_tensors(taker, advice, load_E)
+    _require_tensors(function, advice, load_E)
     return load_E if load_E.dtype.is_floating_point else load_E.double()
 
 
 def max_violation(load_E: Tensor) -> Tensor:
-    """MaxVio = (max - mean) / mean of the load: 0 at balance, E - 1 when one expert has everything.
+    """Return MaxVio = (max - mean) / mean of the load: 0 at balance, E - 1 if one expert has all tokens.
 
     Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy" (arXiv:2408.15664), section 4.1.
     Leading axes are kept.
@@ -52,16 +51,16 @@ def max_violation(load_E: Tensor) -> Tensor:
 
 
 def load_cv(load_E: Tensor) -> Tensor:
-    """The coefficient of variation, standard deviation / mean: 0 at balance, sqrt(E - 1) at worst."""
+    """Return the coefficient of variation, standard deviation / mean: 0 at balance, sqrt(E - 1) at worst."""
     load_E = _floating(load_E, "load_cv")
     tiny = torch.finfo(load_E.dtype).tiny
     return load_E.std(dim=-1, correction=0) / load_E.mean(dim=-1).clamp(min=tiny)
 
 
 def load_entropy(load_E: Tensor) -> Tensor:
-    """The entropy of the load over log E: 1 at balance, 0 when one expert has everything; nan without any.
+    """Return the entropy of the load over log E: 1 at balance, 0 if one expert has all tokens.
 
-    Leading axes are kept; of a single expert it is 1.
+    Leading axes are kept. A single expert gives 1, and a load of zeros nan.
     """
     load_E = _floating(load_E, "load_entropy")
     share_E = load_E / load_E.sum(dim=-1, keepdim=True)
@@ -70,13 +69,13 @@ def load_entropy(load_E: Tensor) -> Tensor:
 
 
 def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
-    """MaxVio of what each rank would compute if the experts were split over the ranks in order.
+    """Return MaxVio of the load of each rank, with the experts split over the ranks in order.
 
-    Expert parallelism waits for the busiest rank: a step takes 1 + this times as long as it might. nan
-    where the ranks cannot hold equally many experts.
+    Expert parallelism waits for the busiest rank, so a step takes 1 + MaxVio times as long as at balance. nan
+    if `num_ranks` does not divide the number of experts.
 
     Raises:
-        ConfigError: `num_ranks` is no whole number of at least 1.
+        ConfigError: `num_ranks` is not a whole number of at least 1.
     """
     load_E = _floating(load_E, "rank_max_violation")
     require_count(num_ranks, "num_ranks")
@@ -85,11 +84,11 @@ def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
     return max_violation(load_E.unflatten(-1, (num_ranks, -1)).sum(dim=-1))
 
 
-# -- of tokens
+# -- tokens
 
 
 def top1_margin(scores_TE: Tensor) -> Tensor:
-    """(T,): the best normalised score minus the second best: how sure the router is of its first choice.
+    """Return the best minus the second-best normalised score, (T,), a measure of the router's confidence.
 
     nan with a single expert.
     """
@@ -102,7 +101,7 @@ def top1_margin(scores_TE: Tensor) -> Tensor:
 
 @takes_routing
 def logit_max(routing: Routing) -> Tensor:
-    """Scalar: the largest |logit| of a real token. Infinity counts for nothing: see `nonfinite_tokens`."""
+    """Return the largest finite |logit| of a real token, a scalar; `nonfinite_tokens` counts the others."""
     if isinstance(routing, ListedRouting):
         sizes_N = routing.logits_N.abs()
         counted_N = sizes_N.isfinite() & routing.real_N
@@ -118,8 +117,8 @@ def logit_max(routing: Routing) -> Tensor:
 
 @takes_routing
 def nonfinite_tokens(routing: Routing) -> Tensor:
-    """Scalar: the number of real tokens with a logit that is NaN or infinite."""
-    # A sum is finite where all of it is. (One that overflows is of logits that are as good as infinite.)
+    """Return the number of real tokens with a NaN or infinite logit, a scalar."""
+    # A sum of logits is finite only if each logit is; a sum that overflows counts as infinite too.
     if isinstance(routing, ListedRouting):
         zeros_T = routing.logits_N.new_zeros(routing.num_tokens)
         broken_T = ~zeros_T.index_add(0, routing.token_ids_N, routing.logits_N).isfinite()
@@ -128,31 +127,31 @@ def nonfinite_tokens(routing: Routing) -> Tensor:
     return (broken_T if routing.mask_T is None else broken_T & routing.mask_T).sum()
 
 
-# -- of chosen experts
+# -- chosen experts
 
 
 @takes_routing
 def chosen_experts(routing: Routing) -> Tensor:
-    """Bool (T, E): the experts that each real token chose, before dropping."""
+    """Return a bool mask (T, E) of the experts that each real token chose, before dropping."""
     cells_N = routing.token_ids_N * routing.num_experts + routing.expert_ids_N
     shape = (routing.num_tokens, routing.num_experts)
     chosen_N = routing.real_N.to(torch.uint8)
-    # One pair may stand in the list twice, once chosen and once not: `amax` is an or.
+    # A pair may be listed twice, once chosen and once not; `amax` acts as a logical or.
     chosen = chosen_N.new_zeros(shape).flatten().scatter_reduce(0, cells_N, chosen_N, "amax")
     return chosen.bool().view(shape)
 
 
 @takes_routing
 def coactivation_counts(routing: Routing) -> Tensor:
-    """int64 (E, E): how many tokens chose both experts; on the diagonal, how many chose that one."""
+    """Return the number of tokens that chose each pair of experts, int64 (E, E); diagonal: each one."""
     chosen_TE = chosen_experts(routing).float()
-    # Counts are exact in float32 up to 16 million tokens; in the bfloat16 of autocast up to 256.
+    # float32 counts exactly up to 16 million tokens, the bfloat16 of autocast only up to 256.
     with torch.autocast(chosen_TE.device.type, enabled=False):
         return (chosen_TE.t() @ chosen_TE).long()
 
 
 def coactivation(counts_EE: Tensor) -> Tensor:
-    """(E, E): the share of expert i's tokens that also went to expert j; 1 on the diagonal of used ones.
+    """Return the share of expert i's tokens that also chose expert j, (E, E); 1 on the diagonal of used ones.
 
     Muennighoff et al. 2024, "OLMoE" (arXiv:2409.02060), section 5.2.
     """
@@ -161,16 +160,16 @@ def coactivation(counts_EE: Tensor) -> Tensor:
 
 
 def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
-    """The share of tokens whose experts differ between two looks at the same tokens.
+    """Return the share of tokens whose experts changed between two looks at the same tokens.
 
-    Muennighoff et al. 2024 (arXiv:2409.02060), section 5.1, call what stays the router's saturation.
+    Muennighoff et al. 2024 (arXiv:2409.02060), section 5.1, call the unchanged share router saturation.
 
     Args:
-        before_TE: bool (T, E), `chosen_experts` of the earlier look.
-        after_TE: bool (T, E), `chosen_experts` of the later look.
+        before_TE: `chosen_experts` of the earlier look, bool (T, E).
+        after_TE: `chosen_experts` of the later look, bool (T, E).
 
     Raises:
-        ValueError: they are of different tokens or experts.
+        ValueError: the shapes differ.
     """
     _require_tensors("churn", "use chosen_experts(routing)", before_TE, after_TE)
     if before_TE.shape != after_TE.shape:
@@ -182,19 +181,24 @@ def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
 
 
 def idle_steps(before_E: Tensor, load_E: Tensor, num_steps: int) -> Tensor:
-    """int64 (E,): steps since each expert last had a token, `num_steps` after `before_E`."""
+    """Return the steps since each expert last had a token, int64 (E,).
+
+    Args:
+        before_E: the same count, `num_steps` steps earlier.
+        load_E: load of the steps since then.
+    """
     return torch.where(load_E > 0, 0, before_E + num_steps)
 
 
-# -- of a language
+# -- language model
 
 
 WORSE_THAN_UNIGRAM = "worse than the unigram model, which only counts tokens: too short, or broken"
-"""A remark on a run with a validation loss above `unigram_loss`."""
+"""Remark on a run whose validation loss is above `unigram_loss`."""
 
 
 class _Tokens(Protocol):
-    """Ids in one row, of which slices are arrays: an array, or files that are read when asked."""
+    """Row of token ids whose slices are arrays: an array, or files that are read on demand."""
 
     def __len__(self) -> int: ...
 
@@ -202,14 +206,14 @@ class _Tokens(Protocol):
 
 
 def unigram_loss(train_tokens: _Tokens, validation_targets: _Tokens, vocab_size: int) -> float:
-    """Cross-entropy, in nats per token, of a model that knows only how often each token occurs.
+    """Return the cross-entropy, in nats per token, of a model that knows only how often each token occurs.
 
     Its probabilities are the add-one-smoothed frequencies p(v) = (count(v) + 1) / (num_counted + vocab_size).
-    Of more than 2**28 tokens that many are counted, in chunks that lie evenly among them.
+    At most 2**28 tokens are counted, in evenly spaced chunks.
 
     Args:
         train_tokens: (num_tokens,) ids below `vocab_size`, which may be memory-mapped.
-        validation_targets: ids to predict, alike; `ValidationBatches.targets`.
+        validation_targets: (num_targets,) ids to predict, `ValidationBatches.targets`.
     """
     train = _counts(train_tokens, vocab_size)
     validation = _counts(validation_targets, vocab_size)
@@ -221,7 +225,7 @@ _CHUNK, _MAX_CHUNKS = 1 << 20, 1 << 8
 
 
 def _counts(tokens: _Tokens, vocab_size: int) -> np.ndarray:
-    """(vocab_size,), how often each id occurs; in chunks, since bincount copies to int64."""
+    """Return how often each id occurs, (vocab_size,). Counts in chunks, because bincount copies to int64."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     step = max(len(tokens) / _MAX_CHUNKS, _CHUNK)
     for start in map(round, np.arange(0, len(tokens), step)):

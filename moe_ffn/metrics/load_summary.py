@@ -1,4 +1,4 @@
-"""The load of a layer's experts in a few numbers, for lines and tables with no room for every expert."""
+"""Summary of a layer's load, for lines and tables without room for every expert."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """Shares of a layer's (token, expert) pairs, between 0 and 1, and experts by their index."""
+    """Extremes of a layer's load, as shares of its (token, expert) pairs between 0 and 1."""
 
     busiest: int
-    """The expert with the largest share; the first of several."""
+    """Index of the expert with the largest share; the first one if several are equal."""
     highest: float
     """The largest share."""
     median: float
-    """The median share; the higher of the two in the middle."""
+    """The median share; the higher of the two middle shares if their number is even."""
     lowest: float
     unused: tuple[int, ...]
-    """The experts without a token."""
+    """Indices of the experts without a token."""
 
 
 def summarize_load(load: Sequence[Any]) -> LoadSummary | None:
-    """None where the load was not measured: a share is absent or not finite, or there is none."""
+    """Return the summary of a load; None if it is empty, or a share is missing or not finite."""
     if not load or not all(isinstance(x, int | float) and math.isfinite(x) for x in load):
         return None
     return LoadSummary(
@@ -38,11 +38,11 @@ def summarize_load(load: Sequence[Any]) -> LoadSummary | None:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """`12.4`, and `<0.1` where there is something that would round to nothing."""
+    """Return a share in percent, such as `12.4`; `<0.1` if a share above 0 would round to 0."""
     text = f"{100 * share:.{digits}f}"
     return f"<{10**-digits:.{digits}f}" if share > 0 and not float(text) else text
 
 
 def percent_digits(num_experts: int) -> int:
-    """Digits after the point that tell shares apart: one more where an even share is small."""
+    """Return the number of decimals of a share in percent: 1, or 2 for more than 32 experts."""
     return 1 if num_experts <= 32 else 2

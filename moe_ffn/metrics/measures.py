@@ -1,4 +1,4 @@
-"""Measurement of a sparse layer's metrics: statistics of batches, which add up, and a value from the sums.
+"""Statistics that are summed over batches, and the metrics of a sparse layer computed from the sums.
 
 T tokens, E experts, B sequences
 """
@@ -30,13 +30,13 @@ from moe_ffn.outputs import Routing
 
 @dataclass(eq=False)
 class LayerBatch:
-    """The routing of one layer in one batch, and what several statistics need of it, computed once."""
+    """Routing of one layer in one batch, with cached values that several statistics share."""
 
     routing: Routing
     shared_share: Tensor | None = None
-    """The layer's in `FFNOutput.shared_shares`; None without a shared expert."""
+    """Entry of this layer in `FFNOutput.shared_shares`; None without a shared expert."""
     expert_capacity: Tensor | None = None
-    """Pairs that an expert takes; None without a capacity."""
+    """Maximum number of pairs of an expert; None without a capacity."""
 
     @cached_property
     def num_tokens(self) -> Tensor:
@@ -48,13 +48,13 @@ class LayerBatch:
 
     @cached_property
     def scores_TE(self) -> Tensor:
-        """Normalised, 0 for padding."""
+        """Normalised scores; 0 for padding."""
         return real_only(normalized_scores(self.routing, "TokenMetrics"), self.routing)
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """A tensor that is added up over batches and ranks, or whose maximum is taken."""
+    """Tensor that is summed over batches and ranks, or reduced to its maximum."""
 
     name: str
     of: Callable[[LayerBatch], Tensor]
@@ -63,47 +63,48 @@ class Statistic:
     reduce: Literal["sum", "max"] = "sum"
 
     def zeros(self, num_experts: int) -> Tensor:
-        """Its value before the first batch."""
+        """Return the value before the first batch."""
         return torch.zeros([num_experts] * len(self.axes), dtype=self.dtype)
 
     def add(self, before: Tensor, batch: LayerBatch) -> Tensor:
-        """Its value with one more batch."""
+        """Return the value after one more batch."""
         value = self.of(batch).to(before.dtype)
         return before.maximum(value) if self.reduce == "max" else before + value
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric as a function of statistics."""
+    """Metric as a function of statistics."""
 
     value: Callable[..., Tensor]
-    """The metric, from the values of `statistics` in their order; nan where a layer has none, such as the
-    capacity of a dropless one."""
+    """Function of the values of `statistics`, in this order. Returns nan if the metric does not apply to a
+    layer, as `capacity_used` without a capacity."""
     statistics: tuple[Statistic, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowEnd:
-    """Values of one layer at the end of a row of training that no single batch gives."""
+    """Values of one layer at the end of a training row, for metrics that no single batch determines."""
 
     load_E: Tensor
-    """Share of the row's (token, expert) pairs."""
+    """Each expert's share of the (token, expert) pairs of the row."""
     idle_steps_E: Tensor
     """Optimizer steps since each expert last had a token."""
     dead_after_steps: int
-    """An expert with so many idle steps is dead."""
+    """Number of idle steps after which an expert counts as dead."""
     num_ranks: int
     num_networks: int
-    """The experts with a network, which are the first; the rest are on no rank."""
+    """Number of experts with a network. They come first; the other experts are on no rank."""
     bias_E: Tensor | None
     """The correction bias of the router; None without one."""
     looks: tuple[Tensor, Tensor] | None
-    """`chosen_experts` of the probe batch at the last look and at this one; None without both."""
+    """`chosen_experts` of the probe batch at the previous look and at this one; None if either is missing."""
 
 
 def counted(
     name: str, of: Callable[[LayerBatch], Tensor], axes: Literal["", "E", "EE"] = ""
 ) -> Statistic:
+    """Return a statistic that sums int64 counts."""
     return Statistic(name, of, axes, torch.int64)
 
 
@@ -116,21 +117,23 @@ CHOSEN_TOGETHER = counted("counts_EE", lambda b: coactivation_counts(b.routing),
 
 
 def per_token(name: str, function: Callable[[Routing], Tensor]) -> Measure:
-    """The mean over all real tokens of what `function` gives as a mean over those of one batch."""
+    """Return the mean over all real tokens of `function`, which returns the mean over one batch."""
     return summed(name, lambda batch: function(batch.routing) * batch.num_tokens)
 
 
 def summed(name: str, of: Callable[[LayerBatch], Tensor], over: Statistic = TOKENS) -> Measure:
-    """A sum over the batches, divided by the number of tokens or another count."""
+    """Return the sum over batches, divided by the number of tokens or another count."""
     total = Statistic(name, of)
     return Measure(lambda total, num: total / num.clamp(min=1), (total, over))
 
 
 def load_of_pairs(pairs_E: Tensor) -> Tensor:
+    """Return each expert's share of the pairs; zeros without pairs."""
     return pairs_E / pairs_E.sum().clamp(min=1)
 
 
 def total_capacity(batch: LayerBatch) -> Tensor:
+    """Return the maximum number of pairs of all experts together; 0 without a capacity."""
     if batch.expert_capacity is None:
         return torch.zeros_like(batch.num_tokens)
     return batch.expert_capacity * batch.routing.num_experts
@@ -140,25 +143,30 @@ TOTAL_CAPACITY = counted("total_capacity", total_capacity)
 
 
 def capacity_used(pairs_E: Tensor, num_dropped: Tensor, total_capacity: Tensor) -> Tensor:
+    """Return the computed pairs as a share of the total capacity; nan without a capacity."""
     used = (pairs_E.sum() - num_dropped) / total_capacity
     return used.where(total_capacity > 0, torch.nan)
 
 
 def entropy_of_mean(scores_E: Tensor) -> Tensor:
+    """Return the entropy, in nats, of the mean router distribution, from the sum of its scores."""
     total = scores_E.sum().clamp(min=torch.finfo(scores_E.dtype).tiny)
     return token_entropy(scores_E / total)
 
 
 def shared_shares(batch: LayerBatch) -> Tensor:
+    """Return the shared expert's share of the output norm times the tokens; nan without a shared expert."""
     return batch.num_tokens * (torch.nan if batch.shared_share is None else batch.shared_share)
 
 
 def load_balance(batch: LayerBatch) -> Tensor:
+    """Return the Switch load-balancing loss of a batch times its number of tokens."""
     pairs_E, scores_E = batch.pairs_BE.sum(dim=0), batch.scores_TE.sum(dim=0)
     return load_times_scores(pairs_E, scores_E, batch.num_tokens) * batch.num_tokens
 
 
 def rank_violation_of_row(row: RowEnd) -> Tensor | None:
+    """Return MaxVio over ranks of the load of a row; None with a single rank."""
     if row.num_ranks == 1:
         return None
     return rank_max_violation(row.load_E[: row.num_networks], row.num_ranks)

@@ -1,4 +1,4 @@
-"""Metrics over batches and ranks, as torchmetrics: of one sparse layer's routing, and of a language model.
+"""Torchmetrics that accumulate over batches and ranks: routing of a sparse layer, and language-model loss.
 
 E experts
 """
@@ -22,15 +22,15 @@ from moe_ffn.outputs import Routing
 
 
 class _RoutingMetrics(Metric):
-    """Adds up statistics over batches and ranks, and takes ratios of the sums."""
+    """Base class that sums statistics over batches and ranks, and computes metrics from the sums."""
 
     full_state_update = False
     measured: ClassVar[tuple[Measured, ...]]
     is_listed: ClassVar[bool] = False
-    """True where it takes listed routings alone; otherwise it takes routings with tables."""
+    """True if `update` takes a `ListedRouting`; otherwise it takes a routing with (T, E) tables."""
 
-    def __init__(self, num_experts: int, **of_metric: Any) -> None:
-        super().__init__(**of_metric)
+    def __init__(self, num_experts: int, **options: Any) -> None:
+        super().__init__(**options)
         require_count(num_experts, "num_experts")
         self.num_experts = num_experts
         for statistic in statistics_of(self._metrics()):
@@ -45,8 +45,8 @@ class _RoutingMetrics(Metric):
         """Add a batch.
 
         Args:
-            shared_share: the layer's in `FFNOutput.shared_shares`; None without a shared expert.
-            expert_capacity: most pairs of an expert, `CapacityConfig.expert_capacity`; None if unlimited.
+            shared_share: entry of the layer in `FFNOutput.shared_shares`; None without a shared expert.
+            expert_capacity: maximum pairs of an expert, `CapacityConfig.expert_capacity`; None if unlimited.
         """
         name = type(self).__name__
         check_routing(routing, f"{name}.update")
@@ -56,9 +56,10 @@ class _RoutingMetrics(Metric):
                 f"{routing.num_experts}"
             )
         if routing.is_listed != self.is_listed:
+            kinds = ("ListedRouting", "a routing with (T, E) tables")
+            takes, got = kinds if self.is_listed else kinds[::-1]
             raise ValueError(
-                f"{name} takes routings {'without' if self.is_listed else 'with'} a number for each expert, "
-                f"but this one has {'them' if self.is_listed else 'the listed pairs alone'}; use "
+                f"{name} takes {takes}, but got {got}; use "
                 f"{'LoadMetrics and TokenMetrics' if self.is_listed else 'ListMetrics'}"
             )
         batch = LayerBatch(routing.detach(), shared_share, expert_capacity)
@@ -67,7 +68,7 @@ class _RoutingMetrics(Metric):
             setattr(self, statistic.name, statistic.add(before, batch))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return key -> value; nan where a layer lacks a value, such as the capacity of a dropless one."""
+        """Return key -> value; nan if a metric does not apply, as `capacity_used` without a capacity."""
         metrics = self._metrics()
         return compute(metrics, {s.name: getattr(self, s.name) for s in statistics_of(metrics)})
 
@@ -76,7 +77,7 @@ class _RoutingMetrics(Metric):
 
 
 class LoadMetrics(_RoutingMetrics):
-    """The metrics that are counts of a routing, such as `load`: cheap enough for every batch.
+    """Metrics computed from counts of pairs, such as `load`; cheap enough for every batch.
 
     Counts are summed before ratios are taken, so MaxVio measures lasting imbalance and not the noise of one
     batch. `capacity_used` is nan unless `update` gets `expert_capacity`, such as
@@ -87,18 +88,18 @@ class LoadMetrics(_RoutingMetrics):
 
 
 class TokenMetrics(_RoutingMetrics):
-    """The metrics that are measured token by token or sequence by sequence, such as `entropy`.
+    """Metrics computed for each token or sequence, such as `entropy`.
 
-    Several times as much work as `LoadMetrics`.
+    They cost several times as much as `LoadMetrics`.
     """
 
     measured = ("last step",)
 
 
 class ListMetrics(_RoutingMetrics):
-    """The metrics of a router of too many experts for a number of each, such as `experts_used`.
+    """Metrics of a `ListedRouting`, which has no value for every expert, such as `experts_used`.
 
-    What it keeps does not grow with the experts either.
+    The size of the state does not depend on the number of experts.
     """
 
     measured = ("every batch", "last step")
@@ -106,7 +107,7 @@ class ListMetrics(_RoutingMetrics):
 
 
 class CoactivationMetrics(_RoutingMetrics):
-    """Number of tokens that chose each two experts: an (E, E) state, and a matrix product per batch."""
+    """Co-activation of each pair of experts; has an (E, E) state and needs a matrix product per batch."""
 
     measured = ("validation",)
 
@@ -114,8 +115,8 @@ class CoactivationMetrics(_RoutingMetrics):
 class LanguageMetrics(Metric):
     """Cross-entropy per token and bits per byte, over all batches and ranks.
 
-    Bits per byte divides by the bytes of text in the predicted tokens, so it compares tokenizers; tokens
-    without text, such as the end of a document, still cost their bits.
+    Bits per byte divides by the bytes of the predicted tokens, so models with different tokenizers can be
+    compared. Tokens without bytes, such as the end of a document, still add their bits.
     """
 
     full_state_update = False
@@ -133,8 +134,8 @@ class LanguageMetrics(Metric):
         """Add one batch.
 
         Args:
-            nats: the cross-entropy of each predicted token, any shape.
-            num_bytes: how many bytes of text each of those tokens has, the same shape.
+            nats: cross-entropy of each predicted token, any shape.
+            num_bytes: bytes of text of each predicted token, same shape.
         """
         if nats.shape != num_bytes.shape:
             raise ValueError(
@@ -146,17 +147,18 @@ class LanguageMetrics(Metric):
         self.num_bytes += num_bytes.sum()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Any:
-        # What converts the model around it, for bf16-true, moves these sums and does not round them.
+        # Converting the model, as for bf16-true, may move these sums to a device but must not round them.
         return super()._apply(lambda value: value.to(fn(value).device), exclude_state)
 
     @property
     def loss_so_far(self) -> Tensor:
-        """Scalar, nats per token on this rank since the last reset, without waiting for other ranks; nan
-        before the first batch.
+        """Loss of this rank since the last reset in nats per token, a scalar; nan before the first batch.
+
+        Does not wait for other ranks.
         """
         return (self.nats / self.num_tokens).float()
 
     def compute(self) -> dict[str, Tensor]:
-        """`loss` in nats per token, and `bits_per_byte`."""
+        """Return `loss` in nats per token, and `bits_per_byte`."""
         bits = self.nats / math.log(2)
         return {"loss": self.loss_so_far, "bits_per_byte": (bits / self.num_bytes).float()}

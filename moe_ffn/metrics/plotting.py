@@ -1,4 +1,4 @@
-"""Heat maps by plotly, for wandb and the report, and the title, colours and fonts of all figures."""
+"""Plotly heat maps for wandb and the report, and the title, colours and fonts of all figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOAD_SCALE = {
     "load-double": (0.5, "#f2a25c"),
     "load-most": (1.0, "#8f2d04"),
 }
-"""Role -> its place on the scale of a load, which runs to four times the even share, and its colour."""
+"""Role -> (place on the colour scale of loads, colour); place 1 is four times the even share."""
 
 LOAD_OPTIONS: dict[str, Any] = {
     "bar": {
@@ -37,7 +37,7 @@ TEMPLATE = {
     "layout": {"font": {"color": "#2a3f5f"}, "xaxis": _PALE, "yaxis": _PALE},
     "data": {"heatmap": [{"colorbar": {"outlinewidth": 0}}]},
 }
-"""The used part of `plotly_white`; all of it would take half of the time of making a figure."""
+"""Used part of `plotly_white`; the whole template would double the time to make a figure."""
 
 
 def heat_figure(
@@ -51,19 +51,19 @@ def heat_figure(
     bar: Mapping[str, Any],
     hover: str,
     height: int | None = None,
-    **of_trace: Any,
+    **trace_options: Any,
 ) -> go.Figure:
     """Return a heat map whose first row is on top.
 
     Args:
-        x: steps, or the numbers of experts as a range.
+        x: steps, or expert numbers as a range.
         y: number or name of each row.
         bar: options of the colour bar, with a text as title.
         hover: text of a cell, as plotly's `hovertemplate`.
-        height: pixels without the title; None for one by the number of rows.
-        of_trace: more options of `go.Heatmap`.
+        height: pixels without the title; None derives it from the number of rows.
+        trace_options: more options of `go.Heatmap`.
     """
-    # Above the plot and as wide as it, so that a phone keeps its width for the plot.
+    # The bar lies above the plot, so that the plot has the whole width of a phone.
     wide_bar = {
         "orientation": "h",
         "x": 0.5,
@@ -81,7 +81,7 @@ def heat_figure(
         z=z,
         colorbar=wide_bar,
         hovertemplate=f"{hover}<extra></extra>",
-        **of_trace,
+        **trace_options,
     )
     plain = {"showgrid": False, "zeroline": False}
     x_options = {"title": {"text": axes[0]}, **plain}
@@ -97,7 +97,7 @@ def heat_figure(
     layout = {
         "height": height or min(max(190 + 14 * len(y), 260), 620),
         "hovermode": "closest",
-        # Fixed: plotly would leave twice the room that the colour bar takes.
+        # Fixed, because plotly would reserve twice the height of the colour bar.
         "margin": {"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
         "xaxis": x_options,
         "yaxis": y_options,
@@ -106,14 +106,14 @@ def heat_figure(
 
 
 def label(text: str) -> str:
-    """Return a name for a legend, escaped since plotly reads tags, and cut to leave room for the plot."""
+    """Return a legend name, escaped because plotly interprets tags, and shortened to fit."""
     return escape(text if len(text) <= 44 else f"{text[:20]}…{text[-23:]}", quote=False)
 
 
 def figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str) -> go.Figure:
-    """Return a figure; `meta` of its layout holds title and note as plain text.
+    """Return a figure; `layout.meta` holds the title and note as plain text.
 
-    Plotly checks it once, as a whole: its `update_` methods take a hundred times as long.
+    The constructor validates the figure once; `update_` methods would take a hundred times as long.
     """
     margin = {**layout["margin"], "t": layout["margin"]["t"] + TITLE_HEIGHT}
     own = {
@@ -126,7 +126,7 @@ def figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str)
             "xref": "paper",
             "y": 1,
             "yanchor": "top",
-            # plotly moves it up by 24 pixels where a colour bar lies above the plot.
+            # Plotly moves the title up by 24 pixels if a colour bar lies above the plot.
             "pad": {"t": 28 if isinstance(traces[0], go.Heatmap) else 6},
         },
         "meta": {"title": title, "note": note},

@@ -1,8 +1,8 @@
-"""Every metric of a run, once: its key, what it is, what is healthy, and how it is measured.
+"""Tables of all metrics: key, definition, healthy values and computation of each.
 
-Rows, wandb, the page, the dashboard, the tables at the end of a run and docs/observing.md read these
-tables. A new metric of routing is one entry in `LAYER_METRICS` and, where `metrics.functional` lacks it, its
-function.
+Rows, wandb, the report, the dashboard, the results at the end of a run and docs/observing.md read these
+tables. A new routing metric needs an entry in `LAYER_METRICS` and, if it is new, a function in
+`metrics.functional`.
 
 T tokens, E experts, B sequences
 """
@@ -53,50 +53,51 @@ from moe_ffn.metrics.measures import (
 Measured = Literal["every batch", "last step", "validation", "row", "probe"]
 
 WHERE: dict[Measured, str] = {
-    "every batch": "training, validation",
-    "last step": "training (the last step of a row), validation",
-    "validation": "validation",
-    "row": "training",
-    "probe": "training (a probe batch)",
+    "every batch": "T V",
+    "last step": "L V",
+    "validation": "V",
+    "row": "T",
+    "probe": "P",
 }
-"""The batches that a metric of a sparse layer covers, in words. A cheap metric covers every batch of a row;
-one that looks at single tokens, several percent of a small model's step, covers the last step alone."""
+"""Batches that a metric of a sparse layer covers: all training steps (T), the last step of a row (L), a probe
+batch (P), validation (V). Cheap metrics cover every batch. Metrics of single tokens cost several percent of a
+small model's step, so they cover only the last step of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A metric: its key, how it is shown, what is healthy, and how it is measured."""
+    """Key, presentation, healthy values and computation of a metric."""
 
     key: str
-    """KEY in rows: `routing/layer_03/KEY` of a sparse layer, `train/KEY` or `validation/KEY` of the model."""
+    """Last part of the name in rows: `routing/layer_03/KEY` of a sparse layer, `train/KEY` of the model."""
     title: str
     quantity: str = ""
-    """The title of an axis, before the unit."""
+    """Title of an axis, without the unit."""
     unit: str = ""
-    """The unit of the logged value; pages show a share as percent."""
+    """Unit of the logged value; pages show shares in percent."""
     formula: str
-    """One line of Markdown, E experts, k of them for a token, p its scores divided by their sum."""
+    """Definition in one line of Markdown: E experts, k experts per token, p a token's normalised scores."""
     healthy: str
     healthy_range: tuple[float, float] | None = None
-    """Lowest and highest healthy value; None where `healthy` names none that hold for every run."""
+    """Lowest and highest healthy value; None if no range holds for every run."""
     source: str = ""
-    """A link in Markdown."""
+    """Link to the source, in Markdown."""
     requires: str = ""
-    """Part that a layer or run must have for it to be measured; empty where all have it."""
+    """Part that a layer or run needs to have this metric; empty if every layer has it."""
     per: Literal["layer", "expert", "pair"] = "layer"
-    """One number of a sparse layer, of each of its experts, or of each two of them."""
+    """Number of values: one per sparse layer, per expert, or per pair of experts."""
     measured: Measured = "last step"
-    """The batches that a metric of a sparse layer covers, see `WHERE`."""
+    """Batches that a metric of a sparse layer covers, see `WHERE`."""
     rows: tuple[Literal["train", "validation"], ...] = ()
-    """The rows that have a metric of the whole model."""
+    """Rows that contain a metric of the whole model."""
     measure: Measure | None = None
-    """Its computation from routings; None for a metric of the whole model or with a `row_end`."""
+    """Its computation from routings with tables; None for a metric of the model or with a `row_end`."""
     of_list: Measure | None = None
-    """Its computation where a router lists pairs and has no number for each expert; None without such."""
+    """Its computation from a `ListedRouting`; None if it has none."""
     row_end: Callable[[RowEnd], Tensor | None] | None = None
-    """Its computation at the end of a row; the result is None where the layer has no such value."""
+    """Its computation at the end of a row; returns None if the metric does not apply to the layer."""
     label: str = ""
-    """Its short name in a line or table of results."""
+    """Short name in a line or table of results."""
 
     @property
     def is_share(self) -> bool:
@@ -104,7 +105,7 @@ class Metric:
 
     @property
     def form(self) -> str:
-        """Python's format of a value in a table of results."""
+        """Python format of a value in a table of results."""
         return {"share": ".1%", "count": "g"}.get(self.unit, ".2f")
 
     @property
@@ -114,7 +115,7 @@ class Metric:
         return f"{text[0].upper()}{text[1:]}."
 
     def axis(self, unit: str | None = None) -> str:
-        """The title of an axis of such values, in their unit or another."""
+        """Return the title of an axis, in the unit of the metric or another one."""
         unit = self.unit if unit is None else unit
         return f"{self.quantity} ({unit})" if self.quantity and unit else self.quantity or unit
 
@@ -123,11 +124,11 @@ def _table(*metrics: Metric) -> dict[str, Metric]:
     return {metric.key: metric for metric in metrics}
 
 
-OF_LIST = "a router that lists pairs, without a score for every expert (`product_key`)"
+OF_LIST = "a router that lists pairs (`product_key`)"
 
 
 def _for_both(measure: Measure) -> dict[str, Any]:
-    """Options of a metric that is measured alike with and without a number for each expert."""
+    """Return the options of a metric with the same computation for both kinds of routing."""
     return {"measure": measure, "of_list": measure}
 
 
@@ -192,8 +193,8 @@ LAYER_METRICS = _table(
         title="Entropy per token",
         quantity="entropy",
         unit="nats",
-        formula="entropy of p, the router's distribution over experts, mean over tokens: low where it is "
-        "sure",
+        formula="entropy of p, the router's distribution over experts, mean over tokens: low if the "
+        "router is sure",
         healthy="falls from log E as the router decides",
         measure=summed("entropies", lambda b: token_entropy(b.scores_TE).sum()),
         of_list=per_token("entropies", entropy_of_list),
@@ -204,8 +205,8 @@ LAYER_METRICS = _table(
         title="Entropy of the mean",
         quantity="entropy",
         unit="nats",
-        formula="entropy of the mean of that distribution over all tokens",
-        healthy="log E: together the tokens use everything",
+        formula="entropy of the mean of p over all tokens",
+        healthy="log E: together, the tokens use all experts",
         measure=Measure(
             entropy_of_mean, (Statistic("scores_E", lambda b: b.scores_TE.sum(dim=0), "E"),)
         ),
@@ -229,7 +230,7 @@ LAYER_METRICS = _table(
         unit="share",
         formula="share of the probe's tokens whose experts changed since the last look, "
         "`logging.churn_every_n_steps` or more steps before",
-        healthy="falls towards 0; what stays is called saturation",
+        healthy="falls towards 0; the unchanged share is called saturation",
         source="[OLMoE](https://arxiv.org/abs/2409.02060)",
         measured="probe",
         row_end=lambda row: None if row.looks is None else churn(*row.looks),
@@ -240,7 +241,7 @@ LAYER_METRICS = _table(
         quantity="largest absolute logit",
         unit="nats",
         formula="largest absolute router logit",
-        healthy="below 20 or so; growth without end comes before instability",
+        healthy="below about 20; unbounded growth precedes instability",
         healthy_range=(0, 20),
         **_for_both(
             _value_of(Statistic("logit_max", lambda b: logit_max(b.routing), reduce="max"))
@@ -283,7 +284,7 @@ LAYER_METRICS = _table(
         title="Experts per token",
         unit="experts per token",
         formula="mean over tokens, before dropping",
-        healthy="k; for top-p and ReLU routers what they were steered to",
+        healthy="k; for top-p and ReLU routers, their target",
         measured="every batch",
         measure=Measure(lambda pairs_E, num: pairs_E.sum() / num.clamp(min=1), (PAIRS, TOKENS)),
         of_list=Measure(lambda num_pairs, num: num_pairs / num.clamp(min=1), (NUM_PAIRS, TOKENS)),
@@ -294,8 +295,8 @@ LAYER_METRICS = _table(
         title="MaxVio within sequences",
         quantity="MaxVio",
         unit="dimensionless",
-        formula="each sequence's own MaxVio, mean over sequences",
-        healthy="higher than MaxVio where experts specialise by text",
+        formula="MaxVio of each sequence, mean over sequences",
+        healthy="higher than MaxVio if experts specialise by text",
         measure=summed(
             "sequence_violations",
             lambda b: max_violation(b.pairs_BE.float()).clamp(min=0).sum(),
@@ -307,7 +308,7 @@ LAYER_METRICS = _table(
         title="MaxVio over ranks",
         quantity="MaxVio",
         unit="dimensionless",
-        formula="MaxVio of what each rank would compute if the experts were split over them in order",
+        formula="MaxVio of the load of each rank, with the experts split over the ranks in order",
         healthy="near 0; a step with expert parallelism takes 1 + this times as long",
         requires="several ranks",
         measured="row",
@@ -319,8 +320,8 @@ LAYER_METRICS = _table(
         quantity="tokens of expert i that also went to j",
         unit="share",
         per="pair",
-        formula="the share of expert i's tokens that also chose expert j, a matrix: in `summary.json` "
-        "alone, up to 64 experts",
+        formula="share of expert i's tokens that also chose expert j, a matrix; only in `summary.json`, "
+        "up to 64 experts",
         healthy="even off the diagonal",
         measured="validation",
         measure=Measure(coactivation, (CHOSEN_TOGETHER,)),
@@ -330,8 +331,8 @@ LAYER_METRICS = _table(
         title="Strongest pair of experts",
         quantity="co-activation",
         unit="share",
-        formula="largest share of one expert's tokens that also went to one other, on the validation split",
-        healthy="below 1: two experts that always come together are one",
+        formula="largest share of an expert's tokens that also chose one other expert",
+        healthy="below 1: two experts that are always chosen together act as one",
         measured="validation",
         measure=Measure(
             lambda counts_EE: coactivation(counts_EE).fill_diagonal_(0).max(), (CHOSEN_TOGETHER,)
@@ -342,7 +343,7 @@ LAYER_METRICS = _table(
         title="Spread of the correction bias",
         quantity="bias range",
         unit="scores",
-        formula="largest minus smallest bias that balancing without a loss adds to the scores",
+        formula="largest minus smallest correction bias of the experts",
         healthy="settles",
         requires="a correction bias",
         measured="row",
@@ -353,7 +354,7 @@ LAYER_METRICS = _table(
         title="Load-balancing loss",
         quantity="loss",
         unit="dimensionless",
-        formula="the Switch loss of the layer before its weight, of each batch and rank by itself",
+        formula="Switch loss of the layer before its weight, computed for each batch and rank",
         healthy="1",
         measure=summed("load_balance", load_balance),
         of_list=per_token("load_balance", load_balancing_loss),
@@ -397,13 +398,13 @@ LAYER_METRICS = _table(
         quantity="KL divergence",
         unit="nats",
         formula="KL divergence of the experts' shares of a batch's weights from 1 / E, mean over batches",
-        healthy="small beside log E; at least log(E / pairs) where pairs are fewer than experts",
+        healthy="small compared with log E; at least log(E / pairs) if pairs are fewer than experts",
         source="[2019](https://arxiv.org/abs/1907.05242)",
         requires=OF_LIST,
         of_list=per_token("usage_kl", usage_kl),
     ),
 )
-"""The metrics of each sparse layer, in the order of pages."""
+"""Metrics of each sparse layer, in the order of the pages."""
 
 RUN_METRICS = _table(
     Metric(
@@ -411,7 +412,7 @@ RUN_METRICS = _table(
         title="Loss",
         quantity="loss",
         unit="nats per token",
-        formula="cross-entropy of the tokens to predict; in training the mean over the steps taken",
+        formula="cross-entropy of the tokens to predict; in training, the mean over accepted steps",
         healthy="below that of the unigram model, and falling",
         rows=("train", "validation"),
         label="validation loss",
@@ -420,7 +421,7 @@ RUN_METRICS = _table(
         key="bits_per_byte",
         title="Bits per byte",
         unit="bits per byte",
-        formula="the loss in bits over the bytes of text predicted, so that tokenizers compare",
+        formula="loss in bits per byte of predicted text, which compares tokenizers",
         healthy="falls",
         rows=("validation",),
     ),
@@ -446,8 +447,8 @@ RUN_METRICS = _table(
         key="learning_rate",
         title="Learning rate",
         quantity="learning rate",
-        formula="the optimizer's, at the row's last step",
-        healthy="as the schedule has it",
+        formula="learning rate of the optimizer at the row's last step",
+        healthy="follows the schedule",
         rows=("train",),
     ),
     Metric(
@@ -455,7 +456,7 @@ RUN_METRICS = _table(
         title="Gradient norm",
         quantity="gradient norm",
         unit="L2",
-        formula="of all parameters before clipping, at the row's last step",
+        formula="norm of all gradients before clipping, at the row's last step",
         healthy="settles",
         rows=("train",),
     ),
@@ -464,7 +465,7 @@ RUN_METRICS = _table(
         title="Objective",
         quantity="objective",
         unit="nats per token",
-        formula="what is minimised: the loss and the weighted balancing losses",
+        formula="loss plus weighted balancing losses, which training minimises",
         healthy="falls with the loss",
         rows=("train",),
     ),
@@ -473,30 +474,30 @@ RUN_METRICS = _table(
         title="Skipped steps",
         quantity="optimizer steps",
         unit="count",
-        formula="optimizer steps of the row that were not taken",
+        formula="optimizer steps of the row that were skipped",
         healthy="0",
         healthy_range=(0, 0),
         rows=("train",),
     ),
 )
-"""The metrics of the whole model; each loss of `BALANCING_LOSSES` is one more, `train/NAME`."""
+"""Metrics of the whole model. Rows also have `train/NAME` for each loss of `BALANCING_LOSSES`."""
 
 
 def layer_measures() -> list[Metric]:
-    """The metrics that are one number of a layer."""
+    """Return the metrics with one value per layer."""
     return [metric for metric in LAYER_METRICS.values() if metric.per == "layer"]
 
 
 def result_columns() -> list[Metric]:
-    """The columns of a table of layers at the end of a run, and the panels of its validations."""
+    """Return the columns of the results table of layers, which are also the validation panels of wandb."""
     return [LAYER_METRICS[key] for key in ("max_violation", "entropy", "dropped_fraction")]
 
 
 def measured_in(*measured: Measured, is_listed: bool = False) -> list[Metric]:
-    """The metrics of a layer that the routings of these batches give, with the `measure` to take.
+    """Return the layer metrics that cover these batches; their `measure` is the computation to use.
 
     Args:
-        is_listed: of routings without a number for each expert (`Routing.is_listed`).
+        is_listed: for a `ListedRouting`, see `Routing.is_listed`.
     """
     found = [metric for metric in LAYER_METRICS.values() if metric.measured in measured]
     if is_listed:
@@ -505,13 +506,13 @@ def measured_in(*measured: Measured, is_listed: bool = False) -> list[Metric]:
 
 
 def statistics_of(metrics: Iterable[Metric]) -> list[Statistic]:
-    """The statistics that these metrics need, each once."""
+    """Return the statistics that these metrics need, each once."""
     measures = [metric.measure for metric in metrics if metric.measure is not None]
     return list(dict.fromkeys(s for measure in measures for s in measure.statistics))
 
 
 def compute(metrics: Iterable[Metric], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The value of each metric from the sums of its statistics, by their names."""
+    """Return the value of each metric; `sums` maps names of statistics to their sums."""
     return {
         metric.key: metric.measure.value(*(sums[s.name] for s in metric.measure.statistics))
         for metric in metrics
@@ -520,6 +521,6 @@ def compute(metrics: Iterable[Metric], sums: Mapping[str, Tensor]) -> dict[str, 
 
 
 def compute_row_end(row: RowEnd) -> dict[str, Tensor]:
-    """The value of each metric with a `row_end` that the layer has."""
+    """Return the value of each metric with a `row_end` that applies to the layer."""
     found = {m.key: m.row_end(row) for m in LAYER_METRICS.values() if m.row_end is not None}
     return {key: value for key, value in found.items() if value is not None}

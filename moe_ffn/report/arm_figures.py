@@ -8,8 +8,8 @@
     arm_figures.frontier(comparison, "FLOPs")
     arm_figures.differences(comparison)
 
-An arm has one colour and one dash in all of them. A figure without anything to draw raises a
-`NotMeasuredError`. The pages of comparisons and of studies show these figures.
+An arm has the same colour and dash in all figures. A figure with nothing to draw raises `NotMeasuredError`.
+ The pages of comparisons and studies show these figures.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ Loss = Literal["validation", "train"]
 LOSSES: dict[Loss, str] = {"validation": "Validation loss", "train": "Training loss"}
 
 LATE = 0.25
-"""Share of training after which losses decide the range of the loss axis."""
+"""Fraction of training that is ignored when the range of the loss axis is chosen."""
 
 MAX_LABELS = 10
-"""Most arms whose names stand next to their points; with more, only the legend has the names."""
+"""Maximum number of arms with names next to their points; with more, only the legend has names."""
 
 _MIN_SPAN = 0.1
-"""The shortest axis of costs, as a share of the largest cost."""
+"""Minimum length of an axis of costs, as a fraction of the largest cost."""
 
 LOSS_AXIS = "loss (nats per token)"
 AT = "%{y:.4f} at %{x:,.4~s}"
 
 Points = tuple[list[float | None], list[float | None]]
-"""Places and losses of a curve; None where a value is missing or not finite."""
+"""x values and losses of a curve; None for a missing or non-finite value."""
 
 
 def curves_of(arm: Arm, of: Loss, over: Over) -> list[Points]:
-    """Return the places and losses of each seed's curve that has both."""
+    """Return the curve of each seed that has both x values and losses."""
     found: list[Points] = []
     for result in arm.results:
         curve = result.validation if of == "validation" else result.train
@@ -76,7 +76,7 @@ def curves_of(arm: Arm, of: Loss, over: Over) -> list[Points]:
 
 
 def axes_of(arms: Sequence[Arm], of: Loss) -> list[Over]:
-    """Return the axes that every arm with such a loss knows; none if each curve is a single point."""
+    """Return the axes for which every arm with this loss has x values; none if each curve is one point."""
     drawn = [arm for arm in arms if curves_of(arm, of, "steps")]
     if all(len(places) == 1 for arm in drawn for places, _ in curves_of(arm, of, "steps")):
         return []
@@ -86,7 +86,7 @@ def axes_of(arms: Sequence[Arm], of: Loss) -> list[Over]:
 def losses(arms: Sequence[Arm], over: Over = "tokens", of: Loss = "validation") -> go.Figure:
     """Draw the mean loss of each arm over training, with its 95 % interval over seeds.
 
-    An arm of fewer than `MIN_SEEDS` seeds has a line per seed instead.
+    An arm with fewer than `MIN_SEEDS` seeds has a line per seed instead.
 
     Args:
         of: loss on the validation split, or in training.
@@ -124,7 +124,9 @@ def losses(arms: Sequence[Arm], over: Over = "tokens", of: Loss = "validation") 
     if max(seeds) >= MIN_SEEDS:
         notes.append("Lines are means over seeds, bands their 95% intervals (Student's t).")
     if any(1 < count < MIN_SEEDS for count in seeds):
-        notes.append(f"Fewer than {MIN_SEEDS} seeds have a line each, and no interval.")
+        notes.append(
+            f"Arms with fewer than {MIN_SEEDS} seeds have a line per seed and no interval."
+        )
     y_axis: dict[str, Any] = {}
     top, bottom = max(loss.value for loss in late), min(loss.low for loss in late)
     if top > bottom:
@@ -136,7 +138,7 @@ def losses(arms: Sequence[Arm], over: Over = "tokens", of: Loss = "validation") 
 
 
 def _means(curves: Sequence[Points]) -> list[tuple[float, Interval]]:
-    """Return (mean place, mean loss with its interval) of each point that all curves have."""
+    """Return (mean x, mean loss with its interval) of each point that all curves have."""
     points: list[tuple[float, Interval]] = []
     for found in zip(*(zip(*curve, strict=True) for curve in curves), strict=False):
         known = [(x, y) for x, y in found if x is not None and y is not None]
@@ -148,7 +150,7 @@ def _means(curves: Sequence[Points]) -> list[tuple[float, Interval]]:
 
 
 def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> list[go.Scatter]:
-    """Return the area between the ends of the intervals, if there are any."""
+    """Return the band between the ends of the intervals, if there are any."""
     if all(y.low == y.high for _, y in points):
         return []
     xs = [rounded(x) for x, _ in points]
@@ -171,7 +173,7 @@ def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> l
 
 
 def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
-    """Draw final losses over the cost of training; a line joins the arms that none beats in both.
+    """Draw final losses over the cost of training; a line joins the arms on the Pareto frontier.
 
     Args:
         cost: one of `COSTS`.
@@ -180,14 +182,14 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
     costs = [COSTS[cost](arm) for arm in arms]
     known = [value for value in costs if value is not None]
     if len(known) < len(costs):
-        raise NotMeasuredError(f"not every arm knows its {cost}")
+        raise NotMeasuredError(f"{cost} of training is not known for every arm")
     traces: list[go.Scatter] = []
     pairs = list(zip(known, arms, strict=True))
     best = sorted((x, arm.loss) for x, arm in pairs if arm.on_frontier.get(cost))
     if len(best) > 1:
         xs, ys = zip(*best, strict=True)
-        look = ("quiet", "dot")
-        traces.append(scatter("frontier", xs, ys, look, mode="lines", hoverinfo="skip"))
+        style = ("quiet", "dot")
+        traces.append(scatter("frontier", xs, ys, style, mode="lines", hoverinfo="skip"))
     for number, (x, arm) in enumerate(pairs):
         traces.append(
             arm_trace(
@@ -208,7 +210,7 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
     over = {arm.interval_over for arm in arms if arm.interval is not None}
     note = f"Bars are 95% intervals over {' or '.join(sorted(over))}." if over else ""
     if len(best) > 1:
-        note += " On the dotted line no other arm has a lower loss at no more cost."
+        note += " For an arm on the dotted line, no other arm has a lower loss at no more cost."
     title = f"{cost} of training" if cost != "parameters" else cost
     x_axis = {"title": axis_title(title), "exponentformat": "SI", **_cost_range(known)}
     return arms_figure(traces, "Final loss against cost", note.strip(), x_axis)
@@ -227,7 +229,7 @@ def _cost_range(costs: Sequence[float]) -> dict[str, Any]:
 def differences(comparison: Comparison) -> go.Figure:
     """Draw each arm's paired difference from the baseline with its 95 % interval; left of 0 is better.
 
-    An arm of fewer than `MIN_SEEDS` seeds has a point per seed instead.
+    An arm with fewer than `MIN_SEEDS` seeds has a point per seed instead.
     """
     rows = [
         (number, arm, arm.difference)
@@ -266,19 +268,19 @@ def differences(comparison: Comparison) -> go.Figure:
     y_axis = {
         "title": None,
         "type": "category",
-        "range": [len(rows) - 0.5, -0.7],  # the first on top, with room for its number
+        "range": [len(rows) - 0.5, -0.7],  # first arm on top, with room for its label
         "showgrid": False,
     }
     over = {found.over for _, _, found in rows if found.interval is not None}
-    pairs = {"seeds": "seeds, paired", "windows": "windows of the text, in one seed"}
+    pairs = {"seeds": "seeds, paired", "windows": "windows of the text, with one seed"}
     note = f"Left of 0 is better than {comparison.baseline}."
     if over:
         note += (
-            f" Bars are 95% intervals over {' or '.join(pairs[o] for o in sorted(over))}; a full circle is a "
-            "difference that Holm's correction leaves significant."
+            f" Bars are 95% intervals over {' or '.join(pairs[o] for o in sorted(over))}; a filled circle is "
+            "significant after Holm's correction."
         )
     if any(found.interval is None for _, _, found in rows):
-        note += f" Fewer than {MIN_SEEDS} seeds have a point each, and no interval."
+        note += f" Arms with fewer than {MIN_SEEDS} seeds have a point per seed and no interval."
     title = f"Difference from {comparison.baseline}"
     return arms_figure(
         traces, title, note, x_axis, y_axis, height=122 + 44 * len(rows), showlegend=False
@@ -286,13 +288,13 @@ def differences(comparison: Comparison) -> go.Figure:
 
 
 def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
-    """Draw the final loss of each arm by the value of the tuned option.
+    """Draw the final loss of each arm over the values of the tuned option.
 
     Args:
         found: one of `comparison.tuning`.
     """
     if not any(found.losses.values()):
-        raise NotMeasuredError(f"no arm was tuned by {found.option}")
+        raise NotMeasuredError(f"no arm was tuned over {found.option}")
     traces: list[go.Scatter] = []
     names = [arm.name for arm in comparison.arms]
     for arm, by_value in found.losses.items():
@@ -310,14 +312,14 @@ def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
                 mode="lines+markers",
             )
         )
-    # Categories stand evenly apart: most values are powers of each other, and some are no numbers.
+    # Categories are evenly spaced: most values form a geometric series, and some are not numbers.
     x_axis = {
         "title": axis_title(found.option),
         "type": "category",
         "categoryorder": "array",
         "categoryarray": list(found.values),
     }
-    note = f"{found.verdict}. The large point is an arm's best."
+    note = f"{found.verdict}. A large point is the best value of an arm."
     return arms_figure(traces, f"Final loss by {found.option}", note, x_axis)
 
 
@@ -333,7 +335,9 @@ def arms_figure(
     **layout: Any,
 ) -> go.Figure:
     num_named = sum(trace.showlegend is not False for trace in traces)
-    layout = {"height": 380 + 12 * max(num_named - 6, 0)} | layout  # the legend of many takes room
+    layout = {
+        "height": 380 + 12 * max(num_named - 6, 0)
+    } | layout  # a long legend needs more height
     y_axis = {"title": axis_title(LOSS_AXIS), **(y_axis or {})}
     return curves_figure(traces, title, note, x_axis, y_axis, **layout)
 

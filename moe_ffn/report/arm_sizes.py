@@ -1,4 +1,4 @@
-"""Figures of arms over a size, such as final losses over the number of experts, with fitted laws."""
+"""Figures of values over a size, such as final losses over the number of experts, with fitted laws."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from moe_ffn.report.html import compact
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval
 
 MAX_TICKS = 8
-"""Most ticks of an axis of sizes."""
+"""Maximum number of ticks on an axis of sizes."""
 
 
 @dataclass(frozen=True)
 class SizedLine:
-    """Values of the seeds at several sizes, such as final losses, and a law fitted to them."""
+    """Values per seed at several sizes, such as final losses, and a law fitted to the values."""
 
     name: str
     points: Mapping[float, Sequence[float]]
-    """Size -> value of each seed."""
+    """Size -> values, one per seed."""
     curve: Callable[[Any], Any] | None = None
     """Fitted law, drawn between the smallest and the largest size."""
     minimum: Interval | None = None
@@ -52,19 +52,17 @@ def over_sizes(
         "tickvals": ticks,
         "ticktext": [f"{tick:g}" if tick < 1000 else compact(tick) for tick in ticks],
     }
-    note = (
-        f"Small points are seeds; bars are 95% intervals of their mean, from {MIN_SEEDS} seeds on."
-    )
+    note = f"Small points are seeds; bars are 95% intervals of the mean, for {MIN_SEEDS} seeds or more."
     if any(line.curve for line in lines):
         note += " Curves are fits."
     if any(line.minimum for line in lines):
-        note += " A triangle marks the lowest place of a fit, with its interval."
+        note += " A triangle marks the minimum of a fit, with its interval."
     y_axis = {"title": axis_title(value)}
     return arms_figure(traces, title, note, x_axis, y_axis)
 
 
 def _ticks(sizes: Sequence[float]) -> Sequence[float]:
-    """Return the sizes themselves, or powers of 2 where the sizes are many or nearly equal."""
+    """Return the sizes, or powers of 2 if there are many sizes or two are nearly equal."""
     if len(sizes) <= MAX_TICKS and all(b / a > 1.1 for a, b in pairwise(sizes)):
         return sizes
     low, high = math.floor(math.log2(sizes[0])), math.ceil(math.log2(sizes[-1]))

@@ -1,4 +1,4 @@
-"""The page of several runs: verdict, tables and figures of their arms."""
+"""Page that compares runs: verdict, tables and figures of their arms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moe_ffn.studies.result import RunResult
 
 
 def html_of_runs(runs: Sequence[Run], output: Path | None, reload_every: float | None) -> str:
-    """Return the page of runs, as far as they compare, finished or not."""
+    """Return the page of runs, finished or not; it compares the runs that are comparable."""
     gathered, comparison, problem = Gathered([]), None, ""
     try:
         gathered = gather([run.folder for run in runs])
@@ -53,12 +53,12 @@ def comparison_html(
     runs: Sequence[Run] = (),
     reload_every: float | None = None,
 ) -> str:
-    """Return the page of a comparison, of runs or of their committed results.
+    """Return the page of a comparison of runs or of committed results.
 
     Args:
-        comparison: None where the runs do not compare, for the reason in `problem`.
-        output: path of the page, for links to the pages of the runs and for a shared script.
-        runs: runs whose balance over training, alarms and progress the page shows.
+        comparison: None if the runs cannot be compared; `problem` gives the reason.
+        output: path of the page, used for links to the pages of runs and to a shared script.
+        runs: runs whose balance, alarms and progress the page shows.
     """
     arms = list(comparison.arms) if comparison else []
     compared = gathered.arms if comparison else {}
@@ -68,7 +68,7 @@ def comparison_html(
         if run.folder in compared:
             continue
         result = None
-        with suppress(ConfigError):  # its options are lost
+        with suppress(ConfigError):  # the options of a damaged run are missing
             result = RunResult.of_run(run).model_copy(update={"found_as": run.name})
         arms.append(Arm(run.name, [result] if result else []))
         if result is not None and run.name not in [known.shown_name for known in results]:
@@ -82,7 +82,7 @@ def comparison_html(
         differs = {r.shown_name: what_differs(results[0].config, r.config) for r in results}
     question = comparison.question if comparison else ""
     shown = [*tables(comparison), *tuning_tables(comparison)] if comparison else []
-    # Several runs of one arm have no other name together.
+    # The name of a single arm would not name its runs.
     called = [*numbers] if len(numbers) > 1 or not runs else [run.name for run in runs]
     joined = ", ".join(called)
     folders = {**gathered.folders, **{run.name: run.folder for run in runs}}
@@ -118,9 +118,9 @@ def plots_of_arms(
     """Return section of `runs.html` -> its plots.
 
     Args:
-        comparison: None where the runs do not compare, so that only their curves are drawn.
-        arms: all arms with curves, in the order that gives them their colours.
-        runs: runs of each arm whose routing over training is known, in that order.
+        comparison: None if the runs cannot be compared; then only curves are drawn.
+        arms: all arms with curves; their order determines the colours.
+        runs: arm -> its runs with rows of training, in the same order.
     """
     answer: list[Plot] = []
     tuning: list[Plot] = []
@@ -146,7 +146,7 @@ def _moves(runs: Mapping[str, Sequence[Run]], key: str) -> bool:
 
 
 def _links(folders: Mapping[str, Path], page: Path) -> dict[str, str]:
-    """Return name of a run -> link from `page` to its own page, where that exists."""
+    """Return name of a run -> link from `page` to the page of the run, if it exists."""
     own = {name: folder / REPORT_FILE for name, folder in folders.items()}
     return {
         name: quote(os.path.relpath(file, page.parent))

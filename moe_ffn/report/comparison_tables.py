@@ -20,7 +20,7 @@ from moe_ffn.studies.statistics import MIN_SEEDS, Interval
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text; all columns but the first are numbers."""
+    """Table of text; all columns but the first contain numbers."""
 
     title: str
     headers: Sequence[str]
@@ -59,11 +59,11 @@ def _losses(comparison: Comparison) -> Table:
         headers += ["difference", "p", "detectable"]
         legend += (
             f"; difference: from {comparison.baseline}, paired, ± its 95 % interval; p: two-sided, "
-            "paired t, after Holm's correction; detectable: a true difference that these seeds find four "
-            "times in five"
+            "paired t, after Holm's correction; detectable: the true difference that these seeds find "
+            "four times in five"
         )
     if any(1 < len(arm.losses) < MIN_SEEDS for arm in comparison.arms):
-        legend += f"; fewer than {MIN_SEEDS} seeds have no interval"
+        legend += f"; arms with fewer than {MIN_SEEDS} seeds have no interval"
     rows = []
     for arm in comparison.arms:
         row = [
@@ -103,16 +103,16 @@ def _costs(comparison: Comparison) -> Table:
         for arm, memory in ((arm, arm.mean("peak_memory_bytes")) for arm in arms)
     ]
     speed = (
-        "of the median step, measured apart from the runs"
+        "at the median step, timed separately from the runs"
         if all(arm.timed_step_seconds for arm in arms)
-        else "of the runs' median step, which other work on the machine slows"
+        else "at the median step of the runs, which other programs on the machine slow down"
     )
     return Table(
         "Cost",
         ["arm", "params", "active", "FLOPs", "tokens/s", "memory"],
         rows,
         f"active: parameters that a token uses; FLOPs: forward, per token; tokens/s: {speed}, in brackets "
-        f"over those of {comparison.baseline}; memory: the peak of the process, on a GPU of its tensors",
+        f"relative to {comparison.baseline}; memory: peak of the process, or of its tensors on a GPU",
     )
 
 
@@ -137,9 +137,9 @@ def _routing(arms: Sequence[Arm]) -> Table:
         "Routing",
         ["arm", "MaxVio", "dropped", "dead experts", "alarms"],
         rows,
-        "of the last validation, mean of layers and seeds; MaxVio: the busiest expert over the even share, "
-        "minus 1; dropped: share of the (token, expert) pairs; dead experts: without a token, of all layers; "
-        "alarms: of all seeds",
+        "at the last validation, mean over layers and seeds; MaxVio: the busiest expert over the even share, "
+        "minus 1; dropped: share of the (token, expert) pairs; dead experts: experts without a token, summed "
+        "over layers; alarms: summed over seeds",
     )
 
 
@@ -159,9 +159,9 @@ def _reached(comparison: Comparison) -> Table:
         f"To the final loss of {comparison.baseline}",
         ["arm", "steps", "FLOPs", "seconds", "frontier of"],
         rows,
-        f"in brackets over what {comparison.baseline} takes for all; steps: ± the 95 % interval of their "
-        "mean over seeds; FLOPs: forward and backward; seconds: of those steps at the median step; frontier: "
-        f"no other arm has a lower loss at no more of that cost, up to {MAX_MISMATCH:.0%}",
+        f"in brackets relative to the whole training of {comparison.baseline}; steps: ± the 95 % interval of "
+        "the mean over seeds; FLOPs: forward and backward; seconds: these steps at the median step time; "
+        f"frontier: costs at which no other arm has a lower loss for no more, within {MAX_MISMATCH:.0%}",
     )
 
 
@@ -194,15 +194,15 @@ def tuning_tables(comparison: Comparison) -> Iterator[Table]:
             f"Final loss by {tuning.option}",
             ["arm", *tuning.values],
             rows,
-            f"mean over the seeds that an arm has of all its values; {tuning.verdict}",
+            f"mean over the seeds that an arm has for all values; {tuning.verdict}",
         )
 
 
-# -- where they are shown
+# -- output
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print tables, differences of configs, and verdicts."""
+    """Print the tables, the differences between configs, and the verdicts."""
 
     def say(text: str, style: str = "") -> None:
         console.print(Text(printable(text, also="\n"), style=style))

@@ -1,7 +1,7 @@
-"""A workspace of wandb: every panel, section by section.
+"""The wandb workspace: every panel, section by section.
 
-A metric of sparse layers is one panel for all layers: a regular expression picks the layers of models of any
-depth. The expressions use nothing that differs between dialects.
+A metric of sparse layers is one panel, whose regular expression matches the layers of models of any depth.
+The expressions use only syntax that all dialects share.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from moe_ffn.metrics.table import RUN_METRICS, Metric, layer_measures, result_co
 from moe_ffn.training.monitoring.loggers import LOAD_FIGURE, WANDB_STEP
 
 ANSWER_SECONDS = 6
-"""Timeout of each answer of wandb's server; the library's own is 19 s, several times."""
+"""Timeout of a request to wandb's server; the library's default is 19 s, with retries."""
 
-# wandb reads both while it is imported. WANDB_MODE does not concern a workspace; an empty one is an error.
+# wandb reads both variables at import. A workspace ignores WANDB_MODE, but an empty value is an error.
 os.environ.pop("WANDB_MODE", None)
 if not os.environ.get("WANDB_HTTP_TIMEOUT", "").isdecimal():
     os.environ["WANDB_HTTP_TIMEOUT"] = str(ANSWER_SECONDS)
 
-# wandb-workspaces is written for an older pydantic; a user can do nothing about the warnings.
+# wandb-workspaces is written for an older pydantic, and users cannot fix its warnings.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import wandb
@@ -39,7 +39,7 @@ NAME = "Feed-forward blocks"
 SPEED = RUN_METRICS["tokens_per_second"]
 
 LAYER = f"layer_[0-9]+{ROUTING_SUFFIX}"
-"""Regular expression of a routing: `layer_03`, `layer_03/inner`, `layer_03/round_2`."""
+"""Regular expression of the name of a routing: `layer_03`, `layer_03/inner`, `layer_03/round_2`."""
 
 
 def training_panels() -> list[PanelTypes]:
@@ -51,7 +51,7 @@ def training_panels() -> list[PanelTypes]:
 
 
 def efficiency_panels() -> list[PanelTypes]:
-    """Return speed, and the last validation loss against the costs of a run."""
+    """Return panels of the speed, and of the last validation loss against the costs of a run."""
     costs = {
         "num_active_params": "active parameters",
         "num_params": "parameters in all",
@@ -66,7 +66,7 @@ def efficiency_panels() -> list[PanelTypes]:
             title_y="runs, by FFN type",
         ),
         *(
-            # A scatter plot has no titles of its axes, so that its own title has to say both.
+            # A scatter plot has no axis titles, so its title names both axes.
             reports.ScatterPlot(
                 title=f"y: validation loss (nats per token), x: {title}",
                 x=reports.Config(key),
@@ -79,14 +79,14 @@ def efficiency_panels() -> list[PanelTypes]:
 
 
 def routing_panels() -> list[PanelTypes]:
-    """Return loads as heat maps, then the metrics of each layer."""
+    """Return panels of the loads as heat maps, then of the metrics of each layer."""
     return [
         reports.MediaBrowser(
             title="Load over the even share: layer x expert; the slider is time",
             media_keys=[LOAD_FIGURE],
             num_columns=1,
         ),
-        # One histogram per step, a bin for each expert: drawn as expert x step. Every model has layer 0.
+        # A histogram per step with a bin per expert is drawn as expert x step. Every model has layer 0.
         _lines("Load of layer 0", "expert", "routing/layer_00/load"),
         *(_of_layers(metric) for metric in layer_measures() if metric.measured != "validation"),
         *(_of_layers(m, "validation/") for m in result_columns()),
@@ -105,7 +105,7 @@ def _of_layers(metric: Metric, prefix: str = "") -> reports.LinePlot:
 
 
 def _lines(title: str, unit: str, *keys: str, regex: str | None = None) -> reports.LinePlot:
-    """Return a plot of metrics over the steps, by their keys, or all whose key `regex` matches."""
+    """Return a plot over the steps of the metrics with these keys, or of all keys that `regex` matches."""
     plot = reports.LinePlot(
         title=title,
         x=WANDB_STEP,
@@ -131,7 +131,7 @@ COLUMNS = (
 
 PANELS_IN_A_ROW = 3
 MAX_LINES = 20
-"""Runs, or groups of runs, that a panel draws."""
+"""Maximum number of runs, or groups of runs, in a panel."""
 
 
 def build_workspace(entity: str, project: str) -> ws.Workspace:
@@ -151,7 +151,7 @@ def build_workspace(entity: str, project: str) -> ws.Workspace:
                 name=title,
                 panels=found,
                 is_open=True,
-                # As many rows as they need, so that nothing stands on a second page.
+                # Enough rows for all panels, so that there is no second page.
                 layout_settings=ws.SectionLayoutSettings(
                     columns=PANELS_IN_A_ROW, rows=math.ceil(len(found) / PANELS_IN_A_ROW)
                 ),
@@ -168,7 +168,7 @@ def build_workspace(entity: str, project: str) -> ws.Workspace:
 
 
 def to_json(workspace: ws.Workspace) -> str:
-    """Return the request that saving would send: project, name of the view, and its specification."""
+    """Return the request that `save` sends: project, name and specification of the view."""
     return workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)
 
 
@@ -176,13 +176,13 @@ def save(workspace: ws.Workspace) -> str:
     """Save the workspace as a new view; return its URL.
 
     Raises:
-        ConfigError: without a key or an answer, and where the server refuses.
+        ConfigError: there is no key, no answer, or the server rejects the request.
     """
     if not _has_key():
         raise ConfigError("no wandb key: run 'wandb login' or set WANDB_API_KEY; --json needs none")
     try:
         return workspace.save().url
-    except Exception as error:  # errors of every kind: wandb's own, its service's, pydantic's
+    except Exception as error:  # wandb, its service and pydantic raise errors of many types
         raise ConfigError(
             f"wandb did not save the workspace: {first_line(error).rstrip('. ')}; check the network, "
             f"the key and {workspace.entity}/{workspace.project}, or use --json"
@@ -190,7 +190,7 @@ def save(workspace: ws.Workspace) -> str:
 
 
 def _has_key() -> bool:
-    """Return True if a key is configured; asks neither the user nor the network."""
+    """Return True if a key is configured. Does not ask the user or use the network."""
     try:
         wandb.setup(wandb.Settings(silent=True))
         return bool(wandb.api.api_key)

@@ -1,4 +1,4 @@
-"""Series as plotly figures: averaged, as lines, in colours by role."""
+"""Plotly figures of series: averaging, lines, and colours by role."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moe_ffn.runs.rows import Series
 
 STEP_AXIS = "optimizer step"
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-"""Dashes distinguish lines in print, and for people who see no red or green."""
+"""Dashes distinguish lines in print and for colour-blind readers."""
 
 SERIES = (
     *("#0072b2", "#d55e00", "#00875f", "#b5509a", "#b37a00"),
     *("#3a9bd6", "#5b3a9e", "#6b6f75", "#a3123f", "#5d7a00"),
 )
-"""Colours on a light background: Okabe and Ito's, which need no red or green, made darker, and two more.
+"""Colours on a light background, based on the colour-blind palette of Okabe and Ito, darkened and extended.
 Their roles are `series-0` and so on; report.css has the colours on a dark background."""
 
 LIGHT = {f"series-{number}": colour for number, colour in enumerate(SERIES)}
@@ -30,10 +30,10 @@ LIGHT |= {role: colour for role, (_, colour) in LOAD_SCALE.items()}
 """Role -> colour on a light background."""
 
 HEALTHY = "#1a7f37"
-"""The colour, almost transparent, behind healthy values; page.js takes it from the style sheet."""
+"""Colour behind healthy values, drawn almost transparent; page.js reads it from the style sheet."""
 
 Value = float | None
-"""A measured value; None where it is not finite: JSON has no NaN, and plotly draws a gap."""
+"""Measured value; None if it is not finite, because JSON has no NaN. Plotly draws a gap."""
 
 _FORMS = {
     "share": ".2%",
@@ -43,11 +43,11 @@ _FORMS = {
     "bits per byte": ".4f",
     "tokens per second": ",.0f",
 }
-"""Unit of a metric -> format of its values (d3)."""
+"""Unit of a metric -> d3 format of its values."""
 
 
 def form_of(metric: Metric) -> str:
-    """Return the format of a value (d3)."""
+    """Return the d3 format of a value."""
     return _FORMS.get(metric.unit, ",.4~g")
 
 
@@ -57,13 +57,13 @@ def text_of(metric: Metric, value: float) -> str:
 
 
 def style_of(number: int) -> tuple[int, str]:
-    """Return the number of a colour in `SERIES`, and a dash; the first 60 pairs differ."""
+    """Return the index of a colour in `SERIES`, and a dash; the first 60 pairs differ."""
     turn, colour = divmod(number, len(SERIES))
     return colour, DASHES[(colour + turn) % len(DASHES)]
 
 
 def scale_of(metric: Metric) -> dict[str, str]:
-    """Return the title and the tick format (d3) of an axis or a bar of its values; shares are percent."""
+    """Return the title and d3 tick format of an axis or colour bar; shares are shown in percent."""
     if metric.is_share:
         return {"title": metric.axis("percent"), "tickformat": ".2~%"}
     return {"title": metric.axis()}
@@ -83,8 +83,8 @@ class Grid:
 def average(rows: Sequence[Series], max_points: int) -> Grid:
     """Return series over at most `max_points` common steps.
 
-    If the rows have more steps, a point is the mean of the finite values in its bin, at the mean of its
-    steps. A bin without a row is left out.
+    If the rows have more steps, each point is the mean of the finite values in a bin, at the mean step of the
+    bin. Empty bins are left out.
     """
     all_steps = np.unique(np.concatenate([np.asarray(series.steps) for series in rows]))
     if len(all_steps) > max_points:
@@ -106,33 +106,33 @@ def _means(bins: np.ndarray, series: Series, num_bins: int) -> list[Value]:
     values = np.asarray(series.values)
     kept = np.isfinite(values)
     counts = np.bincount(bins[kept], minlength=num_bins)
-    # Divided before they are added, so that no sum exceeds a float.
+    # Values are divided before they are added, so that the sum cannot overflow.
     parts = values[kept] / counts[bins[kept]]
     means = np.bincount(bins[kept], weights=parts, minlength=num_bins)
     return [rounded(mean) if count else None for mean, count in zip(means, counts, strict=True)]
 
 
 def rounded(value: float) -> float:
-    """Return seven significant digits; more would double the size of the page."""
+    """Return the value with seven significant digits; more would double the size of the page."""
     value = float(f"{value:.7g}")
     return int(value) if value == int(value) else value
 
 
 def plain_rows(values: Any) -> list[list[Value]]:
-    """Return the rows of a heat map with four decimals; None where a value is not finite."""
+    """Return the rows of a heat map with four decimals; None for a non-finite value."""
     return [
         [round(float(value), 4) if np.isfinite(value) else None for value in row] for row in values
     ]
 
 
 def describe_points(found: Sequence[Series], max_points: int, what: str = "point") -> str:
-    """Return a note where points are means of rows, or where a value could not be drawn."""
+    """Return a note on points that are means of rows, and on values that cannot be drawn."""
     notes: list[str] = []
     longest = max(map(len, found))
     if longest > max_points:
         notes.append(f"Each {what} is the mean of about {longest / max_points:.0f} rows.")
     if not all(np.isfinite(series.values).all() for series in found):
-        notes.append("Where a value was NaN or infinite, nothing is drawn.")
+        notes.append("NaN and infinite values are not drawn.")
     return " ".join(notes)
 
 
@@ -143,20 +143,20 @@ def scatter(
     name: str,
     x: Sequence[Any],
     y: Sequence[Any],
-    look: tuple[int | str, str],
+    style: tuple[int | str, str],
     hover: str | None = None,
     shown: str = "",
     **options: Any,
 ) -> go.Scatter:
-    """Return points and lines of one thing.
+    """Return a trace of points and lines in one colour.
 
     Args:
-        look: number of a colour in `SERIES`, or the role of another in style.css; and a dash.
+        style: index of a colour in `SERIES` or a role of style.css, and a dash.
         hover: plotly's `hovertemplate`.
-        shown: text behind the name in the legend.
+        shown: text after the name in the legend.
         options: more options of `go.Scatter`.
     """
-    role, dash = look
+    role, dash = style
     colour = LIGHT.get(f"series-{role}", "gray")
     return go.Scatter(
         x=list(x),
@@ -179,7 +179,7 @@ def curves_figure(
     height: int = 380,
     **layout: Any,
 ) -> go.Figure:
-    """Return a figure with axes, and a legend above it, which wraps on a phone."""
+    """Return a figure with axes and a legend above the plot, which wraps on a phone."""
     own = {
         "height": height,
         "hovermode": "closest",
@@ -203,10 +203,10 @@ def line_figure(
     """Draw lines over steps; the legend has the last values.
 
     Args:
-        lines: name -> series, one of them not empty; the place gives colour and dash, the same for the same
-            thing in every plot.
-        max_points: points of a line, see `average`.
-        levels: name -> height of a horizontal line to compare with, such as the entropy of an even choice.
+        lines: name -> series, at least one of them not empty. The position determines colour and dash, so
+            that the same name can look the same in every plot.
+        max_points: maximum points of a line, see `average`.
+        levels: name -> value of a horizontal reference line, such as the entropy of a uniform choice.
     """
     traces: list[go.Scatter] = []
     for number, (name, series) in enumerate(lines.items()):
@@ -218,7 +218,7 @@ def line_figure(
     for name, value in levels.items():
         ends = [min(span), max(span)]
         traces.append(_line(ends, [value, value], name, metric, ("quiet", "dot")))
-    # From the first step on: plotly would draw a single validation on an axis from 99 to 101.
+    # The axis starts at 0; plotly would draw a single validation on an axis from 99 to 101.
     x_axis = {
         "title": axis_title(STEP_AXIS),
         "hoverformat": ",~r",
@@ -238,7 +238,7 @@ def line_figure(
 
 
 def healthy_band(low: float, high: float) -> dict[str, Any]:
-    """Return a background behind the values from low to high; a line if only one value is healthy."""
+    """Return a background band from `low` to `high`; a line if they are equal."""
     return {
         "type": "rect",
         "xref": "paper",
@@ -258,16 +258,16 @@ def _line(
     values: Sequence[Value],
     name: str,
     metric: Metric,
-    look: tuple[int | str, str],
+    style: tuple[int | str, str],
 ) -> go.Scatter:
-    # A single point is no line, and a few points show where the rows are.
-    has_markers = len(steps) <= 40 and look[0] != "quiet"
+    # Without a marker, a single point would be invisible.
+    has_markers = len(steps) <= 40 and style[0] != "quiet"
     measured = [value for value in values if value is not None]
     return scatter(
         name,
         steps,
         values,
-        look,
+        style,
         f"%{{y:{form_of(metric)}}}<extra>{label(name)}</extra>",
         f" {text_of(metric, measured[-1])}" if measured else "",
         mode="lines+markers" if has_markers else "lines",

@@ -1,4 +1,4 @@
-"""Tokens that each expert takes, with their contexts, on the validation split.
+"""Tokens that each expert processes on the validation split, with their contexts.
 
     run = moe_ffn.load_run("runs/x")
     routed = route_validation(run)
@@ -25,15 +25,15 @@ from moe_ffn.report.trace import expert_names, origin, visible
 from moe_ffn.runs.reader import Run
 
 MAX_FLOPS = 2e10
-"""FLOPs of the forward passes: a second or two on two cores."""
+"""Maximum FLOPs of the forward passes: one or two seconds on two cores."""
 
 MAX_TOKENS, BATCH_TOKENS = 32_768, 4096
 
 NUM_TOKENS = 8
-"""Tokens listed of an expert."""
+"""Number of tokens listed per expert."""
 
 MIN_COUNT = 5
-"""Fewest times that a token comes to an expert to count as typical."""
+"""Minimum count of a token at an expert to be typical."""
 
 CONTEXT = 24
 """Bytes of text before a token; half as many after it."""
@@ -42,7 +42,7 @@ CONTEXT = 24
 # -- experts that tokens chose
 
 NOT_REACHED = -1
-"""Value in `first_T` of a token that did not come to this router."""
+"""Value in `first_T` of a token that did not reach this router."""
 
 
 @dataclass
@@ -50,12 +50,12 @@ class Assignment:
     """Experts that each token chose at one router."""
 
     name: str
-    """Name, such as `layer_03` or `layer_03/inner`."""
+    """Name of the router, such as `layer_03` or `layer_03/inner`."""
     expert_names: tuple[str, ...]
     num_tokens: int
     """T"""
     first_T: np.ndarray = field(init=False)
-    """Expert of the largest weight; E where the router chose none, NOT_REACHED where the token never came."""
+    """Expert with the largest weight; E if the router chose none, NOT_REACHED if the token never came."""
     _pairs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,15 +65,15 @@ class Assignment:
         """Count the pairs of a batch.
 
         Args:
-            came_from: (routing.num_tokens,) place in the text of each token; NOT_REACHED for padding.
-            with_dropped: count pairs that their expert had no place for.
+            came_from: position of each token in the text, (routing.num_tokens,); NOT_REACHED for padding.
+            with_dropped: also count dropped pairs.
         """
         kept = routing.real_N if with_dropped else routing.computed_N
         tokens = came_from[routing.token_ids_N[kept].cpu().numpy()].astype(np.int32)
         experts = routing.expert_ids_N[kept].cpu().numpy().astype(np.int32)
         weights = routing.weights_N[kept].detach().float().cpu().numpy()
         self.first_T[came_from[came_from >= 0]] = routing.num_experts
-        # The heaviest is written last; among equals, the first that the router lists.
+        # The expert with the largest weight is written last; among equals, the first one listed.
         order = np.lexsort((-np.arange(len(weights)), weights))
         self.first_T[tokens[order]] = experts[order]
         self._pairs.append((tokens, experts))
@@ -105,7 +105,7 @@ def add_batch(
 ) -> None:
     """Count the routings of a batch that begins at token `first` of a text of `num_tokens`.
 
-    Routers that list pairs of very many experts are left out.
+    A `ListedRouting` is skipped: it has too many experts to show each.
     """
     gates = [name for name, info in infos.items() if info.is_gate]
     for name, routing in routings.items():
@@ -121,7 +121,7 @@ def add_batch(
 def came_from(
     routings: Mapping[str, Routing], name: str, gates: Sequence[str], first: int
 ) -> np.ndarray:
-    """Return the places in the text of a routing's tokens, in a batch that begins at token `first`."""
+    """Return the position in the text of each token of a routing; the batch begins at token `first`."""
     inside = origin(routings, name, gates)
     if inside is None:
         return np.arange(routings[name].num_tokens) + first
@@ -131,32 +131,32 @@ def came_from(
 
 @dataclass(frozen=True, eq=False)
 class RoutedText:
-    """Tokens in windows of one length, and the experts that each layer sent them to."""
+    """Tokens in windows of equal length, and the experts of each layer that they were sent to."""
 
     vocabulary: tuple[bytes, ...]
     ids_T: np.ndarray
-    """Token at each place, window after window."""
+    """Token ids, window after window."""
     seq_len: int
-    """Tokens of a window."""
+    """Tokens per window."""
     layers: Mapping[str, Assignment]
-    """Name, such as `layer_03` or `layer_03/inner` -> choices of its router."""
+    """Name of a router, such as `layer_03` or `layer_03/inner` -> its choices."""
 
     def text(self, start: int, end: int) -> bytes:
         return b"".join(self.vocabulary[token] for token in self.ids_T[start:end])
 
 
 def route_validation(run: Run) -> RoutedText:
-    """Route windows spread over the validation split by the best weights of a run, in evaluation.
+    """Route windows spread over the validation split with the best weights of a run, in evaluation mode.
 
     Raises:
-        ConfigError: the run has no good checkpoint, or its validation text is no longer in the cache.
+        ConfigError: the run has no intact checkpoint, or its validation text is no longer cached.
     """
     saved = run.saved_model
     data, decoder = saved.config.data, saved.decoder
     tokens = cached_validation(data, run.facts.corpus_sha256 or "")
     if tokens is None:
         raise ConfigError(
-            f"the validation text of '{run.folder}' is not in data.cache_dir '{data.cache_dir}' any more"
+            f"the validation text of '{run.folder}' is no longer in data.cache_dir '{data.cache_dir}'"
         )
     num_tokens = int(min(MAX_TOKENS, MAX_FLOPS / max(run.facts.flops_per_token or 0, 1)))
     starts = spread_starts(len(tokens), data.seq_len, max(num_tokens // data.seq_len, 1))
@@ -172,12 +172,12 @@ def route_validation(run: Run) -> RoutedText:
     return RoutedText(saved.tokenizer.token_bytes, ids_WS.reshape(-1), data.seq_len, assignments)
 
 
-# -- what an expert takes
+# -- tokens of an expert
 
 
 @dataclass(frozen=True)
 class TopToken:
-    """One token of the vocabulary, at one expert."""
+    """Statistics of one token of the vocabulary at one expert."""
 
     token: str
     """Text from `visible`."""
@@ -186,9 +186,9 @@ class TopToken:
     share: float
     """Share of the tokens that the expert computed."""
     lift: float
-    """Share over the token's share of the text: above 1 the expert has more of it than by chance."""
+    """Share at the expert over the share in the text; above 1, the token is more frequent than by chance."""
     contexts: tuple[tuple[str, str, str], ...]
-    """Some places where the expert computed it: text before, token, text after."""
+    """Examples from the text: (text before, token, text after)."""
 
 
 @dataclass(frozen=True)
@@ -200,16 +200,16 @@ class ExpertTokens:
     """Share of the pairs that the experts of the layer computed."""
     most_frequent: tuple[TopToken, ...]
     most_typical: tuple[TopToken, ...]
-    """Tokens with the largest share x log lift, their part of the expert's Kullback-Leibler divergence
-    from the text; each came at least `MIN_COUNT` times, and more often than by chance."""
+    """Tokens with the largest share x log lift, their term of the KL divergence between expert and text.
+    Each has a count of at least `MIN_COUNT` and a lift above 1."""
 
 
 def expert_tokens(routed: RoutedText, layer: str, num_contexts: int = 3) -> list[ExpertTokens]:
-    """Return the tokens that each expert of a layer takes most often, and more often than by chance.
+    """Return the most frequent and the most typical tokens of each expert of a layer.
 
     Args:
         layer: a name in `routed.layers`.
-        num_contexts: places in the text for each token, evenly spread.
+        num_contexts: examples from the text per token, evenly spread.
     """
     tokens_N, experts_N = routed.layers[layer].pairs
     vocab_size = len(routed.vocabulary)
@@ -264,7 +264,7 @@ def context(routed: RoutedText, place: int) -> tuple[str, str, str]:
 
 
 def stretches(routed: RoutedText, layer: str, window: int) -> list[tuple[int, str]]:
-    """Return a window as (expert, text), cut where the heaviest expert changes; -1 for none."""
+    """Return a window as (expert, text), split where the token's first expert changes; -1 for no expert."""
     places = slice(window * routed.seq_len, (window + 1) * routed.seq_len)
     here = routed.layers[layer]
     first_T = np.where(here.first_T < here.num_experts, here.first_T, NOT_REACHED)
@@ -283,16 +283,16 @@ def stretches(routed: RoutedText, layer: str, window: int) -> list[tuple[int, st
 # -- for a page
 
 MAX_LAYERS, MAX_EXPERTS, TEXT_TOKENS = 8, 32, 768
-"""Layers shown, evenly chosen; experts of a layer, the busiest; tokens of running text, in whole windows."""
+"""Maximum layers (evenly chosen), experts per layer (the busiest), and tokens of running text on a page."""
 
 
 def of_page(run: Run) -> RoutedText | str | None:
-    """Return the text to show, or why there is none; None for a run without sparse layers, or in training."""
+    """Return the text to show, or why there is none; None for a run in training or without sparse layers."""
     if not run.layers or run.is_going_on:
         return None
     try:
         routed = route_validation(run)
-    except Exception as error:  # custom code may raise anything; the page has other parts
+    except Exception as error:  # custom code may raise any error; the page has other sections
         return first_line(error)
     return routed if routed.layers else "routers list pairs of too many experts to show each"
 
@@ -304,6 +304,6 @@ def windows(routed: RoutedText, layer: str) -> list[list[tuple[int, str]]]:
 
 
 def busiest(routed: RoutedText, layer: str) -> list[tuple[int, ExpertTokens]]:
-    """Return the numbers and tokens of the busiest experts, in the order of their numbers."""
+    """Return (index, tokens) of the busiest experts, in the order of their indices."""
     experts = enumerate(expert_tokens(routed, layer, num_contexts=1))
     return sorted(sorted(experts, key=lambda found: -found[1].share)[:MAX_EXPERTS])

@@ -8,8 +8,8 @@
     figures.load(run, layer=3)
     figures.measure(run, "max_violation")
 
-`figure.layout.meta["note"]` explains a figure. A figure of what the run did not measure, or of an unknown
-metric or layer, raises a `NotMeasuredError`. The page of a run shows the same figures.
+`figure.layout.meta["note"]` explains a figure. A metric that is unknown or was not measured, or an unknown
+layer, raises `NotMeasuredError`. The page of a run shows the same figures.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ from moe_ffn.runs.rows import Series
 Found = TypeVar("Found")
 
 MAX_POINTS = 500
-"""Most points of a curve."""
+"""Maximum points of a curve."""
 
 MAX_LAYER_POINTS = 250
-"""Most points of a curve where each layer has one."""
+"""Maximum points of a curve if each layer has a curve."""
 
 MAX_LINES = 6
-"""Most layers that are lines; more become rows of a heat map."""
+"""Maximum number of layers drawn as lines; more become rows of a heat map."""
 
 MAX_TEXTS = 12
-"""Most experts that have numbers in the cells of their co-activation."""
+"""Maximum number of experts for which co-activation cells contain numbers."""
 
 MAX_CELLS = 4000
-"""Most cells of a heat map of layers."""
+"""Maximum cells of a heat map of layers."""
 
 MAX_LOADS = 120_000
-"""Most cells of the load heat maps of all layers: a page of a large run has under a megabyte of data."""
+"""Maximum cells of the load heat maps of all layers, which keeps the data of a page under a megabyte."""
 
 ROW_NAMES = {"train": "training", "validation": "validation"}
 
 
 class NotMeasuredError(LookupError):
-    """The run has nothing to draw in this figure."""
+    """Error: the run has no data for this figure."""
 
 
 # -- curves of the whole model
 
 
 def loss(run: Run) -> go.Figure:
-    """Draw training and validation loss, and the loss of a model that only counts tokens."""
+    """Draw training and validation loss, and the loss of the unigram model."""
     return curve(run, "loss")
 
 
@@ -98,7 +98,7 @@ BEFORE_WEIGHTS = Metric(
     formula="every loss of `BALANCING_LOSSES`",
     healthy="",
 )
-"""Title and axis of the balancing losses together."""
+"""Title and axis of the figure of all balancing losses."""
 
 
 def balancing_losses(run: Run) -> go.Figure:
@@ -109,7 +109,7 @@ def balancing_losses(run: Run) -> go.Figure:
     objective, loss = (run.series(f"train/{name}").last for name in ("objective", "loss"))
     if objective is not None and loss is not None:
         notes.append(
-            f"Weighted, all of them add {objective - loss:.4f} nats to the loss at the end."
+            f"At the end, the weighted balancing losses add {objective - loss:.4f} nats to the loss."
         )
     return _curves(run, BEFORE_WEIGHTS, keys, " ".join(notes))
 
@@ -135,7 +135,7 @@ def load(run: Run, layer: int | str) -> go.Figure:
     """Draw the load of each expert of a layer over time, as a multiple of the even share.
 
     Args:
-        layer: its number, or its name, such as `layer_03/inner`.
+        layer: number or name, such as `layer_03/inner`.
     """
     name = _find_layer(run, layer, run.loads)
     rows = sum(map(len, run.loads.values()))
@@ -156,7 +156,7 @@ def load(run: Run, layer: int | str) -> go.Figure:
 
 
 def measure(run: Run, key: str) -> go.Figure:
-    """Draw a metric of every sparse layer over the steps, as lines, or as rows of a heat map of many layers.
+    """Draw a metric of every sparse layer over the steps: as lines, or as a heat map for many layers.
 
     Args:
         key: such as `max_violation`; see `moe_ffn.metrics.table.LAYER_METRICS`.
@@ -164,11 +164,11 @@ def measure(run: Run, key: str) -> go.Figure:
     metric = find(LAYER_METRICS, key)
     found = measured(run, metric)
     if not found:
-        raise NotMeasuredError(f"run '{run.name}' has no {key} of any layer")
+        raise NotMeasuredError(f"run '{run.name}' has no {key} for any layer")
     sizes = sorted({len(loads) for loads in run.loads.values()})
     evens = {f"log {size}": math.log(size) for size in sizes if key.startswith("entropy")}
     even = ", ".join(f"{name} = {value:.3f}" for name, value in evens.items())
-    even = f"An even choice has {even}. " if evens else ""
+    even = f"A uniform choice has {even}. " if evens else ""
     note = f"{metric.sentence} {even}Healthy: {metric.healthy}."
     layers = list(run.validated_layers if metric.measured == "validation" else run.layers)
     if len(layers) <= MAX_LINES:
@@ -193,14 +193,14 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
     """Draw how often experts of a layer share tokens, on the validation split at the end of the run.
 
     Args:
-        layer: its number, or its name, such as `layer_03/inner`.
+        layer: number or name, such as `layer_03/inner`.
     """
     found = coactivations(run)
     name = _find_layer(run, layer, found)
     metric = LAYER_METRICS["coactivation"]
     experts = range(len(found[name]))
     shares = np.array(found[name], dtype=float)
-    # An expert shares all tokens with itself; next to that the rest would be one colour.
+    # The diagonal is always 1, and would leave a single colour for all other cells.
     np.fill_diagonal(shares, np.nan)
     k = run.validated[name].get("experts_per_token")
     even = ""
@@ -223,7 +223,7 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
 
 
 def coactivations(run: Run) -> dict[str, list[list[float | None]]]:
-    """Return sparse layer -> for each expert, the share of its tokens that each other expert also took."""
+    """Return sparse layer -> for each expert, the share of its tokens that each expert also received."""
     matrices = {layer: values.get("coactivation") for layer, values in run.validated.items()}
     return {layer: matrix for layer, matrix in matrices.items() if matrix}
 
@@ -232,10 +232,10 @@ def coactivations(run: Run) -> dict[str, list[list[float | None]]]:
 
 
 def overlay_measure(arms: Mapping[str, Sequence[Run]], key: str) -> go.Figure:
-    """Draw a metric of sparse layers as a line per arm: the mean over the layers of its runs.
+    """Draw a metric of sparse layers as one line per arm, the mean over the layers of its runs.
 
     Args:
-        arms: name -> its runs, such as one per seed; their order gives the colours.
+        arms: name -> runs, such as one per seed; the order determines the colours.
     """
     metric = find(LAYER_METRICS, key)
     lines = {name: mean_over_layers(runs, metric) for name, runs in arms.items()}
@@ -246,7 +246,7 @@ def overlay_measure(arms: Mapping[str, Sequence[Run]], key: str) -> go.Figure:
 
 
 def mean_over_layers(runs: Sequence[Run], metric: Metric) -> Series:
-    """Return a metric averaged over the layers of all runs at each step, without blocks inside blocks."""
+    """Return the mean of a metric over the layers of all runs at each step; inner blocks are left out."""
     found = [
         series
         for run in runs
@@ -269,12 +269,12 @@ def _find_layer(run: Run, layer: int | str, known: Mapping[str, object]) -> str:
     name = layer_name(layer) if isinstance(layer, int) else layer
     if name not in known:
         layers = ", ".join(known) or "no layer"
-        raise NotMeasuredError(f"run '{run.name}' has this of {layers}, not of {name}")
+        raise NotMeasuredError(f"run '{run.name}' has this figure for {layers}, not for {name}")
     return name
 
 
 def find(known: Mapping[str, Found], name: str, what: str = "metric") -> Found:
-    """Return what is known by this name, or raise a NotMeasuredError that lists the names."""
+    """Return the entry with this name, or raise a `NotMeasuredError` that lists the names."""
     if name not in known:
         raise NotMeasuredError(
             f"there is no {what} '{name}'; there are {', '.join(known) or 'none'}"

@@ -1,7 +1,7 @@
-"""HTML pages from templates: one file each, which fetches nothing.
+"""HTML pages from templates. A page is one file and loads nothing from the network.
 
-A template escapes every value and makes control characters visible, so that a run's texts can do nothing on
-a page.
+Templates escape every value and make control characters visible, so text from a run cannot execute on a
+page.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ NONE = "-"
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page.
+    """Return the page of a template.
 
     Args:
         template: name of a file in `templates/`.
-        values: plain values for the template; a missing one is an error.
+        values: variables of the template; a missing one is an error.
     """
     return ENVIRONMENT.get_template(template).render(values)
 
@@ -43,7 +43,7 @@ def write_page(path: Path, html: str) -> None:
 
 
 def layer_title(name: str) -> str:
-    """Return `layer_03/inner` as `layer 3 inner`."""
+    """Return the title of a layer: `layer 3 inner` for `layer_03/inner`."""
     return f"layer {short_name(name)}"
 
 
@@ -54,14 +54,14 @@ def finite(value: Any) -> float | None:
 
 
 def number(value: Any, form: str = ".4f") -> str:
-    """Return a number as text; a dash where it is absent, `NaN` or `infinite`."""
+    """Return a number as text, `NaN` or `infinite`; a dash for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return NONE
     return format(value, form) if math.isfinite(value) else "NaN" if value != value else "infinite"
 
 
 def compact(count: Any, unit: str = "") -> str:
-    """Return 2,450,000 as `2.45 M`, with a unit as `2.45 MB`; a dash for no finite number."""
+    """Return 2,450,000 as `2.45 M`, or `2.45 MB` with a unit; a dash unless the count is finite."""
     size = finite(count)
     if size is None:
         return NONE
@@ -80,7 +80,7 @@ def plain(value: object) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value of a template: HTML as it is, everything else escaped."""
+    """Return a value for a template: HTML unchanged, everything else escaped."""
     if isinstance(value, Markup):
         return value
     text = str(value)
@@ -107,7 +107,7 @@ ENVIRONMENT.filters |= {
     "compact": compact,
     "plain": plain,
     "shown": _shown,
-    # JavaScript that `</script` inside a string does not end.
+    # `</script` inside a JavaScript string would end the script.
     "script": lambda source: Markup(source.replace("</script", "<\\/script")),
     "short_name": short_name,
     "layer_title": layer_title,

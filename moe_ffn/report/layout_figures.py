@@ -1,4 +1,4 @@
-"""Figures of layouts of a model over GPUs: functions that return a plotly figure."""
+"""Figures of the layouts of a model on GPUs: functions that return a plotly figure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moe_ffn.report.drawing import LIGHT, curves_figure, scatter
 
 
 def memory(bars: Mapping[str, Mapping[str, float]], limit: float) -> go.Figure:
-    """Draw the memory of each layout as a bar of its parts.
+    """Draw the memory of each layout as a stacked bar.
 
     Args:
-        bars: layout -> part -> GB of a rank.
-        limit: GB that a rank has.
+        bars: layout -> part of the memory -> GB per rank.
+        limit: memory of a rank in GB.
     """
     names = list(bars)
     traces = [

@@ -14,18 +14,18 @@ from moe_ffn.studies.statistics import Interval
 def markdown_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts: int = 1
 ) -> str:
-    """Return a table of Markdown cells; all columns but the first `num_texts` are numbers."""
+    """Return a Markdown table; all columns after the first `num_texts` contain numbers."""
     marks = ["---" if place < num_texts else "---:" for place in range(len(head))]
     return "\n".join(map(markdown_row, (head, marks, *rows)))
 
 
 def markdown_row(cells: Sequence[str]) -> str:
-    """Return a row on one line, with `|` in cells escaped."""
+    """Return a row on one line, with `|` in its cells escaped."""
     return f"| {' | '.join(' '.join(cell.split()).replace('|', '&#124;') for cell in cells)} |"
 
 
 def plain(text: str) -> str:
-    """Return text with Markdown escaped: an arm may be called `<b>` or `a|b`."""
+    """Return text with Markdown escaped; the name of an arm may be `<b>` or `a|b`."""
     return re.sub(
         r"[\\|<>&`*\[\]]|(?<!\w)_|_(?!\w)", lambda found: f"&#{ord(found[0])};", printable(text)
     )
@@ -34,7 +34,7 @@ def plain(text: str) -> str:
 def with_interval(
     interval: Interval | None, form: Callable[[float], str], value: float | None = None
 ) -> str:
-    """Return `1.9512 [1.9440, 1.9583]`, or the value alone without an interval."""
+    """Return `1.9512 [1.9440, 1.9583]`, or only the value without an interval."""
     if interval is None:
         return NONE if value is None else form(value)
     if not math.isfinite(interval.high - interval.low):

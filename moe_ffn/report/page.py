@@ -1,4 +1,4 @@
-"""The page of one run, or of several together; it can follow runs in progress."""
+"""Page of one run or of several runs; it can follow runs in progress."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ def write_report(
     reload_every: float | None = None,
     has_ended: bool = False,
 ) -> list[Run]:
-    """Write the page of these runs, atomically; return the runs.
+    """Write the page of these runs atomically, and return the runs.
 
     Args:
-        reload_every: seconds after which the page reloads itself while a run is in progress; None for a
-            page that never reloads.
-        has_ended: these runs are not being trained; the files of an interrupted run show that only after
-            a long silence.
+        reload_every: seconds between reloads of the page while a run is in progress; None never reloads.
+        has_ended: True if the caller knows that training has ended. The files of an interrupted run show
+            that only after a long silence.
 
     Raises:
-        ConfigError: a folder is no run, or `output` cannot be written.
+        ConfigError: a folder is not a run, or `output` cannot be written.
     """
     runs = read_runs(folders, has_ended=has_ended)
     html = report_html(runs, reload_every=reload_every, output=output)
@@ -45,9 +44,9 @@ def report_html(
     """Return the page.
 
     Args:
-        output: its path; a script that is shared there is left out of the page, see `shared_script`.
+        output: path of the page, which links to a shared script there instead of including it.
     """
-    # Only now: training imports this module, and should not wait for plotly.
+    # Imported here, because training imports this module and should not load plotly.
     from moe_ffn.report import expert_tokens
     from moe_ffn.report.plots import plots_of_run, render_plots, shared_script
     from moe_ffn.report.trace_view import PALETTE
@@ -82,15 +81,15 @@ def watch(
     say: Callable[[str], None],
     sleep: Callable[[float], None] | None = None,
 ) -> None:
-    """Write the page again whenever a file of a run changes; return when no run is in progress.
+    """Rewrite the page whenever a file of a run changes; return when no run is in progress.
 
-    A run that has not begun is waited for. However it ends, the last page no longer reloads.
+    Waits for runs that have not begun. The last page never reloads itself.
 
     Args:
-        every: seconds between two looks.
+        every: seconds between checks.
 
     Raises:
-        ConfigError: a path exists and is no run, or the page cannot be written.
+        ConfigError: a path exists but is not a run, or the page cannot be written.
     """
     sleep = sleep or time.sleep
     runs: list[Run] = []
@@ -103,10 +102,10 @@ def watch(
             check_is_run(folder)
         seen = stamp_of(folders)
         runs = write_report(folders, output, reload_every=every)
-        say(f"{output} is kept current; Ctrl-C ends it")
+        say(f"{output} is kept current; press Ctrl-C to stop")
         while any(run.is_going_on for run in runs):
             start = time.monotonic()
-            # Until a file changed, or until silence may mean that a run was interrupted.
+            # Wait for a change, or for a silence after which a run may count as interrupted.
             while stamp_of(folders) == seen and time.monotonic() - start < PATIENCE_SECONDS:
                 sleep(every)
             seen = stamp_of(folders)
@@ -124,7 +123,7 @@ def watch(
 
 
 def _has_begun(folder: Path) -> bool:
-    """Return whether a run's folder has files, or something else is in its place."""
+    """Return True if the folder has files, or the path is not a folder."""
     try:
         return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     except OSError:  # `check_is_run` gives the reason
@@ -132,7 +131,7 @@ def _has_begun(folder: Path) -> bool:
 
 
 def stamp_of(folders: Sequence[Path]) -> Stamp:
-    """Return time and size of every file that the page is made of; None for an absent file."""
+    """Return (time, size) of every file that the page reads; None for an absent file."""
     stamps: Stamp = []
     for path in (folder / name for folder in folders for name in WATCHED):
         try:

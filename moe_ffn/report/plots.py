@@ -1,4 +1,4 @@
-"""Plots of a page: the figures in their order, as the page's script draws them."""
+"""Plots of a page in their order, in the form that the script of the page draws."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from moe_ffn.report.html import layer_title, render
 from moe_ffn.runs.reader import Run
 
 MAX_PAIRS = 100_000
-"""Most pairs of experts in all co-activation heat maps; of more some layers are left out."""
+"""Maximum pairs of experts in all co-activation heat maps; beyond it, some layers are left out."""
 
 NOT_DRAWN = {
     "bits_per_byte": "the loss in another unit",
-    "objective": "the loss, and what balancing adds to it, which the note of the balancing losses gives",
+    "objective": "the loss plus the weighted balancing losses, whose note gives their sum",
     "tokens": "the step times the tokens of a step",
     "load_cv": "as MaxVio",
     "entropy_of_mean": "as MaxVio",
 }
-"""Metrics without a plot -> the metric that shows the same."""
+"""Metric without a plot -> reason: another plot shows the same."""
 
 FOLDED = {"tokens_per_second", "learning_rate"}
-"""Curves that the reader unfolds."""
+"""Curves that are folded until the reader opens them."""
 
 FIRST = ("max_violation", "dropped_fraction", "entropy", "logit_max", "churn", "dead_experts")
-"""Metrics of layers that the page shows at once; the others are folded."""
+"""Layer metrics that are shown; the other metrics are folded."""
 
 
 @dataclass
 class Plot:
-    """A place for one figure, or for several behind one choice, such as a heat map per layer."""
+    """Place on a page for one figure, or for one of several figures that the reader chooses."""
 
     figures: Sequence[dict[str, Any]]
-    """Figures as the page's script draws them."""
+    """Figures in the form that the script draws."""
     choices: Sequence[str]
-    """Name of each figure, for the reader to choose."""
+    """Name of each figure in the list of choices."""
     title: str
     note: str
     """Explanation below the plot."""
@@ -52,18 +52,18 @@ class Plot:
     """Label of the choices."""
     is_wide: bool = False
     name: str = ""
-    """Id of its element, set when all plots are known."""
+    """Id of the HTML element, set by `numbered`."""
 
 
 def plots_of_run(run: Run) -> dict[str, list[Plot]]:
-    """Return section of `run.html` -> plots of what the run measured."""
+    """Return section of `run.html` -> its plots."""
     keys = [key for key in RUN_METRICS if key not in NOT_DRAWN and _has_values(run, key)]
     curves = [
         plot_of(figures.curve(run, key), is_wide=key == "loss") for key in keys if key not in FOLDED
     ]
     if any(run.series(f"train/{name}") for name in BALANCING_LOSSES):
         curves.append(plot_of(figures.balancing_losses(run)))
-    # A balancing loss that is drawn of the whole model is not drawn again of each layer.
+    # A balancing loss that is drawn for the model is not drawn again for each layer.
     drawn = {name for name in BALANCING_LOSSES if run.series(f"train/{name}")} | NOT_DRAWN.keys()
     moving = [key for key in run_summary.moving_measures(run) if key not in drawn]
     first = [key for key in FIRST if key in moving]
@@ -78,7 +78,7 @@ def plots_of_run(run: Run) -> dict[str, list[Plot]]:
 
 
 def numbered(**sections: list[Plot]) -> dict[str, list[Plot]]:
-    """Name the plots of the sections of a page, and return the sections."""
+    """Number the plots of all sections, and return the sections."""
     for number, plot in enumerate(plot for plots in sections.values() for plot in plots):
         plot.name = f"plot-{number}"
     return sections
@@ -89,14 +89,14 @@ def plot_of(figure: Any, **options: Any) -> Plot:
 
 
 def choice_of(found: Mapping[Any, Any], **options: Any) -> Plot:
-    """Return a plot of name -> figure, with title and note of the first figure unless `options` has them."""
+    """Return a plot of several figures; title and note come from `options` or from the first figure."""
     plain = [plain_figure(figure) for figure in found.values()]
     about = next(iter(found.values())).layout.meta
     return Plot(plain, list(found), **{**about, **options})
 
 
 def _has_values(run: Run, key: str) -> bool:
-    """Return False where a metric was always 0, such as the skipped steps."""
+    """Return False if a metric is missing or always 0, such as the skipped steps."""
     found = [run.series(f"{row}/{key}").values for row in RUN_METRICS[key].rows]
     return any(value for values in found for value in values)
 
@@ -127,16 +127,16 @@ def _coactivations(run: Run) -> list[Plot]:
 # -- pages with plots, and the script that draws them
 
 SHARED_SCRIPT = "plotly.min.js"
-"""File with plotly's script, which the pages of a folder and of the folders in it can share."""
+"""File with plotly's script, which pages in its folder and in the folders below can share."""
 
 
 def render_plots(
     template: str, plots: Mapping[str, Sequence[Plot]], *, script: str | None = None, **values: Any
 ) -> str:
-    """A page as text, see `render`.
+    """Return a page with plots, see `render`.
 
     Args:
-        script: address of plotly's script; None puts it into the page, which then needs no other file.
+        script: address of plotly's script; None includes the script in the page.
     """
     return render(
         template,
@@ -150,24 +150,24 @@ def render_plots(
 
 
 def figures_page(title: str, figures: Sequence[Any], script: str | None = None) -> str:
-    """Return a page of plotly figures alone; `script` as of `render_plots`."""
+    """Return a page of plotly figures; for `script`, see `render_plots`."""
     plots = numbered(figures=[plot_of(figure) for figure in figures])
     return render_plots("figures.html", plots, script=script, title=title, reload_every=None)
 
 
 def share_script(folder: Path) -> None:
-    """Write plotly's script for the pages of a folder and of the folders in it; raises OSError."""
+    """Write plotly's script for pages in a folder and in the folders below; raises OSError."""
     write_whole(folder / SHARED_SCRIPT, get_plotlyjs())
 
 
 def shared_script(page: Path) -> str | None:
-    """Return the address of the script that `share_script` wrote next to a page or a folder above, if any."""
+    """Return the address of a shared script in the folder of a page or the one above; None if missing."""
     folder = page.resolve().parent
     for address, path in (
         (SHARED_SCRIPT, folder / SHARED_SCRIPT),
         (f"../{SHARED_SCRIPT}", folder.parent / SHARED_SCRIPT),
     ):
-        # Another version of plotly may draw something else.
+        # A script of another size is another version of plotly, and might draw figures differently.
         if path.is_file() and path.stat().st_size == len(get_plotlyjs().encode()):
             return address
     return None
@@ -177,7 +177,7 @@ def shared_script(page: Path) -> str | None:
 
 
 def plain_figure(figure: Any) -> dict[str, Any]:
-    """Return a figure as plain values, without title and template: the page has a heading and colours."""
+    """Return a figure as plain values, without title and template, which the page replaces."""
     found = figure.to_plotly_json()
     layout = found["layout"]
     for key in ("title", "template", "meta"):

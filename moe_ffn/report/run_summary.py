@@ -1,4 +1,4 @@
-"""Texts of a run's page next to its figures: heads, alarms, tables and samples, as plain values."""
+"""Texts on the page of a run, as plain values: header, alarms, tables and samples."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from moe_ffn.training.config import AlarmsConfig
 Item = TypeVar("Item")
 
 MAX_COLUMNS = 16
-"""Most experts that are columns; more stand in a block under each layer's row."""
+"""Maximum number of experts with a column; more experts are shown in a folded table per layer."""
 
 MAX_SAMPLES = 40
-"""Samples shown of a long run: the first, the last, and evenly between them."""
+"""Maximum number of samples on a page, evenly chosen, with the first and the last."""
 
 IN_SUMMARY = {
     "validation/loss": "validation_loss",
     "validation/bits_per_byte": "validation_bits_per_byte",
     "train/tokens_per_second": "tokens_per_second",
 }
-"""Column of the rows -> field of a summary with its last value, or the mean of the whole run."""
+"""Column of the rows -> field of the summary with its final value."""
 
 # -- the values of a run
 
 
 def final(run: Run, key: str) -> float | None:
-    """Return a column of `IN_SUMMARY` at the end of a finished run, or its last value so far.
+    """Return the final value of a column of `IN_SUMMARY`, or its last value if the run has not finished.
 
-    NaN means that the value was not finite.
+    NaN stands for a value that was not finite.
     """
     name = IN_SUMMARY[key]
     if run.summary.has(name):
@@ -62,20 +62,23 @@ def measured(run: Run, metric: Metric) -> dict[str, Series]:
 
 
 def constant(found: Mapping[str, Series]) -> float | None:
-    """Return the value that a metric has at all steps in all layers; None where it moved, or has one row."""
+    """Return the value of a metric if it is the same at all steps in all layers; None otherwise.
+
+    A metric with a single row gives None.
+    """
     values = {value for series in found.values() for value in series.values}
     rows = max(map(len, found.values()), default=0)
     return values.pop() if len(values) == 1 and rows > 1 and math.isfinite(min(values)) else None
 
 
 def moving_measures(run: Run) -> list[str]:
-    """Return the keys of layer metrics that changed in the run; `constant_measures` has the rest."""
+    """Return the keys of layer metrics that changed in the run; see `constant_measures` for the others."""
     found = {metric.key: measured(run, metric) for metric in layer_measures()}
     return [key for key, layers in found.items() if layers and constant(layers) is None]
 
 
 def constant_measures(run: Run) -> list[str]:
-    """Return texts such as `dropped 0%` of the metrics that had one value in all layers and at all steps."""
+    """Return texts, such as `dropped 0%`, of the metrics with one value in all layers at all steps."""
     values = {metric: constant(measured(run, metric)) for metric in layer_measures()}
     return [
         f"{metric.title if metric.title.startswith('MaxVio') else metric.title.lower()} "
@@ -93,11 +96,11 @@ STATES = {
     "interrupted": ("bad", "interrupted"),
     "finished": ("good", "finished"),
 }
-"""State of a run -> class of the style sheet, and text."""
+"""State of a run -> (class of the style sheet, text)."""
 
 
 def ffn_type(option: Callable[[str], Any]) -> str:
-    """Return the type of the block, its experts, and the layers that differ."""
+    """Return a text with the type of the block, its experts and router, and the layers that differ."""
     ffn = option("model.ffn")
     if not isinstance(ffn, dict):
         return "unknown block"
@@ -115,14 +118,14 @@ def ffn_type(option: Callable[[str], Any]) -> str:
 
 
 def progress(run: Run) -> str:
-    """Return `240 of 600`, or `240` of a run without its options."""
+    """Return `240 of 600`, or `240` if the options of the run are missing."""
     planned = run.option("trainer.max_steps")
     done = f"{run.step or 0:,}"
     return f"{done} of {planned:,}" if isinstance(planned, int) and planned > 0 else done
 
 
 def best_loss(run: Run) -> float | None:
-    """Return the lowest validation loss of a run whose last one is higher."""
+    """Return the lowest validation loss if the last one is higher; None otherwise."""
     values = [value for value in run.series("validation/loss").values if value == value]
     last = final(run, "validation/loss")
     if not values or last is None or min(values) >= last - 5e-5:
@@ -131,7 +134,7 @@ def best_loss(run: Run) -> float | None:
 
 
 def beside_unigram(run: Run) -> str:
-    """Return `0.8448 below it (27%)` of the validation loss and the unigram model's; empty without both."""
+    """Return the validation loss relative to the unigram model, `0.8448 below it (27%)`; empty if unknown."""
     loss, unigram = finite(final(run, "validation/loss")), finite(run.summary.unigram_loss)
     if loss is None or not unigram:
         return ""
@@ -140,7 +143,7 @@ def beside_unigram(run: Run) -> str:
 
 
 def tokens_per_step(run: Run) -> int | None:
-    """Return the tokens of an optimizer step on all ranks; None without the options."""
+    """Return the tokens per optimizer step on all ranks; None if the options are missing."""
     options = "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches"
     counts = [run.option(option) for option in options]
     return math.prod(counts) if all(isinstance(count, int) for count in counts) else None
@@ -154,13 +157,13 @@ def tokens_seen(run: Run) -> float | None:
 
 
 def training_flops(run: Run) -> float | None:
-    """Return the FLOPs of all tokens seen, forward and backward."""
+    """Return the FLOPs of training so far, forward and backward."""
     tokens, cost = tokens_seen(run), finite(run.facts.flops_per_token)
     return None if tokens is None or cost is None else TRAINING_FLOPS * tokens * cost
 
 
 def duration(seconds: float | None) -> str:
-    """Return `1 h 23 min`, `4 min 5 s` or `12.3 s`; a dash where the time is unknown."""
+    """Return `1 h 23 min`, `4 min 5 s` or `12.3 s`; a dash if unknown."""
     if finite(seconds) is None or seconds is None:
         return NONE
     if seconds < 60:
@@ -171,7 +174,7 @@ def duration(seconds: float | None) -> str:
 
 
 def hardware(run: Run) -> tuple[str, str]:
-    """Return `2 CPU cores` and the processor, or the GPU and both; dashes for what is unknown."""
+    """Return (`2 CPU cores`, processor), or (GPU, `2 CPU cores, processor`); dashes for unknown values."""
     found = run.facts.hardware
     processor, cores, gpu = (found.get(key) for key in ("processor", "num_cpus", "gpu"))
     count = f"{cores} CPU core{'' if cores == 1 else 's'}" if cores else NONE
@@ -185,16 +188,16 @@ def hardware(run: Run) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Health:
-    """A metric of the layers at the end of a run, or so far, and its healthy range."""
+    """Last value of a metric in each layer, and its healthy range."""
 
     title: str
     layers: Sequence[Cell]
-    """Text of each layer, empty without the metric; and `bad` where the value is out of the range."""
+    """Text for each layer, empty without the metric, and `bad` if the value is out of range."""
     healthy: str
 
 
 def health(run: Run) -> list[Health]:
-    """Return the metrics with a healthy range, from the last row that has them."""
+    """Return the metrics with a healthy range, from the last row of each."""
     found: list[Health] = []
     for metric in LAYER_METRICS.values():
         measured_here = measured(run, metric)
@@ -215,9 +218,9 @@ def health(run: Run) -> list[Health]:
 
 
 def concerns(run: Run) -> list[tuple[str, str]]:
-    """Return problems without an alarm, and alarms that it is too early to raise.
+    """Return problems that raise no alarm, and the alarms that the run is too short for.
 
-    Each is a class of the style sheet and a sentence.
+    Each is (class of the style sheet, sentence).
     """
     found: list[tuple[str, str]] = []
     loss, unigram = final(run, "validation/loss"), run.summary.unigram_loss
@@ -235,7 +238,7 @@ def concerns(run: Run) -> list[tuple[str, str]]:
         found.append(("bad", f"Out of the healthy range: {'; '.join(unhealthy)}."))
     try:
         rules = AlarmsConfig(after_steps=run.option("logging.alarms.after_steps"))
-    except ValidationError:  # it is absent, or damaged
+    except ValidationError:  # the option is missing or damaged
         rules = AlarmsConfig()
     losses = run.series("train/loss")
     sentences = rules.not_judged(
@@ -247,7 +250,7 @@ def concerns(run: Run) -> list[tuple[str, str]]:
 
 
 def alarm_groups(run: Run) -> list[list[Alarm]]:
-    """Return the alarms of a run, grouped by step and kind over all layers."""
+    """Return the alarms of a run, grouped by step and kind."""
     groups: dict[tuple[int, str], list[Alarm]] = {}
     for alarm in run.alarms:
         groups.setdefault((alarm.step, alarm.kind), []).append(alarm)
@@ -258,7 +261,7 @@ def alarm_groups(run: Run) -> list[list[Alarm]]:
 
 
 Cell = tuple[str, str]
-"""Text of a share, and its kind: `high` over 1.5 times the even share, `low` under 1 / 1.5 of it, `none` at
+"""Text of a share and its kind: `high` above 1.5 times the even share, `low` below 1 / 1.5 of it, `none` for
 0, otherwise empty."""
 
 EXTREMES = ("experts", "busiest", "median", "idlest", "unused")
@@ -270,15 +273,15 @@ class ExpertRow:
 
     layer: str
     shares: Sequence[Cell]
-    """Share of each expert in percent, with more digits where an even share is small."""
+    """Share of each expert in percent."""
     extremes: Sequence[Cell]
-    """Cells of `EXTREMES`: number of experts, three shares, number of experts without a pair."""
+    """Cells of `EXTREMES`: number of experts, three shares, and number of unused experts."""
     measures: Sequence[str]
     """Texts of `result_columns`."""
 
 
 def expert_rows(validated: Mapping[str, Mapping[str, Any]]) -> list[ExpertRow]:
-    """Return a row per layer whose load was measured, from `Run.validated`."""
+    """Return a row for each layer with a measured load, from `Run.validated`."""
     return [
         _expert_row(short_name(layer), values)
         for layer, values in validated.items()
@@ -319,7 +322,7 @@ def _measure(metric: Metric, value: float | None) -> str:
 
 
 def result_headers() -> list[str]:
-    """Return the headers of the columns after the shares of the experts."""
+    """Return the headers of the columns that follow the shares of the experts."""
     return [f"{m.label} (nats)" if m.unit == "nats" else m.label for m in result_columns()]
 
 
@@ -327,7 +330,7 @@ def result_headers() -> list[str]:
 
 
 def documents(run: Run) -> dict[str, str]:
-    """Return the resolved config and the other facts, where they exist."""
+    """Return name -> text of the resolved config and the other facts, if they exist."""
     facts = run.facts.model_dump(exclude_unset=True, exclude=set(run.options))
     found = {
         "config.yaml": run.config_text.strip(),

@@ -1,4 +1,4 @@
-"""Points and lines of a study's figures, and the sections of its page that fit something to them."""
+"""Points and lines of the figures of a study, and the sections of its page with fits."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ AXIS_NAMES = {
     "flops_per_token": "forward FLOPs per token",
     "expansion": "total over active parameters of the feed-forward blocks",
 }
-"""Axis that is no option of a run -> its title."""
+"""Axis that is not an option of a run -> its title."""
 
 
 def line_of(arm: Arm) -> str:
-    """Return an arm's name up to the first comma: arms that agree in it are one line of a figure."""
+    """Return the name of an arm up to the first comma; arms with the same part form one line of a figure."""
     return arm.name.partition(",")[0]
 
 
@@ -45,7 +45,7 @@ def loss_of(run: RunResult) -> float:
 
 
 def size_of(run: RunResult, axis: str) -> float:
-    """Return a run's place on an axis; NaN where it has none."""
+    """Return the position of a run on an axis; NaN if it has none."""
     model, ffn = run.budget.model, run.budget.ffn
     if axis == "expansion":
         value = ffn.params / ffn.active_params if ffn.active_params else None
@@ -62,16 +62,16 @@ def sizes_of(runs: Sequence[RunResult], axis: str) -> list[float]:
 
 
 def without_seeds(arms: Sequence[Arm]) -> Sequence[Arm]:
-    """Return the arms with losses less the effect that their seed has on all arms alike.
+    """Return the arms with the common effect of each seed subtracted from their losses.
 
-    That effect moves no minimum and no slope. Arms that do not share their seeds stay as they are.
+    This effect changes neither minima nor slopes. Arms without the same seeds are returned unchanged.
     """
     seeds = arms[0].seeds
     if len(arms) == 1 or any(arm.seeds != seeds for arm in arms):
         return arms
     means = {seed: fmean(arm.losses[seed] for arm in arms) for seed in seeds}
     whole = fmean(means.values())
-    # Of A arms, the subtracted means also took 1 / A of the variance.
+    # With A arms, subtracting the means also removes 1 / A of the variance; the scale restores it.
     scale = math.sqrt(len(arms) / (len(arms) - 1))
 
     def moved(run: RunResult, arm: Arm) -> RunResult:
@@ -83,7 +83,7 @@ def without_seeds(arms: Sequence[Arm]) -> Sequence[Arm]:
 
 
 def axis_of(study: StudyConfig) -> str | None:
-    """Return the axis that a study names, or the only option of its grid with several numbers."""
+    """Return the axis that a study names, or the only numeric option of its grid with several values."""
     numeric = [
         key
         for key, values in study.grid.items()
@@ -97,9 +97,9 @@ def axis_name(axis: str) -> str:
 
 
 def lines_over(arms: Sequence[Arm], axis: str) -> list[SizedLine]:
-    """Return final losses over an axis; no line where fewer than two places of it are known.
+    """Return lines of final losses over an axis; none if fewer than two positions are known.
 
-    An arm's name begins with its line; where that part moves along the axis, the rest is the line.
+    The line of an arm is its name up to the first comma, or the rest if the first part varies along the axis.
     """
     every = {arm.name: size_of(arm.results[0], axis) for arm in arms}
     places = {name: x for name, x in every.items() if not math.isnan(x)}
@@ -122,7 +122,7 @@ def lines_over(arms: Sequence[Arm], axis: str) -> list[SizedLine]:
 
 
 def curve_of(run: RunResult) -> Curve:
-    """Return the training FLOPs and losses of a run's validations."""
+    """Return the training FLOPs and losses at the validations of a run."""
     per_token = TRAINING_FLOPS * run.budget.model.flops_per_token
     pairs = [
         (float(tokens * per_token), loss)
@@ -135,10 +135,10 @@ def curve_of(run: RunResult) -> Curve:
 # -- sections
 
 Image = Callable[[str, Any, str], str]
-"""Name, plotly figure, alternative text -> the figure in Markdown; empty where the page does not show it."""
+"""Function (name, plotly figure, alternative text) -> Markdown; empty if the page does not show it."""
 
 Parts = Sequence[str]
-"""Paragraphs of a section; empty ones are left out."""
+"""Paragraphs of a section; empty paragraphs are left out."""
 
 
 def image_over(
@@ -149,7 +149,7 @@ def image_over(
     title: str,
     value: str = LOSS_AXIS,
 ) -> str:
-    """Return the image of lines over a size, see `over_sizes`; empty without lines."""
+    """Return the Markdown image of lines over a size, see `over_sizes`; empty without lines."""
     return image(name, over_sizes(lines, size, title, value), title) if lines else ""
 
 
@@ -193,15 +193,15 @@ def _clark(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
         {"N": sizes_of(runs, "active_params"), "E": sizes_of(runs, "expansion")},
         [loss_of(run) for run in runs],
         CLARK,
-        "N are the active parameters of the model; E the parameters of the feed-forward blocks over those "
-        f"that a token uses. E_start ({E_START}) and E_max ({E_MAX}) are the published ones.",
+        "N is the number of active parameters of the model; E is the total over the active parameters of the "
+        f"feed-forward blocks. E_start ({E_START}) and E_max ({E_MAX}) are published values.",
     )
 
 
 def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
     axis = axis_of(study)
     if axis is None:
-        return ["No fit: the study names no `axis` that is the granularity."]
+        return ["No fit: set `axis` of the study to the option of the granularity."]
     rows: list[list[str]] = []
     drawn: list[SizedLine] = []
     for line in lines_over(arms, axis):
@@ -222,7 +222,7 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts
         {"G": sizes_of(runs, axis)},
         [loss_of(run) for run in runs],
         power_law("G"),
-        "At one size and one number of tokens Krajewski's form is this one in G alone.",
+        "For a fixed size and number of tokens, Krajewski's law reduces to this form in G.",
     )
     table = markdown_table(["line", "granularity with the lowest loss", "why none"], rows)
     return [picture, table, *law]
@@ -232,7 +232,7 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
     by_name = {arm.name: arm for arm in arms}
     baseline = next(arm for arm in arms if arm.base is None)
     line = line_of(baseline)
-    # Final losses over all budgets of the baseline's line: of runs whose learning rate has decayed.
+    # Final losses of the baseline's line at all budgets, from runs whose learning rate has decayed.
     sizes: dict[int, list[tuple[float, float]]] = {}
     for run in (run for arm in arms if line_of(arm) == line for run in arm.results):
         sizes.setdefault(run.seed, []).append((float(run.budget.training_flops), loss_of(run)))
@@ -265,20 +265,20 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
                 drawn.setdefault(size or "leverage", {})[x] = values
         rows.append([arm.name, dense.name, *cells])
     if not rows:
-        return [f"No arm beside those of {line}."]
+        return [f"No arm except those of {line}."]
     title = "Efficiency leverage over the number of experts"
     lines = [SizedLine(name, points) for name, points in drawn.items() if len(points) > 1]
     picture = image_over(image, "leverage", lines, AXIS_NAMES["expansion"], title, "leverage")
-    head = ["arm", "beside", "within the runs", *(["by final losses"] if whole else [])]
+    head = ["arm", "compared with", "within the runs", *(["by final losses"] if whole else [])]
     note = (
-        "C_dense / C_arm: training FLOPs that the dense model takes over those of the arm, at the same loss "
-        "(Tian et al. 2025, arXiv 2507.17702); above 1 the arm saves. Within the runs: where both curves of "
-        "a seed come down to the higher of their two final losses."
+        "C_dense / C_arm: training FLOPs of the dense model over those of the arm at the same loss "
+        "(Tian et al. 2025, arXiv 2507.17702); above 1, the arm saves FLOPs. Within the runs: both curves of "
+        "a seed are read where they reach the higher of their two final losses."
     )
     if whole:
         note += (
-            f" By final losses: beside those of all arms of {line}, between which the FLOPs are read; a "
-            "dash where the arm's loss lies beyond them."
+            f" By final losses: the FLOPs are interpolated between the final losses of all arms of {line}; a "
+            "dash if the arm's loss lies outside their range."
         )
     return [picture, markdown_table(head, rows, num_texts=2), note, LEVERAGE_LIMITS]
 
@@ -286,7 +286,7 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
 def _fitted(
     variables: Mapping[str, Sequence[float]], losses: Sequence[float], law: Law, note: str
 ) -> Parts:
-    """Return the parameters of a fit and how well it holds, or the reason why there is none."""
+    """Return the parameters of a fit and its errors, or the reason why there is no fit."""
     try:
         found = fit(law, variables, losses)
     except ConfigError as error:
@@ -302,9 +302,9 @@ def _fitted(
     scatter = math.sqrt(fmean(value**2 for value in found.residuals))
     held_out = f"without the {found.num_held_out} largest runs"
     held_out = (
-        f"{held_out} too few are left to fit"
+        f"{held_out}, too few are left to fit"
         if found.held_out_error is None
-        else f"fitted {held_out}, the form is {found.held_out_error:.2%} off on those"
+        else f"fitted {held_out}, the form misses them by {found.held_out_error:.2%}"
     )
     return [
         f"`{law.formula}` ({law.source}). {note}",
@@ -319,16 +319,16 @@ FITS: Mapping[str, tuple[str, Callable[[Image, StudyConfig, Sequence[Arm]], Part
     "granularity": ("Best granularity", _granularity),
     "leverage": ("Efficiency leverage", _leverage),
 }
-"""Name in a study's `fit` -> title and text of its section."""
+"""Name in the `fit` of a study -> title and function of its section."""
 
 # -- losses by the FLOPs of all training
 
 Lines = Mapping[str, Sequence[Point]]
-"""Arm, up to the first comma of its name -> its points."""
+"""Name of an arm up to the first comma -> its points."""
 
 
 def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
-    """Return the section; empty where the study does not give `initial_flops`."""
+    """Return the section; empty if the study does not set `initial_flops`."""
     if study.initial_flops is None:
         return []
     runs = [run for arm in arms for run in arm.results]
@@ -352,22 +352,25 @@ def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> 
         for one, other in itertools.combinations(lines, 2)
         if gaps(lines[one], lines[other])
     ]
-    head = "arm|beside|at or below it from|by seeds alone|difference at the fewest|and at the most FLOPs"
+    head = (
+        "arm|compared with|at or below it from|by single seeds|difference at the fewest|"
+        "and at the most FLOPs"
+    )
     return [
-        f"The model that runs began with (`init_from`) had taken {compact(study.initial_flops)} FLOPs; "
-        "here they are counted. Above, each run's own training is compared alone.",
+        f"The model from which runs started (`init_from`) took {compact(study.initial_flops)} FLOPs. "
+        "This section counts them; the sections above count only the training of each run.",
         image_over(image, "all-flops", drawn, axis, title),
         markdown_table(["arm", axis, "loss"], losses),
         markdown_table(head.split("|"), crossings, num_texts=2),
-        "Between points the loss is a line in log FLOPs. Differences: of the loss, at the fewest and at the "
-        "most FLOPs that both arms have, paired by seed, with the 95 % interval (Student's t); beyond those "
-        "nothing was measured. All seeds began with one model, so that the scatter is that of the second "
-        "training alone.",
+        "Between points, the loss is interpolated linearly in log FLOPs. Differences of the loss are paired "
+        "by seed, at the fewest and at the most FLOPs of both arms, with the 95 % interval (Student's t). "
+        "Nothing was measured outside this range. All seeds started from one model, so the scatter is only "
+        "that of the second training.",
     ]
 
 
 def _crossing(lines: Lines, seeds: Sequence[Lines], one: str, other: str) -> list[str]:
-    """Return the row of two arms; the first is the one that is lower at the most FLOPs that both have."""
+    """Return the table row of two arms; the first arm has the lower loss at the most FLOPs of both."""
     if gaps(lines[one], lines[other])[-1][1] > 0:
         one, other = other, one
     found = crossover(lines[one], lines[other])

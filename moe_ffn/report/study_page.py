@@ -1,6 +1,6 @@
-"""The page of a study as Markdown: question, design, results and limits; its figures are a page of their own.
+"""Page of a study in Markdown: question, design, results and limits; its figures are on a separate page.
 
-Numbers, tables and figures are computed from the results of its runs. The prose comes from the study's file.
+Numbers, tables and figures are computed from the results of the runs. The file of the study adds prose.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.files import read_text, write_whole
 from moe_ffn.report.arm_figures import (
     axes_of,
@@ -44,14 +44,14 @@ from moe_ffn.studies.result import RESULTS_FILE, RunResult
 from moe_ffn.studies.statistics import detectable_difference
 
 SUMMARY_FILE = "README.md"
-"""File of the table of all studies, next to their pages."""
+"""File with the table of all studies, next to their pages."""
 
 FIGURES_FILE = "figures.html"
-"""Page of all figures of a study, in its folder."""
+"""Page with all figures of a study, in the folder of the study."""
 
 _CENTRED = (
-    "Final losses are taken here less what their seed does to all arms alike, which moves no minimum and no "
-    "slope: they lie nearer together than those that were measured, and so do the points of a figure."
+    "Here the common effect of each seed is subtracted from the final losses, which changes neither minima "
+    "nor slopes. The losses, and the points of a figure, therefore scatter less than the measured ones."
 )
 
 
@@ -66,10 +66,10 @@ class StudyPage:
     figures: dict[str, Any] = field(default_factory=dict)
     """Name -> plotly figure."""
     summary: str = ""
-    """Row in the table of all studies."""
+    """Row for the table of all studies."""
 
     def image(self, name: str, figure: Any, alt: str) -> str:
-        """Keep a figure; return it in Markdown, or nothing where the page does not show it."""
+        """Store a figure and return its Markdown, which is empty if the page does not show it."""
         self.figures[name] = figure
         return f"![{alt}]({self.name}/{name}.svg)" if f"{name}.svg" in self.shown else ""
 
@@ -99,15 +99,15 @@ def study_page(
     step_seconds: Mapping[str, float] | None = None,
     file: str = "",
 ) -> StudyPage:
-    """Return the page of a study from the results of its runs, all of them finished.
+    """Return the page of a study from the results of its finished runs.
 
     Args:
-        step_seconds: arm -> seconds of a step, where they were measured apart from the runs.
+        step_seconds: arm -> seconds per step, timed separately from the runs.
         file: path of the study's file, for the commands on the page.
 
     Raises:
-        ConfigError: none of them is of an arm of the study, they do not compare, or the study shows a figure
-            that is not drawn.
+        ConfigError: no result belongs to an arm of the study, the results cannot be compared, or the study
+            shows a figure that is not drawn.
     """
     names = study.arm_names
     ours = [result for result in results if result.main_arm in names]
@@ -150,7 +150,7 @@ def study_page(
 
 
 def _short_verdict(comparison: Comparison) -> str:
-    """Return the verdict on the arm that is the furthest below its baseline."""
+    """Return the verdict on the arm with the largest improvement over its baseline."""
     found = [arm for arm in comparison.arms if arm.base]
     below = [arm.loss - comparison.base_of(arm).loss for arm in found]
     return comparison.verdicts[below.index(min(below)) if below else 0]
@@ -209,9 +209,9 @@ def _design(comparison: Comparison) -> Parts:
             "learning rate": "optimizer.learning_rate",
         },
     )
-    beside = f"In percent: beside {comparison.baseline}. " if len(arms) > 1 else ""
+    beside = f"Percentages are relative to {comparison.baseline}. " if len(arms) > 1 else ""
     note = (
-        f"{beside}FLOPs are of the forward pass; training takes three times as many. "
+        f"{beside}FLOPs are those of the forward pass; training takes three times as many. "
         f"{_pairing([arm.results[0] for arm in arms])}"
     ).rstrip()
     table = markdown_table(head.split("|"), rows, num_texts=2)
@@ -219,7 +219,7 @@ def _design(comparison: Comparison) -> Parts:
 
 
 def _pairing(runs: Sequence[RunResult]) -> str:
-    """Return a sentence about what runs of one seed share."""
+    """Return a sentence on what the runs of a seed share."""
     if len(runs) == 1:
         return ""
     orders = {(run.option("data.batch_size"), run.option("data.seq_len")) for run in runs}
@@ -266,21 +266,21 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Part
 
 
 def _detectable(losses: Sequence[float]) -> str:
-    """Return the meaning of a single arm's scatter for studies with several arms."""
+    """Return what the scatter of a single arm means for studies with several arms."""
     sd = stdev(losses)
     rows = [[str(n), f"{detectable_difference(sd * math.sqrt(2), n):.4f}"] for n in (3, 5, 10, 20)]
     return (
-        f"Runs that differ in nothing but their seed end {sd:.4f} nats apart (standard deviation of "
-        f"{len(losses)} runs). At 95 % confidence and with a chance of 80 %, a study of two such arms finds "
-        "a difference of\n\n"
+        f"Runs that differ only in their seed end {sd:.4f} nats apart (standard deviation of {len(losses)} "
+        "runs). At 95 % confidence and with a probability of 80 %, a study of two such arms finds a "
+        "difference of\n\n"
         + markdown_table(["seeds of each arm", "nats per token"], rows)
-        + "\n\nif what a seed does to one arm says nothing of the other. As far as it moves both alike, "
-        "pairs of one seed show smaller ones."
+        + "\n\nif the effects of a seed on both arms are independent. The more they agree, the smaller are "
+        "the differences that pairs of one seed can show."
     )
 
 
 def _tuning(page: StudyPage, comparison: Comparison) -> Parts:
-    """Return the losses by the values of each tuned option, and the arms whose optimum is at an end."""
+    """Return the losses over the values of each tuned option, and the arms whose optimum is at an end."""
     parts: list[str] = []
     for found, table in zip(comparison.tuning, tuning_tables(comparison), strict=True):
         ends = (found.values[0], found.values[-1])
@@ -301,8 +301,8 @@ def _limits(arms: Sequence[Arm]) -> str:
     tokens = _range(run.budget.tokens for run in runs)
     return (
         f"Models of {sizes} parameters, trained on {tokens} tokens of one corpus: at other sizes, on other "
-        "text and in longer training the order may be another. The intervals are over seeds alone: they hold "
-        "neither another corpus nor learning rates that were not tried."
+        "text and in longer training the order may change. The intervals cover only seeds: neither "
+        "another corpus nor learning rates that were not tried."
     )
 
 
@@ -320,7 +320,7 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Parts:
     }
     num_tuned = sum(bool(run.tuning) for run in runs)
     rows = [
-        ["runs", f"{len(runs)}, {num_tuned} of them of tuning" if num_tuned else str(len(runs))]
+        ["runs", f"{len(runs)}, {num_tuned} of them for tuning" if num_tuned else str(len(runs))]
     ]
     for key, name in facts.items():
         values = {run.machine.get(key) for run in runs} - {None}
@@ -330,20 +330,20 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Parts:
     if all(value is not None for value in seconds):
         total = sum(filter(None, seconds))
         time = f"{total / 3600:.1f} hours" if total >= 3600 else f"{total / 60:.0f} minutes"
-        rows.append(["training", f"{time} of all runs"])
+        rows.append(["training", f"{time} in all"])
     commands = (
-        f"```bash\npython -m experiments.sweep --config {file}\n"
-        f"moe-ffn study_page {file} --runs runs/{page.name}\n```"
+        f"```bash\n{command('sweep')} --config {file}\n"
+        f"{command('study_page')} {file} --runs runs/{page.name}\n```"
     )
     before = (
-        "The commands that make what runs begin with (`init_from`) come first; they are in the study's file."
+        "First run the commands that make the model of `init_from`; they are in the file of the study."
         if any(run.option("init_from") for run in runs)
         else ""
     )
     table = f"{page.name}/{RESULTS_FILE}"
     results = (
-        f"Each run is a line of [{table}]({table}): config, budget, curves. Without `--runs` the second "
-        f"command makes this page from it, and `{page.name}/{FIGURES_FILE}`, where all figures are: "
+        f"Each run is a line of [{table}]({table}): config, budget, curves. Without `--runs`, the second "
+        f"command makes this page from that file, and `{page.name}/{FIGURES_FILE}` with all figures: "
         f"{', '.join(page.figures)}."
     )
     return [commands, before, markdown_table(["", ""], rows), results]
@@ -359,13 +359,13 @@ def _range(values: Iterable[int]) -> str:
 
 HEAD = "| study | question | published | found here |\n|---|---|---|---|\n"
 TITLE = (
-    "# Studies\n\nEach is a file in `configs/studies/`, run as its page says; what every run measured is a "
-    "line of `NAME/results.jsonl`.\n\n"
+    "# Studies\n\nEach study is a file in `configs/studies/`; its page shows how to run it. The results of "
+    "each run are a line of `NAME/results.jsonl`.\n\n"
 )
 
 
 def with_row(text: str, row: str) -> str:
-    """Return the table of all studies with this row in place of the same study's older one."""
+    """Return the table of all studies with this row, which replaces the older row of the study."""
     name = row.split("|")[1]
     rows = [line for line in text.splitlines() if line.startswith("| [")]
     rows = [row if line.split("|")[1] == name else line for line in rows]

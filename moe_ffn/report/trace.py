@@ -1,4 +1,4 @@
-"""Experts that each token of a text goes to, layer by layer.
+"""Experts that each token of a text is routed to, layer by layer.
 
 T tokens, E experts, N (token, expert) pairs
 """
@@ -35,17 +35,17 @@ class Choice:
     score: float
     """Router's score of this expert, normalised."""
     dropped: bool
-    """True where the expert was full and never saw the token."""
+    """True if the expert was full and did not process the token."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """Decision of one router about one token."""
+    """Choices of one router for one token."""
 
     choices: tuple[Choice, ...]
-    """Heaviest first; empty where the router chose no expert."""
+    """Choices, the largest weight first; empty if the router chose no expert."""
     entropy: float | None
-    """Entropy of the token's normalised scores in nats; None for a single expert, or if all are 0."""
+    """Entropy of the normalised scores in nats; None for a single expert, or if all scores are 0."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class TokenTrace:
     token: str
     """Text from `visible`."""
     visits: Mapping[str, Visit | None]
-    """Name of a layer -> visit; None for padding, and for tokens that a gate around it skipped."""
+    """Name of a router -> visit; None if the token did not reach it (padding, or skipped by a gate)."""
     prediction: Prediction | None
-    """The model's guess; None in a model that sees both sides."""
+    """Prediction of the next token; None in a model that is not causal."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,15 @@ class Layer:
     """A router and its experts."""
 
     name: str
-    """Name: `layer_03`, and `layer_03/inner` inside a mixture of depths."""
+    """Name, `layer_03`, or `layer_03/inner` inside a mixture of depths."""
     experts: tuple[str, ...]
-    """Name of each expert: its number, after a word such as `zero` where it has no network."""
+    """Name of each expert: its index, preceded by a word such as `zero` if it has no network."""
     capacity: str
-    """The word `dropless`, or the capacity factor and the largest number of pairs of an expert."""
+    """Text: `dropless`, or the capacity factor and the maximum number of pairs per expert."""
     shared_expert: str | None = None
-    """Type of the block that every token also passes through."""
+    """Type of the shared expert; None without one."""
     is_gate: bool = False
-    """True for the router of a mixture of depths, which lets a token through a block or past it."""
+    """True for the router of a mixture of depths, which sends tokens through a block or around it."""
 
     @property
     def title(self) -> str:
@@ -89,13 +89,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class TextTrace:
-    """A text, and the decisions of a run's routers about its tokens."""
+    """A text, and the choices of all routers for its tokens."""
 
     run: str
     layers: tuple[Layer, ...]
     tokens: tuple[TokenTrace, ...]
     unrouted: Mapping[str, str]
-    """Title of each layer that routes nothing -> type of its block."""
+    """Title of each layer without a router -> type of its block."""
 
     @property
     def predicts(self) -> bool:
@@ -106,20 +106,20 @@ class TextTrace:
         return [visit for visit in found if visit is not None]
 
     def mean_entropy(self, layer: Layer) -> float | None:
-        """Return the mean over the tokens at a router in nats; None where no token has an entropy."""
+        """Return the mean entropy of the tokens at a router in nats; None if no token has an entropy."""
         found = [visit.entropy for visit in self.visits(layer) if visit.entropy is not None]
         return fmean(found) if found else None
 
 
 def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> TextTrace:
-    """Trace `text` through the run in `folder`, in evaluation, with its best weights.
+    """Trace `text` through the best weights of the run in `folder`, in evaluation mode.
 
     Args:
-        layers: only these layers; None for all that route.
+        layers: only these layers; None for all layers with a router.
 
     Raises:
-        ConfigError: the folder has no checkpoint, the run routes nothing or not in one of the layers, or
-            the text is too long.
+        ConfigError: the folder has no checkpoint, the run or one of the layers has no router, or the text is
+            too long.
     """
     run = load_model(folder)
     ids = run.tokenizer.encode(text).tolist()
@@ -128,7 +128,7 @@ def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> Te
 
 
 def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Routing]) -> None:
-    """Raise a ConfigError where an output of the model in `folder` has no routing with a score per expert."""
+    """Raise a ConfigError if no routing of the model in `folder` has a score per expert."""
     if any(not routing.is_listed for routing in routings.values()):
         return
     if routings:
@@ -153,15 +153,15 @@ def trace_of_decoder(
     outputs: Sequence[tuple[DecoderOutput, int]],
     layers: Sequence[int] | None = None,
 ) -> TextTrace:
-    """Return the trace of tokens that a decoder read at once, or as it wrote them.
+    """Return the trace of tokens that a decoder read at once, or generated one by one.
 
     Args:
-        folder: folder of the decoder.
-        outputs: outputs of the decoder, one row each, and the number of last tokens that each adds.
+        folder: folder of the decoder, for messages.
+        outputs: (output of the decoder for one sequence, number of new tokens at its end) pairs.
         layers: see `follow`.
 
     Raises:
-        ConfigError: the decoder routes nothing, or not in one of the layers.
+        ConfigError: the decoder or one of the layers has no router.
     """
     routings, token_bytes, infos = (
         outputs[-1][0].routings,
@@ -198,10 +198,10 @@ def trace_of(
     infos: Mapping[str, RouterInfo],
     layers: Sequence[int] | None,
 ) -> TextTrace:
-    """Return the trace of one sequence of tokens, in `layers` alone where they are given.
+    """Return the trace of one sequence of tokens, restricted to `layers` unless None.
 
     Raises:
-        ConfigError: one of the layers routes nothing.
+        ConfigError: one of the layers has no router.
     """
     numbers = {name: layer_number(name) for name in routings}
     for layer in layers or ():
@@ -233,10 +233,10 @@ def _predictions(logits_SV: Tensor, token_bytes: Sequence[bytes]) -> list[Predic
 def visits_by_layer(
     routings: Mapping[str, Routing], gates: Sequence[str] = ()
 ) -> dict[str, list[Visit | None]]:
-    """Return the decision of each router about each token of one sequence, (T,) for every layer.
+    """Return router -> visits, one per token of the sequence.
 
-    A block inside a mixture of depths sees only the tokens that were let through; here they stand in their
-    places in the sequence.
+    A block inside a mixture of depths sees only selected tokens; their visits are put at their positions in
+    the sequence.
 
     Args:
         gates: names of the routings of mixtures of depths.
@@ -254,12 +254,12 @@ def visits_by_layer(
 
 
 def origin(routings: Mapping[str, Routing], name: str, gates: Sequence[str]) -> Tensor | None:
-    """Return the place in the batch of each token of a block inside a mixture of depths; -1 for padding.
+    """Return the position in the batch of each token of a block inside a mixture of depths; -1 for padding.
 
-    None for other blocks, whose tokens are in their places.
+    None for other blocks, which see all tokens in order.
 
     Args:
-        gates: names of the routings of mixtures of depths, an outer one before those inside.
+        gates: names of the routings of mixtures of depths, outer gates first.
     """
     gate = next((gate for gate in reversed(gates) if name.startswith(f"{gate}/")), None)
     if gate is None:
@@ -276,7 +276,7 @@ def origin(routings: Mapping[str, Routing], name: str, gates: Sequence[str]) -> 
 
 
 def visits_of(routing: Routing) -> list[Visit | None]:
-    """Return the decision of a router about each of its tokens, (T,); None for padding."""
+    """Return the visit of each token of a router, T entries; None for padding."""
     scores_TE = routing.require("scores_TE", "a trace")
     choices: list[list[Choice]] = [[] for _ in range(routing.num_tokens)]
     pairs = (
@@ -292,7 +292,7 @@ def visits_of(routing: Routing) -> list[Visit | None]:
         choices[token].append(Choice(*choice))
     normalized_TE = normalized_scores(routing)
     entropies = torch.special.entr(normalized_TE).sum(dim=-1).tolist()
-    # ReLU may score every expert 0, which is no distribution.
+    # A ReLU router may score every expert 0, which has no entropy.
     has_entropy_T = (normalized_TE.sum(dim=-1) > 0) & (routing.num_experts > 1)
     mask_T = torch.ones_like(has_entropy_T) if routing.mask_T is None else routing.mask_T
     return [
@@ -306,13 +306,13 @@ def visits_of(routing: Routing) -> list[Visit | None]:
 
 
 def unrouted_layers(ffns: Sequence[FFNConfig], routings: Mapping[str, Routing]) -> dict[str, str]:
-    """Return title -> type of block, of the layers that returned no routing."""
+    """Return title -> type of block for the layers without a routing."""
     routed = set(map(layer_number, routings))
     return {f"layer {index}": ffn.type for index, ffn in enumerate(ffns) if index not in routed}
 
 
 def expert_names(routing: Routing, info: RouterInfo | None) -> tuple[str, ...]:
-    """Return the name of each expert, see `Layer.experts`; numbers of a router that the config lacks."""
+    """Return the name of each expert, see `Layer.experts`; without `info`, its index."""
     if info is None:
         return tuple(map(str, range(routing.num_experts)))
     return ("through",) if info.is_gate else info.expert_names()
@@ -337,9 +337,9 @@ END_OF_DOCUMENT = "<end>"
 
 
 def visible(token: bytes) -> str:
-    r"""Return a space as `␣`, a newline as `\n`, a byte that is no UTF-8 as `\xc3`, a backslash doubled.
+    r"""Return a token as visible text: space `␣`, newline `\n`, byte outside UTF-8 `\xc3`, backslash `\\`.
 
-    Invisible and combining characters, such as an accent alone, are escaped too.
+    Invisible and combining characters, such as a single accent, are escaped too.
     """
     if not token:
         return END_OF_DOCUMENT

@@ -1,4 +1,4 @@
-"""A trace of a text as tables for a terminal, and as a self-contained page."""
+"""Trace of a text as tables in a terminal or as a self-contained page."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _MAX_TOKEN_WIDTH = 16
 
 
 def page(trace: TextTrace) -> str:
-    """Return the page."""
+    """Return the HTML page of a trace."""
     lines = legend(trace)
     if any(not layer.is_gate for layer in trace.layers):
         lines.append(
-            "A colour stands for an expert's number within its layer: the same colour in another layer "
-            "is another expert."
+            "A colour stands for the index of an expert in its layer; experts of different layers are "
+            "different experts."
         )
     if any(len(layer.experts) > len(PALETTE) for layer in trace.layers):
-        lines.append(f"Experts whose numbers are {len(PALETTE)} apart have the same colour.")
+        lines.append(f"Experts whose indices differ by {len(PALETTE)} have the same colour.")
     return render(
         "trace.html",
         trace=trace,
@@ -45,7 +45,7 @@ def page(trace: TextTrace) -> str:
 def table(trace: TextTrace, width: int) -> RenderableType:
     """Return a row per token, a column per layer, and the legend.
 
-    Layers that do not fit into `width` characters come in further tables below.
+    Layers that do not fit into `width` characters are shown in further tables below.
     """
     tokens = [_clip(token.token) for token in trace.tokens]
     guesses = [token.prediction for token in trace.tokens]
@@ -96,11 +96,11 @@ def _block(
 
 
 def _cells(trace: TextTrace, layer: Layer, room: int) -> list[Text]:
-    """Return the cell of each token: its (expert, weight) pairs, as many in a line as fit."""
+    """Return the cell of each token: its (expert, weight) pairs, as many per line as fit."""
     chosen = [choice for visit in trace.visits(layer) for choice in visit.choices]
     name = max((len(layer.experts[choice.expert]) for choice in chosen), default=1)
     number = max((len(short(choice.weight)) for choice in chosen), default=1)
-    # A pair, a place for the mark of a dropped one, and a space before the next.
+    # Width of a pair: expert, weight, mark of a dropped pair, and spaces.
     per_line = max(1, (room + 1) // (name + number + 3))
     cells: list[Text] = []
     for visit in (token.visits[layer.name] for token in trace.tokens):
@@ -126,7 +126,7 @@ def _clip(token: str) -> str:
 
 
 def short(number: float) -> str:
-    """Return a weight or a probability in two or three characters: `.62`, `1.0`, `25`."""
+    """Return a weight or probability in two or three characters: `.62`, `1.0`, `25`."""
     if not math.isfinite(number):
         return str(number)
     text = f"{number:.2f}"
@@ -136,7 +136,7 @@ def short(number: float) -> str:
 
 
 def empty_cell(visit: Visit | None, layer: Layer) -> str:
-    """Return the text of a cell whose token was sent to no expert."""
+    """Return the text of a cell without an expert."""
     return ABSENT if visit is None else PAST if layer.is_gate else NONE
 
 
@@ -144,7 +144,7 @@ def empty_cell(visit: Visit | None, layer: Layer) -> str:
 
 
 def legend(trace: TextTrace) -> list[str]:
-    """Return the sentences that explain the contents of this table."""
+    """Return sentences that explain the entries of this table."""
     routed = [layer for layer in trace.layers if not layer.is_gate]
     at_routers = [visit for layer in routed for visit in trace.visits(layer)]
     at_gates = [visit for layer in trace.layers if layer.is_gate for visit in trace.visits(layer)]
@@ -163,16 +163,16 @@ def legend(trace: TextTrace) -> list[str]:
     lines = [
         (
             any(visit.choices for visit in at_routers),
-            "2 .62: sent to expert 2, whose output is multiplied by 0.62; the heaviest first. Expert 2 of "
-            "another layer is another one.",
+            "2 .62: sent to expert 2, whose output is multiplied by 0.62; the largest weight first. "
+            "Expert 2 of another layer is a different expert.",
         ),
         (
             any("/round_" in layer.name for layer in routed),
-            "The rounds of a layer have a router each and share their experts.",
+            "Each round of a layer has its own router; all rounds share the experts.",
         ),
         (
             any(choice.dropped for visit in visits for choice in visit.choices),
-            f"{DROPPED}: dropped; the expert was full and never saw the token.",
+            f"{DROPPED}: dropped; the expert was full and did not process the token.",
         ),
         (
             not all(visit.choices for visit in at_routers),
@@ -182,8 +182,8 @@ def legend(trace: TextTrace) -> list[str]:
             any(visit.choices for visit in at_gates),
             "through .70: passes through the layer's block, whose output is multiplied by 0.70.",
         ),
-        (not all(visit.choices for visit in at_gates), f"{PAST}: passes by the layer's block."),
-        (has_absent, f"{ABSENT}: never came to this router."),
+        (not all(visit.choices for visit in at_gates), f"{PAST}: skips the layer's block."),
+        (has_absent, f"{ABSENT}: did not reach this router."),
         (
             has_special,
             "Experts without a network: zero returns 0, copy returns the token, const mixes in a learned "
@@ -196,12 +196,12 @@ def legend(trace: TextTrace) -> list[str]:
         ),
         (
             has_entropy,
-            "entropy: of a token's scores, in nats, mean over the tokens; 0 when the router is sure, "
-            f"{undecided} when it is undecided.",
+            "entropy: mean over tokens of the entropy of the scores in nats; 0 if the router is certain, "
+            f"{undecided} if all scores are equal.",
         ),
         (
             trace.predicts,
-            "next: the token held to be the most probable next one, and its probability.",
+            "next: the most probable next token, and its probability.",
         ),
     ]
     return [line for is_shown, line in lines if is_shown]
@@ -219,7 +219,7 @@ def _by_layer(values: Mapping[str, str]) -> list[str]:
 
 
 def _span(titles: Sequence[str]) -> str:
-    """Return `0-11` where more than two follow each other, otherwise `0, 2 inner`."""
+    """Return `0-11` for more than two consecutive layers, otherwise `0, 2 inner`."""
     start = int(titles[0]) if titles[0].isdigit() else 0
     if len(titles) > 2 and list(titles) == [str(start + place) for place in range(len(titles))]:
         return f"{titles[0]}-{titles[-1]}"
@@ -236,5 +236,5 @@ PALETTE = (
 
 
 def ground(expert: int) -> str:
-    """Return a background for black text, `#rrggbb`; the same for experts that are 16 apart."""
+    """Return the background of an expert for black text, `#rrggbb`; colours repeat after 16 experts."""
     return PALETTE[expert % len(PALETTE)]

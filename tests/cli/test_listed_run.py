@@ -48,7 +48,7 @@ def test_the_end_of_a_run_shows_both_kinds(run: Any) -> None:
     assert "every expert is used" in shown or "experts without a token" in shown
     assert "experts that a batch of the validation split used layer 1: " in shown
     page = (run.folder / "report.html").read_text(encoding="utf-8")
-    assert "What each expert takes is not shown" not in page  # of layer 0 it is
+    assert "The tokens of each expert are not shown" not in page  # of layer 0 it is
     assert "Experts used" in page
 
 

@@ -161,7 +161,7 @@ MISTAKES = {
     "inspect run --text none": "--text: 'none' cannot be read (No such file or directory)",
     "inspect run --text one.txt": "--text: 'one.txt' has 1 tokens; give a text of two or more",
     "inspect run --text seven.txt": (
-        "--text: the text has 6 tokens, fewer than the 10 that are kept of each unit; give more text"
+        "--text: the text has 6 tokens, fewer than the 10 strongest inputs of a unit; give more text"
     ),
     "inspect run --output mine.txt": f"--output: 'mine.txt' {NOT_MADE_HERE}",
     # plan
@@ -171,7 +171,7 @@ MISTAKES = {
     "plan --memory-gb x": "--memory-gb: must be a number above 0 and up to 1e+09, got 'x'",
     "plan --gpus 3 --data.batch_size 8": (
         "data.batch_size (8) must be divisible by the number of ranks (3): it counts the sequences of all "
-        "ranks together; give 9, or other ranks"
+        "ranks together; give 9, or change the ranks"
     ),
     "plan --print_config": "--print_config: unknown; did you mean '--print-config'?",
     # report

@@ -99,7 +99,10 @@ def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
     watch([run], output, 7, said.append, go_on)
 
     assert seen == [(True, True, False), (True, False, True), (True, False, True)]
-    assert said == ["run/report.html is kept current; Ctrl-C ends it", "finished: run/report.html"]
+    assert said == [
+        "run/report.html is kept current; press Ctrl-C to stop",
+        "finished: run/report.html",
+    ]
     assert not reloads(output)
     assert "2.0000" in output.read_text()
 
@@ -120,7 +123,7 @@ def test_who_follows_a_run_that_has_not_begun_waits_for_it(program: Program) -> 
     assert looks == [False, False, True, True]
     assert said == [
         "waiting for runs/x",
-        "page.html is kept current; Ctrl-C ends it",
+        "page.html is kept current; press Ctrl-C to stop",
         "finished: page.html",
     ]
 
@@ -172,7 +175,7 @@ def test_ctrl_c_leaves_a_page_that_stays(program: Program, monkeypatch: pytest.M
 
     monkeypatch.setattr("time.sleep", interrupt)
 
-    said = "run/report.html is kept current; Ctrl-C ends it\nstopped: run/report.html\n"
+    said = "run/report.html is kept current; press Ctrl-C to stop\nstopped: run/report.html\n"
     assert program("--watch", "run") == (0, said, "")
     assert not reloads(Path("run/report.html"))
 

@@ -165,22 +165,22 @@ def test_the_table_and_its_legend() -> None:
         "1  <b>          2 .50x             past          -              \\n .25",
         "   entropy  0.55                                 0.25",
         "",
-        "2 .62: sent to expert 2, whose output is multiplied by 0.62; the heaviest first.",
-        "Expert 2 of another layer is another one.",
-        "x: dropped; the expert was full and never saw the token.",
+        "2 .62: sent to expert 2, whose output is multiplied by 0.62; the largest weight",
+        "first. Expert 2 of another layer is a different expert.",
+        "x: dropped; the expert was full and did not process the token.",
         "through .70: passes through the layer's block, whose output is multiplied by",
         "0.70.",
-        "past: passes by the layer's block.",
-        "-: never came to this router.",
+        "past: skips the layer's block.",
+        "-: did not reach this router.",
         "Experts without a network: zero returns 0, copy returns the token, const mixes",
         "in a learned vector.",
         "Capacity in evaluation: factor 1.0, 1 place per expert (layer 0).",
         "Capacity in evaluation: dropless (layer 2 inner).",
         "Every token also passes through a shared expert: swiglu (layer 0).",
         "Nothing is routed: dense (layer 1).",
-        "entropy: of a token's scores, in nats, mean over the tokens; 0 when the router",
-        "is sure, 0.69 among 2 experts, 1.39 among 4 experts when it is undecided.",
-        "next: the token held to be the most probable next one, and its probability.",
+        "entropy: mean over tokens of the entropy of the scores in nats; 0 if the router",
+        "is certain, 0.69 among 2 experts, 1.39 among 4 experts if all scores are equal.",
+        "next: the most probable next token, and its probability.",
     ]
 
 
@@ -189,7 +189,9 @@ def test_rounds_are_said_to_share_their_experts() -> None:
     visits: dict[str, Visit | None] = {one.name: Visit((choice(1, 0.5),), 0.5) for one in rounds}
     chain = TextTrace("chain", tuple(rounds), (TokenTrace(0, "a", visits, None),), {})
 
-    assert "The rounds of a layer have a router each and share their experts." in legend(chain)
+    assert "Each round of a layer has its own router; all rounds share the experts." in legend(
+        chain
+    )
     assert not any("rounds" in line for line in legend(small_way()))
 
 

@@ -123,7 +123,7 @@ def test_a_given_split_without_text_is_refused() -> None:
 
 @pytest.mark.parametrize("texts", [[], [("a", "")]], ids=["no document", "empty document"])
 def test_no_text_at_all_is_refused(texts: list[tuple[str, str]]) -> None:
-    with pytest.raises(ConfigError, match=r"data\.corpus: there is no text in it; every document"):
+    with pytest.raises(ConfigError, match=r"data\.corpus: no text found; every document"):
         plan_split(documents(texts), 5)
 
 

@@ -158,14 +158,14 @@ def test_ids_beyond_the_vocabulary_are_refused(folder: Path, split: str, place: 
     corpus = {"train": f"{folder}/a.bin", split: f"{folder}/b.bin"}
     assert refusal(config_of(folder, corpus=corpus)) == (
         f"data.corpus: '{folder / 'b.bin'}' holds the token 300, but data.tokenizer has a vocabulary of 257; "
-        "give the one that made the file: data.tokenizer {type: file, path: tokenizer.json}"
+        "give the tokenizer that made the file: data.tokenizer {type: file, path: tokenizer.json}"
     )
 
 
 def test_what_is_no_row_of_ids_is_refused(folder: Path) -> None:
     (folder / "a.bin").write_bytes(b"123")
     assert refusal(config_of(folder)) == (
-        f"data.corpus: '{folder / 'a.bin'}' has 3 bytes, which is no whole number of ids of uint16 (2 bytes "
+        f"data.corpus: '{folder / 'a.bin'}' has 3 bytes, which is not a whole number of uint16 ids (2 bytes "
         "each); give data.corpus.dtype"
     )
     np.save(folder / "a.npy", np.zeros((2, 2)))
@@ -175,11 +175,11 @@ def test_what_is_no_row_of_ids_is_refused(folder: Path) -> None:
     )
     (folder / "a.npy").write_bytes(b"no array")
     assert refusal(config_of(folder / "a.npy")).startswith(
-        f"data.corpus: '{folder / 'a.npy'}' is no array of numpy ("
+        f"data.corpus: '{folder / 'a.npy'}' is not a NumPy array ("
     )
     (folder / "none").mkdir()
     assert refusal(config_of(folder / "none")) == (
-        f"data.corpus.train: '{folder / 'none'}' has no file of tokens (.bin or .npy)"
+        f"data.corpus.train: '{folder / 'none'}' has no token file (.bin or .npy)"
     )
     assert refusal(config_of(folder / "x")).startswith(
         f"data.corpus.train: '{folder / 'x'}' does not exist"
@@ -189,7 +189,7 @@ def test_what_is_no_row_of_ids_is_refused(folder: Path) -> None:
 def test_a_tokenizer_that_is_not_there_is_refused(folder: Path) -> None:
     config = config_of(folder, tokenizer={"type": "file", "path": "nowhere.json"})
     assert refusal(config) == (
-        "data.tokenizer.path: 'nowhere.json' is not there, or is no tokenizer.json"
+        "data.tokenizer.path: 'nowhere.json' does not exist, or is not a tokenizer.json"
     )
 
 

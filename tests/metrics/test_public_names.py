@@ -60,5 +60,5 @@ def test_without_torchmetrics_the_functions_work_and_the_classes_say_what_they_n
             getattr(anew, name)
         assert str(raised.value) == (
             f"moe_ffn.metrics.{name} needs torchmetrics; install with: pip install '.[train]' (the "
-            "functions of moe_ffn.metrics.functional need torch alone)"
+            "functions of moe_ffn.metrics.functional need only torch)"
         )

@@ -1,6 +1,6 @@
-"""The tables of metrics are whole, and docs/observing.md says what they say.
+"""The tables of metrics are complete, and docs/observing.md shows them.
 
-python tests/metrics/test_table.py    # writes the tables of the page anew
+python tests/metrics/test_table.py    # rewrites the tables of the page
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def tables() -> dict[str, str]:
     of_layers = [
         [
             *cells(metric, metric.key),
-            WHERE[metric.measured] + (f", with {metric.requires}" if metric.requires else ""),
+            WHERE[metric.measured],
+            metric.requires or "-",
         ]
         for metric in LAYER_METRICS.values()
     ]
@@ -59,7 +60,7 @@ def tables() -> dict[str, str]:
         for metric in RUN_METRICS.values()
     ]
     return {
-        "metrics of a layer": table([*headers, "measured in"], of_layers),
+        "metrics of a layer": table([*headers, "batches", "needs"], of_layers),
         "metrics of a run": table(headers, of_runs),
     }
 

@@ -82,7 +82,7 @@ def test_of_two_seeds_each_is_a_line_and_there_is_no_band() -> None:
     assert lines[0].name == "a 2.0500", "the mean of the last"
     assert {trace.meta["name"] for trace in figure.data if "fill" in trace.meta} == {"c"}
     note = figure.layout.meta["note"]
-    assert "Fewer than 3 seeds have a line each, and no interval." in note
+    assert "Arms with fewer than 3 seeds have a line per seed and no interval." in note
     assert note.startswith("Lines are means over seeds")
     (row,) = (t for t in figures.differences(found).data if t.meta["name"] == "b")
     assert (row.x, row.error_x.array) == ((0, 0), None)

@@ -147,7 +147,7 @@ def test_the_text_comes_from_the_cache_alone_and_its_loss_is_one_sentence(
     moved = cache.rename(cache.with_name("moved"))
     try:
         with pytest.raises(
-            ConfigError, match=r"the validation text of '.*' is not in data.cache_dir"
+            ConfigError, match=r"the validation text of '.*' is no longer in data.cache_dir"
         ):
             route_validation(run)
         shutil.copytree(moved, cache)
@@ -186,7 +186,7 @@ def test_a_run_that_lost_its_weights_has_its_page_and_one_sentence(
     shutil.rmtree(folder / "checkpoints")
     page = Written(folder)
 
-    assert "What each expert takes is not shown: " in page.text
+    assert "The tokens of each expert are not shown: " in page.text
     assert "Load of each expert" in page.figures
     assert "layer-view" not in page.body
 

@@ -140,9 +140,18 @@ def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: 
 @pytest.mark.parametrize(
     ("draw", "said"),
     [
-        (lambda run, dense: figures.load(run, 7), "run 'moe' has this of layer_00, layer_01, not"),
-        (lambda run, dense: figures.load(dense, 0), "run 'dense' has this of no layer, not of"),
-        (lambda run, dense: figures.coactivation(dense, 0), "run 'dense' has this of no layer"),
+        (
+            lambda run, dense: figures.load(run, 7),
+            "run 'moe' has this figure for layer_00, layer_01, not",
+        ),
+        (
+            lambda run, dense: figures.load(dense, 0),
+            "run 'dense' has this figure for no layer, not for",
+        ),
+        (
+            lambda run, dense: figures.coactivation(dense, 0),
+            "run 'dense' has this figure for no layer",
+        ),
         (lambda run, dense: figures.measure(run, "none"), "there is no metric 'none'; there are "),
         (lambda run, dense: figures.measure(dense, "churn"), "run 'dense' has no churn of any"),
         (lambda run, dense: figures.balancing_losses(dense), "'dense' has no balancing losses"),

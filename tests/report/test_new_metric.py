@@ -73,4 +73,4 @@ def test_it_has_a_plot_or_a_word_on_the_page(tmp_path: Path) -> None:
     assert "Largest weight of a batch, mean over batches. Healthy: 1 at most." in moving.text
     axis = moving.figures["Heaviest weight"][0]["layout"]["yaxis"]["title"]["text"]
     assert axis == "weight (dimensionless)"
-    assert "At all steps, in all layers: heaviest weight 0.5." in constant.text
+    assert "Constant over all steps and layers: heaviest weight 0.5." in constant.text

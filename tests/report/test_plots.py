@@ -52,7 +52,7 @@ def test_what_another_plot_says_is_not_drawn_again(folder: Path, page: Written) 
     again |= {"Load-balancing loss", "Router z-loss", "Tokens read"}
     assert again.isdisjoint(page.figures)
     assert "Balancing losses" in page.figures
-    assert "Weighted, all of them add 0.0120 nats to the loss at the end." in page.text
+    assert "At the end, the weighted balancing losses add 0.0120 nats to the loss." in page.text
     bits = json.loads((folder / "summary.json").read_text())["validation_bits_per_byte"]
     assert f"bits per byte {bits:.4f}" in page.text
 
@@ -108,7 +108,7 @@ def test_the_last_values_and_the_healthy_ranges_need_no_pointer(
 
 
 def test_a_measure_that_never_moved_is_a_word_and_no_plot(page: Written) -> None:
-    assert "At all steps, in all layers: experts per token 2; tokens without a finite score 0." in (
+    assert "Constant over all steps and layers: experts per token 2; tokens without a finite score 0." in (
         page.text
     )
     assert "Experts per token" not in page.figures
@@ -167,7 +167,7 @@ def test_a_run_that_diverged_has_gaps_and_says_so(tmp_path: Path) -> None:
     page = Written(tmp_path)
 
     assert page.traces("Loss")["training"]["y"] == [1, 1, None, None, None]
-    assert "Where a value was NaN or infinite, nothing is drawn." in page.text
+    assert "NaN and infinite values are not drawn." in page.text
     assert "validation loss NaN nats per token" in page.text
 
 

@@ -110,10 +110,10 @@ def test_the_page_has_what_was_asked_how_and_what_came_of_it(page: StudyPage) ->
     assert found["What would change our mind"].strip() == "A larger model."
     assert "Models of 500 parameters, trained on 1.00 k tokens" in found["What this does not show"]
     for said in (
-        "experiments.sweep --config configs/studies/gating.yaml",
+        "moe-ffn sweep --config configs/studies/gating.yaml",
         "| processor | a fast one |",
         "| revision | abc |",
-        "| training | 3.0 hours of all runs |",
+        "| training | 3.0 hours in all |",
     ):
         assert said in found["How it was made"]
     assert set(page.figures) == {"differences", "cost", "curves"}
@@ -347,7 +347,7 @@ def test_a_fit_without_enough_runs_says_so_on_the_page(results: list[RunResult])
     found = page_of(GATING + "fit: [clark, granularity, leverage, isoflop]", results)
     refused = "no fit; 6 runs at 1 sizes cannot determine 4 parameters"
     assert refused in found["Scaling with experts"]
-    assert found["Best granularity"].strip().startswith("No fit: the study names no `axis`")
+    assert found["Best granularity"].strip().startswith("No fit: set `axis` of the study")
     refused = "| gelu | 3e+06 | - | 3 runs at 1 sizes cannot determine 3 parameters;"
     assert refused in found["Best size at each budget"]
 
@@ -408,7 +408,7 @@ def test_all_figures_are_drawn_and_the_page_shows_those_that_the_study_lists(
     drawn = re.findall(r"<h3>(.+?)</h3>", figures.read_text(encoding="utf-8"))
     assert drawn == ["Difference from gelu", "Final loss against cost", "Validation loss"]
     assert re.findall(r"!\[.+\]\((.+)\)", page.markdown) == ["gating/curves.svg"]
-    assert "where all figures are: differences, cost, curves.\n" in page.markdown
+    assert "with all figures: differences, cost, curves.\n" in page.markdown
     said = r"^figures: axis.svg is not drawn; there are differences.svg, "
     with pytest.raises(ConfigError, match=said):
         study_page(study(GATING + "figures: [axis.svg]"), results)

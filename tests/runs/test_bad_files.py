@@ -184,7 +184,7 @@ def test_a_sequence_longer_than_the_corpus_is_refused(
     assert (result.code, result.stdout, len(said)) == (2, "", 1)
     assert re.fullmatch(
         r"error: data\.seq_len \(100000\) must be shorter than the train split \(\d+ tokens\): lower "
-        r"data\.seq_len, give more text, or move data\.validation_percent between the splits",
+        r"data\.seq_len, give more text, or change data\.validation_percent",
         said[0],
     )
     assert not (tmp_path / "runs").exists()

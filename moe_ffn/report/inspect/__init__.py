@@ -1,4 +1,4 @@
-"""Contents of the feed-forward blocks of a run: units as key-value memories, experts by their tokens.
+"""Inspection of the feed-forward blocks of a run: units as key-value memories, experts by their tokens.
 
 import moe_ffn
 from moe_ffn.report.inspect import figures, inspect_run, text_of_run

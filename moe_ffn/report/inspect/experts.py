@@ -1,6 +1,6 @@
-"""Tokens that each expert takes, and attributes that explain its router's choice.
+"""Tokens of each expert, and token attributes that explain the choice of a router.
 
-T tokens of a text, N (token, expert) pairs, E experts, A attributes' labels, L routers
+T tokens of a text, N (token, expert) pairs, E experts, A labels of an attribute
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from moe_ffn.report.expert_tokens import Assignment
 from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text
 
 NUM_PERMUTATIONS = 5
-"""Permutations of a label over the tokens; their mean mutual information is chance."""
+"""Number of permutations of the labels; their mean mutual information is the chance level."""
 
 MAX_DOCUMENTS = 16
-"""Largest documents of the profile by document; the rest are one label."""
+"""Number of largest documents with a label of their own; the others share one label."""
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """A label of each token that may explain routing."""
+    """Label of each token that may explain the routing."""
 
     name: str
     labels_T: np.ndarray
     names: tuple[str, ...] = ()
-    """Names of the labels; empty where they are too many for a profile, as token ids."""
+    """Names of the labels; empty if there are too many for a profile, such as token ids."""
 
 
 def attributes(text: Text) -> list[Attribute]:
-    """Return the attributes of each token that a text has without the model."""
+    """Return the attributes of the tokens of a text that do not depend on the model."""
     ids, position, column = text.ids_T, text.position_T, text.column_T
     previous = np.where(position > 0, np.roll(ids, 1), -1)
     found = [
@@ -57,7 +57,7 @@ def attributes(text: Text) -> list[Attribute]:
 
 
 def _ranges(name: str, values_T: np.ndarray, edges: Sequence[int], *last: str) -> Attribute:
-    """Return the attribute of the range that a number lies in; `last` names an open one."""
+    """Return an attribute whose labels are ranges of a number; `last` names an open range."""
     names = [f"{a} to {b - 1}" if b > a + 1 else f"{a}" for a, b in itertools.pairwise(edges)]
     labels_T = np.searchsorted(edges, values_T, side="right") - 1
     return Attribute(name, labels_T, (*names, *last))
@@ -67,7 +67,7 @@ def _ranges(name: str, values_T: np.ndarray, edges: Sequence[int], *last: str) -
 
 
 def mutual_information(a_N: np.ndarray, b_N: np.ndarray) -> float:
-    """Return I(a; b) in nats of non-negative integers: the plug-in estimate from counts of pairs."""
+    """Return the mutual information I(a; b) in nats, estimated from counts; non-negative integers."""
     if not len(a_N):
         return 0.0
     width = int(b_N.max()) + 1
@@ -76,7 +76,7 @@ def mutual_information(a_N: np.ndarray, b_N: np.ndarray) -> float:
 
 
 def entropy(a_N: np.ndarray) -> float:
-    """Return H(a) in nats."""
+    """Return the entropy H(a) in nats, estimated from counts."""
     return _entropy_of(np.bincount(a_N)) if len(a_N) else 0.0
 
 
@@ -90,13 +90,13 @@ class Agreement:
     """Share of a router's choice that an attribute explains: I(expert; attribute) / H(expert)."""
 
     share: float
-    """1 where the attribute alone decides; nan where H is 0."""
+    """1 if the attribute determines the choice; nan if H is 0."""
     chance: float
-    """The same with the attribute permuted over the tokens; above 0 where labels are many."""
+    """The same share with permuted labels; above 0 if there are many labels."""
 
     @property
     def above_chance(self) -> float:
-        """Return (share - chance) / (1 - chance): 0 at chance, 1 where the attribute decides."""
+        """Return (share - chance) / (1 - chance): 0 at chance, 1 if the attribute determines the choice."""
         return (self.share - self.chance) / (1 - self.chance) if self.chance < 1 else math.nan
 
 
@@ -127,7 +127,7 @@ def profile(assignment: Assignment, attribute: Attribute) -> np.ndarray:
 
 
 def lift(counts_EA: np.ndarray) -> np.ndarray:
-    """Return P(label | expert) / P(label): 1 where an expert takes its even part, nan without a pair."""
+    """Return P(label | expert) / P(label): 1 if the expert has an even share, nan without pairs."""
     counts = counts_EA.astype(float)
     with np.errstate(divide="ignore", invalid="ignore"):
         return (

@@ -1,4 +1,4 @@
-"""Figures of the contents of feed-forward blocks: functions that return a plotly figure.
+"""Figures of an inspection: functions that return a plotly figure.
 
 A figure of an unknown router or attribute raises a `NotMeasuredError`.
 """
@@ -20,7 +20,7 @@ from moe_ffn.report.inspect.inspection import Inspection
 
 
 def agreements(found: Inspection) -> go.Figure:
-    """Draw the share of the router's first choice that each attribute of a token explains, above chance."""
+    """Draw the share of the routers' first choice that each attribute explains, above chance."""
     if not found.routers:
         raise NotMeasuredError("no token is routed in these layers")
     routers = found.routers.values()
@@ -33,7 +33,7 @@ def agreements(found: Inspection) -> go.Figure:
         ("layer", ""),
         title="Agreement of the first choice with what a token is",
         note="Mutual information of the first choice and the attribute, over the entropy of the choice; 0 is "
-        "what a permuted attribute gives, 100 % that the attribute alone decides.",
+        "the value of a permuted attribute; at 100 %, the attribute determines the choice.",
         bar={"title": "of the choice, above chance", "tickformat": ".0%"},
         hover="layer %{x}, %{y}: <b>%{z:.1%}</b>",
         colorscale="Cividis",
@@ -43,7 +43,7 @@ def agreements(found: Inspection) -> go.Figure:
 
 
 def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure:
-    """Draw an expert's part of each label's tokens, as a multiple of its part of all tokens.
+    """Draw the share of each label in the tokens of each expert, as a multiple of its share in the text.
 
     Args:
         router_name: such as `layer_03`.
@@ -78,7 +78,7 @@ def _heat(
     axes: tuple[str, str],
     **options: Any,
 ) -> go.Figure:
-    """Return a heat map with named columns; of many columns a few have their name."""
+    """Return a heat map with named columns; if there are many, only some names are shown."""
     figure = heat_figure(range(len(columns)), rows, plain_rows(values), axes, **options)
     shown = range(0, len(columns), max(-(-len(columns) // 16), 1))
     axis: Any = figure.layout["xaxis"]

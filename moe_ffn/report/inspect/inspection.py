@@ -1,4 +1,4 @@
-"""Units and routers of every layer of a run on a text, as one value.
+"""Inspection of the units and routers of every layer on a text.
 
 T tokens of a text
 """
@@ -27,10 +27,10 @@ from moe_ffn.report.inspect.units import LayerUnits, TopInputs, layer_units
 from moe_ffn.runs.reader import Run
 
 BATCH_TOKENS = 4096
-"""Tokens of a batch."""
+"""Tokens per batch."""
 
 TOP_K = 10
-"""Inputs kept of each unit, those that activate it most."""
+"""Number of strongest inputs stored for each unit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Router:
 
     assignment: Assignment
     is_gate: bool
-    """True for the router of a mixture of depths, which lets a token through a block or past it."""
+    """True for the router of a mixture of depths, which sends tokens through a block or around it."""
     agreement: Mapping[str, Agreement]
     """Name of an attribute -> share of the first choice that it explains."""
 
@@ -58,7 +58,7 @@ class Inspection:
     types: Mapping[int, str]
     """Layer -> type of its block."""
     units: tuple[LayerUnits, ...]
-    """Units of the layers whose hidden units see single tokens."""
+    """Units of each layer whose hidden units see single tokens."""
     routers: Mapping[str, Router]
     attributes: tuple[Attribute, ...]
 
@@ -72,26 +72,26 @@ class Inspection:
 
     @cached_property
     def routed(self) -> RoutedText:
-        """Return the text and its pairs, dropped ones included, for `expert_tokens.expert_tokens`."""
+        """Return the text and its pairs, including dropped pairs, for `expert_tokens.expert_tokens`."""
         text = self.text
         layers = {name: router.assignment for name, router in self.routers.items()}
         return RoutedText(text.tokenizer.token_bytes, text.ids_T, text.seq_len, layers)
 
 
 def inspect_run(run: Run, text: Text, layers: Sequence[int] | None = None) -> Inspection:
-    """Inspect the best weights of a run with a text, in evaluation.
+    """Inspect the best weights of a run on a text, in evaluation mode.
 
     Args:
         layers: only these layers; None for all.
 
     Raises:
-        ConfigError: a layer that the model lacks, or a text with fewer than `TOP_K` tokens.
+        ConfigError: the model lacks a layer, or the text has fewer than `TOP_K` tokens.
     """
     return inspect_model(run.model, text, layers)
 
 
 def inspect_model(decoder: Decoder, text: Text, layers: Sequence[int] | None = None) -> Inspection:
-    """Inspect any decoder in evaluation, such as that of another checkpoint."""
+    """Inspect any decoder in evaluation mode, such as one from another checkpoint; see `inspect_run`."""
     ffns = decoder.config.layer_ffns()
     for layer in layers or ():
         if layer >= len(ffns):
@@ -100,7 +100,7 @@ def inspect_model(decoder: Decoder, text: Text, layers: Sequence[int] | None = N
             )
     if len(text) < TOP_K:
         raise ConfigError(
-            f"--text: the text has {len(text)} tokens, fewer than the {TOP_K} that are kept of each unit; "
+            f"--text: the text has {len(text)} tokens, fewer than the {TOP_K} strongest inputs of a unit; "
             "give more text"
         )
     shown = tuple(sorted(set(range(len(ffns)) if layers is None else layers)))
@@ -132,7 +132,7 @@ def inspect_model(decoder: Decoder, text: Text, layers: Sequence[int] | None = N
 def observe(
     decoder: Decoder, text: Text, layers: Sequence[int]
 ) -> tuple[dict[int, dict[str, TopInputs]], dict[str, Assignment]]:
-    """Run the windows of a text; return the top inputs of each layer's networks and the routers' choices."""
+    """Run the windows of a text; return the top inputs of the networks by layer, and the routers' choices."""
     networks: dict[int, dict[str, TopInputs]] = {layer: {} for layer in layers}
     assignments: dict[str, Assignment] = {}
     infos = decoder.config.router_infos()

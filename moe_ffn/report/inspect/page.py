@@ -1,4 +1,4 @@
-"""Page of an inspection."""
+"""HTML page of an inspection."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _WORDS = {
     "position in line": "a position in the line",
     "position in sequence": "a position in the sequence",
 }
-"""Kind of unit -> name of its explanation."""
+"""Kind of unit -> explanation in words."""
 
 
 def inspection_html(found: Inspection, run: Run, script: str | None = None) -> str:
-    """Return the page; `script` as of `render_plots`."""
+    """Return the page; for `script`, see `render_plots`."""
     return render_plots(
         "inspect.html",
         _plots(found),
@@ -68,14 +68,14 @@ class PageParts:
         self.found = found
 
     def findings(self) -> list[str]:
-        """Return the main numbers in sentences."""
+        """Return sentences with the main numbers."""
         found, lines = self.found, list[str]()
         known = [r for r in found.routers.values() if not math.isnan(r.agreement["token"].share)]
         if known:
             shares = [r.agreement["token"].above_chance for r in known]
             layers = [short_name(r.name) for r in known]
             lines.append(
-                f"The token alone decides {_by_layer(shares, layers)} of the first choice, above chance."
+                f"The token alone explains {_by_layer(shares, layers)} of the first choice, above chance."
             )
             others = [a.name for a in found.attributes if a.name != "token"]
             best = {
@@ -84,9 +84,9 @@ class PageParts:
             }
             strongest = sorted(best, key=lambda name: -best[name])
             lines.append(
-                "Each of the others taken alone: routing goes most by "
+                "Of the other attributes, each on its own, routing depends most on "
                 + ", then ".join(f"{name} ({best[name]:.0%})" for name in strongest[:3])
-                + f", least by {strongest[-1]} ({_percent(best[strongest[-1]])}); means over the layers."
+                + f", and least on {strongest[-1]} ({_percent(best[strongest[-1]])}); means over the layers."
             )
         judged = [units for units in found.units if units.num_judged]
         layers = [str(units.layer) for units in judged]
@@ -94,7 +94,7 @@ class PageParts:
         for kind, shares in sorted(by_kind.items(), key=lambda found: -sum(found[1])):
             chance = max(units.chance[kind] for units in judged)
             lines.append(
-                f"Of the units {_by_layer(shares, layers)} answer to {_WORDS[kind]}; by chance "
+                f"Of the units, {_by_layer(shares, layers)} respond to {_WORDS[kind]}; by chance "
                 + (f"at most {_percent(chance)}." if chance >= 0.005 else "below 0.5%.")
             )
         return lines
@@ -142,7 +142,7 @@ class PageParts:
         return rows
 
     def blocks(self) -> str:
-        """Return `moe in layer 0, 1`."""
+        """Return the types of the blocks, such as `moe in layer 0, 1`."""
         types = self.found.types
         return "; ".join(
             f"{kind} in layer {', '.join(str(layer) for layer in types if types[layer] == kind)}"
@@ -150,7 +150,7 @@ class PageParts:
         )
 
     def absent(self) -> list[str]:
-        """Return a sentence per layer without units."""
+        """Return a sentence for each layer without units."""
         return [
             f"Layer {layer} ({self.found.types[layer]}) is not shown: it has no network "
             "whose hidden units see single tokens."
@@ -159,7 +159,7 @@ class PageParts:
 
 
 def _by_layer(shares: Sequence[float], layers: Sequence[str]) -> str:
-    """Return `65%, 40% (layer 0, 1)`, or range and mean of many."""
+    """Return `65%, 40% (layer 0, 1)`; for more than six shares, their range and mean."""
     if len(shares) > 6:
         low, high, mean = min(shares), max(shares), sum(shares) / len(shares)
         return f"{low:.0%} to {high:.0%} (mean of {len(shares)}: {mean:.0%})"

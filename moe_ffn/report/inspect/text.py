@@ -1,4 +1,4 @@
-"""Text for an inspection: windows of the validation split, and properties of each token.
+"""Text for an inspection: windows of a text, and properties of each token.
 
 W windows of S tokens in T = W * S, A bytes of a document
 """
@@ -34,8 +34,8 @@ _UNKNOWN = SYNTAX_CLASSES.index("unknown")
 _INSTEAD = "give a text with --text"
 
 MAX_DOCUMENT, LOOK_BACK = 1 << 21, 4096
-"""Tokens. Longer documents are read only in the windows and shortly before, to find the start of the line;
-their syntax is unknown."""
+"""In tokens. A document above MAX_DOCUMENT is read only in the windows and LOOK_BACK tokens before, to find
+the start of the line; its syntax is unknown."""
 
 CHUNK = 1 << 22
 """Tokens read at once."""
@@ -43,47 +43,47 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Windows of a text. Arrays (T,) have an entry for each token of each window."""
+    """Windows of a text. Arrays (T,) have an entry for each token of all windows."""
 
     tokenizer: Tokenizer
     source: str
-    """Name for a reader."""
+    """Name of the text, for readers."""
     seq_len: int
-    """S, tokens of a window."""
+    """S, tokens per window."""
     ids_T: np.ndarray
     next_T: np.ndarray
-    """Id of the token that follows."""
+    """Id of the next token."""
     column_T: np.ndarray
     """Tokens since the start of the line."""
     document_T: np.ndarray
     """Index in `documents`."""
     documents: tuple[str, ...]
-    """Names, or numbers where the corpus has no names."""
+    """Names of the documents, or numbers if the corpus has no names."""
     byte_class_T: np.ndarray
     """Index in `BYTE_CLASSES`."""
     syntax_T: np.ndarray | None
-    """Index in `SYNTAX_CLASSES`; None where the text is not known to be Python source."""
+    """Index in `SYNTAX_CLASSES`; None unless the text is known to be Python source."""
     no_syntax: str = ""
-    """Reason why there is no syntax."""
+    """Reason why `syntax_T` is None; empty otherwise."""
 
     def __len__(self) -> int:
         return len(self.ids_T)
 
     @property
     def position_T(self) -> np.ndarray:
-        """Return the position in the window, which is the sequence that the model sees."""
+        """Return the position in the window."""
         return np.arange(len(self)) % self.seq_len
 
     @property
     def windows(self) -> np.ndarray:
-        """Return ids (W, S)."""
+        """Return the token ids as windows, (W, S)."""
         return self.ids_T.reshape(-1, self.seq_len)
 
     def token(self, token_id: int) -> str:
         return visible(self.tokenizer.token_bytes[token_id])
 
     def suffixes(self, longest: int) -> Iterator[np.ndarray]:
-        """Yield labels (T,) for n = 1 to `longest`, equal where the last n tokens of the window are."""
+        """Yield labels (T,) for n = 1 to `longest`: tokens with equal last n tokens have equal labels."""
         labels = self.ids_T.astype(np.int64)
         yield labels
         _, own = np.unique(labels, return_inverse=True)
@@ -91,7 +91,7 @@ class Text:
         for n in range(2, longest + 1):
             pairs = np.roll(labels, 1).astype(np.int64) * base + own
             _, labels = np.unique(pairs, return_inverse=True)
-            cut = self.position_T < n - 1  # a suffix beyond the window equals no other
+            cut = self.position_T < n - 1  # a suffix that starts before the window is unique
             yield np.where(cut, -1 - np.arange(len(self)), labels)
 
 
@@ -99,7 +99,7 @@ def text_of_run(run: Run, num_tokens: int) -> Text:
     """Return windows of the run's validation split, spread evenly over it.
 
     Raises:
-        ConfigError: the corpus cannot be read, or is not what the run was trained on.
+        ConfigError: the corpus cannot be read, or has changed since training.
     """
     config, data = run.config.data, prepare_data(run, _INSTEAD)
     names = {digest: name for name, digest in data.documents.digests or ()}
@@ -151,13 +151,13 @@ def text_of_tokens(
     names: Mapping[str, str] = MappingProxyType({}),
     no_syntax: str = "",
 ) -> Text:
-    """Return windows of two or more tokens, spread evenly over them.
+    """Return windows of a token sequence, evenly spread; it needs two tokens or more.
 
     Args:
         tokens: (num_tokens,) ids, which may be memory-mapped; each document ends with an end of document.
-        num_tokens: tokens of the windows, which are whole.
+        num_tokens: tokens in all windows together, rounded up to whole windows.
         names: sha256 of the bytes of a document -> its name.
-        no_syntax: reason why the text is not read as Python source; empty where it is.
+        no_syntax: reason why the text is not parsed as Python source; empty to parse it.
     """
     seq_len = min(seq_len, len(tokens) - 1)
     starts = spread_starts(len(tokens), seq_len, max(-(-num_tokens // seq_len), 1))
@@ -218,14 +218,14 @@ def _places_of(tokens: np.ndarray, token_id: int) -> np.ndarray:
 
 
 def _bytes_of(ids: np.ndarray, tokenizer: Tokenizer) -> tuple[bytes, np.ndarray]:
-    """The text of a document, and where in it each token begins."""
+    """Return the bytes of a document, and the offset of each token."""
     lengths = tokenizer.byte_lengths[ids]
     blob = b"".join(tokenizer.token_bytes[token_id] for token_id in ids.tolist())
     return blob, np.cumsum(lengths) - lengths
 
 
 def _columns(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the number of tokens before each one in its line; the token that ends a line belongs to it."""
+    """Return the number of tokens before each token in its line; a newline belongs to the line before."""
     ends_line = np.array([b"\n" in token for token in tokenizer.token_bytes])[ids]
     places = np.arange(len(ids))
     last = np.maximum.accumulate(np.where(ends_line, places, -1))
@@ -233,9 +233,9 @@ def _columns(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _classes(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Return the byte class of each token of the vocabulary, and the place of the byte that decides it.
+    """Return the byte class of each token of the vocabulary, and the position of the byte that determines it.
 
-    That is the first byte that is no space, or the last byte.
+    This is the first byte that is not a space, or the last byte.
     """
     classes, shown = [], []
     for token in tokenizer.token_bytes:
@@ -266,7 +266,7 @@ _SYNTAX_OF_TYPE = {
     "OP": "operator",
     "NEWLINE": "newline",
     "NL": "newline",
-    # From Python 3.12 on an f-string is several tokens.
+    # From Python 3.12 on, an f-string consists of several tokens.
     "FSTRING_START": "string",
     "FSTRING_MIDDLE": "string",
     "FSTRING_END": "string",

@@ -1,9 +1,9 @@
-"""Hidden units as key-value memories: inputs that activate them, tokens that they promote, explanations.
+"""Hidden units as key-value memories: strongest inputs, promoted tokens, and explanations.
 
 Geva et al. 2021 (arXiv:2012.14913), and 2022 (arXiv:2203.14680) for the promoted tokens.
 
-T tokens of a text, N tokens that came to a network, F its hidden units, U units of a layer, k inputs kept of
-each, D model width, V vocabulary
+T tokens of a text, N tokens that reached a network, F its hidden units, U units of a layer, k strongest
+inputs of a unit, p promoted tokens, D model width
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.inspect.text import Text
 
 AGREE = 0.8
-"""Smallest share of a unit's top inputs that an explanation covers."""
+"""Minimum share of the top inputs of a unit that an explanation covers."""
 
 MAX_SUFFIX_LENGTH = 8
-"""Tokens."""
+"""Maximum tokens of a suffix."""
 
 NEAR = 16
-"""Positions within 1 / NEAR of a sequence are near each other."""
+"""Positions are near each other if they are within 1 / NEAR of a sequence."""
 
 NUM_PROMOTED = 5
 CHUNK = 1024
-"""Value vectors in a batch of the unembedding."""
+"""Value vectors per batch of the unembedding."""
 
 KINDS = ("suffix", "token", "position in line", "position in sequence")
-"""Explanations; the first one that fits is a unit's kind, or `none`."""
+"""Explanations; the kind of a unit is the first one that fits, or `none`."""
 
 
 class TopInputs:
-    """The k inputs that activate each unit of a network most, gathered batch by batch.
+    """The k strongest inputs of each unit of a network, collected batch by batch.
 
-    Both signs are kept, since a gated unit is as large below zero as above.
+    Both signs are kept, because a gated unit can be large on both sides of zero.
     """
 
     def __init__(self, k: int) -> None:
@@ -48,7 +48,7 @@ class TopInputs:
         self.values_2Fk: Tensor | None = None
         self.tokens_2Fk = torch.empty(0)
         self.seen: list[Tensor] = []
-        """Tokens that came to the network, a tensor per batch."""
+        """Tokens that reached the network, a tensor per batch."""
         self.values_FD = torch.empty(0)
 
     def add(self, memory: Memory, first: int) -> None:
@@ -70,9 +70,9 @@ class TopInputs:
             self.tokens_2Fk[sign] = tokens.gather(1, kept.indices)
 
     def of_main_sign(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return signed activations (F, k), largest first, their tokens, and each unit's sign, (F,).
+        """Return signed activations (F, k), largest first, their tokens (F, k), and the signs of units (F,).
 
-        The sign is that of the larger mean. Missing inputs have activation 0 and token -1.
+        A unit has the sign with the larger mean. Missing inputs have activation 0 and token -1.
         """
         assert self.values_2Fk is not None
         values = torch.where(self.values_2Fk > 0, self.values_2Fk, 0)
@@ -90,34 +90,34 @@ class TopInputs:
 
 @dataclass(frozen=True, eq=False)
 class LayerUnits:
-    """Hidden units of a layer, of all its networks one after another."""
+    """Hidden units of all networks of a layer, concatenated."""
 
     layer: int
     networks: tuple[str, ...]
-    """Names of the networks; a single empty one where the block has one network."""
+    """Names of the networks; one empty name if the block has a single network."""
     network_U: np.ndarray
     """Index in `networks`."""
     number_U: np.ndarray
-    """Number of the unit in its network."""
+    """Index of the unit in its network."""
     activations_Uk: np.ndarray
-    """Largest absolute value first; negative where the unit's sign is, 0 beyond its active inputs."""
+    """Activations, largest absolute value first, with the sign of the unit; 0 if there are fewer inputs."""
     tokens_Uk: np.ndarray
     """Tokens of the text with these activations; -1 for none."""
     promoted_Up: np.ndarray
     """Ids of the tokens that the unit promotes most, at the sign of its activations."""
     judged_U: np.ndarray
-    """bool: active at k inputs or more; shares count only these."""
+    """bool: active on k tokens or more; shares count only these units."""
     suffix_U: np.ndarray
-    """Largest n such that AGREE of the top inputs have the same last n tokens; 0 for none."""
+    """Largest n for which AGREE of the top inputs share their last n tokens; 0 if none."""
     explained: Mapping[str, np.ndarray]
-    """Kind -> bool (U,), True where it explains the unit; several may."""
+    """Kind -> bool (U,): the kind explains the unit; several kinds may."""
     chance: Mapping[str, float]
-    """Kind -> share of units that it explains with random inputs."""
+    """Kind -> share of units that it explains if inputs are random."""
     next_agreement: float | None
-    """Share of judged units whose first promoted token follows the top input; None in a model that sees both
-    sides."""
+    """Share of judged units whose first promoted token follows the top input; None in a model that is not
+    causal."""
     next_chance: float | None
-    """The same with values shuffled among the layer's units."""
+    """The same share with value vectors shuffled among the units of the layer."""
 
     def __len__(self) -> int:
         return len(self.suffix_U)
@@ -127,7 +127,7 @@ class LayerUnits:
         return int(self.judged_U.sum())
 
     def share(self, kind: str) -> float:
-        """Return the share of the judged units that `kind` explains; nan where none is judged."""
+        """Return the share of the judged units that `kind` explains; nan if no unit is judged."""
         return _mean(self.explained[kind][self.judged_U])
 
     @property
@@ -147,10 +147,10 @@ class LayerUnits:
 def layer_units(
     layer: int, networks: Mapping[str, TopInputs], text: Text, decoder: Decoder
 ) -> LayerUnits:
-    """Return the common properties of the top inputs of a layer's units, and of random inputs.
+    """Return the common properties of the top inputs of the units of a layer, and of random inputs.
 
-    Random inputs are k different tokens that came to the unit's network: otherwise all units of an expert
-    for newlines would count as explained by the token.
+    Random inputs are k different tokens that reached the network of the unit. Otherwise, all units of an
+    expert for newlines would count as explained by the token.
     """
     found = [inputs.of_main_sign() for inputs in networks.values()]
     activations, tokens = (np.concatenate([one[i] for one in found]) for i in (0, 1))
@@ -201,7 +201,7 @@ def layer_units(
 
 
 def _explained(tokens_Uk: np.ndarray, text: Text) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return kind -> True where it explains a unit, and the longest common suffix of each unit."""
+    """Return kind -> mask of the units that it explains, (U,), and the longest common suffix of each unit."""
     need = max(math.ceil(AGREE * tokens_Uk.shape[1] - 1e-9), 1)
     suffix = np.zeros(len(tokens_Uk), dtype=np.int64)
     for n, labels_T in enumerate(text.suffixes(MAX_SUFFIX_LENGTH), start=1):
@@ -216,7 +216,7 @@ def _explained(tokens_Uk: np.ndarray, text: Text) -> tuple[dict[str, np.ndarray]
 
 
 def agree(values_Uk: np.ndarray, need: int, within: int = 0) -> np.ndarray:
-    """Return True for each row with `need` of its k values equal, or at most `within` apart, (U,)."""
+    """Return a mask (U,) of the rows in which `need` of the k values differ by at most `within`."""
     ordered = np.sort(values_Uk, axis=1)
     spans = ordered[:, need - 1 :] - ordered[:, : ordered.shape[1] - need + 1]
     return spans.min(axis=1) <= within
@@ -226,12 +226,12 @@ def agree(values_Uk: np.ndarray, need: int, within: int = 0) -> np.ndarray:
 def promoted_tokens(
     decoder: Decoder, values_FD: Tensor, sign_F: Tensor, among: np.ndarray
 ) -> np.ndarray:
-    """Return the ids whose logits each value vector, times its sign, raises most, highest first, (F, p).
+    """Return the p ids whose logits each value vector times its sign raises most, highest first, (F, p).
 
-    Only the ids `among` are ranked: a model learns little about tokens that hardly occur.
+    Only the ids `among` are ranked, because a model learns little about rare tokens.
 
-    The vector alone goes through the final norm, without the norm's bias, and through the unembedding. The
-    norm's scale ranks nothing. Layers above, and the norms of a post-norm model, are left out.
+    The vector passes through the final norm, without its bias, and through the unembedding. The scale of the
+    input does not change the ranking. Later layers, and the norms of a post-norm model, are left out.
     """
     found: list[np.ndarray] = []
     num = min(NUM_PROMOTED, len(among))
@@ -245,7 +245,7 @@ def promoted_tokens(
 
 
 def examples(units: LayerUnits) -> list[int]:
-    """Return units to show of each kind, `none` included: the longest suffix first, then the strongest."""
+    """Return up to three units of each kind, including `none`: longest suffix first, then strongest."""
     strength = np.abs(units.activations_Uk).mean(axis=1)
     order = np.lexsort((-strength, -units.suffix_U))
     kinds = units.kind_U
@@ -256,7 +256,7 @@ def examples(units: LayerUnits) -> list[int]:
 
 
 def explanation(units: LayerUnits, unit: int, text: Text) -> str:
-    """Return the common property of a unit's top inputs in a few words."""
+    """Return a short text with the common property of the top inputs of a unit."""
     kind = units.kind_U[unit]
     tokens = units.tokens_Uk[unit]
     if kind in ("suffix", "token"):

@@ -1,18 +1,18 @@
 "use strict";
-// Draws the plots of #plots in the colours of the style sheet, and again when those change.
+// Draw the plots of #plots in the colours of the style sheet, and redraw them when the colours change.
 (() => {
   if (typeof Plotly === "undefined") {
     const lost = document.createElement("p");
     lost.className = "bad";
     lost.textContent =
-      "No plots: plotly.min.js, which pages of this folder share, is not where it was. Put it back, or make " +
+      "No plots: plotly.min.js, which the pages of this folder share, is missing. Restore the file, or make " +
       "the page again.";
     document.querySelector("header").after(lost);
     return;
   }
   const plots = JSON.parse(document.getElementById("plots").textContent);
   const chosen = {};
-  const PRINT_WIDTH = 680; // of an A4 or letter page within its margins, in CSS pixels
+  const PRINT_WIDTH = 680; // CSS pixels between the margins of an A4 or letter page
   const printing = matchMedia("print");
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const fingers = matchMedia("(pointer: coarse)");
@@ -49,19 +49,19 @@
     }
     Object.assign(layout.xaxis, { spikecolor: colour("quiet"), spikethickness: 1, spikedash: "dot" });
     return Object.assign(layout, {
-      paper_bgcolor: colour("paper"), // not transparent: saved pictures have a ground too
+      paper_bgcolor: colour("paper"), // saved pictures need a background
       plot_bgcolor: colour("paper"),
       font: { family: "system-ui, sans-serif", size: 12, color: ink },
       hoverlabel: { bgcolor: colour("panel"), bordercolor: line, font: { color: ink } },
       modebar: { bgcolor: colour("paper"), color: colour("quiet"), activecolor: colour("accent") },
       width: printing.matches ? PRINT_WIDTH : undefined,
       autosize: !printing.matches,
-      // A finger that moves over a plot scrolls the page.
+      // On a touch screen, dragging scrolls the page.
       dragmode: fingers.matches ? false : "zoom",
     });
   }
 
-  // A plot that is folded away has no width to be drawn in.
+  // A folded plot has no width.
   const isShown = (name) => document.getElementById(name).checkVisibility();
 
   function draw(name) {
@@ -75,14 +75,14 @@
     });
   }
 
-  // Says on the page in which colours it is drawn.
+  // Draw all visible plots, and record their colours in data-drawn.
   async function drawAll() {
     const colours = `${colour("paper")} ${colour("ink")}`;
     await Promise.all(Object.keys(plots).filter(isShown).map(draw));
     document.documentElement.dataset.drawn = colours;
   }
 
-  // What the reader had chosen, opened and scrolled to, over the reloads of a page that is followed.
+  // Choices, open sections and scroll position, restored after a reload.
   const memory = `report of ${location.pathname}`;
   function recall() {
     try {
@@ -96,14 +96,14 @@
       const open = [...document.querySelectorAll("details")].map((d) => d.open);
       sessionStorage.setItem(memory, JSON.stringify({ chosen, open, scroll: scrollY }));
     } catch {
-      // Without storage the page starts at its top.
+      // Without storage, the page starts at the top.
     }
   }
 
   for (const details of document.querySelectorAll("details:has(.plot)")) {
     details.addEventListener("toggle", () => {
       for (const plot of details.querySelectorAll(".plot")) {
-        // The window may have become narrower while it was folded away.
+        // The window may have been resized while the plot was folded.
         if (details.open) draw(plot.id).then(() => Plotly.Plots.resize(plot));
       }
     });
@@ -115,7 +115,7 @@
       });
     });
   }
-  // One expert alone, or all of them again.
+  // Show one expert, or all experts again.
   for (const button of document.querySelectorAll("button[data-expert]")) {
     button.addEventListener("click", () => {
       const view = button.closest(".layer-view");
