@@ -275,7 +275,8 @@ def test_metrics_say_which_routings_they_take() -> None:
         build(options)(tokens(1, 3)).routing for options in (config("peer"), {"type": "moe"})
     )
     with pytest.raises(
-        ValueError, match=r"^LoadMetrics takes a routing with .*, but got ListedRouting; use ListMetrics$"
+        ValueError,
+        match=r"^LoadMetrics takes a routing with .*, but got ListedRouting; use ListMetrics$",
     ):
         LoadMetrics(NUM_EXPERTS).update(listed)
     with pytest.raises(

@@ -108,8 +108,9 @@ def test_the_last_values_and_the_healthy_ranges_need_no_pointer(
 
 
 def test_a_measure_that_never_moved_is_a_word_and_no_plot(page: Written) -> None:
-    assert "Constant over all steps and layers: experts per token 2; tokens without a finite score 0." in (
-        page.text
+    assert (
+        "Constant over all steps and layers: experts per token 2; tokens without a finite score 0."
+        in (page.text)
     )
     assert "Experts per token" not in page.figures
     assert {"MaxVio", "Dropped", "Dead experts", "Churn", "Top-1 margin"} <= page.figures.keys()
