@@ -209,7 +209,7 @@ class GatedExperts(MatrixExperts):
     ) -> None:
         super().__init__()
         self.config = config
-        self.activation = config.gate_activation
+        self.activation, self.gate_function = config.gate_activation, config.gate_function
         width = config.width(d_model, experts_per_token)
         self.gate_up, self.gate_up_bias = stacked_linear(
             num_experts, d_model, 2 * width, config.bias
@@ -225,7 +225,7 @@ class GatedExperts(MatrixExperts):
             up_bias_EH=self.gate_up_bias,
             down_bias_ED=self.down_bias,
             dropout=self.dropout,
-            gate_function=self.config.gate_function,
+            gate_function=self.gate_function,
         )
 
     @property

@@ -81,8 +81,8 @@ def test_a_run_begins_with_what_was_converted_by_the_printed_command(tmp_path: P
     (theirs / "tokenizer.json").write_text(json.dumps(tokenizer).replace("<|endoftext|>", "</s>"))
     without = convert(theirs, tmp_path / "ours")
     assert without.stdout.splitlines()[2] == (
-        f"without a tokenizer: '{theirs}/tokenizer.json' has no token '<|endoftext|>', which ends a text "
-        "here; rename so the token that does, wherever the file has it"
+        f"without a tokenizer: '{theirs}/tokenizer.json' has no token '<|endoftext|>', which ends "
+        "each document; rename the end-of-text token of the file to it everywhere"
     )
     # Another order of the same tokens, so that the default tokenizer is another.
     vocabulary = tokenizer["model"]["vocab"]

@@ -163,7 +163,7 @@ def test_runs_of_another_study_are_not_put_beside_the_page(
 
     changed = {"model.ffn": {"type": "dense", "d_ff": 33}}
     add_results(runs, [make_result("dense", 0, options=changed)])
-    assert "'which.yaml' plans model.ffn.d_ff: 32, and" in refusal(
+    assert "'which.yaml' plans model.ffn.d_ff: 32, but" in refusal(
         page("which.yaml", "--runs", "runs")
     )
     assert not folder.exists()

@@ -487,7 +487,7 @@ def test_speed_is_against_the_baseline_of_the_study(
         ["dense", "500.0", "400.0", "to", "600.0", "300", "1.50"],
         ["moe", "1,000.0", "900.0", "to", "1,100.0", "200", "1.00"],
     ]
-    assert "those of 'moe'" in out
+    assert "relative to 'moe'" in out
 
 
 def test_time_in_words() -> None:

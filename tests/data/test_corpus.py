@@ -96,7 +96,7 @@ class TestText:
             ("x.txt", r"'x\.txt' does not exist, .* \(looked in '.*'\); check the spelling"),
             ("*.tex", r"'\*\.tex' matches no file; '\*\*' searches folders within folders"),
             (" ", r"' ' does not exist"),
-            ("~\0", r"'~\\x00' holds a NUL character"),
+            ("~\0", r"'~\\x00' contains a NUL character"),
             ("image.png", r"'image\.png' is not UTF-8 text; convert it to UTF-8 or leave it out"),
             ("latin1.txt", r"'latin1\.txt' is not UTF-8 text"),
             ("utf16.txt", r"'utf16\.txt' is not UTF-8 text"),

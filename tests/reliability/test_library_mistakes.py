@@ -74,7 +74,7 @@ def set_at(*path: str, to: Any) -> Callable[[dict[str, Any]], None]:
 
 FOREIGN_TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no definition": (lambda stored: stored.pop("tokenizer"), "cannot be read: "),
-    "a gap": (set_at("tokenizer", "model", "vocab", "Ġthe", to=9999), "does not give each of its "),
+    "a gap": (set_at("tokenizer", "model", "vocab", "Ġthe", to=9999), "must number its "),
     "another alphabet": (
         set_at("tokenizer", "model", "vocab", "中", to=269),
         "has the token '中', which is not written as bytes",

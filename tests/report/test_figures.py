@@ -153,7 +153,7 @@ def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: 
             "run 'dense' has this figure for no layer",
         ),
         (lambda run, dense: figures.measure(run, "none"), "there is no metric 'none'; there are "),
-        (lambda run, dense: figures.measure(dense, "churn"), "run 'dense' has no churn of any"),
+        (lambda run, dense: figures.measure(dense, "churn"), "run 'dense' has no churn for any"),
         (lambda run, dense: figures.balancing_losses(dense), "'dense' has no balancing losses"),
         (
             lambda run, dense: figures.overlay_measure({"dense": [dense]}, "churn"),

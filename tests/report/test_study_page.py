@@ -260,7 +260,7 @@ def test_leverage_and_scaling_with_experts() -> None:
     clark = found["Scaling with experts"]
     assert "| a | -0.0" in clark
     assert "| -0.082 |" in clark, "the published one beside it"
-    assert "largest runs, the form is" in clark
+    assert "largest runs, the form misses them by" in clark
     widths = [f"d_model={width}" for width in (16, 32, 64)]
     assert sorted(lines_of(page.figures["axis"])) == widths
 
@@ -326,7 +326,7 @@ def test_granularity_has_a_best_value_or_none(best: float, says: str, with_law: 
     found = grain(loss, seeds=2, with_law=with_law)
     assert says in found
     assert "`L = E + A / G^alpha`" in found
-    assert ("Krajewski's form is this one in G alone" in found) == with_law
+    assert ("Krajewski's law reduces to this form in G" in found) == with_law
 
 
 def test_what_a_seed_does_to_all_arms_widens_no_interval_of_a_fit() -> None:

@@ -145,7 +145,11 @@ def test_a_fit_says_what_it_may_not_be_used_for() -> None:
         ),
         ({"C": [1, 1, 2, 2]}, [3, 3, 2, 1], "4 runs at 2 sizes cannot determine 3 parameters"),
         ({"C": []}, [], "0 runs at 0 sizes cannot determine 3 parameters"),
-        ({"C": [1, 2, 4, 8]}, [2, 2, 2, 2], "the loss is the same in all runs, so that nothing"),
+        (
+            {"C": [1, 2, 4, 8]},
+            [2, 2, 2, 2],
+            "the loss is the same in all runs, so that its effect cannot be fitted",
+        ),
         ({"C": [1, 2, 4, 8]}, [3, math.nan, 2, 1], "loss: must be positive and finite in all"),
         (
             {"C": [1, 2, 4, math.inf]},
