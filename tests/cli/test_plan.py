@@ -24,6 +24,7 @@ def test_every_layout_that_fits_has_a_row_and_the_fastest_is_said() -> None:
     assert {row.strip()[:9] for row in rows} >= {"4 x 1 x 1", "1 x 4 x 1", "1 x 1 x 4"}
     assert "parallel: {data: " in said
     assert " s a step, bound by " in said
+    assert "a GPU has 80 GB, computes " in " ".join(said.split())
 
 
 def test_figures_may_be_given_and_a_model_that_is_too_large_is_said() -> None:
