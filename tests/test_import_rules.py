@@ -185,9 +185,9 @@ def import_package() -> tuple[float, list[str]]:
 
 def test_importing_the_package_is_quick_and_loads_nothing_but_torch_einops_and_pydantic() -> None:
     seconds, loaded = import_package()
-    if seconds >= 0.3:  # other work did disturb it
+    if seconds >= 1.0:  # other work did disturb it
         seconds, loaded = import_package()
-    assert seconds < 0.3
+    assert seconds < 1.0  # 0.2 to 0.6 by processor; what loads a library more takes seconds
     # `_sysconfigdata_...`, named after the platform, belongs to the standard library too.
     libraries = {name.split(".")[0] for name in loaded if not name.startswith("_sysconfigdata")}
     libraries -= set(sys.stdlib_module_names)
