@@ -288,10 +288,18 @@ def _same_name(typed: str, tree: Option) -> list[str]:
     return sorted(inside or paths, key=lambda path: path.count("."))
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Options in which two nested mappings differ: dotted path -> (old, new)."""
-    old, new = flatten(old), flatten(new)
-    return {k: (old.get(k), new.get(k)) for k in {**old, **new} if old.get(k) != new.get(k)}
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Return dotted key -> (value before, value now) for every difference of two nested mappings."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found[f"{prefix}{key}"] = (old, new)
+    return found
 
 
 def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.option_tree import differences
 from moe_ffn.config.yaml_files import read_config, read_yaml
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn import WidthMatch
@@ -140,17 +141,3 @@ def own_config(path: Path) -> TrainConfig:
             "the original file"
         )
     return config
-
-
-def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
-) -> dict[str, tuple[Any, Any]]:
-    """Return dotted key -> (value before, value now) for every difference of two nested mappings."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in [*before, *(key for key in now if key not in before)]:
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found |= differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found[f"{prefix}{key}"] = (old, new)
-    return found

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.option_tree import differences
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.runs.config import Resume, TrainConfig, differences
+from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.folder import REPORT_FILE, is_finished
 from moe_ffn.runs.outside_code import comparable_options
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, command, printable
+from moe_ffn.config.option_tree import differences
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.files import (
     read_text,
@@ -23,7 +24,7 @@ from moe_ffn.files import (
     write_file,
     write_whole,
 )
-from moe_ffn.runs.config import Resume, TrainConfig, differences
+from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,

@@ -20,11 +20,12 @@ from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any, BinaryIO, Literal
 
 from moe_ffn.config.errors import ConfigError, first_line, show
+from moe_ffn.config.option_tree import differences
 from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.files import make_folder, open_file, write_whole
 from moe_ffn.runs import folder as run_folder
-from moe_ffn.runs.config import TrainConfig, differences, own_config
+from moe_ffn.runs.config import TrainConfig, own_config
 from moe_ffn.runs.json_files import Summary
 from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.studies.budget import Budget

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, command, expand_path, show
-from moe_ffn.config.option_tree import differences, show_value
+from moe_ffn.config.option_tree import differences, flatten, show_value
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import flag_value
 from moe_ffn.data.prepare import DataConfig
@@ -187,12 +187,11 @@ def _of_another_type(old: Any, new: Any, prefix: str) -> Iterator[str]:
 
 def _changes(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
     """Return the options in which two models differ: dotted name -> (old, new)."""
-    return differences(
-        *(
-            {"model": model.config.to_dict(), "data": {"seq_len": model.max_seq_len}}
-            for model in (source, decoder)
-        )
+    old, new = (
+        flatten({"model": model.config.to_dict(), "data": {"seq_len": model.max_seq_len}})
+        for model in (source, decoder)
     )
+    return differences(old, new)
 
 
 def _by_layer(names: Iterable[str]) -> list[str]:

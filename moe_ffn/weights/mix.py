@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, show
-from moe_ffn.config.option_tree import differences
+from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.networks import networks
 from moe_ffn.model.decoder import Decoder
@@ -73,7 +73,7 @@ def _require_same(first: Decoder, other: Decoder, number: int) -> None:
     """Raise ConfigError for the first option in which two models differ."""
     ours, theirs = (
         {
-            **decoder.config.to_dict(),
+            **flatten(decoder.config.to_dict()),
             "vocab_size": decoder.embedding.num_embeddings,
             "max_seq_len": decoder.max_seq_len,
         }

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.config.option_tree import flatten
+from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn.base import FFNConfig
@@ -222,9 +222,9 @@ def _is_given(path: str, value: Any) -> bool:
 
 def _differences(ours: Options, theirs: Options) -> list[tuple[str, Any, Any]]:
     """Return (path, our value, their value) of each difference; those of a `type` come first."""
-    paths = [path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
-    paths.sort(key=lambda path: (path != "sparse_layers", not path.endswith("type")))
-    return [(_path(path), ours.get(path), theirs.get(path)) for path in paths]
+    found = differences(ours, theirs)
+    paths = sorted(found, key=lambda path: (path != "sparse_layers", not path.endswith("type")))
+    return [(_path(path), *found[path]) for path in paths]
 
 
 def _path(path: str) -> str:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from moe_ffn.cli.train import NEWEST, find_resume, take_flags
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.option_tree import differences
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import prepare
 from moe_ffn.data.split import Documents
-from moe_ffn.runs.config import Resume, TrainConfig, differences
+from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.identity import checkpoint_identity
 from moe_ffn.runs.resume import Start, newest_good, refusal_of_weights, rewind
 from moe_ffn.runs.texts import check_documents
