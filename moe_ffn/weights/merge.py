@@ -128,10 +128,11 @@ def merge_experts(
         raise ConfigError(
             "method.type: the experts are of a custom type, whose units cannot be aligned; use prune"
         )
+    rows, made_rows = block.router.rows(), made.router.rows()
     for place, group in enumerate(groups):
         share_G = _shares(counts_E[list(group)])
-        for name, value in made.router.rows().items():
-            value[place] = _mean(block.router.rows()[name][list(group)], share_G)
+        for name, value in made_rows.items():
+            value[place] = _mean(rows[name][list(group)], share_G)
         aligned = [_aligned(source, expert, group[0]) for expert in group]
         for target, values in zip(into.parameters, zip(*aligned, strict=True), strict=True):
             if target is not None:
