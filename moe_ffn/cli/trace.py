@@ -42,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layers", type=layer_numbers, help="only these layers, as in 0,3")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
     given = parser.parse_args(argv)
-    text = read_text(given.text)
+    if not (is_model_folder(given.run) or is_transformers_folder(given.run)):
+        check_has_weights(given.run)
+    text = read_text(given.text)  # waits for standard input, so after a look at the folder
     if given.html is not None:
         check_output("--html", given.html, OPENING)
     trace = trace_folder(given.run, text, given.layers, trust_code=given.trust_code)
@@ -67,7 +69,6 @@ def trace_folder(
         return trace_of_decoder(folder, decoder.config, tokenizer, ids, outputs, layers)
     if is_transformers_folder(folder):
         return _of_transformers(folder, text, layers)
-    check_has_weights(folder)
     with accepting_code(trust_code):
         return follow(folder, text, layers)
 

@@ -32,6 +32,15 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
     return lambda *argv: run_here(*map(str, argv), program="moe_ffn.cli.trace")
 
 
+def test_a_folder_is_refused_before_standard_input_is_read(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # reading it would raise AttributeError
+    done = trace(tmp_path / "nowhere", "--text", "-")
+    assert done.code == 2
+    assert "nowhere" in done.stderr
+
+
 # -- the values
 
 
