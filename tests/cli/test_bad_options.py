@@ -216,7 +216,8 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "all ranks together; give 6, or change the ranks"
     ),
     "--trainer.num_nodes 2": re.compile(
-        r"trainer\.num_nodes \(2\): .* would wait for the other machines .*; start it .* torchrun --nnodes 2 "
+        r"trainer\.num_nodes \(2\): .* would wait for the other machines forever; start it .* "
+        r"torchrun --nnodes 2 "
     ),
     "--trainer.strategy ddp_spawn --trainer.devices 2": (
         "trainer.strategy: must be one of 'auto', 'ddp' or 'ddp_find_unused_parameters_true', "
