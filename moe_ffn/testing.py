@@ -69,12 +69,12 @@ def check_ffn(
         config, block = getattr(ffn, "config", None), copy.deepcopy(ffn)
         device = next(ffn.parameters(), torch.empty(0)).device
         trial = Trial(type(ffn).__name__, d_model, seq_len, causal, device=device)
-        with undisturbed(device):
+        with isolated_rng(device):
             trial.block(block.float(), config if isinstance(config, FFNConfig) else None)
     else:
         config = _validated(FFNConfig, ffn)
         trial = Trial(f"'{config.type}'", d_model, seq_len, causal)
-        with undisturbed(trial.device):
+        with isolated_rng(trial.device):
             trial.ffn(config)
 
 
@@ -100,7 +100,7 @@ def check_router(
     """
     config = _validated(RouterConfig, router)
     trial = Trial(f"'{config.type}'", d_model, seq_len, causal)
-    with undisturbed(trial.device):
+    with isolated_rng(trial.device):
         trial.router(config, num_experts)
 
 
@@ -124,7 +124,7 @@ def check_experts(
     """
     config = _validated(ExpertsConfig, experts)
     trial = Trial(f"'{config.type}'", d_model)
-    with undisturbed(trial.device):
+    with isolated_rng(trial.device):
         built = config.build(d_model, num_experts, experts_per_token)
         trial.experts(built, d_model, num_experts)
 
@@ -137,7 +137,7 @@ def _validated(family: type[Part], part: Part | Mapping[str, Any] | str) -> Part
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def isolated_rng(device: torch.device) -> Iterator[None]:
     """Disable gradients, and restore torch's random state at the end."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         yield
@@ -495,7 +495,7 @@ class Trial:
         ids_T1 = (torch.arange(len(x_TD), device=self.device) % num_experts)[:, None]
         ones_TE = torch.ones(len(x_TD), num_experts, device=self.device)
         pairs = routing_of_pairs(ones_TE[:, :1], ids_T1, ones_TE, ones_TE, TokenContext())
-        plan_function = plan_of_list if experts.by_row else make_plan
+        plan_function = plan_of_list if experts.are_table_rows else make_plan
         plan = plan_function(pairs, num_experts)
         move_off_zero(experts)
         who = "what its experts return"

@@ -180,12 +180,12 @@ def verdict(plans: Sequence[LayoutPlan]) -> str:
     layout = best.layout
     option = f"parallel: {{data: {layout.data}, shard: {layout.shard}, expert: {layout.expert}}}"
     waits = "the products"
-    if best.beside_seconds > best.compute_seconds:
+    if best.overlapped_seconds > best.compute_seconds:
         waits = (
-            f"the traffic of weights and gradients ({best.beside_seconds:.3g} s, the products take "
+            f"the traffic of weights and gradients ({best.overlapped_seconds:.3g} s, the products take "
             f"{best.compute_seconds:.3g})"
         )
-    tokens = f", {best.between_seconds:.3g} s for tokens to travel" if best.between_seconds else ""
+    tokens = f", {best.token_seconds:.3g} s for tokens to travel" if best.token_seconds else ""
     plain = next((p for p in plans if not p.layout.is_sharded), None)
     lacks = ""
     if plain is not None and not plain.fits:

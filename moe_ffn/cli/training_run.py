@@ -23,7 +23,7 @@ from moe_ffn.cli.results import (
 )
 from moe_ffn.config.environment import is_first_rank
 from moe_ffn.config.errors import ConfigError, command, first_line
-from moe_ffn.config.import_path import explaining_outside_errors
+from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.config.trust import trust
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare, validation_batches
@@ -31,7 +31,7 @@ from moe_ffn.experts.base import compile_kernels
 from moe_ffn.files import reason
 from moe_ffn.metrics import unigram_loss
 from moe_ffn.report.page import write_report
-from moe_ffn.runs import assemble, outside_code
+from moe_ffn.runs import assemble, custom_code
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_parts import check_num_params
@@ -76,7 +76,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     hardware = find_hardware(config)
     source = None if resume else read_initial_weights(config)
 
-    with explaining_outside_errors():
+    with explaining_custom_errors():
         data = prepare(config.data)
         run_prompt(
             config.sample, data, config.data.seq_len
@@ -112,7 +112,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
 
         loggers, wandb_line = assemble.make_loggers(config, folder, facts) if is_main else ([], "")
         ranks = [hardware.layout.describe()] if hardware.layout.num_ranks > 1 else []
-        code = outside_code.describe_code(files, folder) if resume is None else ()
+        code = custom_code.describe_code(files, folder) if resume is None else ()
         for line in (*ranks, wandb_line, *code, f"writing to {folder}/\n"):
             say(line)
         callbacks = assemble.make_callbacks(config, data, folder, run_id)
@@ -155,7 +155,7 @@ def find_resume_point(resume: Resume, data: PreparedData, module: LanguageModel,
     Raises:
         ConfigError: the run cannot be resumed.
     """
-    outside_code.warn_if_code_changed(resume.folder)
+    custom_code.warn_if_code_changed(resume.folder)
     check_documents(resume.folder, data.documents)
     max_steps = resume.config.trainer.max_steps
     start = find_start(resume.folder, resume.own, data, module, max_steps)
@@ -170,11 +170,11 @@ def files_of_a_new_run(
 ) -> dict[str, str]:
     """Return the initial files of a run, name -> text: options, facts, tokenizer, documents, code."""
     return {
-        run_folder.CONFIG_FILE: to_yaml(outside_code.portable_options(config)),
+        run_folder.CONFIG_FILE: to_yaml(custom_code.portable_options(config)),
         run_folder.FACTS_FILE: json.dumps(facts, indent=2) + "\n",
         run_folder.TOKENIZER_FILE: json.dumps(data.tokenizer.to_dict()),
         run_folder.DOCUMENTS_FILE: json.dumps(data.documents.to_dict()),
-        **outside_code.code_files(config),
+        **custom_code.code_files(config),
     }
 
 
@@ -191,7 +191,7 @@ def open_folder(
         rewind(resume, start, files)
         return resume.folder
     folder = run_folder.make_run_folder(config, files)
-    trust(outside_code.named_code(config))
+    trust(custom_code.named_code(config))
     return folder
 
 

@@ -126,7 +126,7 @@ def import_class(tag: str, family: type[Class]) -> type[Class]:
     where, _, name = tag.rpartition(":")
     code = find_code(where)
     with (
-        explaining_outside_errors(f"importing '{where}'"),
+        explaining_custom_errors(f"importing '{where}'"),
         contextlib.redirect_stdout(sys.stderr),
     ):
         module = (_import_file if code.is_file else _import_module)(code)
@@ -218,7 +218,7 @@ def _ask(code: Code) -> None:
 # -- imported code
 
 
-def is_outside(cls: type) -> bool:
+def is_custom_class(cls: type) -> bool:
     """Return True for a class of another package."""
     return cls.__module__.partition(".")[0] != PACKAGE
 
@@ -239,7 +239,7 @@ def tag_of(cls: type) -> str:
 
 
 @contextmanager
-def explaining_outside_errors(culprit: str = "") -> Iterator[None]:
+def explaining_custom_errors(culprit: str = "") -> Iterator[None]:
     """Turn an error of custom code, `sys.exit` included, into a ConfigError that names its file and line.
 
     Ctrl-C and exits after a signal are raised unchanged. Without a `culprit`, so is an error that passed

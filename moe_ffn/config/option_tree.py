@@ -54,7 +54,7 @@ class Option:
         return self.value.get("type") if isinstance(self.value, Mapping) else self.value
 
     @property
-    def is_from_outside(self) -> bool:
+    def is_custom(self) -> bool:
         """True for a custom class; `--help` does not run its code."""
         return self.family is not None and isinstance(self.type, str) and ":" in self.type
 
@@ -68,7 +68,7 @@ class Option:
         if self.value == REQUIRED:
             return None
         value = {"type": self.value} if isinstance(self.value, str) else self.value
-        if self.declared is None or self.is_from_outside or not isinstance(value, Mapping):
+        if self.declared is None or self.is_custom or not isinstance(value, Mapping):
             return None
         try:
             return self.declared.class_for(value)
@@ -78,7 +78,7 @@ class Option:
 
     def children(self) -> list[Option]:
         """Options of a section in order; empty for a plain value or an unknown type."""
-        if self.is_from_outside:
+        if self.is_custom:
             text = "Its options are not listed, since --help runs no custom code; --print-config shows them."
             return [Option(self._below("type"), None, self.type, f"{self.meaning} {text}".lstrip())]
         try:

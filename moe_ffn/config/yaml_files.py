@@ -15,7 +15,7 @@ from yaml.composer import ComposerError
 
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, explain, first_line, shorten
-from moe_ffn.config.import_path import FileTag, explaining_outside_errors, is_file_tag
+from moe_ffn.config.import_path import FileTag, explaining_custom_errors, is_file_tag
 from moe_ffn.config.option_tree import explain_unknown, option_tree, show_value
 from moe_ffn.config.trust import UntrustedCodeError, only_trusted_code
 from moe_ffn.files import reason
@@ -32,7 +32,7 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
     A warning is logged before the code of a custom class runs.
     """
     try:
-        with explaining_outside_errors():
+        with explaining_custom_errors():
             return root.model_validate(options)
     except ValidationError as error:
 

@@ -83,7 +83,7 @@ class ExpertsConfig(TaggedConfig, frozen=True):
 class Experts(nn.Module, ABC):
     """E parallel networks of equal shape; their weights are stacked along the first axis."""
 
-    by_row: bool = False
+    are_table_rows: bool = False
     """True if an expert is a row of embedding tables. Plans are then unsorted (`dispatch.plan_of_list`), and
     experts without tokens cost nothing."""
 

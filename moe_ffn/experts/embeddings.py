@@ -61,7 +61,7 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
 class EmbeddingExperts(Experts):
     """Experts that are table rows, looked up for each pair."""
 
-    by_row: bool = True
+    are_table_rows: bool = True
     config: Any
 
     def __init__(self, config: EmbeddingExpertsConfig, d_model: int, num_experts: int) -> None:

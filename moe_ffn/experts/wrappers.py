@@ -80,7 +80,7 @@ class ExpertsWrapper(Experts):
     def __init__(self, experts: Experts) -> None:
         super().__init__()
         self.experts = experts
-        self.by_row = experts.by_row
+        self.are_table_rows = experts.are_table_rows
 
     @property
     def innermost(self) -> Experts:

@@ -135,7 +135,7 @@ class FFNConfig(TaggedConfig, frozen=True):
         By default the first refusal of an inner part. Override it to allow cached decoding: the base class
         cannot know whether a block mixes tokens.
         """
-        refusal = first_refusal(parts_of(self), situation)
+        refusal = first_refusal(inner_configs(self), situation)
         if refusal is None and situation.cached:
             return Refusal(
                 f"type '{self.type}' does not say that it takes each token by itself",
@@ -165,7 +165,7 @@ class FFNConfig(TaggedConfig, frozen=True):
         return self.type
 
 
-def parts_of(config: FFNConfig) -> dict[str, Refusing]:
+def inner_configs(config: FFNConfig) -> dict[str, Refusing]:
     """Return the configs inside a block by option: its inner blocks, then its experts."""
     stack = config.expert_stack
     experts = {} if stack is None else {"experts": stack.config}
@@ -235,7 +235,7 @@ def round_name(number: int) -> str:
     return f"round_{number + 1}" if number else OWN
 
 
-def within(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
+def prefix_names(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
     """Return the values of an inner block with their routing names prefixed by `outer`.
 
     `routing`, the name of a block's own router, becomes `outer`; `inner` becomes `outer/inner`.

@@ -19,9 +19,9 @@ from moe_ffn.ffn.base import (
     RouterInfo,
     check_input,
     flatten_tokens,
-    parts_of,
+    inner_configs,
+    prefix_names,
     round_name,
-    within,
     without_padding,
 )
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
@@ -43,7 +43,7 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
     """C, the number of passes of a token through the mixture."""
 
     def refusal(self, situation: Situation) -> Refusal | None:
-        return first_refusal(parts_of(self), situation)
+        return first_refusal(inner_configs(self), situation)
 
     def router_infos(self) -> dict[str, RouterInfo]:
         (info,) = self.ffn.router_infos().values()
@@ -95,8 +95,8 @@ class ChainOfExpertsFFN(FFNBlock):
         for name, router, round_context in self.rounds(context):
             routing = router(*flatten_tokens(hidden, round_context))
             output = self.ffn.follow(routing, hidden, round_context)
-            routings |= within(name, output.routings)
-            shares |= within(name, output.shared_shares)
+            routings |= prefix_names(name, output.routings)
+            shares |= prefix_names(name, output.shared_shares)
             hidden = hidden + output.hidden
         return FFNOutput(hidden, routings, shares)
 

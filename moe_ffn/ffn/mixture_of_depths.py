@@ -14,7 +14,14 @@ from pydantic import model_validator
 from torch import Tensor
 
 from moe_ffn.config.errors import Refusal, Situation, first_refusal
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo, check_input, flatten_tokens, within
+from moe_ffn.ffn.base import (
+    FFNBlock,
+    FFNConfig,
+    RouterInfo,
+    check_input,
+    flatten_tokens,
+    prefix_names,
+)
 from moe_ffn.ffn.dense import GatedConfig
 from moe_ffn.kernels.base import is_transform_on, needs_static_shapes, refuse_vmap
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
@@ -73,7 +80,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
             name: replace(info.inside("ffn"), share=self.share)
             for name, info in self.ffn.router_infos().items()
         }
-        return {"routing": RouterInfo(self.router, 1, is_gate=True)} | within("inner", inner)
+        return {"routing": RouterInfo(self.router, 1, is_gate=True)} | prefix_names("inner", inner)
 
     def build(self, d_model: int) -> FFNBlock:
         return MixtureOfDepthsFFN(self, d_model)
@@ -132,15 +139,15 @@ class MixtureOfDepthsFFN(FFNBlock):
         hidden = hidden.scatter_add(1, index_BMD, passed_BMD).to(x.dtype)
         return FFNOutput(
             hidden.reshape(x.shape),
-            {"routing": routing} | within("inner", inner.routings),
-            within("inner", inner.shared_shares),
+            {"routing": routing} | prefix_names("inner", inner.routings),
+            prefix_names("inner", inner.shared_shares),
         )
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}"
 
     def routers(self) -> dict[str, Router]:
-        return {"routing": self.router} | within("inner", self.ffn.routers())
+        return {"routing": self.router} | prefix_names("inner", self.ffn.routers())
 
 
 def pick(

@@ -25,7 +25,7 @@ from moe_ffn.ffn.base import (
     RouterInfo,
     check_input,
     flatten_tokens,
-    parts_of,
+    inner_configs,
 )
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
@@ -106,7 +106,7 @@ class MoEConfig(FFNConfig, frozen=True):
                 f"{situation.num_ranks} ranks",
                 "change it or parallel.expert",
             )
-        parts = {"router": self.router, "capacity": self.capacity, **parts_of(self)}
+        parts = {"router": self.router, "capacity": self.capacity, **inner_configs(self)}
         return first_refusal(parts, situation)
 
     def router_infos(self) -> dict[str, RouterInfo]:
@@ -128,10 +128,10 @@ class MoEConfig(FFNConfig, frozen=True):
         return MoEFFN(self, d_model)
 
     def num_params(self, d_model: int) -> int:
-        return self._params_beside_experts(d_model) + self.expert_stack.num_params(d_model)
+        return self._params_without_experts(d_model) + self.expert_stack.num_params(d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        return self._params_beside_experts(d_model) + self.expert_stack.num_active_params(d_model)
+        return self._params_without_experts(d_model) + self.expert_stack.num_active_params(d_model)
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         shared = 0
@@ -151,7 +151,7 @@ class MoEConfig(FFNConfig, frozen=True):
     def describe(self) -> str:
         return f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.router.describe()}"
 
-    def _params_beside_experts(self, d_model: int) -> int:
+    def _params_without_experts(self, d_model: int) -> int:
         shared = 0
         if self.shared_expert is not None:
             shared = self.shared_expert.num_params(d_model) + self.combine.num_params(d_model)
@@ -174,7 +174,7 @@ class MoEFFN(FFNBlock):
         self.capacity = config.capacity
         self.router = config.router.build(d_model, config.num_routable)
         self.experts = config.expert_stack.build(d_model)
-        self.make_plan = plan_of_list if self.experts.by_row else make_plan
+        self.make_plan = plan_of_list if self.experts.are_table_rows else make_plan
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.zero_computation = self.shared_expert = None
         if config.zero_computation.total:
@@ -214,7 +214,7 @@ class MoEFFN(FFNBlock):
         Raises:
             ValueError: `x` or a parameter is batched.
         """
-        if is_transform_on() and not self.experts.by_row:
+        if is_transform_on() and not self.experts.are_table_rows:
             refuse_vmap(x, self.parameters())
 
     @property

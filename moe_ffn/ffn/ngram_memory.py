@@ -87,12 +87,12 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
 
     def num_params(self, d_model: int) -> int:
         tables = sum(self.table_sizes) * self.width_of_row(d_model)
-        return tables + self._params_beside_tables(d_model) + self.ffn.num_params(d_model)
+        return tables + self._params_without_tables(d_model) + self.ffn.num_params(d_model)
 
     def num_active_params(self, d_model: int) -> int:
         """Return the number of parameters that a token uses, with one row of each table."""
         read = self.memory_width(d_model)
-        return read + self._params_beside_tables(d_model) + self.ffn.num_active_params(d_model)
+        return read + self._params_without_tables(d_model) + self.ffn.num_active_params(d_model)
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         ours = 2 * linear_flops(self.memory_width(d_model), d_model)
@@ -103,7 +103,7 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
             f"memory of {self.max_order}-grams, {self.num_rows} rows, beside {self.ffn.describe()}"
         )
 
-    def _params_beside_tables(self, d_model: int) -> int:
+    def _params_without_tables(self, d_model: int) -> int:
         """Return the number of parameters of keys, values, three norms and the convolution."""
         projections = 2 * linear_params(self.memory_width(d_model), d_model, bias=False)
         return projections + 3 * d_model + self.kernel_size * d_model

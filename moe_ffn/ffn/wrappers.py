@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.experts.wrappers import InnerNormConfig, build_norm
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo, check_input, parts_of, without_padding
+from moe_ffn.ffn.base import (
+    FFNBlock,
+    FFNConfig,
+    RouterInfo,
+    check_input,
+    inner_configs,
+    without_padding,
+)
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.outputs import FFNOutput, TokenContext
 from moe_ffn.routing import LinearRouterConfig
@@ -29,7 +36,7 @@ class WrapperConfig(FFNConfig, frozen=True):
         return 0
 
     def refusal(self, situation: Situation) -> Refusal | None:
-        return first_refusal(parts_of(self), situation)
+        return first_refusal(inner_configs(self), situation)
 
     def router_infos(self) -> dict[str, RouterInfo]:
         return {name: info.inside("ffn") for name, info in self.ffn.router_infos().items()}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.ffn.base import FFNBlock, within
+from moe_ffn.ffn.base import FFNBlock, prefix_names
 from moe_ffn.model.decoder import layer_name
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing.base import routing_of_pairs
@@ -141,7 +141,7 @@ class _Watcher:
             self._seen[name] = partial(self._routings_of_block, name, output)
 
     def _routings_of_block(self, name: str, output: FFNOutput) -> dict[str, Routing]:
-        found = within(name, output.routings)
+        found = prefix_names(name, output.routings)
         own = found.get(name)
         if own is not None and own.mask_T is None:
             found[name] = replace(own, mask_T=self._context(own.num_tokens).mask)

@@ -22,7 +22,7 @@ from moe_ffn.config.base import MAX_COUNT, Config, require_count
 from moe_ffn.config.errors import ConfigError, Refusal, Situation, first_refusal
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
-from moe_ffn.ffn.base import FFNBlock, RouterInfo, within
+from moe_ffn.ffn.base import FFNBlock, RouterInfo, prefix_names
 from moe_ffn.model.attention import AttentionConfig
 from moe_ffn.model.cache import KVCache, LayerCache
 from moe_ffn.model.norm import NormConfig, RMSNormConfig
@@ -135,7 +135,7 @@ class DecoderConfig(Config, frozen=True):
         routers: dict[str, RouterInfo] = {}
         for layer, (option, ffn) in enumerate(self.ffns_by_option()):
             of_layer = {name: info.inside(option) for name, info in ffn.router_infos().items()}
-            routers |= within(layer_name(layer), of_layer)
+            routers |= prefix_names(layer_name(layer), of_layer)
         return routers
 
     def refusal(self, situation: Situation) -> Refusal | None:
@@ -179,12 +179,12 @@ class DecoderConfig(Config, frozen=True):
 
     def num_params(self, vocab_size: int, max_seq_len: int) -> int:
         ffn = sum(ffn.num_params(self.d_model) for ffn in self.layer_ffns())
-        return ffn + self._params_beside_ffn(vocab_size, max_seq_len)
+        return ffn + self._params_without_ffn(vocab_size, max_seq_len)
 
     def num_active_params(self, vocab_size: int, max_seq_len: int) -> int:
         """Return the number of parameters that one token uses, including embeddings."""
         ffn = sum(ffn.num_active_params(self.d_model) for ffn in self.layer_ffns())
-        return ffn + self._params_beside_ffn(vocab_size, max_seq_len)
+        return ffn + self._params_without_ffn(vocab_size, max_seq_len)
 
     def flops_per_token(self, vocab_size: int, seq_len: int) -> int:
         """Return the forward FLOPs of matrix products per token; training costs three times as many."""
@@ -198,7 +198,7 @@ class DecoderConfig(Config, frozen=True):
         num_norms = 2 * self.num_layers + (self.norm_placement == "pre")
         return num_norms * self.norm.num_params(self.d_model)
 
-    def _params_beside_ffn(self, vocab_size: int, max_seq_len: int) -> int:
+    def _params_without_ffn(self, vocab_size: int, max_seq_len: int) -> int:
         return (
             vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
             + (0 if self.causal else self.d_model)  # the mask embedding
@@ -420,8 +420,8 @@ class Decoder(nn.Module):
                 kept = cache.layers[index]
                 output = layer(x, positions, replace(contexts[index], history=kept), kept)
             x = output.hidden
-            routings |= within(layer_name(index), output.routings)
-            shared_shares |= within(layer_name(index), output.shared_shares)
+            routings |= prefix_names(layer_name(index), output.routings)
+            shared_shares |= prefix_names(layer_name(index), output.shared_shares)
         if cache is not None:
             cache.end()
         return DecoderOutput(self.unembedding(self.final_norm(x)), routings, shared_shares)
@@ -484,7 +484,7 @@ class Decoder(nn.Module):
         """Return the routers behind `DecoderOutput.routings`, under the same names."""
         routers: dict[str, Router] = {}
         for index, layer in enumerate(self.layers):
-            routers |= within(layer_name(index), cast("Block", layer).ffn.routers())
+            routers |= prefix_names(layer_name(index), cast("Block", layer).ffn.routers())
         return routers
 
     def _embed(self, token_ids: Tensor) -> Tensor:

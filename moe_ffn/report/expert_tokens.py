@@ -286,9 +286,9 @@ MAX_LAYERS, MAX_EXPERTS, TEXT_TOKENS = 8, 32, 768
 """Maximum layers (evenly chosen), experts per layer (the busiest), and tokens of running text on a page."""
 
 
-def of_page(run: Run) -> RoutedText | str | None:
+def tokens_for_page(run: Run) -> RoutedText | str | None:
     """Return the text to show, or why there is none; None for a run in training or without sparse layers."""
-    if not run.layers or run.is_going_on:
+    if not run.layers or run.is_running:
         return None
     try:
         routed = route_validation(run)

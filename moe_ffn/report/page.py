@@ -51,7 +51,7 @@ def report_html(
     from moe_ffn.report.plots import plots_of_run, render_plots, shared_script
     from moe_ffn.report.trace_view import PALETTE
 
-    reload_every = reload_every if any(run.is_going_on for run in runs) else None
+    reload_every = reload_every if any(run.is_running for run in runs) else None
     if len(runs) > 1:
         from moe_ffn.report.comparison_page import html_of_runs
 
@@ -64,7 +64,7 @@ def report_html(
         runs=runs,
         run_summary=run_summary,
         reload_every=reload_every,
-        takes=expert_tokens.of_page(runs[0]),
+        takes=expert_tokens.tokens_for_page(runs[0]),
         expert_tokens=expert_tokens,
         grounds=PALETTE,
         time=time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -103,7 +103,7 @@ def watch(
         seen = stamp_of(folders)
         runs = write_report(folders, output, reload_every=every)
         say(f"{output} is kept current; press Ctrl-C to stop")
-        while any(run.is_going_on for run in runs):
+        while any(run.is_running for run in runs):
             start = time.monotonic()
             # Wait for a change, or for a silence after which a run may count as interrupted.
             while stamp_of(folders) == seen and time.monotonic() - start < PATIENCE_SECONDS:

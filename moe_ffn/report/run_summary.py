@@ -133,7 +133,7 @@ def best_loss(run: Run) -> float | None:
     return min(values)
 
 
-def beside_unigram(run: Run) -> str:
+def relative_to_unigram(run: Run) -> str:
     """Return the validation loss relative to the unigram model, `0.8448 below it (27%)`; empty if unknown."""
     loss, unigram = finite(final(run, "validation/loss")), finite(run.summary.unigram_loss)
     if loss is None or not unigram:

@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.parallel.layout import WHOLE, Layout
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.custom_code import portable_options
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
@@ -26,7 +27,6 @@ from moe_ffn.runs.folder import (
     git_revision,
 )
 from moe_ffn.runs.identity import RUN_ID, checkpoint_identity, tokenizer_sha256
-from moe_ffn.runs.outside_code import portable_options
 from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice, AlarmLog, AlarmRules

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moe_ffn.config.errors import ConfigError, show
-from moe_ffn.config.import_path import explaining_outside_errors, is_outside
+from moe_ffn.config.import_path import explaining_custom_errors, is_custom_class
 from moe_ffn.data.corpus import CorpusConfig, Document
 from moe_ffn.ffn import FFNConfig, IdentityConfig
 from moe_ffn.model.decoder import Block, Decoder
@@ -23,8 +23,8 @@ from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import Positions, PositionsConfig
 from moe_ffn.routing.base import RouterConfig
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.outside_code import tagged_parts
-from moe_ffn.testing import Trial, miscounted, show_value, undisturbed
+from moe_ffn.runs.custom_code import tagged_parts
+from moe_ffn.testing import Trial, isolated_rng, miscounted, show_value
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.schedule import ScheduleConfig
 
@@ -49,7 +49,7 @@ def check_counts(config: TrainConfig) -> None:
 
 
 def _require_number(name: str, count: Callable[..., object], *arguments: int) -> None:
-    with explaining_outside_errors(name):
+    with explaining_custom_errors(name):
         found = count(*arguments)
     if not isinstance(found, int | float) or not 0 <= found < math.inf:
         raise ConfigError(
@@ -104,14 +104,14 @@ def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
     model = config.model
     # Inner parts first; otherwise their mistakes would be reported for the block around them.
     for path, part in reversed(list(tagged_parts(config))):
-        outside = [p.type for _, p in tagged_parts(part) if is_outside(type(p))]
+        outside = [p.type for _, p in tagged_parts(part) if is_custom_class(type(p))]
         if not outside:
             continue
-        within = "" if is_outside(type(part)) else f" with '{outside[0]}'"
+        within = "" if is_custom_class(type(part)) else f" with '{outside[0]}'"
         name = f"{'.'.join(map(str, path))} ('{part.type}'{within})"
         way_out = "set model.causal: false"
         trial = Trial(name, model.d_model, config.data.seq_len, model.causal, way_out, device)
-        with undisturbed(device), explaining_outside_errors(name):
+        with isolated_rng(device), explaining_custom_errors(name):
             if isinstance(part, FFNConfig):
                 layers = [layer for layer, ffn in enumerate(model.layer_ffns()) if ffn is part]
                 trial.ffn(part, f" of layer {layers[0]}" if layers else "")

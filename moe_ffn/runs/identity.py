@@ -13,8 +13,8 @@ from moe_ffn.config.option_tree import differences
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.runs.config import Resume, TrainConfig
+from moe_ffn.runs.custom_code import comparable_options
 from moe_ffn.runs.folder import REPORT_FILE, is_finished
-from moe_ffn.runs.outside_code import comparable_options
 
 RUN_ID = "run_id"
 """Key of the run's id in checkpoints and in `facts.json`."""

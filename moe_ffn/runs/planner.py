@@ -276,9 +276,9 @@ class LayoutPlan:
     traffic: Traffic
     compute_seconds: float
     """Seconds of the matrix products of a step."""
-    beside_seconds: float
+    overlapped_seconds: float
     """Seconds to send weights and gradients, which overlaps with the products."""
-    between_seconds: float
+    token_seconds: float
     """Seconds to send tokens, which does not overlap with the products."""
     tokens: int
     """Tokens of a step, summed over ranks."""
@@ -290,7 +290,7 @@ class LayoutPlan:
     @property
     def seconds(self) -> float:
         """Seconds of a step with perfectly balanced experts."""
-        return max(self.compute_seconds, self.beside_seconds) + self.between_seconds
+        return max(self.compute_seconds, self.overlapped_seconds) + self.token_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -383,8 +383,8 @@ def _plan(
         _memory(sizes, layout, item, activations, num_batches),
         traffic,
         compute_seconds=per_flop * (3 * forward + again),
-        beside_seconds=overlapped / efficiency,
-        between_seconds=traffic.tokens / pace(layout.expert) / efficiency,
+        overlapped_seconds=overlapped / efficiency,
+        token_seconds=traffic.tokens / pace(layout.expert) / efficiency,
         tokens=tokens * layout.num_ranks,
     )
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, first_line
-from moe_ffn.config.import_path import explaining_outside_errors
+from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_yaml
 from moe_ffn.data.tokenizer import Tokenizer
@@ -27,6 +27,7 @@ from moe_ffn.files import read_text
 from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.outputs import Routing
 from moe_ffn.runs.config import TrainConfig, own_config
+from moe_ffn.runs.custom_code import warn_if_code_changed
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
@@ -43,7 +44,6 @@ from moe_ffn.runs.folder import (
 )
 from moe_ffn.runs.identity import identity_of_weights
 from moe_ffn.runs.json_files import Alarm, Facts, Summary
-from moe_ffn.runs.outside_code import warn_if_code_changed
 from moe_ffn.runs.resume import newest_good, refusal_of_weights
 from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
@@ -173,7 +173,7 @@ class Run:
         return getattr(self.facts, key, None)
 
     @property
-    def is_going_on(self) -> bool:
+    def is_running(self) -> bool:
         return self.state in ("waiting", "training")
 
     @property
@@ -341,7 +341,7 @@ def load_model(folder: Path) -> SavedModel:
     config = own_config(folder / CONFIG_FILE)
     warn_if_code_changed(folder)
     tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
-    with explaining_outside_errors():
+    with explaining_custom_errors():
         decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
     weights = read_weights(folder, config, tokenizer, decoder)
     # The decoder is float32, which holds the weights of every format but float64 exactly.

@@ -25,6 +25,7 @@ from moe_ffn.files import (
     write_whole,
 )
 from moe_ffn.runs.config import Resume, TrainConfig
+from moe_ffn.runs.custom_code import code_files
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
@@ -42,7 +43,6 @@ from moe_ffn.runs.folder import (
 )
 from moe_ffn.runs.identity import RUN_ID, checkpoint_identity
 from moe_ffn.runs.json_files import CodeEntries, Facts
-from moe_ffn.runs.outside_code import code_files
 from moe_ffn.training.monitoring.json_lines import (
     AnyLine,
     Line,

@@ -13,7 +13,7 @@ from lightning import Trainer
 
 from moe_ffn.config.environment import check_number_of_processes, is_first_rank
 from moe_ffn.config.errors import ConfigError, Situation, first_line
-from moe_ffn.config.import_path import explaining_outside_errors
+from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
 from moe_ffn.runs.config import TrainConfig
@@ -109,7 +109,7 @@ def find_hardware(config: TrainConfig) -> Hardware:
 
 
 def _check_sizes(config: TrainConfig) -> None:
-    with explaining_outside_errors():
+    with explaining_custom_errors():
         check_counts(config)
         check_fits(config)
 

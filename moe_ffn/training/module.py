@@ -40,7 +40,7 @@ from moe_ffn.training.objective import (
 from moe_ffn.training.optimizer import (
     OptimizerConfig,
     build_schedule,
-    restate_options,
+    replace_options,
 )
 from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard, find_nan_source
 
@@ -378,7 +378,7 @@ class LanguageModel(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.guard.load_state_dict(checkpoint["guard"])
-        restate_options(checkpoint, self.decoder, self.optimizer_config, self.max_steps)
+        replace_options(checkpoint, self.decoder, self.optimizer_config, self.max_steps)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.optimizer_config.build(self.decoder)

@@ -207,7 +207,7 @@ def build_schedule(optimizer: Optimizer, config: OptimizerConfig, max_steps: int
     return LambdaLR(optimizer, lambda step: config.schedule.multiplier(step, max_steps))
 
 
-def restate_options(
+def replace_options(
     checkpoint: dict[str, Any], model: nn.Module, config: OptimizerConfig, max_steps: int
 ) -> None:
     """Put the optimizer options of a resumed run into its checkpoint, in place.

@@ -35,8 +35,8 @@ from moe_ffn.files import (
 )
 from moe_ffn.kernels.memory import refusing_absurd_sizes
 from moe_ffn.model.decoder import Decoder, DecoderConfig
+from moe_ffn.runs.custom_code import code_files, portable_options
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER, MODEL_FOLDER
-from moe_ffn.runs.outside_code import code_files, portable_options
 
 MODEL_TYPE = "moe_ffn"
 CONFIG_FILE = "config.json"

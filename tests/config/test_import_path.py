@@ -12,7 +12,7 @@ import pytest
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.import_path import (
     Code,
-    explaining_outside_errors,
+    explaining_custom_errors,
     file_of_module,
     import_class,
     permitting_imports,
@@ -46,11 +46,11 @@ def test_a_signal_while_a_file_is_imported_is_no_error_of_it(
 
 
 def test_errors_without_custom_code_are_raised_unchanged() -> None:
-    with pytest.raises(ZeroDivisionError), explaining_outside_errors():
+    with pytest.raises(ZeroDivisionError), explaining_custom_errors():
         print(1 // 0)
     with (
         pytest.raises(ConfigError, match=r"^model.ffn failed: ZeroDivisionError: integer div"),
-        explaining_outside_errors("model.ffn"),
+        explaining_custom_errors("model.ffn"),
     ):
         print(1 // 0)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ffn.ffn.base import round_name, within
+from moe_ffn.ffn.base import prefix_names, round_name
 from moe_ffn.model.decoder import is_inner, layer_name, layer_number, short_name
 
 
@@ -24,8 +24,8 @@ def test_another_name_is_shown_as_it_is() -> None:
 
 
 def test_names_are_read_as_they_are_given() -> None:
-    inner = within("inner", {"routing": 1, "step_2": 2})
-    names = within(layer_name(7), {"routing": 0} | inner)
+    inner = prefix_names("inner", {"routing": 1, "step_2": 2})
+    names = prefix_names(layer_name(7), {"routing": 0} | inner)
     assert names == {"layer_07": 0, "layer_07/inner": 1, "layer_07/inner/step_2": 2}
     assert [layer_number(name) for name in names] == [7, 7, 7]
     assert [is_inner(name) for name in names] == [False, True, True]

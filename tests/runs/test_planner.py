@@ -274,9 +274,9 @@ def test_the_seconds_of_a_step_by_hand(
         3 * 2 * 64 * config_of().model.flops_per_token(257, 64) / 1e12 / 0.5
     )
     beside = (sent.weights + sent.gradients) / of_weights + sent.copies / 1e9
-    assert plan.beside_seconds == pytest.approx(beside / 0.5)
-    assert plan.between_seconds == pytest.approx(sent.tokens / of_tokens / 0.5)
-    assert plan.seconds == max(plan.compute_seconds, plan.beside_seconds) + plan.between_seconds
+    assert plan.overlapped_seconds == pytest.approx(beside / 0.5)
+    assert plan.token_seconds == pytest.approx(sent.tokens / of_tokens / 0.5)
+    assert plan.seconds == max(plan.compute_seconds, plan.overlapped_seconds) + plan.token_seconds
     assert plan.tokens_per_second == 8 * 64 / plan.seconds, "of all ranks"
 
 

@@ -21,7 +21,7 @@ from moe_ffn.training.optimizer import (
     OptimizerConfig,
     SGDConfig,
     build_schedule,
-    restate_options,
+    replace_options,
     split_by_decay,
 )
 from moe_ffn.training.schedule import ScheduleConfig
@@ -113,7 +113,7 @@ class Learner:
         return torch.load(file, weights_only=True)
 
     def go_on_from(self, checkpoint: dict[str, Any]) -> None:
-        restate_options(checkpoint, self.model, self.config, self.max_steps)
+        replace_options(checkpoint, self.model, self.config, self.max_steps)
         self.model.load_state_dict(checkpoint["state_dict"])
         self.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
         self.schedule.load_state_dict(checkpoint["lr_schedulers"][0])

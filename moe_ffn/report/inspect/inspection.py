@@ -15,7 +15,7 @@ from torch import nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
-from moe_ffn.ffn.base import within
+from moe_ffn.ffn.base import prefix_names
 from moe_ffn.ffn.networks import memories
 from moe_ffn.model.decoder import Block, Decoder, layer_name
 from moe_ffn.outputs import FFNOutput
@@ -142,7 +142,7 @@ def observe(
         def look(ffn: nn.Module, args: tuple[Any, ...], output: FFNOutput) -> None:
             for memory in memories(cast("FFNBlock", ffn), *args):
                 networks[layer].setdefault(memory.name, TopInputs(TOP_K)).add(memory, first)
-            routings = within(layer_name(layer), output.routings)
+            routings = prefix_names(layer_name(layer), output.routings)
             add_batch(assignments, routings, infos, first, len(text))
 
         return look

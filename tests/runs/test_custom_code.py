@@ -18,14 +18,14 @@ from moe_ffn.config.import_path import find_code
 from moe_ffn.config.trust import UntrustedCodeError, accepting_code, only_trusted_code, trust
 from moe_ffn.config.yaml_files import read_config
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.folder import make_run_folder
-from moe_ffn.runs.json_files import CodeEntries
-from moe_ffn.runs.outside_code import (
+from moe_ffn.runs.custom_code import (
     code_files,
     comparable_options,
     portable_options,
     warn_if_code_changed,
 )
+from moe_ffn.runs.folder import make_run_folder
+from moe_ffn.runs.json_files import CodeEntries
 from moe_ffn.runs.reader import load_run
 from moe_ffn.studies.sweep import has_begun
 from tests.helpers.tiny_runs import Finished, run_here
