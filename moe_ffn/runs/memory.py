@@ -47,7 +47,7 @@ def _is_on_cpu(config: TrainConfig) -> bool:
 def _check_training_fits(config: TrainConfig, weights: int, memory: int) -> None:
     from moe_ffn.runs.planner import Sizes  # takes half a second, and most runs do not need it
 
-    size = {"bf16-true": 0.5, "16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
+    size = {"bf16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
     state = sum(weight.state_bytes for weight in Sizes.of(config).all)
     needed = int(size * (2 * weights + state))
     if needed > memory:
