@@ -18,6 +18,7 @@ PROGRAMS = {
     "generate": "continue a prompt with a run's best weights",
     "evaluate": "measure a trained model on a text, or on tasks of lm-eval",
     "report": "write the page of a run, or of several runs in the same plots",
+    "which": "find the feed-forward block that suits a corpus, within a given time",
     "compare": "compare runs that exist: losses with intervals, differences, cost",
     "sweep": "train the runs of a study, several at a time, or resume them",
     "study_page": "write the page of a study from the results of its runs",

@@ -21,9 +21,9 @@ import json
 import logging
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -56,10 +56,6 @@ from moe_ffn.studies.sweep import Job, Sweep, write_study
 from moe_ffn.studies.timing import time_arms, timing_file
 
 log = logging.getLogger(__name__)
-
-_SECONDS_BETWEEN_POLLS = 0.2
-_SECONDS_BETWEEN_LINES = 60.0
-"""Maximum time without a line while runs are trained."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -287,19 +283,9 @@ def train(sweep: Sweep) -> int:
     folder = sweep.jobs[0].run.folder.parent
     num_done = len(sweep.of("finished"))
     print(f"{len(sweep.jobs)} runs in {folder}/, {num_done} of them done", flush=True)
-    spoke_at = time.monotonic()
     try:
-        while not sweep.is_done:
-            for line in sweep.advance():
-                print(printable(line), flush=True)
-                spoke_at = time.monotonic()
-            if time.monotonic() - spoke_at > _SECONDS_BETWEEN_LINES and sweep.progress:
-                print(sweep.progress, flush=True)
-                spoke_at = time.monotonic()
-            if not sweep.is_done:
-                time.sleep(_SECONDS_BETWEEN_POLLS)
+        sweep.run(partial(print, flush=True))
     except BaseException:
-        sweep.stop()
         num_done = len([job for job in sweep.jobs if run_folder.is_finished(job.run.folder)])
         print(f"{num_done} of {len(sweep.jobs)} runs are done; the same command resumes the rest")
         raise

@@ -219,6 +219,8 @@ class Comparison:
     """Remarks about the runs, one sentence each."""
     tuning: Sequence[Tuning] = ()
     question: str = ""
+    answer: Sequence[str] = ()
+    """Sentences that replace the computed verdicts."""
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(arm.name for arm in self.arms)}, with {self.baseline} as baseline)"
@@ -238,6 +240,8 @@ class Comparison:
     @property
     def verdicts(self) -> list[str]:
         """Return the conclusions that the intervals support, one sentence per arm."""
+        if self.answer:
+            return [*self.answer]
         if len(self.arms) == 1:
             return [_alone(self.arms[0])]
         return [

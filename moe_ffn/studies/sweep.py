@@ -12,14 +12,14 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any, BinaryIO, Literal
 
-from moe_ffn.config.errors import ConfigError, first_line, show
+from moe_ffn.config.errors import ConfigError, first_line, printable, show
 from moe_ffn.config.option_tree import differences
 from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
@@ -45,6 +45,9 @@ ASIDE_FOLDER = "unfinished"
 
 _TAIL_BYTES, _TAIL_LINES = 100_000, 10
 _SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_BETWEEN_POLLS = 0.2
+_SECONDS_BETWEEN_LINES = 60.0
+"""Maximum time without a line while runs are trained."""
 
 State = Literal["waiting", "training", "elsewhere", "finished", "failed"]
 """State of a run; `elsewhere` means that another process trains it."""
@@ -384,6 +387,23 @@ class Sweep:
         else:
             yield from (f"  {line}" for line in job.last_lines())
             yield f"{job.name}: {job.problem}{more}"
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Train all runs, and pass lines for the user to `say`; an exception stops all processes."""
+        spoke_at = time.monotonic()
+        try:
+            while not self.is_done:
+                for line in self.advance():
+                    say(printable(line))
+                    spoke_at = time.monotonic()
+                if time.monotonic() - spoke_at > _SECONDS_BETWEEN_LINES and self.progress:
+                    say(self.progress)
+                    spoke_at = time.monotonic()
+                if not self.is_done:
+                    time.sleep(_SECONDS_BETWEEN_POLLS)
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Ask the processes to save a checkpoint and end after their current step, and wait for them.
