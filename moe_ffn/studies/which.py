@@ -57,7 +57,7 @@ SPARSE: dict[str, Any] = {
     "moe_8_top2": _experts(8, 2),
     "moe_32_top2": _experts(32, 2),
     "moe_32_top4": _experts(32, 4),
-    "moe_64_top8": _experts(64, 8),
+    "moe_64_top4": _experts(64, 4),
 }
 BLOCKS = DENSE | SPARSE
 """Candidates: name -> block. All have equal FLOPs per token; granularity and number of experts differ."""
@@ -156,12 +156,12 @@ class Question(Config, frozen=True):
         seconds = RESERVE * 60 * minutes
         chosen = 0
         for width in WIDTHS:
-            pair = _timed(data, width, ("gelu", "moe_64_top8"))
+            pair = _timed(data, width, ("gelu", "moe_64_top4"))
             steps = min(full_steps(seconds, ROUNDS, pair, jobs), max_steps)
-            active = _config(data, width, SPARSE["moe_64_top8"]).model.num_active_params(
+            active = _config(data, width, SPARSE["moe_64_top4"]).model.num_active_params(
                 VOCAB_SIZE, SEQ_LEN
             )
-            say(f"width {width}: {1000 * pair['moe_64_top8']:.0f} ms per step, {steps} steps")
+            say(f"width {width}: {1000 * pair['moe_64_top4']:.0f} ms per step, {steps} steps")
             is_enough = steps >= MIN_STEPS and steps * per_step >= TOKENS_PER_PARAMETER * active
             if chosen and not is_enough:
                 break
@@ -377,17 +377,18 @@ def _verdict(question: Question, dense: Arm, sparse: Arm, is_claimed: bool) -> I
         ends = sorted((abs(low), abs(high)))
         yield (
             f"Use {better.name}: it ends {abs(mean):.4f} [{ends[0]:.4f}, {ends[1]:.4f}] nats per token below "
-            f"{other.name}{_sooner(sparse, dense) if mean < 0 else ''}."
+            f"{other.name}{_time(sparse, dense) if mean < 0 else ''}."
         )
     yield _cost(dense, sparse)
 
 
-def _sooner(sparse: Arm, dense: Arm) -> str:
-    """Return the share of the dense block's time in which the mixture reaches its loss."""
+def _time(sparse: Arm, dense: Arm) -> str:
+    """Describe when the mixture reaches the loss of the dense block, relative to the time of that block."""
     reached, whole = sparse.reached, dense.training_seconds
     if reached is None or reached.seconds is None or not whole:
         return ""
-    return f", whose loss it reaches in {reached.seconds / whole:.0%} of its time"
+    ratio = reached.seconds / whole
+    return f", {'and' if ratio < 1 else 'but'} reaches its loss in {ratio:.0%} of the time"
 
 
 def _time_needed(question: Question, dense: Arm, sparse: Arm) -> str:

@@ -1,0 +1,215 @@
+"""The search for a block: its time, the candidates that stay, the answer, and one whole search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moe_ffn.cli.which import main
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import read_yaml, validate
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies import which
+from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.gather import Gathered
+from moe_ffn.studies.which import (
+    BLOCKS,
+    DENSE,
+    OVERHEAD_SECONDS,
+    ROUNDS,
+    WIDTHS,
+    Question,
+    answer,
+    full_steps,
+    survivors,
+)
+from tests.helpers.results import make_result
+
+ROOT = Path(__file__).parents[2]
+STEP_SECONDS = dict.fromkeys(BLOCKS, 0.1) | {"swiglu": 0.2, "moe_32_top2": 0.3}
+
+
+def question(**options: object) -> Question:
+    sizes = {"width": 64, "step_seconds": STEP_SECONDS, "max_steps": 1000}
+    return validate(Question, {"data": ["text"], "minutes": 10.0, "jobs": 2, **sizes, **options})
+
+
+# -- sizes
+
+
+def test_the_time_is_that_of_all_rounds() -> None:
+    # Round 1: both dense and all four sparse, 0.1 + 0.2 + 0.3 + 3 * 0.1, two seeds, a quarter of the steps.
+    # Round 2: the slowest dense, the two slowest sparse, two seeds, half of the steps.
+    # Round 3: the slowest of each, five seeds.
+    seconds_per_step = 0.9 * 2 / 4 + (0.2 + 0.3 + 0.1) * 2 / 2 + 0.5 * 5
+    overhead = (12 + 6 + 10) * OVERHEAD_SECONDS
+    seconds = (400 * seconds_per_step + overhead) / 2
+    assert full_steps(seconds + 0.1, ROUNDS, STEP_SECONDS, jobs=2) == 400
+    assert full_steps(overhead / 2, ROUNDS, STEP_SECONDS, jobs=2) == 0
+
+
+@pytest.mark.parametrize("width", WIDTHS[:6])
+def test_candidates_cost_equal_flops(width: int) -> None:
+    flops = {
+        arm: which._config(["text"], width, block).model.flops_per_token(
+            which.VOCAB_SIZE, which.SEQ_LEN
+        )
+        for arm, block in BLOCKS.items()
+    }
+    assert max(flops.values()) <= 1.02 * min(flops.values())
+
+
+def test_options_are_those_of_the_studies() -> None:
+    ours, base = (
+        which._config(["text"], 64, DENSE["gelu"]).to_dict(),
+        read_yaml(ROOT / "configs/small.yaml", ""),
+    )
+    of_studies = validate(TrainConfig, base).to_dict()
+    ours["optimizer"]["learning_rate"] = of_studies["optimizer"]["learning_rate"]
+    ours["data"]["corpus"] = of_studies["data"]["corpus"]
+    ours["data"]["validation_tokens"] = of_studies["data"]["validation_tokens"]
+    for part in (ours, of_studies):
+        del part["trainer"], part["model"]["ffn"]
+    assert ours == of_studies
+
+
+# -- rounds and answer
+
+
+def test_the_best_of_each_kind_stay() -> None:
+    losses = {"gelu": 2.2, "swiglu": 2.1, "moe_8_top2": 1.9, "moe_32_top2": 2.0, "moe_64_top4": 1.8}
+    found = Comparison.of([make_result(arm, 0, loss) for arm, loss in losses.items()])
+    assert survivors(found, ROUNDS[1]) == ["swiglu", "moe_64_top4", "moe_8_top2"]
+    assert survivors(found, ROUNDS[2]) == ["swiglu", "moe_64_top4"]
+
+
+def last_round(differences: list[float]) -> Gathered:
+    """Two blocks whose losses differ so, seed by seed; the mixture has 1.2 times the seconds of a step."""
+    results = []
+    for seed, difference in enumerate(differences):
+        for arm, loss, seconds in (("gelu", 2.0, 0.2), ("moe_8_top2", 2.0 + difference, 0.24)):
+            loss += 0.01 * seed
+            results.append(
+                make_result(
+                    arm,
+                    seed,
+                    loss,
+                    options={
+                        "model.ffn": BLOCKS[arm],
+                        "data.tokenizer": {"type": "bpe", "vocab_size": 2048},
+                    },
+                    curve=[4.0, loss + 0.1, loss],
+                    step_seconds=seconds,
+                    params=1_000_000 if arm == "gelu" else 3_000_000,
+                )
+            )
+    return Gathered(results)
+
+
+def test_a_mixture_that_is_better_is_named_with_its_gain_and_cost(tmp_path: Path) -> None:
+    found = answer(question(), tmp_path, last_round([-0.10, -0.11, -0.09, -0.10, -0.10]))
+    assert found.chosen.name == "moe_8_top2"
+    assert found.comparison.verdicts == [
+        "Use moe_8_top2: it ends 0.1000 [0.0912, 0.1088] nats per token below gelu, and reaches its loss in "
+        "81% of the time.",
+        "moe_8_top2 trains at 42 tokens per second against 50, with 600 MB of memory against 600, at equal "
+        "FLOPs and with 3.0 times the parameters.",
+        "This rests on 5 seeds of each (p < 0.001), models of 0.50 M active parameters and 0.0 M tokens; "
+        "shorter runs chose these two among 6, and larger or longer ones may order them otherwise.",
+    ]
+    assert validate(TrainConfig, read_yaml(tmp_path / "config.yaml", "")).model.ffn.type == "moe"
+
+
+def test_a_dense_block_that_is_better_is_named(tmp_path: Path) -> None:
+    found = answer(question(), tmp_path, last_round([0.10, 0.11, 0.09, 0.10, 0.10]))
+    assert found.comparison.verdicts[0].startswith(
+        "Use gelu: it ends 0.1000 [0.0912, 0.1088] nats per"
+    )
+    assert validate(TrainConfig, read_yaml(tmp_path / "config.yaml", "")).model.ffn.type == "dense"
+
+
+def test_a_difference_that_the_time_does_not_show_says_what_time_would(tmp_path: Path) -> None:
+    found = answer(question(), tmp_path, last_round([-0.10, 0.11, -0.09, 0.10, -0.10]))
+    assert found.chosen.name == "gelu"
+    first = found.comparison.verdicts[0]
+    assert first.startswith(
+        "Cannot tell moe_8_top2 from gelu within this time: the difference is -0.0160 [-0.1"
+    )
+    # sd 0.1108 and a difference of 0.016 need 379 pairs of runs, where 10 minutes train five.
+    assert first.endswith("nats per token; 12.6 h would. Until then train gelu, the simpler one.")
+
+
+# -- the program
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--minutes", "5"], r"--data: required; moe-ffn which --data my_corpus/ --minutes 60"),
+        (["--data", "text"], r"--minutes: required"),
+        (["--data", "text", "--minutes", "0"], r"--minutes: must be a whole number from 1 to"),
+        (["--data", "text", "--minutes", "5", "--name", "a/b"], r"--name: "),
+        (
+            ["--data", "text", "--minutes", "5", "--name", "old"],
+            r"'runs/old' exists; resume it with --resume",
+        ),
+        (["--resume", "runs/old"], r"'runs/old' has no which.yaml; give the folder of a search"),
+        (["--resume", "runs/old", "--minutes", "5"], r"remove --data and --minutes"),
+    ],
+)
+def test_a_mistake_is_one_sentence(argv: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "old").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=message):
+        main(argv)
+    assert [*(tmp_path / "runs").iterdir()] == [tmp_path / "runs" / "old"]
+
+
+def test_the_width_suits_the_text_and_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = SimpleNamespace(train=range(50_000))
+    monkeypatch.setattr(which, "prepare", lambda config: text)
+    with pytest.raises(
+        ConfigError, match=r"--data: 50,000 tokens are too few: 4 passes over them are 97 steps"
+    ):
+        Question.measured(["text"], 60, 2, print)
+    text.train = range(10_000_000)
+    monkeypatch.setattr(which, "_timed", lambda data, width, arms: dict.fromkeys(arms, 0.05))
+    with pytest.raises(
+        ConfigError, match=r"2 minutes leave 0 steps .* 100 are the least; give at least \d+$"
+    ):
+        Question.measured(["text"], 2, 2, print)
+    monkeypatch.setattr(
+        which, "_timed", lambda data, width, arms: dict.fromkeys(arms, width / 1000)
+    )
+    chosen = Question.measured(["text"], 60, 2, print)
+    # 3,725 steps read 7.6 M tokens, enough for 1.0 M active parameters; width 192 has 2.1 M, and 2,483 steps.
+    assert chosen.width == 128
+    assert chosen.max_steps == 4 * 10_000_000 // 2048
+
+
+@pytest.mark.slow
+def test_a_whole_search_is_resumed_after_its_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "other_home"))
+    monkeypatch.setattr(
+        which, "ROUNDS", (which.Round(1, 1, 1, (0,), 0.5), which.Round(2, 1, 1, (1, 2, 3), 1))
+    )
+    monkeypatch.setattr(which, "BLOCKS", {name: BLOCKS[name] for name in ("gelu", "moe_8_top2")})
+    monkeypatch.setattr(which, "MIN_STEPS", 8)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    sizes = {"width": 32, "step_seconds": dict.fromkeys(which.BLOCKS, 0.1), "max_steps": 8}
+    asked = question(data=[str(ROOT / "moe_ffn")], **sizes)
+    folder = tmp_path / "runs" / "which"
+    folder.mkdir(parents=True)
+    (folder / "which.yaml").write_text(which.to_yaml(asked))
+
+    assert main(["--resume", "runs/which"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "round 2 of 2: gelu, moe_8_top2; 6 runs of 8 steps" in shown
+    assert "train it: moe-ffn train --config runs/which/config.yaml" in shown
+    assert "Which feed-forward block" in (folder / "which.html").read_text(encoding="utf-8")
+    assert main(["--resume", "runs/which"]) == 0
+    assert "training (" not in capsys.readouterr().out
