@@ -67,7 +67,7 @@ WIDTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 TOKENS_PER_PARAMETER = 4
 """Training tokens for each active parameter; wider models would end before they have learned to differ."""
 MIN_STEPS = 100
-"""Steps of the longest runs below which blocks cannot be told apart."""
+"""Steps of the longest runs below which blocks cannot be distinguished."""
 MAX_PASSES = 4
 """Passes over the text; later ones teach much less (Muennighoff et al. 2023, arXiv:2305.16264)."""
 OVERHEAD_SECONDS = 10.0
@@ -121,7 +121,7 @@ def full_steps(
 
 
 class Question(Config, frozen=True):
-    """Which block suits this text? The sizes are measured once, so that a resumed search keeps them."""
+    """Text and time of a search, and its sizes, which are measured once and kept when it is resumed."""
 
     data: list[str] = Field(min_length=1)
     """Text files, folders or globs."""
