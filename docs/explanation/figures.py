@@ -9,6 +9,7 @@ import contextlib
 import io
 import re
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,56 +32,43 @@ text { font: 14px system-ui, sans-serif; fill: var(--ink); }
 .title { font-weight: 600; }
 """
 
+Point = tuple[float, float]
+
 
 class Drawing:
-    """An SVG of a width and a height; colours are names of `STYLE`."""
+    """An SVG; colours are names of `STYLE`."""
 
     def __init__(self, width: int, height: int) -> None:
-        self.size = (width, height)
-        self.parts = [f'<rect width="{width}" height="{height}" rx="8" fill="var(--paper)"/>']
+        self.size = f'width="{width}" height="{height}"'
+        self.view = f'viewBox="0 0 {width} {height}"'
+        self.parts = [f'<rect {self.size} rx="8" fill="var(--paper)"/>']
 
-    def text(self, x: float, y: float, words: str, anchor: str = "start", kind: str = "") -> None:
-        place = f'x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}"'
-        self.parts.append(f'<text {place} class="{kind}">{escape(words)}</text>')
+    def text(self, at: Point, words: str, anchor: str = "start", kind: str = "") -> None:
+        place = f'x="{_n(at[0])}" y="{_n(at[1])}" text-anchor="{anchor}" class="{kind}"'
+        self.parts.append(f"<text {place}>{escape(words)}</text>")
 
-    def turned(self, x: float, y: float, words: str) -> None:
-        turn = f'transform="rotate(-90 {_n(x)} {_n(y)})"'
-        self.parts.append(
-            f'<text x="{_n(x)}" y="{_n(y)}" text-anchor="middle" class="small" {turn}>{words}</text>'
-        )
+    def box(self, at: Point, width: float, height: float, fill: str, edge: str = "grid") -> None:
+        place = f'x="{_n(at[0])}" y="{_n(at[1])}" width="{_n(width)}" height="{_n(height)}"'
+        self.parts.append(f'<rect {place} rx="2" fill="var(--{fill})" stroke="var(--{edge})"/>')
 
-    def box(self, x: float, y: float, w: float, h: float, fill: str, line: str = "grid") -> None:
-        place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(w)}" height="{_n(h)}"'
-        self.parts.append(f'<rect {place} rx="2" fill="var(--{fill})" stroke="var(--{line})"/>')
-
-    def line(
-        self, points: list[tuple[float, float]], colour: str, width: float = 1.5, dash: str = ""
-    ) -> None:
+    def line(self, points: list[Point], colour: str, width: float = 1, dash: str = "") -> None:
         places = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
-        look = f'fill="none" stroke="var(--{colour})" stroke-width="{_n(width)}"'
-        self.parts.append(f'<polyline points="{places}" {look} stroke-dasharray="{dash}"/>')
+        look = f'stroke="var(--{colour})" stroke-width="{_n(width)}" stroke-dasharray="{dash}"'
+        self.parts.append(f'<polyline points="{places}" fill="none" {look}/>')
 
-    def arrow(
-        self, start: tuple[float, float], end: tuple[float, float], colour: str, width: float = 2
-    ) -> None:
+    def arrow(self, start: Point, end: Point, colour: str, width: float = 2) -> None:
         self.line([start, end], colour, width)
         back = complex(*start) - complex(*end)
-        if abs(back) < 8:
-            return
         wings = [
-            complex(*end) + 8 * back / abs(back) * complex(0.94, side) for side in (0.34, -0.34)
+            complex(*end) + 8 * back / abs(back) * complex(0.94, turn) for turn in (0.34, -0.34)
         ]
-        self.line(
-            [(wings[0].real, wings[0].imag), end, (wings[1].real, wings[1].imag)], colour, width
-        )
+        first, last = ((wing.real, wing.imag) for wing in wings)
+        self.line([first, end, last], colour, width)
 
     def save(self, path: Path, title: str) -> None:
-        width, height = self.size
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
-        inside = [f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", *self.parts]
-        path.write_text(
-            "\n".join([f'{head} height="{height}">', *inside, "</svg>\n"]), encoding="utf-8"
-        )
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {self.view} {self.size}>'
+        parts = [head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", *self.parts]
+        path.write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")
 
 
 def _n(value: float) -> str:
@@ -97,9 +85,6 @@ def run_page(name: str) -> dict[str, Any]:
     return names
 
 
-# -- what the FFN stores
-
-
 @torch.no_grad()
 def positions() -> Drawing:
     """Draw which inputs each output reads, found by changing one input at a time."""
@@ -113,20 +98,18 @@ def positions() -> Drawing:
         "two convolutions of size 3": lambda x: conv(x).hidden,
         "causal attention": lambda x: layer.attention(x, decoder.positions, None),
     }
-    x, cell, top = torch.randn(1, 8, 16), 22, 50
-    drawing = Drawing(720, 270)
-    drawing.turned(24, top + 4 * cell, "output position")
+    drawing, x, cell = Drawing(700, 260), torch.randn(1, 8, 16), 22
     for panel, (title, function) in enumerate(panels.items()):
-        left = 44 + 230 * panel
-        drawing.text(left, 32, title, kind="title")
-        drawing.text(left + 4 * cell, 252, "input position", "middle", "small")
-        for j in range(8):
+        left = 24 + 234 * panel
+        drawing.text((left, 32), title, kind="title")
+        for column in range(8):
             other = x.clone()
-            other[:, j] += 1
+            other[:, column] += 1
             change_S = (function(other) - function(x))[0].abs().amax(dim=-1)
-            for i in range(8):
-                place = (left + cell * j, top + cell * i, cell, cell)
-                drawing.box(*place, "blue" if change_S[i] > 0 else "paper")
+            for row, change in enumerate(change_S.tolist()):
+                corner = (left + cell * column, 48 + cell * row)
+                drawing.box(corner, cell, cell, "blue" if change else "paper")
+    drawing.text((24, 246), "rows: output positions; columns: input positions", kind="small")
     return drawing
 
 
@@ -138,197 +121,140 @@ def memory() -> Drawing:
     x = torch.tensor([0.9, 0.5])
     (found,) = memories(block, x.unsqueeze(0))
     m, values = found.activations_NF[0], found.values_FD
-    drawing = Drawing(760, 300)
-    drawing.text(24, 32, "keys k and the token x", kind="title")
-    centre, scale = (125.0, 165.0), 95 / block.up.weight.norm(dim=1).max().item()
+    drawing = Drawing(750, 290)
 
-    def at(origin: tuple[float, float], vector: torch.Tensor, scale: float) -> tuple[float, float]:
+    def at(origin: Point, vector: torch.Tensor, scale: float) -> Point:
         return origin[0] + scale * vector[0].item(), origin[1] - scale * vector[1].item()
 
-    for unit in range(8):
-        drawing.arrow(
-            centre, at(centre, block.up.weight[unit], scale), "blue" if m[unit] > 0 else "grid"
-        )
-    drawing.arrow(centre, at(centre, x, 100), "orange", 3)
-    drawing.text(at(centre, x, 112)[0], at(centre, x, 100)[1], "x", kind="title")
-    drawing.text(270, 32, "activations m = relu(k . x)", kind="title")
-    for unit in range(8):
-        y = 52 + 27 * unit
-        drawing.text(270, y + 15, f"unit {unit}", kind="small")
-        drawing.box(
-            316, y, max(110 * (m[unit] / m.max()).item(), 1), 20, "blue" if m[unit] > 0 else "grid"
-        )
-        drawing.text(436, y + 15, f"{m[unit]:.2f}")
-    drawing.text(510, 32, "output = sum of m v", kind="title")
-    end, points = torch.zeros(2), [torch.zeros(2)]
-    for unit in m.nonzero().flatten().tolist():
-        points.append(points[-1] + m[unit] * values[unit])
-    end, path = block(x).hidden, torch.stack(points)
-    torch.testing.assert_close(path[-1], end)
-    low, high = path.amin(dim=0), path.amax(dim=0)
-    scale = 190 / (high - low).max().item()
-    origin = (530 - scale * low[0].item(), 255 + scale * low[1].item())
-    for start, stop in zip(path, path[1:], strict=False):
-        drawing.arrow(at(origin, start, scale), at(origin, stop, scale), "blue")
-    drawing.arrow(origin, at(origin, end, scale), "orange", 3)
-    drawing.text(24, 284, "blue: active; grey: silent", kind="small")
+    drawing.text((24, 32), "keys k and the token x", kind="title")
+    for key, active in zip(block.up.weight, m.tolist(), strict=True):
+        drawing.arrow((115, 150), at((115, 150), key, 120), "blue" if active else "mute")
+    drawing.arrow((115, 150), at((115, 150), x, 110), "orange", 3)
+    drawing.text(at((115, 155), x, 122), "x", kind="title")
+    drawing.text((270, 32), "activations m = relu(k . x)", kind="title")
+    for unit, active in enumerate(m.tolist()):
+        y = 48 + 26 * unit
+        drawing.text((270, y + 15), f"unit {unit}", kind="small")
+        drawing.box((316, y), 120 * active, 20, "blue")
+        drawing.text((322 + 120 * active, y + 15), f"{active:.2f}")
+    drawing.text((520, 32), "output = sum of m v", kind="title")
+    steps = [torch.zeros(2), *(m.unsqueeze(-1) * values)[m > 0].cumsum(dim=0)]
+    torch.testing.assert_close(steps[-1], block(x).hidden)
+    for start, stop in pairwise(steps):
+        drawing.arrow(at((560, 95), start, 560), at((560, 95), stop, 560), "blue")
+    drawing.arrow((560, 95), at((560, 95), steps[-1], 560), "orange", 3)
+    note = "blue: active units, and what each adds; grey: silent units; orange: the token and the output"
+    drawing.text((24, 276), note, kind="small")
     return drawing
 
 
-# -- how routing works
-
-
-def tokens_and_experts(
-    drawing: Drawing,
-    left: float,
-    tokens: list[str],
-    routing: Any,
-    lit: set[tuple[int, int]],
-    loads: bool,
-) -> None:
-    """Draw the pairs of a routing as lines; those in `lit` are orange."""
-
-    def token_y(token: int) -> float:
-        return 62 + 40 * token
-
-    def expert_y(expert: int) -> float:
-        return 82 + 54 * expert
-
-    pairs = zip(
-        routing.token_ids_N.tolist(),
-        routing.expert_ids_N.tolist(),
-        routing.weights_N.tolist(),
-        routing.dropped_N.tolist(),
-        strict=True,
-    )
-    counts = [0] * routing.num_experts
-    for token, expert, weight, dropped in pairs:
-        counts[expert] += 1
-        colour = "orange" if dropped or (token, expert) in lit else "blue"
-        ends = [(left + 56, token_y(token)), (left + 206, expert_y(expert))]
+def draw_pairs(drawing: Drawing, left: float, tokens: list[str], routing: Any, lit: Any) -> None:
+    """Draw the pairs of a routing as lines from tokens to experts; those in `lit` are orange."""
+    drops = routing.dropped_N.tolist()
+    experts = routing.expert_ids_N.tolist()
+    pairs = list(zip(routing.token_ids_N.tolist(), experts, strict=True))
+    for pair, weight, dropped in zip(pairs, routing.weights_N.tolist(), drops, strict=True):
+        ends = [(left + 56, 62 + 40 * pair[0]), (left + 206, 82 + 54 * pair[1])]
+        colour = "orange" if dropped or pair in lit else "blue"
         drawing.line(ends, colour, 1.5 if dropped else 1 + 5 * weight, "5 4" if dropped else "")
     for token, word in enumerate(tokens):
-        drawing.box(left, token_y(token) - 14, 56, 28, "paper", "mute")
-        drawing.text(left + 28, token_y(token) + 5, word, "middle")
-    for expert, count in enumerate(counts):
-        drawing.box(left + 206, expert_y(expert) - 18, 84, 36, "paper", "mute")
-        words = (
-            f"{expert}: {count} pairs"
-            if loads and count != 1
-            else f"{expert}: {count} pair"
-            if loads
-            else ""
+        drawing.box((left, 48 + 40 * token), 56, 28, "paper", "mute")
+        drawing.text((left + 28, 67 + 40 * token), word, "middle")
+    for expert in range(routing.num_experts):
+        number, lost = (
+            experts.count(expert),
+            sum(d for e, d in zip(experts, drops, strict=True) if e == expert),
         )
-        drawing.text(left + 248, expert_y(expert) + 5, words or f"expert {expert}", "middle")
+        drawing.box((left + 206, 64 + 54 * expert), 96, 36, "paper", "mute")
+        count = (
+            f"{number - lost} of {number} pairs" if lost else f"{number} pair{'s' * (number > 1)}"
+        )
+        drawing.text((left + 254, 79 + 54 * expert), f"expert {expert}", "middle")
+        drawing.text((left + 254, 94 + 54 * expert), count, "middle", "small")
 
 
 def routing(page: dict[str, Any]) -> Drawing:
-    """Draw top-2 routing without a limit and with a capacity of 3."""
-    drawing = Drawing(700, 300)
-    for left, title, found in (
-        (24, "top-2 of 4 experts", page["routing"]),
-        (380, "with a capacity of 3 pairs", page["limited"]),
-    ):
-        drawing.text(left, 32, title, kind="title")
-        tokens_and_experts(drawing, left, page["tokens"], found, set(), loads=True)
+    """Draw top-2 routing without a limit and with a capacity."""
+    drawing = Drawing(700, 320)
+    drawing.text((24, 32), "top-2 of 4 experts", kind="title")
+    draw_pairs(drawing, 24, page["tokens"], page["routing"], ())
+    drawing.text((374, 32), "with a capacity of 3 pairs", kind="title")
+    draw_pairs(drawing, 374, page["tokens"], page["limited"], ())
+    drawing.text((24, 306), "line width: weight; dashed: dropped", kind="small")
     return drawing
 
 
 def expert_choice(page: dict[str, Any]) -> Drawing:
-    """Draw expert choice before and after the last token changes; what changed for others is orange."""
-    drawing = Drawing(700, 300)
+    """Draw expert choice before and after the last token changes."""
+    drawing, tokens = Drawing(700, 320), page["tokens"]
     before, after = (
-        set(zip(r.token_ids_N.tolist(), r.expert_ids_N.tolist(), strict=True))
+        {
+            (t, e)
+            for t, e in zip(r.token_ids_N.tolist(), r.expert_ids_N.tolist(), strict=True)
+            if t < 5
+        }
         for r in (page["before"], page["after"])
     )
-    last = len(page["tokens"]) - 1
-    for left, title, tokens, found, lit in (
-        (24, "before", page["tokens"], page["before"], before - after),
-        (
-            380,
-            "after the last token changed",
-            [*page["tokens"][:-1], "rug"],
-            page["after"],
-            after - before,
-        ),
-    ):
-        drawing.text(left, 32, title, kind="title")
-        earlier = {pair for pair in lit if pair[0] != last}
-        tokens_and_experts(drawing, left, tokens, found, earlier, loads=False)
+    drawing.text((24, 32), "expert choice, last token mat", kind="title")
+    draw_pairs(drawing, 24, tokens, page["before"], before - after)
+    drawing.text((374, 32), "the same, last token rug", kind="title")
+    draw_pairs(drawing, 374, [*tokens[:5], "rug"], page["after"], after - before)
+    drawing.text((24, 306), "orange: what the last token changed for earlier tokens", kind="small")
     return drawing
-
-
-# -- loss scales
 
 
 def loss_scale(page: dict[str, Any]) -> Drawing:
     """Draw the load-balancing loss against the share of tokens that collapsed."""
     drawing = Drawing(620, 340)
-    drawing.text(24, 32, "load-balancing loss, E sum f P", kind="title")
-
-    def at(share: float, loss: float) -> tuple[float, float]:
-        return 60 + 400 * share, 290 - 15 * loss
-
+    drawing.text((24, 32), "load-balancing loss, E sum f P", kind="title")
     for loss in (0, 1, 4, 8, 16):
-        drawing.line([at(0, loss), at(1, loss)], "grid", 1)
-        drawing.text(50, at(0, loss)[1] + 5, str(loss), "end", "small")
+        drawing.line([(60, 290 - 15 * loss), (460, 290 - 15 * loss)], "grid")
+        drawing.text((50, 295 - 15 * loss), str(loss), "end", "small")
     for share in (0, 0.5, 1):
-        drawing.text(at(share, 0)[0], 308, f"{share:.0%}", "middle", "small")
+        drawing.text((60 + 400 * share, 308), f"{share:.0%}", "middle", "small")
     drawing.text(
-        at(0.5, 0)[0], 326, "share of the tokens that choose the same k experts", "middle", "small"
+        (260, 326), "share of the tokens that choose the same k experts", "middle", "small"
     )
-    sizes = {(8, 4): "violet", (8, 2): "green", (64, 8): "blue", (64, 4): "orange"}
-    for (num_experts, k), colour in sizes.items():
-        shares = [step / 20 for step in range(21)]
-        losses = [
-            load_balancing_loss(page["collapsed"](share, num_experts, k)).item() for share in shares
-        ]
-        drawing.line([at(*point) for point in zip(shares, losses, strict=True)], colour, 2.5)
-        drawing.text(
-            at(1, 0)[0] + 8, at(0, losses[-1])[1] + 5, f"E {num_experts}, k {k}: {losses[-1]:.0f}"
-        )
+    for (num_experts, k), colour in {
+        (8, 4): "violet",
+        (8, 2): "green",
+        (64, 8): "blue",
+        (64, 4): "orange",
+    }.items():
+        routings = [page["collapsed"](step / 20, num_experts, k) for step in range(21)]
+        losses = [load_balancing_loss(found).item() for found in routings]
+        drawing.line([(60 + 20 * i, 290 - 15 * loss) for i, loss in enumerate(losses)], colour, 2.5)
+        drawing.text((468, 295 - 15 * losses[-1]), f"E {num_experts}, k {k}: {losses[-1]:.0f}")
     return drawing
-
-
-# -- cost
 
 
 def cost(page: dict[str, Any]) -> Drawing:
     """Draw the parameters, active parameters and FLOPs of the blocks of the page."""
-    drawing = Drawing(760, 250)
-    d_model, configs = page["d_model"], page["configs"]
-    panels = {
-        "parameters": [config.num_params(d_model) for config in configs.values()],
-        "active": [config.num_active_params(d_model) for config in configs.values()],
-        "FLOPs per token": [c.flops_per_token(d_model, page["seq_len"]) for c in configs.values()],
-    }
-    for row, name in enumerate(configs):
-        drawing.text(24, 75 + 36 * row, name)
-    colours = ("blue", "green", "orange")
-    for (title, values), left, colour in zip(panels.items(), (150, 470, 610), colours, strict=True):
-        scale = (230 if title == "parameters" else 70) / max(values)
-        drawing.text(left, 36, title, kind="title")
-        for row, value in enumerate(values):
-            drawing.box(left, 60 + 36 * row, value * scale, 20, colour, colour)
-            drawing.text(
-                left + value * scale + 6, 75 + 36 * row, f"{value / 1e6:.1f} M", kind="small"
-            )
+    drawing, d_model = Drawing(760, 250), page["d_model"]
+    for row, (name, config) in enumerate(page["configs"].items()):
+        drawing.text((24, 75 + 36 * row), name)
+        for left, title, colour, value in (
+            (150, "parameters", "blue", config.num_params(d_model)),
+            (460, "active", "green", config.num_active_params(d_model)),
+            (590, "FLOPs per token", "orange", config.flops_per_token(d_model, page["seq_len"])),
+        ):
+            if row == 0:
+                drawing.text((left, 36), title, kind="title")
+            width = 3.4e-6 * value if left == 150 else 18e-6 * value
+            drawing.box((left, 60 + 36 * row), width, 20, colour, colour)
+            drawing.text((left + width + 6, 75 + 36 * row), f"{value / 1e6:.1f} M", kind="small")
     return drawing
 
 
 def draw(folder: Path) -> None:
     """Write all figures into a folder."""
     how = run_page("how_routing_works.md")
-    figures = {
-        "positions": (positions(), "Inputs that each output reads"),
-        "memory": (memory(), "A feed-forward block as a key-value memory"),
-        "routing": (routing(how), "Routing of six tokens to four experts"),
-        "expert_choice": (expert_choice(how), "Expert choice leaks the future"),
-        "loss_scale": (loss_scale(run_page("loss_scales.md")), "Load-balancing loss"),
-        "cost": (cost(run_page("cost.md")), "Cost of five feed-forward blocks"),
-    }
-    for name, (drawing, title) in figures.items():
-        drawing.save(folder / f"{name}.svg", title)
+    positions().save(folder / "positions.svg", "Inputs that each output reads")
+    memory().save(folder / "memory.svg", "A feed-forward block as a key-value memory")
+    routing(how).save(folder / "routing.svg", "Routing of six tokens to four experts")
+    expert_choice(how).save(folder / "expert_choice.svg", "Expert choice before and after a change")
+    loss_scale(run_page("loss_scales.md")).save(folder / "loss_scale.svg", "Load-balancing loss")
+    cost(run_page("cost.md")).save(folder / "cost.svg", "Cost of five feed-forward blocks")
 
 
 if __name__ == "__main__":
