@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_ffn import ConfigError, load_balancing_loss
+from moe_ffn import ConfigError, DecoderConfig, load_balancing_loss
 from moe_ffn.interop import watch
 from moe_ffn.metrics import LoadMetrics, TokenMetrics
 from tests.helpers.alarm_rules import make_rules
@@ -110,6 +110,16 @@ def test_a_generation_is_a_pass_for_each_token() -> None:
             assert routing.mask_T.tolist() == [True, True]
             at_once = whole[0][name].expert_ids_N.view(2, 10, -1)[:, number]
             assert torch.equal(routing.expert_ids_N.view(2, -1), at_once)
+
+
+def test_padding_reaches_the_routings_of_our_own_blocks() -> None:
+    ffn_at: Any = {"0": "dense", "1": "moe"}
+    decoder = DecoderConfig.model_validate({"d_model": 16, "ffn_at": ffn_at}).build(64, 6)
+    with watch(decoder) as passes:
+        decoder(IDS_BS, MASK_BS.bool())
+    mask_T = passes[0]["layer_01"].mask_T
+    assert mask_T is not None
+    assert torch.equal(mask_T, MASK_BS.flatten().bool())
 
 
 def test_it_leaves_no_hook_behind_whatever_happens() -> None:
