@@ -17,13 +17,7 @@ from tests.helpers.alarm_rules import make_rules
 from tests.helpers.transformers_models import FAMILIES, model_of
 
 SIGMOID = {
-    "afmoe",
-    "deepseek_v3",
-    "dots1",
-    "exaone_moe",
-    "glm4_moe",
-    "minimax_m2",
-    "nemotron_h",
+    *("afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "minimax_m2", "nemotron_h"),
     "solar_open",
 }
 """Families whose routers have a sigmoid; the others have a softmax."""
@@ -38,7 +32,6 @@ def _quiet() -> None:
 
 
 def routed(family: str) -> Any:
-    """A model whose routers are far from undecided."""
     model = model_of(family, FAMILIES[family])
     with torch.no_grad():
         for name, parameter in model.named_parameters():

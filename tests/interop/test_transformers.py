@@ -25,7 +25,6 @@ def _registered() -> None:
 
 
 def step(model: Any, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, and the gradient of every weight."""
     model.set_experts_implementation(implementation)
     model.zero_grad()
     ids_BS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -81,7 +80,6 @@ def test_experts_of_other_ranks_are_not_computed() -> None:
 
 
 def gate_that(gate: Callable[[Tensor, Tensor], Tensor], **attributes: float) -> nn.Module:
-    """The experts of a Mixtral, with another gate."""
     experts: Any = next(m for m in model_of("mixtral", {}).modules() if hasattr(m, "is_transposed"))
     experts._apply_gate = lambda both: gate(*both.chunk(2, dim=-1))
     for name, value in attributes.items():
