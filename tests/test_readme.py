@@ -100,7 +100,6 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def my_run(newcomer: Path, trained: Path) -> Path:
-    """A copy of the trained run in the newcomer's folder."""
     return Path(shutil.copytree(trained, newcomer / "runs" / "my-run"))
 
 
@@ -226,40 +225,36 @@ def test_the_python_block_trains_a_run(capsys: pytest.CaptureFixture[str]):
     assert float(printed.splitlines()[-1]) > 0
 
 
+def executed(text: str, page: str, **names: Any) -> dict[str, Any]:
+    """Run the block of Python in a page that holds `text`; return all names that it has."""
+    exec(compile(python_with(text, page), page, "exec"), names)
+    return names
+
+
 def test_the_block_in_your_own_model_gives_hidden_and_a_loss_near_one():
-    names: dict[str, object] = {}
-    exec(
-        compile(python_with("load_balancing_loss(output", "README.md"), "README.md", "exec"), names
-    )
-    hidden = names["output"].hidden  # pyright: ignore[reportAttributeAccessIssue]
-    assert hidden.shape == (4, 16, 64)
-    loss = names["loss"].item()  # pyright: ignore[reportAttributeAccessIssue]
-    assert loss == pytest.approx(1, abs=0.3)
+    names = executed("load_balancing_loss(output", "README.md")
+    assert names["output"].hidden.shape == (4, 16, 64)
+    assert names["loss"].item() == pytest.approx(1, abs=0.3)
 
 
 @pytest.mark.usefixtures("my_run")
 def test_the_trained_model_is_loaded_and_saved():
-    names: dict[str, Any] = {}
-    exec(compile(python_with('"models/mine", tokenizer', EXCHANGE), EXCHANGE, "exec"), names)
+    names = executed('"models/mine", tokenizer', EXCHANGE)
     assert names["decoder"].config.ffn.type == "moe"
     assert names["tokenizer"].encode(b"import").tolist() == [*b"import"]
     written = {path.name for path in Path("models/mine").iterdir()}
     assert written == {"config.json", "model.safetensors", "tokenizer.json"}
     assert run(["moe_ffn.cli.convert", "models/mine", "models/exported"]) == 0
-    names = {}  # each block has all that it needs
-    exec(compile(python_with("load_ffn", EXCHANGE), EXCHANGE, "exec"), names)
-    assert names["block"].routers()
+    assert executed("load_ffn", EXCHANGE)["block"].routers()
     assert Path("models/exported-again/tokenizer_config.json").is_file()
     pytest.importorskip("transformers", reason="transformers is not installed here")
-    names = {}
-    exec(compile(python_with("swap_ffn", EXCHANGE), EXCHANGE, "exec"), names)
+    names = executed("swap_ffn", EXCHANGE)
     assert list(names["passes"][-1]) == ["layer_00", "layer_01"]
     swapped = [type(layer.mlp).__name__ == "SwappedFFN" for layer in names["dense"].model.layers]
     assert swapped == [False, True, False, True]
     pytest.importorskip("peft", reason="peft is not installed here")
-    names = {}
-    exec(compile(python_with("get_peft_model", EXCHANGE), EXCHANGE, "exec"), names)
-    trained = [p for name, p in names["model"].named_parameters() if "lora_" in name]
+    model = executed("get_peft_model", EXCHANGE)["model"]
+    trained = [p for name, p in model.named_parameters() if "lora_" in name]
     assert all(p.grad is not None for p in trained)
     assert {path.name for path in Path("models/adapted").iterdir()} == written
 
@@ -290,12 +285,7 @@ def test_the_router_of_the_docs_trains(capsys: pytest.CaptureFixture[str]):
 def test_the_rule_of_the_docs_moves_the_bias():
     block: Any = moe_ffn.build_ffn({"type": "moe", "router": "sigmoid_top_k"}, d_model=8)
     output = block(torch.randn(5, 8))
-    names = {
-        "moe_ffn": moe_ffn,
-        "block": block,
-        "output": output,
-        "loss": output.hidden.sum(),
-        "optimizer": torch.optim.SGD(block.parameters()),
-    }
-    exec(compile(python_with("rule.observe", "docs/routing.md"), "routing.md", "exec"), names)
+    optimizer = torch.optim.SGD(block.parameters())
+    given = {"moe_ffn": moe_ffn, "block": block, "output": output, "optimizer": optimizer}
+    executed("rule.observe", "docs/routing.md", loss=output.hidden.sum(), **given)
     assert block.router.correction_bias_E.abs().max().item() == pytest.approx(1e-3)
