@@ -31,7 +31,7 @@ def test_every_block_of_the_package_passes_and_is_refused_in_a_causal_model_wher
                 check_ffn(part, D_MODEL, seq_len=32)
 
 
-ONE_OF_EACH = {options["type"]: options for options in ROUTERS.values()}
+ONE_OF_EACH = {options["type"]: options for options in reversed(ROUTERS.values())}
 
 
 @pytest.mark.parametrize("router", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
