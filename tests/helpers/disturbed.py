@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -70,7 +69,6 @@ DISTURBANCES: dict[str, dict[int, Callable[[Path], object]]] = {
     "read-only": {BEGIN: forbid, END: allow},
     "read-only to the end": {BEGIN: forbid},
     "failing": {BEGIN: sync_with(fail), END: sync_with(_fsync)},
-    "removed": {BEGIN: shutil.rmtree},
 }
 
 

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FACTS_FILE, TOKENIZER_FILE
-from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
+from moe_ffn.runs.folder import CHECKPOINTS_FOLDER
 from tests.helpers.own_disk import ALONE, mounting
-from tests.helpers.same_run import assert_same, require_same
+from tests.helpers.same_run import require_same
 from tests.helpers.tiny_runs import (
-    NEWEST,
     Finished,
     finish,
     lasting_folder,
@@ -107,23 +105,6 @@ def test_what_is_left_on_a_bad_disk_goes_on_in_a_good_place(
     resumed = run_here("--resume", str(left))
     assert resumed.code == 0, resumed.stderr
     require_same(undisturbed(), left)
-
-
-def test_a_folder_that_is_removed_comes_back_with_what_is_needed(tmp_path: Path) -> None:
-    done, left = disturb(tmp_path, "removed")
-
-    assert done.code == 0, done.stderr
-    for name in (CONFIG_FILE, FACTS_FILE, TOKENIZER_FILE):
-        assert (left / name).exists(), f"{name} did not come back"
-    told = [line for line in done.stderr.splitlines() if "written again" in line]
-    assert len([line for line in told if line.startswith("disk: ") and CONFIG_FILE in line]) == 1
-    weights, expected = (
-        read_checkpoint(folder / CHECKPOINTS_FOLDER / NEWEST)["state_dict"]
-        for folder in (left, undisturbed())
-    )
-    assert_same(weights, expected)
-    text = run_here(str(left), program="moe_ffn.cli.generate")
-    assert text.code == 0, text.stderr
 
 
 def test_two_ranks_of_which_the_one_that_writes_cannot(tmp_path: Path) -> None:
