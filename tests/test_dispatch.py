@@ -22,10 +22,6 @@ def test_pairs_are_sorted_by_expert_and_keep_token_order(make_routing: Any) -> N
     assert plan.offsets_E.dtype == torch.int32
 
 
-def test_an_expert_without_pairs_ends_where_it_starts(make_routing: Any) -> None:
-    assert make_plan(make_routing([[1], [1], [3]], 5)).offsets_E.tolist() == [0, 2, 2, 3, 3]
-
-
 def test_dropped_and_padded_pairs_stand_behind_with_weight_zero(make_routing: Any) -> None:
     # Tokens 0 to 3 go to experts 1, 0, 1, 0; token 0's pair is dropped, token 3 is padding.
     routing = make_routing(
@@ -38,13 +34,6 @@ def test_dropped_and_padded_pairs_stand_behind_with_weight_zero(make_routing: An
     assert plan.offsets_E.tolist() == [1, 2]
     assert plan.token_ids_N.tolist() == [1, 2, 0, 3]
     assert plan.weights_N.tolist() == [1, 1, 0, 0]
-
-
-def test_shapes_do_not_depend_on_data(make_routing: Any) -> None:
-    all_dropped = make_routing([[0], [1], [0]], 2, dropped_N=torch.ones(3, dtype=torch.bool))
-    plan = make_plan(all_dropped)
-    assert plan.token_ids_N.shape == (3,)
-    assert plan.offsets_E.tolist() == [0, 0]
 
 
 def test_weights_carry_the_gradient_of_computed_pairs_alone(make_routing: Any) -> None:

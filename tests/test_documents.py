@@ -17,6 +17,7 @@ import yaml
 
 import moe_ffn
 from moe_ffn.cli.__main__ import run
+from tests.helpers.tiny_runs import ForkedTraining
 
 ROOT = Path(__file__).parents[1]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -26,14 +27,8 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TUTORIAL, flags=re.DOTALL | re.MULT
 TINY = [
     *("--data.corpus", "{type: text, paths: [text.txt]}", "--data.cache_dir", "cache"),
     *("--data.seq_len", "16", "--data.validation_tokens", "160", "--trainer.max_steps", "2"),
-    *(
-        "--trainer.accelerator",
-        "cpu",
-        "--logging.wandb.mode",
-        "disabled",
-        "--sample.num_tokens",
-        "4",
-    ),
+    *("--trainer.accelerator", "cpu", "--logging.wandb.mode", "disabled"),
+    *("--sample.num_tokens", "4"),
 ]
 
 
@@ -43,6 +38,7 @@ def test_the_tutorial_runs_from_its_beginning_to_its_end(
     """Blocks that begin with the name of a file are written there; commands get options of a short run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
     Path("text.txt").write_text("def f(x):\n    return x\nthe cat sat on a mat\n" * 80)
     names: dict[str, Any] = {}
     printed = ""
@@ -56,8 +52,6 @@ def test_the_tutorial_runs_from_its_beginning_to_its_end(
             for line in block.splitlines():
                 command, *argv = shlex.split(line, comments=True)
                 assert command == "moe-ffn"
-                if argv[0] == "sweep":  # trains in a process of its own
-                    monkeypatch.setenv("PYTHONPATH", str(ROOT))
                 tiny = TINY if argv[0] in ("train", "sweep") else []
                 assert run([*argv, *tiny]) == 0, line
         printed += capsys.readouterr().out
@@ -86,15 +80,13 @@ def test_the_citation_names_this_version_and_its_licence() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-    assert citation["cff-version"] == "1.2.0"
-    assert citation["type"] == "software"
+    assert (citation["cff-version"], citation["type"]) == ("1.2.0", "software")
     assert citation["message"]
     assert citation["title"] == project["name"]
     assert citation["version"] == project["version"] == moe_ffn.__version__
     assert citation["license"] == project["license"]
-    assert [author["name"] for author in citation["authors"]] == [
-        author["name"] for author in project["authors"]
-    ]
+    names = ([author["name"] for author in of["authors"]] for of in (citation, project))
+    assert next(names) == next(names)
     assert isinstance(citation["date-released"], date)
 
 

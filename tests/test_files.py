@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,17 +63,14 @@ def test_an_error_while_writing_keeps_the_file(tmp_path: Path, error: BaseExcept
     assert names(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize(("owner", "call"), [(os, "fsync"), (Path, "replace")], ids=str)
 def test_an_error_at_the_end_keeps_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, call: str
 ) -> None:
     path = tmp_path / "file"
     write_whole(path, "before")
 
-    def fail(*given: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os if call == "fsync" else Path, call, fail)
+    monkeypatch.setattr(owner, call, Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"):
         write_whole(path, "after")
 
@@ -104,10 +102,7 @@ def test_only_unfinished_files_are_removed(tmp_path: Path) -> None:
 def test_a_file_system_may_lack_sync_of_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
 ) -> None:
-    def refuse(descriptor: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(code, os.strerror(code))))
     if fails:
         with pytest.raises(OSError, match="Input/output error"):
             sync_folder(tmp_path)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
+import runpy
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -91,14 +94,17 @@ ONLY_PLACES = {
 """A library that not everybody has -> the only places that may import it."""
 
 
-def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
+@cache
+def imports(path: Path) -> list[tuple[str, list[str]]]:
     """Every (module, names) that a file imports anywhere, inside functions and for types too."""
+    found: list[tuple[str, list[str]]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, []) for alias in node.names)
+            found += [(alias.name, []) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or "", [alias.name for alias in node.names]
+            found.append((node.module or "", [alias.name for alias in node.names]))
+    return found
 
 
 def sources(folder: str) -> list[Path]:
@@ -177,12 +183,20 @@ import moe_ffn
 
 share = (time.process_time() - start) / of_torch
 moe_ffn.build_ffn({"type": "moe", "shared_expert": "conv"}, d_model=8)
-print(json.dumps([share, [*({*sys.modules} - before)]]))
+loaded = [*({*sys.modules} - before)]
+from moe_ffn.interop import register, swap_ffn, watch
+
+print(json.dumps([share, loaded, [*sys.modules]]))
 """
 
 
-def import_package() -> tuple[float, list[str]]:
-    """Processor time of the import as a share of torch's, to fit any processor; and what was loaded."""
+def import_package() -> tuple[float, list[str], list[str]]:
+    """Import in a new process.
+
+    Returns:
+        processor time as a share of torch's, to fit any processor; modules that were loaded; all modules once
+        the functions for live models are imported too.
+    """
     done = subprocess.run(
         [sys.executable, "-c", QUIETLY], capture_output=True, text=True, cwd=REPOSITORY, check=True
     )
@@ -190,10 +204,11 @@ def import_package() -> tuple[float, list[str]]:
 
 
 def test_importing_the_package_is_quick_and_loads_nothing_but_torch_einops_and_pydantic() -> None:
-    share, loaded = import_package()
+    share, loaded, with_live_models = import_package()
     if share >= 0.12:  # other work did disturb it
-        share, loaded = import_package()
+        share, loaded, _ = import_package()
     assert share < 0.12
+    assert not {"transformers", "yaml"} & set(with_live_models)
     # `_sysconfigdata_...`, named after the platform, belongs to the standard library too.
     libraries = {name.split(".")[0] for name in loaded if not name.startswith("_sysconfigdata")}
     libraries -= set(sys.stdlib_module_names)
@@ -210,20 +225,15 @@ def test_public_names_are_sorted_and_lead_to_what_they_name() -> None:
         assert getattr(moe_ffn, name).__name__ == name
 
 
-def test_programs_without_their_packages_say_what_to_install() -> None:
-    hide_yaml = (
-        "import importlib.util, runpy, sys; real = importlib.util.find_spec;"
-        "importlib.util.find_spec = lambda n, *a: None if n == 'yaml' else real(n, *a);"
-        "runpy.run_module('experiments.train', run_name='__main__')"
-    )
+def test_programs_without_their_packages_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "yaml" else found(n))
 
-    run = subprocess.run(
-        [sys.executable, "-c", hide_yaml],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        check=False,
-    )
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PACKAGE / "cli/__init__.py"))
 
-    assert run.returncode == 2
-    assert run.stderr == "error: the programs need yaml; install with: pip install '.[train]'\n"
+    assert ended.value.code == 2
+    message = "error: the programs need yaml; install with: pip install '.[train]'\n"
+    assert capsys.readouterr().err == message

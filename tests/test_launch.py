@@ -38,15 +38,13 @@ OPTIONS = ("my-run", "--config", "configs/moe.yaml", "--parallel.shard", "8")
 GIVEN = "--config configs/moe.yaml --parallel.shard 8 --trainer.num_nodes 2 --trainer.devices 8"
 
 
-def test_a_new_run_is_named(tmp_path: Path) -> None:
-    expected = f"srun python -m experiments.train --run.name my-run {GIVEN}"
-    assert submit(tmp_path, *OPTIONS) == (0, [expected])
-
-
-def test_a_started_run_is_resumed(tmp_path: Path) -> None:
-    (tmp_path / "runs/my-run").mkdir(parents=True)
-    (tmp_path / "runs/my-run/config.yaml").touch()
-    expected = f"srun python -m experiments.train --resume runs/my-run {GIVEN}"
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_new_run_is_named_and_a_started_one_resumed(tmp_path: Path, is_started: bool) -> None:
+    if is_started:
+        (tmp_path / "runs/my-run").mkdir(parents=True)
+        (tmp_path / "runs/my-run/config.yaml").touch()
+    which = "--resume runs/my-run" if is_started else "--run.name my-run"
+    expected = f"srun python -m experiments.train {which} {GIVEN}"
     assert submit(tmp_path, *OPTIONS) == (0, [expected])
 
 

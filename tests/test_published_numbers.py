@@ -245,23 +245,6 @@ def test_ours_equals_the_published_number(entry: str) -> None:
         assert ours == pytest.approx(published, abs=1e-5)
 
 
-def test_a_token_that_keeps_nothing_counts_in_the_least_sum_of_weights() -> None:
-    # Of 12 pairs 10 at most fit into 8 experts with 2 places each, as their loads are uneven.
-    routing = limit(softmax(1), 1.0, by_position)
-    assert int(routing.computed_N.sum()) < 12
-    assert least_sum_of_weights(routing) == 0
-    assert least_sum_of_weights(softmax(1)) > 0
-
-
-def test_a_mean_move_of_zero_is_no_proof_of_centring() -> None:
-    # The counts of the file move as many up as down, so both libraries agree on them. With 97, 1, 1, 1
-    # (u = 1) Megatron moves by -1, 1, 1, 1 and torchtitan by that minus its mean of 0.5.
-    observed_E = torch.tensor([97, 1, 1, 1])
-    for centre, expected in ((False, [-1, 1, 1, 1]), (True, [-1.5, 0.5, 0.5, 0.5])):
-        rule = SignRuleConfig(rate=1.0, centre=centre)
-        assert rule.update(torch.zeros(4), observed_E, 1).tolist() == expected
-
-
 def test_the_inputs_are_those_of_the_file() -> None:
     assert [PUBLISHED["inputs"][size] for size in "LTE"] == [3, 12, 8]
     # l = 1, t = 2, e = 3: 2 sin(0.7 * 3 * 4 + 1.3)

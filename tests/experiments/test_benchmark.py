@@ -23,7 +23,6 @@ from experiments.benchmark.layers import (
     compare,
     dense_layer,
     in_evaluation,
-    moe_layer,
     outcome,
     sparse_layers,
 )
@@ -39,7 +38,6 @@ from experiments.benchmark.peers import (
 from experiments.benchmark.session import Candidate, Results, Session, amount, ratio, result
 from experiments.benchmark.shapes import Shape
 from moe_ffn.kernels.select import BACKENDS
-from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.studies.timing import interleave
 
 CPU = torch.device("cpu")
@@ -112,16 +110,6 @@ def test_ratios_are_of_medians_and_quartiles_are_inclusive() -> None:
     assert (found.lower_quartile, found.median, found.upper_quartile) == (2.0, 4.0, 4.0)
     assert ratio(results, ("a, b", "a"), ("a, b", "b")) == "1.25x"
     assert ratio(results, ("a, b", "a"), ("a, b", "c")) == "-"
-
-
-def test_a_busy_machine_is_remarked_on(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"{Session.__module__}.interleave", lambda *_: [(1.0, 2.0, 3.0)])
-    Session((), CPU, rounds=9).time(recorded("a", []))
-    printed = capsys.readouterr().out
-    assert "3 rounds instead of 9" in printed
-    assert "the quartiles lie 50% of the median apart; is this machine busy?" in printed
 
 
 # ----------------------------------------------------------------------------------- same function
@@ -259,14 +247,6 @@ def test_saved_bytes_of_the_dense_block(tokens: Tokens) -> None:
     assert suites.saved_bytes(layer.module, tokens.x_BSD) == 4 * 64 * 16 * 4
 
 
-def test_the_dense_model_has_the_active_width_of_the_default() -> None:
-    moe = DecoderConfig()
-    dense = models.dense_counterpart(moe)
-    routers = moe.num_layers * moe.d_model * 8
-    active = [config.num_active_params(257, 256) for config in (moe, dense)]
-    assert active[0] - active[1] == routers
-
-
 # ------------------------------------------------------------------------------------- promises
 
 
@@ -289,23 +269,6 @@ def test_a_promise_about_a_noisy_result_is_marked(
     assert "  kept, noisy tax: 1.000, promised at most 1.2" in capsys.readouterr().out
 
 
-def test_what_was_not_measured_is_neither_kept_nor_missed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    session = Session((), CPU)
-    odd = "DIFFERS on 50% of the tokens"
-    results = measured("ours", 1.0) | measured(HF_GROUPED, 2.0, computes=odd)
-    ours, dense, peer = (("a, b", name) for name in ("ours", DENSE, HF_GROUPED))
-
-    session.promise("tax", 1.2, results, ours, dense)
-    session.promise("faster", 1.2, results, peer, ours)
-
-    assert [row[-1] for row in session.promises] == ["not measured"] * 2
-    printed = capsys.readouterr().out
-    assert "no 'dense FFN' here" in printed
-    assert "HF grouped_mm DIFFERS on 50% of the tokens" in printed
-
-
 def test_limits_set_on_a_cpu_hold_on_no_gpu() -> None:
     session = Session((), torch.device("cuda"))
     results, key = measured("ours", 1.0), ("a, b", "ours")
@@ -316,22 +279,10 @@ def test_limits_set_on_a_cpu_hold_on_no_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("value", "unit", "shown"),
-    [
-        (1.234, "s", "1.23 s"),
-        (0.1234, "s", "123 ms"),
-        (0.01234, "s", "12.3 ms"),
-        (0.000056, "s", "56.0 us"),
-        (3 * 2**19, "B", "1.5 MiB"),
-        (12345.6, "token/s", "12,346 token/s"),
-    ],
+    [(0.1234, "s", "123 ms"), (0.000056, "s", "56.0 us"), (3 * 2**19, "B", "1.5 MiB")],
 )
 def test_amounts_have_a_unit(value: float, unit: str, shown: str) -> None:
     assert amount(value, unit) == shown
-
-
-def test_promised_rows_can_be_built() -> None:
-    for shape in suites.PROMISED:
-        moe_layer(shape, "auto", torch.device("meta"))
 
 
 # ------------------------------------------------------------------------------- live_models

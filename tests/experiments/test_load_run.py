@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.json_files import Alarm
 from moe_ffn.training.monitoring import alarms
 
-REPOSITORY = Path(__file__).parents[2]
 TEXT = "def f(x):"
 
 
@@ -110,18 +107,3 @@ def test_a_run_without_weights_has_all_the_rest(moe_run: Any, tmp_path: Path) ->
     assert run.config.seed == 0
     with pytest.raises(moe_ffn.ConfigError, match="has no checkpoints, so no model to load"):
         _ = run.model
-
-
-def test_layers_need_neither_yaml_nor_tokenizers_and_reading_a_run_no_lightning(
-    moe_run: Any,
-) -> None:
-    code = (
-        "import sys; sys.modules.update(yaml=None, tokenizers=None, lightning=None)\n"
-        "import moe_ffn\n"
-        "assert 'load_run' in moe_ffn.__all__\n"
-        "assert not any(name.startswith('moe_ffn.runs') for name in sys.modules)\n"
-        "del sys.modules['yaml'], sys.modules['tokenizers']\n"
-        f"run = moe_ffn.load_run({str(moe_run.folder)!r})\n"
-        "assert run.model and run.rows\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)

@@ -14,7 +14,6 @@ RATE = "lower optimizer.learning_rate (now 0.003) or lower trainer.gradient_clip
 
 
 def make_rules(model: dict[str, Any] | None = None, **trainer: Any) -> AlarmRules:
-    """The rules of a run with these options."""
     decoder = DecoderConfig.model_validate(model or {"ffn": "moe"})
     advice = Advice(decoder, ObjectiveConfig(), AdamWConfig(), TrainerConfig(**trainer))
     return AlarmRules(AlarmsConfig(after_steps=20), advice)

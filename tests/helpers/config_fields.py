@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
-
 from moe_ffn.config.base import Config, TaggedConfig
 from moe_ffn.config.yaml_files import merge
 
@@ -126,20 +124,14 @@ def _some(annotation: Any) -> Any:
     return 1 if annotation is int else ["x"] if get_origin(annotation) is tuple else "x"
 
 
-def _beyond(bound: Any, kind: Any) -> tuple[Any, ...]:
-    """Values just outside a bound, and far outside."""
+def _beyond(bound: Any, kind: Any) -> list[Any]:
+    """The value just outside a bound."""
     step = 1 if kind is int else 0.001
-    limit: Any = bound
-    match bound:
-        case annotated_types.Ge():
-            return limit.ge - step, limit.ge - 10**12
-        case annotated_types.Gt():
-            return limit.gt, limit.gt - 10**12
-        case annotated_types.Le():
-            return limit.le + step, limit.le + 10**30
-        case annotated_types.Lt():
-            return limit.lt, limit.lt + 10**30
-        case annotated_types.MinLen():
-            return ("" if kind is str else [],)
-        case _:
-            return ()
+    beyond: list[Any] = [
+        getattr(bound, name) + offset
+        for name, offset in {"ge": -step, "gt": 0, "le": step, "lt": 0}.items()
+        if hasattr(bound, name)
+    ]
+    if hasattr(bound, "min_length"):
+        beyond.append("" if kind is str else [])
+    return beyond

@@ -10,12 +10,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
-import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,14 +26,11 @@ from moe_ffn.training.recovery.checkpoint_file import CheckpointError, read_chec
 
 BEGIN, END = 5, 9
 """The optimizer steps after which a disturbance begins and ends."""
-LIMIT = 100_000
-"""Bytes that a file may have under `limited`, fewer than a checkpoint has."""
 
 _fsync = os.fsync
 
 
 def fill(run: Path) -> None:
-    """Until there is no room for a byte."""
     with (run.parent / "filler").open("wb", buffering=0) as file:
         for size in (1 << 16, 1):
             try:
@@ -58,18 +52,8 @@ def allow(run: Path) -> None:
     subprocess.run(["mount", "-o", "remount,bind,rw", str(run.parent)], check=True)
 
 
-def limit(run: Path, size: int = LIMIT) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
 def fail(descriptor: int) -> None:
     raise OSError(errno.EIO, "Input/output error")
-
-
-def crawl(descriptor: int) -> None:
-    """Sync as a disk that takes a fifth of a second."""
-    time.sleep(0.2)
-    _fsync(descriptor)
 
 
 def sync_with(sync: Callable[[int], None]) -> Callable[[Path], None]:
@@ -84,12 +68,7 @@ DISTURBANCES: dict[str, dict[int, Callable[[Path], object]]] = {
     "full to the end": {BEGIN: fill},
     "read-only": {BEGIN: forbid, END: allow},
     "read-only to the end": {BEGIN: forbid},
-    "limited": {BEGIN: limit, END: lambda run: limit(run, resource.RLIM_INFINITY)},
     "failing": {BEGIN: sync_with(fail), END: sync_with(_fsync)},
-    "slow": {1: sync_with(crawl)},
-    "removed": {BEGIN: shutil.rmtree},
-    "removed at the last step": {12: shutil.rmtree},
-    "without its checkpoints": {BEGIN: lambda run: shutil.rmtree(run / CHECKPOINTS_FOLDER)},
 }
 
 

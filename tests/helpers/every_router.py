@@ -36,14 +36,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "sigmoid_top_k-groups": {"groups": {"num_groups": 2, "keep": 1}, "scale": 2.5},
     },
     "noisy_top_k": {"noisy_top_k": {}, "noisy_top_k-all": {"k": 4, "bias": True}},
-    "neuron_top_k": {
-        "neuron_top_k": {},
-        "neuron_top_k-k1": {"k": 1, "correction_bias": True, "bias": True},
-    },
-    "top_p": {
-        "top_p": {},
-        "top_p-renormalized": {"p": 0.6, "max_k": 3, "renormalize": True},
-    },
+    "neuron_top_k": {"neuron_top_k": {}, "neuron_top_k-k1": {"k": 1, "correction_bias": True, "bias": True}},
+    "top_p": {"top_p": {}, "top_p-renormalized": {"p": 0.6, "max_k": 3, "renormalize": True}},
     "relu": {"relu": {}, "relu-bias": {"bias": True, "jitter": 0.1}},
     "expert_choice": {
         "expert_choice": {},
@@ -51,24 +45,19 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "expert_choice-all": {"k": 4},
     },
     "expert_threshold": {
-        "expert_threshold": {},
-        "expert_threshold-warm_up": {"warmup_steps": 2},  # see `decide`
+        "expert_threshold": {}, "expert_threshold-warm_up": {"warmup_steps": 2}  # see `decide`
     },
     "sinkhorn": {"sinkhorn-k1": {}, "sinkhorn-k2": {"k": 2, "bias": True}},
     "sparse_mixer": {"sparse_mixer": {"threshold": 1.5}, "sparse_mixer-all": {"k": 4}},
     "product_key": {
         "product_key": {"d_query": 4, "num_heads": 2, "query_norm": {}},
         "product_key-per_head": {
-            "d_query": 6,
-            "num_heads": 3,
-            "keys": "per_head",
-            "score": "sigmoid",
-            "k": 1,
+            "d_query": 6, "num_heads": 3, "keys": "per_head", "score": "sigmoid", "k": 1
         },
     },
     "hash": {"hash-k1": {}, "hash-k2": {"k": 2, "seed": 3}},
     "forced": {"forced": {}, "forced-skewed": {"k": 1, "skew": 0.3}},
-}
+}  # fmt: skip
 """type -> id -> options. A router that is missing here is tested with its defaults, by the oracle too."""
 
 ROUTERS: dict[str, dict[str, Any]] = {
@@ -142,7 +131,6 @@ def padded_mask() -> Tensor:
 
 
 def route_batch(router: Router, batch: Batch, seed: int = 0) -> Routing:
-    """Route a batch with torch's generator in a known state."""
     x_TD, context = flatten_tokens(batch.x_BSD, batch.context)
     torch.manual_seed(seed)
     return router(x_TD, context)
@@ -169,7 +157,6 @@ def pairs_by_token(routing: Routing) -> list[dict[int, float]]:
 
 
 def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_EXPERTS) -> None:
-    """Check the invariants of every Routing."""
     (num_pairs,) = routing.token_ids_N.shape
     for name in ("token_ids_N", "expert_ids_N"):
         assert getattr(routing, name).dtype == torch.int64, name

@@ -27,7 +27,6 @@ def route(
     training: bool = False,
     bias: list[float] | None = None,
 ) -> Routing:
-    """Route these logits with this correction bias."""
     router = identity_router(config, logits_TE.shape[-1]).train(training)
     if bias is not None:
         assert router.correction_bias_E is not None
@@ -56,7 +55,6 @@ def experts_of(routing: Routing) -> list[list[int]]:
 
 
 def load_of(routing: Routing) -> list[int]:
-    """Return the number of real pairs of each expert."""
     return routing.expert_ids_N[routing.real_N].bincount(minlength=routing.num_experts).tolist()
 
 

@@ -91,7 +91,6 @@ def config_of() -> Callable[[list[str]], TrainConfig]:
 
 @pytest.fixture(scope="session")
 def tiny_moe() -> str:
-    """The option of a Mixture of Experts with a capacity."""
     return "{type: moe, num_experts: 4, capacity: {factor: 1.0, eval_factor: 1.0}}"
 
 

@@ -17,25 +17,10 @@ from moe_ffn.config.yaml_files import merge
 from moe_ffn.runs.config import TrainConfig
 
 MEASURES = (
-    "max_violation",
-    "load_cv",
-    "dead_experts",
-    "dropped_fraction",
-    "capacity_used",
-    "experts_per_token",
-    "nonfinite_tokens",
-    "entropy",
-    "entropy_of_mean",
-    "top1_margin",
-    "logit_max",
-    "router_z",
-    "load_balance",
-    "coactivation_max",
-    "sequence_max_violation",
-    "shared_share",
-    "rank_max_violation",
-    "bias_spread",
-    "churn",
+    *("max_violation", "load_cv", "dead_experts", "dropped_fraction", "capacity_used"),
+    *("experts_per_token", "nonfinite_tokens", "entropy", "entropy_of_mean", "top1_margin"),
+    *("logit_max", "router_z", "load_balance", "coactivation_max", "sequence_max_violation"),
+    *("shared_share", "rank_max_violation", "bias_spread", "churn"),
 )
 """Measures that a run logs for each sparse layer, some of them only in some runs."""
 
@@ -128,35 +113,22 @@ def write_arm(folder: Path, arm: str, losses: list[float], *, experts: int = 0) 
         own = yaml.safe_load((run / "config.yaml").read_text())
         whole = merge(TrainConfig().to_dict(), own | {"seed": seed})
         (run / "config.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
-        change(
-            run / "facts.json",
-            ffn_params=9,
-            ffn_active_params=9,
-            ffn_flops_per_token=9,
-            tokenizer_sha256="t" * 64,
-            validation_sha256="v" * 64,
-        )
+        sizes = dict.fromkeys(("ffn_params", "ffn_active_params", "ffn_flops_per_token"), 9)
+        hashes = {"tokenizer_sha256": "t" * 64, "validation_sha256": "v" * 64}
+        change(run / "facts.json", **sizes, **hashes)
         change(run / "summary.json", validation_loss=loss, peak_memory_bytes=600_000_000)
 
 
 def raise_alarms(folder: Path) -> None:
+    keys = ("step", "kind", "layer", "message", "advice")
     alarms = [
-        {
-            "step": 300,
-            "kind": "collapse",
-            "layer": "layer_01",
-            "message": "2 of 8 experts take 81% of the pairs.",
-            "advice": "Raise objective.load_balance (0.01), or use router.type sigmoid_top_k.",
-        },
-        {
-            "step": 420,
-            "kind": "loss_spike",
-            "layer": None,
-            "message": "The loss rose from 1.61 to 2.90 within 10 steps.",
-            "advice": "Lower optimizer.learning_rate (0.003) or gradient_clip_val (1.0).",
-        },
-    ]
-    (folder / "alarms.jsonl").write_text("".join(json.dumps(alarm) + "\n" for alarm in alarms))
+        (300, "collapse", "layer_01", "2 of 8 experts take 81% of the pairs.",
+         "Raise objective.load_balance (0.01), or use router.type sigmoid_top_k."),
+        (420, "loss_spike", None, "The loss rose from 1.61 to 2.90 within 10 steps.",
+         "Lower optimizer.learning_rate (0.003) or gradient_clip_val (1.0)."),
+    ]  # fmt: skip
+    lines = (json.dumps(dict(zip(keys, alarm, strict=True))) + "\n" for alarm in alarms)
+    (folder / "alarms.jsonl").write_text("".join(lines))
 
 
 def age(folder: Path, seconds: float) -> None:
@@ -172,12 +144,8 @@ def _config(
     ffn: dict[str, Any] = {"type": "swiglu", "d_ff": None}
     if experts:
         router = {"type": "top_k", "k": 2, "renormalize": False}
-        ffn = {
-            "type": "moe",
-            "num_experts": experts,
-            "router": router,
-            "capacity": {"factor": 1.25},
-        }
+        capacity = {"factor": 1.25}
+        ffn = {"type": "moe", "num_experts": experts, "router": router, "capacity": capacity}
     return {
         "seed": seed,
         "run": {"name": name, "output_dir": "runs"},

@@ -26,27 +26,17 @@ SIZES: dict[str, Any] = {
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 20}
 LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 12,
-    "q_lora_rank": 14,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 9,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 3,
-    "n_group": 3,
-    "topk_group": 2,
-    "n_shared_experts": 2,
+    "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6, "v_head_dim": 9, "moe_intermediate_size": 24, "n_routed_experts": 6,
+    "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "n_shared_experts": 2,
     "first_k_dense_replace": 1,
-}
+}  # fmt: skip
+NO_GROUPS = {**LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+BIASES = {"attention_bias": True, "mlp_bias": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied-heads": ("llama", {"tie_word_embeddings": True, "head_dim": 12}),
-    "llama-biases-gelu": (
-        "llama",
-        {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
-    ),
+    "llama-biases-gelu": ("llama", {**BIASES, "hidden_act": "gelu", "rms_norm_eps": 1e-3}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 12, "num_key_value_heads": 4}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12}),
@@ -54,30 +44,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe-renormalised": ("olmoe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
     "qwen2_moe": ("qwen2_moe", SHARED),
     "qwen2_moe-renormalised": (
-        "qwen2_moe",
-        {**SHARED, "norm_topk_prob": True, "decoder_sparse_step": 2, "qkv_bias": False},
+        "qwen2_moe", {**SHARED, "norm_topk_prob": True, "decoder_sparse_step": 2, "qkv_bias": False}
     ),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 12}),
     "qwen3_moe-renormalised": (
-        "qwen3_moe",
-        {**EXPERTS, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [1]},
+        "qwen3_moe", {**EXPERTS, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}
     ),
     "deepseek_v3": ("deepseek_v3", LATENT),
     "deepseek_v3-direct": (
         "deepseek_v3",
         {**LATENT, "q_lora_rank": None, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
     ),
-    "deepseek_v3-no-groups": (
-        "deepseek_v3",
-        {**LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
-    ),
-}
+    "deepseek_v3-no-groups": ("deepseek_v3", NO_GROUPS),
+}  # fmt: skip
 GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "swiglu_limit": 1.5}
 IDS_BS = torch.arange(40).view(2, 20) * 7 % 97
 
 
 def make(family: str, options: dict[str, Any], seed: int = 0) -> Any:
-    """A model with random weights, norms and biases too."""
     config = CONFIG_MAPPING[family](**{**SIZES, "rope_theta": 500.0, **options})
     model = AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
@@ -102,6 +86,5 @@ def logits(model: Any) -> Tensor:
 
 
 def change(folder: Path, **options: Any) -> None:
-    """Other options in the config.json of a folder."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **options}))

@@ -82,7 +82,6 @@ def start(*argv: str, program: str = "experiments.train", **changes: str) -> sub
 
 
 def start_script(script: str, *argv: str) -> subprocess.Popen[str]:
-    """A program that stands beside the tests."""
     return start_command([sys.executable, str(Path(__file__).with_name(script)), *argv])
 
 
@@ -194,7 +193,6 @@ def lasting_folder() -> Path:
 
 
 def write_corpus(folder: Path, num_files: int = 12) -> Path:
-    """A folder of small texts, always the same."""
     folder.mkdir(parents=True)
     for number in range(num_files):
         picked = [_WORDS[(number * place + place * place // 3) % 5] for place in range(60)]

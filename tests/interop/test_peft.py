@@ -20,17 +20,11 @@ peft: Any = pytest.importorskip("peft", reason="peft is not installed here")
 NUM_EXPERTS, D_MODEL, D_FF, NUM_LAYERS, VOCAB_SIZE, RANK = 4, 16, 8, 2, 32, 2
 
 
-def ours(tmp_path: Path, backend: str = "auto") -> nn.Module:
-    """A model of ours, read from its folder."""
-    experts = {"type": "swiglu", "d_ff": D_FF, "backend": backend}
-    config = DecoderConfig.model_validate(
-        {
-            "d_model": D_MODEL,
-            "num_layers": NUM_LAYERS,
-            "attention": {"num_heads": 2},
-            "ffn": {"type": "moe", "num_experts": NUM_EXPERTS, "experts": experts},
-        }
-    )
+def ours(tmp_path: Path) -> nn.Module:
+    experts = {"type": "swiglu", "d_ff": D_FF}
+    ffn = {"type": "moe", "num_experts": NUM_EXPERTS, "experts": experts}
+    sizes = {"d_model": D_MODEL, "num_layers": NUM_LAYERS, "attention": {"num_heads": 2}}
+    config = DecoderConfig.model_validate({**sizes, "ffn": ffn})
     moe_ffn.save_pretrained(config.build(VOCAB_SIZE, 16), tmp_path / "base")
     return moe_ffn.load_pretrained(tmp_path / "base")
 
@@ -52,22 +46,17 @@ def of_transformers(tmp_path: Path) -> nn.Module:
 
 
 MODELS = {
-    **{name: (ours, name, ("gate_up", "down")) for name in ("loop", "cpu", "grouped_mm")},
-    "transformers": (of_transformers, None, ("gate_up_proj", "down_proj")),
+    "ours": (ours, ("gate_up", "down")),
+    "transformers": (of_transformers, ("gate_up_proj", "down_proj")),
 }
 
 
 def adapted(kind: str, tmp_path: Path) -> Any:
-    build, backend, names = MODELS[kind]
+    build, names = MODELS[kind]
     torch.manual_seed(0)
-    model = build(tmp_path) if backend is None else build(tmp_path, backend)
-    config = peft.LoraConfig(
-        r=RANK,
-        lora_alpha=8,
-        target_modules=[],
-        target_parameters=[f"experts.{name}" for name in names],
-    )
-    return peft.get_peft_model(model, config)
+    targets = [f"experts.{name}" for name in names]
+    config = peft.LoraConfig(r=RANK, lora_alpha=8, target_modules=[], target_parameters=targets)
+    return peft.get_peft_model(build(tmp_path), config)
 
 
 def logits_of(model: Any, ids_BS: Tensor) -> Tensor:
@@ -126,7 +115,7 @@ def unadapted(name: str, base: dict[str, Tensor]) -> Tensor:
 
 
 def test_a_model_with_adapters_is_not_saved_as_one_without(tmp_path: Path) -> None:
-    model = adapted("loop", tmp_path)
+    model = adapted("ours", tmp_path)
     for given in (model, model.base_model.model):
         with pytest.raises(ConfigError, match=r"adapters of peft.*merge_and_unload\(\)"):
             moe_ffn.save_pretrained(given, tmp_path / "new")

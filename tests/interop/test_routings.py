@@ -10,20 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_ffn import ConfigError, load_balancing_loss
+from moe_ffn import ConfigError, DecoderConfig, load_balancing_loss
 from moe_ffn.interop import watch
 from moe_ffn.metrics import LoadMetrics, TokenMetrics
 from tests.helpers.alarm_rules import make_rules
 from tests.helpers.transformers_models import FAMILIES, model_of
 
 SIGMOID = {
-    "afmoe",
-    "deepseek_v3",
-    "dots1",
-    "exaone_moe",
-    "glm4_moe",
-    "minimax_m2",
-    "nemotron_h",
+    *("afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "minimax_m2", "nemotron_h"),
     "solar_open",
 }
 """Families whose routers have a sigmoid; the others have a softmax."""
@@ -38,7 +32,6 @@ def _quiet() -> None:
 
 
 def routed(family: str) -> Any:
-    """A model whose routers are far from undecided."""
     model = model_of(family, FAMILIES[family])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -110,6 +103,16 @@ def test_a_generation_is_a_pass_for_each_token() -> None:
             assert routing.mask_T.tolist() == [True, True]
             at_once = whole[0][name].expert_ids_N.view(2, 10, -1)[:, number]
             assert torch.equal(routing.expert_ids_N.view(2, -1), at_once)
+
+
+def test_padding_reaches_the_routings_of_our_own_blocks() -> None:
+    ffn_at: Any = {"0": "dense", "1": "moe"}
+    decoder = DecoderConfig.model_validate({"d_model": 16, "ffn_at": ffn_at}).build(64, 6)
+    with watch(decoder) as passes:
+        decoder(IDS_BS, MASK_BS.bool())
+    mask_T = passes[0]["layer_01"].mask_T
+    assert mask_T is not None
+    assert torch.equal(mask_T, MASK_BS.flatten().bool())
 
 
 def test_it_leaves_no_hook_behind_whatever_happens() -> None:

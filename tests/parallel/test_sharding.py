@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.model.decoder import DecoderConfig
@@ -66,6 +69,17 @@ def built_on_a_rank(rank: int, layout: Layout) -> tuple[dict[str, Tensor], float
         if "experts" in name and layout.expert > 1:
             assert on_this_rank(parameter).numel() * num_parts == parameter.numel(), name
     return weights, peak_above(lambda: build_sharded(model(256, 8), layout))
+
+
+@pytest.mark.parametrize("layout", [Layout(expert=2), *LAYOUTS[1:]], ids=str)
+def test_experts_of_one_rank_alone_are_not_sharded_further(layout: Layout) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.num_ranks)
+    try:
+        decoder = build_sharded(model(16, 1), layout)
+    finally:
+        dist.destroy_process_group()
+    experts = decoder.get_submodule("layers.0.ffn.experts")
+    assert isinstance(experts, FSDPModule) == (layout.num_ranks > layout.expert)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -1,11 +1,9 @@
-"""A text that cannot be read is rejected by its name; a text larger than memory is read in blocks."""
+"""A text that cannot be read is rejected by its name."""
 
 from __future__ import annotations
 
 import os
 import resource
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +15,10 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.data import prepare as prepare_module
 from moe_ffn.data.prepare import DataConfig, prepare
 from tests.helpers.cases import cases
-from tests.helpers.tiny_runs import finish, start_command, write_corpus
+from tests.helpers.tiny_runs import write_corpus
 
 
 def prepared(folder: Path, given: Path) -> Any:
-    """The data of a corpus, with its cache in `folder`."""
     corpus = {"type": "text", "paths": [str(given)]}
     config = {"corpus": corpus, "seq_len": 8, "cache_dir": str(folder / "cache")}
     return prepare(DataConfig.model_validate(config))
@@ -106,59 +103,3 @@ def test_a_disk_without_room_is_named_and_used_once_there_is_room(tmp_path: Path
         assert not list(cache.iterdir()), f"{num_bytes}: something half-written was left"
 
     assert prepared(tmp_path, corpus).train_size.num_documents > 0
-
-
-# -- larger than memory
-
-LARGE = """
-import resource, sys
-import numpy as np
-from moe_ffn.data.batches import TrainBatches
-from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.metrics import unigram_loss
-
-path, cache = sys.argv[1:3]
-size, limit = map(int, sys.argv[3:])
-# What `RLIMIT_DATA` counts: heap and private memory, without the pages of mapped files.
-fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
-before = int(fields["VmData"].split()[0]) << 10
-resource.setrlimit(resource.RLIMIT_DATA, (before + limit, before + limit))
-try:
-    np.ones(size, dtype=np.uint8)
-except MemoryError:
-    pass
-else:
-    raise SystemExit("the limit does not hold: an array of the file's size fits")
-corpus = dict(type="text", paths=[path])
-data = prepare(
-    DataConfig.model_validate(dict(corpus=corpus, cache_dir=cache, seq_len=256))
-)
-batches = TrainBatches(data.train, seq_len=256, batch_size=16, seed=0)
-for index in range(100):
-    batches[index * 997]
-unigram_loss(data.train, data.validation[:100_000], 257)
-assert type(data.train) is np.memmap and data.train.nbytes > size
-"""
-LINES = b"".join(b"%06d: a line of a text that is larger than memory\n" % i for i in range(20_000))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size_mb", "limit_mb"), [(32, 24), (2048, 256)])
-def test_a_text_larger_than_memory(tmp_path: Path, size_mb: int, limit_mb: int) -> None:
-    """It is prepared and read by a process that may grow by `limit_mb`."""
-    size, free = size_mb << 20, shutil.disk_usage(tmp_path).free
-    if free < 4 * size:  # the text, its tokens of two bytes, and room to spare
-        pytest.skip(f"needs {4 * size / 1e9:.0f} GB of disk, {free / 1e9:.0f} are free")
-    path, cache = tmp_path / "large.txt", tmp_path / "cache"
-    try:
-        with path.open("wb") as file:
-            while file.tell() < size:
-                file.write(LINES)
-
-        places = (str(path), str(cache), str(size), str(limit_mb << 20))
-        done = finish(start_command([sys.executable, "-c", LARGE, *places]), timeout=900)
-
-        assert done.code == 0, done.stderr[-500:]
-    finally:  # pytest keeps the folders of three sessions
-        path.unlink(missing_ok=True)
-        shutil.rmtree(cache, ignore_errors=True)

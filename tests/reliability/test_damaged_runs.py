@@ -11,7 +11,6 @@ import os
 import random
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import cache
@@ -42,7 +41,6 @@ from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 from tests.helpers.cases import cases
-from tests.helpers.own_disk import ALONE, mounting
 from tests.helpers.same_run import differences, require_same
 from tests.helpers.synthetic_run import write_arm
 from tests.helpers.tiny_runs import (
@@ -50,11 +48,9 @@ from tests.helpers.tiny_runs import (
     NEWEST,
     OLDER,
     WITH_ALARMS,
-    finish,
     finished_copy,
     options,
     run_here,
-    start_command,
     trained,
     unfinished_copy,
 )
@@ -206,20 +202,6 @@ def test_a_run_without_checkpoints_restarts_and_ends_the_same(tmp_path: Path) ->
     require_same(trained(), folder)
 
 
-@pytest.mark.slow
-def test_a_learning_rate_may_be_changed_again_and_again(tmp_path: Path) -> None:
-    """Each run resumes from the checkpoint of step 8, which was made with the first rate."""
-    folder = unfinished_copy(tmp_path)
-    for rate in ("0.007", "0.01"):
-        (folder / CHECKPOINTS_FOLDER / NEWEST).unlink()
-        (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        done = run_here("--resume", str(folder), "--optimizer.learning_rate", rate)
-        assert done.code == 0, done.stderr
-        assert f"from {OLDER}" in done.stdout
-
-    assert not [found for found in differences(trained(), folder) if "alarms" not in found]
-
-
 # -- disks without room for a checkpoint
 
 
@@ -243,24 +225,6 @@ def test_a_run_on_a_disk_without_room_says_how_to_resume(
 
     assert done.code == 0, done.stderr
     require_same(trained(), folder)
-
-
-@pytest.mark.slow
-def test_a_run_on_a_real_disk_without_room_resumes_once_there_is_some(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    train = f"{sys.executable} -m experiments.train"
-    script = (
-        f'{mounting(runs, "300k")}; {train} "$@"; echo "ended $?"; mount -o remount,size=64m \'{runs}\'; '
-        f"{train} --resume '{runs}/run'; code=$?; cp -a '{runs}' '{tmp_path}/copied'; exit $code"
-    )
-    command = [*ALONE, script, "sh", *options(tmp_path, run__name="run", **WITH_ALARMS)]
-
-    done = finish(start_command(command), timeout=300)
-
-    assert "ended 1\n" in done.stdout, done.stderr
-    assert done.code == 0, done.stderr
-    require_same(trained(), tmp_path / "copied" / "run")
 
 
 # -- other files

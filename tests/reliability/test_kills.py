@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cut import killing
-from tests.helpers.same_run import require_same, snapshot
+from tests.helpers.same_run import require_same
 from tests.helpers.terminal import on_terminal
 from tests.helpers.tiny_runs import (
     WITH_ALARMS,
@@ -118,14 +118,13 @@ def test_a_copy_of_this_process_is_killed_in_the_middle_of_a_save(tmp_path: Path
     assert not list(tmp_path.rglob("*.unfinished"))
 
 
-def check_going_on(killed: Finished, signum: signal.Signals, folder: Path) -> str:
+def check_going_on(killed: Finished, signum: signal.Signals, folder: Path) -> None:
     """Resume the run to its end and compare it with the unbroken one."""
     run_folder = folder / "runs" / "killed"
     if (run_folder / "summary.json").exists():
         # The page of a finished run may still have been interrupted.
         codes = {0, 128 + signum, -signum}
         assert killed.code in codes, f"finished, with exit code {killed.code}"
-        where = "was finished"
     else:
         codes = {-signum} if signum == signal.SIGKILL else {128 + signum, -signum}
         assert killed.code in codes, f"unfinished, with exit code {killed.code}: {killed.stderr}"
@@ -137,17 +136,14 @@ def check_going_on(killed: Finished, signum: signal.Signals, folder: Path) -> st
         again = run(*argv)
         assert again.code == 0, again.stderr
         found = re.search(r"resuming .* (after step|from the start)", again.stdout)
-        where = f"went on {found[1]}" if found else "had not begun"
         assert began == bool(found), again.stdout
     require_same(unbroken(), run_folder)
     litter = [path.name for path in folder.rglob("*.unfinished")]
     assert not litter, f"left {litter}"
-    return where
 
 
 @functools.cache
 def unbroken() -> Path:
-    """The same run without a kill."""
     folder = lasting_folder()
     done = run_here(*options(folder, **CHANGES))
     assert done.code == 0, done.stderr
@@ -176,7 +172,6 @@ def wait_for_folder(folder: Path, process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 def test_the_progress_bar_leaves_the_terminal_clean(tmp_path: Path) -> None:
-    """Ctrl-C leaves the cursor visible and the last line ended."""
     argv = options(tmp_path, **CHANGES)
     code, shown = on_terminal("experiments.train", *argv, interrupt_at=rb" [2-9]/40")
 
@@ -186,15 +181,3 @@ def test_the_progress_bar_leaves_the_terminal_clean(tmp_path: Path) -> None:
     assert visible > hidden, "the cursor stayed hidden"
     assert shown.endswith("\n"), f"the last line has no end: {shown[-80:]!r}"
     assert "Traceback" not in shown, shown[-2000:]
-
-
-@pytest.mark.slow
-def test_without_resume_nothing_of_a_run_is_touched(tmp_path: Path) -> None:
-    assert run_here(*options(tmp_path, **CHANGES)).code == 0
-    before = snapshot(tmp_path / "runs")
-
-    again = run(*options(tmp_path, **CHANGES))
-
-    assert again.code == 2
-    assert "never overwritten" in again.stderr, again.stderr
-    assert snapshot(tmp_path / "runs") == before

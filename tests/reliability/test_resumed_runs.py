@@ -91,13 +91,11 @@ def changes_of(model: str, precision: str, accumulate: int, dropout: str) -> dic
 
 @functools.cache
 def shared_folder() -> Path:
-    """Folder of the corpus, its cache and the unbroken runs."""
     return lasting_folder()
 
 
 @functools.cache
 def unbroken(*of: Any) -> Path:
-    """The folder of the run that nothing happened to."""
     name = "-".join(map(str, of)).replace(" ", "-")
     train(*options(shared_folder(), run__name=name, **changes_of(*of)))
     return shared_folder() / "runs" / name

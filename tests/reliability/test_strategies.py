@@ -114,19 +114,15 @@ def expect(done: Finished, code: int) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
-        (
-            "trainer__precision",
-            "16-mixed",
-            "trainer.precision (16-mixed) needs a GPU; on a CPU use",
-        ),
-        ("trainer__precision", "bf16", "trainer.precision: must be one of 'auto', "),
-        ("trainer__strategy", "fsdp", "trainer.strategy: must be one of 'auto', 'ddp' or "),
+        ("precision", "16-mixed", "trainer.precision (16-mixed) needs a GPU; on a CPU use"),
+        ("precision", "bf16", "trainer.precision: must be one of 'auto', "),
+        ("strategy", "fsdp", "trainer.strategy: must be one of 'auto', 'ddp' or "),
     ],
 )
 def test_another_precision_or_strategy_is_rejected(
     tmp_path: Path, option: str, value: str, sentence: str
 ) -> None:
-    done = run_here(*options(tmp_path, **{option: value}))
+    done = run_here(*options(tmp_path, **{f"trainer__{option}": value}))
 
     expect(done, 2)
     last = done.stderr.splitlines()[-1]
@@ -260,7 +256,6 @@ LONG = changes_of("top_k", "32-true", trainer__max_steps="40", data__batch_size=
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 @pytest.mark.slow
 def test_ranks_end_with_the_first_and_are_resumed(tmp_path: Path, signum: signal.Signals) -> None:
-    """The signal reaches the first rank alone."""
     changes = LONG | {"trainer__devices": "3", "trainer__strategy": "ddp"}
     expect(run(*options(tmp_path, run__name="whole", **changes)), 0)
     process = start(*options(tmp_path, run__name="cut", **changes))

@@ -46,7 +46,6 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def folder(place: Path) -> Path:
-    """A folder that looks like the folder of an unfinished run."""
     folder = place / "runs" / "run"
     (folder / CHECKPOINTS_FOLDER).mkdir(parents=True)
     (folder / CONFIG_FILE).write_text(to_yaml(TrainConfig()))

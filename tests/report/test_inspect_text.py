@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.tokenizer import BytesConfig, train_bpe
 from moe_ffn.report.inspect import text as text_module
 from moe_ffn.report.inspect import text_of_tokens
-from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text, syntax_of
+from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text, syntax_of, text_of_file
 
 BYTES = BytesConfig().build([])
 
@@ -35,6 +38,18 @@ def test_windows_are_spread_evenly_and_know_what_follows() -> None:
     ]
     assert text.next_T.reshape(-1, 4)[:, -1].tolist() == [69, 78, 87]
     assert text.position_T.tolist() == [0, 1, 2, 3] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("mine.py", ""), ("mine.txt", "'mine.txt' is not called .py")]
+)
+def test_a_file_is_python_by_its_name(name: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("x = 1\n")
+    run: Any = SimpleNamespace(tokenizer=BYTES, config=SimpleNamespace(data=DataConfig(seq_len=8)))
+
+    text = text_of_file(run, tmp_path / name, 8)
+
+    assert (text.no_syntax, text.syntax_T is None) == (reason, bool(reason))
 
 
 def test_a_text_shorter_than_a_sequence_is_one_window() -> None:

@@ -39,6 +39,25 @@ def test_six_timed_steps_are_a_run_of_six_steps(
         torch.testing.assert_close(saved[f"decoder.{name}"], value, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)]
+)
+def test_a_timed_step_has_the_precision_of_the_run(
+    precision: str, dtype: torch.dtype, tiny_yaml: Path, tmp_path: Path
+) -> None:
+    options = parse_yaml(tiny_yaml.read_text(), "tiny")
+    options["data"]["cache_dir"] = str(tmp_path)
+    options["trainer"]["precision"] = precision
+    config = validate(TrainConfig, options)
+    training = Training(config, prepare(config.data), torch.device("cpu"))
+    seen: list[torch.dtype] = []
+    training.model.register_forward_hook(lambda *given: seen.append(given[-1].logits.dtype))
+
+    training.step()
+
+    assert seen == [dtype]
+
+
 TIMED = """
 name: timed
 config: {model: {d_model: 16, num_layers: 1, attention.num_heads: 2}, trainer.precision: 32-true}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,41 +38,29 @@ def folder(tmp_path: Path) -> Callable[..., str]:
     return save
 
 
+def gated(layers: str) -> list[str]:
+    return [f"layers.{layers}.ffn.{name}.weight" for name in ("gate", "up", "down")]
+
+
+LAYER_2 = [
+    *(f"layers.2.attention.{name}.weight" for name in ("query", "key", "value", "output")),
+    *("layers.2.attention_norm.weight", "layers.2.ffn_norm.weight"),
+]
+EXPERTS = [
+    f"layers.1.ffn.{n}" for n in ("router.projection.weight", "experts.gate_up", "experts.down")
+]
+ROUTERS = [f"layers.0,1.ffn.router.{n}" for n in ("correction_bias_E", "projection.weight")]
+
+
 @pytest.mark.parametrize(
     ("saved", "options", "new", "left"),
     [
         ({}, {}, [], []),
         ({"ffn": MOE}, {"ffn": MOE}, [], []),
-        (
-            {},
-            {"num_layers": 3},
-            [*(f"layers.2.attention.{name}.weight" for name in ("query", "key", "value", "output")),
-             "layers.2.attention_norm.weight",
-             *(f"layers.2.ffn.{name}.weight" for name in ("gate", "up", "down")),
-             "layers.2.ffn_norm.weight"],
-            [],
-        ),
-        (
-            {"num_layers": 3},
-            {"ffn_at": {"1": MOE}},
-            [f"layers.1.ffn.{name}"
-             for name in ("router.projection.weight", "experts.gate_up", "experts.down")],
-            [*(f"layers.1,2.ffn.{name}.weight" for name in ("gate", "up", "down")),
-             *(f"layers.2.attention.{name}.weight" for name in ("query", "key", "value", "output")),
-             "layers.2.attention_norm.weight", "layers.2.ffn_norm.weight"],
-        ),
-        (
-            {"ffn": "geglu"},
-            {},
-            [f"layers.0,1.ffn.{name}.weight" for name in ("gate", "up", "down")],
-            [f"layers.0,1.ffn.{name}.weight" for name in ("gate", "up", "down")],
-        ),
-        (
-            {"ffn": {**MOE, "router": "sigmoid_top_k"}},
-            {"ffn": MOE},
-            ["layers.0,1.ffn.router.projection.weight"],
-            ["layers.0,1.ffn.router.correction_bias_E", "layers.0,1.ffn.router.projection.weight"],
-        ),
+        ({}, {"num_layers": 3}, [*LAYER_2, *gated("2")], []),
+        ({"num_layers": 3}, {"ffn_at": {"1": MOE}}, EXPERTS, [*LAYER_2, *gated("1,2")]),
+        ({"ffn": "geglu"}, {}, gated("0,1"), gated("0,1")),
+        ({"ffn": {**MOE, "router": "sigmoid_top_k"}}, {"ffn": MOE}, ROUTERS[1:], ROUTERS),
         ({"tie_embeddings": False}, {}, [], ["unembedding.weight"]),
         ({}, {"tie_embeddings": False}, [], []),
     ],
@@ -133,9 +120,8 @@ def test_options_that_differ_are_said(folder: Callable[..., str]) -> None:
             {"ffn": MOE, "attention": {"num_heads": 2, "num_kv_heads": 1}},
             {
                 "ffn": {
-                    **MOE,
+                    "type": "moe",
                     "num_experts": 2,
-                    "experts": {"type": "swiglu"},
                     "router": {"type": "top_k", "k": 1, "scale": 2.0},
                 }
             },
@@ -175,38 +161,32 @@ def test_tokens_that_mean_other_text_are_refused(folder: Callable[..., str]) -> 
         source.require_same_tokens(other)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ("nothing", r"init_from: '.*saved' is not there; give the folder of a model or of a run"),
-        ("file", r"init_from: '.*saved' is a file; give the folder of a model or of a run"),
-        (
-            "empty",
-            r"'.*saved' is neither the folder of a model of ours nor of a run; give one that",
-        ),
-        (
-            "theirs",
-            r"nor of a run; it is a model of transformers: .*convert .*saved NEW makes a model folder",
-        ),
-        ("weights", r"init_from: '.*saved' has neither model.safetensors nor a whole"),
-        ("run", r"init_from: '.*saved' has no tokenizer.json, so no model to load"),
-    ],
-)
+NO_MODELS: list[tuple[dict[str, str] | str | None, str]] = [
+    (None, r"init_from: '.*saved' is not there; give the folder of a model or of a run"),
+    ("a file", r"init_from: '.*saved' is a file; give the folder of a model or of a run"),
+    ({}, r"'.*saved' is neither the folder of a model of ours nor of a run; give one that"),
+    (
+        {"config.json": '{"model_type": "mixtral"}'},
+        r"nor of a run; it is a model of transformers: .*convert .*saved NEW makes a model folder",
+    ),
+    (
+        {"config.yaml": to_yaml(TrainConfig())},
+        r"init_from: '.*saved' has no tokenizer.json, so no model to load",
+    ),
+]
+"""What is there: nothing, a file, or a folder of files."""
+
+
+@pytest.mark.parametrize(("given", "message"), NO_MODELS)
 def test_a_folder_that_holds_no_model_is_refused(
-    damage: str, message: str, folder: Callable[..., str]
+    given: dict[str, str] | str | None, message: str, tmp_path: Path
 ) -> None:
-    path = Path(folder())
-    if damage == "weights":
-        (path / "model.safetensors").unlink()
-    else:
-        shutil.rmtree(path)
-    if damage == "file":
-        path.write_text("")
-    if damage in ("empty", "theirs", "run"):
+    path = tmp_path / "saved"
+    if isinstance(given, str):
+        path.write_text(given)
+    elif given is not None:
         path.mkdir()
-    if damage == "theirs":
-        (path / "config.json").write_text('{"model_type": "mixtral"}')
-    if damage == "run":
-        (path / "config.yaml").write_text(to_yaml(TrainConfig()))
+        for name, content in given.items():
+            (path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_source(str(path), "init_from")

@@ -6,6 +6,7 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from moe_ffn.weights import export_transformers, load_transformers
 from tests.helpers.theirs import MODELS, SIZES, logits, save
 
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2}
+SHARED, SIGMOID = {"type": "swiglu", "d_ff": 20}, {"type": "sigmoid_top_k"}
 LATENT = {"num_heads": 4, "head_dim": 10, "latent": {"kv_rank": 12, "rotated_dim": 6}}
 
 
 def decoder_of(**options: Any) -> Decoder:
-    """Ours, with random weights, norms and biases too."""
     given = {"d_model": 32, "num_layers": 3, "attention": ATTENTION, "ffn": "swiglu", **options}
     decoder = DecoderConfig.model_validate(given).build(SIZES["vocab_size"], 48).eval()
     generator = torch.Generator().manual_seed(3)
@@ -92,67 +93,45 @@ def test_there_and_back_no_bit_is_changed(name: str, tmp_path: Path) -> None:
 OURS: dict[str, tuple[dict[str, Any], str, str]] = {
     "dense": ({}, "llama", ""),
     "geglu": ({"ffn": "geglu"}, "llama", ""),
-    "qkv": (
-        {"attention": {**ATTENTION, "bias": "qkv"}},
-        "qwen2",
-        "llama has attention.bias: false",
-    ),
+    "qkv": ({"attention": {**ATTENTION, "bias": "qkv"}}, "qwen2", "llama has attention.bias: false"),
     "norms": (
-        {"attention": {**ATTENTION, "norm_qk": "head", "head_dim": 12}},
-        "qwen3",
+        {"attention": {**ATTENTION, "norm_qk": "head", "head_dim": 12}}, "qwen3",
         'llama has attention.norm_qk: null, this model "head"',
     ),
     "default": (
-        {"ffn": moe()},
-        "qwen2_moe",
+        {"ffn": moe()}, "qwen2_moe",
         "zeros are written for what this model lacks: ffn.combine.type, ffn.shared_expert.bias, "
         "ffn.shared_expert.d_ff, ffn.shared_expert.type",
     ),
     "renormalised": ({"ffn": moe(router__renormalize=True)}, "mixtral", ""),
     "softmax after": ({"ffn": moe(router__softmax="after")}, "mixtral", ""),
     "a dense layer": (
-        {"ffn": moe(router__renormalize=True), "ffn_at": {"1": {"type": "swiglu", "d_ff": 40}}},
-        "qwen2_moe",
+        {"ffn": moe(router__renormalize=True), "ffn_at": {"1": {"type": "swiglu", "d_ff": 40}}}, "qwen2_moe",
         "mixtral has ffn_at (sparse layers): [0, 1, 2], this model [0, 2]",
     ),
     "heads normalised": (
-        {"attention": {**ATTENTION, "norm_qk": "head"}, "ffn": moe(router__renormalize=True)},
-        "qwen3_moe",
+        {"attention": {**ATTENTION, "norm_qk": "head"}, "ffn": moe(router__renormalize=True)}, "qwen3_moe",
         "mixtral has attention.norm_qk: null",
     ),
     "all normalised": ({"attention": {**ATTENTION, "norm_qk": "all"}, "ffn": moe()}, "olmoe", ""),
-    "shared": (
-        {"ffn": moe(shared_expert={"type": "swiglu", "d_ff": 20}, combine__type="sigmoid_gate")},
-        "qwen2_moe",
-        "",
-    ),
+    "shared": ({"ffn": moe(shared_expert=SHARED, combine__type="sigmoid_gate")}, "qwen2_moe", ""),
     "latent": (
         {
             "attention": LATENT,
             "ffn": moe(
                 num_experts=6,
-                router={
-                    "type": "sigmoid_top_k",
-                    "k": 3,
-                    "scale": 2.5,
-                    "groups": {"num_groups": 3, "keep": 2},
-                },
+                router={**SIGMOID, "k": 3, "scale": 2.5, "groups": {"num_groups": 3, "keep": 2}},
                 shared_expert={"type": "swiglu", "d_ff": 48},
             ),
             "ffn_at": {"0": {"type": "swiglu", "d_ff": 40}},
         },
-        "deepseek_v3",
-        "",
+        "deepseek_v3", "",
     ),
     "in training": (
-        {
-            "dropout": 0.1,
-            "ffn": moe(router__renormalize=True, router__jitter=0.1, capacity__factor=1.25),
-        },
-        "mixtral",
-        "ffn.capacity.factor acts only in training and is left out",
+        {"dropout": 0.1, "ffn": moe(router__renormalize=True, router__jitter=0.1, capacity__factor=1.25)},
+        "mixtral", "ffn.capacity.factor acts only in training and is left out",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "architecture", "note"), OURS.values(), ids=OURS)
@@ -214,61 +193,35 @@ def test_the_tokenizer_goes_along(kind: str, tmp_path: Path) -> None:
 
 # -- what is refused
 
-LAYER = {"type": "layer_norm"}
+NO_EQUAL = "has no equal in transformers"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "router bias": (
         {"ffn": moe(router__renormalize=True, router__bias=True)},
-        "model.ffn.router.bias (true) has no equal in transformers: mixtral, the nearest architecture there, "
-        "has false; train with that",
+        f"ffn.router.bias (true) {NO_EQUAL}: mixtral, the nearest architecture there, has false; train with "
+        "that",
     ),
-    "capacity": (
-        {"ffn": moe(capacity__eval_factor=2.0)},
-        "model.ffn.capacity.eval_factor (2.0) has no equal",
-    ),
-    "router": (
-        {"ffn": moe(router={"type": "hash"})},
-        'model.ffn.router.type ("hash") has no equal',
-    ),
-    "plain experts": (
-        {"ffn": moe(experts={"type": "mlp"})},
-        'model.ffn.experts.type ("mlp") has no',
-    ),
-    "sum": (
-        {"ffn": moe(shared_expert={"type": "swiglu", "d_ff": 20})},
-        'model.ffn.combine.type ("sum") has no equal in transformers: qwen2_moe',
-    ),
+    "capacity": ({"ffn": moe(capacity__eval_factor=2.0)}, f"ffn.capacity.eval_factor (2.0) {NO_EQUAL}"),
+    "router": ({"ffn": moe(router={"type": "hash"})}, f'ffn.router.type ("hash") {NO_EQUAL}'),
+    "plain experts": ({"ffn": moe(experts={"type": "mlp"})}, f'ffn.experts.type ("mlp") {NO_EQUAL}'),
+    "sum": ({"ffn": moe(shared_expert=SHARED)}, f'ffn.combine.type ("sum") {NO_EQUAL}: qwen2_moe'),
     "shared width": (
-        {
-            "attention": LATENT,
-            "ffn": moe(
-                router={"type": "sigmoid_top_k"}, shared_expert={"type": "swiglu", "d_ff": 20}
-            ),
-        },
-        "model.ffn.shared_expert.d_ff (20) has no equal in transformers: deepseek_v3, the nearest "
-        "architecture there, has 24",
+        {"attention": LATENT, "ffn": moe(router=SIGMOID, shared_expert=SHARED)},
+        f"ffn.shared_expert.d_ff (20) {NO_EQUAL}: deepseek_v3, the nearest architecture there, has 24",
     ),
-    "plain": ({"ffn": "dense"}, 'model.ffn.type ("dense") has no equal in transformers: llama'),
-    "post-norm": (
-        {"norm_placement": "post"},
-        'model.norm_placement ("post") has no equal in transformers: llama, the nearest architecture there, '
-        'has "pre"',
-    ),
-    "embeddings": ({"scale_embeddings": True}, "model.scale_embeddings (true) has no equal"),
-    "encoder": ({"causal": False}, "model.causal (false) has no equal"),
+    "plain": ({"ffn": "dense"}, f'ffn.type ("dense") {NO_EQUAL}: llama'),
+    "post-norm": ({"norm_placement": "post"}, f'norm_placement ("post") {NO_EQUAL}: llama'),
+    "embeddings": ({"scale_embeddings": True}, f"scale_embeddings (true) {NO_EQUAL}"),
+    "encoder": ({"causal": False}, f"causal (false) {NO_EQUAL}"),
     "two blocks": (
         {"ffn": moe(), "ffn_at": {"2": moe(num_experts=3)}},
-        "model.ffn.num_experts is 5 in layer 0 and 3 in layer 2, and architectures of transformers have one "
-        "block for all sparse layers; train with one",
+        "ffn.num_experts is 5 in layer 0 and 3 in layer 2, and architectures of transformers have one block "
+        "for all sparse layers; train with one",
     ),
     "dense above": (
-        {
-            "attention": LATENT,
-            "ffn": moe(router={"type": "sigmoid_top_k"}),
-            "ffn_at": {"2": {"type": "swiglu", "d_ff": 24}},
-        },
-        "model.ffn_at (sparse layers) ([0, 1]) has no equal in transformers: deepseek_v3",
+        {"attention": LATENT, "ffn": moe(router=SIGMOID), "ffn_at": {"2": {"type": "swiglu", "d_ff": 24}}},
+        f"ffn_at (sparse layers) ([0, 1]) {NO_EQUAL}: deepseek_v3",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
@@ -277,7 +230,7 @@ def test_what_has_no_equal_is_named_and_nothing_is_written(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         export_transformers(decoder_of(**options), tmp_path / "theirs")
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).startswith(f"model.{message}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -288,9 +241,7 @@ def test_nothing_that_is_there_is_lost(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"empty' already exists; give a new folder"):
         export_transformers(decoder, tmp_path / "empty")
 
-    def full(*given: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("moe_ffn.weights.to_transformers.save_tensors", full)
     with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\)"):
         export_transformers(decoder, tmp_path / "other")
