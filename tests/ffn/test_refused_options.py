@@ -274,14 +274,6 @@ def test_impossible_options(options: str, answer: str) -> None:
         assert got == answer
 
 
-def test_groups_are_those_of_sigmoid_top_k_too() -> None:
-    groups = {"num_groups": 3, "keep": 1}
-    router = {"type": "sigmoid_top_k", "k": 3, "groups": groups}
-    assert refusal({"type": "moe", "router": router}).startswith(
-        "router.groups.num_groups (3) must"
-    )
-
-
 MENDED = [
     {"type": "top_k", "k": 1},
     {"type": "sigmoid_top_k", "k": 1, "renormalize": False},

@@ -44,13 +44,6 @@ def naive_sinkhorn(rows: list[list[float]], rounds: int) -> list[list[float]]:
     return [[value / sum(row) for value in row] for row in table]
 
 
-def test_rows_and_columns_sum_to_their_share() -> None:
-    balanced = sinkhorn(lopsided_logits(), everybody(), tolerance=1e-10, max_iterations=1000)
-    table_TE = balanced.softmax(dim=-1)  # rows up to a constant: each sums to 1
-    share = torch.full((NUM_EXPERTS,), NUM_TOKENS / NUM_EXPERTS, dtype=torch.float64)
-    torch.testing.assert_close(table_TE.sum(dim=0), share, rtol=1e-8, atol=0)
-
-
 def test_it_equals_division_of_rows_and_columns_in_plain_python() -> None:
     logits = lopsided_logits()
     got = sinkhorn(logits, everybody(), tolerance=1e-12, max_iterations=1000).softmax(dim=-1)
@@ -104,16 +97,6 @@ def test_large_logits_do_not_overflow() -> None:
         logits = lopsided_logits(1e3).to(dtype)
         assert sinkhorn(logits, everybody()).isfinite().all()
         assert route(SinkhornRouterConfig(), logits, training=True).weights_N.isfinite().all()
-
-
-def test_adding_a_constant_to_a_row_or_a_column_changes_no_choice() -> None:
-    config = SinkhornRouterConfig(tolerance=1e-10, max_iterations=1000)
-    logits = lopsided_logits()
-    plain = experts_of(route(config, logits, training=True))
-    by_row = logits + random_logits(NUM_TOKENS, 1, seed=5)
-    by_column = logits + torch.tensor([5.0, -3.0, 0.0, 1.0])
-    assert experts_of(route(config, by_row, training=True)) == plain
-    assert experts_of(route(config, by_column, training=True)) == plain
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
