@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from moe_ffn.balancing.bias_rules import (
@@ -168,18 +167,6 @@ def test_a_share_that_is_no_whole_number_is_rounded_down(
         assert observed_E[expert].item() == pytest.approx(sorted(excess, reverse=True)[place])
 
 
-def test_the_bias_that_the_routing_was_made_with_is_taken_into_account() -> None:
-    # Balanced already, by a bias: the rule finds it again, whatever constant is added to it.
-    logits, bias = lopsided_logits(), torch.zeros(8)
-    rule = QuantileRuleConfig(ema=0.0)
-    for _ in range(200):
-        bias = step(rule, bias, route(logits, 2, bias))
-    for constant in (0.0, 0.5):
-        again = step(rule, bias + constant, route(logits, 2, bias + constant))
-        # The quantiles of 512 tokens are a hundredth or so apart.
-        torch.testing.assert_close(again, bias, rtol=0, atol=0.01)
-
-
 # ------------------------------------------------------------------------------- both
 
 
@@ -228,19 +215,3 @@ def test_the_bias_keeps_its_dtype_and_has_no_gradient(config: BiasRuleConfig) ->
     assert observed.shape == (8,)
     assert rule.update(bias, observed, num_batches=1).dtype == torch.float32
     assert bias.count_nonzero() == 0
-
-
-@pytest.mark.parametrize(
-    ("rule", "where", "message"),
-    [
-        ({"type": "sign", "rate": 0.0}, "rate", "greater than 0"),
-        ({"type": "quantile", "ema": 1.0}, "ema", "less than 1"),
-        ({"type": "quantile", "ema": -0.1}, "ema", "greater than or equal to 0"),
-    ],
-    ids=["rate_0", "ema_1", "ema_negative"],
-)
-def test_a_rule_that_would_never_move_is_refused(
-    rule: dict[str, Any], where: str, message: str
-) -> None:
-    with pytest.raises(ValidationError, match=rf"(?s){where}.*{message}"):
-        BiasRuleConfig.model_validate(rule)

@@ -158,16 +158,6 @@ def test_rows_of_different_lengths_equal_each_alone(positions: str, kind: str, f
     assert len({tuple(ids) for ids in alone}) > 1
 
 
-@pytest.mark.parametrize("length", range(1, 6))
-@torch.no_grad()
-def test_a_history_of_any_length_equals_the_whole_sequence(length: int) -> None:
-    model, ids = decoder(ffn=FFNS["ngrams"]), token_ids(2, 10)
-    cache = model.new_cache(2)
-    parts = [ids[:, :length], *ids[:, length:].split(1, dim=1)]
-    got = torch.cat([model(part, cache=cache).logits for part in parts], dim=1)
-    torch.testing.assert_close(got, model(ids).logits, rtol=0, atol=1e-5)
-
-
 @torch.no_grad()
 def test_a_pass_that_fails_adds_nothing_to_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = decoder(ffn=FFNS["ngrams"]), token_ids(1, 6)
