@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.bias_rules import (
-    BiasRuleConfig,
-    QuantileRuleConfig,
-    SignRuleConfig,
-)
+from moe_ffn.balancing.bias_rules import BiasRuleConfig, QuantileRuleConfig, SignRuleConfig
 from moe_ffn.balancing.losses import pairs_per_expert
 from moe_ffn.metrics.functional import max_violation
 from moe_ffn.outputs import Routing

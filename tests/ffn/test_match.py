@@ -62,10 +62,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "slots_per_expert": 12,
         "experts": {"type": "mlp", "d_ff": HERE},
     },
-    "mixture_of_depths": {
-        "type": "mixture_of_depths",
-        "ffn": {"type": "swiglu", "d_ff": HERE},
-    },
+    "mixture_of_depths": {"type": "mixture_of_depths", "ffn": {"type": "swiglu", "d_ff": HERE}},
 }
 every_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 every_budget = pytest.mark.parametrize("match", BUDGETS)
@@ -249,10 +246,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "one fewer experts or a smaller shared expert",
     ),
     "two budgets": (
-        {
-            **asking(MOE, "total_params"),
-            "shared_expert": asking(BLOCKS["dense"], "active_params"),
-        },
+        {**asking(MOE, "total_params"), "shared_expert": asking(BLOCKS["dense"], "active_params")},
         "model.ffn.shared_expert.d_ff: must match the same as model.ffn.experts.d_ff, since a block has only "
         "one budget; give both the same `match` and `of`, or set one of them to a number",
     ),

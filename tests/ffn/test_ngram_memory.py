@@ -11,12 +11,7 @@ from torch import Tensor
 
 from moe_ffn import ConfigError, DecoderConfig, FFNConfig, TokenContext, build_ffn
 from moe_ffn.config.errors import Situation
-from moe_ffn.ffn.ngram_memory import (
-    NgramMemoryConfig,
-    NgramMemoryFFN,
-    NgramTables,
-    primes_from,
-)
+from moe_ffn.ffn.ngram_memory import NgramMemoryConfig, NgramMemoryFFN, NgramTables, primes_from
 from moe_ffn.kernels import memory
 from moe_ffn.routing.base import WideRMSNorm
 from moe_ffn.training.optimizer import OptimizerConfig, split_by_decay

@@ -84,12 +84,7 @@ def evaluate(*given: *Given) -> dict[str, Tensor]:
         return {"y": native(*given)}
 
 
-TOLERANCES = {
-    torch.float64: 1e-13,
-    torch.float32: 1e-5,
-    torch.float16: 5e-3,
-    torch.bfloat16: 3e-2,
-}
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 Shape = tuple[int, int, int, tuple[int, ...]]

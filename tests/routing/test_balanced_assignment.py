@@ -11,13 +11,7 @@ from torch import Tensor
 
 from moe_ffn.routing import BalancedAssignmentRouterConfig
 from moe_ffn.routing.balanced_assignment import assign
-from tests.helpers.identity_router import (
-    experts_of,
-    load_of,
-    random_logits,
-    real_pairs,
-    route,
-)
+from tests.helpers.identity_router import experts_of, load_of, random_logits, real_pairs, route
 
 CONFIG = BalancedAssignmentRouterConfig()
 PRECISION = 0.02

@@ -138,12 +138,7 @@ def test_a_table_gives_a_token_the_same_experts_whatever_it_holds() -> None:
 def test_the_network_before_the_projection_is_its_formula(depth: int) -> None:
     torch.manual_seed(0)
     mlp = {"width": 5, "depth": depth, "eps": 1e-3}
-    options = {
-        "type": "top_k",
-        "input_norm": {"eps": 0.01},
-        "mlp": mlp,
-        "bias": True,
-    }
+    options = {"type": "top_k", "input_norm": {"eps": 0.01}, "mlp": mlp, "bias": True}
     config = RouterConfig.model_validate(options)
     router: Any = config.build(8, E).double()
     for parameter in router.parameters():

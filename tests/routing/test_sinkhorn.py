@@ -10,12 +10,7 @@ from torch import Tensor
 
 from moe_ffn.routing import SinkhornRouterConfig
 from moe_ffn.routing.sinkhorn import sinkhorn
-from tests.helpers.identity_router import (
-    experts_of,
-    random_logits,
-    real_pairs,
-    route,
-)
+from tests.helpers.identity_router import experts_of, random_logits, real_pairs, route
 
 NUM_TOKENS, NUM_EXPERTS = 24, 4
 
@@ -100,9 +95,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_training_takes_the_top_k_of_the_balanced_scores_weighted_by_the_plain_ones(
-    k: int,
-) -> None:
+def test_training_takes_the_top_k_of_the_balanced_scores_weighted_by_the_plain_ones(k: int) -> None:
     logits = lopsided_logits()
     config = SinkhornRouterConfig(k=k, tolerance=1e-10, max_iterations=1000)
     got = real_pairs(route(config, logits, training=True))

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from moe_ffn.routing import TopPRouterConfig
-from tests.helpers.identity_router import (
-    experts_of,
-    random_logits,
-    real_pairs,
-    route,
-)
+from tests.helpers.identity_router import experts_of, random_logits, real_pairs, route
 
 PROBABILITIES = [0.15, 0.5, 0.05, 0.3]
 
