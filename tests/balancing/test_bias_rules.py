@@ -68,17 +68,6 @@ def test_the_move_is_that_of_the_published_example(centre: bool, moves: list[flo
     torch.testing.assert_close(added, bias + moved, rtol=0, atol=0)
 
 
-def test_counts_of_batches_and_ranks_add_up(make_routing: Any) -> None:
-    # (2, 0) and (0, 3) make (2, 3): expert 1 is ahead, though expert 0 is in the first batch.
-    rule = SignRuleConfig(rate=1e-3)
-    bias = torch.zeros(2)
-    first = rule.observe(make_routing([[0], [0]], 2), bias)
-    second = rule.observe(make_routing([[1], [1], [1]], 2), bias)
-    assert (first + second).tolist() == [2, 3]
-    moved = rule.update(bias, first + second, num_batches=2)
-    assert moved.tolist() == pytest.approx([1e-3, -1e-3], abs=FLOAT32)
-
-
 @pytest.mark.parametrize("spare", [1, -1], ids=["one_more", "one_less"])
 def test_one_pair_in_very_many_still_has_its_sign(spare: int) -> None:
     # 2^40 + 1 is no float32 number, and the mean, 2^40 + 1/4, is not even a whole one.
@@ -97,15 +86,6 @@ def test_the_sign_rule_counts_before_dropping_and_without_padding(make_routing: 
         mask_T=torch.tensor([True, True, False]),
     )
     assert rule.observe(dropped, torch.zeros(2)).tolist() == [2, 0]
-
-
-def test_the_sign_rule_balances_an_uneven_router() -> None:
-    rule, bias = SignRuleConfig(rate=0.01), torch.zeros(8)
-    for seed in range(100):
-        bias = step(rule, bias, route(lopsided_logits(2048, seed=seed), 2, bias))
-    logits = lopsided_logits(2048, seed=100)
-    assert violation(logits, 2, torch.zeros(8)) > 0.8
-    assert violation(logits, 2, bias) < 0.2
 
 
 # ------------------------------------------------------------------------------- the quantile rule

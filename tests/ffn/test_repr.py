@@ -109,17 +109,9 @@ def test_an_output_of_fake_tensors_has_sizes_alone(shapes: ShapeEnv | None) -> N
         assert f"{SIZES}, float32 on cpu)" in repr(output_of(WITH_CAPACITY))
 
 
-def test_an_output_that_holds_something_else_than_tensors_is_printed_field_by_field() -> None:
-    kinds = pytree.tree_map(lambda _: "leaf", output_of(WITH_CAPACITY))
-    text = repr(kinds)
-    assert text.startswith("FFNOutput(hidden='leaf',")
-    assert "routing=Routing(token_ids_N='leaf', " in text
-
-
 @pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
-@pytest.mark.parametrize("config", ["dense", "moe"])
-def test_printing_does_not_disturb_torch_compile(config: str) -> None:
-    block = build_ffn(config, D_MODEL)
+def test_printing_does_not_disturb_torch_compile() -> None:
+    block = build_ffn("moe", D_MODEL)
     x = torch.randn(2, 6, D_MODEL)
 
     def run(x: Tensor) -> tuple[Tensor, str]:

@@ -40,10 +40,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "neuron_top_k": {},
         "neuron_top_k-k1": {"k": 1, "correction_bias": True, "bias": True},
     },
-    "top_p": {
-        "top_p": {},
-        "top_p-renormalized": {"p": 0.6, "max_k": 3, "renormalize": True},
-    },
+    "top_p": {"top_p": {}, "top_p-renormalized": {"p": 0.6, "max_k": 3, "renormalize": True}},
     "relu": {"relu": {}, "relu-bias": {"bias": True, "jitter": 0.1}},
     "expert_choice": {
         "expert_choice": {},
