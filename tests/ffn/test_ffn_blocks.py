@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+import yaml
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,59 +38,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
         for member, cls in FFNConfig.members.items()
         if "bias" in cls.model_fields
     },
-    "jittered": {"type": "jittered", "jitter": 0.0},
-    "normed": {"type": "normed", "input": {}, "output": {}},
-    "soft_moe": {"type": "soft_moe", "num_experts": 2, "slots_per_expert": 3},
-    "ngram_memory": {"type": "ngram_memory", "num_rows": 50},
-    "conv-k1": {"type": "conv", "kernel_size": 1},
-    "conv-k4": {"type": "conv", "kernel_size": 4, "d_ff": 12},
-    "conv-centred": {"type": "conv", "causal": False},
-    "swiglu-multiple_of_64": {"type": "swiglu", "multiple_of": 64},
-    "moe-k1-mlp-bias": {
-        "type": "moe",
-        "num_experts": 5,
-        "router": {"type": "top_k", "k": 1},
-        "experts": {"type": "mlp", "bias": True, "d_ff": 12},
-    },
-    "moe-shared-gated-bias": {
-        "type": "moe",
-        "num_experts": 4,
-        "experts": {"type": "geglu", "bias": True, "d_ff": 16},
-        "shared_expert": {"type": "dense", "bias": True},
-    },
-    "moe-shared-sigmoid_gate": {
-        "type": "moe",
-        "shared_expert": "swiglu",
-        "combine": "sigmoid_gate",
-    },
-    "moe-shared-average": {"type": "moe", "shared_expert": "swiglu", "combine": "average"},
-    "moe-shared-residual": {"type": "moe", "shared_expert": "dense", "combine": "residual"},
-    "moe-zero_computation": {
-        "type": "moe",
-        "num_experts": 4,
-        "router": {"type": "top_k", "k": 4},
-        "zero_computation": {"num_zero": 1, "num_copy": 1, "num_constant": 2},
-    },
-    "moe-latent": {
-        "type": "moe",
-        "num_experts": 12,
-        "router": {"type": "top_k", "k": 4},
-        "experts": {"type": "latent", "width": 4, "bias": True},
-    },
-    "chain_of_experts-3": {
-        "type": "chain_of_experts",
-        "rounds": 3,
-        "ffn": {
-            "num_experts": 7,
-            "experts": {"type": "latent", "width": 4},
-            "shared_expert": "swiglu",
-        },
-    },
-    "mixture_of_depths-moe": {
-        "type": "mixture_of_depths",
-        "ffn": "moe",
-        "router": {"type": "relu", "k": 0.5},
-    },
+    **yaml.safe_load("""
+jittered: {type: jittered, jitter: 0.0}
+normed: {type: normed, input: {}, output: {}}
+soft_moe: {type: soft_moe, num_experts: 2, slots_per_expert: 3}
+ngram_memory: {type: ngram_memory, num_rows: 50}
+conv-k1: {type: conv, kernel_size: 1}
+conv-k4: {type: conv, kernel_size: 4, d_ff: 12}
+conv-centred: {type: conv, causal: false}
+swiglu-multiple_of_64: {type: swiglu, multiple_of: 64}
+moe-k1-mlp-bias: {type: moe, num_experts: 5, router: {type: top_k, k: 1}, experts: {type: mlp,
+  bias: true, d_ff: 12}}
+moe-shared-gated-bias: {type: moe, num_experts: 4, experts: {type: geglu, bias: true, d_ff: 16},
+  shared_expert: {type: dense, bias: true}}
+moe-shared-sigmoid_gate: {type: moe, shared_expert: swiglu, combine: sigmoid_gate}
+moe-shared-average: {type: moe, shared_expert: swiglu, combine: average}
+moe-shared-residual: {type: moe, shared_expert: dense, combine: residual}
+moe-zero_computation: {type: moe, num_experts: 4, router: {type: top_k, k: 4},
+  zero_computation: {num_zero: 1, num_copy: 1, num_constant: 2}}
+moe-latent: {type: moe, num_experts: 12, router: {type: top_k, k: 4}, experts: {type: latent,
+  width: 4, bias: true}}
+chain_of_experts-3: {type: chain_of_experts, rounds: 3, ffn: {num_experts: 7,
+  experts: {type: latent, width: 4}, shared_expert: swiglu}}
+mixture_of_depths-moe: {type: mixture_of_depths, ffn: moe, router: {type: relu, k: 0.5}}
+"""),
 }
 MIXES_POSITIONS = {"conv", "soft_moe", "mixture_of_depths", "ngram_memory"}
 every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)

@@ -26,44 +26,25 @@ HERE = "HERE"
 """Stands where a width is to be solved."""
 
 MOE = {"type": "moe", "num_experts": 4, "experts": {"type": "swiglu", "d_ff": HERE}}
-BLOCKS: dict[str, dict[str, Any]] = {
-    "dense": {"type": "dense", "d_ff": HERE},
-    "dense-bias": {"type": "dense", "d_ff": HERE, "bias": True},
-    "gated": {"type": "geglu", "d_ff": HERE, "multiple_of": 64},
-    "conv": {"type": "conv", "kernel_size": 3, "d_ff": HERE},
-    "moe": MOE,
-    "moe-k1-bias": {
-        "type": "moe",
-        "num_experts": 3,
-        "router": {"type": "top_k", "k": 1},
-        "experts": {"type": "mlp", "bias": True, "d_ff": HERE},
-    },
-    "moe-noisy": {**MOE, "router": "noisy_top_k"},
-    "moe-hash": {**MOE, "router": "hash"},
-    "moe-shared": {
-        **MOE,
-        "shared_expert": {"type": "swiglu", "d_ff": 16},
-        "combine": "sigmoid_gate",
-    },
-    "moe-shared-as-wide": {
-        **MOE,
-        "shared_expert": {"type": "dense", "d_ff": HERE},
-        "combine": "residual",
-    },
-    "moe-shared-alone": {
-        "type": "moe",
-        "num_experts": 4,
-        "experts": {"type": "mlp", "d_ff": 8},
-        "shared_expert": {"type": "dense", "d_ff": HERE},
-    },
-    "soft_moe": {
-        "type": "soft_moe",
-        "num_experts": 2,
-        "slots_per_expert": 12,
-        "experts": {"type": "mlp", "d_ff": HERE},
-    },
-    "mixture_of_depths": {"type": "mixture_of_depths", "ffn": {"type": "swiglu", "d_ff": HERE}},
-}
+BLOCKS: dict[str, dict[str, Any]] = yaml.safe_load("""
+dense: {type: dense, d_ff: HERE}
+dense-bias: {type: dense, d_ff: HERE, bias: true}
+gated: {type: geglu, d_ff: HERE, multiple_of: 64}
+conv: {type: conv, kernel_size: 3, d_ff: HERE}
+moe: {type: moe, num_experts: 4, experts: {type: swiglu, d_ff: HERE}}
+moe-k1-bias: {type: moe, num_experts: 3, router: {type: top_k, k: 1}, experts: {type: mlp,
+  bias: true, d_ff: HERE}}
+moe-noisy: {type: moe, num_experts: 4, experts: {type: swiglu, d_ff: HERE}, router: noisy_top_k}
+moe-hash: {type: moe, num_experts: 4, experts: {type: swiglu, d_ff: HERE}, router: hash}
+moe-shared: {type: moe, num_experts: 4, experts: {type: swiglu, d_ff: HERE},
+  shared_expert: {type: swiglu, d_ff: 16}, combine: sigmoid_gate}
+moe-shared-as-wide: {type: moe, num_experts: 4, experts: {type: swiglu, d_ff: HERE},
+  shared_expert: {type: dense, d_ff: HERE}, combine: residual}
+moe-shared-alone: {type: moe, num_experts: 4, experts: {type: mlp, d_ff: 8},
+  shared_expert: {type: dense, d_ff: HERE}}
+soft_moe: {type: soft_moe, num_experts: 2, slots_per_expert: 12, experts: {type: mlp, d_ff: HERE}}
+mixture_of_depths: {type: mixture_of_depths, ffn: {type: swiglu, d_ff: HERE}}
+""")
 every_block = pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 every_budget = pytest.mark.parametrize("match", BUDGETS)
 
