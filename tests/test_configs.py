@@ -27,7 +27,19 @@ STUDIES = sorted(FOLDER.glob("studies/*.yaml"))
 PUBLISHED = sorted(FOLDER.glob("models/*.yaml"))
 """Models that are far too large to be built here."""
 CONFIGS = sorted({*FOLDER.glob("**/*.yaml")} - {*STUDIES} - {*PUBLISHED})
-SEQ_LEN = 16
+VOCAB, SEQ_LEN = 64, 16
+WIDTHS = {
+    "d_model": 32,
+    "d_ff": 24,
+    "head_dim": 16,
+    "kv_rank": 8,
+    "query_rank": 12,
+    "rotated_dim": 8,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
+"""Largest sizes at which a model is trained here; it is built on the meta device in its own."""
 TRIED: set[str] = set()
 """Models that an arm of some study had, with their objectives: many studies have the same."""
 
@@ -49,22 +61,44 @@ def test_the_options_that_differ_make_the_same_model_again() -> None:
     assert len(words) < 40, "defaults are left out"
 
 
-def build(config: TrainConfig, vocab_size: int) -> LanguageModel:
+def narrowed(options: Any, limits: dict[str, int], key: str = "") -> Any:
+    if isinstance(options, dict):
+        return {key: narrowed(value, limits, key) for key, value in options.items()}
+    limit = limits.get(key)
+    return options if limit is None or options is None else min(options, limit)
+
+
+def build(config: TrainConfig) -> LanguageModel:
+    """Check the size of the model, and build a narrow one."""
+    check_num_params(config.model.build_empty(VOCAB, SEQ_LEN))
+    model = type(config.model).model_validate(narrowed(config.model.to_dict(), WIDTHS))
+    torch.manual_seed(0)
     return LanguageModel(
-        config.model,
+        model,
         config.optimizer,
         config.objective,
         config.trainer.guard,
-        byte_lengths=torch.ones(vocab_size),
+        byte_lengths=torch.ones(VOCAB),
         max_seq_len=SEQ_LEN,
         max_steps=config.trainer.max_steps,
         seed=config.seed,
     )
 
 
-def random_batch(vocab_size: int) -> LoadedBatch:
-    token_ids = torch.randint(vocab_size, (2, SEQ_LEN + 1))
+def random_batch() -> LoadedBatch:
+    token_ids = torch.randint(VOCAB, (2, SEQ_LEN + 1))
     return LoadedBatch(index=0, input_ids=token_ids[:, :-1], target_ids=token_ids[:, 1:])
+
+
+def step(module: LanguageModel) -> Any:
+    """A forward and a backward pass, whose FLOPs are those of the config."""
+    batch = random_batch()
+    module.on_train_batch_start(batch, 0)
+    flops, output = counting(lambda: module.training_step(batch, 0))
+    assert flops == told(module.decoder.config, VOCAB, output["routings"], (2, SEQ_LEN))
+    assert output["loss"].isfinite()
+    output["loss"].backward()
+    return output
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
@@ -74,17 +108,11 @@ def test_every_arm_of_a_study_makes_a_training_step(path: Path) -> None:
     assert {run.main_arm for run in runs} == set(study.arm_names)
     assert study.question
     for run in {run.main_arm: run for run in runs}.values():
-        kind = f"{run.config.model.to_dict()} {run.config.objective.to_dict()}"
-        if kind in TRIED:
-            continue
-        TRIED.add(kind)
-        torch.manual_seed(0)
-        model, module = run.config.model, build(run.config, vocab_size=64)
-        check_num_params(module.decoder)
-        flops, output = counting(lambda module=module: module.training_step(random_batch(64), 0))
-        assert flops == told(model, 64, output["routings"], (2, SEQ_LEN))
-        assert output["loss"].isfinite()
-        output["loss"].backward()
+        module = build(run.config)
+        kind = f"{module.decoder.config.to_dict()} {run.config.objective.to_dict()}"
+        if kind not in TRIED:
+            TRIED.add(kind)
+            step(module)
 
 
 def test_there_are_configs() -> None:
@@ -96,34 +124,22 @@ def test_there_are_configs() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_config_makes_a_training_step(path: Path) -> None:
-    config = resolve(path)
-    # The tokenizer says how large the vocabulary is; bytes and an end of document where it does not.
-    vocab_size = config.data.tokenizer.to_dict().get("vocab_size", 257)
-    torch.manual_seed(0)
-    module = build(config, vocab_size)
-    assert sum(p.numel() for p in module.parameters()) == config.model.num_params(
-        vocab_size, SEQ_LEN
-    )
-    batch = random_batch(vocab_size)
+    module = build(resolve(path))
     configured = module.configure_optimizers()
     assert isinstance(configured, dict)
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    before = module.decoder.embedding.weight.detach().clone()
 
-    module.on_train_batch_start(batch, 0)
-    flops, output = counting(lambda: module.training_step(batch, 0))
-    assert flops == told(config.model, vocab_size, output["routings"], (2, SEQ_LEN))
-    output["loss"].backward()
+    output = step(module)
     configured["optimizer"].step()
 
     # A fresh model knows nothing: log(vocabulary), more or less.
-    assert output["objective"].cross_entropy.item() == pytest.approx(math.log(vocab_size), abs=1.5)
-    assert output["loss"].isfinite()
+    assert output["objective"].cross_entropy.item() == pytest.approx(math.log(VOCAB), abs=1.5)
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
-    moved = [name for name, p in module.named_parameters() if not torch.equal(p, before[name])]
-    assert "decoder.embedding.weight" in moved
-    ffns = enumerate(config.model.layer_ffns())
+        assert parameter.isfinite().all(), name
+    assert not torch.equal(module.decoder.embedding.weight, before)
+    ffns = enumerate(module.decoder.config.layer_ffns())
     sparse = [f"layer_{layer:02d}" for layer, ffn in ffns if bool(ffn.router_infos())]
     assert [name for name in output["routings"] if "/" not in name] == sparse
 
@@ -145,34 +161,16 @@ SIZES = {
 }
 
 
-# Widths at which a published model is built here.
-NARROW = {
-    "d_model": 64,
-    "d_ff": 24,
-    "head_dim": 16,
-    "kv_rank": 8,
-    "query_rank": 12,
-    "rotated_dim": 8,
-}
-FEW = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "num_experts": 16}
-
-
-def narrowed(options: Any, key: str = "") -> Any:
-    if isinstance(options, dict):
-        return {key: narrowed(value, key) for key, value in options.items()}
-    limit = (NARROW | FEW).get(key)
-    return options if limit is None or options is None else min(options, limit)
-
-
 @pytest.mark.parametrize("path", PUBLISHED, ids=[path.stem for path in PUBLISHED])
 def test_published_models_cost_what_their_configs_tell(path: Path) -> None:
     model = resolve(path).model
     check_num_params(model.build_empty(9, 8))
-    small = type(model).model_validate(narrowed(model.to_dict()))
-    decoder, ids = small.build(64, SEQ_LEN), torch.randint(64, (2, SEQ_LEN))
+    limits = WIDTHS | {"num_experts": 16}
+    small = type(model).model_validate(narrowed(model.to_dict(), limits))
+    decoder, ids = small.build(VOCAB, SEQ_LEN), torch.randint(VOCAB, (2, SEQ_LEN))
     with torch.no_grad():
         flops, output = counting(lambda: decoder(ids))
-    assert flops == told(small, 64, output.routings, (2, SEQ_LEN))
+    assert flops == told(small, VOCAB, output.routings, (2, SEQ_LEN))
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=[path.stem for path in PUBLISHED])
@@ -195,8 +193,8 @@ def test_all_published_models_are_there() -> None:
 
 
 def test_a_batch_passes_through_few_files_to_its_loss() -> None:
-    module, package = build(TrainConfig(), 257), Path(moe_ffn.__file__).parent
-    batch, entered = random_batch(257), set[str]()
+    module, package = build(TrainConfig()), Path(moe_ffn.__file__).parent
+    batch, entered = random_batch(), set[str]()
     module.on_train_batch_start(batch, 0)
 
     def note(frame: FrameType, event: str, _: Any) -> None:

@@ -7,7 +7,6 @@ from typing import Literal
 
 import pytest
 
-from moe_ffn.ffn import DenseConfig
 from tests.helpers.shape_family import OWN, Drawing, Named, Oval, Shape, Square, mistakes
 
 
@@ -22,26 +21,6 @@ def test_one_class_may_have_several_tags() -> None:
     ellipse = Shape.model_validate("ellipse")
     assert isinstance(ellipse, Oval)
     assert ellipse.type == "ellipse"
-
-
-def test_a_config_is_taken_as_it_is() -> None:
-    square = Square(side=3.0)
-    assert Drawing(shape=square).shape == square
-    assert Shape.model_validate(square) == square
-
-
-def test_a_config_of_another_family_is_refused() -> None:
-    (line,) = mistakes(Drawing, {"shape": DenseConfig()})
-    assert line.startswith("shape: ")
-
-
-def test_a_member_needs_no_tag_in_its_own_name() -> None:
-    assert Square.model_validate({"side": 2.0}) == Square(side=2.0)
-
-
-def test_a_member_refuses_the_tag_of_another() -> None:
-    (line,) = mistakes(Square, {"type": "circle"})
-    assert line == "type: must be one of 'square', got 'circle'"
 
 
 def test_a_class_without_a_tag_is_named_by_its_import_path() -> None:

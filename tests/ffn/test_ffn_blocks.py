@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+import yaml
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,59 +38,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
         for member, cls in FFNConfig.members.items()
         if "bias" in cls.model_fields
     },
-    "jittered": {"type": "jittered", "jitter": 0.0},
-    "normed": {"type": "normed", "input": {}, "output": {}},
-    "soft_moe": {"type": "soft_moe", "num_experts": 2, "slots_per_expert": 3},
-    "ngram_memory": {"type": "ngram_memory", "num_rows": 50},
-    "conv-k1": {"type": "conv", "kernel_size": 1},
-    "conv-k4": {"type": "conv", "kernel_size": 4, "d_ff": 12},
-    "conv-centred": {"type": "conv", "causal": False},
-    "swiglu-multiple_of_64": {"type": "swiglu", "multiple_of": 64},
-    "moe-k1-mlp-bias": {
-        "type": "moe",
-        "num_experts": 5,
-        "router": {"type": "top_k", "k": 1},
-        "experts": {"type": "mlp", "bias": True, "d_ff": 12},
-    },
-    "moe-shared-gated-bias": {
-        "type": "moe",
-        "num_experts": 4,
-        "experts": {"type": "geglu", "bias": True, "d_ff": 16},
-        "shared_expert": {"type": "dense", "bias": True},
-    },
-    "moe-shared-sigmoid_gate": {
-        "type": "moe",
-        "shared_expert": "swiglu",
-        "combine": "sigmoid_gate",
-    },
-    "moe-shared-average": {"type": "moe", "shared_expert": "swiglu", "combine": "average"},
-    "moe-shared-residual": {"type": "moe", "shared_expert": "dense", "combine": "residual"},
-    "moe-zero_computation": {
-        "type": "moe",
-        "num_experts": 4,
-        "router": {"type": "top_k", "k": 4},
-        "zero_computation": {"num_zero": 1, "num_copy": 1, "num_constant": 2},
-    },
-    "moe-latent": {
-        "type": "moe",
-        "num_experts": 12,
-        "router": {"type": "top_k", "k": 4},
-        "experts": {"type": "latent", "width": 4, "bias": True},
-    },
-    "chain_of_experts-3": {
-        "type": "chain_of_experts",
-        "rounds": 3,
-        "ffn": {
-            "num_experts": 7,
-            "experts": {"type": "latent", "width": 4},
-            "shared_expert": "swiglu",
-        },
-    },
-    "mixture_of_depths-moe": {
-        "type": "mixture_of_depths",
-        "ffn": "moe",
-        "router": {"type": "relu", "k": 0.5},
-    },
+    **yaml.safe_load("""
+jittered: {type: jittered, jitter: 0.0}
+normed: {type: normed, input: {}, output: {}}
+soft_moe: {type: soft_moe, num_experts: 2, slots_per_expert: 3}
+ngram_memory: {type: ngram_memory, num_rows: 50}
+conv-k1: {type: conv, kernel_size: 1}
+conv-k4: {type: conv, kernel_size: 4, d_ff: 12}
+conv-centred: {type: conv, causal: false}
+swiglu-multiple_of_64: {type: swiglu, multiple_of: 64}
+moe-k1-mlp-bias: {type: moe, num_experts: 5, router: {type: top_k, k: 1}, experts: {type: mlp,
+  bias: true, d_ff: 12}}
+moe-shared-gated-bias: {type: moe, num_experts: 4, experts: {type: geglu, bias: true, d_ff: 16},
+  shared_expert: {type: dense, bias: true}}
+moe-shared-sigmoid_gate: {type: moe, shared_expert: swiglu, combine: sigmoid_gate}
+moe-shared-average: {type: moe, shared_expert: swiglu, combine: average}
+moe-shared-residual: {type: moe, shared_expert: dense, combine: residual}
+moe-zero_computation: {type: moe, num_experts: 4, router: {type: top_k, k: 4},
+  zero_computation: {num_zero: 1, num_copy: 1, num_constant: 2}}
+moe-latent: {type: moe, num_experts: 12, router: {type: top_k, k: 4}, experts: {type: latent,
+  width: 4, bias: true}}
+chain_of_experts-3: {type: chain_of_experts, rounds: 3, ffn: {num_experts: 7,
+  experts: {type: latent, width: 4}, shared_expert: swiglu}}
+mixture_of_depths-moe: {type: mixture_of_depths, ffn: moe, router: {type: relu, k: 0.5}}
+"""),
 }
 MIXES_POSITIONS = {"conv", "soft_moe", "mixture_of_depths", "ngram_memory"}
 every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
@@ -368,18 +340,6 @@ def test_a_default_width_beyond_any_memory_is_rejected() -> None:
         build_ffn(ffn, 4096)
 
 
-def test_one_gpt3_layer_has_1_2_billion_parameters() -> None:
-    # Brown et al. 2020, table 2.1: d_model 12288, d_ff = 4 * d_model = 49152.
-    # 2 * 12288 * 49152 = 1,207,959,552
-    config = DenseConfig()
-    assert config.width(12288) == 49152
-    assert config.num_params(12288) == 1_207_959_552
-    with torch.device("meta"):
-        ffn = config.build(12288)
-    assert all(parameter.is_meta for parameter in ffn.parameters())
-    assert sum(parameter.numel() for parameter in ffn.parameters()) == 1_207_959_552
-
-
 # ------------------------------------------------------------------------------- each family
 
 
@@ -447,18 +407,6 @@ def test_gated_is_shazeers_formula(member: str, gate: Any, bias: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "member", [name for name, cls in FFNConfig.members.items() if "bias" in cls.model_fields]
-)
-def test_bias_is_off_unless_asked_for(member: str) -> None:
-    def names(bias: bool) -> list[str]:
-        ffn = build({"type": member, "bias": bias})
-        return [name for name, _ in ffn.named_parameters() if name.endswith("bias")]
-
-    assert names(False) == []
-    assert len(names(True)) in (2, 3)
-
-
-@pytest.mark.parametrize(
     "member", [name for name, cls in FFNConfig.members.items() if "dropout" in cls.model_fields]
 )
 def test_dropout_is_for_training_only(member: str) -> None:
@@ -483,18 +431,7 @@ def test_shared_expert_sees_every_token_and_the_padding_mask() -> None:
 # -------------------------------------------------------------------------------- convolution
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_conv_of_kernel_size_1_is_the_dense_block_bit_for_bit(bias: bool) -> None:
-    dense = build({"type": "dense", "bias": bias})
-    conv = build({"type": "conv", "kernel_size": 1, "bias": bias}, seed=9)
-    with torch.no_grad():
-        for into, source in zip(conv.parameters(), dense.parameters(), strict=True):
-            into.copy_(source)
-    x = tokens(3, 7, 8, dtype=torch.float32)
-    assert torch.equal(conv(x).hidden, dense(x).hidden)
-
-
-@pytest.mark.parametrize("kernel_size", [2, 3, 4])
+@pytest.mark.parametrize("kernel_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "centred"])
 def test_conv_is_torchs_conv1d(causal: bool, kernel_size: int) -> None:
     config = {"type": "conv", "kernel_size": kernel_size, "causal": causal, "bias": True}
@@ -511,17 +448,6 @@ def test_conv_is_torchs_conv1d(causal: bool, kernel_size: int) -> None:
     x = tokens(2, 6, 8)
     expected = conv1d(F.gelu(conv1d(x, ffn.up.linear)), ffn.down.linear)
     torch.testing.assert_close(ffn(x).hidden, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kernel_size", [1, 2, 3])
-def test_conv_sees_two_windows_back_and_nothing_ahead(kernel_size: int) -> None:
-    ffn = build({"type": "conv", "kernel_size": kernel_size}).double()
-    x = tokens(1, 9, 8).requires_grad_()
-    ffn(x).hidden[0, 6].sum().backward()
-    assert x.grad is not None
-    seen = x.grad[0].abs().sum(-1).nonzero().flatten().tolist()
-    # Two convolutions reach 2 * (kernel_size - 1) positions back.
-    assert seen == list(range(6 - 2 * (kernel_size - 1), 7))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])

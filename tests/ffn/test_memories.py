@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from moe_ffn import TokenContext, build_ffn
@@ -14,30 +15,19 @@ from moe_ffn.ffn.networks import memories
 
 D, B, S = 8, 2, 6
 
-BLOCKS: dict[str, Any] = {
-    "dense": "dense",
-    "swiglu": "swiglu",
-    "conv of one position": {"type": "conv", "kernel_size": 1},
-    "moe": {"type": "moe", "num_experts": 4, "experts": {"type": "mlp"}},
-    "hash": {"type": "moe", "num_experts": 4, "router": {"type": "hash", "k": 2}},
-    "full experts": {
-        "type": "moe",
-        "num_experts": 4,
-        "capacity": {"factor": 0.5, "eval_factor": 0.5},
-    },
-    "shared expert": {"type": "moe", "num_experts": 4, "shared_expert": "dense"},
-    "clamped": {"type": "moe", "num_experts": 2, "experts": {"type": "clamped_swiglu"}},
-    "experts without a network": {
-        "type": "moe",
-        "num_experts": 4,
-        "zero_computation": {"num_zero": 2},
-    },
-    "mixture of depths": {"type": "mixture_of_depths", "ffn": "swiglu"},
-    "mixture of depths around an moe": {
-        "type": "mixture_of_depths",
-        "ffn": {"type": "moe", "num_experts": 4},
-    },
-}
+BLOCKS: dict[str, Any] = yaml.safe_load("""
+dense: dense
+swiglu: swiglu
+conv of one position: {type: conv, kernel_size: 1}
+moe: {type: moe, num_experts: 4, experts: {type: mlp}}
+hash: {type: moe, num_experts: 4, router: {type: hash, k: 2}}
+full experts: {type: moe, num_experts: 4, capacity: {factor: 0.5, eval_factor: 0.5}}
+shared expert: {type: moe, num_experts: 4, shared_expert: dense}
+clamped: {type: moe, num_experts: 2, experts: {type: clamped_swiglu}}
+experts without a network: {type: moe, num_experts: 4, zero_computation: {num_zero: 2}}
+mixture of depths: {type: mixture_of_depths, ffn: swiglu}
+mixture of depths around an moe: {type: mixture_of_depths, ffn: {type: moe, num_experts: 4}}
+""")
 
 
 def built(config: Any) -> FFNBlock:

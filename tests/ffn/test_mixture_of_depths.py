@@ -32,15 +32,6 @@ def chosen_and_weights(ffn: Any, x: Tensor, router: dict[str, Any]) -> tuple[Ten
     return ranks < 3, logits.sigmoid()
 
 
-def test_the_block_inside_sees_a_sequence_of_the_chosen_in_their_order() -> None:
-    # A causal convolution over two positions mixes each token with the chosen one before it.
-    ffn, x = build(RELU, {"type": "conv", "kernel_size": 2}), tokens()
-    chosen, weights = chosen_and_weights(ffn, x, RELU)
-    for b in range(2):
-        alone = ffn.ffn(x[b][chosen[b]]).hidden * weights[b][chosen[b]].unsqueeze(-1)
-        torch.testing.assert_close(ffn(x).hidden[b][chosen[b]], alone, rtol=0, atol=1e-12)
-
-
 def test_a_mixture_inside_routes_the_chosen_alone_and_reports_it() -> None:
     moe = {"type": "moe", "num_experts": 4}
     ffn, x = build(EXPERT_CHOICE, moe), tokens()

@@ -177,15 +177,6 @@ def test_the_config_knows_its_size_and_what_padding_holds_reaches_nothing(
     assert bool(memories(moe, x_BSD)) == has_memories
 
 
-def test_a_latent_space_makes_experts_and_their_products_narrower() -> None:
-    config = FFNConfig.model_validate(CONFIGS["latent"])
-    moe = built(CONFIGS["latent"])
-    assert moe.experts.innermost.up.shape == (E, 12, 6)
-    # The router, two projections, and for two experts two matrices.
-    expected = 2 * (D * E + 2 * D * 6 + 2 * 2 * 6 * 12)
-    assert config.flops_per_token(D, 16) == expected
-
-
 def test_noise_of_the_block_reaches_router_and_experts_alike() -> None:
     moe = built({"type": "jittered", "jitter": 0.3, "ffn": CONFIGS["latent-bias"]}).train()
     x_TD = torch.randn(5, D, dtype=torch.float64)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,25 +27,15 @@ from moe_ffn.runs.validate import check_layout
 
 D_MODEL, NUM_EXPERTS = 8, 25
 
-FORMS: dict[str, dict[str, Any]] = {
-    "peer": {
-        "router": {"k": 3, "num_heads": 4, "d_query": 6, "query_norm": {}},
-        "experts": {"type": "single_neuron"},
-    },
-    "peer-sigmoid": {
-        "router": {"k": 1, "num_heads": 2, "d_query": 4, "score": "sigmoid"},
-        "experts": {"type": "single_neuron", "activation": "silu"},
-    },
-    "product_key_memory": {
-        "router": {"k": 5, "num_heads": 2, "d_query": 4, "keys": "per_head", "query_norm": {}},
-        "experts": {"type": "value"},
-    },
-    "doge": {
-        "router": {"k": 2, "d_query": 0},
-        "experts": {"type": "single_neuron", "activation": "silu"},
-        "shared_expert": {"type": "swiglu", "d_ff": 8},
-    },
-}
+FORMS: dict[str, dict[str, Any]] = yaml.safe_load("""
+peer: {router: {k: 3, num_heads: 4, d_query: 6, query_norm: {}}, experts: {type: single_neuron}}
+peer-sigmoid: {router: {k: 1, num_heads: 2, d_query: 4, score: sigmoid},
+  experts: {type: single_neuron, activation: silu}}
+product_key_memory: {router: {k: 5, num_heads: 2, d_query: 4, keys: per_head, query_norm: {}},
+  experts: {type: value}}
+doge: {router: {k: 2, d_query: 0}, experts: {type: single_neuron, activation: silu},
+  shared_expert: {type: swiglu, d_ff: 8}}
+""")
 every_form = pytest.mark.parametrize("form", FORMS)
 
 

@@ -11,6 +11,7 @@ import yaml
 from moe_ffn import ConfigError, build_ffn
 from moe_ffn.config.errors import show
 from moe_ffn.routing import RouterConfig
+from tests.helpers.refusing import answers
 
 OUT_OF_RANGE: list[tuple[str, str | None, Any, str]] = [
     ("num_experts", "moe", 0, "at least 1"),
@@ -251,20 +252,7 @@ null
 """Options as a user types them, and the answer below; one that ends in `...` goes on."""
 
 
-def answers() -> dict[str, str]:
-    """Answers by the options that get them."""
-    found: dict[str, str] = {}
-    options = ""
-    for line in REFUSED.strip().splitlines():
-        if not line.startswith(" "):
-            options = line
-        found[options] = (
-            f"{found.get(options, '')} {line.strip()}".strip() if line[0] == " " else ""
-        )
-    return found
-
-
-@pytest.mark.parametrize(("options", "answer"), answers().items(), ids=answers())
+@pytest.mark.parametrize(("options", "answer"), answers(REFUSED))
 def test_impossible_options(options: str, answer: str) -> None:
     got = refusal(yaml.safe_load(options))
     if answer.endswith("..."):
@@ -272,14 +260,6 @@ def test_impossible_options(options: str, answer: str) -> None:
         assert "\n" not in got
     else:
         assert got == answer
-
-
-def test_groups_are_those_of_sigmoid_top_k_too() -> None:
-    groups = {"num_groups": 3, "keep": 1}
-    router = {"type": "sigmoid_top_k", "k": 3, "groups": groups}
-    assert refusal({"type": "moe", "router": router}).startswith(
-        "router.groups.num_groups (3) must"
-    )
 
 
 MENDED = [

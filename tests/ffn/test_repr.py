@@ -13,7 +13,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from moe_ffn import DecoderConfig, FFNConfig, TokenContext, build_ffn
 from moe_ffn.dispatch import make_plan
-from moe_ffn.routing import RouterConfig
 
 D_MODEL = 16
 LONGEST_LINE = 200
@@ -109,17 +108,9 @@ def test_an_output_of_fake_tensors_has_sizes_alone(shapes: ShapeEnv | None) -> N
         assert f"{SIZES}, float32 on cpu)" in repr(output_of(WITH_CAPACITY))
 
 
-def test_an_output_that_holds_something_else_than_tensors_is_printed_field_by_field() -> None:
-    kinds = pytree.tree_map(lambda _: "leaf", output_of(WITH_CAPACITY))
-    text = repr(kinds)
-    assert text.startswith("FFNOutput(hidden='leaf',")
-    assert "routing=Routing(token_ids_N='leaf', " in text
-
-
 @pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
-@pytest.mark.parametrize("config", ["dense", "moe"])
-def test_printing_does_not_disturb_torch_compile(config: str) -> None:
-    block = build_ffn(config, D_MODEL)
+def test_printing_does_not_disturb_torch_compile() -> None:
+    block = build_ffn("moe", D_MODEL)
     x = torch.randn(2, 6, D_MODEL)
 
     def run(x: Tensor) -> tuple[Tensor, str]:
@@ -198,13 +189,3 @@ def test_a_block_prints_its_sizes_and_options(config: Any, expected: list[str]) 
     text = repr(build_ffn(config, D_MODEL))
     for part in expected:
         assert part in text
-
-
-@pytest.mark.parametrize("router", RouterConfig.members)
-def test_every_router_prints_its_options(router: str) -> None:
-    config = RouterConfig.model_validate(router)
-    text = repr(config.build(D_MODEL, 16))
-    for name in ("k", "p", "skew", "tolerance"):
-        if value := getattr(config, name, None):
-            assert f"{name}={value}" in text
-    assert "num_experts=16" in text

@@ -29,11 +29,6 @@ def test_the_shared_share_is_of_the_norms_of_both_parts() -> None:
     assert not share.requires_grad
 
 
-def test_without_a_shared_expert_there_is_no_share() -> None:
-    output = build_ffn({"type": "moe", "num_experts": 4}, d_model=8)(torch.randn(3, 8))
-    assert output.shared_shares == {}
-
-
 @pytest.mark.parametrize(
     ("around", "names"),
     [("mixture_of_depths", ["inner"]), ("chain_of_experts", ["routing", "round_2"])],

@@ -63,10 +63,3 @@ def test_output_and_gradients_equal_the_loops(
         torch.testing.assert_close(
             gradient.double(), wanted[name], rtol=10 * tolerance, atol=10 * tolerance, msg=name
         )
-
-
-def test_a_sequence_does_not_see_its_neighbours() -> None:
-    ffn = build("loop")
-    x = torch.randn(3, 5, 8, dtype=torch.float64)
-    alone = torch.cat([ffn(sequence[None]).hidden for sequence in x])
-    torch.testing.assert_close(ffn(x).hidden, alone, rtol=0, atol=1e-12)

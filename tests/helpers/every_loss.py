@@ -50,10 +50,7 @@ LOAD_BALANCING += ["load_balance_global"]
 
 
 def routing_of(
-    logits_TE: Tensor,
-    k: int = 2,
-    mask: Tensor | None = None,
-    sequence_length: int | None = None,
+    logits_TE: Tensor, k: int = 2, mask: Tensor | None = None, sequence_length: int | None = None
 ) -> Routing:
     """Softmax top-k, with a `target_k` and the selection probabilities of some noise."""
     scores_TE = logits_TE.softmax(dim=-1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from moe_ffn import build_ffn
@@ -22,49 +23,42 @@ from tests.helpers.identity_router import real_pairs
 BATCH, LENGTH, D_MODEL, NUM_EXPERTS = 2, 8, 8, 4
 NUM_TOKENS = BATCH * LENGTH
 
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "top_k": {
-        "top_k-k1": {"k": 1},
-        "top_k-k2": {"k": 2},
-        "top_k-renormalized": {"renormalize": True, "bias": True},
-        "top_k-after": {"softmax": "after", "bias": True, "jitter": 0.1},
-        "top_k-all": {"k": 4, "correction_bias": True},
-    },
-    "sigmoid_top_k": {
-        "sigmoid_top_k": {},
-        "sigmoid_top_k-k1": {"k": 1, "renormalize": False},
-        "sigmoid_top_k-groups": {"groups": {"num_groups": 2, "keep": 1}, "scale": 2.5},
-    },
-    "noisy_top_k": {"noisy_top_k": {}, "noisy_top_k-all": {"k": 4, "bias": True}},
-    "neuron_top_k": {"neuron_top_k": {}, "neuron_top_k-k1": {"k": 1, "correction_bias": True, "bias": True}},
-    "top_p": {"top_p": {}, "top_p-renormalized": {"p": 0.6, "max_k": 3, "renormalize": True}},
-    "relu": {"relu": {}, "relu-bias": {"bias": True, "jitter": 0.1}},
-    "expert_choice": {
-        "expert_choice": {},
-        "expert_choice-batch": {"among": "batch", "score": "sigmoid", "k": 1.0, "jitter": 0.1},
-        "expert_choice-all": {"k": 4},
-    },
-    "expert_threshold": {
-        "expert_threshold": {}, "expert_threshold-warm_up": {"warmup_steps": 2}  # see `decide`
-    },
-    "sinkhorn": {"sinkhorn-k1": {}, "sinkhorn-k2": {"k": 2, "bias": True}},
-    "sparse_mixer": {"sparse_mixer": {"threshold": 1.5}, "sparse_mixer-all": {"k": 4}},
-    "product_key": {
-        "product_key": {"d_query": 4, "num_heads": 2, "query_norm": {}},
-        "product_key-per_head": {
-            "d_query": 6, "num_heads": 3, "keys": "per_head", "score": "sigmoid", "k": 1
-        },
-    },
-    "hash": {"hash-k1": {}, "hash-k2": {"k": 2, "seed": 3}},
-    "forced": {"forced": {}, "forced-skewed": {"k": 1, "skew": 0.3}},
-}  # fmt: skip
-"""type -> id -> options. A router that is missing here is tested with its defaults, by the oracle too."""
-
-ROUTERS: dict[str, dict[str, Any]] = {
-    name: {"type": member, **options}
-    for member in RouterConfig.members
-    for name, options in OPTIONS.get(member, {member: {}}).items()
-}
+ROUTERS: dict[str, dict[str, Any]] = yaml.safe_load("""
+expert_choice: {type: expert_choice}
+expert_choice-batch: {type: expert_choice, among: batch, score: sigmoid, k: 1.0, jitter: 0.1}
+expert_choice-all: {type: expert_choice, k: 4}
+expert_threshold: {type: expert_threshold}
+expert_threshold-warm_up: {type: expert_threshold, warmup_steps: 2}
+forced: {type: forced}
+forced-skewed: {type: forced, k: 1, skew: 0.3}
+hash-k1: {type: hash}
+hash-k2: {type: hash, k: 2, seed: 3}
+neuron_top_k: {type: neuron_top_k}
+neuron_top_k-k1: {type: neuron_top_k, k: 1, correction_bias: true, bias: true}
+noisy_top_k: {type: noisy_top_k}
+noisy_top_k-all: {type: noisy_top_k, k: 4, bias: true}
+product_key: {type: product_key, d_query: 4, num_heads: 2, query_norm: {}}
+product_key-per_head: {type: product_key, d_query: 6, num_heads: 3, keys: per_head, score: sigmoid, k: 1}
+relu: {type: relu}
+relu-bias: {type: relu, bias: true, jitter: 0.1}
+sinkhorn-k1: {type: sinkhorn}
+sinkhorn-k2: {type: sinkhorn, k: 2, bias: true}
+sparse_mixer: {type: sparse_mixer, threshold: 1.5}
+sparse_mixer-all: {type: sparse_mixer, k: 4}
+top_k-k1: {type: top_k, k: 1}
+top_k-k2: {type: top_k, k: 2}
+top_k-renormalized: {type: top_k, renormalize: true, bias: true}
+top_k-after: {type: top_k, softmax: after, bias: true, jitter: 0.1}
+top_k-all: {type: top_k, k: 4, correction_bias: true}
+sigmoid_top_k: {type: sigmoid_top_k}
+sigmoid_top_k-k1: {type: sigmoid_top_k, k: 1, renormalize: false}
+sigmoid_top_k-groups: {type: sigmoid_top_k, groups: {num_groups: 2, keep: 1}, scale: 2.5}
+top_p: {type: top_p}
+top_p-renormalized: {type: top_p, p: 0.6, max_k: 3, renormalize: true}
+""")
+"""The warm-up is half over, see `decide`. A router that is missing here is tested with its defaults."""
+_given = {router["type"] for router in ROUTERS.values()}
+ROUTERS |= {name: {"type": name} for name in RouterConfig.members if name not in _given}
 
 
 MODES = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -131,6 +125,7 @@ def padded_mask() -> Tensor:
 
 
 def route_batch(router: Router, batch: Batch, seed: int = 0) -> Routing:
+    """Route a batch with torch's generator in a known state."""
     x_TD, context = flatten_tokens(batch.x_BSD, batch.context)
     torch.manual_seed(seed)
     return router(x_TD, context)
@@ -157,6 +152,7 @@ def pairs_by_token(routing: Routing) -> list[dict[int, float]]:
 
 
 def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_EXPERTS) -> None:
+    """Check the invariants of every Routing."""
     (num_pairs,) = routing.token_ids_N.shape
     for name in ("token_ids_N", "expert_ids_N"):
         assert getattr(routing, name).dtype == torch.int64, name

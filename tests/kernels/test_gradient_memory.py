@@ -60,19 +60,6 @@ def test_a_gradient_that_is_still_referred_to_is_left_alone(layer: MoEFFN) -> No
     torch.testing.assert_close(part, values, rtol=0, atol=0)
 
 
-def test_gradients_add_up(layer: MoEFFN) -> None:
-    x_TD, other_TD = torch.randn(12, 8), torch.randn(12, 8)
-    alone = []
-    for tokens in (x_TD, other_TD):
-        gradient = step(layer, tokens).grad
-        assert gradient is not None
-        alone.append(gradient.clone())
-        layer.zero_grad()
-    step(layer, x_TD)
-    together = step(layer, other_TD).grad
-    torch.testing.assert_close(together, alone[0] + alone[1])
-
-
 def test_memory_begins_at_a_cache_line(layer: MoEFFN) -> None:
     gradient = step(layer, torch.randn(12, 8)).grad
     assert gradient is not None

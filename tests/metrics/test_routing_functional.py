@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.balancing.losses import router_entropy_loss
 from moe_ffn.metrics.functional import (
     chosen_experts,
     churn,
@@ -75,21 +74,6 @@ def test_ranks_wait_for_the_busiest_of_them() -> None:
 
 
 # -- of tokens
-
-
-def test_entropy_is_the_mean_over_tokens_in_nats(make_routing: Any) -> None:
-    # ln 4 when undecided, 0 when sure, and for (1/2, 1/4, 1/4, 0): 1/2 ln 2 + 1/2 ln 4 = 1.5 ln 2.
-    scores = torch.tensor([[0.25] * 4, [1.0, 0, 0, 0], [0.5, 0.25, 0.25, 0.0]])
-    routing = make_routing([[0]] * 3, 4, scores_TE=scores)
-    expected = (math.log(4) + 0 + 1.5 * math.log(2)) / 3
-    assert router_entropy_loss(routing).item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_entropy_normalises_scores_and_skips_padding(make_routing: Any) -> None:
-    scores = torch.tensor([[0.9, 0.9], [1.0, 0.0]])  # sigmoid-like; the second token is padding
-    mask = torch.tensor([True, False])
-    routing = make_routing([[0], [0]], 2, scores_TE=scores, mask_T=mask)
-    assert router_entropy_loss(routing).item() == pytest.approx(math.log(2), rel=1e-6)
 
 
 def test_the_margin_is_between_the_two_best_scores() -> None:

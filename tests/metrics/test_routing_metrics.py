@@ -78,21 +78,6 @@ def test_nothing_of_the_graph_is_kept(route_logits: Any, kind: Callable[[int], M
     assert not any(value.requires_grad for value in metric.compute().values())
 
 
-def test_reset_forgets_earlier_batches(make_routing: Any) -> None:
-    metrics = LoadMetrics(2)
-    metrics.update(make_routing([[0]], 2))
-    metrics.compute()
-    metrics.reset()
-    metrics.update(make_routing([[1]], 2))
-    assert metrics.compute()["load"].tolist() == [0, 1]
-
-
-def test_float64_routing_is_taken(make_routing: Any) -> None:
-    scores = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
-    values = measure(2, make_routing([[0]], 2, scores_TE=scores, logits_TE=scores.log()))
-    assert values["load_balance"].item() == pytest.approx(1, abs=1e-6)
-
-
 def test_batches_weigh_by_their_pairs(make_routing: Any) -> None:
     values = measure(2, make_routing([[0]] * 99, 2), make_routing([[1]], 2))
     assert values["load"].tolist() == pytest.approx([0.99, 0.01])

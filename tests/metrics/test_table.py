@@ -48,11 +48,7 @@ def tables() -> dict[str, str]:
     """The text between the marks of each name."""
     headers = ["key", "title", "unit", "what it is", "healthy"]
     of_layers = [
-        [
-            *cells(metric, metric.key),
-            WHERE[metric.measured],
-            metric.requires or "-",
-        ]
+        [*cells(metric, metric.key), WHERE[metric.measured], metric.requires or "-"]
         for metric in LAYER_METRICS.values()
     ]
     of_runs = [

@@ -11,11 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_ffn.model.attention import (
-    AttentionConfig,
-    LatentAttention,
-    SelfAttention,
-)
+from moe_ffn.model.attention import AttentionConfig, LatentAttention, SelfAttention
 from moe_ffn.model.norm import LayerNormConfig, NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Positions, RotaryConfig
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -10,15 +9,13 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import Decoder, DecoderConfig, FFNConfig, TokenContext
 from moe_ffn.config.errors import Situation
 from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
-from moe_ffn.outputs import FFNOutput, Routing
+from moe_ffn.outputs import FFNOutput
 from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.capacity import DROP_POLICIES
 
@@ -121,17 +118,6 @@ def test_later_tokens_change_no_earlier_logits(ffn: Any, positions: str) -> None
         assert (after[:, position:] - before[:, position:]).abs().amin(-1).max() > 0
 
 
-@pytest.mark.parametrize("ffn", CAUSAL.values(), ids=CAUSAL)
-def test_every_later_logit_may_depend_on_an_earlier_token(ffn: Any) -> None:
-    model = build(ffn=ffn).double().eval()
-    ids = some_ids(1, 8)
-    altered = ids.clone()
-    altered[:, 2] = (ids[:, 2] + 1) % VOCAB
-    changed = (model(altered).logits - model(ids).logits).abs().amax(-1)[0]
-    assert (changed[:2] < 1e-12).all()
-    assert (changed[2:] > 1e-9).all()
-
-
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize(
     ("ffn", "positions"), at_positions(PADDABLE).values(), ids=at_positions(PADDABLE)
@@ -143,11 +129,9 @@ def test_right_padding_changes_nothing_for_real_tokens(
     model = build(ffn=ffn, positions=positions).double().train(training)
     ids = some_ids(2, 6)
     real = model(ids).logits
-    for seed in (2, 3):  # whatever stands in the padding
-        padded = torch.cat([ids, some_ids(2, 4, seed=seed)], dim=1)
-        mask = torch.arange(10).expand(2, 10) < 6
-        logits = model(padded, mask).logits
-        torch.testing.assert_close(logits[:, :6], real, rtol=0, atol=1e-12)
+    padded = torch.cat([ids, some_ids(2, 4, seed=2)], dim=1)
+    logits = model(padded, torch.arange(10).expand(2, 10) < 6).logits
+    torch.testing.assert_close(logits[:, :6], real, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("ffn", PADDABLE.values(), ids=PADDABLE)
@@ -162,18 +146,6 @@ def test_left_padding_changes_nothing_where_positions_are_relative(ffn: Any) -> 
 
 
 # ---------------------------------------------------------------------------------- the output
-
-
-def test_routings_are_of_the_sparse_layers_alone() -> None:
-    model = build(ffn="dense", ffn_at={"1::2": "moe"}, num_layers=4)
-    output = model(some_ids(2, 5))
-    assert list(output.routings) == ["layer_01", "layer_03"]
-    assert output.routings.keys() == model.routers().keys()
-    for routing in output.routings.values():
-        assert isinstance(routing, Routing)
-        assert routing.num_tokens == 10
-        assert routing.sequence_length == 5
-    assert build(ffn="dense")(some_ids(2, 5)).routings == {}
 
 
 def test_output_is_a_pytree() -> None:
@@ -359,21 +331,14 @@ def test_dropout_falls_on_the_embeddings_too() -> None:
 
 # ------------------------------------------------------------------------------- what it costs
 
-SIZES = list(
-    itertools.product(
-        ["dense", "moe"],
-        PositionsConfig.members,
-        NormConfig.members,
-        ["pre", "post"],
-        [True, False],
-    )
-)
-
 
 @pytest.mark.parametrize(
     ("ffn", "positions", "norm", "placement", "tied"),
-    SIZES,
-    ids=["-".join(str(part) for part in size[:-1]) + "-tied" * size[-1] for size in SIZES],
+    [
+        ("dense", "learned", "layer_norm", "post", True),
+        ("moe", "rope", "rms_norm", "pre", False),
+        ("moe", "sinusoidal", "layer_norm", "pre", True),
+    ],
 )
 def test_num_params_counts_the_built_model(
     ffn: str, positions: str, norm: str, placement: str, tied: bool
@@ -393,20 +358,6 @@ def test_num_params_counts_the_built_model(
     # Of 8 experts 2 are active and 6 are not, each of three matrices: 3 * 16 * 40 = 1920 parameters.
     idle = 6 * 1920 if ffn == "moe" else 0
     assert model.config.num_active_params(VOCAB, MAX_LEN) == total - idle
-
-
-@pytest.mark.parametrize("ffn", ["dense", "swiglu", "conv", "moe"])
-def test_flops_per_token_equal_the_count_of_torch(ffn: str) -> None:
-    model = build(ffn=ffn, attention={"num_heads": 4, "num_kv_heads": 2})
-    # The fused attention of a CPU is not counted, its separate products are.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(some_ids(2, 10))
-    # The counter takes all of a causal S * S square, 2 products of 2 * D * S for each of S tokens;
-    # the config takes the (S + 1) / 2 that a token sees on average.
-    whole = 2 * 2 * 16 * 10
-    seen = 2 * 2 * 16 * (10 + 1) // 2
-    expected = model.config.flops_per_token(VOCAB, seq_len=10) + 2 * (whole - seen)
-    assert counter.get_total_flops() == 2 * 10 * expected
 
 
 @pytest.mark.parametrize(

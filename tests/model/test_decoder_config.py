@@ -6,10 +6,12 @@ import re
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from moe_ffn import DecoderConfig
 from moe_ffn.config.errors import Situation, explain
+from tests.helpers.refusing import answers
 
 
 def types(ffn_at: dict[Any, Any], num_layers: int = 5) -> str:
@@ -69,85 +71,57 @@ def test_options_of_a_layer_are_checked_under_their_path() -> None:
     assert explain(caught.value) == ["ffn_at.1::2.num_expert: unknown; did you mean 'num_experts'?"]
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"ffn": {"type": "conv", "causal": False}},
-            "a causal model refuses the 'conv' block of layer 0: causal (false) with kernel_size (3) "
-            "looks ahead; set it to true, or set model.causal: false",
-        ),
-        (
-            {"ffn": {"type": "moe", "shared_expert": {"type": "conv", "causal": False}}},
-            "a causal model refuses the 'moe' block of layer 0: shared_expert.causal (false) with "
-            "kernel_size (3) looks ahead; set it to true",
-        ),
-        (
-            {"ffn": {"type": "moe", "router": "expert_choice"}},
-            "a causal model refuses the 'moe' block of layer 0: router.type 'expert_choice' ranks tokens "
-            "against later ones; use 'top_k', or set model.causal: false",
-        ),
-        (
-            {"ffn": {"type": "moe", "capacity": {"factor": 1.0, "drop": "probability"}}},
-            "a causal model refuses the 'moe' block of layer 0: capacity.drop 'probability' lets later "
-            "tokens displace earlier ones; use 'position', or set model.causal: false",
-        ),
-        (
-            {"ffn": "soft_moe"},
-            "a causal model refuses the 'soft_moe' block of layer 0: type 'soft_moe' mixes all tokens of "
-            "a sequence; use 'moe' with router.type 'top_k', or set model.causal: false",
-        ),
-        (
-            {
-                "ffn": {
-                    "type": "mixture_of_depths",
-                    "ffn": {"type": "moe", "capacity": {"factor": 1.0}},
-                    "router": {"type": "relu", "k": 0.5},
-                }
-            },
-            "a causal model refuses the 'mixture_of_depths' block of layer 0: ffn.capacity grows with "
-            "the number of tokens chosen, later ones among them; set ffn.capacity.factor and eval_factor "
-            "to null, or set model.causal: false",
-        ),
-        (
-            {"ffn": "mixture_of_depths"},
-            "a causal model refuses the 'mixture_of_depths' block of layer 0: router.type "
-            "'expert_choice' ranks tokens against later ones; use 'relu' or 'expert_threshold', or set "
-            "model.causal: false",
-        ),
-        (
-            {
-                "ffn": {
-                    "type": "mixture_of_depths",
-                    "ffn": {"type": "moe", "router": "sinkhorn"},
-                    "router": {"type": "relu", "k": 0.5},
-                }
-            },
-            "a causal model refuses the 'mixture_of_depths' block of layer 0: ffn.router.type 'sinkhorn' "
-            "balances tokens against later ones; use 'top_k', or set model.causal: false",
-        ),
-        ({"d_model": 130}, "attention.num_heads (4) must divide d_model (130)"),
-        (
-            {"attention": {"num_heads": 4, "num_kv_heads": 3}},
-            "attention: num_kv_heads (3) must divide num_heads (4)",
-        ),
-        ({"num_layers": 0}, "num_layers: must be at least 1, got 0"),
-        ({"d_model": 0}, "d_model: must be at least 1, got 0"),
-        ({"dropout": 1.0}, "dropout: must be less than 1.0, got 1.0"),
-        ({"norm_placement": "mid"}, "norm_placement: must be one of 'pre' or 'post', got 'mid'"),
-        ({"positions": {"type": "rope", "base": 1.0}}, "positions.base: must be greater than 1.0"),
-        ({"norm": {"type": "rmsnorm"}}, "norm.type: unknown 'rmsnorm'; did you mean 'rms_norm'?"),
-        ({"ffn_at": ["moe"]}, "ffn_at: must be a mapping, got ['moe']"),
-        (
-            {"ffn": {"type": "moe", "router": {"type": "top_k", "k": 9}}},
-            "ffn: router.k (9) must not exceed num_experts (8)",
-        ),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else str(value)[:60],
-)
-def test_bad_options_are_rejected_by_path(config: dict[str, Any], message: str) -> None:
+REFUSED = """
+{ffn: {type: conv, causal: false}}
+    a causal model refuses the 'conv' block of layer 0: causal (false) with kernel_size (3) looks ahead; set
+    it to true, or set model.causal: false
+{ffn: {type: moe, shared_expert: {type: conv, causal: false}}}
+    a causal model refuses the 'moe' block of layer 0: shared_expert.causal (false) with kernel_size (3)
+    looks ahead; set it to true
+{ffn: {type: moe, router: expert_choice}}
+    a causal model refuses the 'moe' block of layer 0: router.type 'expert_choice' ranks tokens against
+    later ones; use 'top_k', or set model.causal: false
+{ffn: {type: moe, capacity: {factor: 1.0, drop: probability}}}
+    a causal model refuses the 'moe' block of layer 0: capacity.drop 'probability' lets later tokens
+    displace earlier ones; use 'position', or set model.causal: false
+{ffn: soft_moe}
+    a causal model refuses the 'soft_moe' block of layer 0: type 'soft_moe' mixes all tokens of a sequence;
+    use 'moe' with router.type 'top_k', or set model.causal: false
+{ffn: {type: mixture_of_depths, ffn: {type: moe, capacity: {factor: 1.0}}, router: {type: relu, k: 0.5}}}
+    a causal model refuses the 'mixture_of_depths' block of layer 0: ffn.capacity grows with the number of
+    tokens chosen, later ones among them; set ffn.capacity.factor and eval_factor to null, or set
+    model.causal: false
+{ffn: mixture_of_depths}
+    a causal model refuses the 'mixture_of_depths' block of layer 0: router.type 'expert_choice' ranks
+    tokens against later ones; use 'relu' or 'expert_threshold', or set model.causal: false
+{ffn: {type: mixture_of_depths, ffn: {type: moe, router: sinkhorn}, router: {type: relu, k: 0.5}}}
+    a causal model refuses the 'mixture_of_depths' block of layer 0: ffn.router.type 'sinkhorn' balances
+    tokens against later ones; use 'top_k', or set model.causal: false
+{d_model: 130}
+    attention.num_heads (4) must divide d_model (130)
+{attention: {num_heads: 4, num_kv_heads: 3}}
+    attention: num_kv_heads (3) must divide num_heads (4)
+{num_layers: 0}
+    num_layers: must be at least 1, got 0
+{dropout: 1.0}
+    dropout: must be less than 1.0, got 1.0
+{norm_placement: mid}
+    norm_placement: must be one of 'pre' or 'post', got 'mid'
+{positions: {type: rope, base: 1.0}}
+    positions.base: must be greater than 1.0
+{norm: {type: rmsnorm}}
+    norm.type: unknown 'rmsnorm'; did you mean 'rms_norm'?
+{ffn_at: [moe]}
+    ffn_at: must be a mapping, got ['moe']
+{ffn: {type: moe, router: {type: top_k, k: 9}}}
+    ffn: router.k (9) must not exceed num_experts (8)
+"""
+
+
+@pytest.mark.parametrize(("options", "message"), answers(REFUSED))
+def test_bad_options_are_rejected_by_path(options: str, message: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        DecoderConfig.model_validate(config)
+        DecoderConfig.model_validate(yaml.safe_load(options))
     (line,) = explain(caught.value)
     assert line.startswith(message)
 

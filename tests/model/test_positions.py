@@ -35,17 +35,6 @@ def test_rope_angles_follow_the_base() -> None:
     assert turned.tolist() == pytest.approx([0, cos(0.5), 0, sin(0.5)], abs=FLOAT32)
 
 
-def test_rope_products_depend_on_the_distance_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 16, generator=generator)
-    for distance in (0, 1, 7):
-        products = [(rotate(query, s + distance) @ rotate(key, s)).item() for s in (0, 1, 13, 40)]
-        assert products == pytest.approx([products[0]] * 4, abs=10 * FLOAT32)
-    assert (rotate(query, 9) @ rotate(key, 2)).item() != pytest.approx(
-        (rotate(query, 8) @ rotate(key, 2)).item(), abs=1e-2
-    )
-
-
 def test_sinusoidal_values_by_hand() -> None:
     # D = 4: frequencies 1 and 10000^(-2/4) = 0.01, sines and cosines interleaved.
     positions = SinusoidalConfig().build(d_model=4, head_dim=4, max_seq_len=8)

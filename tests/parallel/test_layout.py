@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.parallel.layout import Layout, ParallelConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.validate import check_layout
+from tests.helpers.refusing import answers
 
 
 @pytest.mark.parametrize(
@@ -39,66 +41,37 @@ def test_sizes_must_multiply_to_the_number_of_processes() -> None:
     )
 
 
-MOE = {"type": "moe", "num_experts": 6, "router": {"type": "top_k", "k": 2}}
+REFUSED = """
+{parallel: {expert: 4}, model: {ffn: {type: moe, num_experts: 6}}}
+    model.ffn.num_experts (6) cannot be divided evenly among 4 ranks; change it or parallel.expert
+{parallel: {expert: 4}, model: {ffn: {type: moe, num_experts: 2}}}
+    model.ffn.num_experts (2) cannot be divided evenly among 4 ranks; change it or parallel.expert
+{parallel: {expert: 2}, model: {ffn: swiglu}}
+    parallel.expert (2) divides the experts that a router chooses from, but no layer has a router; use
+    parallel.shard
+{parallel: {shard: 2}, trainer: {strategy: ddp}}
+    trainer.strategy (ddp) holds the whole model on each rank, but parallel divides it; leave one of them out
+{parallel: {expert: 2}, model: {causal: false, ffn: {type: soft_moe, num_experts: 4}, ffn_at: {"0": moe}}}
+    model.ffn.type 'soft_moe' sends every token to every expert; set parallel.expert to 1
+{parallel: {expert: 2, shard: 2}, model: {ffn: {type: moe, num_experts: 2, experts: {type: mlp, d_ff: 27}}}}
+    parallel.shard (2) has to divide the 27 rows of an expert's 'up', since parallel.expert (2) leaves 1 of 2
+    experts to 2 ranks; change one of them
+{parallel: {shard: 4}, optimizer: {type: adafactor}}
+    optimizer.type (adafactor) needs whole matrices, which parallel.shard and parallel.expert divide; use
+    adamw or muon
+"""
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (
-            {"parallel": {"expert": 4}, "model": {"ffn": MOE}},
-            "model.ffn.num_experts (6) cannot be divided evenly among 4 ranks; change it or parallel.expert",
-        ),
-        (
-            {"parallel": {"expert": 4}, "model": {"ffn": {**MOE, "num_experts": 2}}},
-            "model.ffn.num_experts (2) cannot be divided evenly among 4 ranks; change it or parallel.expert",
-        ),
-        (
-            {"parallel": {"expert": 2}, "model": {"ffn": "swiglu"}},
-            "parallel.expert (2) divides the experts that a router chooses from, but no layer has a router; "
-            "use parallel.shard",
-        ),
-        (
-            {"parallel": {"shard": 2}, "trainer": {"strategy": "ddp"}},
-            "trainer.strategy (ddp) holds the whole model on each rank, but parallel divides it; leave one "
-            "of them out",
-        ),
-        (
-            {
-                "parallel": {"expert": 2},
-                "model": {
-                    "causal": False,
-                    "ffn": {"type": "soft_moe", "num_experts": 4},
-                    "ffn_at": {"0": MOE},
-                },
-            },
-            "model.ffn.type 'soft_moe' sends every token to every expert; set parallel.expert to 1",
-        ),
-        (
-            {
-                "parallel": {"expert": 2, "shard": 2},
-                "model": {"ffn": {**MOE, "num_experts": 2, "experts": {"type": "mlp", "d_ff": 27}}},
-            },
-            "parallel.shard (2) has to divide the 27 rows of an expert's 'up', since parallel.expert (2) "
-            "leaves 1 of 2 experts to 2 ranks; change one of them",
-        ),
-        (
-            {"parallel": {"shard": 4}, "optimizer": {"type": "adafactor"}},
-            "optimizer.type (adafactor) needs whole matrices, which parallel.shard and parallel.expert "
-            "divide; use adamw or muon",
-        ),
-    ],
-)
-def test_weights_that_ranks_cannot_share_are_rejected(
-    options: dict[str, object], sentence: str
-) -> None:
+@pytest.mark.parametrize(("options", "sentence"), answers(REFUSED))
+def test_weights_that_ranks_cannot_share_are_rejected(options: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        check_layout(TrainConfig.model_validate(options), 4, "32-true")
+        check_layout(TrainConfig.model_validate(yaml.safe_load(options)), 4, "32-true")
     assert str(raised.value) == sentence
 
 
 def test_an_expert_is_cut_only_where_a_rank_has_none_of_its_own() -> None:
-    ffn = {**MOE, "num_experts": 4, "experts": {"type": "mlp", "d_ff": 27}}  # two for each of two
+    experts = {"type": "mlp", "d_ff": 27}
+    ffn = {"type": "moe", "num_experts": 4, "experts": experts}  # two for each of two
     options = {"parallel": {"expert": 2, "shard": 2}, "model": {"ffn": ffn}}
     layout = check_layout(TrainConfig.model_validate(options), 4, "32-true")
     assert layout == Layout(shard=2, expert=2)

@@ -51,7 +51,8 @@ PLACES = {
 SKIPPED = 8
 """The optimizer step, of twelve, in which it breaks."""
 QUICK = [
-    f"{math.nan} in {place}, moe, accumulation 1" for place in ("one gradient", "router logits")
+    f"{math.nan} in {place}, moe, accumulation 1"
+    for place in ("one gradient", "a hidden state", "router logits")
 ]
 
 

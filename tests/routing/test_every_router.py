@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -109,14 +110,6 @@ def test_experts_per_token_is_the_mean_number_of_chosen_pairs(
         assert mean == told
 
 
-@every_router
-def test_the_state_goes_to_another_router_of_its_kind(router: dict[str, Any]) -> None:
-    layer, other = build_layer(router), build_layer(router, seed=1)
-    other.load_state_dict(layer.state_dict())
-    (output, _), (repeated, _) = call_layer(layer, make_batch()), call_layer(other, make_batch())
-    assert torch.equal(output.hidden, repeated.hidden)
-
-
 # ------------------------------------------------------------------------------------ randomness
 
 
@@ -174,7 +167,7 @@ def test_weights_and_scores_have_the_gradient_of_finite_differences(
     if not smooth(x):
         assert list(built.parameters()) == []
         return
-    assert torch.autograd.gradcheck(smooth, x)
+    assert torch.autograd.gradcheck(smooth, x, fast_mode=True)
 
 
 # ---------------------------------------------------------------------------------------- dtypes
@@ -374,23 +367,11 @@ def test_one_broken_token_changes_no_other_token(router: dict[str, Any], trainin
 
 @MODES
 @every_router
-def test_nothing_but_broken_tokens_ends_with_experts_in_range(
-    router: dict[str, Any], training: bool
-) -> None:
-    layer, batch = build_layer(router).train(training), make_batch()
-    for value in (torch.nan, torch.inf):
-        broken = replace(batch, x_BSD=torch.full_like(batch.x_BSD, value))
-        output, routing = call_layer(layer, broken)
-        assert output.hidden.shape == batch.x_BSD.shape
+def test_tokens_that_are_all_alike_are_served(router: dict[str, Any], training: bool) -> None:
+    built, batch = build_layer(router).router.train(training), make_batch()
+    for value in (0.0, 1.0, 1e30, torch.nan, torch.inf):
+        routing = route_batch(built, replace(batch, x_BSD=torch.full_like(batch.x_BSD, value)))
         assert ((routing.expert_ids_N >= 0) & (routing.expert_ids_N < NUM_EXPERTS)).all()
         assert (routing.token_ids_N.diff() >= 0).all()
-
-
-@MODES
-@every_router
-def test_tokens_that_are_all_alike_are_served(router: dict[str, Any], training: bool) -> None:
-    layer = build_layer(router).train(training)
-    for value in (0.0, 1.0, 1e30):
-        batch = make_batch()
-        alike = replace(batch, x_BSD=torch.full_like(batch.x_BSD, value))
-        check_well_formed(route_batch(layer.router, alike), NUM_TOKENS)
+        if math.isfinite(value):
+            check_well_formed(routing, NUM_TOKENS)

@@ -12,7 +12,7 @@ from moe_ffn import build_ffn
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import HashRouterConfig
 from moe_ffn.routing.hash import hash_of
-from tests.helpers.identity_router import load_of, real_pairs
+from tests.helpers.identity_router import real_pairs
 
 MASK = 0xFFFFFFFF
 
@@ -51,30 +51,6 @@ def test_it_equals_whole_numbers_of_any_size_in_plain_python(seed: int) -> None:
 def test_ids_of_any_whole_dtype_go_where_int64_ids_go(dtype: torch.dtype) -> None:
     ids = torch.arange(200)
     assert torch.equal(route_ids(ids.to(dtype)).expert_ids_N, route_ids(ids).expert_ids_N)
-
-
-def test_an_id_always_goes_to_the_same_experts_whatever_surrounds_it() -> None:
-    ids = torch.arange(100)
-    shuffled = ids.flip(0)
-    once, again = route_ids(ids, k=2), route_ids(shuffled, k=2)
-    assert real_pairs(once) == real_pairs(again)[::-1]
-
-
-def test_every_seed_is_another_function() -> None:
-    ids = torch.arange(1000)
-    first, second = (route_ids(ids, seed=seed).expert_ids_N for seed in (0, 1))
-    # Two independent functions to 8 experts agree on 1 in 8 ids: 125 of 1000, deviation 10.5.
-    assert 80 < (first == second).sum().item() < 170
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("num_experts", [3, 8, 60])
-def test_ten_thousand_ids_are_spread_evenly(num_experts: int, seed: int) -> None:
-    mean = 10_000 / num_experts
-    load = load_of(route_ids(torch.arange(10_000), num_experts, seed=seed))
-    # Chi-squared of a random function: mean E - 1, deviation sqrt(2 (E - 1)); four deviations.
-    chi_squared = sum((n - mean) ** 2 / mean for n in load)
-    assert chi_squared < num_experts - 1 + 4 * (2 * (num_experts - 1)) ** 0.5
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from moe_ffn import ConfigError, TokenContext
@@ -17,45 +18,32 @@ E = 6
 BIAS = [0.3, -0.2, 0.0, 0.5, -0.4, 0.1]
 IDS = [3, 0, 8, 3, 5, 1, 8, 2]
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "before": {"type": "top_k", "k": 3, "scale": 2.5},
-    "renormalized": {"type": "top_k", "renormalize": True, "correction_bias": True},
-    "after": {"type": "top_k", "k": 3, "softmax": "after", "correction_bias": True},
-    "sigmoid": {"type": "sigmoid_top_k", "k": 3, "scale": 1.5},
-    "sigmoid_plain": {"type": "sigmoid_top_k", "renormalize": False},
-    "logit_scale": {"type": "top_k", "logit_scale": 0.25},
-    "logit_cap": {"type": "sigmoid_top_k", "logit_cap": 0.7},
-    "scale_and_cap": {"type": "top_k", "k": 3, "logit_scale": 3.0, "logit_cap": 2.0},
-    "euclidean": {"type": "top_k", "renormalize": True, "renormalize_p": 2.0},
-    "cubic_eps": {
-        "type": "sigmoid_top_k",
-        "k": 3,
-        "renormalize_p": 3.0,
-        "renormalize_eps": 0.125,
-        "scale": 2.5,
-    },
-    "sqrt_softplus": {"type": "sigmoid_top_k", "score": "sqrt_softplus", "k": 3},
-    "by_logit": {"type": "sigmoid_top_k", "select_by": "logit", "k": 3},
-    "by_logit_softmax": {"type": "top_k", "select_by": "logit", "correction_bias": True},
-    "always": {"type": "sigmoid_top_k", "num_always": 2, "scale": 2.0},
-    "always_k1": {"type": "top_k", "k": 1, "num_always": 1, "renormalize": True},
-    "always_after": {"type": "top_k", "k": 2, "num_always": 1, "softmax": "after"},
-    "always_groups": {
-        "type": "sigmoid_top_k",
-        "num_always": 2,
-        "groups": {"num_groups": 2, "keep": 1, "score_top": 1},
-    },
-    "global": {"type": "top_k", "learned_scale": "global"},
-    "per_expert": {"type": "sigmoid_top_k", "learned_scale": "expert", "num_always": 1},
-    "per_expert_after": {"type": "top_k", "softmax": "after", "learned_scale": "expert"},
-    "table": {"type": "top_k", "token_table": {"vocab_size": 9}},
-    "table_always": {
-        "type": "sigmoid_top_k",
-        "correction_bias": False,
-        "token_table": {"vocab_size": 9, "seed": 3},
-        "num_always": 1,
-    },
-}
+OPTIONS: dict[str, dict[str, Any]] = yaml.safe_load("""
+before: {type: top_k, k: 3, scale: 2.5}
+renormalized: {type: top_k, renormalize: true, correction_bias: true}
+after: {type: top_k, k: 3, softmax: after, correction_bias: true}
+sigmoid: {type: sigmoid_top_k, k: 3, scale: 1.5}
+sigmoid_plain: {type: sigmoid_top_k, renormalize: false}
+logit_scale: {type: top_k, logit_scale: 0.25}
+logit_cap: {type: sigmoid_top_k, logit_cap: 0.7}
+scale_and_cap: {type: top_k, k: 3, logit_scale: 3.0, logit_cap: 2.0}
+euclidean: {type: top_k, renormalize: true, renormalize_p: 2.0}
+cubic_eps: {type: sigmoid_top_k, k: 3, renormalize_p: 3.0, renormalize_eps: 0.125, scale: 2.5}
+sqrt_softplus: {type: sigmoid_top_k, score: sqrt_softplus, k: 3}
+by_logit: {type: sigmoid_top_k, select_by: logit, k: 3}
+by_logit_softmax: {type: top_k, select_by: logit, correction_bias: true}
+always: {type: sigmoid_top_k, num_always: 2, scale: 2.0}
+always_k1: {type: top_k, k: 1, num_always: 1, renormalize: true}
+always_after: {type: top_k, k: 2, num_always: 1, softmax: after}
+always_groups: {type: sigmoid_top_k, num_always: 2, groups: {num_groups: 2, keep: 1,
+  score_top: 1}}
+global: {type: top_k, learned_scale: global}
+per_expert: {type: sigmoid_top_k, learned_scale: expert, num_always: 1}
+per_expert_after: {type: top_k, softmax: after, learned_scale: expert}
+table: {type: top_k, token_table: {vocab_size: 9}}
+table_always: {type: sigmoid_top_k, correction_bias: false, token_table: {vocab_size: 9, seed: 3},
+  num_always: 1}
+""")
 
 
 def expected_pairs(router: Any, row: list[float], token_id: int) -> list[tuple[int, float]]:
@@ -138,12 +126,7 @@ def test_a_table_gives_a_token_the_same_experts_whatever_it_holds() -> None:
 def test_the_network_before_the_projection_is_its_formula(depth: int) -> None:
     torch.manual_seed(0)
     mlp = {"width": 5, "depth": depth, "eps": 1e-3}
-    options = {
-        "type": "top_k",
-        "input_norm": {"eps": 0.01},
-        "mlp": mlp,
-        "bias": True,
-    }
+    options = {"type": "top_k", "input_norm": {"eps": 0.01}, "mlp": mlp, "bias": True}
     config = RouterConfig.model_validate(options)
     router: Any = config.build(8, E).double()
     for parameter in router.parameters():

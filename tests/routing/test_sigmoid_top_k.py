@@ -40,13 +40,9 @@ def biased(request: pytest.FixtureRequest) -> Router:
 
 MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bfloat16": lambda module: module.bfloat16(),
-    "half": lambda module: module.half(),
-    "double": lambda module: module.double(),
     "half_and_back": lambda module: module.half().float(),
-    "to_dtype": lambda module: module.to(torch.bfloat16),
     "to_device_and_dtype": lambda module: module.to("cpu", torch.float16),
     "deepcopy": lambda module: copy.deepcopy(module).bfloat16(),
-    "inside_a_model": lambda module: nn.Sequential(module).bfloat16()[0],
 }
 
 

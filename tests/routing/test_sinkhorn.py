@@ -10,12 +10,7 @@ from torch import Tensor
 
 from moe_ffn.routing import SinkhornRouterConfig
 from moe_ffn.routing.sinkhorn import sinkhorn
-from tests.helpers.identity_router import (
-    experts_of,
-    random_logits,
-    real_pairs,
-    route,
-)
+from tests.helpers.identity_router import experts_of, random_logits, real_pairs, route
 
 NUM_TOKENS, NUM_EXPERTS = 24, 4
 
@@ -42,13 +37,6 @@ def naive_sinkhorn(rows: list[list[float]], rounds: int) -> list[list[float]]:
             for row in table:
                 row[e] /= total
     return [[value / sum(row) for value in row] for row in table]
-
-
-def test_rows_and_columns_sum_to_their_share() -> None:
-    balanced = sinkhorn(lopsided_logits(), everybody(), tolerance=1e-10, max_iterations=1000)
-    table_TE = balanced.softmax(dim=-1)  # rows up to a constant: each sums to 1
-    share = torch.full((NUM_EXPERTS,), NUM_TOKENS / NUM_EXPERTS, dtype=torch.float64)
-    torch.testing.assert_close(table_TE.sum(dim=0), share, rtol=1e-8, atol=0)
 
 
 def test_it_equals_division_of_rows_and_columns_in_plain_python() -> None:
@@ -80,16 +68,6 @@ def test_narrow_logits_are_balanced_in_float32(dtype: torch.dtype, autocast: boo
     torch.testing.assert_close(columns, torch.full_like(columns, 64.0), rtol=1e-3, atol=0)
 
 
-def test_the_defaults_balance_to_a_thousandth() -> None:
-    config = SinkhornRouterConfig()
-    assert (config.tolerance, config.max_iterations) == (1e-4, 100)
-    logits = lopsided_logits()
-    expected = sinkhorn(logits, everybody(), config.tolerance, config.max_iterations)
-    assert torch.equal(sinkhorn(logits, everybody()), expected)
-    columns = expected.softmax(dim=-1).sum(dim=0)
-    torch.testing.assert_close(columns, torch.full_like(columns, 6.0), rtol=1e-3, atol=0)
-
-
 def test_the_router_balances_as_finely_as_its_config_says() -> None:
     logits = random_logits(2000, 8) + torch.arange(8)
     for tolerance, max_iterations in ((1e-1, 100), (1e-6, 100), (1e-6, 2)):
@@ -106,20 +84,8 @@ def test_large_logits_do_not_overflow() -> None:
         assert route(SinkhornRouterConfig(), logits, training=True).weights_N.isfinite().all()
 
 
-def test_adding_a_constant_to_a_row_or_a_column_changes_no_choice() -> None:
-    config = SinkhornRouterConfig(tolerance=1e-10, max_iterations=1000)
-    logits = lopsided_logits()
-    plain = experts_of(route(config, logits, training=True))
-    by_row = logits + random_logits(NUM_TOKENS, 1, seed=5)
-    by_column = logits + torch.tensor([5.0, -3.0, 0.0, 1.0])
-    assert experts_of(route(config, by_row, training=True)) == plain
-    assert experts_of(route(config, by_column, training=True)) == plain
-
-
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_training_takes_the_top_k_of_the_balanced_scores_weighted_by_the_plain_ones(
-    k: int,
-) -> None:
+def test_training_takes_the_top_k_of_the_balanced_scores_weighted_by_the_plain_ones(k: int) -> None:
     logits = lopsided_logits()
     config = SinkhornRouterConfig(k=k, tolerance=1e-10, max_iterations=1000)
     got = real_pairs(route(config, logits, training=True))

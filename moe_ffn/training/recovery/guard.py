@@ -182,7 +182,9 @@ def _forward_and_source(
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if _is_finite(output):
             handed.pop(name, None)
-        elif _is_finite((args, kwargs)):
+        elif _is_finite((args, kwargs)) and not any(
+            inner.startswith(f"{name}.") for inner in (*makers, *handed)
+        ):
             makers.append(name)
 
     with ExitStack() as hooks:

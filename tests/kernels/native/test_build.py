@@ -256,10 +256,7 @@ def test_a_cache_is_not_in_the_current_folder(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("body", "said"),
-    [
-        (WRITES, "the CPU kernels are compiled"),
-        (FAILS, f"the compiled CPU kernel {FAILED}{ERROR}"),
-    ],
+    [(WRITES, "the CPU kernels are compiled"), (FAILS, f"the compiled CPU kernel {FAILED}{ERROR}")],
 )
 @pytest.mark.usefixtures("folder")
 def test_it_is_compiled_ahead(
@@ -271,9 +268,7 @@ def test_it_is_compiled_ahead(
 
 
 def test_a_compiler_may_be_of_several_words(
-    compiler: Compiler,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(WRITES)
     monkeypatch.setenv("CXX", f"env LC_ALL=C '{tmp_path}/c++'")

@@ -89,8 +89,7 @@ def test_logits_are_counted_and_differentiated_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "k"),
-    [(700, 37, 4), (1, 8, 8), (300, 1, 1), (5, 40, MAX_K + 1)],
+    ("num_tokens", "num_experts", "k"), [(700, 37, 4), (1, 8, 8), (300, 1, 1), (5, 40, MAX_K + 1)]
 )
 def test_top_k_is_that_of_torch(num_tokens: int, num_experts: int, k: int) -> None:
     scores_TE = (
