@@ -58,14 +58,15 @@ def test_what_the_study_plans_and_is_not_there_is_counted_and_the_first_are_name
 
 
 def test_parts_of_one_study_are_one_study_with_the_seeds_of_all(tmp_path: Path) -> None:
-    study = gather(
+    folders = [
         write_study(
             tmp_path / str(seed),
             f"name: s\narms: {{a: {{}}}}\nseeds: {seeds}\n",
             make_result("a", seed),
         )
         for seed, seeds in ((0, [0, 1]), (5, [1, 5]))
-    ).study
+    ]
+    study = gather(folders).study
     assert study is not None
     assert study.seeds == [0, 1, 5]
 
