@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,6 +63,7 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in NUMBER.findall(text)]
 
 
+@cache
 def page_of(file: Path) -> StudyPage:
     study = StudyConfig.read(file)
     found = gather([PAGES / study.name])

@@ -9,14 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KNOWN_BLOCKS = (
-    "biased, bilinear, chain_of_experts, clamped_swiglu, conv, dense, geglu, geglu_tanh, glu, identity, "
-    "jittered, mixture_of_depths, moe, ngram_memory, normed, reglu, soft_capped_swiglu, soft_moe, swiglu"
-)
-
-KNOWN_OPTIMIZERS = "adafactor, adam, adamw, muon, sgd"
-
-
 REFUSED: dict[str, str | re.Pattern[str]] = {
     # Keys.
     "--model.dmodel 3": ("model.dmodel: unknown; did you mean 'd_model'?"),
@@ -30,16 +22,12 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "--trainer.fast_dev_run true": (
         "trainer.fast_dev_run: unknown; did you mean 'trainer.max_steps'?"
     ),
-    "--trainer.val_check_interval 3": (
-        "trainer.val_check_interval: unknown; did you mean 'trainer.validate_every_n_steps'?"
-    ),
     "--trainer.enable_checkpointing false": (
         "trainer.enable_checkpointing: is set by the program itself; the best and the last weights are "
         "always kept"
     ),
-    "--slurm": "--slurm: unknown; --help lists the options",
     **dict.fromkeys(
-        ("--resum 3", "--resum", "--resum --confg 3", "--resum=3"),
+        ("--resum 3", "--resum"),
         "--resum: unknown; did you mean '--resume'?",
     ),
     **{
@@ -48,9 +36,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
             "max_steps": "trainer.max_steps",
             "lr": "optimizer.learning_rate",
             "batchsize": "data.batch_size",
-            "epochs": "trainer.max_steps",
             "k": "model.ffn.router.k",
-            "device": "trainer.accelerator",
             "ffn": "model.ffn",
             "ffn.num_experts": "model.ffn",
         }.items()
@@ -58,7 +44,6 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "--trainer.learning_rate 3": (
         "trainer.learning_rate: unknown; did you mean 'optimizer.learning_rate'?"
     ),
-    "--model.batch_size 3": "model.batch_size: unknown; did you mean 'data.batch_size'?",
     "--dropout 0.1": (
         "dropout: unknown; did you mean 'model.dropout' or 'model.attention.dropout' or "
         "'model.ffn.experts.dropout'?"
@@ -67,7 +52,6 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "data.corpus.paths: unknown with data.corpus.type 'stdlib'; it belongs to type 'text': "
         "add --data.corpus.type text"
     ),
-    "--data.corpus.path books": ("data.corpus.path: unknown; did you mean 'paths'?"),
     "--lr --seed 3": "--lr: unknown; did you mean 'optimizer.learning_rate'?",
     # Types.
     "--model.ffn.experts.latent 16": (
@@ -78,7 +62,9 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "model.ffn.swiglu: unknown; 'swiglu' is a type: --model.ffn '{type: swiglu}'"
     ),
     "--model.ffn.type swiglo": (
-        f"model.ffn.type: unknown 'swiglo'; did you mean 'swiglu'?; known: {KNOWN_BLOCKS}"
+        "model.ffn.type: unknown 'swiglo'; did you mean 'swiglu'?; known: biased, bilinear, "
+        "chain_of_experts, clamped_swiglu, conv, dense, geglu, geglu_tanh, glu, identity, jittered, "
+        "mixture_of_depths, moe, ngram_memory, normed, reglu, soft_capped_swiglu, soft_moe, swiglu"
     ),
     "--model.ffn.type no_such_module:Block": (
         "model.ffn.type: importing 'no_such_module' failed: ModuleNotFoundError: "
@@ -107,7 +93,6 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "model.ffn.experts.d_ff.of: missing; this option has no default"
     ),
     # Values.
-    "--model.d_model wide": ("model.d_model: must be a whole number, got 'wide'"),
     "--seed '3'": ("seed: must be a whole number, got '3'"),
     "--trainer.max_steps 1.5": ("trainer.max_steps: must be a whole number, got 1.5"),
     "--optimizer.learning_rate .nan": ("optimizer.learning_rate: must be a finite number, got nan"),
@@ -118,7 +103,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "trainer.precision: must be one of 'auto', '64-true', '32-true', 'bf16-mixed', "
         "'bf16-true' or '16-mixed', got 'bf16'"
     ),
-    "--optimizer lbfgs": (f"optimizer.type: unknown 'lbfgs'; known: {KNOWN_OPTIMIZERS}"),
+    "--optimizer lbfgs": "optimizer.type: unknown 'lbfgs'; known: adafactor, adam, adamw, muon, sgd",
     "--optimizer.type adamw --optimizer.momentum 0.9": (
         "optimizer.momentum: unknown with optimizer.type 'adamw'; it belongs to type 'sgd' or 'muon': add "
         "--optimizer.type sgd"
@@ -210,7 +195,6 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         r"data: .* the token ids of a batch 8,000,000 GB; .* lower data\.batch_size"
     ),
     "--data.cache_dir ~nobodyx/c": re.compile(r"data\.cache_dir: '~nobodyx/c': .+"),
-    "--run.output_dir ~nobodyx/c": re.compile(r"run\.output_dir: '~nobodyx/c': .+"),
     "--trainer.devices 3": (
         "data.batch_size (4) must be divisible by the number of ranks (3): it counts the sequences of "
         "all ranks together; give 6, or change the ranks"
@@ -235,7 +219,6 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
 def test_bad_options_are_refused_by_path(refuse: Callable[..., str], typed: str) -> None:
     answer = REFUSED[typed]
     said = refuse(*(word.replace("&", " ") for word in typed.split()))
-
     if isinstance(answer, str):
         assert said == answer
     else:
@@ -244,7 +227,6 @@ def test_bad_options_are_refused_by_path(refuse: Callable[..., str], typed: str)
 
 def test_three_mistakes_are_all_named(refuse: Callable[..., str]) -> None:
     said = refuse("--seed", "x", "--model.d_modl", "3", "--sample.top_k", "0", lines=3)
-
     assert said.splitlines() == [
         "seed: must be a whole number, got 'x'",
         "model.d_modl: unknown; did you mean 'd_model'?",

@@ -59,14 +59,6 @@ def test_a_study_is_compared_with_its_baseline(program: Program, study: Path) ->
     assert "600 MB" in text
 
 
-def test_runs_of_the_study_that_are_not_there_are_named(program: Program, study: Path) -> None:
-    shutil.rmtree(study / "moe-seed1")
-
-    _, out, _ = program(str(study))
-
-    assert "note: 1 of the 6 runs of the study are not among these: moe-seed1." in out
-
-
 def test_studies_with_different_baselines_say_which_one_was_taken(
     program: Program, study: Path
 ) -> None:
@@ -97,38 +89,32 @@ def test_committed_results_and_runs_are_one_comparison(
     assert row(out, "moe")[:2] == ["3", "2.0000"], "one of the results, and each of the runs once"
 
 
-def test_runs_of_no_study_are_arms_by_their_options(program: Program, tmp_path: Path) -> None:
-    write_arm(tmp_path, "a", [2.0, 2.1])
-    for seed, name in enumerate(("first", "second")):
-        (tmp_path / f"a-seed{seed}").rename(tmp_path / name)
-    write_arm(tmp_path, "other", [1.9], experts=4)
-    (tmp_path / "other-seed0").rename(tmp_path / "other")
+def test_runs_of_no_study_are_arms_by_their_options_or_by_their_folders(
+    program: Program, tmp_path: Path
+) -> None:
+    runs = []
+    for arm, losses, options in (
+        ("a", [2.0, 2.1], {}),
+        ("b", [1.5, 1.7], {"model__attention__num_heads": 8}),
+    ):
+        write_arm(tmp_path, arm, losses)
+        for seed in (0, 1):
+            run = tmp_path / f"a_run_of_{arm}_and_{seed}"
+            (tmp_path / f"{arm}-seed{seed}").rename(run)
+            change(run / "config.yaml", **options)
+            runs.append(str(run))
 
-    write_arm(tmp_path, "b", [1.5, 1.7])
-    for seed, name in enumerate(("third", "fourth")):
-        change(tmp_path / f"b-seed{seed}/config.yaml", model__attention__num_heads=8)
-        (tmp_path / f"b-seed{seed}").rename(tmp_path / name)
-
-    names = ("first", "second", "other", "third", "fourth")
-    code, out, err = program(*(str(tmp_path / name) for name in names))
+    code, out, err = program(*runs)
 
     assert (code, err) == (0, "")
     assert row(out, "num_heads=8")[:2] == ["2", "1.6000"]
     assert row(out, "swiglu")[:2] == ["2", "2.0500"]
-    assert row(out, "other")[:2] == ["1", "1.9000"]
-
-
-def test_runs_that_differ_in_nothing_are_arms_by_their_folders(
-    program: Program, tmp_path: Path
-) -> None:
-    for name, loss in (("one", 2.0), ("two", 2.1)):  # of the same seed
+    for name, loss in (("one", 2.2), ("two", 2.3)):  # of the same options and seed
         write_arm(tmp_path, name, [loss])
-
     code, out, err = program(*(str(tmp_path / f"{name}-seed0") for name in ("one", "two")))
-
     assert (code, err) == (0, "")
-    assert row(out, "one")[:2] == ["1", "2.0000"]
-    assert row(out, "two")[:2] == ["1", "2.1000"]
+    assert row(out, "one")[:2] == ["1", "2.2000"]
+    assert row(out, "two")[:2] == ["1", "2.3000"]
 
 
 def test_runs_that_are_not_finished_are_left_out_by_name(program: Program, study: Path) -> None:
@@ -170,19 +156,6 @@ def test_a_run_is_named_by_its_folder(program: Program, study: Path, tmp_path: P
 def test_two_runs_of_one_arm_and_seed_are_refused(program: Program, study: Path) -> None:
     shutil.copytree(study / "dense-seed0", study / "x" / "dense-seed0")
     change(study / "x" / "dense-seed0" / "summary.json", validation_loss=1.0)
-
     code, _, err = program(str(study), str(study / "x" / "dense-seed0"))
-
     assert code == 2
     assert "are two runs of arm 'dense' with seed 0; give one of them" in err
-
-
-def test_equal_names_of_different_arms_get_their_folder(program: Program, study: Path) -> None:
-    shutil.copytree(study, study.parent / "wide")
-    for run in (study.parent / "wide").glob("moe*"):
-        change(run / "config.yaml", model__d_model=256)
-
-    code, out, _ = program(str(study), str(study.parent / "wide"))
-
-    assert code == 0
-    assert {"gating/moe", "wide/moe"} <= set(out.split())

@@ -48,7 +48,6 @@ def test_training_does_not_measure_the_compiler(
 ) -> None:
     objective = ["--model.causal", "false"] if "soft" in ffn else []
     run = run_train(tmp_path, "--model.ffn", ffn, *objective)
-
     assert run.code == 0, run.stderr
     assert len(compiled) == (ffn != "dense"), "once, and for experts alone"
     seconds = [row["train/seconds"] for row in run.rows if "train/seconds" in row]
@@ -59,6 +58,5 @@ def test_generation_does_not_measure_the_compiler(moe_run: Any, compiled: list[f
     done = run_here(
         str(moe_run.folder), "--prompt", "a", "--num-tokens", "3", program="moe_ffn.cli.generate"
     )
-
     assert len(compiled) == 1
     assert re.search(r"^3 tokens in 0\.00 s", done.stderr, re.MULTILINE), done.stderr

@@ -12,7 +12,7 @@ import torch
 from moe_ffn.model.generate import generate
 from moe_ffn.report.trace import follow
 from moe_ffn.runs.reader import load_model
-from tests.helpers.tiny_runs import Finished, run_here
+from tests.helpers.tiny_runs import Finished, run_here, trained
 
 LENGTH = 16  # data.seq_len of the tiny runs
 
@@ -26,35 +26,26 @@ def rows_of(shown: str) -> list[str]:
     return [line for line in shown.splitlines() if re.match(r" *\d+  ", line)]
 
 
-@pytest.fixture(scope="session")
-def dropless_run(run_train: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    ffn = "{type: moe, num_experts: 4, shared_expert: swiglu}"
-    return run_train(tmp_path_factory.mktemp("dropless"), "--model.ffn", ffn).folder
-
-
-def test_the_text_is_that_of_generate_and_its_speed_is_on_stderr(dropless_run: Path) -> None:
-    done = program(dropless_run, "--prompt", "the ", "--num-tokens", 30, "--temperature", 0)
-
-    run = load_model(dropless_run)
+def test_the_text_is_that_of_generate_and_its_speed_is_on_stderr() -> None:
+    done = program(trained(), "--prompt", "the ", "--num-tokens", 30, "--temperature", 0)
+    run = load_model(trained())
     ids = generate(run.decoder, torch.tensor(list(b"the ")), 30, temperature=0)
     assert done.code == 0
     assert done.stdout == f"the {run.tokenizer.decode(ids.tolist())}\n"
     assert re.fullmatch(r"30 tokens in [\d.]+ s, [\d.]+ tokens/s", done.own_lines[-1])
 
 
-def test_it_ends_before_a_stop_string(dropless_run: Path) -> None:
-    argv = (dropless_run, "--prompt", "the ", "--num-tokens", 12, "--top-p", 0.9)
+def test_it_ends_before_a_stop_string() -> None:
+    argv = (trained(), "--prompt", "the ", "--num-tokens", 12, "--top-p", 0.9)
     text = program(*argv).stdout.removesuffix("\n").removeprefix("the ")
     stop = text[3:5]
-
     stopped = program(*argv, "--stop", "\x00\x00", "--stop", stop)
-
     assert stopped.stdout == f"the {text[: text.index(stop)]}\n"
 
 
 @pytest.mark.parametrize("length", [6, 12], ids=["in the context", "beyond the context"])
-def test_the_trace_has_the_experts_of_every_token(dropless_run: Path, length: int) -> None:
-    argv = (dropless_run, "--prompt", "a mat ", "--num-tokens", length, "--temperature", 0)
+def test_the_trace_has_the_experts_of_every_token(length: int) -> None:
+    argv = (trained(), "--prompt", "a mat ", "--num-tokens", length, "--temperature", 0)
     done = program(*argv, "--trace")
 
     text, shown = done.stdout.split("\n\n", 1)
@@ -64,8 +55,8 @@ def test_the_trace_has_the_experts_of_every_token(dropless_run: Path, length: in
         LENGTH + 1, 7 + length
     )  # beyond the context, each is the last of what the model saw
     tokens = [
-        *follow(dropless_run, written[:LENGTH]).tokens,
-        *(follow(dropless_run, written[end - LENGTH : end]).tokens[-1] for end in ends),
+        *follow(trained(), written[:LENGTH]).tokens,
+        *(follow(trained(), written[end - LENGTH : end]).tokens[-1] for end in ends),
     ]
     assert len(rows) == 6 + length
     for row, token in zip(rows, tokens, strict=True):

@@ -88,17 +88,13 @@ def test_a_family_has_all_its_types_with_what_they_take(
             assert f"{key} " in takes.partition(". ")[0] + takes, (names, key)
 
 
-def test_a_section_that_is_off_shows_what_it_would_take(show: Show) -> None:
-    assert "--trainer.early_stopping.patience 3 Validations" in show(
-        "--help", "trainer.early_stopping"
-    )
-    assert " swiglu, geglu, " in show("--help", "model.ffn.shared_expert")
-
-
-def test_one_option(show: Show) -> None:
+def test_one_option_and_sections_that_are_off(show: Show) -> None:
     assert show("--help", "trainer.max_steps") == (
         "trainer.max_steps: Optimizer steps of the whole run. --trainer.max_steps 400"
     )
+    off = show("--help", "trainer.early_stopping")
+    assert "--trainer.early_stopping.patience 3 Validations" in off
+    assert " swiglu, geglu, " in show("--help", "model.ffn.shared_expert")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +109,6 @@ def test_one_option(show: Show) -> None:
 def test_an_unknown_section_is_answered_with_the_nearest(section: str, hint: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_config(["--help", section], TrainConfig, "train")
-
     assert str(refused.value) == f"--help {section}: unknown{hint}"
 
 
@@ -175,7 +170,6 @@ def test_a_program_prints_its_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["program", "--version"])
-
     assert exit_on_bad_input(import_module("moe_ffn.cli.train").main) == 0
     assert capsys.readouterr().out == (
         f"moe_ffn {importlib.metadata.version('moe_ffn')}, torch "

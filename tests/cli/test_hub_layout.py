@@ -64,21 +64,6 @@ def test_a_model_of_transformers(run: Path, tmp_path: Path) -> None:
         assert done.code == 0, (program, done.stderr)
 
 
-@pytest.mark.parametrize("has_model", [True, False])
-def test_a_link_to_a_run(run: Path, tmp_path: Path, has_model: bool) -> None:
-    if not has_model:
-        shutil.rmtree(run / MODEL_FOLDER)
-    link = tmp_path / "link"
-    link.symlink_to(run)
-
-    for program, *argv in (
-        ("convert", str(link), str(tmp_path / "converted")),
-        ("train", *options(tmp_path / "new", init_from=str(link), trainer__max_steps="1")),
-    ):
-        done = run_here(*argv, program=f"moe_ffn.cli.{program}")
-        assert done.code == 0, (program, done.stderr)
-
-
 def test_a_damaged_model_inside_a_run_is_named(run: Path) -> None:
     model = run / MODEL_FOLDER
     (model / "config.json").write_text("{ cut")

@@ -34,10 +34,16 @@ def inspect(monkeypatch: pytest.MonkeyPatch) -> Inspect:
     return run
 
 
-@pytest.fixture
-def own(moe_run: Any, tmp_path: Path) -> Path:
-    """The run in a folder of the test's own, where the page is written."""
-    return Path(shutil.copytree(moe_run.folder, tmp_path / "moe"))
+@pytest.fixture(scope="module")
+def page(moe_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run in a folder of its own, beside what the program has said."""
+    own = Path(shutil.copytree(moe_run.folder, tmp_path_factory.mktemp("pages") / "moe"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        done = run_here(str(own), "--tokens", "200", program="moe_ffn.cli.inspect")
+    assert (done.code, done.own_lines) == (0, [])
+    (own / "said.txt").write_text(done.stdout)
+    return own / "inspect.html"
 
 
 def text_of(page: Path) -> str:
@@ -46,14 +52,14 @@ def text_of(page: Path) -> str:
     return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", body)))
 
 
-def test_the_page_of_a_mixture_of_experts(inspect: Inspect, own: Path) -> None:
-    code, out, err = inspect(own, "--tokens", "200")
+def test_the_page_of_a_mixture_of_experts(page: Path) -> None:
+    own = page.parent
+    out = (own / "said.txt").read_text()
 
-    assert (code, err) == (0, "")
     assert out.endswith(f"written: {own}/inspect.html\n")
     assert "of the first choice, above chance" in out.replace("\n", "")
     assert max(map(len, out.splitlines())) <= max(80, len(str(own)) + 30)
-    shown = text_of(own / "inspect.html")
+    shown = text_of(page)
     assert "moe in layer 0, 1" in shown
     assert "No syntax classes: the corpus is not known to be Python source." in shown
     run = moe_ffn.load_run(own)
@@ -74,16 +80,16 @@ def test_figures_and_numbers_in_a_notebook(moe_run: Any) -> None:
         figures.taken(found, "layer_01", "token")
 
 
-def test_a_text_of_one_s_own_has_syntax_where_it_is_python(inspect: Inspect, own: Path) -> None:
+def test_a_text_of_one_s_own_has_syntax_where_it_is_python(inspect: Inspect, moe_run: Any) -> None:
     Path("mine.py").write_text("def f(x):\n    return x  # the cat\n" * 30)
 
-    code, _, _ = inspect(own, "--text", "mine.py", "--output", "page.html")
+    code, _, _ = inspect(moe_run.folder, "--text", "mine.py", "--output", "page.html")
 
     shown = text_of(Path("page.html"))
     assert code == 0
     assert "of mine.py, 1 document" in shown
     assert "syntax class" in shown
-    assert not (own / "inspect.html").exists()
+    assert not (moe_run.folder / "inspect.html").exists()
 
 
 BLOCKS = {
@@ -121,14 +127,6 @@ def test_every_kind_of_block_has_a_page(
     assert ("What each expert takes" in shown) == (name in ("shared", "depths"))
     if name == "shared":
         assert "shared expert, unit" in shown
-
-
-@pytest.fixture(scope="module")
-def page(moe_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pages") / "page.html"
-    argv = [str(moe_run.folder), "--tokens", "300", "--output", str(path)]
-    assert run_here(*argv, program="moe_ffn.cli.inspect").code == 0
-    return path
 
 
 def test_the_page_in_a_browser(browser: Browser, page: Path) -> None:
@@ -171,15 +169,12 @@ def test_a_corpus_that_is_not_what_it_was(
     code, out, err = inspect(run.folder)
 
     assert (code, out) == (2, "")
-    if gone:
-        assert err == (
-            f"error: data.corpus.paths: '{mine}' does not exist, or is a link that leads nowhere (looked "
-            f"in '{tmp_path}'); check the spelling; or give a text with --text"
-        )
-    else:
-        assert err == (
-            f"error: data.corpus: '3.txt' has changed, since '{run.folder}' began; restore it, or "
-            "give a text with --text"
-        )
+    assert err == (
+        f"error: data.corpus.paths: '{mine}' does not exist, or is a link that leads nowhere (looked "
+        f"in '{tmp_path}'); check the spelling; or give a text with --text"
+        if gone
+        else f"error: data.corpus: '3.txt' has changed, since '{run.folder}' began; restore it, or "
+        "give a text with --text"
+    )
     Path("own.txt").write_text("the cat sat on a mat\n" * 20)
     assert inspect(run.folder, "--text", "own.txt")[0] == 0

@@ -34,7 +34,6 @@ def moe_ffn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]], ids=str)
 def test_help_lists_every_program_and_its_meaning(moe_ffn: Run, argv: list[str]) -> None:
     code, out, err = moe_ffn(*argv)
-
     assert (code, err) == (0, "")
     for name, meaning in console.PROGRAMS.items():
         assert f"  {name} {meaning}" in " ".join(out.split()).replace(f" {name} ", f"  {name} ")

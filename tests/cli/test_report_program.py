@@ -29,27 +29,24 @@ def dense(folder: Path, *, is_finished: bool = True) -> Path:
     return write_run(folder, experts=0, rows=20, is_finished=is_finished)
 
 
-def test_one_run_has_its_page_in_its_folder(program: Program) -> None:
-    dense(Path("runs/a"))
-
-    assert program("runs/a") == (0, "runs/a/report.html\n", "")
-    assert "<title>a</title>" in Path("runs/a/report.html").read_text()
-
-
-def test_several_runs_have_it_beside_them(program: Program, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("argv", "written", "title"),
+    [
+        (("runs/a",), "runs/a/report.html", "a"),
+        (("runs/a", "more/b"), "{}/runs/report.html", "a, b"),
+        (("runs/a", "--output", "page.html"), "page.html", "a"),
+    ],
+    ids=["in its folder", "beside several runs", "elsewhere"],
+)
+def test_where_the_page_is(
+    program: Program, tmp_path: Path, argv: tuple[str, ...], written: str, title: str
+) -> None:
     dense(Path("runs/a"))
     dense(Path("more/b"))
-
-    assert program("runs/a", "more/b") == (0, f"{tmp_path}/runs/report.html\n", "")
-    assert "<title>a, b</title>" in Path("runs/report.html").read_text()
-
-
-def test_the_page_may_go_elsewhere(program: Program) -> None:
-    dense(Path("a"))
-
-    assert program("a", "--output", "page.html") == (0, "page.html\n", "")
-    assert Path("page.html").is_file()
-    assert not Path("a/report.html").exists()
+    written = written.format(tmp_path)
+    assert program(*argv) == (0, f"{written}\n", "")
+    assert f"<title>{title}</title>" in Path(written).read_text()
+    assert [*tmp_path.rglob("*.html")] == [tmp_path / written]
 
 
 def test_pages_of_a_folder_share_plotly_s_script(

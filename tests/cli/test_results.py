@@ -44,7 +44,6 @@ def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> st
 
 def test_a_run_worse_than_the_unigram_model_is_told_so(tmp_path: Path) -> None:
     said = "\nworse than the unigram model, which only counts tokens: too short, or broken\n"
-
     assert said in shown(tmp_path, validation_loss=3.0001)
     assert "worse than" not in shown(tmp_path, validation_loss=3.0)
     assert "worse than" not in shown(tmp_path, validation_loss=math.nan)
@@ -53,7 +52,6 @@ def test_a_run_worse_than_the_unigram_model_is_told_so(tmp_path: Path) -> None:
 
 def test_what_could_not_be_judged_is_said(tmp_path: Path) -> None:
     too_short = "imbalance, drops and dead experts need 50 steps, this run has 30"
-
     assert f"\nnot judged yet: {too_short}\n" in shown(tmp_path, not_judged=[too_short])
     assert "not judged" not in shown(tmp_path)
 

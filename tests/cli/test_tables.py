@@ -47,12 +47,7 @@ def test_the_rows_add_up_to_the_total(options: list[str]) -> None:
 
 
 def measured(*load: float, dropped: float = 0.0) -> dict[str, Any]:
-    return {
-        "load": list(load),
-        "max_violation": 1.5,
-        "entropy": 0.25,
-        "dropped_fraction": dropped,
-    }
+    return {"load": list(load), "max_violation": 1.5, "entropy": 0.25, "dropped_fraction": dropped}
 
 
 def loads(*load: float, dropped: float = 0.0, width: int = 80) -> str:
@@ -89,7 +84,6 @@ def test_as_many_experts_as_fit_have_columns_of_their_own() -> None:
 
 def test_a_small_even_share_has_a_digit_more() -> None:
     sixty_four = [1 / 64 + 0.001, *[1 / 64] * 62, 1 / 64 - 0.001]
-
     assert loads(*sixty_four).splitlines()[1] == (
         "    0       64  #0 1.66    1.56    1.46       0    1.50     0.25     0.0%"
     )

@@ -12,31 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 import moe_ffn
 from moe_ffn.data.tokenizer import BytesConfig
 from moe_ffn.model.decoder import DecoderConfig
+from tests.helpers import theirs
 from tests.helpers.tiny_runs import Finished, run_here
 
 Trace = Callable[..., Finished]
-SIZES: dict[str, Any] = {
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 16,
-}
-SPARSE = {
-    "num_hidden_layers": 3,
-    "mlp_only_layers": [1],
-    "moe_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-}
 
 
 @pytest.fixture
@@ -47,9 +31,11 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers 0 and 2 with six experts, layer 1 with none."""
     folder = tmp_path_factory.mktemp("models") / "sparse"
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, **SPARSE)).save_pretrained(folder)
+    family, options = theirs.MODELS["qwen3_moe-renormalised"]
+    few = {"vocab_size": 257, "max_position_embeddings": 16, "num_experts_per_tok": 2}
+    theirs.make(family, options | few).save_pretrained(folder)
     tokenizer = BytesConfig().build(()).to_hugging_face()
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
@@ -83,20 +69,10 @@ def test_a_model_folder_of_ours_is_traced(trace: Trace, tmp_path: Path) -> None:
     moe_ffn.save_pretrained(decoder, tmp_path / "ours", BytesConfig().build(()))
 
     code, out, err = trace(tmp_path / "ours", "--text", "def", "--layers", "1")
-    too_long = trace(tmp_path / "ours", "--text", "123456789")
 
     assert (code, err) == (0, "")
     assert "layer 1" in out
     assert "layer 0" not in out
-    assert too_long[0] == 2
-    assert (
-        "--text: has 9 tokens, but the model takes sequences of 8 (data.seq_len); give a"
-        in too_long[2]
-    )
-
-
-def without(name: str) -> Callable[[Path], Any]:
-    return lambda folder: (folder / name).unlink()
 
 
 def truncated(folder: Path) -> None:
@@ -105,11 +81,7 @@ def truncated(folder: Path) -> None:
 
 
 def with_config(**options: Any) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **options}))
-
-    return change
+    return lambda folder: theirs.change(folder, **options)
 
 
 def pickled(folder: Path) -> None:
@@ -117,21 +89,15 @@ def pickled(folder: Path) -> None:
 
 
 def dense(folder: Path) -> None:
-    config = LlamaConfig(**SIZES, num_hidden_layers=1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    theirs.make("llama", {"vocab_size": 257}).save_pretrained(folder)
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickle": (pickled, "'pytorch_model.bin' is a pickle, which may run code and is never read"),
-    "no tokenizer": (
-        without("tokenizer.json"),
-        "has no tokenizer.json, so text cannot become tokens; put one there",
-    ),
     "unknown": (with_config(model_type="mixtrol"), "`mixtrol` but Transformers does not recognize"),
     "truncated": (truncated, "cannot be read as a language model of type 'qwen3_moe' ("),
     "deeper": (with_config(num_hidden_layers=4), "lacks 'model.layers.3"),
     "dense": (dense, "LlamaForCausalLM can be watched: it has none of our blocks, and no experts"),
-    "small": (with_config(max_position_embeddings=2), "--text: has 3 tokens, but"),
 }
 
 

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-import moe_ffn
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.reader import load_model
 
 RunTrain = Callable[..., Any]
 ConfigOf = Callable[[list[str]], TrainConfig]
@@ -47,18 +45,6 @@ def test_the_run_succeeds_and_writes_its_files(moe_run: Any, config_of: ConfigOf
     }
 
 
-def test_the_run_ends_with_a_model_folder(moe_run: Any) -> None:
-    decoder = moe_ffn.load_pretrained(moe_run.folder / "model")
-    tokenizer = moe_ffn.load_tokenizer(moe_run.folder / "model")
-    saved = load_model(moe_run.folder)
-
-    text = b"import os\n"
-    ids_BS = torch.tensor([tokenizer.encode(text).tolist()])
-    with torch.no_grad():
-        logits = decoder(ids_BS).logits
-    assert torch.equal(logits, saved.run(text).logits)
-
-
 def test_the_facts_tell_runs_apart(moe_run: Any) -> None:
     facts = json.loads((moe_run.folder / "facts.json").read_text())
     config = TrainConfig.model_validate(
@@ -78,7 +64,6 @@ def test_the_facts_tell_runs_apart(moe_run: Any) -> None:
 def test_metrics_jsonl_has_a_row_every_other_step_and_one_per_validation(moe_run: Any) -> None:
     train = [row for row in moe_run.rows if "train/loss" in row]
     validation = [row for row in moe_run.rows if "validation/loss" in row]
-
     assert [row["step"] for row in train] == [2, 4, 6]
     assert [row["step"] for row in validation] == [4, 6]
     assert all(row["train/gradient_norm"] > 0 for row in train)
@@ -127,21 +112,11 @@ def test_summary_json_holds_the_last_validation(moe_run: Any) -> None:
 # -- the screen
 
 
-def test_the_model_table_adds_up(moe_run: Any, config_of: ConfigOf) -> None:
-    config = config_of(moe_run.args)
-    total = config.model.num_params(VOCAB_SIZE, 16)
-    active = config.model.num_active_params(VOCAB_SIZE, 16)
-    checkpoint = torch.load(moe_run.folder / "checkpoints/step_00000006.ckpt", weights_only=True)
-    state = {
-        k: v
-        for k, v in checkpoint["state_dict"].items()
-        if k.startswith("decoder.") and "unembedding" not in k
-    }  # tied
+def test_the_model_table_is_shown(moe_run: Any, config_of: ConfigOf) -> None:
+    model = config_of(moe_run.args).model
     line = next(line for line in moe_run.stdout.splitlines() if line.startswith("total "))
-
-    assert total == sum(value.numel() for value in state.values())
-    assert f"{total / 1e3:.2f} k" in line
-    assert f"{active / 1e3:.2f} k" in line
+    assert f"{model.num_params(VOCAB_SIZE, 16) / 1e3:.2f} k" in line
+    assert f"{model.num_active_params(VOCAB_SIZE, 16) / 1e3:.2f} k" in line
     assert "64 tokens per step" in line
     assert "moe, 4 experts (swiglu), top_k k=2" in moe_run.stdout
 

@@ -22,8 +22,8 @@ RunTrain = Callable[..., Any]
 
 def test_a_dense_run_has_nothing_of_routing(run_train: RunTrain, tmp_path: Path) -> None:
     dense_run = run_train(tmp_path, "--model.ffn", "dense")
-
     assert dense_run.code == 0
+    assert dense_run.folder.name.startswith("dense-")
     assert not [n for n in dense_run.columns if "rout" in n or "balance" in n or "expert" in n]
     assert json.loads((dense_run.folder / "summary.json").read_text())["routing"] == {}
     assert "expert" not in dense_run.stdout
@@ -40,14 +40,6 @@ def test_balancing_losses_are_logged_also_at_weight_zero(
     assert float(row["train/load_balance"]) >= 1
     assert float(row["train/router_z"]) > 0
     assert float(row["train/objective"]) == float(row["train/loss"])
-
-
-@pytest.mark.parametrize("block", ["swiglu", "chain_of_experts"])
-def test_the_block_is_swapped_by_one_word(run_train: RunTrain, tmp_path: Path, block: str) -> None:
-    run = run_train(tmp_path, "--model.ffn.type", block, "--trainer.max_steps", "2")
-
-    assert run.code == 0, run.stderr
-    assert run.folder.name.startswith(f"{block}-")
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "masked"])
@@ -68,15 +60,8 @@ def test_every_block_trains(run_train: RunTrain, tmp_path: Path, causal: bool) -
     assert 4 < losses[0] < 7  # log 257 = 5.55 at random
     routed = {int(found[0]) for key in run.columns if (found := re.findall(r"layer_(\d\d)", key))}
     assert routed == {layer for layer, name in enumerate(names) if blocks[name].router_infos()}
-
-
-def test_layers_may_differ(run_train: RunTrain, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--model.ffn_at", "{0: swiglu}", "--trainer.max_steps", "2")
-
-    layers = {found[0] for name in run.columns if (found := re.findall(r"layer_\d\d", name))}
-    assert layers == {"layer_01"}
-    assert re.search(r"^ffn 0 +swiglu ", run.stdout, re.MULTILINE)
-    assert re.search(r"^ffn 1 +moe, 8 experts", run.stdout, re.MULTILINE)
+    shown = re.findall(r"^ffn (\d+) ", run.stdout, re.MULTILINE)
+    assert shown == [str(layer) for layer in range(len(names))]
 
 
 def test_a_width_may_match_another_blocks_budget(run_train: RunTrain, tmp_path: Path) -> None:
@@ -91,23 +76,16 @@ def test_a_width_may_match_another_blocks_budget(run_train: RunTrain, tmp_path: 
 
     # The options of the run have the number, and what it was solved from may be given again.
     more = ("--resume", str(run.folder), "--trainer.max_steps")
-    assert run_train(tmp_path, *more, "3").code == 0
-    again = run_train(tmp_path, *more, "4", *match)
+    again = run_train(tmp_path, *more, "3", *match)
     assert again.code == 0, again.stderr
-    other = run_train(tmp_path, *more, "5", "--model.ffn.d_ff", "64")
+    other = run_train(tmp_path, *more, "4", "--model.ffn.d_ff", "64")
     assert (other.code, "model.ffn.d_ff: is 53" in other.stderr) == (2, True), other.stderr
 
 
 def test_accumulation_counts_optimizer_steps(run_train: RunTrain, tmp_path: Path) -> None:
     run = run_train(tmp_path, "--trainer.accumulate_grad_batches", "3")
-
-    assert [(row["step"], "train/loss" in row) for row in run.rows] == [
-        (2, True),
-        (4, True),
-        (4, False),
-        (6, True),
-        (6, False),
-    ]
+    assert [row["step"] for row in run.rows if "train/loss" in row] == [2, 4, 6]
+    assert [row["step"] for row in run.rows if "train/loss" not in row] == [4, 6]
     # 4 sequences x 16 tokens x 3 batches.
     assert "192 tokens per step" in run.stdout
 
@@ -128,44 +106,6 @@ def test_early_stopping_stops_and_writes_the_steps_since_the_last_row(
     assert [int(row["step"]) for row in run.rows if "validation/loss" in row] == [3, 6]
     assert [int(row["step"]) for row in run.rows if "train/loss" in row] == [4, 6]
     assert "\nended after step 6 of 50 (trainer.early_stopping)\n" in run.stdout
-
-
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
-def test_a_run_trains_in_every_precision(
-    run_train: RunTrain, tiny_moe: str, tmp_path: Path, precision: str
-) -> None:
-    run = run_train(
-        tmp_path,
-        "--trainer.precision",
-        precision,
-        "--trainer.max_steps",
-        "2",
-        "--model.ffn",
-        tiny_moe,
-    )
-
-    assert run.code == 0
-    assert f"precision {precision}\n" in run.stdout
-    assert 4 < float(run.rows[0]["train/loss"]) < 7
-
-
-def test_two_runs_of_one_seed_are_equal_and_two_seeds_are_not(
-    run_train: RunTrain, tmp_path: Path
-) -> None:
-    runs = []
-    for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
-        (tmp_path / name).mkdir()
-        runs.append(
-            run_train(tmp_path / name, "--seed", seed, "--model.dropout", "0.1", "--trainer.max_steps", "2")
-        )  # fmt: skip
-    rows = [
-        [{k: v for k, v in row.items() if "second" not in k} for row in run.rows] for run in runs
-    ]
-
-    assert rows[0] == rows[1]
-    assert rows[0] != rows[2]
-    texts = [(run.folder / "sample.txt").read_text() for run in runs]
-    assert texts[0] == texts[1]
 
 
 def test_a_run_that_diverges_ends_with_what_happened_and_what_to_try(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,9 @@ import torch
 
 import moe_ffn
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiny_runs import Finished, losses, options, run_here
+from tests.helpers.tiny_runs import Finished, losses, options, run, run_here
 
 RunTrain = Callable[..., Any]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -26,43 +22,29 @@ ROOT = Path(__file__).parents[2]
 def test_two_processes_do_what_one_does(
     run_train: RunTrain, tiny_yaml: Path, tmp_path: Path, validation_tokens: int
 ) -> None:
-    options = [
-        "--data.validation_tokens", str(validation_tokens),
-        "--logging.every_n_steps", "1",
-        "--objective.load_balance", "0.0",
-        "--optimizer.learning_rate", "1e-3",
-    ]  # fmt: skip
+    given = [
+        *("--data.validation_tokens", str(validation_tokens), "--logging.every_n_steps", "1"),
+        *("--objective.load_balance", "0.0", "--optimizer.learning_rate", "1e-3"),
+    ]
     (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    one = run_train(tmp_path / "one", *options)
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "experiments.train",
-            "--config", str(tiny_yaml),
-            "--data.cache_dir", str(tmp_path / "cache"),
-            "--trainer.devices", "2",
-            "--trainer.strategy", "ddp",
-            *options,
-        ],
-        cwd=tmp_path / "two",
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )  # fmt: skip
+    one = run_train(tmp_path / "one", *given)
+    where = (
+        "--data.cache_dir",
+        str(tmp_path / "cache"),
+        "--run.output_dir",
+        str(tmp_path / "runs"),
+    )
+    ranks = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
+    done = run("--config", str(tiny_yaml), *where, *ranks, *given)
 
-    assert done.returncode == 0, done.stderr
-    two = type(one)(0, done.stdout, done.stderr, one.args, tmp_path / "two")
+    assert done.code == 0, done.stderr
+    two = type(one)(0, done.stdout, done.stderr, one.args, tmp_path)
     assert len(two.rows) == len(one.rows) == 8
     assert done.stdout.count("Results in ") == 1
     # Both have the same global batch.
-    assert float(two.rows[0]["train/loss"]) == pytest.approx(
-        float(one.rows[0]["train/loss"]), abs=1e-5
-    )
-    # What ranks measure of routing is of the whole batch too. Only several have an imbalance between them.
     first, of_two = one.rows[0], two.rows[0]
+    assert of_two["train/loss"] == pytest.approx(first["train/loss"], abs=1e-5)
+    # What ranks measure of routing is of the whole batch too. Only several have an imbalance between them.
     between_ranks = {f"routing/layer_0{layer}/rank_max_violation" for layer in range(2)}
     assert of_two.keys() - first.keys() == between_ranks
     # The balancing loss is of each batch and rank by itself, and so another number.
@@ -71,13 +53,13 @@ def test_two_processes_do_what_one_does(
     }
     assert len(measured) > 2 * 15
     for key in measured:
-        assert float(of_two[key]) == pytest.approx(float(first[key]), abs=1e-4), key
+        assert of_two[key] == pytest.approx(first[key], abs=1e-4), key
     for mine, theirs in zip(one.rows, two.rows, strict=True):
         assert mine.keys() == theirs.keys() - between_ranks
         for name in mine.keys() & {"train/loss", "validation/loss", "validation/bits_per_byte"}:
-            assert float(theirs[name]) == pytest.approx(float(mine[name]), abs=1e-3), name
+            assert theirs[name] == pytest.approx(mine[name], abs=1e-3), name
     # The windows of a validation are in their order, whichever rank had them.
-    ours, theirs = (json.loads((run.folder / "summary.json").read_text()) for run in (one, two))
+    ours, theirs = (json.loads((found.folder / "summary.json").read_text()) for found in (one, two))
     assert len(set(ours["window_losses"])) > 2
     assert theirs["window_losses"] == pytest.approx(ours["window_losses"], abs=1e-3)
     assert theirs["num_tokens"] == ours["num_tokens"]

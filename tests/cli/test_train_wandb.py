@@ -1,7 +1,7 @@
 """Training with the real wandb client, in situations that make it ask, wait or fail.
 
-Each run is a process with a home folder of its own. `fake_wandb.py` stands in for the server. One situation
-is in the default suite. `tests/training/monitoring/test_wandb.py` has the client in this process.
+Each of the slow runs is a process with a home folder of its own. `fake_wandb.py` stands in for the server.
+`tests/training/monitoring/test_wandb.py` has the client in this process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import pytest
 
 from moe_ffn.runs.rows import flat
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
-from tests.helpers.cases import cases
 from tests.helpers.fake_wandb import KEY, Manners, history, inspect, wandb_server
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +32,10 @@ COMMANDS = rf"look: wandb leet {FOLDER}; upload: wandb sync {FOLDER}"
 NO_KEY = r"wandb: offline \(No API key configured\. Use `wandb login` to log in\); " + COMMANDS
 TIMED_OUT = (
     r"wandb: Timed out finishing run; upload the rest with: wandb sync runs/kept/wandb/run-\S+"
+)
+OPTIONS = (
+    *("--run.name", "kept", "--trainer.max_steps", "2", "--logging.every_n_steps", "1"),
+    *("--logging.churn_every_n_steps", "1", "--model.ffn", "{type: moe, num_experts: 4}"),
 )
 IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 """Program that runs its arguments in a pseudo-terminal where nobody types."""
@@ -83,15 +86,12 @@ SITUATIONS = {
 def train(config: Path, where: Path, situation: Situation) -> tuple[str, float]:
     """Train two steps in a terminal; returns the printed text and the seconds."""
     text = config.read_text().replace(", wandb: {mode: disabled}", "")
-    text = text.replace("num_layers: 2", "num_layers: 2, ffn: {type: moe, num_experts: 4}")
     (where / "tiny.yaml").write_text(text)
     home = where / "home of the client"
     home.mkdir()
     command = [
         *(sys.executable, "-c", IN_A_TERMINAL, sys.executable, "-m", "experiments.train"),
-        *("--config", str(where / "tiny.yaml"), "--data.cache_dir", str(where / "cache")),
-        *("--run.name", "kept", "--trainer.max_steps", "2", "--logging.every_n_steps", "1"),
-        *("--logging.churn_every_n_steps", "1"),
+        *("--config", str(where / "tiny.yaml"), "--data.cache_dir", str(where / "cache"), *OPTIONS),
     ]
     start = time.perf_counter()
     with wandb_server(situation.server) if situation.server else nullcontext() as server:
@@ -119,7 +119,8 @@ def baseline_seconds(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) 
     ]
 
 
-@pytest.mark.parametrize("situation", cases(SITUATIONS, quick=["no key"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
 def test_a_run_ends_as_if_there_were_no_wandb(
     tiny_yaml: Path, tmp_path: Path, request: pytest.FixtureRequest, situation: Situation
 ) -> None:
@@ -133,14 +134,23 @@ def test_a_run_ends_as_if_there_were_no_wandb(
     assert not re.search(r"enter your choice|paste an api key|/authorize", printed, re.I)
     lines = [line for line in printed.splitlines() if line.startswith("wandb: ")]
     assert any(re.fullmatch(situation.line, line) for line in lines), lines
-    folder = tmp_path / "runs" / "kept"
-    rows = read_lines(folder / "metrics.jsonl", Row)
-    written = [{"step": row.step, **flat(row.values)} for row in rows]
-    assert [row["step"] for row in written] == [1, 2, 2]
-    if situation.kept:
-        check_kept(folder, tmp_path / "home of the client", written)
-    else:
-        assert not (folder / "wandb").exists()
+    check_kept(tmp_path / "runs" / "kept", tmp_path / "home of the client", situation.kept)
+
+
+def test_a_run_without_a_key_is_kept_on_disk(
+    run_train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    home = tmp_path / "home of the client"
+    for name, value in client_environment(home).items():
+        monkeypatch.setenv(name, value)
+    wandb.teardown()
+    run = run_train(tmp_path, *OPTIONS, "--logging.wandb.mode", "auto")
+    wandb.teardown()
+
+    assert run.code == 0, run.stderr
+    assert re.search(f"^{NO_KEY}$", run.stdout, re.MULTILINE), run.stdout
+    check_kept(run.folder, home, is_kept=True)
 
 
 def client_environment(home: Path) -> dict[str, str]:
@@ -156,8 +166,14 @@ def client_environment(home: Path) -> dict[str, str]:
     }
 
 
-def check_kept(folder: Path, home: Path, written: list[dict[str, Any]]) -> None:
+def check_kept(folder: Path, home: Path, is_kept: bool) -> None:
     """wandb's own tool finds the facts, and every key and value of every row of `metrics.jsonl`."""
+    own_rows = read_lines(folder / "metrics.jsonl", Row)
+    written = [{"step": row.step, **flat(row.values)} for row in own_rows]
+    assert [row["step"] for row in written] == [1, 2, 2]
+    if not is_kept:
+        assert not (folder / "wandb").exists()
+        return
     (kept,) = (folder / "wandb").glob("*run-*")
     records = inspect(kept, client_environment(home))
     (run,) = [record["run"] for record in records if record["type"] == "run"]
@@ -196,9 +212,7 @@ def test_without_wandb_metrics_go_to_the_log(
     run_train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-
     run = run_train(tmp_path, "--logging.wandb.mode", "auto", "--trainer.max_steps", "2")
-
     assert run.code == 0
     assert "wandb: not installed, metrics are in metrics.jsonl (pip install wandb)" in run.stdout
     assert "train/loss" in run.columns

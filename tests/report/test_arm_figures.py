@@ -88,13 +88,6 @@ def test_of_two_seeds_each_is_a_line_and_there_is_no_band() -> None:
     assert (row.x, row.error_x.array) == ((0, 0), None)
 
 
-def test_of_one_seed_there_is_no_band() -> None:
-    alone = Comparison.of([make_result("a", loss=2.0), make_result("b", loss=1.9)])
-    figure = figures.losses(alone.arms)
-    assert [trace.meta["colour"] for trace in figure.data] == [0, 1]
-    assert "interval" not in figure.layout.meta["note"]
-
-
 WHOLE = Curve(steps=[1, 2], tokens=[10, 20], seconds=[0.1, 0.2], losses=[3.0, 2.0])
 OF_STEPS = Curve(steps=[1, 2], losses=[3.0, None])
 POINT = Curve(steps=[9], tokens=[90], seconds=[0.9], losses=[2.0])
@@ -163,7 +156,6 @@ def test_differences_are_those_of_the_comparison(comparison: Comparison) -> None
 def test_tuning_is_drawn_by_value_with_the_best_one_large(comparison: Comparison) -> None:
     (found,) = comparison.tuning
     lines = drawn(figures.tuning(comparison, found))
-
     assert list(lines["swiglu"].x) == ["0.003", "0.01", "0.1"]
     assert list(lines["swiglu"].y) == pytest.approx([1.5, 1.2, 3.0])
     assert list(lines["swiglu"].marker.size) == [6, 11, 6]

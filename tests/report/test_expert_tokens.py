@@ -185,7 +185,6 @@ def test_a_run_that_lost_its_weights_has_its_page_and_one_sentence(
     folder = shutil.copytree(trained, tmp_path / "copy")
     shutil.rmtree(folder / "checkpoints")
     page = Written(folder)
-
     assert "The tokens of each expert are not shown: " in page.text
     assert "Load of each expert" in page.figures
     assert "layer-view" not in page.body

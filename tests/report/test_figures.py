@@ -38,11 +38,6 @@ def lines(figure: Any) -> dict[str, Any]:
     return {trace.meta["name"]: trace for trace in figure.data}
 
 
-def check_line(trace: Any, series: Series) -> None:
-    assert list(trace.x) == list(series.steps)
-    assert trace.y == pytest.approx(list(series.values), rel=1e-6)
-
-
 CURVES = {
     "loss": ("Loss", {"training": "train/loss", "validation": "validation/loss"}),
     "bits_per_byte": ("Bits per byte", {"validation": "validation/bits_per_byte"}),
@@ -63,6 +58,11 @@ def test_a_curve_has_the_rows_of_its_columns(run: Run, key: str) -> None:
             figures.curve(run, key)
         return
     check_curves(figures.curve(run, key), title, columns, run)
+
+
+def check_line(trace: Any, series: Series) -> None:
+    assert list(trace.x) == list(series.steps)
+    assert trace.y == pytest.approx(list(series.values), rel=1e-6)
 
 
 def check_curves(figure: Any, title: str, columns: dict[str, str], run: Run) -> None:
@@ -106,9 +106,7 @@ def test_a_measure_has_a_line_for_each_layer(run: Run, key: str) -> None:
 
 def test_a_measure_of_many_layers_has_a_row_for_each(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "deep", layers=7, experts=2, rows=20))
-
     (trace,) = figures.measure(run, "max_violation").data
-
     assert list(trace.y) == list("0123456")
     values = [list(layer["max_violation"].values) for layer in run.layers.values()]
     np.testing.assert_allclose(np.array(trace.z, dtype=float), values, rtol=1e-6)
@@ -129,7 +127,6 @@ def test_co_activation_is_that_of_the_summary(run: Run) -> None:
 
 def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: Run) -> None:
     figure = figures.overlay_measure({"moe": [run, run], "dense": [dense]}, "max_violation")
-
     means = np.mean([layer["max_violation"].values for layer in run.layers.values()], axis=0)
     (trace,) = figure.data
     assert trace.meta["name"] == "moe"
@@ -141,24 +138,17 @@ def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: 
     ("draw", "said"),
     [
         (
-            lambda run, dense: figures.load(run, 7),
+            lambda run, _: figures.load(run, 7),
             "run 'moe' has this figure for layer_00, layer_01, not",
         ),
         (
-            lambda run, dense: figures.load(dense, 0),
+            lambda _, dense: figures.load(dense, 0),
             "run 'dense' has this figure for no layer, not for",
         ),
-        (
-            lambda run, dense: figures.coactivation(dense, 0),
-            "run 'dense' has this figure for no layer",
-        ),
-        (lambda run, dense: figures.measure(run, "none"), "there is no metric 'none'; there are "),
-        (lambda run, dense: figures.measure(dense, "churn"), "run 'dense' has no churn for any"),
-        (lambda run, dense: figures.balancing_losses(dense), "'dense' has no balancing losses"),
-        (
-            lambda run, dense: figures.overlay_measure({"dense": [dense]}, "churn"),
-            "no run has 'Churn'",
-        ),
+        (lambda run, _: figures.measure(run, "none"), "there is no metric 'none'; there are "),
+        (lambda _, dense: figures.measure(dense, "churn"), "run 'dense' has no churn for any"),
+        (lambda _, dense: figures.balancing_losses(dense), "'dense' has no balancing losses"),
+        (lambda _, dense: figures.overlay_measure({"a": [dense]}, "churn"), "no run has 'Churn'"),
     ],
 )
 def test_what_was_not_measured_is_said(

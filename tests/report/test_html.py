@@ -50,7 +50,6 @@ def test_a_page_is_put_in_its_place_whole(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_a_template_shows_is_escaped_and_its_control_characters_are_seen() -> None:
     template = ENVIRONMENT.from_string('<p title="{{ text | plain }}">{{ text }}</p>{{ html }}')
     html = Markup("<b>bold</b>")
-
     assert template.render(text='<i>"\x1b\n', html=html) == (
         '<p title="&lt;i&gt;&#34;\\x1b\n">'
         '&lt;i&gt;&#34;<span class="control">\\x1b</span>\n</p><b>bold</b>'

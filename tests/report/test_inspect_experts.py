@@ -13,12 +13,7 @@ import torch
 from moe_ffn.outputs import Routing
 from moe_ffn.report.expert_tokens import NOT_REACHED, Assignment, came_from, expert_tokens
 from moe_ffn.report.inspect import experts, inspect_model, text_of_tokens
-from moe_ffn.report.inspect.experts import (
-    Attribute,
-    agreement,
-    entropy,
-    mutual_information,
-)
+from moe_ffn.report.inspect.experts import Attribute, agreement, entropy, mutual_information
 from tests.helpers.known_decoder import BYTES, LETTERS, axis, decoder_of, random_text
 
 MakeRouting = Callable[..., Routing]
@@ -47,14 +42,12 @@ def test_what_is_drawn_at_random_agrees_about_as_much_as_chance() -> None:
     random = np.random.default_rng(0)
     labels = random.integers(0, 200, 4000)
     found = agreement(random.integers(0, 8, 4000), labels)
-
     assert found.chance > 0.05, "with 200 labels much is known of 4,000 tokens by chance"
     assert abs(found.above_chance) < 0.01
 
 
 def test_where_there_is_no_choice_there_is_no_agreement() -> None:
     found = agreement(np.zeros(10, dtype=int), np.arange(10))
-
     assert math.isnan(found.share)
     assert math.isnan(found.above_chance)
 
@@ -157,7 +150,6 @@ def test_the_first_choice_is_the_heaviest(make_routing: MakeRouting) -> None:
     weights = torch.tensor([0.2, 0.8, 0.7, 0.3, 0.5, 0.5])
     found = Assignment("layer_00", ("0", "1", "2"), 3)
     found.add(make_routing([[0, 1], [0, 1], [2, 1]], 3, weights_N=weights), np.arange(3))
-
     assert found.first_T.tolist() == [1, 0, 2], "of equal ones the first in the list"
 
 
@@ -167,7 +159,6 @@ def test_a_token_that_chose_none_is_told_from_one_that_never_came(
     routing = make_routing([[0], [1]], 2, chosen_N=torch.tensor([True, False]))
     found = Assignment("layer_00", ("0", "1"), 3)
     found.add(routing, np.array([0, 2]))
-
     assert found.first_T.tolist() == [0, NOT_REACHED, 2]
     assert found.reached_T.tolist() == [True, False, True]
 

@@ -71,7 +71,6 @@ def test_columns_count_from_the_start_of_the_line_across_windows_and_not_across_
 def test_documents_have_the_names_of_what_they_hold() -> None:
     names = {hashlib.sha256(b"second").hexdigest(): "b.py"}
     text = read(b"first one", b"second", seq_len=5, names=names)
-
     assert text.documents == ("document 0", "b.py")
     assert text.document_T.reshape(-1, 5).tolist() == [[0] * 5, [0, 0, 1, 1, 1]]
 
@@ -107,7 +106,6 @@ def test_suffixes_are_equal_where_the_last_tokens_are_and_the_window_holds_them(
 
 def test_byte_classes() -> None:
     text = read("a1 \n(é\t_".encode(), seq_len=9)
-
     classes = [BYTE_CLASSES[c] for c in text.byte_class_T]
     assert classes == [
         *("letter", "digit", "space", "newline", "punctuation", "non-ASCII", "non-ASCII"),
@@ -155,7 +153,6 @@ def test_syntax_is_that_of_python_s_own_tokenizer() -> None:
 def test_syntax_counts_bytes_where_characters_are_longer() -> None:
     source = 'é = "ü" + 1\n'.encode()
     found = [SYNTAX_CLASSES[c] for c in syntax_of(source)]
-
     assert found[:2] == ["name", "name"]
     assert found[source.index(b"1")] == "number"
     assert found[source.index(b'"') : source.index(b'"') + 4] == ["string"] * 4
@@ -170,7 +167,6 @@ def test_syntax_counts_bytes_where_characters_are_longer() -> None:
 )
 def test_what_is_no_python_is_unknown_from_there_on(source: bytes) -> None:
     found = syntax_of(source)
-
     assert len(found) == len(source)
     if source.startswith(b"x"):
         assert SYNTAX_CLASSES[found[0]] == "name"
@@ -178,6 +174,5 @@ def test_what_is_no_python_is_unknown_from_there_on(source: bytes) -> None:
 
 def test_another_text_has_no_syntax_and_says_why() -> None:
     text = read(b"Once upon a time.", no_syntax="this is prose")
-
     assert text.syntax_T is None
     assert text.no_syntax == "this is prose"

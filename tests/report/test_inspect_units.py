@@ -72,14 +72,12 @@ def test_a_unit_that_fires_at_one_byte_is_found_as_such(found: Inspection) -> No
 def test_it_promotes_the_token_that_its_value_points_at(found: Inspection) -> None:
     (units,) = found.units
     promoted = [found.text.token(ids[0]) for ids in units.promoted_Up]
-
     assert promoted == ["d", "a", "a", "f"]
     assert "e" not in {found.text.token(int(i)) for i in units.promoted_Up[3]}, "the one it demotes"
 
 
 def test_a_unit_that_never_fires_is_not_judged(found: Inspection) -> None:
     (units,) = found.units
-
     assert units.judged_U.tolist() == [True, True, False, True]
     assert units.tokens_Uk[2].tolist() == [-1] * 10
     assert units.num_judged == 3
@@ -90,7 +88,6 @@ def test_a_unit_that_never_fires_is_not_judged(found: Inspection) -> None:
 def test_chance_is_that_of_random_inputs(found: Inspection) -> None:
     """8 of 10 letters of six the same: 6 * (C(10, 8) 5^2 + C(10, 9) 5 + 1) / 6^10, hardly ever."""
     (units,) = found.units
-
     assert all(units.chance[kind] == 0 for kind in KINDS)
     assert units_of(decoder_of(DENSE, b"a"), b"a").chance["token"] == 1
 

@@ -54,7 +54,6 @@ def test_it_is_in_rows_and_in_torchmetrics(make_routing: Any) -> None:
 
 def test_it_has_a_panel() -> None:
     text = to_json(build_workspace("team", "project"))
-
     assert '"chartTitle": "Heaviest weight"' in text
     assert '"yAxisTitle": "weight (dimensionless)"' in text
     assert f"^routing/layer_[0-9]+{ROUTING_SUFFIX}/heaviest_weight$" in text

@@ -232,24 +232,6 @@ def test_a_plot_says_its_values_to_who_points_at_it(moe: Opened) -> None:
     assert "layer 3 : " in hover(moe.page, "Dropped")
 
 
-def test_the_even_share_is_the_middle_of_the_colours(moe: Opened) -> None:
-    moe.page.select_option("select[aria-label='layer'] >> nth=0", label="layer 1")
-    trace = moe.page.evaluate(
-        """() => {
-            const trace = document.querySelector('[aria-label="Load of each expert"]').data[0];
-            const cell = trace.z[1].at(-1);
-            const mean = trace.z.reduce((sum, row) => sum + row[0], 0) / 8;
-            return {scale: trace.colorscale, top: trace.zmax, cell, mean};
-        }"""
-    )
-    even = moe.page.evaluate(
-        "getComputedStyle(document.documentElement).getPropertyValue('--load-even').trim()"
-    )
-    assert [stop for stop, colour in trace["scale"] if colour == even] == [1 / trace["top"]]
-    assert trace["cell"] == 0, "the dead expert"
-    assert trace["mean"] == pytest.approx(1, abs=1e-3)
-
-
 def test_losses_are_looked_at_over_flops(overlay: Opened) -> None:
     plot = overlay.page.locator('.plot[aria-label="Validation loss"]')
     assert plot.locator(".xtitle").text_content() == "tokens trained on"

@@ -67,17 +67,10 @@ def test_an_arm_has_one_colour_in_its_table_and_in_every_plot(page: Written) -> 
     assert page.traces("MaxVio").keys() == {"moe"}
 
 
-def test_a_loss_is_drawn_over_tokens_flops_seconds_and_steps(
-    study: list[Path], page: Written
-) -> None:
-    axes = {f["layout"]["xaxis"]["title"]["text"]: f for f in page.figures["Validation loss"]}
-    names = ("tokens trained on", "training FLOPs", "seconds of training steps", "optimizer steps")
-    assert tuple(axes) == names
-    firsts = [
-        next(t for t in axes[name]["data"] if t["meta"].get("colour") == 0)["x"][0]
-        for name in names
-    ]
-    assert firsts == pytest.approx([100 * 4096, 3 * 1_740_000 * 100 * 4096, 10, 100], rel=1e-5)
+def test_a_loss_is_drawn_over_tokens_flops_seconds_and_steps(page: Written) -> None:
+    axes = [f["layout"]["xaxis"]["title"]["text"] for f in page.figures["Validation loss"]]
+    first = ["tokens trained on", "training FLOPs", "seconds of training steps"]
+    assert axes == [*first, "optimizer steps"]
 
 
 def test_the_page_of_results_alone_says_the_same(
@@ -115,7 +108,6 @@ def test_it_links_to_the_pages_of_its_runs(study: list[Path], tmp_path: Path) ->
 def test_of_several_runs_those_that_give_concern_are_named(moe: Path, tmp_path: Path) -> None:
     change(moe / "summary.json", unigram_loss=0.5)
     page = without_plots(moe, write_run(tmp_path / "runs" / "fine", layers=1))
-
     assert "moe: The validation loss is worse than the unigram model" in page.text
     head = page.text[: page.text.index("Which block?")]
     assert "fine: " not in head
@@ -143,8 +135,10 @@ def test_each_run_has_its_progress_alarms_and_parameters(tmp_path: Path) -> None
 
 def test_a_run_that_goes_on_is_drawn_beside_those_that_are_compared(tmp_path: Path) -> None:
     ended = [write_run(tmp_path / name, experts=n) for name, n in (("a", 4), ("b", 0))]
-    page = Written(*ended, write_run(tmp_path / "c", experts=2, is_finished=False))
+    runs = [*ended, write_run(tmp_path / "c", experts=2, is_finished=False)]
+    page = Written(*runs)
 
+    assert 'id="reload"' in report_html(read_runs(runs), reload_every=5)
     assert names_in(page, "Training loss") == {"a", "b", "c"}
     assert re.search("Left out: .*is not finished: it is at step 300 of 600", page.text)
     assert "c 1." in page.text, "its loss so far"
@@ -152,48 +146,13 @@ def test_a_run_that_goes_on_is_drawn_beside_those_that_are_compared(tmp_path: Pa
     assert "b: " in page.text
 
 
-@pytest.mark.parametrize(
-    ("fact", "said"),
-    [
-        ("corpus_sha256", "the runs read other text (data.corpus), so that their losses do"),
-        ("tokenizer_sha256", "the runs have other tokenizers (data.tokenizer), so that"),
-    ],
-)
-def test_runs_that_do_not_compare_have_no_verdict_and_their_curves(
-    tmp_path: Path, fact: str, said: str
-) -> None:
+def test_runs_that_do_not_compare_have_no_verdict_and_their_curves(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=4)
-    change(b / "facts.json", **{fact: "32"})
+    change(b / "facts.json", corpus_sha256="32")
     page = Written(a, b)
 
-    assert f"No verdict: {said}" in page.text
+    assert "No verdict: the runs read other text (data.corpus), so that their losses" in page.text
     assert names_in(page, "Validation loss") == {"a", "b"}
     assert "Difference from a" not in page.figures
     block = "moe, 4 experts (swiglu), top_k k=2, capacity.factor 1.25"
     assert f"What differs From a. b: model.ffn: swiglu -> {block} Balance" in page.text
-
-
-@pytest.mark.parametrize(("is_finished", "reloads"), [((True, False), True), ((True, True), False)])
-def test_a_page_loads_itself_anew_while_any_of_its_runs_goes_on(
-    tmp_path: Path, is_finished: tuple[bool, bool], reloads: bool
-) -> None:
-    runs = [
-        write_run(tmp_path / str(number), experts=0, is_finished=ended)
-        for number, ended in enumerate(is_finished)
-    ]
-
-    assert ('id="reload"' in report_html(read_runs(runs), reload_every=5)) == reloads
-
-
-def test_precisions_are_said_to_differ_and_names_and_logging_are_no_difference(
-    tmp_path: Path,
-) -> None:
-    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0, worse_by=1.0)
-    change(b / "config.yaml", logging__every_n_steps=99)
-    before = without_plots(a, b).text
-    change(b / "facts.json", precision="32-true")
-
-    assert "What differs From a. b: nothing" in before
-    said = "The runs differ in precision (32-true, bf16-mixed): losses and seconds may differ"
-    assert said not in before
-    assert said in without_plots(a, b).text

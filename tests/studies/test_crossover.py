@@ -62,5 +62,4 @@ def test_an_arm_is_below_from_the_last_crossing_on(
     other: list[Point], wanted: float | None
 ) -> None:
     found = crossover(UP, other)
-
     assert found == (None if wanted is None else pytest.approx(wanted, rel=1e-6))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from moe_ffn.studies.gather import gather
-from moe_ffn.studies.result import add_results
+from moe_ffn.studies.result import RunResult, add_results
 from tests.helpers.results import make_result
 
 
-def write_study(folder: Path, text: str) -> Path:
+def write_study(folder: Path, text: str, *results: RunResult) -> Path:
     folder.mkdir()
     (folder / "study.yaml").write_text(text)
+    add_results(folder, list(results))
     return folder
 
 
@@ -46,12 +48,9 @@ def test_results_of_a_table_are_shown_by_their_names_and_by_their_places_where_t
 def test_what_the_study_plans_and_is_not_there_is_counted_and_the_first_are_named(
     tmp_path: Path,
 ) -> None:
-    study = write_study(tmp_path / "s", "arms: {a: {}, b: {model.ffn: dense}}\nseeds: [0, 1, 2]\n")
-    add_results(study, [make_result("a", 0)])
-    add_results(study, [make_result("a", 1, is_finished=False)])
-
-    (note,) = gather([study]).compare().notes[-1:]
-
+    text = "arms: {a: {}, b: {model.ffn: dense}}\nseeds: [0, 1, 2]\n"
+    found = [make_result("a", 0), make_result("a", 1, is_finished=False)]
+    note = gather([write_study(tmp_path / "s", text, *found)]).compare().notes[-1]
     # Of the two of six that are there one is left out, which is said elsewhere.
     assert note == (
         "4 of the 6 runs of the study are not among these: a-seed2, b-seed0, b-seed1 and 1 more."
@@ -60,30 +59,32 @@ def test_what_the_study_plans_and_is_not_there_is_counted_and_the_first_are_name
 
 def test_parts_of_one_study_are_one_study_with_the_seeds_of_all(tmp_path: Path) -> None:
     folders = [
-        write_study(tmp_path / name, f"name: s\narms: {{a: {{}}}}\nseeds: {seeds}\n")
-        for name, seeds in (("here", [0, 1]), ("there", [1, 5]))
+        write_study(
+            tmp_path / str(seed),
+            f"name: s\narms: {{a: {{}}}}\nseeds: {seeds}\n",
+            make_result("a", seed),
+        )
+        for seed, seeds in ((0, [0, 1]), (5, [1, 5]))
     ]
-    for folder, seed in zip(folders, (0, 5), strict=True):
-        add_results(folder, [make_result("a", seed)])
-
     study = gather(folders).study
-
     assert study is not None
     assert study.seeds == [0, 1, 5]
 
 
 def test_runs_of_tuning_stay_with_the_arm_that_they_tune(tmp_path: Path) -> None:
-    for width, name in ((64, "few"), (128, "many")):
-        folder = write_study(tmp_path / name, "arms: {moe: {}}\n")
-        options = {"model.d_model": width}
-        add_results(folder, [make_result("moe", 0, options=options)])
-        tuning = {"optimizer.learning_rate": 0.5}
-        tuned = make_result(
-            "moe,learning_rate=0.5", 0, options=options | tuning, tuning=tuning, main_arm="moe"
+    tuning = {"optimizer.learning_rate": 0.5}
+    own: Any = {"tuning": tuning, "main_arm": "moe"}
+    folders = [
+        write_study(
+            tmp_path / name,
+            "arms: {moe: {}}\n",
+            make_result("moe", 0, options=(options := {"model.d_model": width})),
+            make_result("moe,learning_rate=0.5", 0, options=options | tuning, **own),
         )
-        add_results(folder, [tuned])
+        for width, name in ((64, "few"), (128, "many"))
+    ]
 
-    found = gather([tmp_path / "few", tmp_path / "many"])
+    found = gather(folders)
 
     assert [*found.arms.values()] == ["few/moe", "few/moe", "many/moe", "many/moe"]
     assert [r.arm for r in found.results if r.tuning] == [
@@ -94,12 +95,11 @@ def test_runs_of_tuning_stay_with_the_arm_that_they_tune(tmp_path: Path) -> None
 
 def test_an_arm_may_be_called_as_a_run_of_tuning_of_another_study(tmp_path: Path) -> None:
     name, tuning = "moe,learning_rate=0.5", {"optimizer.learning_rate": 0.5}
-    tuned, grid = (tmp_path / folder for folder in ("tuned", "grid"))
-    tuned.mkdir()
-    grid.mkdir()
-    add_results(tuned, [make_result("moe", 0)])
-    add_results(tuned, [make_result(name, 0, 2.5, main_arm="moe", tuning=tuning, options=tuning)])
-    add_results(grid, [make_result(name, 0, 1.9, options=tuning | {"model.d_model": 256})])
+    tuned, grid = tmp_path / "tuned", tmp_path / "grid"
+    of_tuning = make_result(name, 0, 2.5, main_arm="moe", tuning=tuning, options=tuning)
+    write_study(tuned, "arms: {moe: {}}\n", make_result("moe", 0), of_tuning)
+    wide = make_result(name, 0, 1.9, options=tuning | {"model.d_model": 256})
+    write_study(grid, f"arms: {{'{name}': {{}}}}\n", wide)
 
     found = gather([tuned, grid])
 
@@ -109,12 +109,10 @@ def test_an_arm_may_be_called_as_a_run_of_tuning_of_another_study(tmp_path: Path
 
 def test_arms_of_one_name_in_two_studies_keep_their_own_times(tmp_path: Path) -> None:
     for number, name in enumerate(("few", "many"), 1):
-        folder = tmp_path / name
-        folder.mkdir()
-        add_results(folder, [make_result("moe", 0, options={"model.ffn.num_experts": 4 * number})])
+        result = make_result("moe", 0, options={"model.ffn.num_experts": 4 * number})
+        folder = write_study(tmp_path / name, "arms: {moe: {}}\nseeds: [0]\n", result)
         timing = {"arms": {"moe": {"seconds_per_step": 0.1 * number}}}
         (folder / "timing.json").write_text(json.dumps(timing))
-        (folder / "study.yaml").write_text("arms: {moe: {}}\nseeds: [0]\n")
 
     found = gather([tmp_path / "few", tmp_path / "many"])
 

@@ -7,20 +7,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.reader import read_run
 from moe_ffn.runs.rows import Series
-from moe_ffn.studies import result as result_module
 from moe_ffn.studies.budget import Budget
-from moe_ffn.studies.result import (
-    RunResult,
-    add_results,
-    lines_of,
-    thinned,
-)
+from moe_ffn.studies.result import RunResult, add_results, lines_of, thinned
 from moe_ffn.training.monitoring.json_lines import STEP_SECONDS
 from tests.helpers.results import make_result
 from tests.helpers.synthetic_run import change, raise_alarms, write_arm, write_metrics, write_run
@@ -111,21 +106,6 @@ def test_its_curves_have_steps_tokens_and_seconds(folder: Path, result: RunResul
     assert result.train.losses == pytest.approx(list(run.series("train/loss").values), abs=1e-5)
 
 
-def test_of_too_many_points_training_is_averaged_and_validations_are_left_out(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(result_module, "MAX_POINTS", 2)
-    run = read_run(folder)
-    thin = RunResult.of_run(run)
-
-    losses = run.series("train/loss").values
-    assert thin.train.steps == [6, 12]
-    assert thin.train.losses == pytest.approx([fmean(losses[:3]), fmean(losses[3:])], abs=1e-5)
-    losses = run.series("validation/loss").values
-    assert thin.validation.steps == [8, 12]
-    assert thin.validation.losses == pytest.approx([losses[1], losses[2]], abs=1e-5)
-
-
 def test_the_arm_is_the_folder_without_its_seed(folder: Path, tmp_path: Path) -> None:
     run = read_run(folder)
     for name, arm in (
@@ -181,17 +161,23 @@ def test_a_damaged_table_is_not_written_over(tmp_path: Path) -> None:
 
 def test_that_of_a_long_run_is_small_too(tmp_path: Path) -> None:
     write_arm(tmp_path, "long", [2.0], experts=8)
-    long = write_run(tmp_path / "rows", layers=8, experts=8, rows=2000)
     folder = tmp_path / "long-seed0"
-    (long / "metrics.jsonl").rename(folder / "metrics.jsonl")
+    rows: list[dict[str, Any]] = [
+        {"step": step, "train/loss": step / 10**4} for step in range(10, 20_001, 10)
+    ]
+    rows += [{"step": step, "validation/loss": step / 10**4} for step in range(50, 20_001, 50)]
+    write_metrics(folder / "metrics.jsonl", sorted(rows, key=lambda row: row["step"]))
     raise_alarms(folder)
     change(folder / "summary.json", window_losses=[2.12345] * 1024)
 
     result = RunResult.of_run(read_run(folder))
 
     assert len(result.to_line()) < 30_000
-    assert len(result.train.steps) == 200
-    assert result.train.steps[-1] == 20_000
+    for curve, first, loss in ((result.train, 100, 0.0055), (result.validation, 100, 0.01)):
+        assert (len(curve.steps), curve.steps[0], curve.steps[-1]) == (200, first, 20_000)
+        assert curve.losses[0] == pytest.approx(loss), (
+            "training is averaged, validations are left out"
+        )
     assert result.outcome.alarms == {"collapse": 1, "loss_spike": 1}
 
 
@@ -209,14 +195,7 @@ def test_a_thinned_curve_averages_neighbours_and_keeps_the_last_step() -> None:
 def test_a_run_that_is_not_finished_says_so(folder: Path, tmp_path: Path) -> None:
     copy = finished_copy(tmp_path)
     (copy / "summary.json").unlink()
-
     outcome = RunResult.of_run(read_run(copy, has_ended=True)).outcome
-
     assert not outcome.is_finished
     assert outcome.validation_loss is not None, "the last that is known"
     assert outcome.train_seconds is None
-
-
-def test_a_line_that_is_no_result_is_refused_by_its_place() -> None:
-    with pytest.raises(ConfigError, match=r"'x:3' is no result of a run: main_arm: missing"):
-        RunResult.of_line(b'{"arm": "a", "seed": 0, "budget": 3}', Path("x:3"))

@@ -10,13 +10,8 @@ import numpy as np
 import pytest
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.studies.scaling_laws import (
-    CLARK,
-    E_MAX,
-    E_START,
-    fit,
-    power_law,
-)
+from moe_ffn.studies import scaling_laws
+from moe_ffn.studies.scaling_laws import CLARK, E_MAX, E_START, fit, power_law
 
 POWER = power_law("C")
 
@@ -25,6 +20,12 @@ def grid(**values: Sequence[float]) -> dict[str, list[float]]:
     """Every combination, as one column for each name."""
     columns = np.meshgrid(*(np.array(v, dtype=float) for v in values.values()))
     return {name: column.ravel().tolist() for name, column in zip(values, columns, strict=True)}
+
+
+@pytest.fixture
+def _few_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search from two starts, which is enough for one variable and takes a sixth of the time."""
+    monkeypatch.setattr(scaling_laws, "NUM_STARTS", 2)
 
 
 def noisy(losses: Any, share: float, seed: int = 0) -> list[float]:
@@ -45,7 +46,6 @@ PUBLISHED = {**CLARK.published, "E_start": E_START, "E_max": E_MAX}
 
 def test_published_parameters_are_found_again_without_noise() -> None:
     found = fit(CLARK, EXPERTS, clark(EXPERTS, **PUBLISHED), num_resamples=2)
-
     assert np.exp(found.residuals) == pytest.approx(1, abs=1e-4)
     assert found.held_out_error == pytest.approx(0, abs=2e-3)
     assert found.num_held_out == 7, "the largest N with any number of experts"
@@ -80,17 +80,7 @@ def test_published_parameters_lie_in_the_intervals_of_noisy_runs() -> None:
     assert found.held_out_error < 0.02
 
 
-def test_the_largest_runs_are_held_out_and_the_error_is_theirs() -> None:
-    sizes = grid(C=[1e12, 3e12, 1e13, 3e13, 1e14, 1e15])
-    losses = 2 + 1e5 / np.array(sizes["C"]) ** 0.4
-    losses[-1] *= 1.1  # the last run lies 10 % above what the others say
-
-    found = fit(POWER, sizes, losses.tolist(), num_resamples=2)
-
-    assert found.num_held_out == 1
-    assert found.held_out_error == pytest.approx(1 - 1 / 1.1, abs=0.005)
-
-
+@pytest.mark.usefixtures("_few_starts")
 @pytest.mark.parametrize(("last", "num_held_out"), [(1.015e15, 2), (1.03e15, 1)])
 def test_sizes_that_were_solved_to_be_equal_are_held_out_together(
     last: float, num_held_out: int
@@ -101,38 +91,20 @@ def test_sizes_that_were_solved_to_be_equal_are_held_out_together(
 
     found = fit(POWER, sizes, losses.tolist(), num_resamples=2)
 
+    # The Huber loss is not led by one bad run.
+    assert found.parameters["alpha"].value == pytest.approx(0.4, abs=0.02)
+    assert found.residuals[-1] == pytest.approx(math.log(1.1), abs=0.01)
     assert found.num_held_out == num_held_out
     # Root of the mean square: one run is 1 - 1 / 1.1 off, the other, if it is held out too, by nothing.
     expected = (1 - 1 / 1.1) / math.sqrt(num_held_out)
     assert found.held_out_error == pytest.approx(expected, abs=0.003)
 
 
+@pytest.mark.usefixtures("_few_starts")
 def test_of_too_few_runs_none_is_held_out() -> None:
     sizes = grid(C=[1e12, 1e13, 1e14, 1e15])
     found = fit(POWER, sizes, [3.0, 2.6, 2.4, 2.3], num_resamples=2)
     assert (found.num_held_out, found.held_out_error) == (1, None)
-
-
-def test_the_huber_loss_is_not_led_by_one_bad_run() -> None:
-    sizes = grid(C=np.geomspace(1e12, 1e15, 12).tolist())
-    clean = 2 + 1e5 / np.array(sizes["C"]) ** 0.4
-    spoiled = clean.copy()
-    spoiled[4] *= 1.2
-
-    found = fit(POWER, sizes, spoiled.tolist(), num_resamples=2)
-
-    assert found.parameters["alpha"].value == pytest.approx(0.4, abs=0.02)
-    assert found.residuals[4] == pytest.approx(math.log(1.2), abs=0.01)
-
-
-def test_a_fit_says_what_it_may_not_be_used_for() -> None:
-    sizes = grid(C=np.geomspace(1e12, 1e15, 8).tolist())
-    straight = noisy(1e5 / np.array(sizes["C"]) ** 0.4, 0.001)
-
-    found = fit(POWER, sizes, straight, num_resamples=10)
-
-    assert found.limits.startswith("Not for sizes outside of those fitted (C from 1e+12 to 1e+15)")
-    assert found.limits.endswith(".")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +122,6 @@ def test_a_fit_says_what_it_may_not_be_used_for() -> None:
             [2, 2, 2, 2],
             "the loss is the same in all runs, so that its effect cannot be fitted",
         ),
-        ({"C": [1, 2, 4, 8]}, [3, math.nan, 2, 1], "loss: must be positive and finite in all"),
         (
             {"C": [1, 2, 4, math.inf]},
             [3, 2, 1, 1],
@@ -174,10 +145,13 @@ def test_a_variable_that_does_not_vary_is_refused() -> None:
         fit(CLARK, variables, losses)
 
 
+@pytest.mark.usefixtures("_few_starts")
 def test_a_power_law_without_a_floor_is_fitted_though_the_floor_changes_nothing() -> None:
     sizes = grid(C=[1, 2, 4, 8, 16])
     # Lowest in the middle: no power law falls and rises.
     losses = [2.1, 2.02, 2.0, 2.02, 2.1]
-    found = fit(POWER, sizes, losses, num_resamples=50)
+    found = fit(POWER, sizes, losses, num_resamples=10)
     assert np.isfinite(found.residuals).all()
+    assert found.limits.startswith("Not for sizes outside of those fitted (C from 1 to 16)")
     assert "the runs do not determine " in found.limits
+    assert found.limits.endswith(".")

@@ -56,24 +56,18 @@ def test_every_arm_is_run_with_every_seed_and_every_value_of_the_grid() -> None:
 def test_dotted_and_nested_options_mean_the_same_and_later_layers_win() -> None:
     dotted = planned("""
         config: {model.ffn: {type: moe, num_experts: 4}, trainer.max_steps: 5}
-        arms: {a: {model.ffn.router.k: 1, trainer: {max_steps: 6}}, b: }
+        arms: {a: {model.ffn.router.k: 1, trainer: {max_steps: 6}}, b: , c: {model.ffn: dense}}
     """)
     nested = planned("""
         config: {model: {ffn: {type: moe, num_experts: 4}}, trainer: {max_steps: 5}}
-        arms: {a: {model: {ffn: {router: {k: 1}}}, trainer.max_steps: 6}, b: {}}
+        arms: {a: {model: {ffn: {router: {k: 1}}}, trainer.max_steps: 6}, b: {}, c: {model: {ffn: dense}}}
     """)
     assert dotted == nested
     assert dotted["a-seed0"].config.trainer.max_steps == 6
     assert dotted["b-seed0"].config.trainer.max_steps == 5
-
-
-def test_an_arm_of_another_type_drops_the_options_of_the_shared_one() -> None:
-    runs = planned("""
-        config: {model.ffn: {type: moe, num_experts: 4}}
-        arms: {moe: {}, dense: {model.ffn: {type: dense, d_ff: 64}}}
-    """)
-    ffn: Any = runs["dense-seed0"].config.model.ffn
-    assert (ffn.type, ffn.d_ff) == ("dense", 64)
+    assert dotted["c-seed0"].config.model.ffn.type == "dense", (
+        "without the options of the shared block"
+    )
 
 
 def test_tuning_adds_runs_and_repeats_none() -> None:
@@ -162,18 +156,11 @@ def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
     [
         ("seeds: [0]", "an empty study: give arms, a grid, or both"),
         ("{arms: {a: {}}, seeds: []}", "seeds: must not be empty, got []"),
-        ("{grid: {model.d_model: []}}", "grid.model.d_model: must not be empty, got []"),
-        ("{arms: {a: {}}, seeds: [0, 1, 0]}", "seeds: 0 is given twice"),
         ("{arms: {a: {}}, seeds: [-1]}", "seeds.0: must be at least 0, got -1"),
         (
             "{arms: {relu: {}}, baseline: rleu}",
             "baseline: there is no arm 'rleu'; did you mean 'relu'?",
         ),
-        (
-            "{arms: {a: {}}, grid: {seed: [1, 2]}}",
-            "grid.seed: the seeds of a study are its `seeds`, or --seeds 0 1 2",
-        ),
-        ("{arm: {a: {}}}", "arm: unknown; did you mean 'arms'?"),
         (
             "{arms: {relu: {model.ffn: {type: dense, activatoin: relu}}}}",
             "arms.relu.model.ffn.activatoin: unknown; did you mean 'activation'?",
@@ -181,10 +168,6 @@ def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
         (
             "{config: {model: {ffn: {type: dense, d_ff: 0}}}, arms: {relu: {}}}",
             "config.model.ffn.d_ff: must be at least 1, got 0",
-        ),
-        (
-            "{config: {model.ffn: {type: dense, d_ff: 1}}, arms: {relu: {model.ffn.d_ff: 0}}}",
-            "arms.relu.model.ffn.d_ff: must be at least 1, got 0",
         ),
         (
             "{arms: {relu: {}}, grid: {optimizer.learning_rat: [1.0]}}",
@@ -217,40 +200,24 @@ def test_a_mistake_is_one_sentence_with_its_place_in_the_file(text: str, message
     assert refusal(text) == message
 
 
-def test_a_flag_that_is_wrong_is_named_as_it_was_typed() -> None:
-    options = {"name": "a", "arms": {"a": {}}, "overrides": {"trainer": {"max_step": 3}}}
-    with pytest.raises(
-        ConfigError, match=r"^--trainer.max_step: unknown; did you mean 'max_steps'\?$"
-    ):
-        validate(StudyConfig, options).planned_runs()
-
-
 def test_arms_of_a_seed_begin_with_the_same_weights_outside_their_ffns() -> None:
     runs = planned("""
         seeds: [0, 1]
         arms:
           dense: {model.ffn: {type: dense, d_ff: 32}}
-          swiglu: {model.ffn: {type: swiglu, d_ff: 48}}
           moe: {model.ffn: {type: moe, num_experts: 4, shared_expert: {type: dense, d_ff: 8}}}
           mixed: {model.ffn: dense, model.ffn_at: {"1": moe}}
     """)
 
     def weights(run: PlannedRun) -> dict[str, torch.Tensor]:
         torch.manual_seed(run.config.seed)
-        decoder = run.config.model.build(vocab_size=32, max_seq_len=8)
-        return {
-            name: value.detach()
-            for name, value in decoder.named_parameters()
-            if ".ffn." not in name
-        }
+        state = run.config.model.build(vocab_size=32, max_seq_len=8).state_dict()
+        return {name: value for name, value in state.items() if ".ffn." not in name}
 
     first = weights(runs["dense-seed0"])
     assert any("attention" in name for name in first)
-    for name in ("swiglu-seed0", "moe-seed0", "mixed-seed0"):
-        other = weights(runs[name])
-        assert other.keys() == first.keys()
-        differing = [key for key, value in other.items() if not torch.equal(value, first[key])]
-        assert not differing, f"{name} differs in {differing}"
+    for name in ("moe-seed0", "mixed-seed0"):
+        torch.testing.assert_close(weights(runs[name]), first, rtol=0, atol=0)
     other = weights(runs["dense-seed1"])
     same = {key for key, value in other.items() if torch.equal(value, first[key])}
     assert all("norm" in key for key in same), "another seed begins with other weights"
@@ -276,18 +243,6 @@ def test_a_base_that_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
     study.write_text("base: [a.yaml]\narms: {dense: {}}\n")
     with pytest.raises(ConfigError, match="base: must be the path of a config file"):
         StudyConfig.read(study)
-
-
-def test_equal_training_flops_are_solved_by_the_number_of_steps(tmp_path: Path) -> None:
-    study = tmp_path / "mine.yaml"
-    text = "config: {model.num_layers: 2}\ngrid: {model.d_model: [32, 64]}\n"
-    study.write_text(f"training_flops: 1e12\n{text}")
-    runs = StudyConfig.read(study).planned_runs()
-    assert [run.arm for run in runs] == ["d_model=32", "d_model=64"]
-    for run in runs:
-        assert Budget.of(run.config).training_flops == pytest.approx(1e12, rel=0.01)
-    small, large = (run.config.trainer.max_steps for run in runs)
-    assert small > 2 * large > 100
 
 
 @pytest.mark.parametrize(
