@@ -16,7 +16,7 @@ CODE := moe_ffn experiments tests
 DOCUMENTED := moe_ffn $(addprefix moe_ffn.,ffn routing routing.capacity experts dispatch balancing outputs config.base model testing \
 	metrics metrics.measures metrics.modular metrics.table data training runs report)
 
-.PHONY: help setup train test test-slow test-gpu test-reliability lint format docs lock clean readme studies
+.PHONY: help setup train test test-slow test-gpu test-reliability lint format docs lock clean readme studies demo-model
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -55,6 +55,12 @@ readme: $(DEV)  ## write the numbers of README.md anew, from a run of the defaul
 
 studies: $(DEV)  ## write the pages of docs/studies anew, from the results beside them
 	$(PY) -m tests.test_study_pages
+
+demo-model: $(TRAIN)  ## train the model of `moe-ffn demo` again: minutes
+	$(PY) -m experiments.train --config configs/demo.yaml --run.name demo-model --trainer.accelerator cpu --trainer.precision 32-true
+	$(PY) -c "from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained; run = 'runs/demo-model/model'; \
+	  save_pretrained(load_pretrained(run).bfloat16(), 'build/demo_model', load_tokenizer(run))"
+	cp build/demo_model/* moe_ffn/cli/demo_model/
 
 lock:  ## write requirements.lock anew from pyproject.toml's ranges
 	rm -rf $(VENV)

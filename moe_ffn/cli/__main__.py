@@ -12,6 +12,7 @@ from moe_ffn.cli.parser import versions, wrap
 from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, show
 
 PROGRAMS = {
+    "demo": "show where each token of a text goes, with a small trained model",
     "train": "train a Transformer language model whose feed-forward block is one word of YAML",
     "initialise": "make a model from trained ones: dense into sparse, or with fewer experts",
     "pruning": "show the loss of a model as experts are removed",

@@ -21,8 +21,8 @@ _GAP = 2
 _MAX_TOKEN_WIDTH = 16
 
 
-def page(trace: TextTrace) -> str:
-    """Return the HTML page of a trace."""
+def page(trace: TextTrace, intro: str = "") -> str:
+    """Return the HTML page of a trace; `intro` replaces the name of the run."""
     lines = legend(trace)
     if any(not layer.is_gate for layer in trace.layers):
         lines.append(
@@ -34,6 +34,7 @@ def page(trace: TextTrace) -> str:
     return render(
         "trace.html",
         trace=trace,
+        intro=intro,
         ground=ground,
         legend=lines,
         dropped=DROPPED,

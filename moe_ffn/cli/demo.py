@@ -1,0 +1,67 @@
+"""Show where each token of a short text goes, with a small trained model that comes with this package.
+
+moe-ffn demo [--text "import os"] [--output FILE]
+
+No training and no download: the experts of each token are printed, layer by layer, and written as a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from moe_ffn.cli.parser import Parser, check_output, write_output
+from moe_ffn.cli.trace import read_text, trace_folder
+from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.report.html import OPENING
+from moe_ffn.report.trace_view import page, table
+
+MODEL = Path(__file__).parent / "demo_model"
+"""Model folder; its README.md is the card of the model."""
+
+TEXT = "def area(width, height):\n    return width * height\n"
+
+INTRO = (
+    "A small language model, trained on the source of Python's standard library, reads a text. Each row is a "
+    "token. In each of the 4 layers a router sends it to 2 of 8 experts: 2 .62 is expert 2 with weight 0.62. "
+    "A colour stands for an expert, so equal colours down a column are tokens that share one."
+)
+
+NEXT = f"""To go further:
+  {command("train")} --run.name my-run                train your own, in minutes
+  {command("trace")} runs/my-run --text "import os"   trace it
+  {command("report")} runs/my-run runs/dense          compare blocks, after
+      {command("train")} --run.name dense --model.ffn.type dense"""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(prog=command("demo"), description=__doc__)
+    parser.add_argument(
+        "--text",
+        default=TEXT,
+        help="the text (default: a few lines of Python); - reads standard input",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo.html"),
+        metavar="FILE",
+        help="page to write (default: demo.html); only a page of this program is replaced",
+    )
+    given = parser.parse_args(argv)
+    check_output("--output", given.output, OPENING)
+    text = read_text(given.text)
+    if not text.strip():
+        raise ConfigError("--text: has only white space; give some text, as in --text 'import os'")
+    trace = trace_folder(MODEL, text, None, trust_code=False)
+    # Without the guesses, all layers fit into a terminal of 80 columns.
+    trace = replace(trace, tokens=tuple(replace(t, prediction=None) for t in trace.tokens))
+    write_output("--output", given.output, page(trace, INTRO))
+    console = Console(highlight=False, markup=False)
+    console.print(f"{INTRO}\n")
+    console.print(table(trace, console.width))
+    print(f"\nThe same as a page: {given.output}\n\n{NEXT}")
+    return 0
