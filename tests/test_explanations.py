@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "explanation"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(path.name for path in FOLDER.glob("*.md") if "```python" in path.read_text("utf-8"))
 BLOCKS = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 
@@ -36,4 +37,5 @@ def test_the_figures_are_what_their_program_draws(
     kept = {p.name: p.read_text(encoding="utf-8") for p in (FOLDER / "figures").iterdir()}
     assert drawn == kept
     pages = "".join((FOLDER / name).read_text(encoding="utf-8") for name in PAGES)
-    assert {f"figures/{name}" for name in kept} == set(re.findall(r"\((figures/\S+)\)", pages))
+    used = set(re.findall(r"\((?:docs/explanation/)?(figures/\S+)\)", pages + README))
+    assert {f"figures/{name}" for name in kept} == used

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from moe_ffn import DecoderConfig, build_ffn, load_balancing_loss
+from moe_ffn.cli.demo import MODEL
+from moe_ffn.cli.trace import trace_folder
 from moe_ffn.ffn.networks import memories
 
 FOLDER = Path(__file__).parent
+STUDY = FOLDER.parent / "studies" / "experts" / "results.jsonl"
 
 STYLE = """
 svg { --paper: #ffffff; --ink: #1f2328; --mute: #656d76; --grid: #d0d7de;
@@ -30,6 +35,7 @@ svg { --paper: #ffffff; --ink: #1f2328; --mute: #656d76; --grid: #d0d7de;
 text { font: 14px system-ui, sans-serif; fill: var(--ink); }
 .small { font-size: 12px; fill: var(--mute); }
 .title { font-weight: 600; }
+.dark { fill: #111111; }
 """
 
 Point = tuple[float, float]
@@ -49,7 +55,8 @@ class Drawing:
 
     def box(self, at: Point, width: float, height: float, fill: str, edge: str = "grid") -> None:
         place = f'x="{_n(at[0])}" y="{_n(at[1])}" width="{_n(width)}" height="{_n(height)}"'
-        self.parts.append(f'<rect {place} rx="2" fill="var(--{fill})" stroke="var(--{edge})"/>')
+        colour = fill if fill.startswith("#") else f"var(--{fill})"
+        self.parts.append(f'<rect {place} rx="2" fill="{colour}" stroke="var(--{edge})"/>')
 
     def line(self, points: list[Point], colour: str, width: float = 1, dash: str = "") -> None:
         places = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
@@ -246,8 +253,61 @@ def cost(page: dict[str, Any]) -> Drawing:
     return drawing
 
 
+EXPERTS = ("#6ec6ca", "#f6cf71", "#f89c74", "#dcb0f2", "#87c55f", "#9eb9f3", "#fe88b1", "#c9db74")
+"""Colour of each expert; dark text is readable on all of them."""
+ARMS = {"e1": ("dense", "mute"), "e8": ("8 experts", "blue"), "e32": ("32 experts", "orange")}
+"""Arm of the study `experts` -> its label and colour."""
+
+
+def overview() -> Drawing:
+    """Draw the picture of the README: the expert of each token, and losses over training FLOPs."""
+    drawing, cell = Drawing(940, 262), 36
+    trace = trace_folder(MODEL, b"for i in range(10):\n    print(i)", None, trust_code=False)
+    drawing.text((24, 34), "Where tokens go: the first expert of each, in each layer", kind="title")
+    for column, token in enumerate(trace.tokens):
+        left = 72 + cell * column
+        drawing.text((left + cell / 2, 66), token.token.replace("\\n␣␣␣", "\\n"), "middle", "small")
+        for row, layer in enumerate(trace.layers):
+            expert = trace.visits(layer)[column].choices[0].expert
+            corner = (left, 76 + cell * row)
+            drawing.box(corner, cell, cell, EXPERTS[expert], "paper")
+            drawing.text((left + cell / 2, corner[1] + 23), str(expert), "middle", "dark")
+    for row in range(len(trace.layers)):
+        drawing.text((24, 99 + cell * row), f"layer {row}", kind="small")
+    note = "moe-ffn demo shows this for any text: a small model trained on Python source, 8 experts, top-2"
+    drawing.text((24, 246), note, kind="small")
+    drawing.text((650, 246), "width 64, equal FLOPs, mean of 5 seeds", kind="small")
+    left, bottom, height = 680, 200, 270
+    drawing.text((left - 30, 34), "Loss over training FLOPs", kind="title")
+    for loss in (3.5, 3.7, 3.9):
+        y = bottom - height * (loss - 3.45)
+        drawing.line([(left, y), (left + 160, y)], "grid")
+        drawing.text((left - 6, y + 4), str(loss), "end", "small")
+    for flops in (1, 2):
+        drawing.text((left + 75 * (flops - 0.6), bottom + 18), f"{flops}e12", "middle", "small")
+    results = [json.loads(line) for line in STUDY.read_text(encoding="utf-8").splitlines()]
+    for number, (arm, (label, colour)) in enumerate(ARMS.items()):
+        runs = [run for run in results if run["arm"] == f"{arm},d_model=64"]
+        budget = runs[0]["budget"]
+        flops = 3 * budget["model"]["flops_per_token"] * budget["tokens"] / 1e12
+        losses = [fmean(at) for at in zip(*(r["validation"]["losses"] for r in runs), strict=True)]
+        points = [
+            (left + 75 * (flops * (index + 1) / len(losses) - 0.6), bottom - height * (loss - 3.45))
+            for index, loss in enumerate(losses)
+            if loss < 4
+        ]
+        drawing.line(points, colour, 2.5)
+        at = (left + 134, 90 + 18 * number)
+        drawing.line([(at[0] - 12, at[1] - 5), (at[0] - 2, at[1] - 5)], colour, 2.5)
+        drawing.text((at[0] + 3, at[1]), f"{label} {losses[-1]:.3f}", kind="small")
+    return drawing
+
+
 def draw(folder: Path) -> None:
     """Write all figures into a folder."""
+    overview().save(
+        folder / "overview.svg", "Experts of tokens, and the loss of dense and sparse models"
+    )
     how = run_page("how_routing_works.md")
     positions().save(folder / "positions.svg", "Inputs that each output reads")
     memory().save(folder / "memory.svg", "A feed-forward block as a key-value memory")
