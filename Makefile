@@ -22,7 +22,7 @@ setup: $(DEV)  ## make .venv with the locked versions of everything
 train: $(TRAIN)  ## train the default model, an 8-expert top-2 MoE
 	$(PY) -m experiments.train
 
-test: lint  ## lint, types and tests, in two processes
+test: lint docs  ## lint, types, docs and tests, in two processes
 	$(PY) -m pytest -n 2 --dist worksteal
 
 test-slow: lint  ## the same, with the tests that take longer

@@ -31,6 +31,7 @@ myst_links_external_new_tab = False
 copybutton_exclude = ".linenos, .gp"
 
 autodoc_member_order = "bysource"
+autodoc_default_options = {"exclude-members": "model_config"}  # pydantic's
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True

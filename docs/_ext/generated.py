@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
+import moe_ffn
 from moe_ffn.cli.__main__ import PROGRAMS
 from moe_ffn.cli.initialise import InitialiseConfig
 from moe_ffn.cli.parser import Parser
@@ -261,7 +262,17 @@ def on_docstring(
     lines[:] = converted
 
 
+def on_skip_member(
+    _app: Any, what: str, name: str, obj: Any, _skip: bool, _opts: Any
+) -> bool | None:
+    """Skip names of a module that come from other libraries, or that have a page with an example."""
+    origin = getattr(obj, "__module__", None) or "moe_ffn"
+    is_elsewhere = name in moe_ffn.__all__ or not origin.startswith("moe_ffn")
+    return True if what == "module" and is_elsewhere else None
+
+
 def setup(app: Any) -> dict[str, bool]:
     app.connect("source-read", on_source_read)
     app.connect("autodoc-process-docstring", on_docstring, priority=100)  # before napoleon
+    app.connect("autodoc-skip-member", on_skip_member)
     return {"parallel_read_safe": True}
