@@ -228,6 +228,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "max_violation" in page("reference/metrics")
     assert "--dry-run" in page("reference/programs")
     assert "Build a feed-forward block from a mapping" in page("reference/api_blocks")
-    assert "Softmax top-k: each token goes to its k" in page("reference/api_layers")
+    assert "Softmax top-k: each token goes to its k" in page("reference/api_routing")
     assert "studies/routers.html" in page("studies/README")
     assert (tmp_path / "searchindex.js").is_file()

@@ -245,10 +245,10 @@ def on_source_read(_app: Any, docname: str, source: list[str]) -> None:
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
 
 
-def on_docstring(
-    _app: Any, _what: str, _name: str, _obj: Any, _opts: Any, lines: list[str]
-) -> None:
+def on_docstring(_app: Any, what: str, _name: str, _obj: Any, _opts: Any, lines: list[str]) -> None:
     """Mark indented code of a docstring as code; escape bars, which reStructuredText would substitute."""
+    if what == "module":  # up to its first list of files in columns
+        del lines[next((i for i, line in enumerate(lines) if "  " in line), len(lines)) :]
     header, before, converted = "", "x", []
     for line in lines:
         is_indented = line.startswith("    ")
