@@ -10,11 +10,7 @@ DEV := $(VENV)/.installed-dev
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint requirements.lock
 # By path, or a clone called moe_ffn in the current folder would shadow the package.
 EDITABLE := --config-settings editable_mode=compat
-CODE := moe_ffn experiments tests
-
-# The pages of the API reference; of a room with `__all__`, those names.
-DOCUMENTED := moe_ffn $(addprefix moe_ffn.,ffn routing routing.capacity experts dispatch balancing outputs config.base model testing \
-	metrics metrics.measures metrics.modular metrics.table data training runs report)
+CODE := moe_ffn experiments tests docs
 
 .PHONY: help setup train test test-slow test-gpu test-reliability lint format docs lock clean readme studies demo-model
 
@@ -26,7 +22,7 @@ setup: $(DEV)  ## make .venv with the locked versions of everything
 train: $(TRAIN)  ## train the default model, an 8-expert top-2 MoE
 	$(PY) -m experiments.train
 
-test: lint  ## lint, types and tests, in two processes
+test: lint docs  ## lint, types, docs and tests, in two processes
 	$(PY) -m pytest -n 2 --dist worksteal
 
 test-slow: lint  ## the same, with the tests that take longer
@@ -35,7 +31,7 @@ test-slow: lint  ## the same, with the tests that take longer
 test-gpu: $(DEV)  ## what ranks that share a model compute on GPUs, by NCCL, and how long it takes
 	$(PY) -m pytest -m gpu --durations=0 tests/training/test_parallel.py
 
-test-reliability: $(DEV)  ## what docs/reliability.md promises, all of it tried; hours
+test-reliability: $(DEV)  ## what docs/explanation/reliability.md promises, all of it tried; hours
 	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/reliability
 
 lint: $(DEV)  ## format, lint and types
@@ -47,8 +43,8 @@ format: $(DEV)  ## fix format and lint
 	$(VENV)/bin/ruff check --fix $(CODE)
 	$(VENV)/bin/ruff format $(CODE)
 
-docs: $(DEV)  ## make the API reference from the docstrings: build/docs/index.html
-	$(PY) -m pdoc --docformat google --output-directory build/docs $(DOCUMENTED)
+docs: $(DEV)  ## build the documentation: build/docs/index.html
+	$(PY) -m sphinx -q -E -W --keep-going docs build/docs
 
 readme: $(DEV)  ## write the numbers of README.md anew, from a run of the default model
 	$(PY) -m tests.test_readme_numbers

@@ -1,6 +1,6 @@
-"""Compare our blocks with the sparse blocks of transformers, and write docs/models.md.
+"""Compare our blocks with the sparse blocks of transformers, and write docs/reference/models.md.
 
-    python -m experiments.models [docs/models.md]
+    python -m experiments.models [docs/reference/models.md]
 
 Each block of the table is built small, with random weights. Its output and all gradients are compared with
 those of our block, in float32, in evaluation, and with noise or a capacity also in training.
@@ -230,7 +230,7 @@ def _error(ours: Tensor | None, theirs: Tensor | None) -> float:
     return ((ours - theirs).abs().max() / size).item()
 
 
-# -- docs/models.md
+# -- docs/reference/models.md
 
 HEAD = """# Sparse blocks of transformers, by config
 
@@ -300,7 +300,7 @@ def largest_errors(model: str, entry: BlockEntry) -> Errors:
 
 
 def page(errors: Mapping[str, Errors]) -> str:
-    """Return the Markdown of docs/models.md."""
+    """Return the Markdown of docs/reference/models.md."""
     models = {model.split()[0] for model in BLOCKS}
     missing = {model for model, entry in BLOCKS.items() if isinstance(entry, str)}
     head = HEAD.format(
@@ -330,7 +330,7 @@ def page(errors: Mapping[str, Errors]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.models", description=__doc__)
-    parser.add_argument("file", type=Path, nargs="?", default=Path("docs/models.md"))
+    parser.add_argument("file", type=Path, nargs="?", default=Path("docs/reference/models.md"))
     path = parser.parse_args(argv).file
     blocks = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, BlockEntry)}
     errors = {model: largest_errors(model, entry) for model, entry in blocks.items()}

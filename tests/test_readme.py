@@ -22,8 +22,9 @@ from tests.helpers.tiny_runs import ForkedTraining
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXCHANGE = "docs/exchange.md"
-PAGES = ("README.md", "docs/custom_parts.md", EXCHANGE, "docs/runs.md")
+EXCHANGE = "docs/howto/exchange.md"
+GUIDES = [f"docs/howto/{name}.md" for name in ("custom_experts", "evaluate", "generate")]
+PAGES = ("README.md", EXCHANGE, *GUIDES)
 
 
 def blocks(language: str, page: str = "README.md") -> list[str]:
@@ -87,12 +88,12 @@ def write_corpus(folder: Path) -> None:
 
 @pytest.fixture
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as after cloning, with a small corpus and the documented block and experts."""
+    """A folder as after cloning, with a small corpus and the documented experts."""
     for name in ("configs", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "README.md").write_text(README[:4_000], encoding="utf-8")  # a text to evaluate
-    for name, text in {"my_blocks.py": "LowRankConfig", "my_experts.py": "AdaptedConfig"}.items():
-        (tmp_path / name).write_text(python_with(text), encoding="utf-8")
+    experts = python_with("AdaptedConfig", "docs/howto/custom_experts.md")
+    (tmp_path / "my_experts.py").write_text(experts, encoding="utf-8")
     write_corpus(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -186,6 +187,13 @@ def test_every_command_succeeds(
         named = ["--run.output_dir", arguments[0], "--run.name", "top_k"]
         first = ["experiments.train", *TINY, *named]
         shown = "MaxVio"
+    elif (
+        module == "moe_ffn.cli.which"
+    ):  # trains for an hour; tests/studies/test_which.py has a short one
+        assert arguments == ["--data", "my_corpus/", "--minutes", "60"]
+        arguments, shown = ["--help"], "--minutes M"
+    elif module == "moe_ffn.cli.demo":
+        shown = "page: demo.html"
     elif module not in SHOWN:
         arguments += TINY
         if {"--help", "--print-config"} & set(arguments):
@@ -204,9 +212,7 @@ def test_every_command_succeeds(
 @pytest.mark.usefixtures("newcomer")
 def test_the_yaml_block_trains_the_model_it_describes(capsys: pytest.CaptureFixture[str]):
     Path("mine.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
-    corpus = TINY.index("--data.corpus")
-    tiny = TINY[:corpus] + TINY[corpus + 2 :]
-    assert run(["experiments.train", "--config", "mine.yaml", *tiny]) == 0
+    assert run(["experiments.train", "--config", "mine.yaml", *TINY]) == 0
     printed = capsys.readouterr().out
     assert "swiglu" in printed
     assert "moe, 8 experts" in printed
@@ -214,7 +220,7 @@ def test_the_yaml_block_trains_the_model_it_describes(capsys: pytest.CaptureFixt
 
 @pytest.mark.usefixtures("newcomer")
 def test_the_python_block_trains_a_run(capsys: pytest.CaptureFixture[str]):
-    code = python_with("training_run", "docs/runs.md")
+    code = python_with("training_run", "docs/howto/train_from_python.md")
     names: dict[str, Any] = {}
     options, training = code.split("train(validate(", 1)
     exec(options, names)
@@ -248,15 +254,36 @@ def test_the_trained_model_is_loaded_and_saved():
     assert executed("load_ffn", EXCHANGE)["block"].routers()
     assert Path("models/exported-again/tokenizer_config.json").is_file()
     pytest.importorskip("transformers", reason="transformers is not installed here")
-    names = executed("swap_ffn", EXCHANGE)
+    names = executed("swap_ffn", "docs/howto/kernels_in_transformers.md")
     assert list(names["passes"][-1]) == ["layer_00", "layer_01"]
     swapped = [type(layer.mlp).__name__ == "SwappedFFN" for layer in names["dense"].model.layers]
     assert swapped == [False, True, False, True]
     pytest.importorskip("peft", reason="peft is not installed here")
-    model = executed("get_peft_model", EXCHANGE)["model"]
+    model = executed("get_peft_model", "docs/howto/lora.md")["model"]
     trained = [p for name, p in model.named_parameters() if "lora_" in name]
     assert all(p.grad is not None for p in trained)
     assert {path.name for path in Path("models/adapted").iterdir()} == written
+
+
+def test_the_cost_of_the_swap_is_that_of_the_configs():
+    rows = re.findall(r"^\| `--model.ffn.type (\w+)` \| (.*) \|$", README, re.MULTILINE)
+    assert [name for name, _ in rows] == ["dense", "moe"]
+    for name, cells in rows:
+        config = parse(["--model.ffn.type", name])
+        sizes = config.data.text_sizes
+        counts = (
+            config.model.num_params(*sizes),
+            config.model.num_active_params(*sizes),
+            config.model.flops_per_token(*sizes),
+        )
+        assert cells == " | ".join(f"{count / 1e6:.2f} M" for count in counts)
+
+
+def test_the_rows_about_other_libraries_are_those_of_the_page():
+    rows = README.partition("## Beside other libraries\n\n")[2].partition("\n\n")[0].splitlines()
+    page = (ROOT / "docs" / "reference" / "libraries.md").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 10
+    assert set(rows) <= set(page)
 
 
 def test_the_quoted_message_is_the_real_one(
@@ -275,7 +302,7 @@ def test_the_quoted_message_is_the_real_one(
 @pytest.mark.usefixtures("newcomer")
 def test_the_router_of_the_docs_trains(capsys: pytest.CaptureFixture[str]):
     Path("my_router.py").write_text(
-        python_with("ThresholdConfig", "docs/routing.md"), encoding="utf-8"
+        python_with("ThresholdConfig", "docs/howto/custom_router.md"), encoding="utf-8"
     )
     router = "{type: moe, router: {type: 'my_router.py:ThresholdConfig'}, capacity: {factor: 1.0}}"
     assert run(["experiments.train", *TINY, "--model.ffn", router]) == 0
@@ -287,5 +314,5 @@ def test_the_rule_of_the_docs_moves_the_bias():
     output = block(torch.randn(5, 8))
     optimizer = torch.optim.SGD(block.parameters())
     given = {"moe_ffn": moe_ffn, "block": block, "output": output, "optimizer": optimizer}
-    executed("rule.observe", "docs/routing.md", loss=output.hidden.sum(), **given)
+    executed("rule.observe", "docs/howto/balance.md", loss=output.hidden.sum(), **given)
     assert block.router.correction_bias_E.abs().max().item() == pytest.approx(1e-3)

@@ -1,4 +1,4 @@
-"""The benchmark, `python -m experiments.benchmark`: see docs/performance.md.
+"""The benchmark, `python -m experiments.benchmark`: see docs/howto/benchmark.md.
 
 __main__.py   the command: options, the suites by name
 suites.py     the layer: at published sizes, with many experts, by load, decoding, on a GPU, saved bytes

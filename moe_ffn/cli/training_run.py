@@ -65,7 +65,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     Raises:
         ConfigError: the options, the data or the folder cannot be used, and no new folder was made; or the
             run to resume has no intact checkpoint.
-        SystemExit: the run ended early or failed; docs/reliability.md lists the exit codes.
+        SystemExit: the run ended early or failed; docs/reference/files_of_a_run.md lists the exit codes.
     """
     is_main = is_first_rank()
     console = Console(quiet=not is_main)

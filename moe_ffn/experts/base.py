@@ -25,7 +25,7 @@ class ExpertsConfig(TaggedConfig, frozen=True):
     that a layer costs as much as the dense block.
 
     For custom experts, subclass this in any file; define `build`, `params_per_expert` and `flops_per_pair`.
-    YAML names the class as `experts: {type: my_module:MyConfig}`; see `docs/custom_parts.md`.
+    YAML names the class as `experts: {type: my_module:MyConfig}`; see `docs/howto/custom_experts.md`.
     """
 
     divides_over_ranks: ClassVar[bool] = False

@@ -2,7 +2,7 @@
 
     ffn = moe_ffn.interop.convert_block("qwen3_moe", model.model.layers[0].mlp, model.config)
 
-`docs/models.md` lists all of them with the errors of ours.
+`docs/reference/models.md` lists all of them with the errors of ours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
     """Return our config of the sparse block of a model of transformers.
 
     Args:
-        model: name of the model in `docs/models.md`, such as `qwen3_moe`.
+        model: name of the model in `docs/reference/models.md`, such as `qwen3_moe`.
         config: the live config from which transformers builds the block.
 
     Raises:

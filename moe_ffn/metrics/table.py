@@ -1,7 +1,7 @@
 """Tables of all metrics: key, definition, healthy values and computation of each.
 
-Rows, wandb, the report, the dashboard, the results at the end of a run and docs/observing.md read these
-tables. A new routing metric needs an entry in `LAYER_METRICS` and, if it is new, a function in
+Rows, wandb, the report, the dashboard, the results at the end of a run and docs/reference/metrics.md read
+these tables. A new routing metric needs an entry in `LAYER_METRICS` and, if it is new, a function in
 `metrics.functional`.
 
 T tokens, E experts, B sequences

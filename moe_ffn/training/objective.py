@@ -40,7 +40,7 @@ SHOWN_AS_MASK, SHOWN_AS_IS = 0.8, 0.1
 class ObjectiveConfig(BalancingWeights, frozen=True):
     """The weights of balancing losses, which are added to the cross-entropy, and rules without a gradient.
 
-    Each balancing loss is a mean over the sparse layers; docs/routing.md compares them.
+    Each balancing loss is a mean over the sparse layers; docs/reference/balancing.md compares them.
     """
 
     sparsity_rule: SparsityRuleConfig = SparsityRuleConfig()

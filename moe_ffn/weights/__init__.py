@@ -5,7 +5,7 @@ init_from.py         a run that starts from the weights of a folder or a run
 to_transformers.py, from_transformers.py, families.py, layouts.py, options.py
                      model folders of transformers
 initialiser.py       a model made from a trained model without training; one file per method:
-                     upcycle.py, carve.py, merge.py, prune.py, mix.py; `docs/initialising.md` compares them
+                     upcycle.py, carve.py, merge.py, prune.py, mix.py; compared in `docs/howto/initialise.md`
 """
 
 from typing import TYPE_CHECKING

@@ -435,5 +435,5 @@ def test_the_documented_table_is_this_one() -> None:
         if what in IN_BFLOAT16:
             cells[columns.index("grouped_mm")] = "bfloat16"
         rows.append(f"| {what} | " + " | ".join(cells) + " |")
-    page = (Path(__file__).parents[2] / "docs/performance.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/howto/backend.md").read_text()
     assert "\n".join(rows) in page, "\n".join(rows)

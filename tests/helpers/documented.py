@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def python_with(text: str, file: str = "docs/custom_parts.md") -> str:
+def python_with(text: str, file: str = "docs/tutorials/custom_ffn.md") -> str:
     """The block of Python in a document that holds `text`, which one alone does."""
     page = (ROOT / file).read_text(encoding="utf-8")
     found = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)

@@ -23,7 +23,8 @@ from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
 from moe_ffn.interop.blocks import config_width
 from moe_ffn.runs.config import TrainConfig
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "models.md"
 COMPARED = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, BlockEntry)}
 TRAINED = [model for model, entry in COMPARED.items() if entry.in_training is not None]
 
@@ -258,7 +259,7 @@ def test_a_weight_that_ours_lacks_is_named() -> None:
 
 # -- configs/models/small
 
-SMALL_CONFIGS = sorted((PAGE.parents[1] / "configs/models/small").glob("*.yaml"))
+SMALL_CONFIGS = sorted((ROOT / "configs/models/small").glob("*.yaml"))
 PUBLISHED = {"qwen3_moe": {"norm_topk_prob": True}, "nemotron_h": {"moe_latent_size": 1024}}
 """Options of published models that are not the defaults of their config."""
 SIZES = {

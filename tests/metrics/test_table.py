@@ -1,11 +1,7 @@
-"""The tables of metrics are complete, and docs/observing.md shows them.
-
-python tests/metrics/test_table.py    # rewrites the tables of the page
-"""
+"""The tables of metrics are complete."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +12,6 @@ from moe_ffn.metrics.measures import LayerBatch
 from moe_ffn.metrics.table import (
     LAYER_METRICS,
     RUN_METRICS,
-    WHERE,
     Metric,
     compute,
     measured_in,
@@ -24,56 +19,7 @@ from moe_ffn.metrics.table import (
     statistics_of,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "observing.md"
 ALL = [*LAYER_METRICS.values(), *RUN_METRICS.values()]
-
-
-def cells(metric: Metric, *keys: str) -> list[str]:
-    formula = f"{metric.formula} ({metric.source})" if metric.source else metric.formula
-    return [
-        ", ".join(f"`{key}`" for key in keys),
-        metric.title,
-        metric.unit or "-",
-        formula,
-        metric.healthy,
-    ]
-
-
-def table(headers: list[str], rows: list[list[str]]) -> str:
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def tables() -> dict[str, str]:
-    """The text between the marks of each name."""
-    headers = ["key", "title", "unit", "what it is", "healthy"]
-    of_layers = [
-        [*cells(metric, metric.key), WHERE[metric.measured], metric.requires or "-"]
-        for metric in LAYER_METRICS.values()
-    ]
-    of_runs = [
-        cells(metric, *(f"{row}/{metric.key}" for row in metric.rows))
-        for metric in RUN_METRICS.values()
-    ]
-    return {
-        "metrics of a layer": table([*headers, "batches", "needs"], of_layers),
-        "metrics of a run": table(headers, of_runs),
-    }
-
-
-def renewed(text: str) -> str:
-    for name, content in tables().items():
-        begin, end = f"<!-- {name} -->\n\n", f"\n<!-- end of the {name} -->"
-        assert begin in text, f"docs/observing.md has no place for the {name}"
-        assert end in text, f"docs/observing.md has no place for the {name}"
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}{content}{end}{rest.partition(end)[2]}"
-    return text
-
-
-def test_the_page_says_what_the_tables_say() -> None:
-    text = PAGE.read_text()
-    assert text == renewed(text), "run: python tests/metrics/test_table.py"
 
 
 @pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.key)
@@ -114,7 +60,3 @@ def test_shapes_are_those_of_the_axes(make_routing: Any) -> None:
     shapes = {"layer": (), "expert": (3,), "pair": (3, 3)}
     for key, value in compute(metrics, sums).items():
         assert value.shape == torch.Size(shapes[LAYER_METRICS[key].per]), key
-
-
-if __name__ == "__main__":
-    PAGE.write_text(renewed(PAGE.read_text()))

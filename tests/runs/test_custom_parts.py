@@ -543,15 +543,15 @@ def test_the_check_leaves_the_random_state_alone(check: Callable[..., None]) -> 
 @pytest.mark.parametrize(
     ("file", "name", "place"),
     [
-        ("docs/custom_parts.md", "LowRankConfig", "ffn"),
-        ("docs/custom_parts.md", "AdaptedConfig", "experts"),
-        ("docs/routing.md", "ThresholdConfig", "router"),
+        ("docs/tutorials/custom_ffn.md", "LowRankConfig", "ffn"),
+        ("docs/howto/custom_experts.md", "AdaptedConfig", "experts"),
+        ("docs/howto/custom_router.md", "ThresholdConfig", "router"),
     ],
 )
 def test_the_parts_of_the_documents_keep_the_contract(
     tmp_path: Path, file: str, name: str, place: str
 ) -> None:
-    (tmp_path / f"{name}.py").write_text(python_with(name, file))
+    (tmp_path / f"{name}.py").write_text(python_with(f"class {name}", file))
     ffn: Any = f"{name}.py:{name}"
     options = {"model": {"ffn": ffn if place == "ffn" else {"type": "moe", place: ffn}}}
     config = validate(TrainConfig, options)

@@ -262,7 +262,7 @@ def test_training_flops_give_the_nearest_whole_step(steps: float, solved: int | 
 
 def test_the_study_in_the_docs_is_one(tmp_path: Path) -> None:
     repository = Path(__file__).parents[2]
-    text = (repository / "docs/studies.md").read_text(encoding="utf-8")
+    text = (repository / "docs/howto/study.md").read_text(encoding="utf-8")
     block = re.findall(r"```yaml\n(question.*?)```", text, re.DOTALL)[0]
     (tmp_path / "studies").mkdir()
     (tmp_path / "small.yaml").write_text((repository / "configs/small.yaml").read_text())

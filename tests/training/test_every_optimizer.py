@@ -25,6 +25,7 @@ from moe_ffn.training.optimizer import (
     split_by_decay,
 )
 from moe_ffn.training.schedule import ScheduleConfig
+from tests.helpers.documented import python_with
 from tests.helpers.fitted import Fitted
 from tests.helpers.same_run import assert_same
 
@@ -356,7 +357,8 @@ def test_matrices_decay_and_embeddings_do_not(
 
 # -- the docs
 
-DOCS = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+GUIDE = Path(__file__).parents[2] / "docs" / "howto" / "optimizers.md"
+DOCS = GUIDE.read_text(encoding="utf-8")
 
 
 def test_the_docs_have_every_optimizer_and_its_defaults() -> None:
@@ -381,8 +383,7 @@ def test_a_custom_optimizer_is_named_by_its_file(
     fit: Callable[..., Fitted], tmp_path: Path
 ) -> None:
     """The one of the docs."""
-    blocks = re.findall(r"^```python\n(.*?)^```", DOCS, re.DOTALL | re.MULTILINE)
-    (code,) = [block for block in blocks if "SignConfig" in block]
+    code = python_with("SignConfig", "docs/howto/custom_optimizer.md")
     (tmp_path / "my_optimizer.py").write_text(code)
     options = {"type": f"{tmp_path}/my_optimizer.py:SignConfig", "weight_decay": 0.5}
 

@@ -2,7 +2,7 @@
 
 The batch of 8 sequences is taken whole, in 4 accumulated micro-batches of 2, on 2 ranks under DDP, with
 activation checkpointing, and with padding added. Under the global-batch rule all of them agree. The
-other rules are per batch, and are shown to survive just what docs/routing.md says they survive.
+other rules are per batch, and are shown to survive just what docs/howto/balance.md says they survive.
 """
 
 from __future__ import annotations

@@ -1,0 +1,278 @@
+"""Tables of the reference, made from the code when the site is built.
+
+A comment in a page, such as `<!-- generated: options data -->`, becomes a table. A code host hides it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import moe_ffn
+from moe_ffn.cli.__main__ import PROGRAMS
+from moe_ffn.cli.initialise import InitialiseConfig
+from moe_ffn.cli.parser import Parser
+from moe_ffn.config.base import Config, TaggedConfig
+from moe_ffn.config.option_tree import (
+    REQUIRED,
+    Option,
+    first_sentence,
+    members_of,
+    option_tree,
+    show_value,
+)
+from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, WHERE, Metric
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.config import StudyConfig
+
+ROOTS: dict[str, type[Config]] = {
+    "train": TrainConfig,
+    "initialise": InitialiseConfig,
+    "study": StudyConfig,
+}
+"""Config that the options of a page belong to."""
+
+OWN_PAGES = {"FFNConfig": "ffn", "RouterConfig": "router", "ExpertsConfig": "experts"}
+"""Families with a page of their own, to which other pages link."""
+
+UNITS = re.compile(
+    r"(?:Least |Largest |Maximum |Minimum |Peak )?(?:[Nn]umber of )?(?:newest |additional )?"
+    r"(optimizer steps|steps|batches|sequences|tokens|seconds|percent|share|fraction|ratio|probability)\b",
+    re.IGNORECASE,
+)
+"""Beginning of a meaning that names the unit of an option."""
+
+NAMES = r"(?<!\S)--[a-z][\w.-]*\w|(?<![\w./-])(?:[a-z]\w*\.)*[a-z]+(?:_[a-z0-9]+)+(?:\.\w+)*"
+"""Flags, and names with an underscore, in plain text."""
+
+
+# -- Markdown
+
+
+def table(headers: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(headers)]
+    lines += [["---"] * len(lines[0]), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def prose(text: str) -> str:
+    """Return plain text as Markdown for a cell: names as code, linked papers, no accidental markup."""
+    text = outside_code(NAMES, r"`\g<0>`", " ".join(text.split()))
+    text = outside_code(r"[*_<\[]", r"\\\g<0>", text)
+    text = re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+    return text.replace("|", r"\|")
+
+
+def outside_code(pattern: str, replacement: str, text: str) -> str:
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[::2] = (re.sub(pattern, replacement, part) for part in parts[::2])
+    return "".join(parts)
+
+
+def code(value: Any) -> str:
+    return f"`{show_value(value)}`".replace("|", r"\|")
+
+
+# -- options
+
+
+def options(path: str, root: str = "train") -> str:
+    """Return the options at and below a path, one table for each type that the section can have."""
+    config = ROOTS[root]
+    tree = option_tree(config, {} if root == "study" else config().to_dict())
+    return "\n".join(section(tree if path == "all" else find(tree, path), 2))
+
+
+def find(tree: Option, path: str) -> Option:
+    option = tree.find(path)
+    assert option is not None, path
+    return option.switched_on()
+
+
+def section(option: Option, level: int) -> Iterator[str]:
+    families: list[Option] = []
+    if option.family is None:
+        yield options_table(option.children(), option.path, families)
+    else:
+        for member, names in members_of(option.family).items():
+            listed = replace(option, value={}).options_of(member)
+            yield f"{'#' * level} {', '.join(f'`{name}`' for name in names)}\n"
+            yield f"{prose(first_sentence(member))}\n"
+            if any(child.name != "type" for child in listed):
+                yield options_table(listed, option.path, families)
+    for family in families:
+        yield f"{'#' * level} `{family.path}`\n\n{prose(family.meaning)}\n"
+        yield from section(family, level + 1)
+
+
+def options_table(listed: Iterable[Option], prefix: str, families: list[Option]) -> str:
+    rows = [row for option in listed for row in option_rows(option, prefix, families)]
+    return table(["option", "default", "unit", "effect"], rows)
+
+
+def option_rows(option: Option, prefix: str, families: list[Option]) -> Iterator[list[str]]:
+    """Rows of an option and of those below it; families found on the way are added to `families`."""
+    name = option.path.removeprefix(f"{prefix}.") if prefix else option.path
+    if option.name == "type":
+        return
+    effect, default = prose(option.meaning), option.value
+    if option.family is not None:
+        page = OWN_PAGES.get(option.family.__name__)
+        known = {other.family: other for other in families}
+        if page is None and option.family not in known:
+            families.append(option)
+        path = known.get(option.family, option).path
+        target = f"{page}.md" if page else f"#{path.replace('.', '')}"
+        default, effect = option.type, f"{effect} See [its types]({target}).".lstrip()
+    is_section = option.declared is not None and option.family is None
+    if is_section and issubclass(option.declared or Config, TaggedConfig):  # one class of a family
+        is_section, default = False, option.type
+        effect = f"{effect} Its options are those of [`{default}`](#{default}).".lstrip()
+    below = option.switched_on().children() if is_section else []
+    if not below or option.value is None:
+        shown = "required" if default == REQUIRED else code(default)
+        yield [f"`{name}`", shown, unit(option.meaning), effect]
+    for child in below:
+        yield from option_rows(child, prefix, families)
+
+
+def unit(meaning: str) -> str:
+    found = UNITS.match(meaning)
+    return found[1].lower() if found else ""
+
+
+# -- programs
+
+
+class _FoundError(Exception):
+    """The parser of a program, caught when it is about to print its help."""
+
+
+def parser_of(module: str) -> Parser:
+    def stop(parser: Parser) -> str:
+        raise _FoundError(parser)
+
+    with patch.object(Parser, "format_help", stop):
+        try:
+            import_module(module).main(["--help"])
+        except _FoundError as found:
+            return found.args[0]
+    raise AssertionError(module)
+
+
+def program(name: str) -> str:
+    """Return the purpose and the options of a program."""
+    module = name if "." in name else f"moe_ffn.cli.{name}"
+    parser = parser_of(module)
+    command = f"python -m {name}" if "." in name else f"moe-ffn {name}"
+    summary = parser.description or import_module(module).__doc__ or ""
+    lines = [f"## {command}", "", *description(summary)]
+    rows = []
+    for action in parser._actions:
+        flags = action.option_strings
+        if {"--help", "--version", "--verbose", "--quiet"} & set(flags):
+            continue
+        value = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
+        words = [f"`{flag} {value}`".replace(" `", "`") for flag in flags] or [f"`{value}`"]
+        text = (action.help or "") % (vars(action) | {"prog": command})
+        rows.append([", ".join(words), prose(text)])
+    return "\n".join([*lines, table(["argument", "meaning"], rows)])
+
+
+def description(text: str) -> Iterator[str]:
+    """Split a description into prose and indented blocks of commands."""
+    for block in text.strip().split("\n\n"):
+        if block.startswith(("    ", "moe-ffn ", "python -m ")):
+            yield f"```bash\n{re.sub('^    ', '', block, flags=re.MULTILINE)}\n```\n"
+        else:
+            yield prose(block).replace(r"\|", "|") + "\n"
+
+
+def programs() -> str:
+    names = [*PROGRAMS, "experiments.benchmark.__main__", "experiments.overhead"]
+    return "\n".join(program(name).replace(".__main__", "") for name in names)
+
+
+# -- metrics
+
+
+def cells(metric: Metric, *keys: str) -> list[str]:
+    formula = f"{metric.formula} ({metric.source})" if metric.source else metric.formula
+    shown = ", ".join(f"`{key}`" for key in keys)
+    return [shown, metric.title, metric.unit or "-", formula, metric.healthy]
+
+
+HEADERS = ["key", "title", "unit", "what it is", "healthy"]
+
+
+def metrics(kind: str) -> str:
+    if kind == "run":
+        of_runs = RUN_METRICS.values()
+        return table(HEADERS, (cells(m, *(f"{row}/{m.key}" for row in m.rows)) for m in of_runs))
+    rows = (
+        [*cells(m, m.key), WHERE[m.measured], m.requires or "-"] for m in LAYER_METRICS.values()
+    )
+    return table([*HEADERS, "batches", "needs"], rows)
+
+
+# -- Sphinx
+
+
+KINDS: dict[str, Callable[..., str]] = {
+    "options": options,
+    "metrics": metrics,
+    "programs": programs,
+}
+
+
+def expand(text: str) -> str:
+    """Replace each comment by what it names."""
+    return re.sub(
+        r"^<!-- generated: (\w+) ?(.*?) -->$",
+        lambda found: KINDS[found[1]](*found[2].split()),
+        text,
+        flags=re.MULTILINE,
+    )
+
+
+def on_source_read(_app: Any, docname: str, source: list[str]) -> None:
+    source[0] = expand(source[0])
+    if docname == "studies/README":  # a program writes this page
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+
+
+def on_docstring(_app: Any, what: str, _name: str, _obj: Any, _opts: Any, lines: list[str]) -> None:
+    """Mark indented code of a docstring as code; escape bars, which reStructuredText would substitute."""
+    if what == "module":  # up to its first list of files in columns
+        del lines[next((i for i, line in enumerate(lines) if "  " in line), len(lines)) :]
+    header, before, converted = "", "x", []
+    for line in lines:
+        is_indented = line.startswith("    ")
+        if is_indented and not before and not re.fullmatch(r"[A-Z]\w+:", header):
+            converted += [".. code-block:: python", ""]
+            header = "Code:"
+        elif line and not is_indented:
+            header = line
+        converted.append(line if is_indented else outside_code(r"\|", r"\\|", line))
+        before = line.strip()
+    lines[:] = converted
+
+
+def on_skip_member(
+    _app: Any, what: str, name: str, obj: Any, _skip: bool, _opts: Any
+) -> bool | None:
+    """Skip names of a module that come from other libraries, or that have a page with an example."""
+    origin = getattr(obj, "__module__", None) or "moe_ffn"
+    is_elsewhere = name in moe_ffn.__all__ or not origin.startswith("moe_ffn")
+    return True if what == "module" and is_elsewhere else None
+
+
+def setup(app: Any) -> dict[str, bool]:
+    app.connect("source-read", on_source_read)
+    app.connect("autodoc-process-docstring", on_docstring, priority=100)  # before napoleon
+    app.connect("autodoc-skip-member", on_skip_member)
+    return {"parallel_read_safe": True}

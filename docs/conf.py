@@ -1,0 +1,43 @@
+"""Settings of the documentation site; `make docs` builds it."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_ext")]
+
+project = "moe_ffn"
+author = "The moe_ffn authors"
+html_title = "moe_ffn"
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "generated",
+]
+exclude_patterns = ["_ext"]
+templates_path = []
+
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = html_show_copyright = False
+html_copy_source = False
+html_show_sourcelink = False
+
+myst_heading_anchors = 3  # `page.md#a-heading`, as on a code host
+myst_links_external_new_tab = False
+copybutton_exclude = ".linenos, .gp"
+
+autodoc_member_order = "bysource"
+autodoc_default_options = {"exclude-members": "model_config"}  # pydantic's
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+suppress_warnings = [
+    "ref.python"
+]  # `type` in an annotation is Python's, not the option of a config
+default_role = "code"  # docstrings have `name`, as Markdown has
+python_maximum_signature_line_length = 88

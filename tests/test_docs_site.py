@@ -1,0 +1,233 @@
+"""The pages of docs/: code runs, links and option names exist, pages are short, and the site builds."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moe_ffn
+from moe_ffn.cli.__main__ import run
+from moe_ffn.config.option_tree import Option, members_of, option_tree
+from moe_ffn.runs.config import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
+WRITTEN = [name for name in PAGES if not name.startswith("docs/studies/")]
+"""Pages that a person writes; programs write those of the studies."""
+
+TINY = [
+    *("--data.cache_dir", "cache", "--data.seq_len", "16", "--data.validation_tokens", "160"),
+    *("--trainer.max_steps", "2", "--trainer.accelerator", "cpu"),
+    *("--logging.wandb.mode", "disabled", "--sample.num_tokens", "4"),
+]
+TEXT = ["--data.corpus", "{type: text, paths: [text.txt]}"]
+
+
+def blocks_of(text: str) -> list[tuple[str, str]]:
+    """Language and code of each block, without those of directives."""
+    return re.findall(r"^```(\w+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+# -- code
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, but for a small corpus."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of a sweep, which trains in another process
+    Path("text.txt").write_text("def f(x):\n    return x\nthe cat sat on a mat\n" * 80)
+
+
+def check_own_model(names: dict[str, Any], printed: str) -> None:
+    assert names["counting"][-1] < 0.7 * names["counting"][0], "the model learns"
+    assert names["load_E"].sum() == 2 * 16 * 16, "two experts of each token"
+    assert "pairs of each expert: [" in printed
+
+
+def check_reading(names: dict[str, Any], printed: str) -> None:
+    assert "layer 0" in printed
+    assert names["first_layer"].num_experts == 8
+    assert len(names["losses"]) > 0
+    assert len(names["new_ids"]) == 32
+    assert names["text"].startswith("def ")
+
+
+def check_router(names: dict[str, Any], printed: str) -> None:
+    assert "MaxVio" in printed
+    assert names["output"].routing.num_experts == 8
+    refusal = "router.type 'expert_choice' ranks tokens against later ones, so a causal model"
+    assert f"MoEFFN: {refusal}" in printed
+
+
+CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
+    "own_model": check_own_model,
+    "reading_a_run": check_reading,
+    "own_router": check_router,
+}
+
+
+@pytest.mark.usefixtures("newcomer")
+@pytest.mark.parametrize(
+    "tutorial", [path.stem for path in (DOCS / "tutorials").glob("*.md") if path.stem != "index"]
+)
+def test_a_tutorial_runs_from_its_beginning_to_its_end(
+    tutorial: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks that begin with the name of a file are written there; commands get options of a short run."""
+    text = (DOCS / "tutorials" / f"{tutorial}.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    printed = ""
+    tiny = TINY if "my_texts" in text.partition("Next:")[0] else [*TINY, *TEXT]
+    if tutorial == "first_run":
+        tiny = [*TINY, *TEXT]
+    for language, block in blocks_of(text):
+        named = re.match(r"# (\S+\.\w+)\n", block)
+        if named is not None:
+            Path(named[1]).write_text(block, encoding="utf-8")
+        elif language == "python":
+            exec(compile(block, tutorial, "exec"), names)
+        elif language == "bash":
+            for line in block.splitlines():
+                command, *argv = shlex.split(line, comments=True)
+                assert command == "moe-ffn"
+                assert run([*argv, *(tiny if argv[0] in ("train", "sweep") else [])]) == 0, line
+        printed += capsys.readouterr().out
+    CHECKS.get(tutorial, lambda names, printed: None)(names, printed)
+
+
+API = sorted((DOCS / "reference").glob("api_*.md"))
+
+
+def test_every_public_name_has_an_example() -> None:
+    sections = [
+        part for path in API for part in path.read_text(encoding="utf-8").split("\n## ")[1:]
+    ]
+    shown = [part.partition("\n")[0] for part in sections if "```python\n" in part]
+    assert sorted(shown) == sorted(moe_ffn.__all__)
+    for part in sections:
+        name, _, text = part.partition("\n")
+        assert name not in shown or re.search(rf"\b{name}\b", text.partition("```python")[2]), name
+
+
+@pytest.mark.usefixtures("newcomer")
+@pytest.mark.parametrize("page", ["blocks", "routers", "values", "models"])
+def test_the_examples_of_the_reference_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each example alone."""
+    text = (DOCS / "reference" / f"api_{page}.md").read_text(encoding="utf-8")
+    if "runs/my-run" in text:
+        assert run(["train", *TINY, *TEXT, "--run.name", "my-run", "--model.d_model", "16"]) == 0
+    for language, block in blocks_of(text):
+        assert language == "python"
+        exec(compile(block, page, "exec"), {})
+    if page == "blocks":
+        assert "num_expert: unknown; did you mean 'num_experts'?" in capsys.readouterr().out
+
+
+# -- text
+
+
+def slugs(text: str) -> set[str]:
+    """Anchors of a page, as a code host makes them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(text), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("name", [*PAGES, "README.md", "CONTRIBUTING.md"])
+def test_every_link_leads_somewhere(name: str) -> None:
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        if anchor:
+            assert anchor in slugs(found.read_text(encoding="utf-8")), target
+
+
+@cache
+def option_paths() -> set[str]:
+    """All dotted paths of all types, as far as blocks nest once."""
+    paths: set[str] = set()
+
+    def walk(option: Option, depth: int) -> None:
+        paths.add(option.path)
+        if depth == 0:
+            return
+        below = option.switched_on().children()
+        if option.family is not None:
+            below = [child for m in members_of(option.family) for child in option.options_of(m)]
+        for child in below:
+            walk(child, depth - 1)
+
+    walk(option_tree(TrainConfig, TrainConfig().to_dict()), 6)
+    return paths
+
+
+def endings(path: str) -> list[str]:
+    """`a.b.c`, `b.c` and `c` of a path."""
+    parts = path.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
+
+
+DOTTED = re.compile(r"`(?:--)?([a-z]\w*(?:\.[a-z]\w*)+)(?:`|[: ][^`]*`)")
+OTHER = re.compile(
+    r"\.(?:cpp|html|jsonl?|md|py|safetensors|txt|yaml)$|^run\.(?:config|facts|model|rows|samples|summary|tokenizer)|^run\.alarms"
+)
+"""Files, and attributes of a run in Python."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_option_named_in_a_page_exists(name: str) -> None:
+    text = without_code(PAGES[name].read_text(encoding="utf-8"))
+    known = {end for path in option_paths() for end in endings(path)}
+    sections = {path.partition(".")[0] for path in known if "." in path}
+    for path in DOTTED.findall(text):
+        is_option = path.partition(".")[0] in sections and not OTHER.search(path)
+        assert not is_option or path in known, path
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_page_is_short(name: str) -> None:
+    assert len(PAGES[name].read_text(encoding="utf-8").splitlines()) <= 250
+
+
+# -- the site
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """The command of `make docs`, without network."""
+    asked = subprocess.run(
+        ["make", "--dry-run", "docs"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (options,) = re.findall(r"-m sphinx (.*) docs build/docs$", asked.stdout, flags=re.MULTILINE)
+    assert "-W" in options.split()
+    command = [sys.executable, "-m", "sphinx", *options.split(), str(DOCS), str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+    def page(name: str) -> str:
+        return (tmp_path / f"{name}.html").read_text(encoding="utf-8")
+
+    assert "Experts per token." in page("reference/options/router")
+    assert "max_violation" in page("reference/metrics")
+    assert "--dry-run" in page("reference/programs")
+    assert "Build a feed-forward block from a mapping" in page("reference/api_blocks")
+    assert "Softmax top-k: each token goes to its k" in page("reference/api_routing")
+    assert "studies/routers.html" in page("studies/README")
+    assert (tmp_path / "searchindex.js").is_file()
