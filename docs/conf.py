@@ -17,7 +17,6 @@ extensions = [
     "generated",
 ]
 exclude_patterns = ["_ext"]
-templates_path = []
 
 html_theme = "furo"
 html_static_path = ["_static"]
@@ -27,8 +26,6 @@ html_copy_source = False
 html_show_sourcelink = False
 
 myst_heading_anchors = 3  # `page.md#a-heading`, as on a code host
-myst_links_external_new_tab = False
-copybutton_exclude = ".linenos, .gp"
 
 autodoc_member_order = "bysource"
 autodoc_default_options = {"exclude-members": "model_config"}  # pydantic's
@@ -36,8 +33,6 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
-suppress_warnings = [
-    "ref.python"
-]  # `type` in an annotation is Python's, not the option of a config
+suppress_warnings = ["ref.python"]  # `type` in an annotation, which many configs have as option
 default_role = "code"  # docstrings have `name`, as Markdown has
 python_maximum_signature_line_length = 88
