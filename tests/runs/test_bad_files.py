@@ -16,6 +16,8 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 
+Refuse = Callable[..., str]
+
 # -- config files
 
 FILES = {
@@ -38,7 +40,7 @@ FILES = {
 
 @pytest.mark.parametrize(("content", "answer"), FILES.values(), ids=FILES)
 def test_a_bad_config_file_is_refused_by_its_name(
-    refuse: Callable[..., str], tmp_path: Path, content: str | bytes, answer: str
+    refuse: Refuse, tmp_path: Path, content: str | bytes, answer: str
 ) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -49,7 +51,7 @@ def test_a_bad_config_file_is_refused_by_its_name(
 
 
 def test_a_config_file_that_is_missing_or_a_folder_is_refused(
-    refuse: Callable[..., str], tmp_path: Path
+    refuse: Refuse, tmp_path: Path
 ) -> None:
     (tmp_path / "folder").mkdir()
 
@@ -57,7 +59,7 @@ def test_a_config_file_that_is_missing_or_a_folder_is_refused(
     assert refuse("--config", "folder") == "--config folder: Is a directory"
 
 
-def test_of_many_mistakes_six_lines_are_said(refuse: Callable[..., str], tmp_path: Path) -> None:
+def test_of_many_mistakes_six_lines_are_said(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("".join(f"k{number}: 1\n" for number in range(9)))
 
     said = refuse("--config", "mine.yaml", lines=6).splitlines()
@@ -66,9 +68,7 @@ def test_of_many_mistakes_six_lines_are_said(refuse: Callable[..., str], tmp_pat
     assert said[5] == "and 4 more mistakes; fix these first"
 
 
-def test_a_line_break_in_a_key_makes_no_second_line(
-    refuse: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_line_break_in_a_key_makes_no_second_line(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text('"a\\nb\\e[31m": 1')
 
     assert refuse("--config", "mine.yaml").startswith("a\\nb\\x1b[31m: unknown; known: ")
@@ -94,7 +94,7 @@ def test_whose_code_is_run_is_said_before_it_is(
         assert capsys.readouterr().err == said
 
 
-def test_reading_a_config_runs_no_code(refuse: Callable[..., str], tmp_path: Path) -> None:
+def test_reading_a_config_runs_no_code(refuse: Refuse, tmp_path: Path) -> None:
     for tag in ("apply:os.mkdir ['hacked']", "object/apply:os.mkdir ['hacked']", "name:os.system"):
         (tmp_path / "mine.yaml").write_text(f"seed: !!python/{tag}")
         refuse("--config", "mine.yaml")
@@ -138,7 +138,7 @@ OWN = {
 
 @pytest.mark.parametrize(("source", "answer"), OWN.values(), ids=OWN)
 def test_an_own_class_that_cannot_be_used_is_refused_by_path(
-    refuse: Callable[..., str], tmp_path: Path, source: str, answer: str
+    refuse: Refuse, tmp_path: Path, source: str, answer: str
 ) -> None:
     path = tmp_path / "own.py"
     path.write_text(source)
@@ -151,7 +151,7 @@ def test_an_own_class_that_cannot_be_used_is_refused_by_path(
 # -- data
 
 
-def test_an_empty_text_file_is_refused(refuse: Callable[..., str], tmp_path: Path) -> None:
+def test_an_empty_text_file_is_refused(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
 
     said = refuse("--data.corpus.paths", "empty.txt")
@@ -162,9 +162,7 @@ def test_an_empty_text_file_is_refused(refuse: Callable[..., str], tmp_path: Pat
     )
 
 
-def test_a_text_file_that_is_not_text_is_refused(
-    refuse: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_text_file_that_is_not_text_is_refused(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
 
     said = refuse("--data.corpus.paths", "picture.png")
@@ -236,7 +234,7 @@ def test_the_best_weights_are_taken_though_others_are_newer(moe_run: Any, tmp_pa
 
 
 def test_a_file_in_the_place_of_the_output_folder_is_refused(
-    refuse: Callable[..., str], tmp_path: Path
+    refuse: Refuse, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("mine")
 
@@ -248,7 +246,7 @@ def test_a_file_in_the_place_of_the_output_folder_is_refused(
 
 @pytest.mark.parametrize("content", ["a finished run", None], ids=["with files", "empty"])
 def test_an_existing_run_is_never_overwritten(
-    refuse: Callable[..., str], tmp_path: Path, content: str | None
+    refuse: Refuse, tmp_path: Path, content: str | None
 ) -> None:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)

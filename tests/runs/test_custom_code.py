@@ -30,6 +30,9 @@ from moe_ffn.runs.reader import load_run
 from moe_ffn.studies.sweep import has_begun
 from tests.helpers.tiny_runs import Finished, run_here
 
+RunTrain = Callable[..., Any]
+Program = Callable[..., Finished]
+
 OWN = """
 import sys
 from moe_ffn import FFNConfig
@@ -399,10 +402,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finished]:
 
 
 def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
-    run_train: Callable[..., Any],
-    program: Callable[..., Finished],
-    own: Path,
-    tmp_path: Path,
+    run_train: RunTrain, program: Program, own: Path, tmp_path: Path
 ) -> None:
     result = run_train(tmp_path, "--model.ffn", "own.py:Own", "--run.name", "mine")
     assert result.code == 0, result.stderr
@@ -481,10 +481,7 @@ class Plain(OptimizerConfig, frozen=True):
 
 
 def test_a_run_with_an_optimizer_of_one_s_own_goes_on(
-    run_train: Callable[..., Any],
-    program: Callable[..., Finished],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run_train: RunTrain, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "own.py"
@@ -511,9 +508,7 @@ def test_trust_code_goes_with_resume(refuse: Callable[..., str]) -> None:
     )
 
 
-def test_what_a_file_prints_is_not_in_the_output(
-    own: Path, program: Callable[..., Finished]
-) -> None:
+def test_what_a_file_prints_is_not_in_the_output(own: Path, program: Program) -> None:
     own.write_text(own.read_text() + "print('hello')\n")
 
     code, stdout, stderr = program("train", "--model.ffn", "own.py:Own", "--print-config")

@@ -17,6 +17,8 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_parts import check_custom_parts, check_num_params
 from tests.helpers.documented import python_with
 
+Check = Callable[..., None]
+
 BLOCKS = """
 import sys
 import torch
@@ -368,7 +370,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_block_that_breaks_the_contract_is_refused(check: Callable[..., None], name: str) -> None:
+def test_a_block_that_breaks_the_contract_is_refused(check: Check, name: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check("model.ffn", {"type": name})
 
@@ -383,7 +385,7 @@ def as_pattern(text: str) -> str:
 
 @pytest.mark.parametrize("name", ["Good", "Noisy", "Alone", "Last"])
 def test_a_block_that_keeps_it_passes_without_a_word(
-    check: Callable[..., None], capsys: pytest.CaptureFixture[str], name: str
+    check: Check, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     check("model.ffn", {"type": name})
 
@@ -391,7 +393,7 @@ def test_a_block_that_keeps_it_passes_without_a_word(
 
 
 def test_mixing_is_fine_where_both_sides_are_seen_or_there_is_one_token(
-    check: Callable[..., None], tmp_path: Path
+    check: Check, tmp_path: Path
 ) -> None:
     check("model.ffn", {"type": "Mixer"}, causal=False)
     options = {
@@ -499,7 +501,7 @@ PLACES = {
 
 @pytest.mark.parametrize(("place", "name", "how"), PLACES)
 def test_other_parts_that_break_their_contract_are_refused(
-    check: Callable[..., None], place: str, name: str, how: str
+    check: Check, place: str, name: str, how: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         check(place, {"type": name} | ({"how": how} if how else {}))
@@ -525,12 +527,12 @@ def test_other_parts_that_break_their_contract_are_refused(
     ],
 )
 def test_other_parts_that_keep_their_contract_pass(
-    check: Callable[..., None], place: str, part: dict[str, Any]
+    check: Check, place: str, part: dict[str, Any]
 ) -> None:
     check(place, part)
 
 
-def test_the_check_leaves_the_random_state_alone(check: Callable[..., None]) -> None:
+def test_the_check_leaves_the_random_state_alone(check: Check) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
 

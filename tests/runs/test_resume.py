@@ -28,6 +28,8 @@ from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_li
 from moe_ffn.training.recovery.checkpoint_file import step_name, write_checkpoint
 from tests.helpers.tiny_runs import Finished, run_here
 
+MakeRun = Callable[..., Path]
+
 FACTS = json.dumps({**TrainConfig().to_dict(), "precision": "32-true"}, indent=2) + "\n"
 
 # -- which run
@@ -71,9 +73,7 @@ def test_resume_may_name_a_run(argv: list[str], run: str | None, rest: list[str]
     assert (flags.resume, others) == (run, rest)
 
 
-def test_without_a_name_it_is_the_unfinished_run_that_was_written_last(
-    make_run: Callable[..., Path],
-) -> None:
+def test_without_a_name_it_is_the_unfinished_run_that_was_written_last(make_run: MakeRun) -> None:
     make_run("oldest", written=1)
     middle = make_run("middle", written=2)
     make_run("newest", written=3, finished=True)
@@ -87,7 +87,7 @@ def test_without_a_name_it_is_the_unfinished_run_that_was_written_last(
     assert find(NEWEST).folder == Path("runs/oldest"), "a checkpoint was written now"
 
 
-def test_without_a_run_to_resume_the_error_says_so(make_run: Callable[..., Path]) -> None:
+def test_without_a_run_to_resume_the_error_says_so(make_run: MakeRun) -> None:
     with pytest.raises(ConfigError, match=r"^--resume: 'runs' has no run; name one"):
         find(NEWEST)
     make_run("done", written=1, finished=True)
@@ -102,7 +102,7 @@ def test_without_a_run_to_resume_the_error_says_so(make_run: Callable[..., Path]
         find("runs")
 
 
-def test_a_finished_run_goes_on_to_more_steps_alone(make_run: Callable[..., Path]) -> None:
+def test_a_finished_run_goes_on_to_more_steps_alone(make_run: MakeRun) -> None:
     folder = str(make_run("done", written=1, finished=True))
 
     with pytest.raises(
@@ -121,7 +121,7 @@ def test_a_finished_run_goes_on_to_more_steps_alone(make_run: Callable[..., Path
     assert found.changes == {"trainer.max_steps": (400, 500)}
 
 
-def test_a_config_that_was_cut_short_is_refused(make_run: Callable[..., Path]) -> None:
+def test_a_config_that_was_cut_short_is_refused(make_run: MakeRun) -> None:
     folder = make_run("cut", written=1)
     path = folder / "config.yaml"
     lines = path.read_text().splitlines(keepends=True)
@@ -299,11 +299,7 @@ def test_a_changed_model_is_refused_with_both_values(unfinished: Path) -> None:
     ids=["removed", "changed", "new"],
 )
 def test_a_corpus_that_changed_is_refused_by_the_name_of_the_file(
-    unfinished: Path,
-    corpus: Path,
-    tmp_path: Path,
-    change: Callable[[Path], Any],
-    said: str,
+    unfinished: Path, corpus: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
 ) -> None:
     moved = Path(shutil.copytree(corpus, tmp_path / "moved"))
     change(moved / "3.txt")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -10,7 +9,6 @@ import torch
 
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
 from moe_ffn.data.prepare import PreparedData, validation_batches
-from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.data_module import (
     FILLER,
     TokenData,
@@ -19,6 +17,7 @@ from moe_ffn.training.data_module import (
 )
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.objective import IGNORED_TARGET
+from tests.helpers.fitted import MakeConfig
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def test_a_filler_has_nothing_to_predict(validation: ValidationBatches) -> None:
 
 
 def test_loaders_are_those_of_the_rank_the_seed_and_the_step(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData
+    make_config: MakeConfig, prepared: PreparedData
 ) -> None:
     data = TokenData(make_config().data, prepared, num_batches=8, seed=5)
     trainer = SimpleNamespace(
@@ -90,7 +89,7 @@ def test_loaders_are_those_of_the_rank_the_seed_and_the_step(
 
 
 def test_validation_batches_follow_the_config(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData
+    make_config: MakeConfig, prepared: PreparedData
 ) -> None:
     found = validation_batches(make_config().data, prepared)
 

@@ -23,6 +23,7 @@ from moe_ffn.parallel.layout import WHOLE
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
 from tests.helpers.first_gradient import first_gradient, fit
+from tests.helpers.fitted import MakeConfig
 from tests.helpers.ranks import on_ranks
 
 # A sum of some hundred float32 products, added up in another order: 1e-7 each, 1e-5 together.
@@ -42,7 +43,7 @@ SURVIVE_DIVISION = {"load_balance_global", "load_balance_sequence", "router_z", 
 
 
 @pytest.fixture
-def config_for(make_config: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
+def config_for(make_config: MakeConfig) -> MakeConfig:
     """A rule, the sequences of one batch, and how many batches are accumulated."""
 
     def make(
