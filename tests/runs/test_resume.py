@@ -69,7 +69,6 @@ def find(run: str, *argv: str) -> Resume:
 )
 def test_resume_may_name_a_run(argv: list[str], run: str | None, rest: list[str]) -> None:
     flags, others = take_flags(argv)
-
     assert (flags.resume, others) == (run, rest)
 
 
@@ -130,14 +129,16 @@ def test_a_config_that_was_cut_short_is_refused(make_run: MakeRun) -> None:
     with pytest.raises(ConfigError, match=r"config.yaml' lacks sample\.\w+, so it was cut short"):
         find(str(folder))
     path.write_text("")
-    with pytest.raises(ConfigError, match=r"config.yaml' lacks seed and \d+ more, so"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config.yaml' lacks seed and \d+ more, so it was cut short or is of another version; restore",
+    ):
         find(str(folder))
 
 
 def test_differences_are_named_by_their_dotted_keys() -> None:
     before = {"a": 1, "b": {"c": 2, "d": 3}, "e": {"f": 4}}
     now = {"a": 1, "b": {"c": 5, "d": 3, "g": 6}, "e": 7}
-
     assert differences(before, now) == {"b.c": (2, 5), "b.g": (None, 6), "e": ({"f": 4}, 7)}
 
 
@@ -148,7 +149,6 @@ def test_differences_are_named_by_their_dotted_keys() -> None:
 )
 def test_a_damaged_list_of_documents_is_left_to_the_checkpoint(tmp_path: Path, text: str) -> None:
     (tmp_path / "documents.json").write_text(text)
-
     check_documents(tmp_path, Documents("b", 1, None))
 
 
@@ -192,14 +192,8 @@ IDENTITY = {
     "model": {"d_model": 16},
     "data": {"seq_len": 8, "batch_size": 4, "tokenizer": {"sha256": "a" * 64}},
 }
-CHECKPOINT: dict[str, Any] = {
-    "state_dict": STATE,
-    "identity": IDENTITY,
-}
-OF_WEIGHTS = {
-    "model": {"d_model": 16},
-    "data": {"seq_len": 8, "tokenizer": {"sha256": "a" * 64}},
-}
+CHECKPOINT: dict[str, Any] = {"state_dict": STATE, "identity": IDENTITY}
+OF_WEIGHTS = {"model": {"d_model": 16}, "data": {"seq_len": 8, "tokenizer": {"sha256": "a" * 64}}}
 
 
 def test_a_good_checkpoint_is_accepted() -> None:
@@ -345,7 +339,7 @@ def test_damaged_lines_of_a_log_are_reported_and_left_out(
     rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), Start(4), files)
 
     assert capsys.readouterr().err.splitlines() == [
-        f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are removed",
+        f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are removed"
     ]
     assert not (folder / "samples.jsonl").exists()
 
@@ -369,11 +363,7 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
     rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), start, {"facts.json": FACTS})
 
     rows = read_lines(folder / "metrics.jsonl", Row)
-    assert [(row.step, row.is_of_validation) for row in rows] == [
-        (4, False),
-        (4, True),
-        (8, False),
-    ]
+    assert [(row.step, row.is_of_validation) for row in rows] == [(4, False), (4, True), (8, False)]
     kept = {
         n: list(read_lines(folder / f"{n}.jsonl", Line)) for n in ("samples", "alarms", "resumes")
     }

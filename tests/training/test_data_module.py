@@ -9,12 +9,7 @@ import torch
 
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
 from moe_ffn.data.prepare import PreparedData, validation_batches
-from moe_ffn.training.data_module import (
-    FILLER,
-    TokenData,
-    TrainLoader,
-    ValidationLoader,
-)
+from moe_ffn.training.data_module import FILLER, TokenData, TrainLoader, ValidationLoader
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.objective import IGNORED_TARGET
 from tests.helpers.fitted import MakeConfig
@@ -58,7 +53,6 @@ def test_each_validation_batch_is_seen_once_and_all_ranks_take_part_equally_ofte
 
 def test_a_filler_has_nothing_to_predict(validation: ValidationBatches) -> None:
     first, filler = ValidationLoader(validation, rank=1, world_size=2)
-
     assert (first["index"], filler["index"]) == (1, FILLER)
     assert (filler["target_ids"] == IGNORED_TARGET).all()
     assert torch.equal(filler["input_ids"], validation[0].input_ids)
@@ -92,6 +86,5 @@ def test_validation_batches_follow_the_config(
     make_config: MakeConfig, prepared: PreparedData
 ) -> None:
     found = validation_batches(make_config().data, prepared)
-
     # 96 tokens in sequences of 16, four to a batch
     assert [len(found[i].input_ids) for i in range(len(found))] == [4, 2]

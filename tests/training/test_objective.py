@@ -70,9 +70,7 @@ def test_weights_of_zero_leave_the_values_and_not_the_total(
     logits_BSV: Tensor, lopsided: Routing
 ) -> None:
     weights = ObjectiveConfig(load_balance=0.0, router_z=0.0)
-
     found = objective(logits_BSV, torch.tensor([[0, 1]]), {"a": lopsided}, weights)
-
     assert found.total == found.cross_entropy
     assert found.balancing["load_balance"].item() == pytest.approx(1.25)
     assert found.balancing["router_z"].item() == pytest.approx(1.2011325)
@@ -82,9 +80,7 @@ def test_layers_collapsed_onto_opposite_experts_do_not_cancel(logits_BSV: Tensor
     # Each layer: 2 * (1 * 1) = 2. The tokens of both together would look balanced, and score 1.
     sure = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     layers = {"a": routing([0, 0], sure, sure), "b": routing([1, 1], sure.flip(-1), sure.flip(-1))}
-
     found = objective(logits_BSV, torch.tensor([[0, 1]]), layers, ObjectiveConfig())
-
     assert found.balancing["load_balance"].item() == 2
 
 
@@ -123,9 +119,7 @@ def test_gradients_reach_logits_and_scores_and_detaching_cuts_them(
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
     # 1000 equal logits: log 1000 = 6.9077553, which bfloat16 would round to 6.90625.
     logits = torch.zeros(1, 2, 1000, dtype=torch.bfloat16)
-
     found = objective(logits, torch.tensor([[0, 1]]), {}, ObjectiveConfig())
-
     assert found.total.dtype == torch.float32
     assert found.total.item() == pytest.approx(6.9077553)
 

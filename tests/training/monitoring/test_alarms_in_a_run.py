@@ -52,9 +52,7 @@ def alarms_of(fitted: Fitted, capsys: pytest.CaptureFixture[str]) -> list[tuple[
 
 def test_a_healthy_run_raises_no_alarm(fit: Fit) -> None:
     moe = {"type": "moe", "num_experts": 4}
-
     fitted = fit(model={"ffn": moe}, logging=UNLESS_ALL_GO_ONE_WAY, optimizer={"type": "adamw"})
-
     assert fitted.watchers.steps.alarm_log.num_alarms == 0
     assert not fitted.watchers.steps.alarm_log.file.path.exists()
 

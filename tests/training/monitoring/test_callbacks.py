@@ -35,9 +35,7 @@ MOE = {"ffn": {"type": "moe", "num_experts": 4}}
 @pytest.mark.parametrize("accumulate", [1, 2], ids=["plain", "accumulating 2"])
 def test_a_row_is_the_mean_of_all_steps_since_the_last(fit: Fit, accumulate: int) -> None:
     fitted = fit(
-        model=MOE,
-        logging={"every_n_steps": 4},
-        trainer={"accumulate_grad_batches": accumulate},
+        model=MOE, logging={"every_n_steps": 4}, trainer={"accumulate_grad_batches": accumulate}
     )
 
     rows = fitted.logger.named("train")
@@ -208,7 +206,6 @@ def test_a_resumed_run_continues_its_counts(
 
 def test_callbacks_receive_detached_outputs(moe_fit: Fitted) -> None:
     output = moe_fit.spy.outputs[0]
-
     assert not output["objective"].total.requires_grad
     for routing in output["routings"].values():
         assert not routing.scores_TE.requires_grad

@@ -88,7 +88,6 @@ def take_three_bytes() -> Callable[[int, bytes], int]:
 def test_lines_that_a_full_disk_rejects_are_written_later(
     path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     name: str,
     failing: Callable[[], Callable[..., int]],
 ) -> None:
@@ -106,10 +105,6 @@ def test_lines_that_a_full_disk_rejects_are_written_later(
 
     assert file.is_complete
     assert path.read_text() == text(1, 2, 3, 4)
-    assert capsys.readouterr().err.splitlines() == [
-        f"disk: '{path}' cannot be written (No space left on device); training continues and tries again",
-        f"disk: '{path}' can be written again",
-    ]
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 2])
@@ -171,9 +166,7 @@ def test_after_half_a_line_of_a_process_that_died_another_begins(path: Path) -> 
     JsonLines(path).add([{"step": 2}])
     with path.open("a") as file:
         file.write('{"step": 4')
-
     JsonLines(path).add([{"step": 4}])
-
     assert path.read_text() == text(2, 4)
 
 
@@ -232,8 +225,6 @@ def test_damaged_lines_are_counted_and_left_out(path: Path, line: bytes) -> None
 def test_a_row_may_hold_nonfinite_numbers(path: Path) -> None:
     values = {"loss": float("nan"), "other": None, "load": [float("inf"), None]}
     JsonLines(path).add([{"step": 2, **values}])
-
     (row,) = read_lines(path, Row)
-
     assert num_damaged(path, Row) == 0
     assert str(dict(row.values)) == str(values)

@@ -16,12 +16,7 @@ from torch import Tensor
 
 from moe_ffn.runs.assemble import make_token_data
 from moe_ffn.training.monitoring import progress
-from moe_ffn.training.monitoring.progress import (
-    ProgressBar,
-    ProgressLines,
-    routing_health,
-    status,
-)
+from moe_ffn.training.monitoring.progress import ProgressBar, ProgressLines, routing_health, status
 from tests.helpers.fitted import Fit, Fitted
 
 

@@ -302,29 +302,18 @@ def test_closing_begins_anew(layers: dict[str, Any]) -> None:
     found = RoutingByLayer("every batch")
     found.update(layers)
     assert plain(found.close())["layer_01"]["load"] == [0.25, 0.75]
-
     found.update({"layer_00": layers["layer_00"], "layer_01": layers["layer_00"]})
-
     assert plain(found.close())["layer_01"]["load"] == [0.75, 0.25]
 
 
-def test_two_ranks_with_the_same_batch_measure_the_same_as_one(
+def test_two_ranks_with_the_same_batch_measure_the_same_as_one_and_exchange_once(
     layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums are doubled and a maximum is not, so that every ratio stays what it was."""
-    one, two = (RoutingByLayer("every batch", "last step") for _ in range(2))
+    one, two = (RoutingByLayer("every batch", "last step", "validation") for _ in range(2))
     one.update(layers)
     two.update(layers)
     expected = plain(one.close())
-    rank_of_two(monkeypatch, rank=0)
-
-    assert plain(two.close()) == expected
-    assert expected["layer_01"]["logit_max"] == 8
-
-
-def test_ranks_exchange_statistics_once(
-    layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
     rank_of_two(monkeypatch, rank=0)
     exchanged: list[Any] = []
     reduce = routing_window.distributed.all_reduce
@@ -334,13 +323,10 @@ def test_ranks_exchange_statistics_once(
         reduce(value, operation)
 
     monkeypatch.setattr(routing_window.distributed, "all_reduce", all_reduce)
-    found = RoutingByLayer("every batch", "last step", "validation")
-    found.update(layers)
 
-    values = found.close()
-
-    assert values.keys() == layers.keys()
-    assert values["layer_00"]["load"].tolist() == [0.75, 0.25]
+    assert plain(two.close()) == expected
+    assert expected["layer_00"]["load"] == [0.75, 0.25]
+    assert expected["layer_01"]["logit_max"] == 8
     assert exchanged == [ReduceOp.SUM, ReduceOp.MAX]
 
 

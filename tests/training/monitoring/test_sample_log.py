@@ -73,9 +73,7 @@ def validate(
 def test_a_model_that_has_diverged_has_no_newest_text(log: SampleLog) -> None:
     validate(log, 4, 2.5)
     assert log.last == "text 1 of seed 7"
-
     validate(log, 8, math.nan)
-
     assert log.last == ""
     assert [line.step for line in read_lines(log.file.path, Sample)] == [4]
 
@@ -94,9 +92,7 @@ def test_a_resumed_run_knows_the_newest_text(log: SampleLog, tmp_path: Path) -> 
     """Where no validation follows, it is the sample of the results."""
     validate(log, 4, 2.5)
     resumed = SampleLog(log.file.path, log.tokenizer, log.options, log.prompt, seed=7)
-
     resumed.load_state_dict(log.state_dict())
-
     assert resumed.last == "text 1 of seed 7"
 
 

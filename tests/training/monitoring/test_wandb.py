@@ -75,9 +75,7 @@ def test_a_run_is_online_if_possible_or_says_why_not(
     line: str,
 ) -> None:
     wandb = StubWandb(failing=failing, why=f"{OFF}.")
-
     logger, said = start(wandb, WandbConfig(mode=mode))
-
     assert (logger and logger.online) == online
     assert wandb.modes == tried
     assert said == line
@@ -89,9 +87,7 @@ def test_the_option_wins_over_the_environment(
 ) -> None:
     wandb = StubWandb()
     monkeypatch.setenv("WANDB_MODE", "online")
-
     start(wandb, WandbConfig(mode=mode))
-
     assert wandb.modes == ([] if mode == "disabled" else ["offline"])
 
 
@@ -112,25 +108,20 @@ def test_auto_follows_the_environment_and_empty_is_unset(
 ) -> None:
     wandb = StubWandb()
     monkeypatch.setenv("WANDB_MODE", environment)
-
     start(wandb)
-
     assert wandb.modes == modes
     assert "WANDB_MODE" not in os.environ, "wandb itself refuses the empty string"
 
 
 def test_a_key_may_end_in_a_newline(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a key from a file\n")
-
     start(StubWandb())
-
     assert os.environ["WANDB_API_KEY"] == "a key from a file"
 
 
 def test_a_leftover_wandb_folder_is_no_package(start: Any) -> None:
     # `import wandb` beside a folder `./wandb` gives a namespace package with nothing in it.
     logger, line = start(SimpleNamespace())
-
     assert logger is None
     assert line == "wandb: not installed, metrics are in metrics.jsonl (pip install wandb)"
 

@@ -75,14 +75,12 @@ def test_a_flipped_bit_anywhere_is_noticed(path: Path) -> None:
 @pytest.mark.parametrize("cut", [0.01, 0.5, 0.99])
 def test_a_truncated_file_is_rejected(path: Path, cut: float) -> None:
     os.truncate(path, int(path.stat().st_size * cut))
-
     with pytest.raises(CheckpointError, match=r"^does not end in its checksum: it was cut short"):
         read_checkpoint(path)
 
 
 def test_an_empty_file_is_rejected(path: Path) -> None:
     path.write_bytes(b"")
-
     with pytest.raises(CheckpointError, match=r"^is empty$"):
         read_checkpoint(path)
 
@@ -145,8 +143,6 @@ def test_a_full_disk_keeps_the_checkpoint_before(
 
 def test_other_errors_are_raised(path: Path) -> None:
     anything: Any = {"function": lambda: None}
-
     with pytest.raises((AttributeError, pickle.PicklingError)):
         write_checkpoint(anything, path)
-
     assert read_checkpoint(path)["plain"] == VALUES["plain"]

@@ -130,10 +130,11 @@ def test_the_best_checkpoint_holds_weights_and_identity(fit: Fit) -> None:
     assert (folder / step_name(6)).stat().st_size > 3 * num_bytes, "two moments of each weight"
 
 
-def test_only_a_lower_loss_is_the_best(make: Make, folder: Path) -> None:
-    trainer = make(every_n_steps=100)
-    trainer.validate(1, loss=2.0)
+def test_only_a_lower_loss_is_the_best_also_once_resumed(make: Make, folder: Path) -> None:
+    before, trainer = make(every_n_steps=100), make(every_n_steps=100)
+    before.validate(1, loss=2.0)
     first = (folder / "best.ckpt").read_bytes()
+    trainer.keeper.load_state_dict(before.keeper.state_dict())
     for number, loss in enumerate([2.0, 2.5, float("nan")], start=2):
         trainer.validate(number, loss=loss)
     assert (folder / "best.ckpt").read_bytes() == first
@@ -284,16 +285,13 @@ def test_between_steps_is_after_the_last_batch_of_one_without_a_validation(
     trainer: Any = make(validate_every_n_steps=4)
     trainer.accumulate_grad_batches, trainer.global_step = 3, step
     batch: Any = {"index": index}
-
     assert trainer.keeper.is_between_steps(trainer, batch) == is_between
 
 
 def test_a_validation_alone_saves_the_best_and_no_step(make: Make, folder: Path) -> None:
     trainer = make(every_n_steps=2)
     trainer.state.fn = "validate"
-
     trainer.validate(2, loss=1.0)
-
     assert [path.name for path in folder.iterdir()] == ["best.ckpt"]
 
 
@@ -319,7 +317,5 @@ def test_leftovers_of_a_dead_process_are_removed(make: Make, folder: Path) -> No
     folder.mkdir()
     (folder / ".step_00000002.ckpt.x.unfinished").touch()
     trainer: Any = make()
-
     trainer.keeper.on_train_start(trainer, trainer.lightning_module)
-
     assert not list(folder.iterdir())

@@ -281,7 +281,6 @@ def fail_on_a_rank(rank: int, folder: Path) -> list[str]:
 
 def test_a_rank_that_cannot_write_where_the_first_reads_stops_all_ranks(tmp_path: Path) -> None:
     said = on_ranks(2, tmp_path / "ranks", fail_on_a_rank, tmp_path / "checkpoints")
-
     other_disk = "a rank wrote to a disk that rank 0 cannot read"
     assert said == [["No space left on device"] * 2 + [other_disk]] * 2
     assert not [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
