@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,7 @@ class Fitted:
         self.trainer.fit(
             self.module, datamodule=make_token_data(config, data), ckpt_path=resume_from
         )
+
+
+Fit = Callable[..., Fitted]
+MakeConfig = Callable[..., TrainConfig]

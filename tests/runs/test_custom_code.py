@@ -30,6 +30,8 @@ from moe_ffn.runs.reader import load_run
 from moe_ffn.studies.sweep import has_begun
 from tests.helpers.tiny_runs import Finished, run_here
 
+Program = Callable[..., Finished]
+
 OWN = """
 import sys
 from moe_ffn import FFNConfig
@@ -154,11 +156,7 @@ def test_a_run_keeps_a_copy_that_its_config_names(own: Path, tmp_path: Path) -> 
     assert kept.model.ffn.type == f"{folder}/code/own.py:Own"
     assert comparable_options(kept) == comparable_options(config)
     assert json.loads(files["code.json"]) == {
-        "code/own.py": {
-            "path": str(own),
-            "sha256": find_code("own.py").sha256,
-            "copied": True,
-        }
+        "code/own.py": {"path": str(own), "sha256": find_code("own.py").sha256, "copied": True}
     }
     # The copy is named as it was, so that a run that goes on writes what is there.
     assert portable_options(kept) == options
@@ -205,7 +203,6 @@ def test_a_module_that_is_named_is_recorded_without_a_copy(
 
 def test_a_file_that_is_not_utf_8_is_refused_before_a_run_is_made(own: Path) -> None:
     own.write_bytes(b"# -*- coding: latin-1 -*-\n# \xe4\n" + own.read_bytes())
-
     with pytest.raises(ConfigError, match=r"^'own.py' is not UTF-8, so the run cannot keep a copy"):
         code_files(parse("--model.ffn", "own.py:Own"))
 
@@ -231,9 +228,7 @@ def test_a_default_of_a_class_in_the_same_file_leads_back_to_it(own: Path, tmp_p
     own.write_text(
         own.read_text() + "class Two(Own, frozen=True):\n    inner: FFNConfig = Own(rank=2)\n"
     )
-
     config = parse("--model.ffn", "own.py:Two")
-
     assert config.model.ffn.to_dict()["inner"] == {"type": "own.py:Own", "rank": 2}
 
 
@@ -243,7 +238,6 @@ def test_originals_that_changed_are_told(
     entries = {
         "code/own.py": {"path": str(own), "sha256": find_code("own.py").sha256, "copied": True},
         "gone": {"path": str(tmp_path / "gone.py"), "sha256": "0", "copied": False},
-        "a device": {"path": "/dev/null", "sha256": "0", "copied": False},
         "module": {"path": str(own), "sha256": "f" * 64, "copied": False},
     }
     (tmp_path / "code.json").write_text(json.dumps(entries))
@@ -258,11 +252,6 @@ def test_originals_that_changed_are_told(
     warn_if_code_changed(tmp_path)
     first, _ = capsys.readouterr().err.splitlines()
     assert first.endswith(f"; the run uses its copy, '{tmp_path / 'code/own.py'}'")
-
-    for damaged in ("", "[]", "{"):
-        (tmp_path / "code.json").write_text(damaged)
-        warn_if_code_changed(tmp_path)
-    assert capsys.readouterr().err == ""
 
 
 # -- whose code
@@ -355,7 +344,6 @@ def test_help_names_a_class_of_one_s_own_and_does_not_look_for_it(
 ) -> None:
     with pytest.raises(SystemExit):
         parse("--model.ffn", "no/such/file.py:Own", "--help")
-
     assert "  --model.ffn.type no/such/file.py:Own\n" in capsys.readouterr().out
 
 
@@ -398,13 +386,22 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finished]:
     return lambda name, *argv: run_here(*argv, program=f"moe_ffn.cli.{name}")
 
 
+OWN_OPTIMIZER = """
+import torch
+from moe_ffn.training.optimizer import OptimizerConfig
+
+class Plain(OptimizerConfig, frozen=True):
+    learning_rate: float = 0.1
+    def build(self, model): return torch.optim.SGD(model.parameters(), lr=self.learning_rate)
+"""
+
+
 def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
-    run_train: Callable[..., Any],
-    program: Callable[..., Finished],
-    own: Path,
-    tmp_path: Path,
+    run_train: Callable[..., Any], program: Program, own: Path, tmp_path: Path
 ) -> None:
-    result = run_train(tmp_path, "--model.ffn", "own.py:Own", "--run.name", "mine")
+    own.write_text(own.read_text() + OWN_OPTIMIZER)
+    parts = ("--model.ffn", "own.py:Own", "--optimizer", "own.py:Plain")
+    result = run_train(tmp_path, *parts, "--run.name", "mine")
     assert result.code == 0, result.stderr
     folder = Path("runs/mine")
     assert "code: runs/mine/ keeps a copy of own.py" in result.stdout
@@ -470,39 +467,6 @@ def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
     assert Path("ran").exists()
 
 
-OWN_OPTIMIZER = """
-from torch.optim import SGD
-from moe_ffn.training.optimizer import OptimizerConfig
-
-class Plain(OptimizerConfig, frozen=True):
-    learning_rate: float = 0.1
-    def build(self, model): return SGD(model.parameters(), lr=self.learning_rate)
-"""
-
-
-def test_a_run_with_an_optimizer_of_one_s_own_goes_on(
-    run_train: Callable[..., Any],
-    program: Callable[..., Finished],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "own.py"
-    path.write_text(OWN_OPTIMIZER)
-    result = run_train(tmp_path, "--optimizer.type", "own.py:Plain", "--run.name", "mine")
-    assert result.code == 0, result.stderr
-    path.write_text(OWN_OPTIMIZER.replace("0.1", "0.2"))
-
-    more = ("train", "--resume", "runs/mine", "--trainer.max_steps", "8")
-    code, stdout, stderr = program(*more)
-    assert code == 0, stderr
-    assert "resuming runs/mine after step 6" in stdout
-
-    code, _, stderr = program(*more[:-1], "9", "--optimizer.type", "own.py:Plain")
-    assert code == 2
-    assert "optimizer.type: is Plain (code " in stderr
-
-
 def test_trust_code_goes_with_resume(refuse: Callable[..., str]) -> None:
     said = refuse("--trust-code")
     assert (
@@ -511,12 +475,8 @@ def test_trust_code_goes_with_resume(refuse: Callable[..., str]) -> None:
     )
 
 
-def test_what_a_file_prints_is_not_in_the_output(
-    own: Path, program: Callable[..., Finished]
-) -> None:
+def test_what_a_file_prints_is_not_in_the_output(own: Path, program: Program) -> None:
     own.write_text(own.read_text() + "print('hello')\n")
-
     code, stdout, stderr = program("train", "--model.ffn", "own.py:Own", "--print-config")
-
     assert (code, stderr) == (0, "importing 'own.py', which runs its code\nhello\n")
     assert yaml.safe_load(stdout)["model"]["ffn"] == {"type": "own.py:Own", "rank": 4}

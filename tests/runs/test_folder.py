@@ -38,7 +38,6 @@ def test_of_another_machine_nothing_is_known(
     with locked(tmp_path):
         pass
     monkeypatch.setattr("platform.node", lambda: "another")
-
     assert is_trained_here(tmp_path) is None
 
 
@@ -73,7 +72,6 @@ def test_a_file_system_that_locks_no_folders_has_the_file(
 
 def test_the_name_of_the_machine_replaces_that_of_another(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text("a machine with a much longer name " * 9)
-
     with locked(tmp_path), multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply(is_trained_here, [tmp_path])
 
@@ -101,6 +99,5 @@ def test_a_run_whose_folder_cannot_be_written_is_not_held(tmp_path: Path) -> Non
     folder = tmp_path / "gone"
     folder.mkdir()
     shutil.rmtree(folder)
-
     with locked(folder):
         assert is_trained_here(folder) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +33,7 @@ from moe_ffn.runs.planner import (
 from moe_ffn.training.objective import cross_entropy_of
 from tests.helpers.ranks import Sent, on_ranks, parallelize
 
-MODELS = sorted((Path(__file__).parents[2] / "configs/models").glob("*.yaml"))
+MODELS = Path(__file__).parents[2] / "configs/models"
 MOE = {
     "type": "moe",
     "num_experts": 4,
@@ -61,9 +62,9 @@ def plans_of(
     return {plan.layout: plan for plan in plans}
 
 
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
-def test_a_published_model_is_as_large_without_numbers(path: Path) -> None:
-    config = read_config(path, TrainConfig)
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss_120b", "olmoe_1b_7b"])
+def test_a_published_model_is_as_large_without_numbers(name: str) -> None:
+    config = read_config(MODELS / f"{name}.yaml", TrainConfig)
     planned = Sizes.of(config)
     vocab_size, seq_len = config.data.tokenizer.max_vocab_size, config.data.seq_len
     assert sum(w.numel for w in planned.all) == config.model.num_params(vocab_size, seq_len)
@@ -84,6 +85,7 @@ def _no_activations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 without_activations = pytest.mark.usefixtures("_no_activations")
 
+
 Cases = list[tuple[TrainConfig, Layout]]
 
 
@@ -96,18 +98,11 @@ def local_numbers(rank: int, cases: Cases) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        [Layout(shard=2), Layout(expert=2)],
-        [Layout(shard=2, expert=2), Layout(data=2, expert=2), Layout(shard=4)],
-    ],
-    ids=["2 ranks", "4 ranks"],
-)
-def test_a_rank_has_its_share_of_each_weight(layouts: list[Layout], tmp_path: Path) -> None:
+def test_a_rank_has_its_share_of_each_weight(tmp_path: Path) -> None:
+    layouts = [Layout(shard=2, expert=2), Layout(data=2, expert=2), Layout(shard=4)]
     configs = [config_of(model={"ffn": {**MOE, "num_experts": number}}) for number in (4, 2)]
     cases = [*product(configs, layouts)]
-    of_ranks = on_ranks(layouts[0].num_ranks, tmp_path, local_numbers, cases)
+    of_ranks = on_ranks(4, tmp_path, local_numbers, cases)
     for (config, layout), *found in zip(cases, *of_ranks, strict=True):
         assert max(found) == sum(w.numel * w.share(layout) for w in Sizes.of(config).all), layout
 
@@ -138,16 +133,14 @@ def kept(config: TrainConfig, precision: str) -> float:
         ({"ffn": "swiglu"}, "32-true"),
         ({"ffn": "swiglu"}, "bf16-true"),
         ({"ffn": "swiglu"}, "bf16-mixed"),
-        ({"ffn": "dense"}, "32-true"),
-        ({"ffn": MOE}, "32-true"),
-        ({"ffn": MOE, "ffn_at": {"0": "swiglu"}}, "32-true"),
+        ({"ffn": MOE, "ffn_at": {"0": "dense"}}, "32-true"),
         ({"ffn": "swiglu", "attention": {"num_heads": 4, "latent": {"kv_rank": 8}}}, "32-true"),
         (
             {"ffn": "swiglu", "attention": {"num_heads": 4, "num_kv_heads": 2, "norm_qk": "head"}},
             "32-true",
         ),
     ],
-    ids=["swiglu", "bf16", "mixed bf16", "dense", "moe", "two kinds", "latent", "grouped"],
+    ids=["swiglu", "bf16", "mixed bf16", "two kinds", "latent", "grouped"],
 )
 def test_planned_activations_are_those_of_a_real_step(
     model: dict[str, Any], precision: str
@@ -230,7 +223,18 @@ def test_the_memory_of_weights_by_hand(precision: str, item: int) -> None:
     assert spread.gathered == item * (2 * outside + 3 * (layer - experts * 3 / 4))
 
 
-def test_activations_are_those_of_one_ranks_batch() -> None:
+def test_activations_are_those_of_one_ranks_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    @cache
+    def followed(recomputes: bool | str, num_sequences: int, precision: str) -> Activations:
+        config = config_of(model={"activation_checkpointing": recomputes})
+        return activations_of(config, num_sequences, precision)
+
+    monkeypatch.setattr(
+        planner,
+        "activations_of",
+        lambda config, *of: followed(config.model.activation_checkpointing, *of),
+    )
+
     def bytes_of(layout: Layout, batch_size: int, recomputes: bool | str = False) -> float:
         plans = plans_of(
             layout.num_ranks,
@@ -356,43 +360,25 @@ def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict
 
 
 @without_activations
-@pytest.mark.parametrize(
-    ("num_ranks", "cases"),
-    [
-        (
-            2,
-            [
-                (Layout(shard=2), "32-true", False, 0),
-                (Layout(expert=2), "32-true", False, 4 * 4),  # there, back, and both gradients
-                (Layout(expert=2), "32-true", "ffn", 6 * 4),
-                (Layout(expert=2), "32-true", "block", 6 * 4),
-                (Layout(expert=2), "bf16-mixed", False, 4 * 2),
-            ],
-        ),
-        (
-            4,
-            [
-                (Layout(shard=2, expert=2), "32-true", False, 4 * 4),
-                (Layout(data=2, expert=2), "32-true", False, 4 * 4),
-            ],
-        ),
-    ],
-    ids=["2 ranks", "4 ranks"],
-)
-def test_the_planned_traffic_is_what_a_hook_counts(
-    num_ranks: int, cases: list[tuple[Layout, str, Any, int]], tmp_path: Path
-) -> None:
-    """Layout, precision, what is recomputed, and the bytes of a number of a token."""
+def test_the_planned_traffic_is_what_a_hook_counts(tmp_path: Path) -> None:
+    # Layout, precision, what is recomputed, and the bytes of a number of a token.
+    cases: list[tuple[Layout, str, Any, int]] = [
+        (Layout(shard=4), "32-true", False, 0),
+        (Layout(shard=2, expert=2), "32-true", False, 4 * 4),  # there, back, and both gradients
+        (Layout(data=2, expert=2), "32-true", "ffn", 6 * 4),
+        (Layout(shard=2, expert=2), "32-true", "block", 6 * 4),
+        (Layout(data=2, expert=2), "bf16-mixed", False, 4 * 2),
+    ]
     configs = [
         config_of(
             model={"activation_checkpointing": recomputes},
-            data={"batch_size": 2 * num_ranks},
+            data={"batch_size": 2 * 4},
             trainer={"precision": precision},
         )
         for _, precision, recomputes, _ in cases
     ]
     given = [(config, layout) for config, (layout, *_) in zip(configs, cases, strict=True)]
-    together = on_ranks(num_ranks, tmp_path, sent_in_steps, given)
+    together = on_ranks(4, tmp_path, sent_in_steps, given)
     for (config, layout), case, *of_ranks in zip(given, cases, *together, strict=True):
         planned = traffic_of(config, layout)
         for counted, _ in of_ranks:
@@ -402,7 +388,7 @@ def test_the_planned_traffic_is_what_a_hook_counts(
         tokens = sum(counted.get("tokens", 0) for counted, _ in of_ranks)
         assert tokens == sum(rows for _, rows in of_ranks) * 32 * case[-1], case
         # Balance is not perfect in fact.
-        assert tokens == pytest.approx(planned.tokens * num_ranks, rel=0.25), case
+        assert tokens == pytest.approx(planned.tokens * 4, rel=0.25), case
 
 
 def traffic_of(config: TrainConfig, layout: Layout) -> Traffic:
@@ -421,11 +407,7 @@ def test_what_does_not_travel_is_not_planned_and_groups_send_less(tmp_path: Path
         {**MOE, "router": {"type": "sigmoid_top_k", "k": 2}},
         {
             **MOE,
-            "router": {
-                "type": "sigmoid_top_k",
-                "k": 2,
-                "groups": {"num_groups": 2, "keep": 1},
-            },
+            "router": {"type": "sigmoid_top_k", "k": 2, "groups": {"num_groups": 2, "keep": 1}},
         },
     ]
     layout, trainer = Layout(expert=2), {"precision": "32-true"}

@@ -37,16 +37,13 @@ def test_a_finished_run(tmp_path: Path) -> None:
 def test_experts_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     load = [expert / 1000 for expert in range(101)]
     write_metrics(tmp_path / "metrics.jsonl", [{"step": 1, "routing/layer_00/load": load}])
-
     assert [series.last for series in read_run(tmp_path).loads["layer_00"]] == load
 
 
 def test_a_block_inside_a_block_is_a_layer_of_its_own(tmp_path: Path) -> None:
     values = {"routing/layer_00/max_violation": 0.5, "routing/layer_00/inner/load": [1.0]}
     write_metrics(tmp_path / "metrics.jsonl", [{"step": 1, **values}])
-
     run = read_run(tmp_path)
-
     assert list(run.layers) == ["layer_00", "layer_00/inner"]
     assert list(run.loads) == ["layer_00/inner"]
 
@@ -114,7 +111,6 @@ def test_what_cannot_be_read_is_as_good_as_absent(
 def test_a_run_that_is_given_twice_is_taken_once(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0)
     again = tmp_path / "b" / ".." / "a"
-
     assert [(run.name, run.folder) for run in read_runs([a, b, again])] == [("a", a), ("b", b)]
 
 
@@ -166,9 +162,7 @@ def test_a_slow_run_is_given_the_time_of_ten_rows(tmp_path: Path) -> None:
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("trainer: {max_steps: 5}\n")
-
     run = read_run(tmp_path)
-
     assert (run.state, run.step) == ("waiting", None)
 
 
@@ -177,7 +171,6 @@ def test_runs_of_one_name_are_named_by_their_paths(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text("{}")
-
     assert [run.name for run in read_runs(folders)] == [str(folders[0]), str(folders[1]), "b"]
 
 

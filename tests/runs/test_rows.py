@@ -66,7 +66,6 @@ def test_a_run_without_rows_has_an_empty_table(tmp_path: Path) -> None:
 def test_steps_that_come_again_take_the_place_of_those_before(tmp_path: Path) -> None:
     steps = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)]
     rows = table(tmp_path, *({"step": step, "x": value} for step, value in steps))
-
     assert columns(rows) == {"x": ([1, 2, 3], [1.0, 2.5, 3.5])}
 
 
@@ -82,6 +81,5 @@ def test_the_table_in_pandas(tmp_path: Path) -> None:
 
 def test_without_pandas_there_is_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-
     with pytest.raises(ImportError, match="pandas"):
         Rows().to_pandas()

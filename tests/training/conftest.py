@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.runs.config import TrainConfig
-from tests.helpers.fitted import Fitted
+from tests.helpers.fitted import Fit, Fitted, MakeConfig
 
 
 def quiet_lightning() -> None:
@@ -30,7 +29,7 @@ def _quiet_lightning() -> None:
 
 
 @pytest.fixture(scope="session")
-def make_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainConfig]:
+def make_config(tmp_path_factory: pytest.TempPathFactory) -> MakeConfig:
     """`make_config(model=..., trainer=...)`: a tiny run with these options laid over it."""
     folder = tmp_path_factory.mktemp("training")
     texts = folder / "texts"
@@ -61,7 +60,7 @@ def make_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Train
 
 
 @pytest.fixture(scope="session")
-def prepared(make_config: Callable[..., TrainConfig]) -> PreparedData:
+def prepared(make_config: MakeConfig) -> PreparedData:
     return prepare(make_config().data)
 
 
@@ -86,9 +85,7 @@ def nobodys_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fit(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
-) -> Callable[..., Fitted]:
+def fit(make_config: MakeConfig, prepared: PreparedData, tmp_path: Path) -> Fit:
     """`fit(callback, model=...)`: six steps of a tiny run with these options, watched by the callback.
 
     With `resume_from` those that are left after a checkpoint.
@@ -106,9 +103,7 @@ SIX_STEPS = {"max_steps": 6, "validate_every_n_steps": 3, "accelerator": "cpu"}
 
 @pytest.fixture(scope="session")
 def moe_fit(
-    make_config: Callable[..., TrainConfig],
-    prepared: PreparedData,
-    tmp_path_factory: pytest.TempPathFactory,
+    make_config: MakeConfig, prepared: PreparedData, tmp_path_factory: pytest.TempPathFactory
 ) -> Fitted:
     """Six steps of a Mixture of Experts, for tests that only look at what was seen of them."""
     quiet_lightning()

@@ -69,7 +69,6 @@ TOP_1 = {"type": "top_k", "k": 1}
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "load_balance": (TOP_1, {"load_balance": 0.1}),
     "load_balance_global": (TOP_1, {"load_balance_global": 0.1}),
-    "load_balance-k2": ({"type": "top_k", "k": 2}, {"load_balance": 0.1}),
     "load_balance_sequence": (TOP_1, {"load_balance_sequence": 0.1}),
     "importance_and_load_cv2": (
         {"type": "noisy_top_k", "k": 2},
@@ -82,14 +81,6 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sign_rule-centred": (
         {"type": "sigmoid_top_k", "k": 2},
         {"bias_rule": {"type": "sign", "rate": 0.02, "centre": True}},
-    ),
-    "sign_rule-softmax": (
-        {**TOP_1, "correction_bias": True},
-        {"bias_rule": {"type": "sign", "rate": 0.02}},
-    ),
-    "quantile_rule-sigmoid": (
-        {"type": "sigmoid_top_k", "k": 2},
-        {"bias_rule": {"type": "quantile"}},
     ),
     "quantile_rule-softmax": (
         {**TOP_1, "correction_bias": True},

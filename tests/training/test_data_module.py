@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -10,15 +9,10 @@ import torch
 
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
 from moe_ffn.data.prepare import PreparedData, validation_batches
-from moe_ffn.runs.config import TrainConfig
-from moe_ffn.training.data_module import (
-    FILLER,
-    TokenData,
-    TrainLoader,
-    ValidationLoader,
-)
+from moe_ffn.training.data_module import FILLER, TokenData, TrainLoader, ValidationLoader
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.objective import IGNORED_TARGET
+from tests.helpers.fitted import MakeConfig
 
 
 @pytest.fixture
@@ -59,7 +53,6 @@ def test_each_validation_batch_is_seen_once_and_all_ranks_take_part_equally_ofte
 
 def test_a_filler_has_nothing_to_predict(validation: ValidationBatches) -> None:
     first, filler = ValidationLoader(validation, rank=1, world_size=2)
-
     assert (first["index"], filler["index"]) == (1, FILLER)
     assert (filler["target_ids"] == IGNORED_TARGET).all()
     assert torch.equal(filler["input_ids"], validation[0].input_ids)
@@ -67,7 +60,7 @@ def test_a_filler_has_nothing_to_predict(validation: ValidationBatches) -> None:
 
 
 def test_loaders_are_those_of_the_rank_the_seed_and_the_step(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData
+    make_config: MakeConfig, prepared: PreparedData
 ) -> None:
     data = TokenData(make_config().data, prepared, num_batches=8, seed=5)
     trainer = SimpleNamespace(
@@ -90,9 +83,8 @@ def test_loaders_are_those_of_the_rank_the_seed_and_the_step(
 
 
 def test_validation_batches_follow_the_config(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData
+    make_config: MakeConfig, prepared: PreparedData
 ) -> None:
     found = validation_batches(make_config().data, prepared)
-
     # 96 tokens in sequences of 16, four to a batch
     assert [len(found[i].input_ids) for i in range(len(found))] == [4, 2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from moe_ffn.training.optimizer import (
 )
 from moe_ffn.training.schedule import ScheduleConfig
 from tests.helpers.documented import python_with
-from tests.helpers.fitted import Fitted
+from tests.helpers.fitted import Fit
 from tests.helpers.same_run import assert_same
 
 MAX_STEPS = 40
@@ -135,9 +134,7 @@ def test_without_a_type_it_is_muon() -> None:
 @every_type
 def test_it_learns_with_its_own_rate(tag: str) -> None:
     learner = Learner(make(tag))
-
     losses = [learner.step() for _ in range(MAX_STEPS)]
-
     assert losses[0] == pytest.approx(2.08, abs=0.5), "log(8), more or less"
     assert losses[-1] < losses[0] - 0.2
 
@@ -179,29 +176,7 @@ def test_without_gradients_nothing_moves(tag: str) -> None:
     assert_same(learner.saved()["optimizer_states"][0]["state"], state)
 
 
-@every_type
-def test_bfloat16_weights_stay_so_and_finite(tag: str) -> None:
-    learner = Learner(make(tag, schedule="constant"))
-    learner.model.bfloat16()
-    before = learner.saved()["state_dict"]
-    for _ in range(3):
-        learner.step()
-
-    for name, parameter in learner.model.named_parameters():
-        assert parameter.dtype == torch.bfloat16, name
-        assert parameter.isfinite().all(), name
-    assert not torch.equal(learner.model.state_dict()[MATRIX], before[MATRIX])
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        torch.float64,
-        pytest.param(torch.bfloat16, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_type
 def test_resuming_is_exact(tag: str, dtype: torch.dtype) -> None:
     unbroken, first, second = (Learner(make(tag), seed=s, dtype=dtype) for s in (0, 0, 1))
@@ -212,19 +187,7 @@ def test_resuming_is_exact(tag: str, dtype: torch.dtype) -> None:
 
     assert before + [second.step() for _ in range(3)] == losses
     assert_same(second.saved(), unbroken.saved())
-
-
-@pytest.mark.slow
-@every_type
-def test_moments_are_kept_when_resuming_in_another_dtype(tag: str) -> None:
-    narrow, wide = Learner(make(tag)), Learner(make(tag), dtype=torch.float64)
-    for _ in range(3):
-        narrow.step()
-
-    wide.go_on_from(narrow.saved())
-
-    assert wide.step() == pytest.approx(narrow.step(), rel=1e-5)
-    assert wide.step() == pytest.approx(narrow.step(), rel=1e-2 if tag == "muon" else 1e-5)
+    assert {parameter.dtype for parameter in second.model.parameters()} == {dtype}
 
 
 @every_type
@@ -269,16 +232,12 @@ def test_options_reach_the_optimizer(tag: str) -> None:
 def test_sgd_may_gain_momentum_when_resumed() -> None:
     first, second = Learner(SGDConfig(momentum=0.0)), Learner(SGDConfig(momentum=0.9), seed=1)
     first.step()
-
     second.go_on_from(first.saved())
-
     assert second.step() < first.step() + 0.1
 
 
 @every_type
-def test_a_run_is_trained_clipped_accumulated_and_reports_its_rate(
-    fit: Callable[..., Fitted], tag: str
-) -> None:
+def test_a_run_is_trained_clipped_accumulated_and_reports_its_rate(fit: Fit, tag: str) -> None:
     fitted = fit(
         model={"ffn": {"type": "moe", "num_experts": 2}},
         optimizer={"type": tag, "schedule": {"type": "constant", "warmup_steps": 2}},
@@ -309,31 +268,28 @@ def decayed_and_kept(**options: Any) -> tuple[set[str], set[str]]:
 
 ATTENTION = {f"layers.0.attention.{name}.weight" for name in ("query", "key", "value", "output")}
 NORMS = {"layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "final_norm.weight"}
-
-
-def test_matrices_decay_stacked_experts_and_router_too() -> None:
-    decayed, kept = decayed_and_kept(ffn={"type": "moe", "num_experts": 4})
-
-    ffn = {f"layers.0.ffn.experts.{name}" for name in ("gate_up", "down")}
-    assert decayed == ATTENTION | ffn | {"layers.0.ffn.router.projection.weight"}
-    assert kept == NORMS | {"embedding.weight"}
-
-
-def test_biases_do_not_decay_stacked_ones_neither() -> None:
-    decayed, kept = decayed_and_kept(
-        ffn={"type": "moe", "num_experts": 4, "experts": {"type": "swiglu", "bias": True}},
-        attention={"num_heads": 2, "bias": True},
-        norm="layer_norm",
-    )
-
-    assert not [name for name in decayed if "bias" in name]
-    assert {f"layers.0.ffn.experts.{name}_bias" for name in ("gate_up", "down")} <= kept
-    assert {name.replace("weight", "bias") for name in ATTENTION | NORMS} <= kept
+EXPERTS = {f"layers.0.ffn.experts.{name}" for name in ("gate_up", "down")}
+BIASED = {
+    "ffn": {"type": "moe", "num_experts": 4, "experts": {"type": "swiglu", "bias": True}},
+    "attention": {"num_heads": 2, "bias": True},
+    "norm": "layer_norm",
+}
 
 
 @pytest.mark.parametrize(
     ("options", "decays", "keeps"),
     [
+        (
+            {"ffn": {"type": "moe", "num_experts": 4}},
+            ATTENTION | EXPERTS | {"layers.0.ffn.router.projection.weight"},
+            NORMS,
+        ),
+        (
+            BIASED,
+            EXPERTS,
+            {name.replace("weight", "bias") for name in ATTENTION | NORMS}
+            | {f"{name}_bias" for name in EXPERTS},
+        ),
         ({"tie_embeddings": True}, set(), {"embedding.weight"}),
         ({"tie_embeddings": False}, {"unembedding.weight"}, {"embedding.weight"}),
         ({"positions": "learned"}, set(), {"positions.table.weight"}),
@@ -343,13 +299,12 @@ def test_biases_do_not_decay_stacked_ones_neither() -> None:
             {"layers.0.ffn.up.linear.bias", "layers.0.ffn.down.linear.bias"},
         ),
     ],
-    ids=["tied", "untied", "learned positions", "convolutions"],
+    ids=["experts", "biases", "tied", "untied", "learned positions", "convolutions"],
 )
-def test_matrices_decay_and_embeddings_do_not(
+def test_matrices_decay_and_biases_norms_and_embeddings_do_not(
     options: dict[str, Any], decays: set[str], keeps: set[str]
 ) -> None:
     decayed, kept = decayed_and_kept(**options)
-
     assert decayed >= decays
     assert kept >= keeps
     assert ("unembedding.weight" in decayed | kept) == (options.get("tie_embeddings") is False)
@@ -379,9 +334,7 @@ def test_the_docs_have_every_schedule() -> None:
     assert sorted(found) == sorted(ScheduleConfig.members)
 
 
-def test_a_custom_optimizer_is_named_by_its_file(
-    fit: Callable[..., Fitted], tmp_path: Path
-) -> None:
+def test_a_custom_optimizer_is_named_by_its_file(fit: Fit, tmp_path: Path) -> None:
     """The one of the docs."""
     code = python_with("SignConfig", "docs/howto/custom_optimizer.md")
     (tmp_path / "my_optimizer.py").write_text(code)

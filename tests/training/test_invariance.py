@@ -1,8 +1,8 @@
 """One logical batch has one router gradient, however it is divided, recomputed or padded.
 
-The batch of 8 sequences is taken whole, in 4 accumulated micro-batches of 2, on 2 ranks under DDP, with
-activation checkpointing, and with padding added. Under the global-batch rule all of them agree. The
-other rules are per batch, and are shown to survive just what docs/howto/balance.md says they survive.
+The batch of 8 sequences is taken whole, in 4 accumulated micro-batches of 2, with activation checkpointing,
+and with padding added; `test_parallel.py` divides it among ranks. Under the global-batch rule all of them
+agree. The other rules are per batch, and are shown to survive just what docs/howto/balance.md says they survive.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from moe_ffn.parallel.layout import WHOLE
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
 from tests.helpers.first_gradient import first_gradient, fit
+from tests.helpers.fitted import MakeConfig
 from tests.helpers.ranks import on_ranks
 
 # A sum of some hundred float32 products, added up in another order: 1e-7 each, 1e-5 together.
@@ -42,7 +43,7 @@ SURVIVE_DIVISION = {"load_balance_global", "load_balance_sequence", "router_z", 
 
 
 @pytest.fixture
-def config_for(make_config: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
+def config_for(make_config: MakeConfig) -> MakeConfig:
     """A rule, the sequences of one batch, and how many batches are accumulated."""
 
     def make(
@@ -81,10 +82,6 @@ def gradient_here(run_folder: Path) -> Callable[[TrainConfig], dict[str, Tensor]
 _FOUND: dict[str, dict[str, Tensor]] = {}
 
 
-def gradient_on_a_rank(rank: int, config: TrainConfig, folder: Path) -> dict[str, Tensor]:
-    return first_gradient(config, folder)
-
-
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Of the routers' gradients, relative to their size; the largest of the layers."""
     names = [name for name in one if name.endswith("router.projection.weight")]
@@ -112,28 +109,6 @@ def test_checkpointing_and_accumulation_together_change_nothing_under_the_global
     model = {"activation_checkpointing": True}
     parts = gradient_here(config_for(rule, batch_size=2, batches=4, model=model))
     assert difference(whole, parts) < FLOAT32
-
-
-def test_two_ranks_that_accumulate_are_one_batch_for_the_global_rule_and_the_bias_rule(
-    config_for: Any, gradient_here: Any, tmp_path: Path
-) -> None:
-    moe = {"type": "moe", "num_experts": 4}
-    biased = {**moe, "router": {"type": "sigmoid_top_k", "k": 2}}
-    model = {"ffn": {**moe, "router": {"type": "top_k", "k": 2}}, "ffn_at": {"1": biased}}
-    rule = "load_balance_global"
-
-    def biases(found: dict[str, Tensor]) -> Tensor:
-        return torch.stack([v for name, v in found.items() if name.endswith("bias_E.bias")])
-
-    whole = gradient_here(config_for(rule, model=model))
-    assert biases(whole).abs().max() == pytest.approx(1e-3)  # the rule's rate, after one step
-    accumulated = gradient_here(config_for(rule, batch_size=2, batches=4, model=model))
-    assert torch.equal(biases(accumulated), biases(whole))
-    ranks = {"devices": 2, "strategy": "ddp"}
-    config = config_for(rule, batch_size=4, batches=2, model=model, trainer=ranks)
-    divided, _ = on_ranks(2, tmp_path, gradient_on_a_rank, config, tmp_path)
-    assert torch.equal(biases(divided), biases(whole))
-    assert difference(whole, divided) < FLOAT32
 
 
 class Counts(Callback):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning import Trainer
 from pydantic import ValidationError
 
@@ -18,24 +17,12 @@ from moe_ffn.runs.assemble import make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.validate import LAUNCHED, require_valid
 from moe_ffn.training.config import TrainerConfig
-from tests.helpers.fitted import Fitted
+from tests.helpers.fitted import Fit, Fitted
 from tests.helpers.own_block import OWN_BLOCK
 
 RunTrain = Callable[..., Any]
 
 pytestmark = pytest.mark.usefixtures("stay_in_tmp_path")
-
-
-@pytest.fixture
-def _as_before() -> Iterator[None]:
-    """Lightning sets these for the whole process."""
-    cudnn, deterministic = (
-        torch.backends.cudnn.benchmark,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    yield
-    torch.backends.cudnn.benchmark = cudnn
-    torch.use_deterministic_algorithms(deterministic)
 
 
 def test_a_profile_is_a_file_of_the_run(run_train: RunTrain, tmp_path: Path) -> None:
@@ -55,8 +42,9 @@ def test_a_profile_is_a_file_of_the_run(run_train: RunTrain, tmp_path: Path) -> 
     assert not (run.folder / "profile.txt").exists(), "what is there is of this run's last part"
 
 
-def test_a_run_without_a_profiler_has_none(moe_run: Any) -> None:
+def test_a_plain_run_has_no_profile_and_comes_to_its_end(moe_run: Any) -> None:
     assert not (moe_run.folder / "profile.txt").exists()
+    assert "ended after" not in moe_run.stdout
 
 
 def test_a_run_ends_when_its_time_is_over_and_says_so(run_train: RunTrain, tmp_path: Path) -> None:
@@ -71,12 +59,8 @@ def test_a_run_ends_when_its_time_is_over_and_says_so(run_train: RunTrain, tmp_p
     assert "validation/loss" in run.rows[-1]
 
 
-def test_a_run_that_comes_to_its_end_says_no_such_thing(moe_run: Any) -> None:
-    assert "ended after" not in moe_run.stdout
-
-
 @pytest.fixture
-def train_with(fit: Callable[..., Fitted], tmp_path: Path) -> Callable[..., Fitted]:
+def train_with(fit: Fit, tmp_path: Path) -> Fit:
     """`train_with("assert x.isfinite()", benchmark=True)`: a block that does this, trained."""
 
     def run(line: str, **arguments: Any) -> Fitted:
@@ -88,9 +72,7 @@ def train_with(fit: Callable[..., Fitted], tmp_path: Path) -> Callable[..., Fitt
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
-def test_validation_is_under_inference_mode_or_not(
-    train_with: Callable[..., Fitted], inference_mode: bool
-) -> None:
+def test_validation_is_under_inference_mode_or_not(train_with: Fit, inference_mode: bool) -> None:
     """That at the end; Lightning has those within a fit without."""
     done = train_with(
         f"assert torch.is_inference_mode_enabled() == (not self.training and {inference_mode})",
@@ -99,30 +81,12 @@ def test_validation_is_under_inference_mode_or_not(
     done.trainer.validate(done.module, datamodule=make_token_data(done.config, done.data))
 
 
-def test_an_anomaly_ends_the_run_where_it_is_made(train_with: Callable[..., Fitted]) -> None:
+def test_an_anomaly_ends_the_run_where_it_is_made(train_with: Fit) -> None:
     with (
         pytest.warns(UserWarning, match="Error detected in SqrtBackward0"),
         pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan values"),
     ):
         train_with("return FFNOutput(x + 0 * (x * 0).sqrt())", detect_anomaly=True)
-
-
-@pytest.mark.usefixtures("_as_before")
-@pytest.mark.parametrize(
-    ("argument", "value", "asked"),
-    [
-        ("benchmark", True, "torch.backends.cudnn.benchmark"),
-        ("deterministic", True, "torch.are_deterministic_algorithms_enabled()"),
-        ("deterministic", "warn", "torch.is_deterministic_algorithms_warn_only_enabled()"),
-    ],
-)
-def test_switches_of_torch_are_set_while_it_trains(
-    train_with: Callable[..., Fitted], argument: str, value: Any, asked: str
-) -> None:
-    torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(False)
-
-    train_with(f"assert {asked}", **{argument: value})
 
 
 # -- the options
@@ -140,10 +104,8 @@ def test_what_is_not_given_is_as_lightning_has_it() -> None:
     [
         ("detect_anomaly", "no", "true or false"),
         ("deterministic", "x", "true, false, null or 'warn'"),
-        ("num_nodes", "x", "a whole number"),
         ("profiler", "pytorch", "one of 'simple' or 'advanced'"),
         ("strategy", "ddp_spawn", "one of 'auto', 'ddp' or 'ddp_find_unused_parameters_true'"),
-        ("strategy", "ddp_fork", "one of 'auto', 'ddp' or 'ddp_find_unused_parameters_true'"),
         ("devices", 1.5, "a whole number, text or a list of whole numbers"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_ffn import Decoder, DecoderConfig
-from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
 from moe_ffn.training.objective import IGNORED_TARGET, mask_tokens
+from tests.helpers.fitted import MakeConfig
 
 MASK = 1000
 
@@ -94,7 +93,7 @@ def test_the_mask_has_an_embedding_of_its_own_and_no_logit() -> None:
 
 
 @pytest.fixture
-def masked_module(make_config: Callable[..., TrainConfig]) -> LanguageModel:
+def masked_module(make_config: MakeConfig) -> LanguageModel:
     config = make_config(model={"causal": False, "ffn": "dense"})
     return LanguageModel(
         config.model,

@@ -47,8 +47,9 @@ def matrices(name: str, value: Tensor) -> list[Tensor]:
     return list(value)
 
 
-@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    ("adjust_lr_fn", "nesterov"), [("original", True), ("match_rms_adamw", False)]
+)
 def test_it_is_torchs_muon_of_each_matrix_and_torchs_adamw_of_the_rest(
     adjust_lr_fn: str, nesterov: bool
 ) -> None:

@@ -52,16 +52,6 @@ def test_the_multiplier_is_the_one_worked_by_hand(
     assert schedule(**options).multiplier(step, NUM_STEPS) == pytest.approx(expected)
 
 
-def test_inverse_sqrt_is_the_schedule_of_the_transformer() -> None:
-    """Vaswani et al. 2017, equation 3, whose first step is number 1; base model."""
-    d_model, warmup = 512, 4000
-    peak = (d_model * warmup) ** -0.5
-    ours = schedule(type="inverse_sqrt", warmup_steps=warmup - 1)
-    for number in (1, 2, 1000, 3999, 4000, 4001, 16000, 100_000):
-        paper = d_model**-0.5 * min(number**-0.5, number * warmup**-1.5)
-        assert peak * ours.multiplier(number - 1, 100_000) == pytest.approx(paper)
-
-
 def hugging_face(make: Callable[..., LambdaLR], **options: Any) -> Callable[[int], float]:
     """That of transformers, in which step 0 is made at rate 0: ours are those from its step 1 on."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)

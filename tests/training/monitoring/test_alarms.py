@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +162,7 @@ def test_a_problem_is_an_alarm_when_it_begins_and_not_while_it_lasts(rules: Alar
     assert len(watch(rules, values(), values(), values(), broken, first=530)) == 1
 
 
-def test_a_lasting_problem_is_one_alarm_for_rows_of_any_length(
-    rules: AlarmRules,
-) -> None:
+def test_a_lasting_problem_is_one_alarm_for_rows_of_any_length(rules: AlarmRules) -> None:
     dead = values(dead_experts=1)
     raised = [rules.check(step, 100, 2.0, {"layer_00": dead}) for step in range(100, 700, 100)]
     assert [len(alarms) for alarms in raised] == [1, 0, 0, 0, 0, 0]
@@ -271,55 +270,39 @@ def test_each_layer_has_its_own_alarm(rules: AlarmRules) -> None:
 # -- the log of alarms
 
 
+ALARM = Alarm(30, "loss_spike", None, "train/loss is nan", "lower it")
+
+
 @pytest.fixture
-def alarm() -> Alarm:
-    return Alarm(30, "loss_spike", None, "train/loss is nan", "lower it")
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str, str]]:
+    """Loggers, title and text of every alert."""
+    alerts: list[tuple[object, str, str]] = []
+    alarms = "moe_ffn.training.monitoring.alarms"
+    monkeypatch.setattr(f"{alarms}.alert", lambda *given: alerts.append(given))
+    return alerts
 
 
 def test_an_alarm_is_logged_written_and_sent_to_wandb(
-    alarm: Alarm,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], told: list[tuple[object, str, str]]
 ) -> None:
-    told: list[tuple[object, str, str]] = []
-    monkeypatch.setattr(
-        "moe_ffn.training.monitoring.alarms.alert",
-        lambda loggers, title, text: told.append((loggers, title, text)),
-    )
     alarm_log = AlarmLog(tmp_path / "alarms.jsonl")
 
     alarm_log.report([], loggers=[])
     assert not alarm_log.file.path.exists()
-    alarm_log.report([alarm], loggers=[])
-    alarm_log.report([alarm], loggers=[])
+    alarm_log.report([ALARM], loggers=[])
+    alarm_log.report([ALARM], loggers=[])
 
     text = "step 30: train/loss is nan; lower it"
     assert capsys.readouterr().err == f"alarm: {text}\n" * 2
     assert told == [([], "loss spike", text)] * 2
     lines = [json.loads(line) for line in alarm_log.file.path.read_text().splitlines()]
-    assert (
-        lines[0]
-        == lines[1]
-        == {
-            "step": 30,
-            "kind": "loss_spike",
-            "layer": None,
-            "message": "train/loss is nan",
-            "advice": "lower it",
-        }
-    )
+    assert lines == [asdict(ALARM)] * 2
     assert alarm_log.num_alarms == 2
 
 
 def test_many_layers_are_one_line_and_one_alert(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], told: list[tuple[object, str, str]]
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(
-        "moe_ffn.training.monitoring.alarms.alert",
-        lambda loggers, title, text: told.append(title),
-    )
     layers = [f"layer_0{number}" for number in range(3)]
     alarms = [Alarm(9, "collapse", layer, "too much", "raise it") for layer in layers]
     alarm_log = AlarmLog(tmp_path / "alarms.jsonl")
@@ -328,7 +311,7 @@ def test_many_layers_are_one_line_and_one_alert(
 
     text = "alarm: step 9: layer_00: too much; raise it (and layer_01, layer_02)\n"
     assert capsys.readouterr().err == text
-    assert told == ["collapse, layer_00"]
+    assert [title for _, title, _ in told] == ["collapse, layer_00"]
     assert [
         json.loads(line)["layer"] for line in alarm_log.file.path.read_text().splitlines()
     ] == layers
@@ -336,12 +319,12 @@ def test_many_layers_are_one_line_and_one_alert(
 
 
 def test_an_alarm_that_cannot_be_written_is_still_logged(
-    alarm: Alarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "alarms.jsonl"
 
-    AlarmLog(path).report([alarm], loggers=[])
+    AlarmLog(path).report([ALARM], loggers=[])
 
     assert capsys.readouterr().err.splitlines() == [
         "alarm: step 30: train/loss is nan; lower it",

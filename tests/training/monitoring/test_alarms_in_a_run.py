@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from moe_ffn.training.module import LanguageModel
 from tests.helpers.faults import Fault
-from tests.helpers.fitted import Fitted
+from tests.helpers.fitted import Fit, Fitted
 
 EARLY = {"every_n_steps": 1, "alarms": {"after_steps": 3}}
 # Sixty-four tokens never spread evenly over a router that has seen six steps.
@@ -51,36 +50,38 @@ def alarms_of(fitted: Fitted, capsys: pytest.CaptureFixture[str]) -> list[tuple[
     return [(alarm["kind"], alarm["step"], alarm["layer"]) for alarm in kept]
 
 
-def test_a_healthy_run_raises_no_alarm(fit: Callable[..., Fitted]) -> None:
+def test_a_healthy_run_raises_no_alarm(fit: Fit) -> None:
     moe = {"type": "moe", "num_experts": 4}
-
     fitted = fit(model={"ffn": moe}, logging=UNLESS_ALL_GO_ONE_WAY, optimizer={"type": "adamw"})
-
     assert fitted.watchers.steps.alarm_log.num_alarms == 0
     assert not fitted.watchers.steps.alarm_log.file.path.exists()
 
 
-def test_collapse_dead_experts_and_dropping(
-    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]
+def test_collapse_dead_experts_dropping_and_a_loss_spike(
+    fit: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     router = {"type": "forced", "k": 1, "skew": 1.0}
     moe = {"type": "moe", "num_experts": 4, "router": router, "capacity": {"factor": 1.0}}
 
-    fitted = fit(model={"ffn": "dense", "ffn_at": {"1": moe}}, logging=EARLY)
+    sabotage = Saboteur("embedding.weight", 300.0, at=7)
+
+    # A loss that many times too high would be skipped.
+    trainer = {"max_steps": 9, "guard": {"max_loss_ratio": None}}
+    model = {"ffn": "dense", "ffn_at": {"1": moe}}
+    fitted = fit(sabotage, model=model, logging=EARLY, trainer=trainer)
 
     assert alarms_of(fitted, capsys) == [
         ("dead_experts", 3, "layer_01"),
         ("collapse", 3, "layer_01"),
         ("dropped", 3, "layer_01"),
+        ("loss_spike", 8, None),
     ]
     row = fitted.logger.named("train")[-1][1]
     assert row["routing/layer_01/dead_experts"] == 3
     assert row["routing/layer_01/load"] == [1, 0, 0, 0]
 
 
-def test_router_logits_that_are_no_numbers(
-    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_router_logits_that_are_no_numbers(fit: Fit, capsys: pytest.CaptureFixture[str]) -> None:
     sabotage = Fault("layers.1.attention_norm", float("nan"), range(2, 3))
     moe = {"type": "moe", "num_experts": 4}
 
@@ -93,13 +94,3 @@ def test_router_logits_that_are_no_numbers(
         ("skipped_step", 3, None),
         ("nonfinite_logits", 3, "layer_01"),
     ]
-
-
-def test_a_loss_spike(fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]) -> None:
-    sabotage = Saboteur("embedding.weight", 300.0, at=7)
-
-    # A loss that many times too high would be skipped.
-    trainer = {"max_steps": 9, "guard": {"max_loss_ratio": None}}
-    fitted = fit(sabotage, model={"ffn": "dense"}, logging=EARLY, trainer=trainer)
-
-    assert alarms_of(fitted, capsys) == [("loss_spike", 8, None)]

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.runs.assemble import build_module, make_callbacks, make_token_data
-from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
 from moe_ffn.training.monitoring import callbacks, routing_window
 from moe_ffn.training.monitoring.callbacks import SampleLog, routing_row
@@ -25,7 +24,7 @@ from moe_ffn.training.monitoring.hardware import peak_memory
 from moe_ffn.training.monitoring.routing_window import RoutingWindow
 from moe_ffn.training.objective import Objective
 from tests.helpers.faults import Fault
-from tests.helpers.fitted import Fitted
+from tests.helpers.fitted import Fit, Fitted, MakeConfig
 
 MOE = {"ffn": {"type": "moe", "num_experts": 4}}
 
@@ -34,13 +33,9 @@ MOE = {"ffn": {"type": "moe", "num_experts": 4}}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2], ids=["plain", "accumulating 2"])
-def test_a_row_is_the_mean_of_all_steps_since_the_last(
-    fit: Callable[..., Fitted], accumulate: int
-) -> None:
+def test_a_row_is_the_mean_of_all_steps_since_the_last(fit: Fit, accumulate: int) -> None:
     fitted = fit(
-        model=MOE,
-        logging={"every_n_steps": 4},
-        trainer={"accumulate_grad_batches": accumulate},
+        model=MOE, logging={"every_n_steps": 4}, trainer={"accumulate_grad_batches": accumulate}
     )
 
     rows = fitted.logger.named("train")
@@ -61,10 +56,10 @@ def test_a_row_is_the_mean_of_all_steps_since_the_last(
 
 
 class Clock(Callback):
-    """A clock that stands still but for what is waited for: a batch takes a second."""
+    """A clock that stands still but for what is waited for: a batch takes a second, a long one eight."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1e6
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, long_batch: int | None = None) -> None:
+        self.now, self.long_batch = 1e6, long_batch
         monkeypatch.setattr(callbacks.time, "perf_counter", lambda: self.now)
         for place, method, seconds in (
             (LanguageModel, "validation_step", 1e3),
@@ -81,51 +76,30 @@ class Clock(Callback):
 
         return slow
 
-    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self.now += 1
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.now += 8 if batch_idx == self.long_batch else 1
 
 
 def test_tokens_and_seconds_leave_validations_and_their_texts_out(
-    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
+    fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock(monkeypatch)
+    clock = Clock(monkeypatch, long_batch=4)
 
-    fitted = fit(clock, logging={"every_n_steps": 2}, trainer={"accumulate_grad_batches": 2})
+    fitted = fit(clock, logging={"every_n_steps": 3}, trainer={"accumulate_grad_batches": 2})
 
-    assert clock.now > 1e6 + 2 * 1e4, "two validations were waited for"
-    # A row is of 4 batches of 4 sequences x 16 tokens, 4.5 seconds.
-    rows = fitted.logger.named("train")
-    assert [(step, row["train/tokens"]) for step, row in rows] == [(2, 256), (4, 512), (6, 768)]
+    # A row is of 6 batches of 4 sequences x 16 tokens, 6.5 seconds; the first has the long one.
+    rows, steps = fitted.logger.named("train"), fitted.watchers.steps
+    assert [(step, row["train/tokens"]) for step, row in rows] == [(3, 384), (6, 768)]
     rates = [row["train/tokens_per_second"] for _, row in rows]
-    assert rates == pytest.approx([256 / 4.5] * 3)
-    # One step takes two seconds, the other the reading of the values too.
-    assert [row["train/step_seconds"] for _, row in rows] == pytest.approx([2.25] * 3)
-    assert fitted.watchers.steps.tokens_per_second == pytest.approx(256 / 4.5)
-
-
-def test_rows_say_how_long_training_took_so_far_and_a_step_of_theirs(
-    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-    pauses = iter([0, 0, 7, 0, 0, 0])
-    begin = clock.on_train_batch_start
-
-    def on_train_batch_start(*args: Any) -> None:
-        begin()
-        clock.now += next(pauses)
-
-    monkeypatch.setattr(clock, "on_train_batch_start", on_train_batch_start)
-
-    fitted = fit(clock, logging={"every_n_steps": 3})
-
-    rows = [row for _, row in fitted.logger.named("train")]
-    assert [row["train/seconds"] for row in rows] == pytest.approx([10.5, 14])
-    # The third step had the pause, the last of each row its reading.
-    assert [row["train/step_seconds"] for row in rows] == pytest.approx([1, 1])
-    steps = fitted.watchers.steps
-    validations = len(fitted.logger.named("validation"))
+    assert rates == pytest.approx([384 / 13.5, 384 / 6.5])
+    assert [row["train/seconds"] for _, row in rows] == pytest.approx([13.5, 20])
+    # The median: the long batch and the reading of the values are those of other steps.
+    assert [row["train/step_seconds"] for _, row in rows] == pytest.approx([2, 2])
+    assert steps.tokens_per_second == pytest.approx(768 / 20)
     batches = len(validation_batches(fitted.config.data, fitted.data))
-    assert steps.validation_seconds == pytest.approx(validations * (1e3 * batches + 1e4))
+    assert steps.validation_seconds == pytest.approx(2 * (1e3 * batches + 1e4))
     assert steps.peak_memory_bytes > 50e6, "torch alone takes more"
 
 
@@ -139,7 +113,7 @@ def test_the_peak_memory_is_in_bytes() -> None:
 
 
 def test_tokens_of_all_ranks_are_counted(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
+    make_config: MakeConfig, prepared: PreparedData, tmp_path: Path
 ) -> None:
     config = make_config(model={"ffn": "dense"}, logging={"every_n_steps": 100})
     steps = make_callbacks(config, prepared, tmp_path).steps
@@ -155,9 +129,7 @@ def test_tokens_of_all_ranks_are_counted(
     assert steps.total_tokens == 2 * 64
 
 
-def test_a_row_resumed_on_two_ranks_is_exact(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_row_resumed_on_two_ranks_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = torch.tensor([[0.1, 0.7], [0.3, 1.9]]), torch.tensor([[1.1, 0.01], [0.6, 0.3]])
     unbroken, first, second = ([callbacks._LossWindow() for _ in range(2)] for _ in range(3))
     for rank in range(2):
@@ -210,7 +182,7 @@ class SaveAt(Callback):
 
 
 def test_a_resumed_run_continues_its_counts(
-    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fit: Fit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Tokens, seconds, skipped steps and alarms, of a row that is cut in two and of the whole run."""
     clock, cut, end = Clock(monkeypatch), tmp_path / "cut.ckpt", tmp_path / "end.ckpt"
@@ -234,7 +206,6 @@ def test_a_resumed_run_continues_its_counts(
 
 def test_callbacks_receive_detached_outputs(moe_fit: Fitted) -> None:
     output = moe_fit.spy.outputs[0]
-
     assert not output["objective"].total.requires_grad
     for routing in output["routings"].values():
         assert not routing.scores_TE.requires_grad
@@ -276,9 +247,7 @@ def first_gradient_norm(fitted: Fitted) -> float:
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("clip", [0.0, 1e-3], ids=["unclipped", "clipped"])
-def test_gradient_norm_is_the_one_before_clipping(
-    fit: Callable[..., Fitted], algorithm: str, clip: float
-) -> None:
+def test_gradient_norm_is_the_one_before_clipping(fit: Fit, algorithm: str, clip: float) -> None:
     fitted = fit(
         logging={"every_n_steps": 1},
         trainer={"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm},
@@ -338,9 +307,7 @@ def draws(module: LanguageModel, index: int) -> Tensor:
 
 
 def test_randomness_depends_on_seed_batch_and_rank_and_on_nothing_before(
-    make_config: Callable[..., TrainConfig],
-    prepared: PreparedData,
-    monkeypatch: pytest.MonkeyPatch,
+    make_config: MakeConfig, prepared: PreparedData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = build_module(make_config(), prepared)
     other = build_module(make_config().model_copy(update={"seed": 1}), prepared)

@@ -27,28 +27,24 @@ def loggers(run_folder: Path) -> Any:
 @pytest.mark.parametrize("online", [True, False])
 def test_an_alert_is_sent_where_wandb_is_online(loggers: Any, online: bool) -> None:
     run = StubRun()
-
     alert(loggers(run, online), "x" * 100, "layer_03 sends all to expert 2")
-
     cut = "x" * 63  # the longest title that wandb takes
     assert run.alerts == ([(cut, "layer_03 sends all to expert 2")] if online else [])
 
 
-def test_an_alert_that_fails_is_told_once(loggers: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_and_alerts_that_fail_are_told_once(
+    loggers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     failing = loggers(StubRun(failing=ConnectionResetError("Connection lost")), online=True)
-
     alert(failing, "collapse", "once")
-    alert(failing, "collapse", "twice")
-
+    failing[1].log_metrics({"loss": 1.0}, step=1)
     assert capsys.readouterr().err == "wandb: Connection lost; metrics go to metrics.jsonl alone\n"
 
 
 @pytest.mark.parametrize(("status", "exit_code"), [("success", 0), ("failed", 1)])
 def test_closing_ends_the_run(loggers: Any, status: str, exit_code: int) -> None:
     run = StubRun()
-
     close(loggers(run, online=True), status)
-
     assert run.exit_codes == [exit_code]
 
 
@@ -56,7 +52,6 @@ def test_closing_tells_how_to_upload_the_rest(
     loggers: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     close(loggers(StubRun(failing=TimeoutError("Timed out finishing run.")), online=True))
-
     assert capsys.readouterr().err == (
         "wandb: Timed out finishing run; "
         "upload the rest with: wandb sync '/somewhere else/wandb/run-1'\n"
@@ -72,10 +67,8 @@ class FullDisk(CSVLogger):
 
 def test_a_logger_that_cannot_end_keeps_no_other_from_ending() -> None:
     run = StubRun()
-
     with pytest.raises(OSError, match="No space left on device, first"):
         close([FullDisk("first"), WandbRun(run, online=True), FullDisk("second")], "failed")
-
     assert run.exit_codes == [1]
 
 
@@ -91,7 +84,6 @@ def test_rows_are_lines_with_the_keys_that_they_have(path: Path) -> None:
     logger = MetricsFile(path)
     logger.log_metrics({"load": [0.25, 0.75]}, step=4)
     logger.log_metrics({"loss": 1.5}, step=5)
-
     assert path.read_text() == '{"step": 4, "load": [0.25, 0.75]}\n{"step": 5, "loss": 1.5}\n'
 
 

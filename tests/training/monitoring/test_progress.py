@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +16,8 @@ from torch import Tensor
 
 from moe_ffn.runs.assemble import make_token_data
 from moe_ffn.training.monitoring import progress
-from moe_ffn.training.monitoring.progress import (
-    ProgressBar,
-    ProgressLines,
-    routing_health,
-    status,
-)
-from tests.helpers.fitted import Fitted
+from moe_ffn.training.monitoring.progress import ProgressBar, ProgressLines, routing_health, status
+from tests.helpers.fitted import Fit, Fitted
 
 
 def values(load: list[float], **replaced: float) -> dict[str, Tensor]:
@@ -113,7 +107,7 @@ class Frames(Callback):
 
 @pytest.mark.parametrize("validate_every", [3, 100], ids=["in the fit", "after the fit"])
 def test_the_bar_shows_a_validation_and_keeps_its_loss(
-    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch, validate_every: int
+    fit: Fit, monkeypatch: pytest.MonkeyPatch, validate_every: int
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     frames = Frames(terminal(monkeypatch))
@@ -174,7 +168,7 @@ def validation_lines(text: str) -> list[str]:
 
 
 def test_without_a_terminal_each_validation_has_a_line_with_its_loss(
-    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]
+    fit: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = fit(trainer={"validate_every_n_steps": 4, "max_steps": 6})
     losses = [row["validation/loss"] for _, row in done.logger.named("validation")]

@@ -14,7 +14,6 @@ from torch.distributed import ReduceOp
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.metrics.table import LAYER_METRICS, Metric
 from moe_ffn.runs.assemble import build_module
-from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
 from moe_ffn.training.monitoring import routing_window
@@ -25,20 +24,30 @@ from moe_ffn.training.monitoring.routing_window import (
     own_rank,
     probe,
 )
-from tests.helpers.fitted import Fitted
+from tests.helpers.fitted import Fit, MakeConfig
 
-MOE = {"ffn": {"type": "moe", "num_experts": 4}}
+MOE = {"type": "moe", "num_experts": 4}
+Build = Callable[[Any], LanguageModel]
 
 
 @pytest.fixture
-def module(make_config: Callable[..., TrainConfig], prepared: PreparedData) -> LanguageModel:
-    """A model of two sparse layers, whose batch 0 is four sequences of sixteen tokens."""
-    torch.manual_seed(0)
-    module = build_module(make_config(model=MOE), prepared)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(len(module.byte_lengths), (4, 16), generator=generator)
-    module.batch_at = lambda index: LoadedBatch(index=index, input_ids=ids, target_ids=ids)
-    return module
+def build(make_config: MakeConfig, prepared: PreparedData) -> Build:
+    """A model of two layers, whose batch 0 is four sequences of sixteen tokens."""
+
+    def make(ffn: Any) -> LanguageModel:
+        torch.manual_seed(0)
+        module = build_module(make_config(model={"ffn": ffn}), prepared)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(len(module.byte_lengths), (4, 16), generator=generator)
+        module.batch_at = lambda index: LoadedBatch(index=index, input_ids=ids, target_ids=ids)
+        return module
+
+    return make
+
+
+@pytest.fixture
+def module(build: Build) -> LanguageModel:
+    return build(MOE)
 
 
 def reroute(module: LanguageModel) -> None:
@@ -81,17 +90,15 @@ def test_a_look_leaves_no_trace(module: LanguageModel) -> None:
     assert all(p.grad is None for p in module.parameters())
 
 
-def test_a_dense_model_is_not_looked_at(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData
-) -> None:
-    dense = build_module(make_config(model={"ffn": "dense"}), prepared)
+def test_a_dense_model_is_not_looked_at(build: Build) -> None:
+    dense = build("dense")
     dense.batch_at = lambda index: pytest.fail("nothing is routed here")
     assert probe(dense) == {}
 
 
-def test_looks_are_as_rare_as_asked(fit: Callable[..., Fitted]) -> None:
+def test_looks_are_as_rare_as_asked(fit: Fit) -> None:
     fitted = fit(
-        model=MOE,
+        model={"ffn": MOE},
         logging={"every_n_steps": 1, "churn_every_n_steps": 2},
         trainer={"max_steps": 7},
     )
@@ -103,9 +110,7 @@ def test_looks_are_as_rare_as_asked(fit: Callable[..., Fitted]) -> None:
     assert all(0 <= row["routing/layer_01/churn"] <= 1 for step, row in rows if step in told)
 
 
-def test_a_metric_across_batches_is_one_entry(
-    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_metric_across_batches_is_one_entry(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     metric = Metric(
         key="longest_idle",
         title="Longest idle",
@@ -116,10 +121,8 @@ def test_a_metric_across_batches_is_one_entry(
         row_end=lambda row: row.idle_steps_E.max() if row.num_networks == 4 else None,
     )
     monkeypatch.setitem(LAYER_METRICS, metric.key, metric)
-    moe: dict[str, object] = {"type": "moe", "num_experts": 4}
-
     fitted = fit(
-        model={"ffn": moe, "ffn_at": {"1": moe | {"num_experts": 2}}},
+        model={"ffn": MOE, "ffn_at": {"1": MOE | {"num_experts": 2}}},
         logging={"every_n_steps": 1},
         trainer={"max_steps": 2},
     )
@@ -132,8 +135,10 @@ def test_a_metric_across_batches_is_one_entry(
 # -- the batches of a window
 
 
-def test_tokens_are_measured_in_the_last_step_and_load_in_all(fit: Callable[..., Fitted]) -> None:
-    fitted = fit(model=MOE, logging={"every_n_steps": 3}, trainer={"accumulate_grad_batches": 2})
+def test_tokens_are_measured_in_the_last_step_and_load_in_all(fit: Fit) -> None:
+    fitted = fit(
+        model={"ffn": MOE}, logging={"every_n_steps": 3}, trainer={"accumulate_grad_batches": 2}
+    )
 
     for (step, row), first in zip(fitted.logger.named("train"), (0, 6), strict=True):
         of_window = fitted.spy.outputs[first : first + 6]
@@ -214,11 +219,9 @@ def test_a_resumed_window_keeps_its_load_and_probe(module: LanguageModel) -> Non
 
 
 def test_the_spread_of_a_bias_and_the_imbalance_of_ranks(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData, module: LanguageModel
+    build: Build, module: LanguageModel
 ) -> None:
-    biased = {"ffn": {"type": "moe", "num_experts": 4, "router": {"type": "sigmoid_top_k"}}}
-    other = build_module(make_config(model=biased), prepared)
-    other.batch_at = module.batch_at
+    other = build(MOE | {"router": "sigmoid_top_k"})
     bias_E = other.decoder.routers()["layer_00"].correction_bias_E
     assert isinstance(bias_E, Tensor)
     bias_E.copy_(torch.tensor([0.0, 0.2, -0.3, 0.1]))
@@ -233,14 +236,13 @@ def test_the_spread_of_a_bias_and_the_imbalance_of_ranks(
     assert "bias_spread" not in two
 
 
-def test_experts_without_a_network_are_on_no_rank(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData, module: LanguageModel
-) -> None:
-    moe = {"type": "moe", "num_experts": 4, "zero_computation": {"num_zero": 4}}
-    other = build_module(make_config(model={"ffn": moe}), prepared)
-    other.batch_at = module.batch_at
-
-    found = values_of(other, RoutingWindow(LoggingConfig()), 10, ranks=2)["layer_00"]
+def test_experts_without_a_network_are_on_no_rank(build: Build) -> None:
+    found = values_of(
+        build(MOE | {"zero_computation": {"num_zero": 4}}),
+        RoutingWindow(LoggingConfig()),
+        10,
+        ranks=2,
+    )["layer_00"]
 
     halves = found["load"][:4].view(2, 2).sum(dim=-1)
     expected = 2 * halves.max() / halves.sum() - 1
@@ -300,29 +302,18 @@ def test_closing_begins_anew(layers: dict[str, Any]) -> None:
     found = RoutingByLayer("every batch")
     found.update(layers)
     assert plain(found.close())["layer_01"]["load"] == [0.25, 0.75]
-
     found.update({"layer_00": layers["layer_00"], "layer_01": layers["layer_00"]})
-
     assert plain(found.close())["layer_01"]["load"] == [0.75, 0.25]
 
 
-def test_two_ranks_with_the_same_batch_measure_the_same_as_one(
+def test_two_ranks_with_the_same_batch_measure_the_same_as_one_and_exchange_once(
     layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums are doubled and a maximum is not, so that every ratio stays what it was."""
-    one, two = (RoutingByLayer("every batch", "last step") for _ in range(2))
+    one, two = (RoutingByLayer("every batch", "last step", "validation") for _ in range(2))
     one.update(layers)
     two.update(layers)
     expected = plain(one.close())
-    rank_of_two(monkeypatch, rank=0)
-
-    assert plain(two.close()) == expected
-    assert expected["layer_01"]["logit_max"] == 8
-
-
-def test_ranks_exchange_statistics_once(
-    layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
     rank_of_two(monkeypatch, rank=0)
     exchanged: list[Any] = []
     reduce = routing_window.distributed.all_reduce
@@ -332,13 +323,10 @@ def test_ranks_exchange_statistics_once(
         reduce(value, operation)
 
     monkeypatch.setattr(routing_window.distributed, "all_reduce", all_reduce)
-    found = RoutingByLayer("every batch", "last step", "validation")
-    found.update(layers)
 
-    values = found.close()
-
-    assert values.keys() == layers.keys()
-    assert values["layer_00"]["load"].tolist() == [0.75, 0.25]
+    assert plain(two.close()) == expected
+    assert expected["layer_00"]["load"] == [0.75, 0.25]
+    assert expected["layer_01"]["logit_max"] == 8
     assert exchanged == [ReduceOp.SUM, ReduceOp.MAX]
 
 

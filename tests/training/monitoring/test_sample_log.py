@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -20,14 +19,13 @@ from moe_ffn.cli.generate import own_prompt
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import TextConfig
 from moe_ffn.data.prepare import DataConfig, prepare
+from moe_ffn.ffn import FFNConfig
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring import callbacks
 from moe_ffn.training.monitoring.callbacks import SampleLog
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig, first_words
-
-RunTrain = Callable[..., Any]
 
 pytestmark = pytest.mark.usefixtures("stay_in_tmp_path")
 
@@ -46,14 +44,6 @@ def test_a_text_at_every_validation_and_the_last_is_the_sample(moe_run: Any) -> 
     assert (moe_run.folder / "sample.txt").read_text() == FIRST_WORDS + samples[-1]["text"]
 
 
-def test_a_model_that_sees_both_sides_writes_none(run_train: RunTrain, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--model.causal", "false", "--trainer.max_steps", "2")
-
-    assert run.code == 0
-    assert not (run.folder / "samples.jsonl").exists()
-    assert not (run.folder / "sample.txt").exists()
-
-
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleLog:
     """One whose texts are `text 1`, `text 2` and on, for seed 7."""
@@ -65,34 +55,34 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleLog:
     return SampleLog(tmp_path / "samples.jsonl", tokenizer, SampleConfig(), "def ", seed=7)
 
 
-def validate(log: SampleLog, step: int, loss: float, is_first_rank: bool = True) -> None:
+def validate(
+    log: SampleLog, step: int, loss: float, is_first_rank: bool = True, causal: bool = True
+) -> None:
     trainer: Any = SimpleNamespace(
         callback_metrics={"validation/loss": torch.tensor(loss)},
         global_step=step,
         is_global_zero=is_first_rank,
     )
-    module = Mock(spec=LanguageModel, decoder=SimpleNamespace(config=DecoderConfig()))
+    decoder = SimpleNamespace(
+        config=DecoderConfig(causal=causal, ffn=FFNConfig.model_validate("dense"))
+    )
+    module = Mock(spec=LanguageModel, decoder=decoder)
     log.on_validation_end(trainer, module)
 
 
 def test_a_model_that_has_diverged_has_no_newest_text(log: SampleLog) -> None:
     validate(log, 4, 2.5)
     assert log.last == "text 1 of seed 7"
-
     validate(log, 8, math.nan)
-
     assert log.last == ""
     assert [line.step for line in read_lines(log.file.path, Sample)] == [4]
 
 
-def test_no_tokens_are_no_sample(log: SampleLog) -> None:
+def test_other_ranks_models_of_both_sides_and_no_tokens_write_no_sample(log: SampleLog) -> None:
+    validate(log, 4, 2.5, is_first_rank=False)
+    validate(log, 4, 2.5, causal=False)
     log.options = SampleConfig(num_tokens=0)
     validate(log, 4, 2.5)
-    assert not log.file.path.exists()
-
-
-def test_of_several_ranks_the_first_writes(log: SampleLog) -> None:
-    validate(log, 4, 2.5, is_first_rank=False)
 
     assert log.last == ""
     assert not log.file.path.exists()
@@ -102,16 +92,8 @@ def test_a_resumed_run_knows_the_newest_text(log: SampleLog, tmp_path: Path) -> 
     """Where no validation follows, it is the sample of the results."""
     validate(log, 4, 2.5)
     resumed = SampleLog(log.file.path, log.tokenizer, log.options, log.prompt, seed=7)
-
     resumed.load_state_dict(log.state_dict())
-
     assert resumed.last == "text 1 of seed 7"
-
-
-def test_a_prompt_that_is_given_is_taken(run_train: RunTrain, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--sample.prompt", "def f(x): ", "--trainer.max_steps", "1")
-
-    assert (run.folder / "sample.txt").read_text().startswith("def f(x): ")
 
 
 PROMPTS = {
@@ -138,10 +120,7 @@ def test_the_default_prompt_is_the_beginning_of_the_validation_text(
     assert first_words(replace(data, validation=np.array(ids, dtype=np.uint16))) == prompt
 
 
-def test_generate_takes_the_prompt_of_the_run(moe_run: Any) -> None:
+def test_generate_takes_the_prompt_of_the_run_if_it_had_one(moe_run: Any, tmp_path: Path) -> None:
     assert own_prompt(moe_run.folder) == FIRST_WORDS
-
-
-def test_generate_needs_a_prompt_where_the_run_had_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--prompt: is required, since '.*' has no sample"):
         own_prompt(tmp_path)

@@ -24,7 +24,6 @@ def test_a_list_is_one_histogram_with_a_bin_per_expert() -> None:
 
 def test_more_experts_than_wandb_has_bins_for_share_them() -> None:
     histogram = wandb_row({"load": [1.0] * 1024})["load"]
-
     assert histogram.histogram == [2.0] * 512
     assert histogram.bins[-1] == 1024
 
@@ -43,9 +42,7 @@ VALIDATION = {
 def test_a_validation_adds_the_picture_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     monkeypatch.setattr("wandb.Plotly", lambda figure: drawn.append(figure))
-
     row = wandb_row(VALIDATION)
-
     assert row.keys() == {*VALIDATION, "routing/load_heatmap"}
     assert list(drawn[0].data[0].y) == ["layer_00", "layer_01/inner"]
 
@@ -78,7 +75,6 @@ def test_the_picture_has_a_row_for_each_layer_and_a_fixed_scale() -> None:
 
 def test_a_layer_that_no_token_reached_is_blank() -> None:
     (heatmap,) = plain({"layer_00": [math.nan, math.nan], "layer_01": [1.0, 0.0]})["data"]
-
     assert heatmap["z"] == [[None, None], [2.0, 0.0]]
 
 

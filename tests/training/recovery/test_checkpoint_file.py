@@ -19,7 +19,7 @@ from moe_ffn.training.recovery.checkpoint_file import (
 )
 
 VALUES: dict[str, Any] = {
-    "large": torch.zeros(800_000),  # more than the megabyte that is read at once
+    "large": torch.zeros(300_000),  # more than the megabyte that is read at once
     "weights": torch.arange(6.0).view(2, 3),
     "half": torch.ones(3, dtype=torch.bfloat16),
     "plain": {"step": 3, "names": ["a", "b"], "pair": (1, 2.5), "none": None},
@@ -61,9 +61,9 @@ def test_torch_and_zip_read_it_too(path: Path) -> None:
 
 def test_a_flipped_bit_anywhere_is_noticed(path: Path) -> None:
     good = path.read_bytes()
-    places = range(0, len(good), len(good) // 30)
+    places = range(0, len(good), len(good) // 15)
     # All of the end: the comment of the archive, which begins with its own length.
-    for place in [*places, *range(len(good) - 120, len(good))]:
+    for place in [*places, *range(len(good) - 90, len(good))]:
         damaged = bytearray(good)
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)
@@ -75,14 +75,12 @@ def test_a_flipped_bit_anywhere_is_noticed(path: Path) -> None:
 @pytest.mark.parametrize("cut", [0.01, 0.5, 0.99])
 def test_a_truncated_file_is_rejected(path: Path, cut: float) -> None:
     os.truncate(path, int(path.stat().st_size * cut))
-
     with pytest.raises(CheckpointError, match=r"^does not end in its checksum: it was cut short"):
         read_checkpoint(path)
 
 
 def test_an_empty_file_is_rejected(path: Path) -> None:
     path.write_bytes(b"")
-
     with pytest.raises(CheckpointError, match=r"^is empty$"):
         read_checkpoint(path)
 
@@ -145,8 +143,6 @@ def test_a_full_disk_keeps_the_checkpoint_before(
 
 def test_other_errors_are_raised(path: Path) -> None:
     anything: Any = {"function": lambda: None}
-
     with pytest.raises((AttributeError, pickle.PicklingError)):
         write_checkpoint(anything, path)
-
     assert read_checkpoint(path)["plain"] == VALUES["plain"]

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -155,15 +156,11 @@ def read_all_on_a_rank(rank: int, layouts: list[Layout], path: Path) -> list[dic
     return [read_on_a_rank(rank, layout, path) for layout in layouts]
 
 
-@pytest.mark.parametrize(
-    "layouts", [[Layout(shard=2)], [Layout(shard=4), Layout(data=2, expert=2)]], ids=str
-)
-def test_ranks_of_another_layout_read_their_parts(
-    layouts: list[Layout], written: Written, tmp_path: Path
-) -> None:
+def test_ranks_of_another_layout_read_their_parts(written: Written, tmp_path: Path) -> None:
     path, expected = written[Layout(expert=2)]
+    layouts = [Layout(shard=4), Layout(data=2, expert=2)]
 
-    of_ranks = on_ranks(layouts[0].num_ranks, tmp_path, read_all_on_a_rank, layouts, path)
+    of_ranks = on_ranks(4, tmp_path, read_all_on_a_rank, layouts, path)
 
     for found in [found for of_layouts in of_ranks for found in of_layouts]:
         assert found.keys() == expected.keys()
@@ -252,54 +249,38 @@ def test_only_shards_that_no_checkpoint_names_are_removed(path: Path) -> None:
     read_checkpoint(skipped)
 
 
-def write_on_its_own_disk(rank: int, path: Path) -> str:
-    digest = checkpoint_file.sha256_of
-
-    def gone(file: Path) -> str:
-        found = digest(file)
-        if rank == 1:  # then the first rank does not see it
-            file.unlink()
-        return found
-
-    checkpoint_file.sha256_of = gone
-    try:
-        write_on_a_rank(rank, Layout(shard=2), path)
-    except OSError as error:
-        return str(error.strerror)
-    finally:
-        checkpoint_file.sha256_of = digest
-    return "nothing"
+def full(*args: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_ranks_on_different_disks_write_no_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoints/step_00000001.ckpt"
-    said = on_ranks(2, tmp_path / "ranks", write_on_its_own_disk, path)
-    assert said == ["a rank wrote to a disk that rank 0 cannot read"] * 2
-    assert list(path.parent.iterdir()) == []
+def gone(file: Path, sha256_of: Callable[[Path], str] = checkpoint_file.sha256_of) -> str:
+    """The first rank does not see what another wrote."""
+    found = sha256_of(file)
+    file.unlink()
+    return found
 
 
-def fail_on_a_rank(rank: int, method: str, path: Path) -> str:
+def fail_on_a_rank(rank: int, folder: Path) -> list[str]:
+    """Return what both ranks say of each method that is broken on rank 1."""
+    said: list[str] = []
     writer: Any = HuggingFaceStorageWriter
-    write = getattr(writer, method)
-
-    def failing(*args: Any) -> Any:
-        if rank == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(*args)
-
-    setattr(writer, method, failing)
-    try:
-        write_on_a_rank(rank, Layout(shard=2), path)
-    except OSError as error:
-        return str(error.strerror)
-    finally:
-        setattr(writer, method, write)
-    return "nothing"
+    for place, name, broken in (
+        (writer, "prepare_local_plan", full),
+        (writer, "write_data", full),
+        (checkpoint_file, "sha256_of", gone),
+    ):
+        method = broken if rank == 1 else getattr(place, name)
+        with (
+            patch.object(place, name, method),
+            pytest.raises(OSError, match=r"No space|a disk") as caught,
+        ):
+            write_on_a_rank(rank, Layout(shard=2), folder / name / "step_00000001.ckpt")
+        said.append(str(caught.value.strerror))
+    return said
 
 
-@pytest.mark.parametrize("method", ["prepare_local_plan", "write_data"])
-def test_a_rank_that_cannot_write_stops_all_ranks(method: str, tmp_path: Path) -> None:
-    path = tmp_path / "checkpoints/step_00000001.ckpt"
-    said = on_ranks(2, tmp_path / "ranks", fail_on_a_rank, method, path)
-    assert said == ["No space left on device"] * 2
-    assert list(path.parent.iterdir()) == []
+def test_a_rank_that_cannot_write_where_the_first_reads_stops_all_ranks(tmp_path: Path) -> None:
+    said = on_ranks(2, tmp_path / "ranks", fail_on_a_rank, tmp_path / "checkpoints")
+    other_disk = "a rank wrote to a disk that rank 0 cannot read"
+    assert said == [["No space left on device"] * 2 + [other_disk]] * 2
+    assert not [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]

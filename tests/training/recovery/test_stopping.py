@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +15,9 @@ from lightning.pytorch.callbacks import Callback
 
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
-from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.recovery.checkpoint_file import newest_first, step_of
 from moe_ffn.training.recovery.stopping import Interrupted, StopOnRequest, StopRequest
+from tests.helpers.fitted import MakeConfig
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -117,11 +116,7 @@ class Ask(Callback):
     ],
 )
 def test_the_step_is_finished_and_saved(
-    make_config: Callable[..., TrainConfig],
-    prepared: PreparedData,
-    tmp_path: Path,
-    ask: Ask,
-    step: int,
+    make_config: MakeConfig, prepared: PreparedData, tmp_path: Path, ask: Ask, step: int
 ) -> None:
     config = make_config(
         trainer={
