@@ -1,4 +1,4 @@
-"""Routers choose the experts of each token and their weights. Each file has one router, config and module.
+"""Routers choose the experts of each token and their weights. A file has a router's config and module; `top_k.py` has two routers.
 
 To add a router, add a file to this folder and an import to this one.
 """
