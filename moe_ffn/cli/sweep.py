@@ -212,7 +212,7 @@ def print_plan(sweep: Sweep) -> None:
     for line in (_LEGEND, *notes):
         console.print(Text(line, style="dim"))
     total = sum(job.flops for job in sweep.jobs)
-    num_done = len(sweep.of("finished"))
+    num_done = len(sweep.jobs_in("finished"))
     console.print(
         f"{len(sweep.jobs)} runs, {num_done} of them done; {short(total)} FLOPs of training in all"
     )
@@ -285,7 +285,7 @@ def share_plotly(folder: Path) -> None:
 def train(sweep: Sweep) -> int:
     """Train the unfinished runs; return the exit code."""
     folder = sweep.jobs[0].run.folder.parent
-    num_done = len(sweep.of("finished"))
+    num_done = len(sweep.jobs_in("finished"))
     print(f"{len(sweep.jobs)} runs in {folder}/, {num_done} of them done", flush=True)
     spoke_at = time.monotonic()
     try:
@@ -303,7 +303,7 @@ def train(sweep: Sweep) -> int:
         num_done = len([job for job in sweep.jobs if run_folder.is_finished(job.run.folder)])
         print(f"{num_done} of {len(sweep.jobs)} runs are done; the same command resumes the rest")
         raise
-    failed = sweep.of("failed")
+    failed = sweep.jobs_in("failed")
     for job in failed:
         log.warning("%s: %s", job.name, printable(job.problem))
     if len(failed) < len(sweep.jobs):

@@ -48,7 +48,7 @@ class RouterInfo:
     """True for the router of a mixture of depths: only the tokens that it chooses enter the inner block and
     its routings."""
 
-    share: float = 1.0
+    token_fraction: float = 1.0
     """Fraction of the tokens that reach the router: below 1 inside a mixture of depths."""
 
     experts: ExpertsConfig | None = None
@@ -223,7 +223,7 @@ class FFNBlock(nn.Module, ABC):
 
 Value = TypeVar("Value")
 
-OWN = "routing"
+OWN_ROUTING = "routing"
 """The key of `FFNOutput.routings` for the block's own router."""
 
 ROUTING_SUFFIX = "(?:/(?:inner|round_[0-9]+))*"
@@ -232,7 +232,7 @@ ROUTING_SUFFIX = "(?:/(?:inner|round_[0-9]+))*"
 
 def round_name(number: int) -> str:
     """Return the key of `FFNOutput.routings` for a round of a chain of experts: `round_2` for number 1."""
-    return f"round_{number + 1}" if number else OWN
+    return f"round_{number + 1}" if number else OWN_ROUTING
 
 
 def prefix_names(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
@@ -240,7 +240,9 @@ def prefix_names(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
 
     `routing`, the name of a block's own router, becomes `outer`; `inner` becomes `outer/inner`.
     """
-    return {outer if name == OWN else f"{outer}/{name}": value for name, value in values.items()}
+    return {
+        outer if name == OWN_ROUTING else f"{outer}/{name}": value for name, value in values.items()
+    }
 
 
 # -- inputs

@@ -111,7 +111,7 @@ class TextTrace:
         return fmean(found) if found else None
 
 
-def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> TextTrace:
+def trace_text(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> TextTrace:
     """Trace `text` through the best weights of the run in `folder`, in evaluation mode.
 
     Args:
@@ -158,7 +158,7 @@ def trace_of_decoder(
     Args:
         folder: folder of the decoder, for messages.
         outputs: (output of the decoder for one sequence, number of new tokens at its end) pairs.
-        layers: see `follow`.
+        layers: see `trace_text`.
 
     Raises:
         ConfigError: the decoder or one of the layers has no router.

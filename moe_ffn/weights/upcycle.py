@@ -25,7 +25,7 @@ from moe_ffn.experts import (
     MLPExpertsConfig,
     SoftCappedSwiGLUExpertsConfig,
 )
-from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.base import OWN_ROUTING, FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import (
     ClampedSwiGLUConfig,
     DenseConfig,
@@ -204,7 +204,7 @@ def upcycle(
             f"router.k ({k:g}) must be a multiple of the shards of a dense block ({shards}), since a token "
             f"needs all of them; use {shards * max(1, round(k / shards))}"
         )
-    router = made.routers()["routing"]
+    router = made.routers()[OWN_ROUTING]
     scale = shards / total_weight(router, d_model, generator)
     with torch.no_grad():
         for expert in range(config.num_experts):

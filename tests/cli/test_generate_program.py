@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_ffn.model.generate import generate
-from moe_ffn.report.trace import follow
+from moe_ffn.report.trace import trace_text
 from moe_ffn.runs.reader import load_model
 from tests.helpers.tiny_runs import Finished, run_here
 
@@ -64,8 +64,8 @@ def test_the_trace_has_the_experts_of_every_token(dropless_run: Path, length: in
         LENGTH + 1, 7 + length
     )  # beyond the context, each is the last of what the model saw
     tokens = [
-        *follow(dropless_run, written[:LENGTH]).tokens,
-        *(follow(dropless_run, written[end - LENGTH : end]).tokens[-1] for end in ends),
+        *trace_text(dropless_run, written[:LENGTH]).tokens,
+        *(trace_text(dropless_run, written[end - LENGTH : end]).tokens[-1] for end in ends),
     ]
     assert len(rows) == 6 + length
     for row, token in zip(rows, tokens, strict=True):

@@ -15,7 +15,7 @@ import torch
 from playwright.sync_api import Browser
 from rich.console import Console
 
-from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrace, Visit, follow
+from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrace, Visit, trace_text
 from moe_ffn.report.trace_view import ground, legend, page, table
 from moe_ffn.runs.reader import load_model
 from tests.helpers.browser import PHONE, opened
@@ -46,7 +46,7 @@ def test_a_folder_is_refused_before_standard_input_is_read(
 
 def test_the_way_is_that_of_the_run_s_own_scores(moe_run: Any) -> None:
     """Top-2 and a capacity, reckoned anew from the scores alone, token by token."""
-    way = follow(moe_run.folder, TEXT.encode())
+    way = trace_text(moe_run.folder, TEXT.encode())
     run = load_model(moe_run.folder)
     ids = list(TEXT.encode())
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_the_way_is_that_of_the_run_s_own_scores(moe_run: Any) -> None:
 
 
 def test_the_next_token_is_the_most_probable_one(moe_run: Any) -> None:
-    way = follow(moe_run.folder, TEXT.encode())
+    way = trace_text(moe_run.folder, TEXT.encode())
     run = load_model(moe_run.folder)
     with torch.no_grad():
         logits = run.decoder(torch.tensor([list(TEXT.encode())])).logits[0]
@@ -91,7 +91,7 @@ def test_the_next_token_is_the_most_probable_one(moe_run: Any) -> None:
 
 def test_a_token_comes_inside_a_mixture_of_depths_if_it_is_let_through(depths_run: Path) -> None:
     text = "abcdefghij"
-    way = follow(depths_run, text.encode())
+    way = trace_text(depths_run, text.encode())
     run = load_model(depths_run)
     seen: list[Any] = []
     inside = cast("Any", run.decoder.layers[1]).ffn.ffn

@@ -158,7 +158,7 @@ def test_other_options_of_theirs_are_read_too(
     model: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = COMPARED[model]
-    changed = entry.but(small={**entry.small, **options})
+    changed = entry.with_changes(small={**entry.small, **options})
     monkeypatch.setattr(models, "BLOCKS", {model: changed})
     for training in (False, True) if model in TRAINED else (False,):
         errors = compare(model, training=training)

@@ -22,13 +22,13 @@ from moe_ffn.routing.capacity import (
     by_position,
     by_probability,
     capacity_of,
-    limit,
+    drop_over_capacity,
     place_in_queue,
 )
 
 
 def limit_by_position(routing: Routing, factor: float | None) -> Routing:
-    return limit(routing, factor, by_position)
+    return drop_over_capacity(routing, factor, by_position)
 
 
 def dropped(routing: Routing) -> list[int]:
@@ -250,20 +250,20 @@ def test_by_probability_the_smallest_weights_are_dropped(make_routing: Any) -> N
     # C = ceil(1 * 4 / 2) = 2 at expert 0: weights .9 and .8 stay, whatever their position.
     weights = torch.tensor([0.1, 0.9, 0.2, 0.8])
     routing = make_routing([[0]] * 4, 2, weights_N=weights)
-    assert dropped(limit(routing, 1.0, by_probability)) == [0, 2]
+    assert dropped(drop_over_capacity(routing, 1.0, by_probability)) == [0, 2]
 
 
 def test_by_probability_a_broken_weight_goes_last(make_routing: Any) -> None:
     weights = torch.tensor([torch.nan, 0.1, 0.2, 0.3])
     routing = make_routing([[0]] * 4, 2, weights_N=weights)
-    assert dropped(limit(routing, 1.0, by_probability)) == [0, 1]
+    assert dropped(drop_over_capacity(routing, 1.0, by_probability)) == [0, 1]
 
 
 def test_by_choice_first_choices_stay_before_any_second_one(make_routing: Any) -> None:
     # C = ceil(1 * 6 / 3) = 2 at expert 0: the first choices of tokens 1 and 2, not token 0's second one.
     routing = make_routing([[1, 0], [0, 1], [0, 2]], 3)
-    assert dropped(limit(routing, 1.0, by_choice)) == [1]
-    assert dropped(limit(routing, 1.0, by_position)) == [4]
+    assert dropped(drop_over_capacity(routing, 1.0, by_choice)) == [1]
+    assert dropped(drop_over_capacity(routing, 1.0, by_position)) == [4]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_by_choice_the_largest_weight_is_the_first_choice_however_pairs_are_list
             built.threshold_E.copy_(torch.tensor([0.0, 0.0, 9.0]))
             built.num_updates_E.fill_(1)
             logits_TE[2, 2] = 8  # the largest weight of token 2, of an expert that does not take it
-    routing = limit(built(logits_TE, TokenContext()), 2.0, by_choice)
+    routing = drop_over_capacity(built(logits_TE, TokenContext()), 2.0, by_choice)
     pairs = zip(routing.token_ids_N.tolist(), routing.expert_ids_N.tolist(), strict=True)
     lost = [
         pair for pair, was_lost in zip(pairs, routing.dropped_N.tolist(), strict=True) if was_lost
@@ -303,7 +303,7 @@ def test_by_choice_tokens_may_have_different_numbers_of_pairs(make_routing: Any)
         weights_N=torch.tensor([0.2, 0.5, 0.9, 0.1]),
         dropped_N=torch.zeros(4, dtype=torch.bool),
     )
-    assert dropped(limit(routing, 0.75, by_choice)) == [1]
+    assert dropped(drop_over_capacity(routing, 0.75, by_choice)) == [1]
 
 
 def test_at_random_everybody_is_dropped_equally_often(make_routing: Any) -> None:
@@ -311,7 +311,7 @@ def test_at_random_everybody_is_dropped_equally_often(make_routing: Any) -> None
     torch.manual_seed(0)
     counts = torch.zeros(8)
     for _ in range(1000):
-        limited = limit(routing, 1.0, at_random)
+        limited = drop_over_capacity(routing, 1.0, at_random)
         assert limited.dropped_N.sum() == 4
         counts += limited.dropped_N
     # A share of 1/2 among 1000 draws deviates by 16; five times that.
@@ -361,7 +361,7 @@ def test_survivors_are_renormalised_to_what_the_token_had(make_routing: Any) -> 
     # the sum it had. Token 0 keeps both.
     weights = torch.tensor([0.7, 0.2, 0.6, 0.3], requires_grad=True)
     routing = make_routing([[0, 1], [0, 2]], 4, weights_N=weights)
-    limited = limit(routing, 1.0, by_position, renormalize=True)
+    limited = drop_over_capacity(routing, 1.0, by_position, renormalize=True)
     assert dropped(limited) == [2]
     kept = limited.weights_N[limited.computed_N]
     assert kept.tolist() == pytest.approx([0.7, 0.2, 0.9])
@@ -370,7 +370,7 @@ def test_survivors_are_renormalised_to_what_the_token_had(make_routing: Any) -> 
 def test_a_token_without_survivors_keeps_no_weight_and_no_nan(make_routing: Any) -> None:
     weights = torch.tensor([0.7, 0.6], requires_grad=True)
     routing = make_routing([[0], [0]], 2, weights_N=weights)  # C = 1
-    limited = limit(routing, 1.0, by_position, renormalize=True)
+    limited = drop_over_capacity(routing, 1.0, by_position, renormalize=True)
     limited.weights_N[limited.computed_N].sum().backward()
     assert weights.grad is not None
     assert weights.grad.tolist() == pytest.approx([1, 0])
@@ -390,7 +390,7 @@ def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
     ):
         routing = routing_of_pairs(scores_TE[:, :1], ids_T1, scores_TE, scores_TE, context)
         for training in (True, False):
-            limited = config.limit(routing, training=training)
+            limited = config.drop_over_capacity(routing, training=training)
             assert limited.dropped_N.nonzero().flatten().tolist() == dropped
             places = config.expert_capacity(routing, training=training)
             assert places == 2 * 8 // (context.sequence_length or 8)
@@ -407,7 +407,7 @@ def test_a_fixed_number_of_pairs_keeps_the_largest_weights_and_renormalises_them
     weights_TK = torch.tensor([[0.6, 0.4], [0.7, 0.3], [0.2, 0.8], [0.9, 0.1]])
     ids_TK = torch.tensor([[0, 1]] * 4)
     context = TokenContext(sequence_length=2)
-    limited = config.limit(
+    limited = config.drop_over_capacity(
         routing_of_pairs(weights_TK, ids_TK, weights_TK, weights_TK, context), training=True
     )
     assert dropped(limited) == [0, 3, 4, 7]
