@@ -185,9 +185,13 @@ def routing_modules(model: nn.Module) -> dict[str, str]:
     return found
 
 
+_SET_BY_DECORATOR = "is_concatenated"
+"""Attribute that `use_experts_implementation` sets in `__init__` (`transformers.integrations.moe`)."""
+
+
 def is_experts(module: nn.Module) -> bool:
     """Return whether transformers' `use_experts_implementation` decorates the class."""
-    return "is_concatenated" in vars(module)
+    return _SET_BY_DECORATOR in vars(module)
 
 
 def layer_of(path: str) -> int | None:
