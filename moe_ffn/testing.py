@@ -226,7 +226,7 @@ class Trial:
             grads = torch.autograd.grad(value, by, direction, allow_unused=True)
         least = 1e-6 * value.detach().abs().max()
         if not any(grad is not None and grad.abs().max() > least for grad in grads):
-            raise self.error(f"{who} has no gradient by {of}; {advice}")
+            raise self.error(f"{who} has no gradient with respect to {of}; {advice}")
 
     def require_routing(self, routing: Any, num_experts: int | None = None) -> Routing:
         """Return `routing` if it is a Routing with correct shapes and ids; otherwise raise."""
@@ -282,8 +282,8 @@ class Trial:
         """Raise if the model is causal and the part's config says that the part is not."""
         if self.causal and (refusal := config.refusal(Situation(causal=True))):
             raise self.error(
-                f"{refusal.reason}, so a causal model would see what it has to guess; {refusal.advice}, or "
-                f"{self.way_out}"
+                f"{refusal.reason}, so a causal model could see the tokens it must predict; "
+                f"{refusal.advice}, or {self.way_out}"
             )
 
     def require_blind_to_future(
@@ -324,8 +324,8 @@ class Trial:
                 at = int(moved.flatten(2).amax(dim=(0, 2)).argmax())
                 raise self.error(
                     f"its output at position {at} changes when tokens from position {first} on do"
-                    f"{' (in training)' if training else ''}, so a causal model would see what it has to "
-                    f"guess; look at earlier tokens alone, or {self.way_out}"
+                    f"{' (in training)' if training else ''}, so a causal model could see the "
+                    f"tokens it must predict; use only earlier tokens, or {self.way_out}"
                 )
 
     def require_same_alone(
@@ -473,8 +473,8 @@ class Trial:
             parameters,
             who,
             "the parameters of its router",
-            "weights_N must be computed from them without detach() or no_grad(), and not be a constant; a "
-            "router that is fixed says learns: ClassVar[bool] = False in its config",
+            "weights_N must be computed from them without detach() or no_grad(), and not be a constant; for "
+            "a fixed router set learns: ClassVar[bool] = False in its config",
         )
 
     def experts(self, experts: Any, width: int, num_experts: int) -> None:
@@ -543,8 +543,8 @@ def miscounted(
     """
     cause = "" if ffn is None else _miscounted_experts(ffn, d_model)
     return ConfigError(
-        f"{name}: num_params says {counted:,}, but {found:,} parameters are built{cause}; make them equal, "
-        "since tables, facts.json and equal budgets go by num_params"
+        f"{name}: num_params says {counted:,}, but {found:,} parameters are built{cause}; correct "
+        "num_params, which the model table, facts.json and matched widths rely on"
     )
 
 

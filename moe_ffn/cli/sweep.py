@@ -121,7 +121,8 @@ def _parser() -> Parser:
     parser.add_argument(
         "--time",
         action="store_true",
-        help="only time the training step of each arm, in turns, with the threads of a run",
+        help="do not train; measure the step time of all arms in alternation, with as many threads as a run "
+        "would have",
     )
     parser.add_argument(FLAG, action="store_true", help=HELP)
     return parser

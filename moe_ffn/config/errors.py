@@ -36,7 +36,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Situation:
-    """Use of a config that some members of its family do not support; see `refusal` of each config."""
+    """How a part will be used (causal, cached, on several ranks).
+
+    A config that cannot be used this way says why in its `refusal`.
+    """
 
     causal: bool = False
     """The model is causal: no output may depend on later tokens."""

@@ -138,8 +138,9 @@ class FFNConfig(TaggedConfig, frozen=True):
         refusal = first_refusal(inner_configs(self), situation)
         if refusal is None and situation.cached:
             return Refusal(
-                f"type '{self.type}' does not say that it takes each token by itself",
-                "return None from refusal(situation) in its config if it does",
+                f"type '{self.type}' may mix tokens, so it cannot decode with a cache",
+                "if its output depends on one token only, let `refusal` in its config return None when "
+                "situation.cached",
             )
         return refusal
 

@@ -125,7 +125,11 @@ class MixtureOfDepthsFFN(FFNBlock):
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
         if is_transform_on():
-            refuse_vmap(x, self.parameters(), "a mixture of depths, whose sequences are")
+            refuse_vmap(
+                x,
+                self.parameters(),
+                "a mixture of depths, because the sizes of its sequences depend",
+            )
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         weights_BS, chosen_BS = by_sequence(routing)

@@ -148,7 +148,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
     ),
     "deepseek_ocr2": DEEPSEEK_V2.with_changes(class_name="DeepseekOcr2TextMoe"),
     "deepseek_v2": DEEPSEEK_V2.with_changes(
-        note="`norm_topk_prob`, false in its published configs, is read by no line of theirs"
+        note="transformers never reads `norm_topk_prob`, which is false in the published configs"
     ),
     "deepseek_v3": DEEPSEEK,
     "deepseek_v32": DEEPSEEK.with_changes(class_name="DeepseekV32MoE"),
@@ -162,7 +162,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         },
         names={"router.table_VK": named("gate.tid2eid")},
         small={"mlp_layer_types": ["hash_moe", "moe"]},
-        note="its first layers",
+        note="used in the first layers only",
     ),
     "diffusion_gemma": GEMMA.with_changes(class_name="DiffusionGemmaDecoderTextLayer"),
     "diffusion_gemma encoder": GEMMA.with_changes(class_name="DiffusionGemmaEncoderTextLayer"),
@@ -186,9 +186,9 @@ BLOCKS: dict[str, BlockEntry | str] = {
         },
         served={"norm_topk_prob": (False,)},
         small={"num_experts": 9},
-        wrong="of several tokens it takes the scores of the first half for those of the first table, and "
-        "of the second half for the second's, so that tokens choose each other's experts; ours chooses as "
-        "theirs does of a single token (CDMoE, arXiv:2412.11834)",
+        wrong="with several tokens it mixes up the token axis and the axis of the two key tables, so tokens "
+        "get each other's experts; ours gives every token what theirs gives a single token (CDMoE, "
+        "arXiv:2412.11834)",
     ),
     "dots1": DEEPSEEK.with_changes(class_name="Dots1MoE"),
     "dots3_note": DEEPSEEK.with_changes(
@@ -203,7 +203,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         "Dots3NoteVisionMoE",
         moe({**SIGMOID, "scale": their_option("router_scaling_factor")}, count="num_local_experts"),
         small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse"] * 2, "mlp_bias": False},
-        note="of images; `per_layer_config` of theirs has the number of experts of each layer",
+        note="block for image tokens; the number of experts per layer is in `per_layer_config`",
     ),
     "ernie4_5_moe": BlockEntry(
         "Ernie4_5_MoeSparseMoeBlock",
@@ -302,7 +302,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             ),
             "experts.down": with_shared("experts.down_proj", "shared_experts.down_proj"),
         },
-        note="its shared experts are the last ones of ours",
+        note="its shared experts are the last experts of our block (`num_always`)",
     ),
     "inkling2": BlockEntry(
         "Inkling2SparseMoeBlock",
@@ -494,9 +494,10 @@ BLOCKS: dict[str, BlockEntry | str] = {
         },
         small={"expert_capacity": 4},
         in_training={},
-        note="compared with the paper's sum, made of its own experts and router; without its token dropout "
-        "and with a capacity of 2 T / E, the paper's, where theirs is `expert_capacity` for any T",
-        wrong="it takes the mask of the first choices for the numbers of experts, so that experts 0 and 1 "
+        note="compared with the paper's formula, evaluated with this model's experts and router; without "
+        "token dropout, and with the paper's capacity 2 T / E (transformers uses the constant "
+        "`expert_capacity`)",
+        wrong="it uses the 0/1 mask of first choices as expert indices, so that experts 0 and 1 "
         "compute every token and the others none; the paper sends a token to its two best experts "
         "(arXiv:2207.04672, section 6.2)",
     ),
@@ -584,7 +585,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             router__projection="gate.router_mlp.out_proj",
         ),
         small={"num_experts_per_tok": 1},
-        note="its first layer",
+        note="used in the first layer only",
     ),
 }
 """Model (and block, if it has several) -> the entry of the block, or the reason why we have no such block."""

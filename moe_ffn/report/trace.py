@@ -133,9 +133,8 @@ def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Rout
         return
     if routings:
         raise ConfigError(
-            f"'{folder}' has no routing that a trace can show: its routers choose among so many experts that "
-            "they list pairs alone, without a score for each expert (router.type 'product_key'); "
-            "the run's report shows what they use"
+            f"'{folder}' cannot be traced: its routers (router.type 'product_key') have too many experts to "
+            "score each one; moe-ffn report shows the share of experts used"
         )
     unrouted = unrouted_layers(model.layer_ffns(), routings)
     types = ", ".join(f"'{name}'" for name in dict.fromkeys(unrouted.values()))

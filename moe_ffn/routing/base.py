@@ -47,8 +47,9 @@ class RouterConfig(TaggedConfig, frozen=True):
             return Refusal(f"type '{self.type}' {self.lookahead_reason}", "use 'top_k'")
         if situation.cached and not self.by_token:
             return Refusal(
-                f"type '{self.type}' does not say that it routes each token by itself",
-                "set by_token in its config if it does",
+                f"type '{self.type}' is not known to route each token independently, so it cannot decode "
+                "with a cache",
+                "if it does, set by_token: ClassVar[bool] = True in its config",
             )
         return None
 

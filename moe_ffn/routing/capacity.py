@@ -23,14 +23,15 @@ class CapacityConfig(Config, frozen=True):
     """Maximum number of (token, expert) pairs per expert: ceil(factor * pairs / num_experts)."""
 
     factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Capacity factor in training. With 1 nothing is dropped at perfect balance, with num_experts never; null
-    drops nothing."""
+    """Capacity factor in training. 1: nothing is dropped if the load is perfectly balanced. num_experts, or
+    null: nothing is ever dropped."""
     eval_factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Capacity factor in evaluation; dropping makes an output depend on the rest of the batch."""
+    """Capacity factor in evaluation; null by default, because with dropping the output of a token depends on
+    the rest of the batch."""
     drop: Literal["position", "probability", "choice", "random"] = "position"
-    """Pairs that a full expert drops: `position` the latest positions; `probability` the smallest weights;
-    `choice` second choices, by weight, before first ones (GShard, NLLB); `random` random pairs, in training.
-    Only `position` is causal."""
+    """Which pairs a full expert drops. `position`: the pairs at the latest positions. `probability`: those
+    with the smallest weights. `choice`: tokens' second choices before first choices (GShard, NLLB). `random`:
+    random pairs (in training). Only `position` is causal."""
     renormalize: bool = False
     """Scale a token's remaining weights to their sum before dropping."""
     per_sequence: int | None = Field(default=None, ge=1, le=MAX_COUNT)

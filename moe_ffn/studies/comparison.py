@@ -83,7 +83,7 @@ class Arm:
     def interval(self) -> Interval | None:
         """Interval of the mean over seeds, or, for a single seed, over its validation windows.
 
-        None with more than one but fewer than `MIN_SEEDS` seeds, or for a single seed without windows.
+        None with two seeds (`MIN_SEEDS` is 3), or with one seed whose window losses are missing.
         """
         if len(self.losses) > 1:
             return mean_interval(list(self.losses.values()))

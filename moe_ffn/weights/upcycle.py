@@ -193,11 +193,16 @@ def upcycle(
     shards, rest = divmod(sources[0].d_ff, into.d_ff)
     num_copies, left_over = divmod(config.num_experts, max(shards, 1))
     k = config.router.experts_per_token(config.num_routable)
-    if rest or left_over or shards < 1 or num_copies % len(sources):
+    if rest:
         raise ConfigError(
-            f"num_experts ({config.num_experts}) of width {into.d_ff} are no whole number of copies of each "
-            f"of {len(sources)} dense blocks of width {sources[0].d_ff}, of {shards} shards each; change "
-            "num_experts or the width"
+            f"the width of an expert ({into.d_ff}) must divide that of the dense block ({sources[0].d_ff}), "
+            "which is cut into shards of this width"
+        )
+    if left_over or num_copies % len(sources):
+        raise ConfigError(
+            f"num_experts ({config.num_experts}) must be a multiple of {shards * len(sources)}: each of "
+            f"{len(sources)} dense blocks (width {sources[0].d_ff}) is cut into {shards} shards of width "
+            f"{into.d_ff}"
         )
     if k % shards:
         raise ConfigError(

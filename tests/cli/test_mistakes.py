@@ -64,7 +64,8 @@ MISTAKES = {
         "'unfinished/dense-seed0' is not finished: it is at step 200 of 200; 1 more cannot be compared either"
     ),
     "compare windows": (
-        "the runs validate on other windows, so that their losses do not compare: data.seq_len is 256 in "
+        "the runs use different validation windows, so their losses cannot be compared: data.seq_len is 256 "
+        "in "
         "dense-seed0, 128 in moe-seed0"
     ),
     "compare study --html mine.txt": f"--html: 'mine.txt' {NOT_MADE_HERE}",

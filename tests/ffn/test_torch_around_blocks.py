@@ -247,7 +247,7 @@ DEVICES = {"FakeTensor": "cpu", "device `meta`": "meta"}
 # ---------------------------------------------------------------------------- what is refused, how
 
 LEADING_AXIS = (
-    r"^torch.func.vmap does not support (experts|a mixture of depths), whose .*; "
+    r"^torch.func.vmap does not work with (experts|a mixture of depths), because .*; "
     "give x one more leading axis instead$"
 )
 USE_LOOP = (

@@ -155,8 +155,8 @@ def test_a_run_that_goes_on_is_drawn_beside_those_that_are_compared(tmp_path: Pa
 @pytest.mark.parametrize(
     ("fact", "said"),
     [
-        ("corpus_sha256", "the runs read other text (data.corpus), so that their losses do"),
-        ("tokenizer_sha256", "the runs have other tokenizers (data.tokenizer), so that"),
+        ("corpus_sha256", "the runs were trained on different text (data.corpus), so their losses"),
+        ("tokenizer_sha256", "the runs have different tokenizers (data.tokenizer), so their"),
     ],
 )
 def test_runs_that_do_not_compare_have_no_verdict_and_their_curves(

@@ -344,8 +344,8 @@ BROKEN = {
     "NaN": "hidden holds NaN or infinity, though x is random of size 1",
     "Mixer": (
         "its output at position {p} changes when tokens from position 128 on do, "
-        "so a causal model would see what it has to guess; "
-        "look at earlier tokens alone, or set model.causal: false"
+        "so a causal model could see the tokens it must predict; "
+        "use only earlier tokens, or set model.causal: false"
     ),
     "Ahead": "its output at position {p} changes when tokens from position 128 on do, so ",
     "Chunks": "its output at position {p} changes when tokens from position 255 on do, so ",
@@ -437,14 +437,14 @@ PLACES = {
         "is_listed: ClassVar[bool] = False"
     ),
     ("model.ffn.router", "Learns", "detached"): (
-        "weights_N has no gradient by the parameters of its router; weights_N must be "
-        "computed from them without detach() or no_grad(), and not be a constant; a router "
-        "that is fixed says learns: ClassVar[bool] = False in its config"
+        "weights_N has no gradient with respect to the parameters of its router; weights_N must be "
+        "computed from them without detach() or no_grad(), and not be a constant; for a "
+        "fixed router set learns: ClassVar[bool] = False in its config"
     ),
     ("model.ffn.router", "Learns", "constant"): (
-        "weights_N has no gradient by the parameters of its router; weights_N must be "
-        "computed from them without detach() or no_grad(), and not be a constant; a router "
-        "that is fixed says learns: ClassVar[bool] = False in its config"
+        "weights_N has no gradient with respect to the parameters of its router; weights_N must be "
+        "computed from them without detach() or no_grad(), and not be a constant; for a "
+        "fixed router set learns: ClassVar[bool] = False in its config"
     ),
     ("model.ffn.router", "Learns", "swapped"): (
         "its routing has scores_TE below 0, but they are what a softmax or the like makes of "
@@ -458,14 +458,14 @@ PLACES = {
         "NoPlanExperts.forward has to take x_TD and plan; write def forward(self, x_TD, plan)"
     ),
     ("model.ffn.experts", "Work", "detached"): (
-        "what its experts return has no gradient by plan.weights_N, "
+        "what its experts return has no gradient with respect to plan.weights_N, "
     ),
     ("model.ffn.experts", "Work", "few"): (
         "what its experts return is a tensor of shape (3, 16) and torch.float32, but has to "
         "be like x, a tensor of shape (16, 16)"
     ),
     ("model.ffn.experts", "Work", "blind"): (
-        "what its experts return has no gradient by plan.weights_N, through which the router "
+        "what its experts return has no gradient with respect to plan.weights_N, through which the router "
         "learns; multiply each pair's result by its weight"
     ),
     ("model.ffn.experts", "Work", "mean"): (

@@ -486,17 +486,20 @@ def test_blocks_are_tuned_too() -> None:
     [
         (
             {"options": {"data.seq_len": 128}, "fingerprints": SHA | {"validation": "w" * 64}},
-            "the runs validate on other windows, so that their losses do not compare: data.seq_len is 256 "
+            "the runs use different validation windows, so their losses cannot be compared: "
+            "data.seq_len is 256 "
             "in a-seed0 and 1 more, 128 in b-seed0",
         ),
         (
             {"fingerprints": SHA | {"validation": "w" * 64}},
-            "the runs validate on other windows, so that their losses do not compare: the sha256 of the "
+            "the runs use different validation windows, so their losses cannot be compared: "
+            "the sha256 of the "
             "validation is vvvvvvvvvvvv in a-seed0 and 1 more, wwwwwwwwwwww in b-seed0",
         ),
         (
             {"fingerprints": SHA | {"corpus": "d" * 64}},
-            "the runs read other text (data.corpus), so that their losses do not compare: the sha256 of the "
+            "the runs were trained on different text (data.corpus), so their losses cannot be compared: "
+            "the sha256 of the "
             "corpus is cccccccccccc in a-seed0 and 1 more, dddddddddddd in b-seed0",
         ),
         (
@@ -504,7 +507,7 @@ def test_blocks_are_tuned_too() -> None:
                 "options": {"data.tokenizer": {"type": "bpe", "vocab_size": 512}},
                 "fingerprints": SHA | {"tokenizer": "u" * 64},
             },
-            "the runs have other tokenizers (data.tokenizer), so that their losses do not compare: "
+            "the runs have different tokenizers (data.tokenizer), so their losses cannot be compared: "
             "data.tokenizer.type is 'bytes' in a-seed0 and 1 more, 'bpe' in b-seed0",
         ),
     ],
@@ -518,7 +521,7 @@ def test_runs_of_other_data_are_refused_by_the_key(changes: dict[str, Any], mess
 
     assert str(raised.value) == message
     tuned = make_result("b", 0, main_arm="a", tuning={"x": 1}, **changes)
-    with pytest.raises(ConfigError, match="so that their losses do not compare"):
+    with pytest.raises(ConfigError, match="so their losses cannot be compared"):
         Comparison.of([*results[:2], tuned])
 
 
