@@ -173,7 +173,7 @@ def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> 
     for file in files:
         if file.stem in arms:
             raise ConfigError(
-                f"two config files are called '{file.stem}'; an arm is named by its file"
+                f"two config files are called '{file.stem}'; an arm is named by its file; rename one"
             )
         arms[file.stem] = options = read_yaml(file, where=f"'{file}'")
         if {"arms", "grid"} & {*options}:

@@ -121,7 +121,8 @@ class _Watcher:
         if logits_TE is None or experts._is_expert_parallel:
             raise ConfigError(
                 f"the router before {type(experts).__name__} does not return its logits together with "
-                "the chosen experts, or chooses among experts of several processes"
+                "the chosen experts, or its experts are divided among processes; watch a model on one "
+                "process whose routers return logits"
             )
         self._seen[name] = partial(self._routing, name, logits_TE, ids_TK, weights_TK)
 

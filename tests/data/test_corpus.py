@@ -100,8 +100,8 @@ class TestText:
             ("image.png", r"'image\.png' is not UTF-8 text; convert it to UTF-8 or leave it out"),
             ("latin1.txt", r"'latin1\.txt' is not UTF-8 text"),
             ("utf16.txt", r"'utf16\.txt' is not UTF-8 text"),
-            ("*.png", r"'\*\.png' is empty, or has no UTF-8 text file that is not hidden"),
-            ("empty*", r"'empty\*' is empty, or has no UTF-8 text file that is not hidden"),
+            ("*.png", r"'\*\.png' is empty, or has only hidden files"),
+            ("empty*", r"'empty\*' is empty, or has only hidden files"),
         ],
     )
     def test_bad_paths_are_refused_by_name(

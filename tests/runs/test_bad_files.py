@@ -158,7 +158,8 @@ def test_an_empty_text_file_is_refused(refuse: Callable[..., str], tmp_path: Pat
 
     assert (
         said
-        == "data.corpus.paths: 'empty.txt' is empty, or has no UTF-8 text file that is not hidden"
+        == "data.corpus.paths: 'empty.txt' is empty, or has only hidden files and files that are "
+        "not UTF-8 text; name another file or folder"
     )
 
 

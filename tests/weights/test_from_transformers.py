@@ -254,7 +254,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another shape of an expert": (
         lambda f: with_weights(f, lambda w: w.update({GATE: torch.ones(3, 32)})),
-        f"has '{GATE}' as (3, 32), and its config.json asks for (40, 32)",
+        f"has '{GATE}' as (3, 32), but its config.json requires (40, 32)",
     ),
     "quantised": (
         lambda f: with_weights(
