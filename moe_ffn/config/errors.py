@@ -36,9 +36,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Situation:
-    """How a part will be used (causal, cached, on several ranks).
+    """Use of a part (causal, cached, on several ranks).
 
-    A config that cannot be used this way says why in its `refusal`.
+    The `refusal` of a config that does not support this use gives the reason.
     """
 
     causal: bool = False

@@ -29,7 +29,7 @@ class CapacityConfig(Config, frozen=True):
     """Capacity factor in evaluation; null by default, because with dropping the output of a token depends on
     the rest of the batch."""
     drop: Literal["position", "probability", "choice", "random"] = "position"
-    """Which pairs a full expert drops. `position`: the pairs at the latest positions. `probability`: those
+    """Pairs that a full expert drops. `position`: the pairs at the latest positions. `probability`: those
     with the smallest weights. `choice`: tokens' second choices before first choices (GShard, NLLB). `random`:
     random pairs (in training). Only `position` is causal."""
     renormalize: bool = False
