@@ -1,4 +1,6 @@
-"""Plans, which sort pairs by expert, and the interface of dispatchers; `moe_ffn.parallel` moves tokens.
+"""Plans (pairs sorted by expert) and the dispatcher interface.
+
+The dispatcher that moves tokens between ranks is in `moe_ffn.parallel`.
 
 T tokens, D model width, E experts, N (token, expert) pairs, R rows
 """

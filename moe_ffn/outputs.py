@@ -236,8 +236,8 @@ class ChosenRouting(Routing):
     """bool, False for listed pairs that the router did not choose."""
 
     capacity_k: float | None = None
-    """Experts per token that expert capacities assume; counting the chosen pairs would leak later tokens to
-    earlier tokens. None: the chosen pairs are counted."""
+    """Experts per token to assume when capacities are computed. The actual count depends on later tokens, so
+    a causal router sets a fixed number here. None: use the actual count."""
 
     @property
     def real_N(self) -> Tensor:

@@ -177,13 +177,13 @@ class Trial:
 
     # -- requirements
 
-    def refuse(self, what: str) -> ConfigError:
+    def error(self, what: str) -> ConfigError:
         return ConfigError(f"{self.name}: {what}")
 
     def require(self, found: Any, kind: type[Kind], who: str, hint: str = "") -> Kind:
         if isinstance(found, kind):
             return found
-        raise self.refuse(f"{who} returned {show_value(found)}, but has to return {_a(kind)}{hint}")
+        raise self.error(f"{who} returned {show_value(found)}, but has to return {_a(kind)}{hint}")
 
     def built(self, built: Any, kind: type[Kind]) -> Kind:
         module = self.require(built, kind, "build")
@@ -192,11 +192,9 @@ class Trial:
     def require_like(self, found: Any, x: Tensor, who: str) -> Tensor:
         """Return `found` if it is a finite tensor with the shape and dtype of `x`; otherwise raise."""
         if not isinstance(found, Tensor) or (found.shape, found.dtype) != (x.shape, x.dtype):
-            raise self.refuse(
-                f"{who} is {show_value(found)}, but has to be like x, {show_value(x)}"
-            )
+            raise self.error(f"{who} is {show_value(found)}, but has to be like x, {show_value(x)}")
         if not found.isfinite().all():
-            raise self.refuse(f"{who} holds NaN or infinity, though x is random of size 1")
+            raise self.error(f"{who} holds NaN or infinity, though x is random of size 1")
         return found
 
     def require_arguments(self, module: nn.Module, *names: str, optional: bool = False) -> None:
@@ -205,7 +203,7 @@ class Trial:
             inspect.signature(module.forward).bind(*names)
         except TypeError:
             wanted = ", ".join(["self", *names]) + ("=None" if optional else "")
-            raise self.refuse(
+            raise self.error(
                 f"{type(module).__name__}.forward has to take {' and '.join(names)}; write "
                 f"def forward({wanted})"
             ) from None
@@ -228,7 +226,7 @@ class Trial:
             grads = torch.autograd.grad(value, by, direction, allow_unused=True)
         least = 1e-6 * value.detach().abs().max()
         if not any(grad is not None and grad.abs().max() > least for grad in grads):
-            raise self.refuse(f"{who} has no gradient by {of}; {advice}")
+            raise self.error(f"{who} has no gradient with respect to {of}; {advice}")
 
     def require_routing(self, routing: Any, num_experts: int | None = None) -> Routing:
         """Return `routing` if it is a Routing with correct shapes and ids; otherwise raise."""
@@ -249,34 +247,32 @@ class Trial:
             found = getattr(routing, name)
             # Routers with too many experts for (T, E) tables have None.
             if found is not None and tuple(found.shape) != shape:
-                raise self.refuse(
+                raise self.error(
                     f"its routing has {name} of shape {tuple(found.shape)}, expected {shape}"
                 )
         if routing.logits_TE is None and not isinstance(routing, ListedRouting):
             wanted = f"ListedRouting.logits_N, expected of shape {N}"
             if not routing.is_listed:
                 wanted = f"logits_TE, its scores before any normalisation, expected of shape {TE}"
-            raise self.refuse(f"its routing has no {wanted}")
+            raise self.error(f"its routing has no {wanted}")
         if routing.scores_TE is not None and (routing.scores_TE < 0).any():
-            raise self.refuse(
+            raise self.error(
                 "its routing has scores_TE below 0, but they are what a softmax or the like makes of "
                 "logits_TE; routing_of_pairs takes the logits first, then the scores"
             )
         for name, expected in {"num_tokens": num_tokens, "num_experts": num_experts}.items():
             if (found := getattr(routing, name)) != expected:
-                raise self.refuse(
-                    f"its routing has {name} {show_value(found)}, expected {expected}"
-                )
+                raise self.error(f"its routing has {name} {show_value(found)}, expected {expected}")
         for name, end in {"token_ids_N": num_tokens, "expert_ids_N": num_experts}.items():
             ids = getattr(routing, name)
             if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
-                raise self.refuse(f"its routing has {name} that are not int64 from 0 to {end - 1}")
+                raise self.error(f"its routing has {name} that are not int64 from 0 to {end - 1}")
         if isinstance(routing, ListedRouting):
             k, ids = routing.listed_k, routing.token_ids_N.tolist()
             if type(k) is not int or ids != [
                 token for token in range(num_tokens) for _ in range(k)
             ]:
-                raise self.refuse(
+                raise self.error(
                     f"its routing has listed_k {show_value(k)}, but token_ids_N are not every token so "
                     "many times"
                 )
@@ -285,9 +281,9 @@ class Trial:
     def require_causal(self, config: FFNConfig | RouterConfig) -> None:
         """Raise if the model is causal and the part's config says that the part is not."""
         if self.causal and (refusal := config.refusal(Situation(causal=True))):
-            raise self.refuse(
-                f"{refusal.reason}, so a causal model would see what it has to guess; {refusal.advice}, or "
-                f"{self.way_out}"
+            raise self.error(
+                f"{refusal.reason}, so a causal model could see the tokens it must predict; "
+                f"{refusal.advice}, or {self.way_out}"
             )
 
     def require_blind_to_future(
@@ -326,10 +322,10 @@ class Trial:
                 if moved.max() <= 1e-3 * before.abs().max() + 1e-6:
                     continue
                 at = int(moved.flatten(2).amax(dim=(0, 2)).argmax())
-                raise self.refuse(
+                raise self.error(
                     f"its output at position {at} changes when tokens from position {first} on do"
-                    f"{' (in training)' if training else ''}, so a causal model would see what it has to "
-                    f"guess; look at earlier tokens alone, or {self.way_out}"
+                    f"{' (in training)' if training else ''}, so a causal model could see the "
+                    f"tokens it must predict; use only earlier tokens, or {self.way_out}"
                 )
 
     def require_same_alone(
@@ -356,7 +352,7 @@ class Trial:
         """Raise if tokens computed one at a time (1, S, ...) differ from the first sequence of `whole`."""
         moved_S = (alone - whole[:1]).abs().flatten(2).amax(dim=(0, 2))
         if moved_S.max() > 1e-3 * whole.abs().max() + 1e-6:
-            raise self.refuse(
+            raise self.error(
                 "its config does not refuse Situation(cached=True), but the token at position "
                 f"{int(moved_S.argmax())} has another output alone than in its sequence, so generated text "
                 "would be wrong; refuse it in refusal(situation), or leave by_token or supports_cache out"
@@ -397,7 +393,7 @@ class Trial:
             output = self.require(output, FFNOutput, "forward", ", as in FFNOutput(hidden)")
             self.require_like(output.hidden, x, "hidden")
             if not isinstance(output.routings, dict):
-                raise self.refuse(
+                raise self.error(
                     f"routings is {show_value(output.routings)}, but has to be a dict, as in "
                     "FFNOutput(hidden, {'routing': routing})"
                 )
@@ -440,7 +436,7 @@ class Trial:
             if x.shape[1] == self.length:
                 self.require_routing(routing, num_experts)
             if routing.is_listed != config.is_listed:
-                raise self.refuse(
+                raise self.error(
                     f"its routing has {'no' if routing.is_listed else 'a'} table scores_TE, but its config "
                     f"says is_listed {config.is_listed}; set is_listed: ClassVar[bool] = {routing.is_listed}"
                 )
@@ -477,8 +473,8 @@ class Trial:
             parameters,
             who,
             "the parameters of its router",
-            "weights_N must be computed from them without detach() or no_grad(), and not be a constant; a "
-            "router that is fixed says learns: ClassVar[bool] = False in its config",
+            "weights_N must be computed from them without detach() or no_grad(), and not be a constant; for "
+            "a fixed router set learns: ClassVar[bool] = False in its config",
         )
 
     def experts(self, experts: Any, width: int, num_experts: int) -> None:
@@ -547,8 +543,8 @@ def miscounted(
     """
     cause = "" if ffn is None else _miscounted_experts(ffn, d_model)
     return ConfigError(
-        f"{name}: num_params says {counted:,}, but {found:,} parameters are built{cause}; make them equal, "
-        "since tables, facts.json and equal budgets go by num_params"
+        f"{name}: num_params says {counted:,}, but {found:,} parameters are built{cause}; correct "
+        "num_params, which the model table, facts.json and matched widths rely on"
     )
 
 

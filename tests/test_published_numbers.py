@@ -27,7 +27,7 @@ from moe_ffn.balancing.losses import (
 )
 from moe_ffn.outputs import Routing
 from moe_ffn.routing import SigmoidTopKRouterConfig, SinkhornRouterConfig, TopKRouterConfig
-from moe_ffn.routing.capacity import by_position, by_probability, capacity_of, limit
+from moe_ffn.routing.capacity import by_position, by_probability, capacity_of, drop_over_capacity
 from tests.helpers.identity_router import route
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_losses.json").read_text("utf-8"))
@@ -97,7 +97,7 @@ def sequence_major(logits_TE: Tensor, sequences: int) -> Tensor:
 def limited_top_2(priority: Callable[[Routing], Tensor]) -> Routing:
     """DeepSpeed's top-k gate: renormalised weights, capacity factor 1, renormalised survivors."""
     routing = route(TopKRouterConfig(k=2, renormalize=True), FIRST_TE)
-    return limit(routing, 1.0, priority, renormalize=True)
+    return drop_over_capacity(routing, 1.0, priority, renormalize=True)
 
 
 def least_sum_of_weights(routing: Routing) -> float:
@@ -164,7 +164,7 @@ OURS: dict[str, Callable[[], Any]] = {
     "megatron/counts_same": lambda: counts(grouped(score_top=None)),
     "megatron/cf1.0_before": lambda: counts(softmax(2)),
     "megatron/cf1.0_probs_policy_kept_per_expert_k2": lambda: kept(
-        limit(softmax(2), 1.0, by_probability)
+        drop_over_capacity(softmax(2), 1.0, by_probability)
     ),
     "megatron/cf1.0_capacity": lambda: int(capacity_of(softmax(2), 1.0)),
     "megatron/sinkhorn_argmax_layer0": lambda: route(
@@ -187,10 +187,10 @@ OURS: dict[str, Callable[[], Any]] = {
     "deepspeed/top1_l_aux": lambda: load_balancing_loss(softmax(1)).item(),
     "deepspeed/top1_capacity_cf1": lambda: int(capacity_of(softmax(1), 1.0)),
     "deepspeed/top1_counts": lambda: counts(softmax(1)),
-    "deepspeed/top1_kept": lambda: sum(kept(limit(softmax(1), 1.0, by_position))),
+    "deepspeed/top1_kept": lambda: sum(kept(drop_over_capacity(softmax(1), 1.0, by_position))),
     "deepspeed/top2_l_aux": lambda: load_balancing_loss(softmax(1)).item(),
     "deepspeed/top2_capacity_cf1": lambda: int(capacity_of(softmax(2), 1.0)),
-    "deepspeed/top2_kept": lambda: sum(kept(limit(softmax(2), 1.0, by_position))),
+    "deepspeed/top2_kept": lambda: sum(kept(drop_over_capacity(softmax(2), 1.0, by_position))),
     "deepspeed/top2_counts": lambda: counts(softmax(2)),
     **top_2_gate("topk2_probs", by_probability),
     **top_2_gate("topk2_position", by_position),

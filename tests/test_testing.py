@@ -16,7 +16,7 @@ from moe_ffn.testing import check_experts, check_ffn, check_router
 from tests.helpers.every_router import ROUTERS, is_causal
 
 D_MODEL = 16
-AHEAD = "so a causal model would see what it has to guess"
+AHEAD = "so a causal model could see the tokens it must predict"
 
 
 @pytest.mark.parametrize("ffn", FFNConfig.members)
@@ -109,7 +109,8 @@ class Deaf(FFNBlock):
 
 def test_a_block_whose_output_does_not_teach_its_router_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"^Deaf: hidden has no gradient by the parameters of its router;"
+        ConfigError,
+        match=r"^Deaf: hidden has no gradient with respect to the parameters of its router;",
     ):
         check_ffn(Deaf(), D_MODEL)
 

@@ -72,11 +72,11 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
 class QuantileRuleConfig(BiasRuleConfig, frozen=True):
     """Quantile balancing: the bias with which each expert would have an equal share (Megatron-LM).
 
-    A token chooses expert i if score_i + bias_i exceeds its (k+1)-th largest score + bias. With bias_i =
-    minus the quantile excess, T k / E tokens choose it. The quantile excess is the (floor(T k / E) + 1)-th
-    largest value of score_i minus that (k+1)-th largest score + bias. The step is coordinate descent on the
-    dual of balanced assignment. The bias is a moving average with mean 0; quantiles are averaged over the
-    batches of a step, as in Megatron-LM (`qb_dual_update`).
+    For each token, let c be its (k+1)-th largest score + bias; the token chooses expert i if
+    score_i + bias_i > c. Sort score_i - c over the T tokens and take value number floor(T k / E) + 1 from the
+    top. Minus this value is the new bias_i, with which T k / E tokens choose expert i. The step is
+    coordinate descent on the dual of balanced assignment. The bias is a moving average with mean 0; quantiles
+    are averaged over the batches of a step, as in Megatron-LM (`qb_dual_update`).
     """
 
     type: Literal["quantile"] = "quantile"

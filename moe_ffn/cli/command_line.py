@@ -117,7 +117,8 @@ def parse_flags(
         help="print the JSON schema of the YAML for editors, and stop",
     )
     parser.add_argument(
-        *("-h", "--help"),
+        "-h",
+        "--help",
         nargs="?",
         const="",
         metavar="SECTION",

@@ -4,8 +4,8 @@ its sparse layers, and tasks of lm-eval.
 moe-ffn evaluate runs/NAME [--data FILE] [--stride N] [--json FILE]
 
 The default text is the run's validation split, in the windows of its validations. The text of --data is read
-whole, and each token but the first is predicted once. --data.corpus.type text --data.corpus.paths books
-selects the validation split of that corpus; --data config.yaml that of the corpus in another config.
+whole, and each token but the first is predicted once. To evaluate another validation split, name its corpus
+(--data.corpus.type text --data.corpus.paths books) or a config that names it (--data config.yaml).
 """
 
 from __future__ import annotations

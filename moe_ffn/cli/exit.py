@@ -1,4 +1,4 @@
-"""Exit codes of the programs: a mistake is one line on stderr, a signal ends without a traceback."""
+"""Exit codes of the programs: mistakes end in a few lines on stderr, signals without a traceback."""
 
 from __future__ import annotations
 

@@ -69,11 +69,10 @@ def main(argv: Sequence[str]) -> int:
     for num_experts in config.num_experts:
         losses[num_experts] = {
             name: [
-                loss_of(method.initialise([source.decoder], ids_BS, generator))
+                loss_of(_method(name, num_experts).initialise([source.decoder], ids_BS, generator))
                 for generator in _generators(config, name)
             ]
             for name in config.methods
-            for method in [_method(name, num_experts)]
         }
     whole = loss_of(source.decoder)
     stacks = [ffn.expert_stack for ffn in source.decoder.config.layer_ffns()]

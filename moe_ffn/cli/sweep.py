@@ -117,7 +117,8 @@ def _parser() -> Parser:
     parser.add_argument(
         "--time",
         action="store_true",
-        help="only time the training step of each arm, in turns, with the threads of a run",
+        help="do not train; measure the step time of all arms in alternation, with as many threads as a run "
+        "would have",
     )
     parser.add_argument(FLAG, action="store_true", help=HELP)
     return parser
@@ -168,7 +169,7 @@ def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> 
     for file in files:
         if file.stem in arms:
             raise ConfigError(
-                f"two config files are called '{file.stem}'; an arm is named by its file"
+                f"two config files are called '{file.stem}'; an arm is named by its file; rename one"
             )
         arms[file.stem] = options = read_yaml(file, where=f"'{file}'")
         if {"arms", "grid"} & {*options}:
@@ -208,7 +209,7 @@ def print_plan(sweep: Sweep) -> None:
     for line in (_LEGEND, *notes):
         console.print(Text(line, style="dim"))
     total = sum(job.flops for job in sweep.jobs)
-    num_done = len(sweep.of("finished"))
+    num_done = len(sweep.jobs_in("finished"))
     console.print(
         f"{len(sweep.jobs)} runs, {num_done} of them done; {short(total)} FLOPs of training in all"
     )
@@ -281,7 +282,7 @@ def share_plotly(folder: Path) -> None:
 def train(sweep: Sweep) -> int:
     """Train the unfinished runs; return the exit code."""
     folder = sweep.jobs[0].run.folder.parent
-    num_done = len(sweep.of("finished"))
+    num_done = len(sweep.jobs_in("finished"))
     print(f"{len(sweep.jobs)} runs in {folder}/, {num_done} of them done", flush=True)
     try:
         sweep.run(partial(print, flush=True))
@@ -289,7 +290,7 @@ def train(sweep: Sweep) -> int:
         num_done = len([job for job in sweep.jobs if run_folder.is_finished(job.run.folder)])
         print(f"{num_done} of {len(sweep.jobs)} runs are done; the same command resumes the rest")
         raise
-    failed = sweep.of("failed")
+    failed = sweep.jobs_in("failed")
     for job in failed:
         log.warning("%s: %s", job.name, printable(job.problem))
     if len(failed) < len(sweep.jobs):

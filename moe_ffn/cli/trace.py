@@ -23,9 +23,9 @@ from moe_ffn.report.html import OPENING
 from moe_ffn.report.trace import (
     Prediction,
     TextTrace,
-    follow,
     trace_of,
     trace_of_decoder,
+    trace_text,
     visible,
     visits_by_layer,
 )
@@ -70,7 +70,7 @@ def trace_folder(
     if is_transformers_folder(folder):
         return _of_transformers(folder, text, layers)
     with accepting_code(trust_code):
-        return follow(folder, text, layers)
+        return trace_text(folder, text, layers)
 
 
 def _of_transformers(folder: Path, text: bytes, layers: list[int] | None) -> TextTrace:

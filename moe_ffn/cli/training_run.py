@@ -37,7 +37,7 @@ from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_parts import check_num_params
 from moe_ffn.runs.json_files import Facts
 from moe_ffn.runs.reader import read_weights
-from moe_ffn.runs.resume import Start, find_start, resume_hint, rewind
+from moe_ffn.runs.resume import ResumePoint, find_resume_point, resume_hint, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.runs.validate import find_hardware, require_valid
 from moe_ffn.training.module import LanguageModel
@@ -89,10 +89,10 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         say(line)
 
     with ExitStack() as stack:
-        start = Start()
+        start = ResumePoint()
         if resume is not None:
-            stack.enter_context(held(resume.folder))
-            start = find_resume_point(resume, data, module, say)
+            stack.enter_context(locked_by_first_rank(resume.folder))
+            start = announce_resume_point(resume, data, module, say)
         if start.checkpoint is None:
             begin_with(source or read_initial_weights(config), data, module, say)
         source = None  # frees the second copy of the weights
@@ -108,7 +108,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         files = files_of_a_new_run(config, data, facts)
         folder = open_folder(config, resume, start, files)
         if resume is None:
-            stack.enter_context(held(folder))
+            stack.enter_context(locked_by_first_rank(folder))
 
         loggers, wandb_line = assemble.make_loggers(config, folder, facts) if is_main else ([], "")
         ranks = [hardware.layout.describe()] if hardware.layout.num_ranks > 1 else []
@@ -122,7 +122,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         compile_kernels(module, trainer.strategy.root_device)
 
         token_data = assemble.make_token_data(config, data)
-        with ending_as_documented(config, trainer, callbacks, loggers, say):
+        with exiting_with_code(config, trainer, callbacks, loggers, say):
             trainer.fit(module, datamodule=token_data, ckpt_path=start.checkpoint)
             if callbacks.validation.last_step != trainer.global_step:
                 trainer.validate(module, datamodule=token_data, verbose=False)
@@ -144,12 +144,14 @@ def begin_with(source: Source | None, data: PreparedData, module: LanguageModel,
         say("\n".join(lines))
 
 
-def held(folder: Path) -> AbstractContextManager[None]:
+def locked_by_first_rank(folder: Path) -> AbstractContextManager[None]:
     """Lock the folder for all ranks; the first rank holds the lock."""
     return run_folder.locked(folder) if is_first_rank() else nullcontext()
 
 
-def find_resume_point(resume: Resume, data: PreparedData, module: LanguageModel, say: Say) -> Start:
+def announce_resume_point(
+    resume: Resume, data: PreparedData, module: LanguageModel, say: Say
+) -> ResumePoint:
     """Find and print the step from which the run is resumed; change no files.
 
     Raises:
@@ -158,7 +160,7 @@ def find_resume_point(resume: Resume, data: PreparedData, module: LanguageModel,
     custom_code.warn_if_code_changed(resume.folder)
     check_documents(resume.folder, data.documents)
     max_steps = resume.config.trainer.max_steps
-    start = find_start(resume.folder, resume.own, data, module, max_steps)
+    start = find_resume_point(resume.folder, resume.own, data, module, max_steps)
     say(start.describe(resume.folder))
     for key, (before, now) in resume.changes.items():
         say(f"{key} is {json.dumps(now)} now (was {json.dumps(before)})")
@@ -179,7 +181,7 @@ def files_of_a_new_run(
 
 
 def open_folder(
-    config: TrainConfig, resume: Resume | None, start: Start, files: Mapping[str, str]
+    config: TrainConfig, resume: Resume | None, start: ResumePoint, files: Mapping[str, str]
 ) -> Path:
     """Make the folder of a new run, or rewind the folder of a resumed run to its checkpoint.
 
@@ -196,7 +198,7 @@ def open_folder(
 
 
 @contextmanager
-def ending_as_documented(
+def exiting_with_code(
     config: TrainConfig,
     trainer: assemble.Trainer,
     callbacks: assemble.RunCallbacks,

@@ -1,6 +1,7 @@
 """Environment of a process: folders that torch needs, and variables that a launcher sets.
 
-Import this before torch, which crashes if such a folder is missing; this module exits with one sentence.
+Import this before torch. If a folder that torch needs is missing, this module prints one sentence and exits,
+where torch would crash.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 """Variables that hold a rank; Lightning reads the first that is set, whatever launcher it detects."""
 VARIABLES = {
     *(name for launcher in (TORCHRUN, SLURM) for name in launcher.variables),
-    *("NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"),
+    "NODE_RANK",
+    "GROUP_RANK",
+    "TORCHELASTIC_RUN_ID",
 }
 _NUMBERS = VARIABLES - {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
 

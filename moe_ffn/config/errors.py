@@ -36,7 +36,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Situation:
-    """Use of a config that some members of its family do not support; see `refusal` of each config."""
+    """Use of a part (causal, cached, on several ranks).
+
+    The `refusal` of a config that does not support this use gives the reason.
+    """
 
     causal: bool = False
     """The model is causal: no output may depend on later tokens."""

@@ -17,7 +17,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.import_path import PACKAGE, Code, permitting_imports
 
 FLAG = "--trust-code"
-HELP = "run custom code in this folder that you have not run before; read it first"
+HELP = "allow custom code named by the run's folder, even if you have never run it; read it first"
 
 _accepting: ContextVar[bool] = ContextVar("_accepting", default=False)
 

@@ -167,7 +167,8 @@ def text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[Docum
             )
     if not num_bytes:
         raise ConfigError(
-            f"{key}: {', '.join(map(repr, paths))} is empty, or has no UTF-8 text file that is not hidden"
+            f"{key}: {', '.join(map(repr, paths))} is empty, or has only hidden files and files that are not "
+            "UTF-8 text; name another file or folder"
         )
 
 

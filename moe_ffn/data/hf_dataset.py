@@ -71,7 +71,8 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
         kind = getattr(rows.features[column], "dtype", "a nested type")
         if kind not in ("string", "large_string"):
             raise ConfigError(
-                f"data.corpus.text_column: '{column}' of '{self.path}' must hold text, not {kind}"
+                f"data.corpus.text_column: '{column}' of '{self.path}' must hold text, not {kind}; "
+                "name another column"
             )
         return rows.select_columns([column])
 

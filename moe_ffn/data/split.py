@@ -160,7 +160,7 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
     empty = [split for place, split in enumerate(_SPLITS) if not (places == place).any()]
     if empty and named:
         raise ConfigError(
-            f"data.corpus: the {empty[0]} split holds no text that the other does not"
+            f"data.corpus: the {empty[0]} split holds no text that the other does not; name other text for it"
         )
     if empty:
         _, first_of_content = np.unique(fingerprints, return_index=True)

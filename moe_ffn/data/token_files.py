@@ -65,7 +65,7 @@ class TokensConfig(CorpusConfig, frozen=True):
         if not found:
             raise ConfigError(
                 f"data.corpus.{key}: {', '.join(map(repr, paths))} has no token file "
-                f"({' or '.join(SUFFIXES)})"
+                f"({' or '.join(SUFFIXES)}); name one"
             )
         return tuple(found.values())
 
@@ -162,8 +162,8 @@ def _look_at_array(path: Path) -> _File:
         raise ConfigError(f"data.corpus: '{path}' is not a NumPy array ({error})") from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(
-            f"data.corpus: '{path}' must hold whole numbers in one row, but is {array.dtype} of shape "
-            f"{array.shape}"
+            f"data.corpus: '{path}' must be a one-dimensional array of integers, but is {array.dtype} of "
+            f"shape {array.shape}; save the token ids in one row"
         )
     return _File(path, array.dtype, array.offset, len(array))
 

@@ -277,7 +277,8 @@ class BPETokenizer(Tokenizer):
         bytes_of = {index: _bytes_of(token, byte_of, where) for token, index in id_of.items()}
         if bytes_of.keys() != set(range(len(id_of))):
             raise ConfigError(
-                f"{where} must number its {len(id_of)} tokens from 0 to {len(id_of) - 1}"
+                f"{where} must number its {len(id_of)} tokens from 0 to {len(id_of) - 1}, without gaps; use "
+                "another file"
             )
         missing = [token for token in (_END, *byte_of) if token not in id_of]
         if missing:
@@ -289,7 +290,8 @@ class BPETokenizer(Tokenizer):
         self._id_of_byte = {value: id_of[character] for character, value in byte_of.items()}
         if b"".join(self.token_bytes[index] for index in self.encode(_PROBE)) != _PROBE:
             raise ConfigError(
-                f"{where} loses text: its normalizer or pre_tokenizer changes the text"
+                f"{where} loses text: its normalizer or pre_tokenizer changes it; remove both from the "
+                "file, or use another tokenizer"
             )
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:

@@ -74,8 +74,8 @@ class ExpertsConfig(TaggedConfig, frozen=True):
         if self.divides_over_ranks or situation.num_ranks == 1:
             return None
         return Refusal(
-            f"type '{self.type}' does not say that its experts can be on several ranks "
-            "(`divides_over_ranks`)",
+            f"type '{self.type}' does not support expert parallelism (divides_over_ranks is False in its "
+            "config)",
             "set parallel.expert to 1",
         )
 

@@ -48,7 +48,7 @@ class RouterInfo:
     """True for the router of a mixture of depths: only the tokens that it chooses enter the inner block and
     its routings."""
 
-    share: float = 1.0
+    token_fraction: float = 1.0
     """Fraction of the tokens that reach the router: below 1 inside a mixture of depths."""
 
     experts: ExpertsConfig | None = None
@@ -138,8 +138,9 @@ class FFNConfig(TaggedConfig, frozen=True):
         refusal = first_refusal(inner_configs(self), situation)
         if refusal is None and situation.cached:
             return Refusal(
-                f"type '{self.type}' does not say that it takes each token by itself",
-                "return None from refusal(situation) in its config if it does",
+                f"type '{self.type}' may mix tokens, so it cannot decode with a cache",
+                "if its output depends on one token only, let `refusal` in its config return None when "
+                "situation.cached",
             )
         return refusal
 
@@ -223,7 +224,7 @@ class FFNBlock(nn.Module, ABC):
 
 Value = TypeVar("Value")
 
-OWN = "routing"
+OWN_ROUTING = "routing"
 """The key of `FFNOutput.routings` for the block's own router."""
 
 ROUTING_SUFFIX = "(?:/(?:inner|round_[0-9]+))*"
@@ -232,7 +233,7 @@ ROUTING_SUFFIX = "(?:/(?:inner|round_[0-9]+))*"
 
 def round_name(number: int) -> str:
     """Return the key of `FFNOutput.routings` for a round of a chain of experts: `round_2` for number 1."""
-    return f"round_{number + 1}" if number else OWN
+    return f"round_{number + 1}" if number else OWN_ROUTING
 
 
 def prefix_names(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
@@ -240,7 +241,9 @@ def prefix_names(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
 
     `routing`, the name of a block's own router, becomes `outer`; `inner` becomes `outer/inner`.
     """
-    return {outer if name == OWN else f"{outer}/{name}": value for name, value in values.items()}
+    return {
+        outer if name == OWN_ROUTING else f"{outer}/{name}": value for name, value in values.items()
+    }
 
 
 # -- inputs

@@ -94,7 +94,7 @@ class ChainOfExpertsFFN(FFNBlock):
         shares: dict[str, Tensor] = {}
         for name, router, round_context in self.rounds(context):
             routing = router(*flatten_tokens(hidden, round_context))
-            output = self.ffn.follow(routing, hidden, round_context)
+            output = self.ffn.run_experts(routing, hidden, round_context)
             routings |= prefix_names(name, output.routings)
             shares |= prefix_names(name, output.shared_shares)
             hidden = hidden + output.hidden

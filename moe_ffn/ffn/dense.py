@@ -88,7 +88,7 @@ class DenseConfig(HiddenWidthConfig, frozen=True):
         return DenseFFN(self, d_model)
 
 
-class ThreeMatrixConfig(GateOptions, HiddenWidthConfig, frozen=True):
+class GatedBlockConfig(GateOptions, HiddenWidthConfig, frozen=True):
     """Options of all gated blocks."""
 
     multiple_of: int = Field(default=8, ge=1, le=MAX_COUNT)
@@ -103,7 +103,7 @@ class ThreeMatrixConfig(GateOptions, HiddenWidthConfig, frozen=True):
         return GatedFFN(self, d_model)
 
 
-class GatedConfig(ThreeMatrixConfig, frozen=True):
+class GatedConfig(GatedBlockConfig, frozen=True):
     """A gated linear unit, down(act(gate x) * up x) (Shazeer 2020, arXiv:2002.05202).
 
     The type names the activation of the gate: SiLU for swiglu, GELU for geglu, its tanh approximation for
@@ -117,13 +117,13 @@ class GatedConfig(ThreeMatrixConfig, frozen=True):
         return GATE_ACTIVATIONS[self.type]
 
 
-class ClampedSwiGLUConfig(ClampOptions, ThreeMatrixConfig, frozen=True):
+class ClampedSwiGLUConfig(ClampOptions, GatedBlockConfig, frozen=True):
     """SwiGLU with clamps, as in the shared experts of DeepSeek-V4 and MiniMax-M3."""
 
     type: Literal["clamped_swiglu"] = "clamped_swiglu"
 
 
-class SoftCappedSwiGLUConfig(SoftCapOptions, ThreeMatrixConfig, frozen=True):
+class SoftCappedSwiGLUConfig(SoftCapOptions, GatedBlockConfig, frozen=True):
     """SwiGLU whose gate and linear part are bounded by tanh, as in the dense layers of Inkling 2."""
 
     type: Literal["soft_capped_swiglu"] = "soft_capped_swiglu"
@@ -239,7 +239,7 @@ class DenseFFN(HiddenWidthFFN):
 class GatedFFN(HiddenWidthFFN):
     """down(act(gate x) * up x), or another function of gate x and up x."""
 
-    def __init__(self, config: ThreeMatrixConfig, d_model: int) -> None:
+    def __init__(self, config: GatedBlockConfig, d_model: int) -> None:
         super().__init__(config, d_model, config.gate_activation)
         width = config.width(d_model)
         self.gate = nn.Linear(d_model, width, bias=config.bias)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_ffn.config.errors import Refusal, Situation, first_refusal
 from moe_ffn.ffn.base import (
+    OWN_ROUTING,
     FFNBlock,
     FFNConfig,
     RouterInfo,
@@ -77,10 +78,12 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
     def router_infos(self) -> dict[str, RouterInfo]:
         inner = {
-            name: replace(info.inside("ffn"), share=self.share)
+            name: replace(info.inside("ffn"), token_fraction=self.share)
             for name, info in self.ffn.router_infos().items()
         }
-        return {"routing": RouterInfo(self.router, 1, is_gate=True)} | prefix_names("inner", inner)
+        return {OWN_ROUTING: RouterInfo(self.router, 1, is_gate=True)} | prefix_names(
+            "inner", inner
+        )
 
     def build(self, d_model: int) -> FFNBlock:
         return MixtureOfDepthsFFN(self, d_model)
@@ -122,7 +125,11 @@ class MixtureOfDepthsFFN(FFNBlock):
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
         if is_transform_on():
-            refuse_vmap(x, self.parameters(), "a mixture of depths, whose sequences are")
+            refuse_vmap(
+                x,
+                self.parameters(),
+                "a mixture of depths, because the sizes of its sequences depend",
+            )
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         weights_BS, chosen_BS = by_sequence(routing)
@@ -139,7 +146,7 @@ class MixtureOfDepthsFFN(FFNBlock):
         hidden = hidden.scatter_add(1, index_BMD, passed_BMD).to(x.dtype)
         return FFNOutput(
             hidden.reshape(x.shape),
-            {"routing": routing} | prefix_names("inner", inner.routings),
+            {OWN_ROUTING: routing} | prefix_names("inner", inner.routings),
             prefix_names("inner", inner.shared_shares),
         )
 
@@ -147,7 +154,7 @@ class MixtureOfDepthsFFN(FFNBlock):
         return f"d_model={self.d_model}"
 
     def routers(self) -> dict[str, Router]:
-        return {"routing": self.router} | prefix_names("inner", self.ffn.routers())
+        return {OWN_ROUTING: self.router} | prefix_names("inner", self.ffn.routers())
 
 
 def pick(

@@ -18,6 +18,7 @@ from moe_ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, plan_of_lis
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import (
+    OWN_ROUTING,
     ExpertStack,
     FFNBlock,
     FFNConfig,
@@ -118,7 +119,7 @@ class MoEConfig(FFNConfig, frozen=True):
             self.shared_expert,
             experts=self.experts,
         )
-        return {"routing": info}
+        return {OWN_ROUTING: info}
 
     @property
     def expert_stack(self) -> ExpertStack:
@@ -188,9 +189,9 @@ class MoEFFN(FFNBlock):
         self.refuse_vmap(x)
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
-        return self.follow(routing, x_TD.view_as(x), context)
+        return self.run_experts(routing, x_TD.view_as(x), context)
 
-    def follow(self, routing: Routing, x: Tensor, context: TokenContext | None) -> FFNOutput:
+    def run_experts(self, routing: Routing, x: Tensor, context: TokenContext | None) -> FFNOutput:
         """Run the experts of a routing, and add up their weighted outputs.
 
         Args:
@@ -199,13 +200,13 @@ class MoEFFN(FFNBlock):
             context: context of `x`.
         """
         x_TD = x.reshape(-1, self.d_model)
-        routing = self.capacity.limit(routing, training=self.training)
+        routing = self.capacity.drop_over_capacity(routing, training=self.training)
         plan = self.make_plan(routing, self.num_experts)
         sent = self.dispatcher.dispatch(self._own_experts.before_dispatch(x_TD), plan)
         shared = self._shared(x, context)  # overlaps with the exchange of tokens
         y_TD = self._own_experts.after_combine(sent.combine(self.experts(sent.rows(), sent.plan)))
         y_TD = self._with_zero_computation(y_TD, x_TD, routing)
-        output = FFNOutput(y_TD.to(x.dtype).view_as(x), {"routing": routing})
+        output = FFNOutput(y_TD.to(x.dtype).view_as(x), {OWN_ROUTING: routing})
         return self._with_shared(output, shared, x, context)
 
     def refuse_vmap(self, x: Tensor) -> None:
@@ -242,7 +243,7 @@ class MoEFFN(FFNBlock):
             return output
         routed, joined = self.combine(output.hidden, shared, x)
         mask = None if context is None else context.mask
-        shares = {"routing": share_of_norms(joined, routed, mask)}
+        shares = {OWN_ROUTING: share_of_norms(joined, routed, mask)}
         return replace(output, hidden=routed + joined, shared_shares=shares)
 
     def place_experts(self, place: PlaceExperts) -> None:
@@ -256,7 +257,7 @@ class MoEFFN(FFNBlock):
         return f"{sizes}, {capacity}"
 
     def routers(self) -> dict[str, Router]:
-        return {"routing": self.router}
+        return {OWN_ROUTING: self.router}
 
 
 # -- old options

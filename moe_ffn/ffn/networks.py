@@ -125,7 +125,7 @@ def _(block: ChainOfExpertsFFN, x: Tensor, context: TokenContext | None = None) 
     for _, router, round_context in block.rounds(context):
         found += _routed_memories(block.ffn, router, hidden, round_context)
         routing = router(*flatten_tokens(hidden, round_context))
-        hidden = hidden + block.ffn.follow(routing, hidden, round_context).hidden
+        hidden = hidden + block.ffn.run_experts(routing, hidden, round_context).hidden
     return found
 
 
@@ -158,7 +158,7 @@ def _routed_memories(
 ) -> list[Memory]:
     """Return the hidden units of the experts that `router` chooses, and of the shared expert."""
     x_TD, flat = flatten_tokens(x, context)
-    routing = block.capacity.limit(router(x_TD, flat), training=block.training)
+    routing = block.capacity.drop_over_capacity(router(x_TD, flat), training=block.training)
     found = _expert_memories(block.experts, x_TD, make_plan(routing, block.num_experts))
     if block.shared_expert is not None:
         shared = memories(block.shared_expert, x_TD.view_as(x), context)

@@ -27,7 +27,7 @@ from moe_ffn.ffn.wrappers import WrapperConfig, WrapperFFN
 from moe_ffn.kernels.base import check_dtype
 from moe_ffn.kernels.memory import require_table_memory
 from moe_ffn.outputs import FFNOutput, TokenContext, TokenHistory
-from moe_ffn.routing.base import WideRMSNorm
+from moe_ffn.routing.base import Float32RMSNorm
 
 _EPS = 1e-6
 
@@ -122,8 +122,8 @@ class NgramMemoryFFN(WrapperFFN):
         width = config.memory_width(d_model)
         self.key = nn.Linear(width, d_model, bias=False)
         self.value = nn.Linear(width, d_model, bias=False)
-        self.query_norm = WideRMSNorm(d_model, eps=_EPS)
-        self.key_norm = WideRMSNorm(d_model, eps=_EPS)
+        self.query_norm = Float32RMSNorm(d_model, eps=_EPS)
+        self.key_norm = Float32RMSNorm(d_model, eps=_EPS)
         self.conv = ShortConv(d_model, config.kernel_size, dilation=config.max_order)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
@@ -214,7 +214,7 @@ class ShortConv(nn.Module):
 
     def __init__(self, d_model: int, kernel_size: int, dilation: int) -> None:
         super().__init__()
-        self.norm = WideRMSNorm(d_model, eps=_EPS)
+        self.norm = Float32RMSNorm(d_model, eps=_EPS)
         self.taps_KD = nn.Parameter(torch.zeros(kernel_size, d_model))
         self.dilation = dilation
 

@@ -16,7 +16,7 @@ from moe_ffn.weights.families import FAMILIES
 from moe_ffn.weights.from_transformers import sparse_options
 from moe_ffn.weights.layouts import (
     Layout,
-    Piece,
+    WeightSlice,
     interleaved,
     linear,
     named,
@@ -57,7 +57,7 @@ class BlockEntry:
     wrong: str = ""
     """Difference between their code and its paper; ours follows the paper."""
 
-    def but(self, options: Template | None = None, **changes: Any) -> BlockEntry:
+    def with_changes(self, options: Template | None = None, **changes: Any) -> BlockEntry:
         """Return a copy of this entry for another model, with some of our options changed."""
         made = replace(self, **changes)
         if options is None:
@@ -88,12 +88,12 @@ class LiveOptions(Mapping[str, Any]):
         return len({*vars(self.config), *self.defaults})
 
 
-def its(name: str) -> Callable[[Any], Any]:
+def their_option(name: str) -> Callable[[Any], Any]:
     """Return a function that reads an option of their config."""
     return attrgetter(name)
 
 
-def its_word(words: Mapping[str, str], name: str) -> Callable[[Any], str]:
+def their_word(words: Mapping[str, str], name: str) -> Callable[[Any], str]:
     """Return a function that maps each value of their option to ours; other values are rejected."""
 
     def word(config: Any) -> str:
@@ -132,10 +132,10 @@ def merged(template: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 def gate(option: str = "hidden_act") -> Any:
     """Return the type of the gated block whose activation is in that option."""
-    return its_word(ACTIVATIONS, option)
+    return their_word(ACTIVATIONS, option)
 
 
-def times(*names: str) -> Any:
+def product_of(*names: str) -> Any:
     def product(config: Any) -> Any:
         first, second = (getattr(config, name) for name in names)
         return first * second
@@ -154,35 +154,37 @@ def if_set(option: str, template: Template, otherwise: Any = None) -> Any:
     return lambda config: template if getattr(config, option) else otherwise
 
 
-K = its("num_experts_per_tok")
-WIDE, NARROW = its("intermediate_size"), its("moe_intermediate_size")
+K = their_option("num_experts_per_tok")
+WIDE, NARROW = their_option("intermediate_size"), their_option("moe_intermediate_size")
 SOFTMAX = {"type": "top_k", "k": K}
 RENORMALIZED = {**SOFTMAX, "renormalize": True}
 CHOSEN = {**SOFTMAX, "softmax": "after"}
-QWEN = {**SOFTMAX, "renormalize": its("norm_topk_prob")}
-GROUPED = {**QWEN, "scale": its("routed_scaling_factor"), "groups": groups}
+QWEN = {**SOFTMAX, "renormalize": their_option("norm_topk_prob")}
+GROUPED = {**QWEN, "scale": their_option("routed_scaling_factor"), "groups": groups}
 SIGMOID = {"type": "sigmoid_top_k", "k": K}
-BIASED = {**SIGMOID, "scale": its("routed_scaling_factor")}
-BIASED_GROUPS = {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups}
+BIASED = {**SIGMOID, "scale": their_option("routed_scaling_factor")}
+BIASED_GROUPS = {**BIASED, "renormalize": their_option("norm_topk_prob"), "groups": groups}
 
 
 def moe(
     router: Any, width: Any = NARROW, count: str = "num_experts", **more: Any
 ) -> dict[str, Any]:
     experts = {"type": gate(), "d_ff": width}
-    base = {"type": "moe", "num_experts": its(count), "router": router, "experts": experts}
+    base = {"type": "moe", "num_experts": their_option(count), "router": router, "experts": experts}
     return merged(base, more)
 
 
 def jittered(ffn: Template, option: str) -> Template:
     """Return a block with noise on its input if their option is not 0."""
     return lambda config: (
-        {"type": "jittered", "jitter": noise, "ffn": ffn} if (noise := its(option)(config)) else ffn
+        {"type": "jittered", "jitter": noise, "ffn": ffn}
+        if (noise := their_option(option)(config))
+        else ffn
     )
 
 
 def shared(*width: str, **more: Any) -> Template:
-    d_ff = times(*width) if len(width) > 1 else its(*width)
+    d_ff = product_of(*width) if len(width) > 1 else their_option(*width)
     return {"type": gate(), "d_ff": d_ff, **more}
 
 
@@ -246,13 +248,13 @@ def experts_by_number(up: str, down: str) -> Names:
 def with_shared(routed: str, *shared: str) -> Layout:
     """Return the layout of routed experts followed by the shared ones; gate and up may be apart."""
 
-    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[WeightSlice]]:
         count = their["n_routed_experts"]
         behind = [
-            Piece(name, lambda ours, i=i: ours[count:].chunk(len(shared), 1)[i])
+            WeightSlice(name, lambda ours, i=i: ours[count:].chunk(len(shared), 1)[i])
             for i, name in enumerate(shared)
         ]
-        return [[Piece(routed, lambda ours: ours[:count]), *behind]]
+        return [[WeightSlice(routed, lambda ours: ours[:count]), *behind]]
 
     return layout
 
@@ -272,7 +274,7 @@ def of_family(model_type: str, class_name: str) -> BlockEntry:
     return BlockEntry(class_name, template)
 
 
-SCORE = its_word({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "scoring_func")
+SCORE = their_word({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "scoring_func")
 
 
 def step_gate(config: Any, option: str) -> dict[str, Any]:
@@ -286,12 +288,12 @@ def step_gate(config: Any, option: str) -> dict[str, Any]:
 
 # -- blocks that several models share
 
-MIXTRAL = of_family("mixtral", "MixtralSparseMoeBlock").but(in_training={})
+MIXTRAL = of_family("mixtral", "MixtralSparseMoeBlock").with_changes(in_training={})
 DEEPSEEK = of_family("deepseek_v3", "DeepseekV3MoE")
 QWEN2 = of_family("qwen2_moe", "Qwen2MoeSparseMoeBlock")
 QWEN3 = of_family("qwen3_moe", "Qwen3MoeSparseMoeBlock")
 OLMOE = of_family("olmoe", "OlmoeSparseMoeBlock")
-GPT_OSS = of_family("gpt_oss", "GptOssMLP").but(
+GPT_OSS = of_family("gpt_oss", "GptOssMLP").with_changes(
     names={
         "experts.gate_up": interleaved("experts.gate_up_proj", is_transposed=True),
         "experts.gate_up_bias": interleaved("experts.gate_up_proj_bias", is_transposed=False),
@@ -307,7 +309,7 @@ DEEPSEEK_V2 = BlockEntry(
     moe(
         {
             **SOFTMAX,
-            "scale": its("routed_scaling_factor"),
+            "scale": their_option("routed_scaling_factor"),
             "groups": lambda c: (
                 None
                 if c.topk_method == "greedy"
@@ -315,16 +317,18 @@ DEEPSEEK_V2 = BlockEntry(
             ),
         },
         count="n_routed_experts",
-        shared_expert=shared("moe_intermediate_size", "n_shared_experts", bias=its("mlp_bias")),
+        shared_expert=shared(
+            "moe_intermediate_size", "n_shared_experts", bias=their_option("mlp_bias")
+        ),
     ),
     served={"topk_method": ("greedy", "group_limited_greedy")},
     # A group scores as its best expert, so two chosen groups always contain the best two experts.
     small={"topk_method": "group_limited_greedy", "topk_group": 1},
 )
 CLAMPED = {
-    "type": its_word(dict.fromkeys(("silu", "swish"), "clamped_swiglu"), "hidden_act"),
+    "type": their_word(dict.fromkeys(("silu", "swish"), "clamped_swiglu"), "hidden_act"),
     "alpha": 1.0,
-    "limit": its("swiglu_limit"),
+    "limit": their_option("swiglu_limit"),
     "added": 0.0,
 }
 DEEPSEEK_V4 = BlockEntry(
@@ -334,7 +338,7 @@ DEEPSEEK_V4 = BlockEntry(
         WIDE,
         "num_local_experts",
         experts=CLAMPED,
-        shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
+        shared_expert={**CLAMPED, "d_ff": WIDE, "bias": their_option("mlp_bias")},
     ),
     small={"mlp_layer_types": ["moe", "moe"]},
 )
@@ -351,7 +355,7 @@ GRANITE = BlockEntry(
     moe(CHOSEN, WIDE, "num_local_experts"),
     note="its residual multiplier is the decoder's",
 )
-GRANITE_LAYER = GRANITE.but(
+GRANITE_LAYER = GRANITE.with_changes(
     options={"shared_expert": shared("shared_intermediate_size")},
     names={
         "experts.gate_up": named("block_sparse_moe.experts.gate_up_proj"),
@@ -361,7 +365,7 @@ GRANITE_LAYER = GRANITE.but(
     },
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
 )
-EPS = {"eps": its("rms_norm_eps")}
+EPS = {"eps": their_option("rms_norm_eps")}
 GEMMA = BlockEntry(
     "Gemma4TextDecoderLayer",
     {
@@ -369,10 +373,10 @@ GEMMA = BlockEntry(
         "output": EPS,
         "ffn": {
             "type": "moe",
-            "num_experts": its("num_experts"),
+            "num_experts": their_option("num_experts"),
             "router": {
                 "type": "top_k",
-                "k": its("top_k_experts"),
+                "k": their_option("top_k_experts"),
                 "renormalize": True,
                 "learned_scale": "expert",
                 "input_norm": EPS,
@@ -413,10 +417,19 @@ GEMMA = BlockEntry(
     note="the block is given the residual stream; its norm before it is that of the shared expert",
 )
 SWITCH_FFN = moe(
-    {"type": "top_k", "k": 1, "bias": its("router_bias"), "jitter": its("router_jitter_noise")},
-    its("d_ff"),
-    experts={"type": "mlp", "activation": its("dense_act_fn"), "dropout": its("dropout_rate")},
-    capacity={"per_sequence": its("expert_capacity")},
+    {
+        "type": "top_k",
+        "k": 1,
+        "bias": their_option("router_bias"),
+        "jitter": their_option("router_jitter_noise"),
+    },
+    their_option("d_ff"),
+    experts={
+        "type": "mlp",
+        "activation": their_option("dense_act_fn"),
+        "dropout": their_option("dropout_rate"),
+    },
+    capacity={"per_sequence": their_option("expert_capacity")},
 )
 SWITCH = BlockEntry(
     "SwitchTransformersSparseMLP",

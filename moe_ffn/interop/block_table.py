@@ -36,20 +36,20 @@ from moe_ffn.interop.block_parts import (
     fused_shared_expert,
     gate,
     if_set,
-    its,
     jittered,
     moe,
+    product_of,
     shared,
     step_gate,
-    times,
+    their_option,
     with_shared,
 )
 from moe_ffn.weights.layouts import halves, linear, named, rows_of, transposed, zero_centered
 
 MINIMAX_GATE = {
     "type": "clamped_swiglu",
-    "alpha": its("swiglu_alpha"),
-    "limit": its("swiglu_limit"),
+    "alpha": their_option("swiglu_alpha"),
+    "limit": their_option("swiglu_limit"),
     "added": 1.0,
 }
 NEMOTRON_EXPERTS = {"type": "mlp", "activation": "relu_squared", "d_ff": NARROW}
@@ -58,34 +58,34 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "afmoe": BlockEntry(
         "AfmoeSparseMoeBlock",
         moe(
-            {**SIGMOID, "scale": its("route_scale")},
+            {**SIGMOID, "scale": their_option("route_scale")},
             shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
         ),
     ),
     "aria": BlockEntry(
         "AriaTextMoELayer",
         moe(
-            {**CHOSEN, "k": its("moe_topk")},
+            {**CHOSEN, "k": their_option("moe_topk")},
             WIDE,
             "moe_num_experts",
             experts={"type": "swiglu"},
             shared_expert=shared(
-                "intermediate_size", "moe_num_shared_experts", bias=its("mlp_bias")
+                "intermediate_size", "moe_num_shared_experts", bias=their_option("mlp_bias")
             ),
         ),
         TRANSPOSED,
     ),
-    "axk1": DEEPSEEK.but(
+    "axk1": DEEPSEEK.with_changes(
         class_name="AXK1MoE",
         ffn={"type": "normed", "output": EPS, "ffn": DEEPSEEK.ffn},
         names=linear(output="post_mlp_layernorm"),
     ),
-    "axk2": DEEPSEEK.but(
+    "axk2": DEEPSEEK.with_changes(
         class_name="AXK2MoE",
         wrong="experts of other groups are masked by 0, not by -inf, so that one of them is chosen before "
         "any whose score and bias add up to less than 0 (DeepSeek-V3, arXiv:2412.19437)",
     ),
-    "bailing_hybrid": DEEPSEEK.but(class_name="BailingHybridMoE"),
+    "bailing_hybrid": DEEPSEEK.with_changes(class_name="BailingHybridMoE"),
     "beam": BlockEntry("BeamMoE", moe(BIASED_GROUPS)),
     "cohere2_moe": BlockEntry(
         "Cohere2MoeSparseMoeBlock",
@@ -117,13 +117,13 @@ BLOCKS: dict[str, BlockEntry | str] = {
             moe(
                 {
                     "type": "top_k",
-                    "k": its("ffn_config.moe_top_k"),
+                    "k": their_option("ffn_config.moe_top_k"),
                     "renormalize": lambda c: c.ffn_config.moe_normalize_expert_weights is not None,
                     "renormalize_p": lambda c: float(
                         c.ffn_config.moe_normalize_expert_weights or 1
                     ),
                 },
-                its("ffn_config.ffn_hidden_size"),
+                their_option("ffn_config.ffn_hidden_size"),
                 "ffn_config.moe_num_experts",
                 experts={"type": gate("ffn_config.ffn_act_fn.name")},
             ),
@@ -146,28 +146,33 @@ BLOCKS: dict[str, BlockEntry | str] = {
         },
         in_training={},
     ),
-    "deepseek_ocr2": DEEPSEEK_V2.but(class_name="DeepseekOcr2TextMoe"),
-    "deepseek_v2": DEEPSEEK_V2.but(
-        note="`norm_topk_prob`, false in its published configs, is read by no line of theirs"
+    "deepseek_ocr2": DEEPSEEK_V2.with_changes(class_name="DeepseekOcr2TextMoe"),
+    "deepseek_v2": DEEPSEEK_V2.with_changes(
+        note="transformers never reads `norm_topk_prob`, which is false in the published configs"
     ),
     "deepseek_v3": DEEPSEEK,
-    "deepseek_v32": DEEPSEEK.but(class_name="DeepseekV32MoE"),
+    "deepseek_v32": DEEPSEEK.with_changes(class_name="DeepseekV32MoE"),
     "deepseek_v4": DEEPSEEK_V4,
-    "deepseek_v4 hash": DEEPSEEK_V4.but(
-        {"router": {"correction_bias": False, "token_table": {"vocab_size": its("vocab_size")}}},
+    "deepseek_v4 hash": DEEPSEEK_V4.with_changes(
+        {
+            "router": {
+                "correction_bias": False,
+                "token_table": {"vocab_size": their_option("vocab_size")},
+            }
+        },
         names={"router.table_VK": named("gate.tid2eid")},
         small={"mlp_layer_types": ["hash_moe", "moe"]},
-        note="its first layers",
+        note="used in the first layers only",
     ),
-    "diffusion_gemma": GEMMA.but(class_name="DiffusionGemmaDecoderTextLayer"),
-    "diffusion_gemma encoder": GEMMA.but(class_name="DiffusionGemmaEncoderTextLayer"),
+    "diffusion_gemma": GEMMA.with_changes(class_name="DiffusionGemmaDecoderTextLayer"),
+    "diffusion_gemma encoder": GEMMA.with_changes(class_name="DiffusionGemmaEncoderTextLayer"),
     "doge": BlockEntry(
         "DogeCDMoE",
         moe(
             {"type": "product_key", "k": K, "d_query": 0},
             None,
-            experts={"type": "single_neuron", "activation": its("hidden_act")},
-            shared_expert=shared("intermediate_size", bias=its("mlp_bias")),
+            experts={"type": "single_neuron", "activation": their_option("hidden_act")},
+            shared_expert=shared("intermediate_size", bias=their_option("mlp_bias")),
         ),
         {
             "router.sub_keys": named("router_gate.weight"),
@@ -181,20 +186,24 @@ BLOCKS: dict[str, BlockEntry | str] = {
         },
         served={"norm_topk_prob": (False,)},
         small={"num_experts": 9},
-        wrong="of several tokens it takes the scores of the first half for those of the first table, and "
-        "of the second half for the second's, so that tokens choose each other's experts; ours chooses as "
-        "theirs does of a single token (CDMoE, arXiv:2412.11834)",
+        wrong="with several tokens it mixes up the token axis and the axis of the two key tables, so tokens "
+        "get each other's experts; ours gives every token what theirs gives a single token (CDMoE, "
+        "arXiv:2412.11834)",
     ),
-    "dots1": DEEPSEEK.but(class_name="Dots1MoE"),
-    "dots3_note": DEEPSEEK.but(
-        {"shared_expert": {"d_ff": times("shared_experts_intermediate_size", "n_shared_experts")}},
+    "dots1": DEEPSEEK.with_changes(class_name="Dots1MoE"),
+    "dots3_note": DEEPSEEK.with_changes(
+        {
+            "shared_expert": {
+                "d_ff": product_of("shared_experts_intermediate_size", "n_shared_experts")
+            }
+        },
         class_name="Dots3NoteTextMoE",
     ),
     "dots3_note vision": BlockEntry(
         "Dots3NoteVisionMoE",
-        moe({**SIGMOID, "scale": its("router_scaling_factor")}, count="num_local_experts"),
+        moe({**SIGMOID, "scale": their_option("router_scaling_factor")}, count="num_local_experts"),
         small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse"] * 2, "mlp_bias": False},
-        note="of images; `per_layer_config` of theirs has the number of experts of each layer",
+        note="block for image tokens; the number of experts per layer is in `per_layer_config`",
     ),
     "ernie4_5_moe": BlockEntry(
         "Ernie4_5_MoeSparseMoeBlock",
@@ -202,7 +211,9 @@ BLOCKS: dict[str, BlockEntry | str] = {
             {**RENORMALIZED, "correction_bias": True},
             shared_expert=if_set(
                 "moe_num_shared_experts",
-                shared("moe_intermediate_size", "moe_num_shared_experts", bias=its("use_bias")),
+                shared(
+                    "moe_intermediate_size", "moe_num_shared_experts", bias=their_option("use_bias")
+                ),
             ),
         ),
     ),
@@ -214,7 +225,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             shared_expert={
                 "type": gate(),
                 "d_ff": lambda c: c.moe_intermediate_size[0] * c.moe_num_shared_experts,
-                "bias": its("use_bias"),
+                "bias": their_option("use_bias"),
             },
         ),
         {
@@ -231,53 +242,55 @@ BLOCKS: dict[str, BlockEntry | str] = {
         "ExaoneMoeSparseMoEBlock",
         moe(BIASED_GROUPS, shared_expert=shared("moe_intermediate_size", "num_shared_experts")),
     ),
-    "flex_olmo": OLMOE.but(class_name="FlexOlmoSparseMoeBlock"),
+    "flex_olmo": OLMOE.with_changes(class_name="FlexOlmoSparseMoeBlock"),
     "flint": BlockEntry(
         "FlintSparseMoeBlock",
         moe(
-            {**SIGMOID, "renormalize": its("norm_topk_prob"), "correction_bias": False},
+            {**SIGMOID, "renormalize": their_option("norm_topk_prob"), "correction_bias": False},
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
     ),
     "gemma4": GEMMA,
-    "glm4_moe": DEEPSEEK.but(class_name="Glm4MoeMoE"),
-    "glm4_moe_lite": DEEPSEEK.but(class_name="Glm4MoeLiteMoE"),
-    "glm4v_moe": DEEPSEEK.but(class_name="Glm4vMoeTextMoE"),
-    "glm5_next": DEEPSEEK.but(
+    "glm4_moe": DEEPSEEK.with_changes(class_name="Glm4MoeMoE"),
+    "glm4_moe_lite": DEEPSEEK.with_changes(class_name="Glm4MoeLiteMoE"),
+    "glm4v_moe": DEEPSEEK.with_changes(class_name="Glm4vMoeTextMoE"),
+    "glm5_next": DEEPSEEK.with_changes(
         {"experts": CLAMPED, "shared_expert": CLAMPED}, class_name="Glm5NextTextMoE"
     ),
-    "glm_moe_dsa": DEEPSEEK.but(class_name="GlmMoeDsaMoE"),
+    "glm_moe_dsa": DEEPSEEK.with_changes(class_name="GlmMoeDsaMoE"),
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITE,
-    "granitemoe_swa": GRANITE_LAYER.but(class_name="GraniteMoeSWADecoderLayer"),
-    "granitemoehybrid": GRANITE_LAYER.but(
+    "granitemoe_swa": GRANITE_LAYER.with_changes(class_name="GraniteMoeSWADecoderLayer"),
+    "granitemoehybrid": GRANITE_LAYER.with_changes(
         class_name="GraniteMoeHybridDecoderLayer", small={"mamba_n_heads": 2, "mamba_d_head": 16}
     ),
-    "granitemoeshared": GRANITE_LAYER.but(class_name="GraniteMoeSharedDecoderLayer"),
+    "granitemoeshared": GRANITE_LAYER.with_changes(class_name="GraniteMoeSharedDecoderLayer"),
     "hunyuan_v1_moe": BlockEntry(
         "HunYuanMoEV1Moe",
         moe(
-            {**RENORMALIZED, "k": its("moe_topk")}, WIDE, shared_expert=shared("intermediate_size")
+            {**RENORMALIZED, "k": their_option("moe_topk")},
+            WIDE,
+            shared_expert=shared("intermediate_size"),
         ),
     ),
     "hy_v3": BlockEntry(
         "HYV3MoE",
         moe(
-            {**SIGMOID, "scale": its("router_scaling_factor")},
+            {**SIGMOID, "scale": their_option("router_scaling_factor")},
             shared_expert=shared(
-                "moe_intermediate_size", "num_shared_experts", bias=its("mlp_bias")
+                "moe_intermediate_size", "num_shared_experts", bias=their_option("mlp_bias")
             ),
         ),
     ),
-    "hy_v4": DEEPSEEK.but(class_name="HYV4MoE", options={"experts": CLAMPED}),
+    "hy_v4": DEEPSEEK.with_changes(class_name="HYV4MoE", options={"experts": CLAMPED}),
     "inkling": BlockEntry(
         "InklingMoE",
         moe(
             {
                 **SIGMOID,
-                "scale": its("route_scale"),
+                "scale": their_option("route_scale"),
                 "learned_scale": "global",
-                "num_always": its("n_shared_experts"),
+                "num_always": their_option("n_shared_experts"),
             },
             num_experts=lambda c: c.n_routed_experts + c.n_shared_experts,
         ),
@@ -289,7 +302,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             ),
             "experts.down": with_shared("experts.down_proj", "shared_experts.down_proj"),
         },
-        note="its shared experts are the last ones of ours",
+        note="its shared experts are the last experts of our block (`num_always`)",
     ),
     "inkling2": BlockEntry(
         "Inkling2SparseMoeBlock",
@@ -298,8 +311,8 @@ BLOCKS: dict[str, BlockEntry | str] = {
             count="num_local_experts",
             experts={
                 "type": "soft_capped_swiglu",
-                "gate_cap": its("mlp_gate_softcap"),
-                "up_cap": its("mlp_up_softcap"),
+                "gate_cap": their_option("mlp_gate_softcap"),
+                "up_cap": their_option("mlp_up_softcap"),
             },
         ),
     ),
@@ -319,11 +332,11 @@ BLOCKS: dict[str, BlockEntry | str] = {
         },
         note="its mixture of attention heads is no feed-forward block",
     ),
-    "kimi_linear": DEEPSEEK.but(class_name="KimiLinearMoE"),
+    "kimi_linear": DEEPSEEK.with_changes(class_name="KimiLinearMoE"),
     "kolibri1": BlockEntry(
         "Kolibri1SparseMoeBlock",
         moe(
-            {**SIGMOID, "renormalize": its("norm_topk_prob"), "select_by": "logit"},
+            {**SIGMOID, "renormalize": their_option("norm_topk_prob"), "select_by": "logit"},
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
     ),
@@ -332,7 +345,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         moe(
             {
                 **SIGMOID,
-                "scale": its("moe_routed_scaling_factor"),
+                "scale": their_option("moe_routed_scaling_factor"),
                 "logit_cap": lambda c: c.moe_router_logit_softcapping or None,
             },
             shared_expert=shared("shared_expert_intermediate_size"),
@@ -343,9 +356,9 @@ BLOCKS: dict[str, BlockEntry | str] = {
         moe(
             {
                 **BIASED,
-                "renormalize": its("norm_topk_prob"),
+                "renormalize": their_option("norm_topk_prob"),
                 "renormalize_eps": lambda c: 1e-6 if c.norm_topk_prob else 0.0,
-                "correction_bias": its("use_expert_bias"),
+                "correction_bias": their_option("use_expert_bias"),
             },
             experts={"type": "swiglu"},
         ),
@@ -369,22 +382,24 @@ BLOCKS: dict[str, BlockEntry | str] = {
         moe(
             {
                 **SOFTMAX,
-                "k": its("moe_topk"),
-                "scale": its("routed_scaling_factor"),
+                "k": their_option("moe_topk"),
+                "scale": their_option("routed_scaling_factor"),
                 "bias": lambda c: getattr(c, "router_bias", False),
                 "correction_bias": True,
             },
-            its("expert_ffn_hidden_size"),
+            their_option("expert_ffn_hidden_size"),
             "n_routed_experts",
-            zero_computation=if_set("zero_expert_num", {"num_copy": its("zero_expert_num")}, {}),
+            zero_computation=if_set(
+                "zero_expert_num", {"num_copy": their_option("zero_expert_num")}, {}
+            ),
         ),
         {
             "experts.gate_up": rows_of("experts.gate_up_proj")
         },  # the remaining names belong to experts without a network
     ),
-    "mellum": QWEN3.but(class_name="MellumSparseMoeBlock"),
+    "mellum": QWEN3.with_changes(class_name="MellumSparseMoeBlock"),
     "mimo_v2_flash": BlockEntry("MiMoV2FlashMoE", moe(BIASED_GROUPS, count="n_routed_experts")),
-    "minimax": MIXTRAL.but(class_name="MiniMaxSparseMoeBlock"),
+    "minimax": MIXTRAL.with_changes(class_name="MiniMaxSparseMoeBlock"),
     "minimax_m2": BlockEntry(
         "MiniMaxM2SparseMoeBlock",
         jittered(moe(SIGMOID, WIDE, "num_local_experts"), "router_jitter_noise"),
@@ -397,28 +412,28 @@ BLOCKS: dict[str, BlockEntry | str] = {
             WIDE,
             "num_local_experts",
             experts=MINIMAX_GATE,
-            shared_expert={**MINIMAX_GATE, "d_ff": its("shared_intermediate_size")},
+            shared_expert={**MINIMAX_GATE, "d_ff": their_option("shared_intermediate_size")},
         ),
         fused_shared_expert("shared_experts.gate_up_proj", "shared_experts.down_proj"),
     ),
-    "mistral4": MISTRAL.but(
-        {"router": {"renormalize": its("norm_topk_prob")}}, class_name="Mistral4MoE"
+    "mistral4": MISTRAL.with_changes(
+        {"router": {"renormalize": their_option("norm_topk_prob")}}, class_name="Mistral4MoE"
     ),
     "mistral_large4": MISTRAL,
     "mixtral": MIXTRAL,
     "muse_spark": BlockEntry(
         "MuseSparkMoE",
         moe(
-            {**BIASED, "logit_scale": its("output_multiplier")},
+            {**BIASED, "logit_scale": their_option("output_multiplier")},
             count="num_local_experts",
             experts={
                 "type": "latent",
                 "d_ff": None,
-                "width": its("moe_hidden_size"),
+                "width": their_option("moe_hidden_size"),
                 "experts": {
                     "type": "normed",
                     "input": EPS,
-                    "each": {"eps": its("post_norm_eps"), "scale": "before"},
+                    "each": {"eps": their_option("post_norm_eps"), "scale": "before"},
                     "experts": {"type": gate(), "d_ff": NARROW},
                 },
             },
@@ -438,8 +453,8 @@ BLOCKS: dict[str, BlockEntry | str] = {
                 "moe_latent_size",
                 {
                     "type": "latent",
-                    "width": its("moe_latent_size"),
-                    "bias": its("mlp_bias"),
+                    "width": their_option("moe_latent_size"),
+                    "bias": their_option("mlp_bias"),
                     "experts": NEMOTRON_EXPERTS,
                 },
                 NEMOTRON_EXPERTS,
@@ -447,8 +462,8 @@ BLOCKS: dict[str, BlockEntry | str] = {
             shared_expert={
                 "type": "dense",
                 "activation": "relu_squared",
-                "d_ff": its("moe_shared_expert_intermediate_size"),
-                "bias": its("mlp_bias"),
+                "d_ff": their_option("moe_shared_expert_intermediate_size"),
+                "bias": their_option("mlp_bias"),
             },
         ),
         linear(experts__into="fc1_latent_proj", experts__out_of="fc2_latent_proj"),
@@ -457,13 +472,13 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "nllb_moe": BlockEntry(
         "NllbMoeSparseMLP",
         moe(
-            {"type": "top_k", "k": 2, "renormalize": True, "bias": its("router_bias")},
-            its("encoder_ffn_dim"),
+            {"type": "top_k", "k": 2, "renormalize": True, "bias": their_option("router_bias")},
+            their_option("encoder_ffn_dim"),
             experts={
                 "type": "mlp",
-                "activation": its("activation_function"),
+                "activation": their_option("activation_function"),
                 "bias": True,
-                "dropout": its("activation_dropout"),
+                "dropout": their_option("activation_dropout"),
             },
             capacity={
                 "factor": 1.0,
@@ -479,14 +494,17 @@ BLOCKS: dict[str, BlockEntry | str] = {
         },
         small={"expert_capacity": 4},
         in_training={},
-        note="compared with the paper's sum, made of its own experts and router; without its token dropout "
-        "and with a capacity of 2 T / E, the paper's, where theirs is `expert_capacity` for any T",
-        wrong="it takes the mask of the first choices for the numbers of experts, so that experts 0 and 1 "
+        note="compared with the paper's formula, evaluated with this model's experts and router; without "
+        "token dropout, and with the paper's capacity 2 T / E (transformers uses the constant "
+        "`expert_capacity`)",
+        wrong="it uses the 0/1 mask of first choices as expert indices, so that experts 0 and 1 "
         "compute every token and the others none; the paper sends a token to its two best experts "
         "(arXiv:2207.04672, section 6.2)",
     ),
     "olmoe": OLMOE,
-    "openai_privacy_filter": GPT_OSS.but(class_name="OpenAIPrivacyFilterMLP", names=TRANSPOSED),
+    "openai_privacy_filter": GPT_OSS.with_changes(
+        class_name="OpenAIPrivacyFilterMLP", names=TRANSPOSED
+    ),
     "phimoe": BlockEntry(
         "PhimoeSparseMoeBlock",
         jittered(
@@ -510,8 +528,8 @@ BLOCKS: dict[str, BlockEntry | str] = {
         moe(RENORMALIZED, **GATED_SHARED),
     ),
     "qwen3_moe": QWEN3,
-    "qwen3_next": QWEN2.but(class_name="Qwen3NextSparseMoeBlock"),
-    "qwen3_omni_moe": QWEN3.but(
+    "qwen3_next": QWEN2.with_changes(class_name="Qwen3NextSparseMoeBlock"),
+    "qwen3_omni_moe": QWEN3.with_changes(
         class_name="Qwen3OmniMoeThinkerTextSparseMoeBlock", config_name="Qwen3OmniMoeTextConfig"
     ),
     "qwen3_omni_moe talker": BlockEntry(
@@ -519,11 +537,11 @@ BLOCKS: dict[str, BlockEntry | str] = {
     ),
     "qwen3_vl_moe": BlockEntry("Qwen3VLMoeTextSparseMoeBlock", moe(RENORMALIZED)),
     "qwen4_exp": BlockEntry("Qwen4ExpTextSparseMoeBlock", moe(QWEN, **GATED_SHARED)),
-    "solar_open": DEEPSEEK.but(class_name="SolarOpenMoE"),
+    "solar_open": DEEPSEEK.with_changes(class_name="SolarOpenMoE"),
     "step3p7": BlockEntry(
         "Step3p7SparseMoeBlock",
         moe(
-            {**SIGMOID, "scale": its("moe_router_scaling_factor")},
+            {**SIGMOID, "scale": their_option("moe_router_scaling_factor")},
             count="num_local_experts",
             experts=lambda c: step_gate(c, "swiglu_limits"),
             shared_expert=lambda c: {
@@ -540,7 +558,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         },
     ),
     "switch_transformers": SWITCH,
-    "unlimited_ocr": DEEPSEEK_V2.but(class_name="UnlimitedOcrTextMoe"),
+    "unlimited_ocr": DEEPSEEK_V2.with_changes(class_name="UnlimitedOcrTextMoe"),
     "vitpose_backbone": "an image's experts are given with it, one for each data set, and each makes a part "
     "of the output's units: there is no router",
     "zaya": "from its second layer on, the router adds what the router of the layer before it computed, and "
@@ -551,7 +569,11 @@ BLOCKS: dict[str, BlockEntry | str] = {
             {
                 **SOFTMAX,
                 "correction_bias": True,
-                "mlp": {"width": its("router_hidden_size"), "depth": 2, "eps": its("rms_norm_eps")},
+                "mlp": {
+                    "width": their_option("router_hidden_size"),
+                    "depth": 2,
+                    "eps": their_option("rms_norm_eps"),
+                },
             },
             zero_computation={"num_zero": 1},
         ),
@@ -563,7 +585,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             router__projection="gate.router_mlp.out_proj",
         ),
         small={"num_experts_per_tok": 1},
-        note="its first layer",
+        note="used in the first layer only",
     ),
 }
 """Model (and block, if it has several) -> the entry of the block, or the reason why we have no such block."""

@@ -65,7 +65,7 @@ def _entry(model: str) -> BlockEntry:
             f"{nearest_or_all(model, BLOCKS)}"
         )
     if isinstance(entry, str):
-        raise ConfigError(f"no block of ours computes that of {model}: {entry}")
+        raise ConfigError(f"moe_ffn has no block that matches the sparse block of {model}: {entry}")
     return entry
 
 

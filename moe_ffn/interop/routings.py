@@ -121,7 +121,8 @@ class _Watcher:
         if logits_TE is None or experts._is_expert_parallel:
             raise ConfigError(
                 f"the router before {type(experts).__name__} does not return its logits together with "
-                "the chosen experts, or chooses among experts of several processes"
+                "the chosen experts, or its experts are divided among processes; watch a model on one "
+                "process whose routers return logits"
             )
         self._seen[name] = partial(self._routing, name, logits_TE, ids_TK, weights_TK)
 
@@ -185,9 +186,13 @@ def routing_modules(model: nn.Module) -> dict[str, str]:
     return found
 
 
+_SET_BY_DECORATOR = "is_concatenated"
+"""Attribute that `use_experts_implementation` sets in `__init__` (`transformers.integrations.moe`)."""
+
+
 def is_experts(module: nn.Module) -> bool:
     """Return whether transformers' `use_experts_implementation` decorates the class."""
-    return "is_concatenated" in vars(module)
+    return _SET_BY_DECORATOR in vars(module)
 
 
 def layer_of(path: str) -> int | None:

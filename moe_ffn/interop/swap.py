@@ -77,10 +77,11 @@ def swap_ffn(
     changes: dict[int, float] = {}
     for layer in layers:
         if layer not in found:
-            known = ", ".join(map(str, found)) or "no layer"
+            known = ", ".join(map(str, found))
             raise ConfigError(
-                f"swap_ffn: layer {layer} of {type(model).__name__} has no dense FFN of {', '.join(GATED)}, "
-                f"nor of {', '.join(PLAIN)}; there is one in {known}"
+                f"swap_ffn: layer {layer} of {type(model).__name__} has no dense FFN that can be swapped "
+                f"(one made of {' and '.join(GATED)}, or of {' and '.join(PLAIN)}); "
+                + (f"layers with one: {known}" if known else "no layer has one")
             )
         path = found[layer]
         ffn = model.get_submodule(path)
@@ -213,8 +214,8 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
     ffn.train(was_training)
     if not _difference(expected, block(probe).hidden) <= MAX_ERROR.get(weight.dtype, 0.05):
         raise ConfigError(
-            f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, does not compute what its matrices and "
-            "activation imply"
+            f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, gives other outputs than its matrices and "
+            "activation alone, so it cannot be swapped exactly; choose another layer"
         )
     return config, block, weight
 

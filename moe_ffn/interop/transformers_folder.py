@@ -59,10 +59,11 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
         raise ConfigError(
             f"--text: has {len(ids)} tokens, but '{folder}' accepts 1 to {longest}; give another text"
         )
-    if max(ids) >= model.get_input_embeddings().num_embeddings:
+    num_tokens = model.get_input_embeddings().num_embeddings
+    if max(ids) >= num_tokens:
         raise ConfigError(
-            f"'{folder / TOKENIZER_FILE}' is that of another model: it has a token {max(ids)}, and this one "
-            f"knows {model.get_input_embeddings().num_embeddings}"
+            f"'{folder / TOKENIZER_FILE}' does not fit this model: it produced token id {max(ids)}, but "
+            f"the vocabulary has {num_tokens} tokens; copy the tokenizer of this model"
         )
 
     def shown(token_id: int) -> bytes:
@@ -113,7 +114,10 @@ def _load_model(folder: Path) -> Any:
         ) from error
     # transformers would initialise missing weights at random.
     if missing := sorted(found["missing_keys"]):
-        raise ConfigError(f"'{folder}' lacks {show(missing[0])}, which its {CONFIG_FILE} asks for")
+        raise ConfigError(
+            f"'{folder}' has no weight {show(missing[0])}, which its {CONFIG_FILE} requires; download the "
+            "folder again"
+        )
     try:
         routing_modules(model)
     except ConfigError as error:

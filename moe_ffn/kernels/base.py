@@ -1,7 +1,7 @@
 """Signature of every backend, weights of experts, and helpers of all backends.
 
-T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix: F, or
-2 F with a gate, whose rows precede the rows of up
+T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix: F
+without a gate; 2 F with one, the F gate rows first, then the F up rows
 """
 
 from __future__ import annotations
@@ -163,27 +163,30 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 NOT_BY_TRANSFORMS = (
-    "has a backward pass of its own, which torch.func, forward-mode differentiation and is_grads_batched "
-    "do not go through; set experts.backend to 'loop', which they do"
+    "does not support torch.func, forward-mode differentiation or is_grads_batched, because its backward "
+    "pass is hand-written; set experts.backend to 'loop', which supports them"
 )
 """Reason of backends whose derivatives would omit the experts, or fail deep inside torch."""
 
 
 NOT_IN_GRAPHS = (
-    "reads the loads of the experts on the host, which torch.export and fullgraph=True of torch.compile do "
-    "not go through; set experts.backend to 'auto'"
+    "copies the loads of the experts to the host, which torch.export and torch.compile(fullgraph=True) "
+    "cannot capture; set experts.backend to 'auto'"
 )
 """Reason of backends that cannot be part of a graph."""
 
 
 TRANSFORMS_NOT_IN_GRAPHS = (
-    "no graph holds experts under torch.func; call torch.compile without fullgraph=True"
+    "experts under a torch.func transform cannot be compiled into the graph; call torch.compile without "
+    "fullgraph=True"
 )
 """Reason of all backends under a torch.func transform inside torch.compile."""
 
 
 def refuse_vmap(
-    x: Tensor, parameters: Iterable[Tensor | None], what: str = "experts, whose products are"
+    x: Tensor,
+    parameters: Iterable[Tensor | None],
+    what: str = "experts, because the sizes of their products depend",
 ) -> None:
     """Raise early on tensors batched by torch.func.vmap; routing would fail deep inside torch.
 
@@ -199,8 +202,7 @@ def refuse_vmap(
         return
     if any(t is not None and is_batched(t) for t in (x, *parameters)):
         raise ValueError(
-            f"torch.func.vmap does not support {what} of data-dependent size; give x one more leading axis "
-            "instead"
+            f"torch.func.vmap does not work with {what} on the data; add a leading axis to x instead"
         )
 
 

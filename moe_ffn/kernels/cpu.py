@@ -128,20 +128,22 @@ class _Experts(torch.autograd.Function):
         inputs = _inputs(plan, weights, x_TD, weights_N, parameters)
         kept_NH = x_TD.new_empty(len(weights_N), parameters[0].shape[1], dtype=inputs.dtype)
         y_TD = implementation.forward(inputs, kept_NH)
-        tensors = (*parameters, *inputs[3:7], kept_NH)
-        ctx.save_for_backward(x_TD, weights_N, *tensors)
-        ctx.implementation, ctx.options = implementation, inputs[7:]
+        ids = inputs.token_ids_N, inputs.offsets_E, inputs.pair_ids_N
+        ctx.save_for_backward(x_TD, weights_N, *parameters, *ids, inputs.dropout_NF, kept_NH)
+        ctx.implementation, ctx.options, ctx.dtype = implementation, inputs.options, inputs.dtype
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_more_derivatives("cpu", grads[0])
-        saved = (
+        # Read once: under activation checkpointing each read recomputes them.
+        x_TD, weights_N, *parameters, ids_N, offsets_E, pair_ids_N, dropout_NF, kept_NH = (
             ctx.saved_tensors
-        )  # read once: under activation checkpointing each read recomputes them
-        inputs = Inputs._make((*saved[:2], saved[2:6], *saved[6:10], *ctx.options))
+        )
+        ids = ids_N, offsets_E, pair_ids_N
+        inputs = Inputs(x_TD, weights_N, parameters, *ids, dropout_NF, ctx.options, ctx.dtype)
         wanted = ctx.needs_input_grad[3:]
-        return (None,) * 3 + ctx.implementation.backward(inputs, saved[10], grads[0], wanted)
+        return (None,) * 3 + ctx.implementation.backward(inputs, kept_NH, grads[0], wanted)
 
 
 # -- compiled kernels
@@ -200,8 +202,8 @@ def _native_backward(
         grad_x_TD = torch.empty_like(inputs.x_TD, memory_format=torch.contiguous_format)
     grad_weights_N = torch.empty_like(layer[1])
     gradients = [
-        empty_gradient(parameter) if wanted and parameter is not None else None
-        for parameter, wanted in zip(inputs.parameters, wants, strict=True)
+        empty_gradient(parameter) if want and parameter is not None else None
+        for parameter, want in zip(inputs.parameters, wants, strict=True)
     ]
     torch.ops.moe_ffn_cpu.experts_backward(
         *layer, kept_NH, grad_y_TD.contiguous(), grad_x_TD, grad_weights_N, *gradients
@@ -347,9 +349,9 @@ _OPTIONS = "str activation, float[]? gate, bool gated, bool interleaved, ScalarT
 )
 def experts(*given: Any) -> tuple[Tensor, Tensor]:
     """Return y_TD and the first product (N, H), with 0 rows unless `keep`."""
-    implementation, inputs = _read(given[:10], given[10:15])
-    keep = given[15]
-    x_TD, weights_N, up_EHD = given[:3]
+    *arguments, keep = given
+    x_TD, weights_N, up_EHD, *_ = arguments
+    implementation, inputs = _read(*arguments)
     kept_NH = x_TD.new_zeros(len(weights_N) if keep else 0, up_EHD.shape[1], dtype=inputs.dtype)
     y_TD = implementation.forward(inputs, kept_NH[: len(inputs.weights_N)] if keep else None)
     return y_TD, kept_NH
@@ -363,23 +365,38 @@ def experts(*given: Any) -> tuple[Tensor, Tensor]:
 )
 def experts_backward(grad_y_TD: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the first six inputs of `experts`; empty if not wanted."""
-    implementation, inputs = _read(given[:10], given[11:16])
-    kept_NH, wanted, num_computed = given[10], given[16], len(inputs.weights_N)
+    *tensors, kept_NH, activation, gate, gated, interleaved, dtype, wanted = given
+    implementation, inputs = _read(*tensors, activation, gate, gated, interleaved, dtype)
+    num_computed = len(inputs.weights_N)
     found = implementation.backward(inputs, kept_NH[:num_computed], grad_y_TD, wanted)
     grads = [
         grad if want and grad is not None else grad_y_TD.new_empty(0)
         for grad, want in zip(found, wanted, strict=True)
     ]
     if wanted[1]:
-        grads[1] = F.pad(grads[1], (0, len(given[1]) - num_computed))
+        grads[1] = F.pad(grads[1], (0, len(tensors[1]) - num_computed))
     return tuple(grads)
 
 
-def _read(tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Implementation, Inputs]:
+def _read(
+    x_TD: Tensor,
+    weights_N: Tensor,
+    up_EHD: Tensor,
+    down_EDF: Tensor,
+    up_bias_EH: Tensor | None,
+    down_bias_ED: Tensor | None,
+    token_ids_N: Tensor,
+    offsets_E: Tensor,
+    pair_ids_N: Tensor,
+    dropout_NF: Tensor | None,
+    activation: Any,
+    gate: list[float] | None,
+    gated: bool,
+    interleaved: bool,
+    dtype: torch.dtype,
+) -> tuple[Implementation, Inputs]:
     """Parse the arguments of both operators: `_INPUTS` and `_OPTIONS`."""
-    x_TD, weights_N, *parameters, token_ids_N, offsets_E, pair_ids_N, dropout_NF = tensors
-    activation, gate, gated, interleaved, dtype = options
-    up_EHD, down_EDF, up_bias_EH, down_bias_ED = parameters
+    parameters = up_EHD, down_EDF, up_bias_EH, down_bias_ED
     weights = ExpertWeights(
         activation=activation,
         up_EHD=up_EHD,

@@ -30,7 +30,8 @@ class LatentConfig(Config, frozen=True):
     query_rank: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Width of the normalised latent vector of queries; null: project queries from the token directly."""
     rotated_dim: int = Field(default=64, ge=1, le=MAX_COUNT)
-    """Width for positions, in addition to head_dim, of each query and of one key that all heads share."""
+    """Width of the part of each query and key that is rotated (RoPE), in addition to head_dim; all heads
+    share this part of the key."""
     value_dim: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Width of a value head; head_dim by default."""
 
@@ -72,8 +73,8 @@ class AttentionConfig(Config, frozen=True):
         for name in ("num_kv_heads", "norm_qk", "bias"):
             if self.latent is not None and (value := getattr(self, name)):
                 raise ValueError(
-                    f"{name} ({value}) goes with keys and values of their own, and latent is given; leave "
-                    "one of them out"
+                    f"{name} ({value}) cannot be combined with latent, which derives keys and values from "
+                    "one latent vector; leave one of them out"
                 )
         return self
 

@@ -396,7 +396,7 @@ class Decoder(nn.Module):
         if token_ids.shape[-1] > self.max_seq_len:
             raise ValueError(
                 f"the sequence has {token_ids.shape[-1]} tokens, but the model was built for "
-                f"max_seq_len ({self.max_seq_len})"
+                f"max_seq_len ({self.max_seq_len}); shorten it"
             )
         context = TokenContext(mask=mask, token_ids=token_ids)
         contexts = [context] * len(self.layers)

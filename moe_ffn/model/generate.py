@@ -61,10 +61,10 @@ class Sampling(Config, frozen=True):
 class Decoding:
     """Generation for several prompts in one batch: `for new_ids in decoding`.
 
-    Each row is continued as it would be alone. With a KV cache, a step computes only the new tokens. Without
-    one, every step computes whole sequences again, which is slower. This concerns rows longer than
-    `max_seq_len`, which continue from their last `max_seq_len` tokens, and models that do not support a cache
-    (`DecoderConfig.refusal`), whose rows are computed one by one.
+    At temperature 0 each row is continued as it would be alone. With a KV cache, a step computes only the new
+    tokens. Without one, every step computes whole sequences again, which is slower. This concerns rows longer
+    than `max_seq_len`, which continue from their last `max_seq_len` tokens, and models that do not support a
+    cache (`DecoderConfig.refusal`), whose rows are computed one by one.
     """
 
     def __init__(

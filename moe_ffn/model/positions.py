@@ -32,7 +32,7 @@ class PositionsConfig(TaggedConfig, frozen=True):
         if self.supports_cache or not situation.cached:
             return None
         return Refusal(
-            f"type '{self.type}' does not encode single positions",
+            f"type '{self.type}' cannot encode a single position, which decoding with a cache needs",
             "define Positions.at, and set supports_cache",
         )
 

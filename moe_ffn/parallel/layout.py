@@ -1,4 +1,4 @@
-"""Division of a run among processes: options, and sizes of the mesh. This module does not import torch."""
+"""Division of a run among processes: options, and sizes of the mesh."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ParallelConfig(Config, frozen=True):
         if list(sizes.values()).count(REST) > 1:
             names = " and ".join(name for name, size in sizes.items() if size == REST)
             raise ValueError(
-                f"{names} are -1, but only one can be the rest; give numbers to the others (data is -1 "
-                "unless given: data: 1)"
+                f"{names} are all -1 (the remaining processes), but only one of them may be; set the others "
+                "to numbers (data defaults to -1; try data: 1)"
             )
         return self
 

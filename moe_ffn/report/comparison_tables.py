@@ -144,17 +144,18 @@ def _routing(arms: Sequence[Arm]) -> Table:
 
 
 def _reached(comparison: Comparison) -> Table:
-    rows = [
-        [
-            arm.name,
-            _share(arm, base, "steps", "{:,.0f}".format, _margin(arm)),
-            _share(arm, base, "flops", compact),
-            _share(arm, base, "seconds", "{:,.0f}".format),
-            " ".join(kind for kind, is_on in arm.on_frontier.items() if is_on) or NONE,
-        ]
-        for arm in comparison.arms
-        for base in [comparison.base_of(arm)]
-    ]
+    rows: list[list[str]] = []
+    for arm in comparison.arms:
+        base = comparison.base_of(arm)
+        rows.append(
+            [
+                arm.name,
+                _share(arm, base, "steps", "{:,.0f}".format, _margin(arm)),
+                _share(arm, base, "flops", compact),
+                _share(arm, base, "seconds", "{:,.0f}".format),
+                " ".join(kind for kind, is_on in arm.on_frontier.items() if is_on) or NONE,
+            ]
+        )
     return Table(
         f"To the final loss of {comparison.baseline}",
         ["arm", "steps", "FLOPs", "seconds", "frontier of"],

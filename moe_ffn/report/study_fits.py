@@ -19,7 +19,7 @@ from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.crossover import Point, crossover, gaps, loss_by_flops
 from moe_ffn.studies.isoflop import Parabola, fit_isoflop, fit_parabola
-from moe_ffn.studies.leverage import LEVERAGE_LIMITS, Curve, leverage
+from moe_ffn.studies.leverage import LEVERAGE_LIMITS, Curve, Leverage, leverage
 from moe_ffn.studies.result import RunResult
 from moe_ffn.studies.scaling_laws import CLARK, E_MAX, E_START, Law, fit, power_law
 from moe_ffn.studies.statistics import mean_interval
@@ -228,6 +228,21 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts
     return [picture, table, *law]
 
 
+def _leverage_or_reason(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage | str:
+    try:
+        return leverage(dense, moe)
+    except ConfigError as error:
+        return str(error)
+
+
+def _leverage_cell(found: Leverage | str) -> str:
+    if isinstance(found, str):
+        return found
+    values = list(found.by_seed.values())
+    mean = fmean(values) if len(values) == 1 else None
+    return with_interval(found.interval, "{:.2f}".format, mean)
+
+
 def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
     by_name = {arm.name: arm for arm in arms}
     baseline = next(arm for arm in arms if arm.base is None)
@@ -250,19 +265,14 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
         dense = by_name.get(f"{line},{size}", baseline) if size else baseline
         curves = [{run.seed: curve_of(run) for run in side.results} for side in (dense, arm)]
         ends = {r.seed: ([float(r.budget.training_flops)], [loss_of(r)]) for r in arm.results}
-        cells: list[str] = []
-        for which, pair in enumerate((curves, (whole, ends)) if whole else (curves,)):
-            try:
-                found = leverage(*pair)
-            except ConfigError as error:
-                cells.append(NONE if which else str(error))
-                continue
-            values = list(found.by_seed.values())
-            mean = fmean(values) if len(values) == 1 else None
-            cells.append(with_interval(found.interval, "{:.2f}".format, mean))
-            if which == 0:
-                x = size_of(arm.results[0], "expansion")
-                drawn.setdefault(size or "leverage", {})[x] = values
+        within = _leverage_or_reason(*curves)
+        if isinstance(within, Leverage):
+            x = size_of(arm.results[0], "expansion")
+            drawn.setdefault(size or "leverage", {})[x] = list(within.by_seed.values())
+        cells = [_leverage_cell(within)]
+        if whole:
+            by_ends = _leverage_or_reason(whole, ends)
+            cells.append(NONE if isinstance(by_ends, str) else _leverage_cell(by_ends))
         rows.append([arm.name, dense.name, *cells])
     if not rows:
         return [f"No arm except those of {line}."]

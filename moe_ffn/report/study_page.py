@@ -113,7 +113,8 @@ def study_page(
     ours = [result for result in results if result.main_arm in names]
     if not ours:
         raise ConfigError(
-            f"{study.name}: none of the results is of one of its arms, {', '.join(names)}"
+            f"{study.name}: no result belongs to one of its arms, {', '.join(names)}; give the "
+            "folder of its runs"
         )
     known = {name for result in ours for name in (result.arm, result.arm.partition(",")[0])}
     baseline = study.baseline if study.baseline in known else None

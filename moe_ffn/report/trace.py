@@ -111,7 +111,7 @@ class TextTrace:
         return fmean(found) if found else None
 
 
-def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> TextTrace:
+def trace_text(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> TextTrace:
     """Trace `text` through the best weights of the run in `folder`, in evaluation mode.
 
     Args:
@@ -133,9 +133,8 @@ def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Rout
         return
     if routings:
         raise ConfigError(
-            f"'{folder}' has no routing that a trace can show: its routers choose among so many experts that "
-            "they list pairs alone, without a score for each expert (router.type 'product_key'); "
-            "the run's report shows what they use"
+            f"'{folder}' cannot be traced: its routers (router.type 'product_key') have too many experts to "
+            "score each one; moe-ffn report shows the share of experts used"
         )
     unrouted = unrouted_layers(model.layer_ffns(), routings)
     types = ", ".join(f"'{name}'" for name in dict.fromkeys(unrouted.values()))
@@ -158,7 +157,7 @@ def trace_of_decoder(
     Args:
         folder: folder of the decoder, for messages.
         outputs: (output of the decoder for one sequence, number of new tokens at its end) pairs.
-        layers: see `follow`.
+        layers: see `trace_text`.
 
     Raises:
         ConfigError: the decoder or one of the layers has no router.

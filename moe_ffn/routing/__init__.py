@@ -1,6 +1,7 @@
-"""Routers choose the experts of each token and their weights. A file has a router's config and module; `top_k.py` has two routers.
+"""Routers choose the experts of each token and their weights. A file holds the config and module of a router.
 
-To add a router, add a file to this folder and an import to this one.
+`top_k.py` has two routers, `top_k` and `sigmoid_top_k`. To add a router, add a file to this folder and import
+its config in this `__init__.py`.
 """
 
 from moe_ffn.routing.balanced_assignment import (

@@ -30,7 +30,7 @@ class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
 
     type: Literal["balanced_assignment"] = "balanced_assignment"
 
-    looks_ahead: ClassVar[str] = "balances tokens against later ones"
+    lookahead_reason: ClassVar[str] = "balances tokens against later ones"
     by_token: ClassVar[bool] = True
 
     def experts_per_token(self, num_experts: int) -> float:

@@ -18,7 +18,7 @@ from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig, describe_option
 from moe_ffn.config.errors import ConfigError, Refusal, Situation
 from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
 from moe_ffn.kernels.base import without_autocast
-from moe_ffn.kernels.native.routing import wide_linear, wide_linear_backward
+from moe_ffn.kernels.native.routing import float32_linear, float32_linear_backward
 from moe_ffn.outputs import Routing, TokenContext
 
 
@@ -29,8 +29,9 @@ class RouterConfig(TaggedConfig, frozen=True):
     """True if the router returns a `NoisyRouting` in training, which the loss `load_cv2` needs."""
     learns: ClassVar[bool] = True
     """False if the assignment is fixed, so that no loss or rule can change it."""
-    looks_ahead: ClassVar[str] = ""
-    """Use of later tokens, for messages: `ranks tokens against later ones`; empty for a causal router."""
+    lookahead_reason: ClassVar[str] = ""
+    """Words for a message on how the router uses later tokens: `ranks tokens against later ones`. Empty for a
+    causal router."""
     by_token: ClassVar[bool] = False
     """True if, in evaluation, a token's experts depend only on the token and its id."""
     is_listed: ClassVar[bool] = False
@@ -39,15 +40,16 @@ class RouterConfig(TaggedConfig, frozen=True):
     def refusal(self, situation: Situation) -> Refusal | None:
         """Return the reason why this router cannot serve a situation; None if it can.
 
-        By default a router that `looks_ahead` refuses `causal`, and a router that is not `by_token` refuses
-        `cached`.
+        By default a router with a `lookahead_reason` rejects `causal`, and a router that is not `by_token`
+        rejects `cached`.
         """
-        if self.looks_ahead and (situation.causal or (situation.cached and not self.by_token)):
-            return Refusal(f"type '{self.type}' {self.looks_ahead}", "use 'top_k'")
+        if self.lookahead_reason and (situation.causal or (situation.cached and not self.by_token)):
+            return Refusal(f"type '{self.type}' {self.lookahead_reason}", "use 'top_k'")
         if situation.cached and not self.by_token:
             return Refusal(
-                f"type '{self.type}' does not say that it routes each token by itself",
-                "set by_token in its config if it does",
+                f"type '{self.type}' is not known to route each token independently, so it cannot decode "
+                "with a cache",
+                "if it does, set by_token: ClassVar[bool] = True in its config",
             )
         return None
 
@@ -245,7 +247,7 @@ class LinearRouter(Router):
         self.config = config
         self.input_norm = self.mlp = None
         if config.input_norm is not None:
-            self.input_norm = WideRMSNorm(d_model, config.input_norm.eps)
+            self.input_norm = Float32RMSNorm(d_model, config.input_norm.eps)
         if config.mlp is not None:
             self.mlp = RouterMLP(config.mlp, d_model)
             d_model = config.mlp.width
@@ -301,7 +303,7 @@ class RouterMLP(nn.Module):
     def __init__(self, config: RouterMLPConfig, d_model: int) -> None:
         super().__init__()
         self.into = RouterLinear(d_model, config.width, bias=True)
-        self.norm = WideRMSNorm(config.width, config.eps)
+        self.norm = Float32RMSNorm(config.width, config.eps)
         layers = (RouterLinear(config.width, config.width, bias=True) for _ in range(config.depth))
         self.layers = nn.ModuleList(layers)
 
@@ -312,7 +314,7 @@ class RouterMLP(nn.Module):
         return h
 
 
-class WideRMSNorm(nn.RMSNorm):
+class Float32RMSNorm(nn.RMSNorm):
     """An RMS norm that computes and returns float32, also in narrower models (float64 for float64 input)."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -340,7 +342,7 @@ class RouterLinear(nn.Module):
         bias_E = None if self.bias is None else self.bias.to(dtype)
         # Also without gradients: with activation checkpointing both passes must choose the same experts.
         if x_TD.dtype != dtype and not torch.compiler.is_compiling():
-            return _WideLinear.apply(x_TD, weight_ED, bias_E)
+            return _Float32Linear.apply(x_TD, weight_ED, bias_E)
         with without_autocast(x_TD):
             return F.linear(x_TD.to(dtype), weight_ED, bias_E)
 
@@ -353,7 +355,7 @@ class RouterLinear(nn.Module):
         return torch.float64 if x_TD.dtype == torch.float64 else torch.float32
 
 
-class _WideLinear(torch.autograd.Function):
+class _Float32Linear(torch.autograd.Function):
     """`F.linear` in the dtype of the weight, which saves x in its own dtype for backward.
 
     Autograd would save the converted copy: in bfloat16, a fifth of all saved activations of a layer.
@@ -363,7 +365,7 @@ class _WideLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        logits_TE = wide_linear(x_TD, weight_ED)
+        logits_TE = float32_linear(x_TD, weight_ED)
         return logits_TE if bias_E is None else logits_TE + bias_E
 
     @staticmethod
@@ -378,7 +380,7 @@ class _WideLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x_TD, weight_ED = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        grads = wide_linear_backward(
+        grads = float32_linear_backward(
             grad_TE, x_TD, weight_ED, wants_x=needs_x, wants_weight=needs_weight
         )
         return *grads, grad_TE.sum(dim=0) if needs_bias else None

@@ -23,14 +23,15 @@ class CapacityConfig(Config, frozen=True):
     """Maximum number of (token, expert) pairs per expert: ceil(factor * pairs / num_experts)."""
 
     factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Capacity factor in training. With 1 nothing is dropped at perfect balance, with num_experts never; null
-    drops nothing."""
+    """Capacity factor in training. 1: nothing is dropped if the load is perfectly balanced. num_experts, or
+    null: nothing is ever dropped."""
     eval_factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Capacity factor in evaluation; dropping makes an output depend on the rest of the batch."""
+    """Capacity factor in evaluation; null by default, because with dropping the output of a token depends on
+    the rest of the batch."""
     drop: Literal["position", "probability", "choice", "random"] = "position"
-    """Pairs that a full expert drops: `position` the latest positions; `probability` the smallest weights;
-    `choice` second choices, by weight, before first ones (GShard, NLLB); `random` random pairs, in training.
-    Only `position` is causal."""
+    """Pairs that a full expert drops. `position`: the pairs at the latest positions. `probability`: those
+    with the smallest weights. `choice`: tokens' second choices before first choices (GShard, NLLB). `random`:
+    random pairs (in training). Only `position` is causal."""
     renormalize: bool = False
     """Scale a token's remaining weights to their sum before dropping."""
     per_sequence: int | None = Field(default=None, ge=1, le=MAX_COUNT)
@@ -70,7 +71,7 @@ class CapacityConfig(Config, frozen=True):
         """Return the capacity of one expert in pairs, int64 scalar; None if dropless.
 
         Args:
-            routing: routing before or after `limit`.
+            routing: routing before or after `drop_over_capacity`.
             training: use `factor`, not `eval_factor`.
         """
         if self.per_sequence is not None:
@@ -79,14 +80,16 @@ class CapacityConfig(Config, frozen=True):
         factor = self.factor if training else self.eval_factor
         return None if factor is None else capacity_of(routing, factor)
 
-    def limit(self, routing: Routing, *, training: bool) -> Routing:
+    def drop_over_capacity(self, routing: Routing, *, training: bool) -> Routing:
         """Mark the pairs that exceed the capacity as dropped. Evaluation is never random."""
         drop = self.drop if training or self.drop != "random" else "position"
         priority, renormalize = DROP_POLICIES[drop], self.renormalize
         if self.per_sequence is not None:
-            return limit_sequences(routing, self.per_sequence, priority, renormalize=renormalize)
+            return drop_over_sequence_capacity(
+                routing, self.per_sequence, priority, renormalize=renormalize
+            )
         factor = self.factor if training else self.eval_factor
-        return limit(routing, factor, priority, renormalize=renormalize)
+        return drop_over_capacity(routing, factor, priority, renormalize=renormalize)
 
 
 Priority = Callable[[Routing], Tensor]
@@ -107,7 +110,7 @@ def capacity_of(routing: Routing, factor: float) -> Tensor:
     return ceil_of_share(routing.num_real_tokens, share)
 
 
-def limit(
+def drop_over_capacity(
     routing: Routing, factor: float | None, priority: Priority, *, renormalize: bool = False
 ) -> Routing:
     """Mark the pairs that exceed each expert's capacity as dropped; see `capacity_of`.
@@ -126,10 +129,10 @@ def limit(
     return renormalize_survivors(limited) if renormalize else limited
 
 
-def limit_sequences(
+def drop_over_sequence_capacity(
     routing: Routing, count: int, priority: Priority, *, renormalize: bool = False
 ) -> Routing:
-    """Mark the pairs that exceed `count` pairs per expert and sequence as dropped; see `limit`."""
+    """Mark the pairs beyond `count` per expert and sequence as dropped; see `drop_over_capacity`."""
     length, num_sequences = max(routing.sequence_length, 1), _num_sequences(routing)
     # One queue for each expert and sequence.
     queues_N = routing.expert_ids_N * num_sequences + routing.token_ids_N // length

@@ -33,7 +33,7 @@ class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from logits to weights: softmax over the experts, or sigmoid of each logit."""
 
-    looks_ahead: ClassVar[str] = "ranks tokens against later ones"
+    lookahead_reason: ClassVar[str] = "ranks tokens against later ones"
 
     def check_num_experts(self, num_experts: int) -> None:
         super().check_num_experts(num_experts)

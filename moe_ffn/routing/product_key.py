@@ -20,10 +20,10 @@ from moe_ffn.kernels.base import without_autocast
 from moe_ffn.outputs import ListedRouting, Routing, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
+    Float32RMSNorm,
     Router,
     RouterLinear,
     RouterNormConfig,
-    WideRMSNorm,
     routing_of_pairs,
 )
 
@@ -142,7 +142,7 @@ class ProductKeyRouter(Router):
             width = config.d_query // 2
             self.query = RouterLinear(d_model, config.num_heads * config.d_query)
             if config.query_norm is not None:
-                self.query_norm = WideRMSNorm(config.d_query, config.query_norm.eps)
+                self.query_norm = Float32RMSNorm(config.d_query, config.query_norm.eps)
         n = math.isqrt(num_experts)
         self.sub_keys = nn.Parameter(torch.empty(config.num_tables, 2, n, width))
         init_linear_(self.sub_keys)

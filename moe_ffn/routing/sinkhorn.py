@@ -38,7 +38,7 @@ class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
     max_iterations: int = Field(default=100, ge=1, le=MAX_COUNT)
     """Maximum number of iterations; it is too small to balance logits in the hundreds."""
 
-    looks_ahead: ClassVar[str] = "balances tokens against later ones"
+    lookahead_reason: ClassVar[str] = "balances tokens against later ones"
     by_token: ClassVar[bool] = True
 
     def build(self, d_model: int, num_experts: int) -> Router:

@@ -28,7 +28,7 @@ class GroupsConfig(Config, frozen=True):
     keep: int = Field(ge=1, le=MAX_COUNT)
     """Number of groups that a token may use: those with the highest scores."""
     score_top: int | None = Field(default=2, ge=1, le=MAX_COUNT)
-    """Number of best experts whose scores add up to their group's score: 2 in DeepSeek-V3; null means
+    """A group's score is the sum of this many of its best expert scores: 2 in DeepSeek-V3; null means
     k / keep, as in Megatron-LM."""
 
     def experts_scored(self, k: int) -> int:
@@ -93,12 +93,13 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     learned_scale: Literal["global", "expert"] | None = None
     """Learned factor of the weights: one for all experts (Inkling), or one per expert (Gemma 4)."""
     select_by: Literal["score", "logit"] = "score"
-    """Values that choose the experts, plus the correction bias; in both cases the weight is the score."""
+    """Rank experts by score or by logit (plus the correction bias); the weight is the score either way."""
     num_always: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """Number of experts, the last ones, that every token uses in addition to its k; they are weighted and
-    renormalised together. These are shared experts within the router (Inkling)."""
+    """The last n experts process every token, in addition to its k chosen ones. All k + n weights are
+    normalised together. These are shared experts within the router (Inkling)."""
     token_table: TokenTableConfig | None = None
-    """Chooses the k experts by a table of token ids; weights are still the scores. Off by default."""
+    """Look up each token's k experts in a fixed table by token id; the router's scores only set the weights.
+    Off by default."""
     groups: GroupsConfig | None = None
     """Limit each token to a few groups of experts; off by default."""
     correction_bias: bool = False

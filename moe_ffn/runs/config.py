@@ -76,13 +76,13 @@ class TrainConfig(Config, frozen=True):
     logging: LoggingConfig = LoggingConfig()
     """The log that is written while training."""
     sample: SampleConfig = SampleConfig()
-    """The text that the trained model writes at the end."""
+    """The text that the model writes at every validation."""
 
     @cached_property
     def matches(self) -> tuple[WidthMatch, ...]:
         """Widths solved from `d_ff: {match: ..., of: ...}`, with their distance to the budget.
 
-        Empty in a config read from a file, which stores solved widths only.
+        Empty in a config read from a run's folder, which stores solved widths only.
         """
         return ()
 

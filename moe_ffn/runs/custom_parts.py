@@ -139,7 +139,7 @@ def _small_model(config: TrainConfig, trial: Trial, **changes: object) -> Decode
     one_layer = config.model.model_copy(update={"num_layers": 1, "ffn_at": {}, **changes})
     decoder = one_layer.build(VOCAB_SIZE, config.data.seq_len).to(trial.device)
     if not decoder(trial.token_ids_BS()).logits.isfinite().all():
-        raise trial.refuse("a model with it returns NaN or infinity")
+        raise trial.error("a model with it returns NaN or infinity")
     return decoder
 
 
@@ -158,7 +158,7 @@ def _check_schedule(schedule: ScheduleConfig, max_steps: int, trial: Trial) -> N
     for step in (0, max_steps - 1, max_steps):
         rate = schedule.multiplier(step, max_steps)
         if not isinstance(rate, int | float) or not math.isfinite(rate):
-            raise trial.refuse(
+            raise trial.error(
                 f"the multiplier of step {step} is {show_value(rate)}, but has to be a finite number"
             )
 
@@ -168,7 +168,7 @@ def _check_optimizer(config: OptimizerConfig, model: nn.Module, trial: Trial) ->
     optimizer = trial.require(config.build(model), Optimizer, "build")
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if sorted(held) != sorted(map(id, model.parameters())):
-        raise trial.refuse(
+        raise trial.error(
             f"its groups hold {len(held)} parameters of a model with {len(list(model.parameters()))}; "
             "each has to be in exactly one group"
         )

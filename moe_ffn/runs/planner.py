@@ -460,5 +460,5 @@ def _numbers_received(config: TrainConfig, layout: Layout, tokens: int) -> float
         none = math.comb(num - info.num_networks // ranks, chosen) / math.comb(num, chosen)
         d_model = config.model.d_model
         width = d_model if info.experts is None else info.experts.dispatch_width(d_model)
-        numbers += tokens * info.share * ranks * (1 - none) * width
+        numbers += tokens * info.token_fraction * ranks * (1 - none) * width
     return numbers

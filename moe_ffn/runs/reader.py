@@ -62,7 +62,8 @@ WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, AL
 State = Literal["waiting", "training", "interrupted", "finished"]
 
 PATIENCE_SECONDS, PATIENCE_ROWS = 120, 10
-"""Seconds, and number of rows: a run that writes nothing for longer than both counts as interrupted."""
+"""A run counts as interrupted if it has written nothing for both this many seconds and this many times its
+usual time per row."""
 
 LAYER_KEY = re.compile(rf"routing/(layer_\d{{1,9}}{ROUTING_SUFFIX})/(.+)")
 EXPERT_KEY = re.compile(r"load/expert_(\d{1,9})")

@@ -131,7 +131,7 @@ def _short(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """The point from which a run resumes."""
 
     step: int = 0
@@ -151,9 +151,9 @@ class Start:
         return f"resuming {folder} after step {self.step}, from {self.checkpoint.name}{why}"
 
 
-def find_start(
+def find_resume_point(
     folder: Path, own: TrainConfig, data: PreparedData, module: nn.Module, max_steps: int
-) -> Start:
+) -> ResumePoint:
     """Return the newest checkpoint that is intact and belongs to this run.
 
     Args:
@@ -181,13 +181,13 @@ def find_start(
                 f"'{checkpoints}' has no checkpoint to resume from: {skipped[0]}{more}; restore one, or "
                 "start a new run"
             )
-        return Start(run_id=run_id)
+        return ResumePoint(run_id=run_id)
     path, values = found
     if (step := values["global_step"]) > max_steps:
         raise ConfigError(
             f"trainer.max_steps ({max_steps}): the run is at step {step} already; give at least that"
         )
-    return Start(
+    return ResumePoint(
         step,
         path,
         values[IDENTITY].get(RUN_ID),
@@ -226,7 +226,7 @@ def resume_hint(folder: Path, keeper: CheckpointKeeper) -> str:
 # -- the folder
 
 
-def rewind(resume: Resume, start: Start, files: Mapping[str, str]) -> None:
+def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None:
     """Remove what was logged after the checkpoint, and record that the run is resumed.
 
     Args:
@@ -260,7 +260,7 @@ def rewind(resume: Resume, start: Start, files: Mapping[str, str]) -> None:
         ) from error
 
 
-def _last_step(row: Row, start: Start) -> int:
+def _last_step(row: Row, start: ResumePoint) -> int:
     return start.validated_step if row.is_of_validation else start.step
 
 

@@ -33,7 +33,8 @@ def prepare_data(run: Run, instead: str) -> PreparedData:
     check_documents(run.folder, data.documents, instead)
     if run.facts.corpus_sha256 not in (None, data.corpus_sha256):  # if `documents.json` is lost
         raise ConfigError(
-            f"data.corpus: is not what '{run.folder}' began with; restore it, or {instead}"
+            f"data.corpus: differs from the text that '{run.folder}' was started with; "
+            f"restore it, or {instead}"
         )
     return data
 

@@ -27,7 +27,7 @@ from moe_ffn.studies.statistics import (
 
 
 @dataclass(frozen=True)
-class Reached:
+class TimeToBaseline:
     """When an arm's validation loss reached the baseline's final loss, as means over its seeds."""
 
     num_reached: int
@@ -53,7 +53,7 @@ class Arm:
     """Options that differ from the base arm, one line each."""
     difference: Difference | None = None
     """Difference from the base arm; None if no pair was measured."""
-    reached: Reached | None = None
+    reached: TimeToBaseline | None = None
     timed_step_seconds: float | None = None
     """Seconds of a step, if they were measured separately from the runs."""
     on_frontier: Mapping[str, bool] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Arm:
     def interval(self) -> Interval | None:
         """Interval of the mean over seeds, or, for a single seed, over its validation windows.
 
-        None with more than one but fewer than `MIN_SEEDS` seeds, or for a single seed without windows.
+        None with two seeds (`MIN_SEEDS` is 3), or with one seed whose window losses are missing.
         """
         if len(self.losses) > 1:
             return mean_interval(list(self.losses.values()))
@@ -442,16 +442,16 @@ def p_text(p_value: float | None) -> str:
 # -- cost of reaching the baseline's loss
 
 
-def _reached(arm: Arm, base: Arm) -> Reached:
+def _reached(arm: Arm, base: Arm) -> TimeToBaseline:
     """Compare each seed with the baseline's loss of the same seed, or with its mean if it lacks the seed."""
     found = [
         first_step_at(result, base.losses.get(result.seed, base.loss)) for result in arm.results
     ]
     steps = [step for step in found if step is not None]
     if len(steps) < len(found):
-        return Reached(len(steps), len(found))
+        return TimeToBaseline(len(steps), len(found))
     mean = fmean(steps)
-    return Reached(
+    return TimeToBaseline(
         len(steps),
         len(found),
         steps=mean,

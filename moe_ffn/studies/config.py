@@ -100,15 +100,15 @@ class StudyConfig(Config, frozen=True):
     arms: Annotated[dict[str, Options], BeforeValidator(_null_arms_are_empty)] = Field(default={})
     """Name -> options, over those of `config`; an arm may differ in several."""
     grid: Grid = Field(default={})
-    """Dotted option -> its values; every combination of them makes an arm of each arm."""
+    """Dotted option -> its values; each arm is repeated for every combination of these values."""
     baseline: str | None = None
     """Arm that the others are compared with. With a grid, a name from `arms`: each arm is compared with it
     at the same grid values."""
     training_flops: float | None = Field(default=None, gt=0)
     """Training FLOPs of every run; trainer.max_steps is solved for them, to the nearest step."""
     initial_flops: float | None = Field(default=None, gt=0)
-    """Training FLOPs of the model that runs with init_from started from; the page then shows the losses over
-    total training FLOPs, and where arms cross."""
+    """FLOPs that were spent to train the model named by init_from; the page then shows the losses over total
+    training FLOPs, and where arms cross."""
     tuning: TuningConfig | None = None
     """Additional runs that the comparison keeps separate."""
     overrides: Options = Field(default={})

@@ -131,9 +131,9 @@ def require_comparable(results: Sequence[RunResult]) -> None:
     """
     knows_windows = all(result.fingerprints.get("validation") for result in results)
     for what, of_result in {
-        "read other text (data.corpus)": lambda r: r.fingerprints.get("corpus"),
-        "have other tokenizers (data.tokenizer)": lambda r: r.fingerprints.get("tokenizer"),
-        "validate on other windows": lambda r: (
+        "were trained on different text (data.corpus)": lambda r: r.fingerprints.get("corpus"),
+        "have different tokenizers (data.tokenizer)": lambda r: r.fingerprints.get("tokenizer"),
+        "use different validation windows": lambda r: (
             r.fingerprints.get("validation") if knows_windows else None,
             *(r.option(f"data.{key}") for key in VALIDATION_OPTIONS),
         ),
@@ -144,7 +144,7 @@ def require_comparable(results: Sequence[RunResult]) -> None:
         if len(groups) > 1:
             one, other = list(groups.values())[:2]
             raise ConfigError(
-                f"the runs {what}, so that their losses do not compare: {_data_difference(one, other)}"
+                f"the runs {what}, so their losses cannot be compared: {_data_difference(one, other)}"
             )
 
 

@@ -155,9 +155,9 @@ def detectable_difference(
 ) -> float:
     """Return the smallest true difference that a paired t-test at `alpha` detects with probability `power`.
 
-    The result is nc s / sqrt(n), with nc the noncentrality at which the noncentral t of n - 1 degrees of
-    freedom is above t(1 - alpha / 2) with probability `power` (Cohen 1988, chapter 2). The estimate s is
-    treated as the true standard deviation.
+    The result is nc * s / sqrt(n). nc is the noncentrality for which a noncentral t variable (n - 1 degrees
+    of freedom) exceeds the critical value t(1 - alpha / 2) with probability `power` (Cohen 1988, chapter 2).
+    The estimate s is treated as the true standard deviation.
     """
     special, degrees = _special(), num_pairs - 1
     noncentrality = special.nctdtrinc(degrees, 1 - power, t_quantile(1 - alpha / 2, degrees))

@@ -147,7 +147,7 @@ class Job:
     def log(self) -> Path:
         return self.run.folder.parent / LOGS_FOLDER / f"{self.name}.log"
 
-    def look(self) -> None:
+    def update_state(self) -> None:
         """Set `state` to `finished` if the run is finished.
 
         Raises:
@@ -179,7 +179,7 @@ class Job:
                 self.state = "elsewhere"
                 return ""
             # Check again under the lock: another process may have trained the run meanwhile.
-            self.look()
+            self.update_state()
             if self.state in ("finished", "failed"):
                 return ""
             is_begun = has_begun(self.run.config)
@@ -207,7 +207,7 @@ class Job:
         if code is None:
             return False
         self.seconds = time.monotonic() - self._started_at
-        self.look()
+        self.update_state()
         if self.state == "training":
             self.fail(f"failed ({_exit_in_words(code)}); its output is in {self.log}")
         return True
@@ -309,23 +309,23 @@ class Sweep:
         self.trust_code = trust_code
         self.num_threads = max(1, num_cores() // num_at_once)
         for job in self.jobs:
-            job.look()
-        self.num_to_train = len(self.of("waiting"))
+            job.update_state()
+        self.num_to_train = len(self.jobs_in("waiting"))
         self._num_started = 0
         self._began_at = self._asked_at = time.monotonic()
 
-    def of(self, *states: State) -> list[Job]:
+    def jobs_in(self, *states: State) -> list[Job]:
         return [job for job in self.jobs if job.state in states]
 
     @property
     def is_done(self) -> bool:
-        return not self.of("waiting", "training", "elsewhere")
+        return not self.jobs_in("waiting", "training", "elsewhere")
 
     @property
     def seconds_left(self) -> float | None:
         """Seconds left at the speed of this sweep so far; None before it has one."""
         done = left = 0.0
-        for job in self.of("waiting", "training", "elsewhere"):
+        for job in self.jobs_in("waiting", "training", "elsewhere"):
             left += job.flops * (1 - job.step / job.max_steps)
         for job in self.jobs:
             if job.state == "training" or job.seconds:
@@ -336,27 +336,29 @@ class Sweep:
     def progress(self) -> str:
         """Step of each run in training and the time left; empty if this sweep trains none."""
         left = self.seconds_left
-        steps = [f"{job.name}: step {job.step} of {job.max_steps}" for job in self.of("training")]
+        steps = [
+            f"{job.name}: step {job.step} of {job.max_steps}" for job in self.jobs_in("training")
+        ]
         more = f"; about {in_words(left)} left" if steps and left is not None else ""
         return f"{', '.join(steps)}{more}"
 
     def advance(self) -> Iterator[str]:
         """Handle runs that have ended and start others; yield lines for the user."""
-        for job in self.of("training"):
+        for job in self.jobs_in("training"):
             if job.has_ended():
                 yield from self._ended(job)
         now = time.monotonic()
         if now - self._asked_at > _SECONDS_BETWEEN_LOOKS:
             self._asked_at = now
-            for job in self.of("elsewhere"):
+            for job in self.jobs_in("elsewhere"):
                 job.state = "waiting"
                 yield from self._start(job, was_elsewhere=True)
-        for job in self.of("waiting"):
-            if len(self.of("training")) < self.num_at_once:
+        for job in self.jobs_in("waiting"):
+            if len(self.jobs_in("training")) < self.num_at_once:
                 yield from self._start(job)
 
     def _start(self, job: Job, was_elsewhere: bool = False) -> Iterator[str]:
-        if was_elsewhere and len(self.of("training")) >= self.num_at_once:
+        if was_elsewhere and len(self.jobs_in("training")) >= self.num_at_once:
             job.state = "elsewhere"  # found to be training elsewhere
             return
         try:
@@ -376,7 +378,7 @@ class Sweep:
 
     def _ended(self, job: Job) -> Iterator[str]:
         left = self.seconds_left
-        num_left = len(self.of("waiting", "training", "elsewhere"))
+        num_left = len(self.jobs_in("waiting", "training", "elsewhere"))
         more = f"; {num_left} left" if num_left else ""
         if num_left and left is not None:
             more += f", about {in_words(left)}"
@@ -410,7 +412,7 @@ class Sweep:
 
         A KeyboardInterrupt during the wait ends them at once.
         """
-        processes = [job.process for job in self.of("training") if job.process]
+        processes = [job.process for job in self.jobs_in("training") if job.process]
         for process in processes:
             process.send_signal(signal.SIGTERM)
         try:

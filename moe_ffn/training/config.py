@@ -60,7 +60,7 @@ class _LoopConfig(Config, frozen=True):
 
 
 class TrainerConfig(_LoopConfig, frozen=True):
-    """The training loop; `accelerator` and later options are arguments of `lightning.Trainer`."""
+    """Options of the training loop; those from `accelerator` on go unchanged to `lightning.Trainer`."""
 
     # Types are checked here, since Lightning checks some late or never: `detect_anomaly: "no"` would be true.
 

@@ -40,7 +40,8 @@ SHOWN_AS_MASK, SHOWN_AS_IS = 0.8, 0.1
 class ObjectiveConfig(BalancingWeights, frozen=True):
     """The weights of balancing losses, which are added to the cross-entropy, and rules without a gradient.
 
-    Each balancing loss is a mean over the sparse layers; docs/reference/balancing.md compares them.
+    Each balancing loss is a mean over the sparse layers; only `load_balance_pooled` pools their counts.
+    docs/reference/balancing.md compares them.
     """
 
     sparsity_rule: SparsityRuleConfig = SparsityRuleConfig()
@@ -62,7 +63,7 @@ class Objective:
     """Scalar, nats per token."""
 
     balancing: dict[str, Tensor]
-    """Balancing losses by name, each unweighted and a mean over the sparse layers."""
+    """Balancing losses by name, unweighted; means over the sparse layers, except `load_balance_pooled`."""
 
     def detach(self) -> Objective:
         """Return a copy detached from the graph."""

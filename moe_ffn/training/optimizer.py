@@ -1,6 +1,7 @@
 """Optimizers and their options, which a resumed run may change.
 
-Optimizers of `torch.optim` keep its names and arguments. Muon is our own, since `torch.optim.Muon` takes only
+Optimizers of `torch.optim` keep its names; `lr` is `learning_rate`, and some arguments are left out or have
+other defaults. Muon is our own, since `torch.optim.Muon` takes only
 two-dimensional parameters: here one parameter holds the matrices of all experts, with the gate matrix above
 the up matrix, and each matrix is orthogonalised by itself.
 

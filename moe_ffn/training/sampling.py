@@ -20,7 +20,7 @@ from moe_ffn.model.generate import Decoding, Sampling
 
 
 class SampleConfig(Config, frozen=True):
-    """The text that the trained model writes at the end."""
+    """The text that the model writes at every validation."""
 
     prompt: str | None = Field(default=None, min_length=1)
     """Text to continue; by default the first words of the validation split."""

@@ -22,7 +22,7 @@ from moe_ffn.config.yaml_files import RootConfig, nest, validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.families import FAMILIES, OUTSIDE, Family
-from moe_ffn.weights.layouts import Layout, Piece
+from moe_ffn.weights.layouts import Layout, WeightSlice
 from moe_ffn.weights.options import Options, Part, Theirs
 from moe_ffn.weights.pretrained import (
     CONFIG_FILE,
@@ -129,7 +129,7 @@ def _read_theirs(folder: Path) -> tuple[Family, Theirs]:
             values.setdefault(name, values[alias])
     their = Theirs(f"'{path}'", {**family.defaults, **values})
     if their.get("quantization_config"):
-        raise their.refuse("quantization_config is given", "weights in a floating-point dtype")
+        raise their.error("quantization_config is given", "weights in a floating-point dtype")
     return family, their
 
 
@@ -225,7 +225,7 @@ def _read(
         }
 
 
-def layout_of(family: Family, name: str) -> Callable[[torch.Size, Theirs], list[list[Piece]]]:
+def layout_of(family: Family, name: str) -> Callable[[torch.Size, Theirs], list[list[WeightSlice]]]:
     """Return the layout of one of our tensors, by its name in a decoder."""
     if name in OUTSIDE:
         layout: Layout = OUTSIDE[name]
@@ -235,7 +235,7 @@ def layout_of(family: Family, name: str) -> Callable[[torch.Size, Theirs], list[
     return partial(family.names[inside], f"model.layers.{layer}.")
 
 
-def _stored_form(ways: list[list[Piece]], slices: Mapping[str, Any]) -> list[Piece]:
+def _stored_form(ways: list[list[WeightSlice]], slices: Mapping[str, Any]) -> list[WeightSlice]:
     """Return the first form of which the files have a piece, or the first form of all."""
     return next((way for way in ways if any(p.name in slices for p in way)), ways[0])
 
@@ -254,11 +254,11 @@ def _is_known(name: str, their: Theirs, slices: Mapping[str, Any]) -> bool:
 
 
 def _assemble(
-    slices: Mapping[str, Any], pieces: list[Piece], shape: Tensor, dtype: torch.dtype
+    slices: Mapping[str, Any], pieces: list[WeightSlice], shape: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Assemble one of our tensors from pieces in the files, one expert at a time."""
     first = pieces[0]
-    if len(pieces) == 1 and first.order is None and first.part is Piece.part:
+    if len(pieces) == 1 and first.order is None and first.part is WeightSlice.part:
         return slices[first.name][...].to(dtype)
     ours = torch.empty(shape.shape, dtype=dtype)
     for piece in pieces:

@@ -77,8 +77,9 @@ class Source:
         for number, (theirs, mine) in enumerate(pairs):
             if theirs != mine:
                 raise ConfigError(
-                    f"{self.option}: token {number} is {theirs!r:.40} in '{self.folder}' and {mine!r:.40} to "
-                    f"the tokenizer of this run, so that its embeddings mean other text; {advice}"
+                    f"{self.option}: token {number} is {theirs!r:.40} in the tokenizer of '{self.folder}' "
+                    f"but {mine!r:.40} in that of this run, so the embeddings would belong to other tokens; "
+                    f"{advice}"
                 )
 
 

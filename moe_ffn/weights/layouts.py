@@ -15,7 +15,7 @@ from moe_ffn.weights.options import Theirs
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightSlice:
     """A tensor of transformers ("theirs") that is a part of one of our tensors ("ours")."""
 
     name: str
@@ -39,19 +39,19 @@ class Piece:
         return ours.index_select(dimension, places.argsort().to(ours.device))
 
 
-Layout = Callable[[str, torch.Size, Theirs], list[list[Piece]]]
-"""(prefix of their names, shape of ours, their options) -> possible forms, each a list of pieces. The first
+Layout = Callable[[str, torch.Size, Theirs], list[list[WeightSlice]]]
+"""(prefix of their names, shape of ours, their options) -> possible forms, each a list of slices. The first
 form is the one that is written."""
 
 
 def named(*names: str) -> Layout:
     """Return the layout of a tensor that is stored unchanged under one of these names."""
-    return lambda prefix, shape, their: [[Piece(prefix + name)] for name in names]
+    return lambda prefix, shape, their: [[WeightSlice(prefix + name)] for name in names]
 
 
 def zero_centered(name: str) -> Layout:
     """Return the layout of a norm's scale that is stored as its difference from 1."""
-    return lambda prefix, shape, their: [[Piece(prefix + name, added=1.0)]]
+    return lambda prefix, shape, their: [[WeightSlice(prefix + name, added=1.0)]]
 
 
 def stacked(fused: str, *each: str) -> Layout:
@@ -65,13 +65,13 @@ def stacked(fused: str, *each: str) -> Layout:
     def rows(expert: int, place: int, of: int) -> Callable[[Tensor], Tensor]:
         return lambda ours: ours[expert].chunk(of, dim=0)[place]
 
-    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[WeightSlice]]:
         by_expert = [
-            Piece(prefix + name.format(expert), rows(expert, place, len(each)))
+            WeightSlice(prefix + name.format(expert), rows(expert, place, len(each)))
             for expert in range(shape[0])
             for place, name in enumerate(each)
         ]
-        return [by_expert, [Piece(prefix + fused)]]
+        return [by_expert, [WeightSlice(prefix + fused)]]
 
     return layout
 
@@ -80,7 +80,7 @@ def halves(first: str, second: str) -> Layout:
     """Return the layout of gate and up of all experts in two tensors."""
     return lambda prefix, shape, their: [
         [
-            Piece(prefix + name, lambda ours, i=i: ours.chunk(2, 1)[i])
+            WeightSlice(prefix + name, lambda ours, i=i: ours.chunk(2, 1)[i])
             for i, name in enumerate((first, second))
         ]
     ]
@@ -89,24 +89,24 @@ def halves(first: str, second: str) -> Layout:
 def rows_of(name: str, place: int = 0) -> Layout:
     """Return the layout of a tensor that is a block of rows of theirs, number `place`, for reading only."""
     return lambda prefix, shape, their: [
-        [Piece(prefix + name, rows=slice(place * shape[0], (place + 1) * shape[0]))]
+        [WeightSlice(prefix + name, rows=slice(place * shape[0], (place + 1) * shape[0]))]
     ]
 
 
 def interleaved(name: str, is_transposed: bool) -> Layout:
     """Return the layout of (in, out) matrices in which columns of gate and up alternate, as in GPT-OSS."""
 
-    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[WeightSlice]]:
         columns = torch.arange(shape[1]).view(-1, 2).T.flatten()
-        part = _transpose if is_transposed else Piece.part
-        return [[Piece(prefix + name, part, (-1, columns))]]
+        part = _transpose if is_transposed else WeightSlice.part
+        return [[WeightSlice(prefix + name, part, (-1, columns))]]
 
     return layout
 
 
 def transposed(name: str) -> Layout:
     """Return the layout of (in, out) matrices; ours are (out, in)."""
-    return lambda prefix, shape, their: [[Piece(prefix + name, _transpose)]]
+    return lambda prefix, shape, their: [[WeightSlice(prefix + name, _transpose)]]
 
 
 def _transpose(ours: Tensor) -> Tensor:
@@ -120,15 +120,15 @@ def rotary(stem: str, num_heads: str | None, plain_width: str) -> Layout:
     `rope_interleave`, rotate unit i with unit i + half.
     """
 
-    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[WeightSlice]]:
         heads = their.count(num_heads) if num_heads else 1
         plain, rotary = their.count(plain_width), their.count("qk_rope_head_dim")
-        piece = Piece(prefix + stem + ".weight")
+        piece = WeightSlice(prefix + stem + ".weight")
         if their["rope_interleave"]:
             rows_Hd = torch.arange(heads * (plain + rotary)).view(heads, -1)
             last_Hd = rows_Hd[:, plain:].unflatten(1, (-1, 2)).mT.flatten(1)
             places = torch.cat([rows_Hd[:, :plain], last_Hd], dim=1).flatten()
-            piece = Piece(piece.name, order=(0, places))
+            piece = WeightSlice(piece.name, order=(0, places))
         return [[piece]]
 
     return layout

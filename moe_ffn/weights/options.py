@@ -49,9 +49,9 @@ class Theirs:
     def require(self, key: str, *served: Any) -> None:
         """Raise ConfigError if the option has a value that our model cannot express."""
         if key in self.values and self[key] not in served:
-            raise self.refuse(f"{key} is {show(self[key])}", " or ".join(map(show, served)))
+            raise self.error(f"{key} is {show(self[key])}", " or ".join(map(show, served)))
 
-    def refuse(self, what: str, served: str) -> ConfigError:
+    def error(self, what: str, served: str) -> ConfigError:
         return ConfigError(
             f"{self.where}: {what}, which our model does not support; supported: {served}"
         )
@@ -128,13 +128,13 @@ def read_rope(their: Theirs) -> Options:
     name = "rope_scaling" if their.get("rope_scaling") else "rope_parameters"
     rope = their.get(name) or {}
     if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
-        raise their.refuse(f"{name} is {show(rope)}", "one mapping for all layers")
+        raise their.error(f"{name} is {show(rope)}", "one mapping for all layers")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise their.refuse(f"{name}.rope_type is {show(kind)}", "'default'")
+        raise their.error(f"{name}.rope_type is {show(kind)}", "'default'")
     for factor in (their.get("partial_rotary_factor"), rope.get("partial_rotary_factor")):
         if factor not in (None, 1):
-            raise their.refuse(f"partial_rotary_factor is {show(factor)}", "1.0")
+            raise their.error(f"partial_rotary_factor is {show(factor)}", "1.0")
     return {
         "positions.type": "rope",
         "positions.base": rope.get("rope_theta", their.get("rope_theta", their["default_theta"])),
@@ -152,7 +152,7 @@ def read_window(their: Theirs) -> Options:
     if window and their.get("use_sliding_window", True):
         length = their.count("max_position_embeddings")
         if their.count("sliding_window") < length:
-            raise their.refuse(
+            raise their.error(
                 f"sliding_window is {show(window)}",
                 f"null, or at least max_position_embeddings ({length})",
             )
@@ -162,7 +162,7 @@ def read_window(their: Theirs) -> Options:
 def read_whole_heads(their: Theirs) -> Options:
     width, heads = their.count("hidden_size"), their.count("num_attention_heads")
     if width % heads:
-        raise their.refuse(f"num_attention_heads is {heads}", f"a divisor of hidden_size ({width})")
+        raise their.error(f"num_attention_heads is {heads}", f"a divisor of hidden_size ({width})")
     return {}
 
 
@@ -184,7 +184,7 @@ def read_qwen_layers(their: Theirs) -> Options:
     step = their.count("decoder_sparse_step")
     dense = their["mlp_only_layers"] or []
     if not isinstance(dense, list):
-        raise their.refuse(f"mlp_only_layers is {show(dense)}", "a list of layers")
+        raise their.error(f"mlp_only_layers is {show(dense)}", "a list of layers")
     layers = their.layers() if their.count("num_experts", 0) else ()
     return {"sparse_layers": [n for n in layers if (n + 1) % step == 0 and n not in dense]}
 

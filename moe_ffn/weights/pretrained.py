@@ -306,7 +306,8 @@ def weight_files(folder: Path) -> list[Path]:
     for name in names:
         if Path(str(name)).name != name:
             raise ConfigError(
-                f"'{folder / INDEX_FILE}' names {show(name)}, which is no file in this folder"
+                f"'{folder / INDEX_FILE}' names {show(name)}, which is no file in this folder; "
+                "copy the folder again"
             )
     files = [folder / name for name in dict.fromkeys(names)]
     for file in files:
@@ -336,13 +337,14 @@ def require_fitting(
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ConfigError(
-                f"'{folder}' {problem} {show(names[0])}{more}: its {CONFIG_FILE} is that of another model"
+                f"'{folder}' {problem} {show(names[0])}{more}: its {CONFIG_FILE} is that of another model; "
+                "copy the config and the weights of one model"
             )
     for name, shape in expected.items():
         if tuple(found[name]) != tuple(shape):
             raise ConfigError(
-                f"'{folder}' has {show(name)} as {tuple(found[name])}, and its {CONFIG_FILE} asks for "
-                f"{tuple(shape)}"
+                f"'{folder}' has {show(name)} as {tuple(found[name])}, but its {CONFIG_FILE} requires "
+                f"{tuple(shape)}; copy the config and the weights of one model"
             )
 
 

@@ -90,7 +90,7 @@ def observe_use(
 
     for x, context in block_inputs(decoder, layer, ids_BS):
         x_TD, flat = flatten_tokens(x, context)
-        routing = block.capacity.limit(block.router(x_TD, flat), training=False)
+        routing = block.capacity.drop_over_capacity(block.router(x_TD, flat), training=False)
         for expert in range(block.num_experts):
             (pairs,) = (routing.computed_N & (routing.expert_ids_N == expert)).nonzero(
                 as_tuple=True

@@ -29,7 +29,7 @@ from moe_ffn.files import kind_of, replacing_folder, write_file
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.weights.families import FAMILIES, Family
 from moe_ffn.weights.from_transformers import config_of, layout_of
-from moe_ffn.weights.layouts import Piece
+from moe_ffn.weights.layouts import WeightSlice
 from moe_ffn.weights.options import Options, Theirs
 from moe_ffn.weights.pretrained import (
     CONFIG_FILE,
@@ -254,7 +254,7 @@ def _their_tensors(
     return sizes, makers
 
 
-def _part(piece: Piece, ours: Tensor) -> Tensor:
+def _part(piece: WeightSlice, ours: Tensor) -> Tensor:
     return piece.to_theirs(piece.part(ours.detach()))
 
 

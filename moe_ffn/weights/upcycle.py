@@ -25,7 +25,7 @@ from moe_ffn.experts import (
     MLPExpertsConfig,
     SoftCappedSwiGLUExpertsConfig,
 )
-from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.base import OWN_ROUTING, FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import (
     ClampedSwiGLUConfig,
     DenseConfig,
@@ -193,18 +193,23 @@ def upcycle(
     shards, rest = divmod(sources[0].d_ff, into.d_ff)
     num_copies, left_over = divmod(config.num_experts, max(shards, 1))
     k = config.router.experts_per_token(config.num_routable)
-    if rest or left_over or shards < 1 or num_copies % len(sources):
+    if rest:
         raise ConfigError(
-            f"num_experts ({config.num_experts}) of width {into.d_ff} are no whole number of copies of each "
-            f"of {len(sources)} dense blocks of width {sources[0].d_ff}, of {shards} shards each; change "
-            "num_experts or the width"
+            f"the width of an expert ({into.d_ff}) must divide that of the dense block ({sources[0].d_ff}), "
+            "which is cut into shards of this width"
+        )
+    if left_over or num_copies % len(sources):
+        raise ConfigError(
+            f"num_experts ({config.num_experts}) must be a multiple of {shards * len(sources)}: each of "
+            f"{len(sources)} dense blocks (width {sources[0].d_ff}) is cut into {shards} shards of width "
+            f"{into.d_ff}"
         )
     if k % shards:
         raise ConfigError(
             f"router.k ({k:g}) must be a multiple of the shards of a dense block ({shards}), since a token "
             f"needs all of them; use {shards * max(1, round(k / shards))}"
         )
-    router = made.routers()["routing"]
+    router = made.routers()[OWN_ROUTING]
     scale = shards / total_weight(router, d_model, generator)
     with torch.no_grad():
         for expert in range(config.num_experts):

@@ -138,9 +138,7 @@ def test_a_run_is_named_by_its_folder(program: Program, study: Path, tmp_path: P
         folder.parent.mkdir(exist_ok=True)
         (study / name).rename(folder)
     change(folders[1] / "config.yaml", data__seq_len=128)
-    said = (
-        "the runs validate on other windows, so that their losses do not compare: data.seq_len is "
-    )
+    said = "the runs use different validation windows, so their losses cannot be compared: data.seq_len is "
 
     code, _, err = program(str(folders[0]), str(folders[1]))
     assert (code, err) == (2, f"error: {said}256 in dense, 128 in moe\n")

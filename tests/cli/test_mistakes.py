@@ -169,7 +169,7 @@ MISTAKES = {
     ),
     "sweep tiny.yaml --name": "--name: expected one argument",
     "sweep tiny.yaml b/tiny.yaml": (
-        "two config files are called 'tiny'; an arm is named by its file"
+        "two config files are called 'tiny'; an arm is named by its file; rename one"
     ),
     "sweep --config none.yaml": "'none.yaml': No such file or directory",
     "sweep gating.yaml": "'gating.yaml' is a study; give it as --config gating.yaml",

@@ -198,7 +198,7 @@ def test_bad_input_is_one_sentence(page: Callable[..., Finished], tmp_path: Path
     assert "which' holds no runs and no results.jsonl; give" in refusal(page("which.yaml"))
     add_results(folder, [make_result("other", 0)])
     assert refusal(page("which.yaml")) == (
-        "which: none of the results is of one of its arms, dense, moe"
+        "which: no result belongs to one of its arms, dense, moe; give the folder of its runs"
     )
     (folder / "results.jsonl").write_text("{")
     assert "which/results.jsonl:1' is no result of a run" in refusal(page("which.yaml"))

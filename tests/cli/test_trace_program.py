@@ -22,7 +22,7 @@ from moe_ffn.report.trace import (
     TextTrace,
     TokenTrace,
     Visit,
-    follow,
+    trace_text,
     visible,
 )
 from moe_ffn.report.trace_view import ground, legend, page, table
@@ -57,7 +57,7 @@ def test_the_way_is_that_of_the_run_s_own_scores_and_the_next_token_the_most_pro
     moe_run: Any,
 ) -> None:
     """Top-2 and a capacity, reckoned anew from the scores alone, token by token."""
-    way = follow(moe_run.folder, TEXT.encode())
+    way = trace_text(moe_run.folder, TEXT.encode())
     run = load_model(moe_run.folder)
     ids = list(TEXT.encode())
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_the_way_is_that_of_the_run_s_own_scores_and_the_next_token_the_most_pro
 
 def test_a_token_comes_inside_a_mixture_of_depths_if_it_is_let_through(depths_run: Path) -> None:
     text = "abcdefghij"
-    way = follow(depths_run, text.encode())
+    way = trace_text(depths_run, text.encode())
     run = load_model(depths_run)
     seen: list[Any] = []
     inside = cast("Any", run.decoder.layers[1]).ffn.ffn

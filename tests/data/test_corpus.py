@@ -92,8 +92,8 @@ class TestText:
             ("~\0", r"'~\\x00' contains a NUL character"),
             ("image.png", r"'image\.png' is not UTF-8 text; convert it to UTF-8 or leave it out"),
             ("utf16.txt", r"'utf16\.txt' is not UTF-8 text"),
-            ("*.png", r"'\*\.png' is empty, or has no UTF-8 text file that is not hidden"),
-            ("empty*", r"'empty\*' is empty, or has no UTF-8 text file that is not hidden"),
+            ("*.png", r"'\*\.png' is empty, or has only hidden files"),
+            ("empty*", r"'empty\*' is empty, or has only hidden files"),
         ],
     )
     def test_bad_paths_are_refused_by_name(

@@ -164,8 +164,8 @@ def test_what_is_no_row_of_ids_is_refused(folder: Path) -> None:
     )
     np.save(folder / "a.npy", np.zeros((2, 2)))
     assert refusal(config_of(folder / "a.npy")) == (
-        f"data.corpus: '{folder / 'a.npy'}' must hold whole numbers in one row, but is float64 of shape "
-        "(2, 2)"
+        f"data.corpus: '{folder / 'a.npy'}' must be a one-dimensional array of integers, but is float64 of "
+        "shape (2, 2); save the token ids in one row"
     )
     (folder / "a.npy").write_bytes(b"no array")
     assert refusal(config_of(folder / "a.npy")).startswith(
@@ -173,7 +173,7 @@ def test_what_is_no_row_of_ids_is_refused(folder: Path) -> None:
     )
     (folder / "none").mkdir()
     assert refusal(config_of(folder / "none")) == (
-        f"data.corpus.train: '{folder / 'none'}' has no token file (.bin or .npy)"
+        f"data.corpus.train: '{folder / 'none'}' has no token file (.bin or .npy); name one"
     )
     assert refusal(config_of(folder / "x")).startswith(
         f"data.corpus.train: '{folder / 'x'}' does not exist"

@@ -171,6 +171,6 @@ def test_ranks_do_not_divide_what_experts_share(
         "parallel.expert (2) divides weights whose first axis counts the 6 experts, but these share "
         "'up.weight' of shape (12, 8); set parallel.expert to 1"
         if divides
-        else f"model.ffn.experts.type '{path}:AdaptedConfig' does not say that its experts can be on several "
-        "ranks (`divides_over_ranks`); set parallel.expert to 1"
+        else f"model.ffn.experts.type '{path}:AdaptedConfig' does not support expert parallelism "
+        "(divides_over_ranks is False in its config); set parallel.expert to 1"
     )

@@ -13,7 +13,7 @@ from moe_ffn import ConfigError, DecoderConfig, FFNConfig, TokenContext, build_f
 from moe_ffn.config.errors import Situation
 from moe_ffn.ffn.ngram_memory import NgramMemoryConfig, NgramMemoryFFN, NgramTables, primes_from
 from moe_ffn.kernels import memory
-from moe_ffn.routing.base import WideRMSNorm
+from moe_ffn.routing.base import Float32RMSNorm
 from moe_ffn.training.optimizer import OptimizerConfig, split_by_decay
 
 D, B, S = 6, 2, 9
@@ -160,7 +160,7 @@ def test_by_default_a_row_is_as_wide_as_in_the_paper() -> None:
 
 
 def test_norms_of_half_precision_are_computed_and_kept_in_float32() -> None:
-    norm = WideRMSNorm(D, eps=1e-6).bfloat16()
+    norm = Float32RMSNorm(D, eps=1e-6).bfloat16()
     x_TD = batch()[0].flatten(0, 1).bfloat16()
     wanted_TD = torch.stack([rms_norm(x_D, norm.weight.float()) for x_D in x_TD.float()])
     torch.testing.assert_close(norm(x_TD), wanted_TD, rtol=0, atol=1e-6)

@@ -247,14 +247,14 @@ DEVICES = {"FakeTensor": "cpu", "device `meta`": "meta"}
 # ---------------------------------------------------------------------------- what is refused, how
 
 LEADING_AXIS = (
-    r"^torch.func.vmap does not support (experts|a mixture of depths), whose .*; "
-    "give x one more leading axis instead$"
+    r"^torch.func.vmap does not work with (experts|a mixture of depths), because .*; "
+    "add a leading axis to x instead$"
 )
 USE_LOOP = (
-    r"^experts.backend '{}' has .*torch.func.*; set experts.backend to 'loop', "
-    r"which (they do|has one)$"
+    r"^experts.backend '{}' (has|does not support) .*; set experts.backend to 'loop', "
+    r"which (supports them|has one)$"
 )
-USE_AUTO = r"experts.backend '{}' reads the loads of the experts on the host.*; set .* to 'auto'"
+USE_AUTO = r"experts.backend '{}' copies the loads of the experts to the host.*; set .* to 'auto'"
 
 REFUSED: dict[str, dict[str, tuple[str, str]]] = {
     "`torch.compile(fullgraph=True)`": {"loop": ("`auto`", USE_AUTO)},

@@ -11,13 +11,13 @@ from torch import Tensor
 from moe_ffn import DecoderConfig
 from moe_ffn.data.tokenizer import BytesConfig
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.report.inspect import Text, text_of_tokens
+from moe_ffn.report.inspect import TokenizedText, text_of_tokens
 
 BYTES = BytesConfig().build([])
 D, S = 32, 16
 
 
-def random_text(letters: bytes, size: int = 4000, seq_len: int = S) -> Text:
+def random_text(letters: bytes, size: int = 4000, seq_len: int = S) -> TokenizedText:
     ids = np.random.default_rng(0).choice(list(letters), size)
     return text_of_tokens(np.append(ids, BYTES.end_of_document), BYTES, seq_len, size)
 

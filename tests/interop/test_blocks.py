@@ -141,7 +141,7 @@ def test_other_options_of_theirs_are_read_too(
     model: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = COMPARED[model]
-    changed = entry.but(small={**entry.small, **options})
+    changed = entry.with_changes(small={**entry.small, **options})
     monkeypatch.setattr(models, "BLOCKS", {model: changed})
     for training in (False, True) if model in TRAINED else (False,):
         errors = compare(model, training=training)
@@ -231,7 +231,8 @@ def test_a_live_block_becomes_one_of_ours() -> None:
 
 
 REFUSED = {
-    "vitpose_backbone": "no block of ours computes that of vitpose_backbone: an image's experts are given "
+    "vitpose_backbone": "moe_ffn has no block that matches the sparse block of vitpose_backbone: "
+    "an image's experts are given "
     "with it, one for each data set, and each makes a part of the output's units: there is no router",
     "qwen4_moe": "'qwen4_moe' is not a known model of transformers with a sparse block; did you "
     "mean 'qwen3_moe'?",

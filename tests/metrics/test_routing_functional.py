@@ -24,7 +24,7 @@ from moe_ffn.metrics.functional import (
     top1_margin,
 )
 from moe_ffn.outputs import Routing
-from moe_ffn.routing.capacity import by_position, limit
+from moe_ffn.routing.capacity import by_position, drop_over_capacity
 
 # -- of a load
 
@@ -146,7 +146,9 @@ def test_churn_is_the_share_of_tokens_whose_experts_changed(make_routing: Any) -
 
 
 def test_detach_cuts_every_tensor_from_the_graph(route_logits: Any) -> None:
-    routing = limit(route_logits(torch.eye(4, requires_grad=True), 2), 1.0, by_position)
+    routing = drop_over_capacity(
+        route_logits(torch.eye(4, requires_grad=True), 2), 1.0, by_position
+    )
     assert routing.weights_N.requires_grad
     detached = routing.detach()
     for name in ("weights_N", "logits_TE", "scores_TE"):

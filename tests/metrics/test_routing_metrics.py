@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
 from moe_ffn.metrics.modular import CoactivationMetrics, LoadMetrics, TokenMetrics
 from moe_ffn.outputs import Routing
-from moe_ffn.routing.capacity import by_position, capacity_of, limit
+from moe_ffn.routing.capacity import by_position, capacity_of, drop_over_capacity
 
 KINDS = (LoadMetrics, TokenMetrics, CoactivationMetrics)
 
@@ -39,9 +39,9 @@ def test_values_are_means_over_batches(make_routing: Any) -> None:
         2,
         # Two batches collapsed onto opposite experts: each has MaxVio 1, together they are balanced.
         # C = ceil(4 / 2) = 2 in the first, so half of its pairs are dropped and 2 of 4 places taken.
-        limit(make_routing([[0]] * 4, 2), 1.0, by_position),
+        drop_over_capacity(make_routing([[0]] * 4, 2), 1.0, by_position),
         # C = ceil(1.5 * 4 / 2) = 3: a quarter is dropped, 3 of 6 places taken.
-        limit(make_routing([[1]] * 4, 2), 1.5, by_position),
+        drop_over_capacity(make_routing([[1]] * 4, 2), 1.5, by_position),
         factors=(1.0, 1.5),
     )
     assert values["load"].tolist() == [0.5, 0.5]
@@ -86,7 +86,9 @@ def test_batches_weigh_by_their_pairs(make_routing: Any) -> None:
 def test_dropping_is_of_the_real_pairs(make_routing: Any) -> None:
     # Three real pairs of expert 0, C = ceil(3 / 3) = 1: two of three are dropped.
     mask = torch.tensor([True, True, True, False])
-    values = measure(3, limit(make_routing([[0]] * 4, 3, mask_T=mask), 1.0, by_position))
+    values = measure(
+        3, drop_over_capacity(make_routing([[0]] * 4, 3, mask_T=mask), 1.0, by_position)
+    )
     assert values["dropped_fraction"].item() == pytest.approx(2 / 3)
     # Somebody's own router may mark padding as dropped.
     marked = make_routing([[0]] * 4, 3, mask_T=mask, dropped_N=~mask)
@@ -180,7 +182,9 @@ def test_ranks_together_measure_what_one_would_of_all_batches(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [
-        limit(route_logits(5 * torch.randn(12, 4, generator=generator), 2), factor, by_position)
+        drop_over_capacity(
+            route_logits(5 * torch.randn(12, 4, generator=generator), 2), factor, by_position
+        )
         for factor in (0.5, 1.0, 0.75)
     ]
     together, first, second = (kind(4) for _ in range(3))

@@ -36,7 +36,7 @@ from moe_ffn.runs.folder import (
     TOKENIZER_FILE,
 )
 from moe_ffn.runs.reader import load_model
-from moe_ffn.runs.resume import Start, find_start
+from moe_ffn.runs.resume import ResumePoint, find_resume_point
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
@@ -88,9 +88,9 @@ def expected() -> tuple[TrainConfig, PreparedData, LanguageModel]:
     return config, data, build_module(config, data)
 
 
-def start_of(folder: Path) -> Start:
+def start_of(folder: Path) -> ResumePoint:
     config, data, module = expected()
-    return find_start(folder, config, data, module, config.trainer.max_steps)
+    return find_resume_point(folder, config, data, module, config.trainer.max_steps)
 
 
 MARKER = "code-was-run"

@@ -14,7 +14,13 @@ from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.tokenizer import BytesConfig, train_bpe
 from moe_ffn.report.inspect import text as text_module
 from moe_ffn.report.inspect import text_of_tokens
-from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text, syntax_of, text_of_file
+from moe_ffn.report.inspect.text import (
+    BYTE_CLASSES,
+    SYNTAX_CLASSES,
+    TokenizedText,
+    syntax_of,
+    text_of_file,
+)
 
 BYTES = BytesConfig().build([])
 
@@ -24,7 +30,9 @@ def tokens_of(*documents: bytes) -> np.ndarray:
     return np.concatenate(ids)
 
 
-def read(*documents: bytes, seq_len: int = 8, num_tokens: int = 10**6, **options: Any) -> Text:
+def read(
+    *documents: bytes, seq_len: int = 8, num_tokens: int = 10**6, **options: Any
+) -> TokenizedText:
     return text_of_tokens(tokens_of(*documents), BYTES, seq_len, num_tokens, **options)
 
 

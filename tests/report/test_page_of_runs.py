@@ -151,7 +151,10 @@ def test_runs_that_do_not_compare_have_no_verdict_and_their_curves(tmp_path: Pat
     change(b / "facts.json", corpus_sha256="32")
     page = Written(a, b)
 
-    assert "No verdict: the runs read other text (data.corpus), so that their losses" in page.text
+    assert (
+        "No verdict: the runs were trained on different text (data.corpus), so their losses"
+        in page.text
+    )
     assert names_in(page, "Validation loss") == {"a", "b"}
     assert "Difference from a" not in page.figures
     block = "moe, 4 experts (swiglu), top_k k=2, capacity.factor 1.25"

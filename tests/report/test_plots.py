@@ -98,7 +98,9 @@ def test_the_last_values_and_the_healthy_ranges_need_no_pointer(
     assert (band["y0"], band["y1"]) == (0, 1)
     last = [run.layers[f"layer_{n:02d}"]["max_violation"].last or 0 for n in range(4)]
     cells = [f"{value:.2f}" for value in last]
-    assert row_of(page.text, ["MaxVio", *cells, "0 is balance; below 1, E / k - 1 at worst"])
+    assert row_of(
+        page.text, ["MaxVio", *cells, "0 at perfect balance; healthy below 1; at most E / k - 1"]
+    )
     logits = [run.layers[f"layer_{n:02d}"]["logit_max"].last or 0 for n in range(4)]
     assert max(logits) < 20
     dead = '<th scope="row">Dead experts</th><td>0</td><td class="bad">1</td><td>0</td>'

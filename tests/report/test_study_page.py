@@ -132,9 +132,7 @@ def test_an_answer_stands_first_and_results_of_other_arms_are_no_part(
     assert "\n\n**Yes, by a tenth.**\n\n" in page.markdown
     assert page.summary.endswith("| Yes, by a tenth. |")
     assert "relu" not in page.markdown
-    with pytest.raises(
-        ConfigError, match="gating: none of the results is of one of its arms, gelu"
-    ):
+    with pytest.raises(ConfigError, match="gating: no result belongs to one of its arms, gelu"):
         study_page(study(GATING), with_another[-1:])
     begun = page_of(GATING, gating(swiglu=1.9)[:1])
     assert "swiglu: one run of one seed" in begun["Result"]

@@ -20,13 +20,13 @@ from moe_ffn.routing.capacity import (
     by_position,
     by_probability,
     capacity_of,
-    limit,
+    drop_over_capacity,
     place_in_queue,
 )
 
 
 def limit_by_position(routing: Routing, factor: float | None) -> Routing:
-    return limit(routing, factor, by_position)
+    return drop_over_capacity(routing, factor, by_position)
 
 
 def dropped(routing: Routing) -> list[int]:
@@ -188,14 +188,14 @@ def test_tokens_flattened_by_the_caller_keep_their_positions() -> None:
 def test_by_probability_a_broken_weight_goes_last(make_routing: Any) -> None:
     weights = torch.tensor([torch.nan, 0.1, 0.2, 0.3])
     routing = make_routing([[0]] * 4, 2, weights_N=weights)
-    assert dropped(limit(routing, 1.0, by_probability)) == [0, 1]
+    assert dropped(drop_over_capacity(routing, 1.0, by_probability)) == [0, 1]
 
 
 def test_by_choice_first_choices_stay_before_any_second_one(make_routing: Any) -> None:
     # C = ceil(1 * 6 / 3) = 2 at expert 0: the first choices of tokens 1 and 2, not token 0's second one.
     routing = make_routing([[1, 0], [0, 1], [0, 2]], 3)
-    assert dropped(limit(routing, 1.0, by_choice)) == [1]
-    assert dropped(limit(routing, 1.0, by_position)) == [4]
+    assert dropped(drop_over_capacity(routing, 1.0, by_choice)) == [1]
+    assert dropped(drop_over_capacity(routing, 1.0, by_position)) == [4]
 
 
 def test_at_random_evaluation_goes_by_position() -> None:
@@ -250,7 +250,7 @@ def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
     ):
         routing = routing_of_pairs(scores_TE[:, :1], ids_T1, scores_TE, scores_TE, context)
         for training in (True, False):
-            limited = config.limit(routing, training=training)
+            limited = config.drop_over_capacity(routing, training=training)
             assert limited.dropped_N.nonzero().flatten().tolist() == dropped
             places = config.expert_capacity(routing, training=training)
             assert places == 2 * 8 // (context.sequence_length or 8)
@@ -267,7 +267,7 @@ def test_a_fixed_number_of_pairs_keeps_the_largest_weights_and_renormalises_them
     weights_TK = torch.tensor([[0.6, 0.4], [0.7, 0.3], [0.2, 0.8], [0.9, 0.1]])
     ids_TK = torch.tensor([[0, 1]] * 4)
     context = TokenContext(sequence_length=2)
-    limited = config.limit(
+    limited = config.drop_over_capacity(
         routing_of_pairs(weights_TK, ids_TK, weights_TK, weights_TK, context), training=True
     )
     assert dropped(limited) == [0, 3, 4, 7]

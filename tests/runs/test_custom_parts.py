@@ -451,7 +451,7 @@ PLACES = {
         "be like x, a tensor of shape (16, 16)"
     ),
     ("model.ffn.experts", "Work", "blind"): (
-        "what its experts return has no gradient by plan.weights_N, through which the router "
+        "what its experts return has no gradient with respect to plan.weights_N, through which the router "
         "learns; multiply each pair's result by its weight"
     ),
     ("model.ffn.experts", "Work", "mean"): (

@@ -117,7 +117,7 @@ def test_a_part_that_counts_wrongly_is_named_with_both_numbers(
     with pytest.raises(ConfigError, match="^" + re.escape(message)) as refused:
         check_num_params(decoder)
     assert str(refused.value).endswith(
-        "; make them equal, since tables, facts.json and equal budgets go by num_params"
+        "; correct num_params, which the model table, facts.json and matched widths rely on"
     )
     assert "\n" not in str(refused.value)
 
@@ -172,7 +172,7 @@ def test_what_no_trial_of_parts_shows_is_refused_once_the_model_is_built(
     run = run_train(tmp_path, "--model.norm.type", "own.py:Norm")
     assert run.code == 2
     assert run.stderr.splitlines()[-1] == (
-        "error: model.norm ('own.py:Norm') of layer 0: num_params says 1, but 32 parameters are built; make "
-        "them equal, since tables, facts.json and equal budgets go by num_params"
+        "error: model.norm ('own.py:Norm') of layer 0: num_params says 1, but 32 parameters are built; "
+        "correct num_params, which the model table, facts.json and matched widths rely on"
     )
     assert not (tmp_path / "runs").exists()

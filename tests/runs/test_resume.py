@@ -22,7 +22,7 @@ from moe_ffn.data.prepare import prepare
 from moe_ffn.data.split import Documents
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.identity import checkpoint_identity
-from moe_ffn.runs.resume import Start, newest_good, refusal_of_weights, rewind
+from moe_ffn.runs.resume import ResumePoint, newest_good, refusal_of_weights, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
 from moe_ffn.training.recovery.checkpoint_file import step_name, write_checkpoint
@@ -336,7 +336,7 @@ def test_damaged_lines_of_a_log_are_reported_and_left_out(
     for name, text in files.items():
         (folder / name).write_text(text)
 
-    rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), Start(4), files)
+    rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), ResumePoint(4), files)
 
     assert capsys.readouterr().err.splitlines() == [
         f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are removed"
@@ -358,7 +358,7 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
         JsonLines(folder / f"{name}.jsonl").add({"step": n, "text": f"text {n}"} for n in found)
     (folder / "summary.json").write_text("{}")
     JsonLines(folder / "resumes.jsonl").add([{"step": 0}])
-    start = Start(8, folder / "checkpoints" / step_name(8), validated_step=4)
+    start = ResumePoint(8, folder / "checkpoints" / step_name(8), validated_step=4)
 
     rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), start, {"facts.json": FACTS})
 
@@ -388,7 +388,7 @@ def test_facts_keep_what_was_known_when_the_run_began(tmp_path: Path) -> None:
     config = TrainConfig(seed=3)
     fresh = json.dumps({**config.to_dict(), "precision": "bf16-mixed"})
 
-    rewind(Resume(folder, config, {"seed": (0, 3)}, config), Start(), {"facts.json": fresh})
+    rewind(Resume(folder, config, {"seed": (0, 3)}, config), ResumePoint(), {"facts.json": fresh})
 
     facts = json.loads((folder / "facts.json").read_text())
     assert (facts["seed"], facts["precision"]) == (3, "32-true")

@@ -431,12 +431,14 @@ def test_blocks_are_tuned_too() -> None:
     [
         (
             {"fingerprints": SHA | {"validation": "w" * 64}},
-            "the runs validate on other windows, so that their losses do not compare: the sha256 of the "
+            "the runs use different validation windows, so their losses cannot be compared: "
+            "the sha256 of the "
             "validation is vvvvvvvvvvvv in a-seed0 and 1 more, wwwwwwwwwwww in b-seed0",
         ),
         (
             {"fingerprints": SHA | {"corpus": "d" * 64}},
-            "the runs read other text (data.corpus), so that their losses do not compare: the sha256 of the "
+            "the runs were trained on different text (data.corpus), so their losses cannot be compared: "
+            "the sha256 of the "
             "corpus is cccccccccccc in a-seed0 and 1 more, dddddddddddd in b-seed0",
         ),
         (
@@ -444,7 +446,7 @@ def test_blocks_are_tuned_too() -> None:
                 "options": {"data.tokenizer": {"type": "bpe", "vocab_size": 512}},
                 "fingerprints": SHA | {"tokenizer": "u" * 64},
             },
-            "the runs have other tokenizers (data.tokenizer), so that their losses do not compare: "
+            "the runs have different tokenizers (data.tokenizer), so their losses cannot be compared: "
             "data.tokenizer.type is 'bytes' in a-seed0 and 1 more, 'bpe' in b-seed0",
         ),
     ],
@@ -454,7 +456,7 @@ def test_runs_of_other_data_are_refused_by_the_key(changes: dict[str, Any], mess
     same = [make_result("a", 0), make_result("a", 1)]
     assert refusal([*same, make_result("b", 0, **changes)]) == message
     tuned = make_result("b", 0, main_arm="a", tuning={"x": 1}, **changes)
-    assert "so that their losses do not compare" in refusal([*same, tuned])
+    assert "so their losses cannot be compared" in refusal([*same, tuned])
 
 
 def refusal(results: list[RunResult]) -> str:

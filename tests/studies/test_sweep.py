@@ -71,7 +71,7 @@ def test_so_many_are_trained_at_once_as_was_asked_and_the_next_when_one_ends() -
 
     assert len([*sweep.advance()]) == 2
     assert [*sweep.advance()] == []
-    assert [job.name for job in sweep.of("training")] == names[:2]
+    assert [job.name for job in sweep.jobs_in("training")] == names[:2]
     end(sweep.jobs[1], Process.started[1])
     lines = [*sweep.advance()]
     assert lines[0].startswith(f"{names[1]}: 0 s, loss 2.0000; 5 left")

@@ -224,7 +224,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "another shape of an expert": (
         lambda w: w.update({GATE: torch.ones(3, 32)}),
-        f"has '{GATE}' as (3, 32), and its config.json asks for (40, 32)",
+        f"has '{GATE}' as (3, 32), but its config.json requires (40, 32)",
     ),
     "quantised": (
         lambda w: w.update({n: v.to(torch.float8_e4m3fn) for n, v in w.items()}),

@@ -185,7 +185,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another width": (
         lambda f: change_model(f, d_model=64),
-        "has 'embedding.weight' as (257, 32), and its config.json asks for (257, 64)",
+        "has 'embedding.weight' as (257, 32), but its config.json requires (257, 64)",
     ),
     "another name": (
         lambda f: rename_weight(f / WEIGHTS),

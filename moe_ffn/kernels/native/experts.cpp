@@ -283,9 +283,9 @@ TORCH_LIBRARY(moe_ffn_cpu, m) {
          "Tensor kept, Tensor grad_y, Tensor(a!)? grad_x, Tensor(b!) grad_weights, Tensor(c!)? grad_up, "
          "Tensor(d!)? grad_down, Tensor(e!)? grad_up_bias, Tensor(f!)? grad_down_bias) -> ()")
             .c_str());
-  m.def("wide_linear(Tensor x, Tensor weight) -> Tensor");
+  m.def("float32_linear(Tensor x, Tensor weight) -> Tensor");
   m.def(
-      "wide_linear_backward(Tensor grad, Tensor x, Tensor weight, bool wants_x, bool wants_weight) -> "
+      "float32_linear_backward(Tensor grad, Tensor x, Tensor weight, bool wants_x, bool wants_weight) -> "
       "(Tensor, Tensor)");
   m.def("top_k(Tensor scores, int k) -> Tensor");
   m.def("sort_by_expert(Tensor expert_ids, int num_experts) -> (Tensor, Tensor)");
@@ -294,8 +294,8 @@ TORCH_LIBRARY(moe_ffn_cpu, m) {
 TORCH_LIBRARY_IMPL(moe_ffn_cpu, CPU, m) {
   m.impl("experts_forward", moe_ffn::experts_forward);
   m.impl("experts_backward", moe_ffn::experts_backward);
-  m.impl("wide_linear", moe_ffn::wide_linear);
-  m.impl("wide_linear_backward", moe_ffn::wide_linear_backward);
+  m.impl("float32_linear", moe_ffn::float32_linear);
+  m.impl("float32_linear_backward", moe_ffn::float32_linear_backward);
   m.impl("top_k", moe_ffn::top_k);
   m.impl("sort_by_expert", moe_ffn::sort_by_expert);
 }

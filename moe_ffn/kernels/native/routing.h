@@ -15,7 +15,7 @@ constexpr int64_t TOKENS_ADDED = 256;  // tokens per product, for the gradient o
 
 // (T, E): tokens of any type times the transpose of a float32 matrix (E, D), in float32. Only a few tokens are
 // converted at a time.
-inline Tensor wide_linear(const Tensor& x, const Tensor& weight) {
+inline Tensor float32_linear(const Tensor& x, const Tensor& weight) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == x.size(1), "x is ", x.sizes(),
               ", but the router's matrix ", weight.sizes());
   const int64_t T = x.size(0), D = x.size(1), E = weight.size(0);
@@ -37,8 +37,8 @@ inline Tensor wide_linear(const Tensor& x, const Tensor& weight) {
   return out;
 }
 
-// The wanted gradients of `wide_linear`: of the tokens, in their type, and of the matrix.
-inline std::tuple<Tensor, Tensor> wide_linear_backward(const Tensor& grad, const Tensor& x,
+// The wanted gradients of `float32_linear`: of the tokens, in their type, and of the matrix.
+inline std::tuple<Tensor, Tensor> float32_linear_backward(const Tensor& grad, const Tensor& x,
                                                        const Tensor& weight, bool wants_x, bool wants_weight) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && grad.dim() == 2, "x has ", x.dim(), " axes, the matrix ",
               weight.dim(), " and the gradient ", grad.dim(), ", where all have two");

@@ -18,7 +18,7 @@ MAX_K = 32
 """Maximum k of the compiled top-k, an insertion sort; for larger k torch is faster."""
 
 
-def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+def float32_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """Return `F.linear` of bfloat16 or float16 tokens in float32, the dtype of the weight; no gradient.
 
     The compiled loop converts a few tokens at a time, without a float32 copy of all tokens.
@@ -26,20 +26,20 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     # Other shapes and dtypes, of a custom router, get torch's error messages.
     is_narrow = x_TD.dtype in NARROW and x_TD.ndim == weight_ED.ndim == 2
     if is_narrow and weight_ED.dtype == torch.float32 and _is_compiled(x_TD, weight_ED):
-        return torch.ops.moe_ffn_cpu.wide_linear(x_TD.detach(), weight_ED.detach())
+        return torch.ops.moe_ffn_cpu.float32_linear(x_TD.detach(), weight_ED.detach())
     with without_autocast(x_TD):
         return F.linear(x_TD.to(weight_ED.dtype), weight_ED)
 
 
-def wide_linear_backward(
+def float32_linear_backward(
     grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `wide_linear`, of x in its dtype and of the weight; None if not wanted."""
+    """Return the gradients of `float32_linear`, of x in its dtype and of the weight; None if not wanted."""
     is_narrow = x_TD.dtype in NARROW and grad_TE.ndim == x_TD.ndim == weight_ED.ndim == 2
     is_wide = grad_TE.dtype == weight_ED.dtype == torch.float32
     compiled = is_narrow and is_wide and _is_compiled(grad_TE, x_TD, weight_ED)
     if compiled and not torch.is_grad_enabled():
-        grad_x_TD, grad_ED = torch.ops.moe_ffn_cpu.wide_linear_backward(
+        grad_x_TD, grad_ED = torch.ops.moe_ffn_cpu.float32_linear_backward(
             grad_TE, x_TD, weight_ED, wants_x, wants_weight
         )
         return grad_x_TD if wants_x else None, grad_ED if wants_weight else None

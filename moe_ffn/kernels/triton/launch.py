@@ -4,7 +4,8 @@ The operators are opaque to torch: torch.compile and export include them without
 their output shapes. Nothing here waits for the device.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
-matrix: F, or 2 F with a gate, whose rows precede the rows of up, I input width, O output width
+matrix (F without a gate; 2 F with one, the F gate rows first, then the F up rows), I input width, O output
+width
 """
 
 from __future__ import annotations

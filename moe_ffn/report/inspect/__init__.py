@@ -12,7 +12,7 @@ figures.suffixes(found.units)
 from moe_ffn.report.inspect.inspection import Inspection as Inspection
 from moe_ffn.report.inspect.inspection import inspect_model as inspect_model
 from moe_ffn.report.inspect.inspection import inspect_run as inspect_run
-from moe_ffn.report.inspect.text import Text as Text
+from moe_ffn.report.inspect.text import TokenizedText as TokenizedText
 from moe_ffn.report.inspect.text import text_of_file as text_of_file
 from moe_ffn.report.inspect.text import text_of_run as text_of_run
 from moe_ffn.report.inspect.text import text_of_tokens as text_of_tokens

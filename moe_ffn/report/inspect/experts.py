@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_ffn.report.expert_tokens import Assignment
-from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text
+from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, TokenizedText
 
 NUM_PERMUTATIONS = 5
 """Number of permutations of the labels; their mean mutual information is the chance level."""
@@ -32,7 +32,7 @@ class Attribute:
     """Names of the labels; empty if there are too many for a profile, such as token ids."""
 
 
-def attributes(text: Text) -> list[Attribute]:
+def attributes(text: TokenizedText) -> list[Attribute]:
     """Return the attributes of the tokens of a text that do not depend on the model."""
     ids, position, column = text.ids_T, text.position_T, text.column_T
     previous = np.where(position > 0, np.roll(ids, 1), -1)

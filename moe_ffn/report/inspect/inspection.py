@@ -22,7 +22,7 @@ from moe_ffn.outputs import FFNOutput
 from moe_ffn.report.expert_tokens import Assignment, RoutedText, add_batch
 from moe_ffn.report.inspect import experts
 from moe_ffn.report.inspect.experts import Agreement, Attribute
-from moe_ffn.report.inspect.text import Text
+from moe_ffn.report.inspect.text import TokenizedText
 from moe_ffn.report.inspect.units import LayerUnits, TopInputs, layer_units
 from moe_ffn.runs.reader import Run
 
@@ -52,7 +52,7 @@ class Router:
 class Inspection:
     """Contents of the feed-forward blocks of a run."""
 
-    text: Text
+    text: TokenizedText
     layers: tuple[int, ...]
     """Layers that were inspected."""
     types: Mapping[int, str]
@@ -78,7 +78,7 @@ class Inspection:
         return RoutedText(text.tokenizer.token_bytes, text.ids_T, text.seq_len, layers)
 
 
-def inspect_run(run: Run, text: Text, layers: Sequence[int] | None = None) -> Inspection:
+def inspect_run(run: Run, text: TokenizedText, layers: Sequence[int] | None = None) -> Inspection:
     """Inspect the best weights of a run on a text, in evaluation mode.
 
     Args:
@@ -90,7 +90,9 @@ def inspect_run(run: Run, text: Text, layers: Sequence[int] | None = None) -> In
     return inspect_model(run.model, text, layers)
 
 
-def inspect_model(decoder: Decoder, text: Text, layers: Sequence[int] | None = None) -> Inspection:
+def inspect_model(
+    decoder: Decoder, text: TokenizedText, layers: Sequence[int] | None = None
+) -> Inspection:
     """Inspect any decoder in evaluation mode, such as one from another checkpoint; see `inspect_run`."""
     ffns = decoder.config.layer_ffns()
     for layer in layers or ():
@@ -130,7 +132,7 @@ def inspect_model(decoder: Decoder, text: Text, layers: Sequence[int] | None = N
 
 @torch.no_grad()
 def observe(
-    decoder: Decoder, text: Text, layers: Sequence[int]
+    decoder: Decoder, text: TokenizedText, layers: Sequence[int]
 ) -> tuple[dict[int, dict[str, TopInputs]], dict[str, Assignment]]:
     """Run the windows of a text; return the top inputs of the networks by layer, and the routers' choices."""
     networks: dict[int, dict[str, TopInputs]] = {layer: {} for layer in layers}

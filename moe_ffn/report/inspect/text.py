@@ -42,7 +42,7 @@ CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
+class TokenizedText:
     """Windows of a text. Arrays (T,) have an entry for each token of all windows."""
 
     tokenizer: Tokenizer
@@ -95,7 +95,7 @@ class Text:
             yield np.where(cut, -1 - np.arange(len(self)), labels)
 
 
-def text_of_run(run: Run, num_tokens: int) -> Text:
+def text_of_run(run: Run, num_tokens: int) -> TokenizedText:
     """Return windows of the run's validation split, spread evenly over it.
 
     Raises:
@@ -115,7 +115,7 @@ def text_of_run(run: Run, num_tokens: int) -> Text:
     )
 
 
-def text_of_file(run: Run, path: Path, num_tokens: int) -> Text:
+def text_of_file(run: Run, path: Path, num_tokens: int) -> TokenizedText:
     """Return windows of a text file, spread evenly over it.
 
     Raises:
@@ -150,7 +150,7 @@ def text_of_tokens(
     source: str = "tokens",
     names: Mapping[str, str] = MappingProxyType({}),
     no_syntax: str = "",
-) -> Text:
+) -> TokenizedText:
     """Return windows of a token sequence, evenly spread; it needs two tokens or more.
 
     Args:
@@ -194,7 +194,7 @@ def text_of_tokens(
     window = np.arange(seq_len)
     ids_T = np.asarray(tokens)[(starts[:, None] + window).ravel()].astype(np.int64)
     next_T = np.asarray(tokens)[(starts[:, None] + window + 1).ravel()].astype(np.int64)
-    return Text(
+    return TokenizedText(
         tokenizer=tokenizer,
         source=source,
         seq_len=seq_len,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_ffn.ffn.networks import Memory
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.report.inspect.text import Text
+from moe_ffn.report.inspect.text import TokenizedText
 
 AGREE = 0.8
 """Minimum share of the top inputs of a unit that an explanation covers."""
@@ -145,7 +145,7 @@ class LayerUnits:
 
 
 def layer_units(
-    layer: int, networks: Mapping[str, TopInputs], text: Text, decoder: Decoder
+    layer: int, networks: Mapping[str, TopInputs], text: TokenizedText, decoder: Decoder
 ) -> LayerUnits:
     """Return the common properties of the top inputs of the units of a layer, and of random inputs.
 
@@ -200,7 +200,9 @@ def layer_units(
     )
 
 
-def _explained(tokens_Uk: np.ndarray, text: Text) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _explained(
+    tokens_Uk: np.ndarray, text: TokenizedText
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return kind -> mask of the units that it explains, (U,), and the longest common suffix of each unit."""
     need = max(math.ceil(AGREE * tokens_Uk.shape[1] - 1e-9), 1)
     suffix = np.zeros(len(tokens_Uk), dtype=np.int64)
@@ -255,7 +257,7 @@ def examples(units: LayerUnits) -> list[int]:
     return chosen
 
 
-def explanation(units: LayerUnits, unit: int, text: Text) -> str:
+def explanation(units: LayerUnits, unit: int, text: TokenizedText) -> str:
     """Return a short text with the common property of the top inputs of a unit."""
     kind = units.kind_U[unit]
     tokens = units.tokens_Uk[unit]

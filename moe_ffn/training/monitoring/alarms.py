@@ -94,7 +94,7 @@ class Advice:
         return {
             "collapse": balance,
             "dead_experts": f"{balance}, or take fewer experts or a larger batch",
-            "nonfinite_logits": f"something before it broke: {rate}",
+            "nonfinite_logits": f"an earlier layer produced NaN or infinity; {rate}",
             "exploding_logits": f"raise objective.router_z (now {self.objective.router_z:g}), or {rate}",
             "dropped": f"raise {capacity}, or balance better: {balance}",
             "loss_spike": f"{rate}, or raise optimizer.schedule.{self.optimizer.schedule.warmup_option}",

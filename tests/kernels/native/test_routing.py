@@ -72,7 +72,9 @@ def test_tokens_of_other_shapes_are_left_to_torch(shape: tuple[int, ...]) -> Non
     exact = torch.nn.functional.linear(x.float(), router.weight, router.bias)
     torch.testing.assert_close(router(x), exact)
     with pytest.raises(RuntimeError, match=r"x is \[2, 16, 16\]"):
-        torch.ops.moe_ffn_cpu.wide_linear(torch.zeros(2, 16, 16).bfloat16(), router.weight.detach())
+        torch.ops.moe_ffn_cpu.float32_linear(
+            torch.zeros(2, 16, 16).bfloat16(), router.weight.detach()
+        )
 
 
 def test_logits_are_counted_and_differentiated_twice() -> None:

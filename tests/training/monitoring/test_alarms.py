@@ -59,7 +59,8 @@ BALANCE = (
 SINGLE: dict[str, tuple[dict[str, Tensor], str]] = {
     "nonfinite_logits": (
         values(nonfinite_tokens=7),
-        f"step 10: layer_03: 7 tokens reached the router with NaN or infinity; something before it broke: "
+        f"step 10: layer_03: 7 tokens reached the router with NaN or infinity; "
+        f"an earlier layer produced NaN or infinity; "
         f"{RATE}",
     ),
     "exploding_logits": (
