@@ -304,7 +304,7 @@ class Search:
         )
         sweep = Sweep(runs, self.question.jobs)
         sweep.run(self.say)
-        if failed := sweep.of("failed"):
+        if failed := sweep.jobs_in("failed"):
             raise ConfigError(
                 f"{failed[0].name}: {failed[0].problem}; --resume {self.folder} retries"
             )
