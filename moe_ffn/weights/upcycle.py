@@ -195,7 +195,7 @@ def upcycle(
     k = config.router.experts_per_token(config.num_routable)
     if rest:
         raise ConfigError(
-            f"the width of an expert ({into.d_ff}) must divide that of the dense block ({sources[0].d_ff}), "
+            f"experts.d_ff ({into.d_ff}) must divide the width of the dense block ({sources[0].d_ff}), "
             "which is cut into shards of this width"
         )
     if left_over or num_copies % len(sources):
