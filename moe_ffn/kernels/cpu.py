@@ -366,7 +366,8 @@ def experts(*given: Any) -> tuple[Tensor, Tensor]:
 def experts_backward(grad_y_TD: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the first six inputs of `experts`; empty if not wanted."""
     *tensors, kept_NH, activation, gate, gated, interleaved, dtype, wanted = given
-    implementation, inputs = _read(*(*tensors, activation, gate, gated, interleaved, dtype))
+    arguments = [*tensors, activation, gate, gated, interleaved, dtype]
+    implementation, inputs = _read(*arguments)
     num_computed = len(inputs.weights_N)
     found = implementation.backward(inputs, kept_NH[:num_computed], grad_y_TD, wanted)
     grads = [
