@@ -381,7 +381,7 @@ def test_a_signal_ends_the_runs_after_their_step(
 def test_a_run_that_is_named_is_trained_alone_and_its_steps_are_told(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("moe_ffn.studies.sweep._SECONDS_BETWEEN_LINES", 0.0)
     code, out, err = program("--config", "gating.yaml", "--only=moe-seed1")
 
     assert (code, err) == (0, "")

@@ -157,9 +157,12 @@ def test_padding_changes_nothing_of_latent_attention_before_it() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_kv_heads": 2}, r"num_kv_heads \(2\) goes with keys and values of their own"),
-        ({"norm_qk": "head"}, r"norm_qk \(head\) goes with"),
-        ({"bias": True}, r"bias \(True\) goes with"),
+        (
+            {"num_kv_heads": 2},
+            r"num_kv_heads \(2\) cannot be combined with latent, which derives keys",
+        ),
+        ({"norm_qk": "head"}, r"norm_qk \(head\) cannot be combined"),
+        ({"bias": True}, r"bias \(True\) cannot be combined"),
     ],
 )
 def test_options_that_contradict_latent_attention_are_rejected(

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.model.decoder import DecoderConfig
@@ -55,6 +53,8 @@ def build_sharded(config: DecoderConfig, layout: Layout) -> torch.nn.Module:
 def built_on_a_rank(rank: int, layout: Layout) -> tuple[dict[str, Tensor], float]:
     """The weights, whole; and the peak of building a large model, in bytes, of one layout."""
     decoder = build_sharded(model(16, 2), layout)
+    experts = decoder.get_submodule("layers.0.ffn.experts")
+    assert isinstance(experts, FSDPModule) == (layout.expert > 1)
     frozen = [name for name, p in decoder.named_parameters() if not p.requires_grad]
     assert frozen == [f"layers.{layer}.ffn.experts.down" for layer in (0, 1)]
     weights = {name: full_tensor(p.detach()) for name, p in decoder.named_parameters()}
@@ -72,15 +72,13 @@ def built_on_a_rank(rank: int, layout: Layout) -> tuple[dict[str, Tensor], float
     return weights, peak
 
 
-@pytest.mark.parametrize("layout", [Layout(expert=2), *LAYOUTS[1:]], ids=str)
-def test_experts_of_one_rank_alone_are_not_sharded_further(layout: Layout) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.num_ranks)
-    try:
-        decoder = build_sharded(model(16, 1), layout)
-    finally:
-        dist.destroy_process_group()
-    experts = decoder.get_submodule("layers.0.ffn.experts")
-    assert isinstance(experts, FSDPModule) == (layout.num_ranks > layout.expert)
+def experts_are_sharded(rank: int, layout: Layout) -> bool:
+    decoder = build_sharded(model(16, 1), layout)
+    return isinstance(decoder.get_submodule("layers.0.ffn.experts"), FSDPModule)
+
+
+def test_experts_of_one_rank_alone_are_not_sharded_further(tmp_path: Path) -> None:
+    assert on_ranks(2, tmp_path, experts_are_sharded, Layout(expert=2)) == [False] * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

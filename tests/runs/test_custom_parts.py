@@ -322,8 +322,8 @@ def check(tmp_path: Path) -> Callable[..., None]:
 
 AHEAD = "its output at position {p} changes when tokens from position 128 on do, so "
 NOT_LEARNED = (
-    "weights_N has no gradient by the parameters of its router; weights_N must be computed from them "
-    "without detach() or no_grad(), and not be a constant; a router that is fixed says learns: "
+    "weights_N has no gradient with respect to the parameters of its router; weights_N must be computed "
+    "from them without detach() or no_grad(), and not be a constant; for a fixed router set learns: "
     "ClassVar[bool] = False in its config"
 )
 NOT_CACHED = (
@@ -345,7 +345,7 @@ BROKEN = {
     ),
     "NaN": "hidden holds NaN or infinity, though x is random of size 1",
     "Mixer": AHEAD
-    + "a causal model would see what it has to guess; look at earlier tokens alone, or set "
+    + "a causal model could see the tokens it must predict; use only earlier tokens, or set "
     "model.causal: false",
     "Chunks": "its output at position {p} changes when tokens from position 255 on do, so ",
     "Batch": AHEAD,
