@@ -160,7 +160,8 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
     empty = [split for place, split in enumerate(_SPLITS) if not (places == place).any()]
     if empty and named:
         raise ConfigError(
-            f"data.corpus: the {empty[0]} split holds no text that the other does not; name other text for it"
+            f"data.corpus: every text of the {empty[0]} split is in the other split too; name other text for "
+            "it"
         )
     if empty:
         _, first_of_content = np.unique(fingerprints, return_index=True)

@@ -89,8 +89,8 @@ def solve_widths(
     for other, its_match in others:
         if its_match != match:
             raise ConfigError(
-                f"{other}: must match the same as {first}, since a block has only one budget; give both "
-                "the same `match` and `of`, or set one of them to a number"
+                f"{other} and {first} have different budgets, but a block has only one; give both the same "
+                "`match` and `of`, or set one of them to a number"
             )
 
     def cost(block: FFNConfig) -> int:

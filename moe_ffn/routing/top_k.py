@@ -131,7 +131,8 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
                 if getattr(self, option):
                     raise ValueError(
                         f"{option} changes which experts the scores choose, but token_table chooses them "
-                        f"by the token's id; leave one of them out"
+                        f"by the token's id; set {option}: {'false' if option != 'groups' else 'null'}, or "
+                        "remove token_table"
                     )
         return self
 

@@ -116,7 +116,7 @@ def test_given_splits_are_kept_and_training_loses_what_validation_holds() -> Non
 
 def test_a_given_split_without_text_is_refused() -> None:
     corpus = [Document("a", [b"x"], "train"), Document("b", [b"x"], "validation")]
-    message = r"data\.corpus: the train split holds no text that the other does not"
+    message = r"data\.corpus: every text of the train split is in the other split too"
     with pytest.raises(ConfigError, match=message):
         plan_split(corpus, 5)
 

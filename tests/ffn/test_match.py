@@ -228,8 +228,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "two budgets": (
         {**asking(MOE, "total_params"), "shared_expert": asking(BLOCKS["dense"], "active_params")},
-        "model.ffn.shared_expert.d_ff: must match the same as model.ffn.experts.d_ff, since a block has only "
-        "one budget; give both the same `match` and `of`, or set one of them to a number",
+        "model.ffn.shared_expert.d_ff and model.ffn.experts.d_ff have different budgets, but a block has "
+        "only one; give both the same `match` and `of`, or set one of them to a number",
     ),
     "a typing error": (
         asking(BLOCKS["dense"], "params"),

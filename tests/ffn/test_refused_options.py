@@ -179,10 +179,10 @@ null
     renormalize_eps out
 {type: moe, router: {type: sigmoid_top_k, token_table: {vocab_size: 9}}}
     router: correction_bias changes which experts the scores choose, but token_table chooses them by the
-    token's id; leave one of them out
+    token's id; set correction_bias: false, or remove token_table
 {type: moe, router: {type: top_k, token_table: {vocab_size: 9}, groups: {num_groups: 2, keep: 1}}}
     router: groups changes which experts the scores choose, but token_table chooses them by the token's
-    id; leave one of them out
+    id; set groups: null, or remove token_table
 {type: moe, num_experts: 6, router: {type: top_k, k: 2, num_always: 5}}
     router.k (2) must not exceed the experts to choose from (1: num_experts 6 minus router.num_always 5);
     lower one of them or raise num_experts
