@@ -63,6 +63,7 @@ BLOCKS = DENSE | SPARSE
 """Candidates: name -> block. All have equal FLOPs per token; granularity and number of experts differ."""
 
 SEQ_LEN, BATCH_SIZE, VOCAB_SIZE, NUM_LAYERS = 128, 16, 2048, 4
+NUM_VALIDATIONS, VALIDATION_TOKENS = 8, 16384
 WIDTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 TOKENS_PER_PARAMETER = 4
 """Training tokens for each active parameter; wider models would end before they have learned to differ."""
@@ -111,13 +112,17 @@ def full_steps(
         step_seconds: candidate -> seconds of a step. The slowest are assumed to stay.
         jobs: number of runs that are trained at the same time.
     """
-    units = 0.0
+    # A validation has a third of the work of training on its tokens: no backward pass.
+    validating = NUM_VALIDATIONS * VALIDATION_TOKENS / (3 * SEQ_LEN * BATCH_SIZE)
+    per_step = fixed = 0.0
     for each in rounds:
+        fixed += each.num_runs * OVERHEAD_SECONDS
         for known, number in ((DENSE, each.num_dense), (SPARSE, each.num_sparse)):
             slowest = sorted(step_seconds[arm] for arm in step_seconds if arm in known)
-            units += each.share * len(each.seeds) * sum(slowest[-number:])
-    runs = sum(each.num_runs for each in rounds)
-    return max(0, int((seconds * jobs - runs * OVERHEAD_SECONDS) / units))
+            of_arms = len(each.seeds) * sum(slowest[-number:])
+            per_step += each.share * of_arms
+            fixed += validating * of_arms
+    return max(0, int((seconds * jobs - fixed) / per_step))
 
 
 class Question(Config, frozen=True):
@@ -189,7 +194,7 @@ class Question(Config, frozen=True):
         options = _options(self.data, self.width) | {"run": {"output_dir": str(folder)}}
         options["trainer"] = {
             "max_steps": steps,
-            "validate_every_n_steps": max(1, steps // 16),
+            "validate_every_n_steps": math.ceil(steps / NUM_VALIDATIONS),
         }
         return StudyConfig(
             name=f"round_{each.number}",
@@ -214,6 +219,7 @@ def _options(data: Sequence[str], width: int) -> dict[str, Any]:
             "tokenizer": {"type": "bpe", "vocab_size": VOCAB_SIZE},
             "seq_len": SEQ_LEN,
             "batch_size": BATCH_SIZE,
+            "validation_tokens": VALIDATION_TOKENS,
         },
         "model": {"d_model": width, "num_layers": NUM_LAYERS, "scale_embeddings": True},
         # The best rates at widths of 24 to 96, dense and sparse, are within a factor of 1.5 of this
