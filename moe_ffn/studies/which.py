@@ -71,8 +71,8 @@ MIN_STEPS = 100
 """Steps of the longest runs below which blocks cannot be distinguished."""
 MAX_PASSES = 4
 """Passes over the text; later ones teach much less (Muennighoff et al. 2023, arXiv:2305.16264)."""
-OVERHEAD_SECONDS = 10.0
-"""Seconds of a run outside its steps: imports, validations, checkpoints, page."""
+OVERHEAD_SECONDS = 25.0
+"""Seconds of a run outside its training: imports, data, checkpoints, page. On two slow cores, two runs at a time."""
 RESERVE = 0.9
 """Share of the time that is planned."""
 
@@ -334,7 +334,7 @@ class Search:
 
 def _spent_seconds(found: Comparison, jobs: int) -> float:
     walls = [result.outcome.wall_seconds or 0.0 for arm in found.arms for result in arm.results]
-    return (sum(walls) + OVERHEAD_SECONDS / 2 * len(walls)) / jobs
+    return (sum(walls) + OVERHEAD_SECONDS * len(walls)) / jobs
 
 
 def _by_loss(arms: Iterable[Arm]) -> list[Arm]:
