@@ -72,7 +72,7 @@ MIN_STEPS = 100
 MAX_PASSES = 4
 """Passes over the text; later ones teach much less (Muennighoff et al. 2023, arXiv:2305.16264)."""
 OVERHEAD_SECONDS = 25.0
-"""Seconds of a run outside its training (imports, data, checkpoints, page), on two slow cores, two at once."""
+"""Seconds of a run outside its training, on two slow cores: imports, data, checkpoints, page."""
 RESERVE = 0.9
 """Share of the time that is planned."""
 
