@@ -1,6 +1,6 @@
 """Show where each token of a short text goes, with a small trained model that comes with this package.
 
-moe-ffn demo [--text "import os"] [--output FILE]
+    moe-ffn demo --text "import os"
 
 No training and no download: the experts of each token are printed, layer by layer, and written as a page.
 """

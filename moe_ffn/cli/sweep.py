@@ -52,7 +52,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.config import PlannedRun, StudyConfig
 from moe_ffn.studies.gather import TIMING_FILE
-from moe_ffn.studies.sweep import Job, Sweep, write_study
+from moe_ffn.studies.sweep import Job, Sweep, threads_of_a_run, write_study
 from moe_ffn.studies.timing import time_arms, timing_file
 
 log = logging.getLogger(__name__)
@@ -74,8 +74,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         write_study(study, runs[0].folder.parent)
         if flags.time:
-            if "OMP_NUM_THREADS" not in os.environ:
-                torch.set_num_threads(sweep.num_threads)
+            use_threads_of_a_run(sweep.num_at_once)
             return time_study(study, runs)
         share_plotly(runs[0].folder.parent)
         return train(sweep)
@@ -235,6 +234,12 @@ def short(number: float) -> str:
 
 
 # -- time
+
+
+def use_threads_of_a_run(num_at_once: int) -> None:
+    """Use as many threads here as a run of such a sweep has, so that its steps take as long."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_of_a_run(num_at_once))
 
 
 def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:

@@ -11,8 +11,6 @@ for moe-ffn train. It is printed and written to which.html in the folder of the 
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,13 +20,13 @@ import torch
 from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, whole, write_output
-from moe_ffn.cli.sweep import share_plotly
+from moe_ffn.cli.sweep import share_plotly, use_threads_of_a_run
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.yaml_files import read_yaml, to_yaml, validate
 from moe_ffn.files import make_folder, write_whole
 from moe_ffn.report.comparison_tables import print_comparison
 from moe_ffn.runs.config import not_a_folder_name
-from moe_ffn.runs.folder import explaining
+from moe_ffn.runs.folder import CONFIG_FILE, explaining
 from moe_ffn.studies.statistics import t_quantile
 from moe_ffn.studies.sweep import in_words
 from moe_ffn.studies.which import (
@@ -38,11 +36,8 @@ from moe_ffn.studies.which import (
     Answer,
     Question,
     Search,
-    train_command,
 )
 from moe_ffn.training.monitoring.hardware import num_cores
-
-log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,9 +45,8 @@ def main(argv: Sequence[str]) -> int:
     t_quantile(0.975, 4)  # raises now, not after an hour, if scipy is missing
     say = partial(print, flush=True)
     folder, question = _begin(flags)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, num_cores() // (question.jobs if question else flags.jobs)))
     if question is None:
+        use_threads_of_a_run(flags.jobs)
         say("timing candidates to choose their width")
         question = Question.measured(flags.data, flags.minutes, flags.jobs, say)
         with explaining(f"'{folder}' cannot be written", "choose another --name"):
@@ -133,4 +127,4 @@ def show(found: Answer) -> None:
     write_output("--name", page, comparison_html(found.gathered, found.comparison, page))
     print()
     print_comparison(Console(), found.comparison)
-    print(f"\npage: {page}\ntrain it: {train_command(found)}")
+    print(f"\npage: {page}\ntrain it: {command('train')} --config {found.folder / CONFIG_FILE}")

@@ -128,7 +128,7 @@ class MixtureOfDepthsFFN(FFNBlock):
             refuse_vmap(
                 x,
                 self.parameters(),
-                "a mixture of depths, because the sizes of its sequences depend",
+                "a mixture of depths, because the sizes of its sequences depend on the data",
             )
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)

@@ -186,7 +186,7 @@ TRANSFORMS_NOT_IN_GRAPHS = (
 def refuse_vmap(
     x: Tensor,
     parameters: Iterable[Tensor | None],
-    what: str = "experts, because the sizes of their products depend",
+    what: str = "experts, because the sizes of their products depend on the data",
 ) -> None:
     """Raise early on tensors batched by torch.func.vmap; routing would fail deep inside torch.
 
@@ -202,7 +202,7 @@ def refuse_vmap(
         return
     if any(t is not None and is_batched(t) for t in (x, *parameters)):
         raise ValueError(
-            f"torch.func.vmap does not work with {what} on the data; add a leading axis to x instead"
+            f"torch.func.vmap does not work with {what}; add a leading axis to x instead"
         )
 
 

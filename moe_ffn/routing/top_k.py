@@ -127,12 +127,11 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
                     f"{option} out"
                 )
         if self.token_table is not None:
-            for option in ("groups", "correction_bias"):
+            for option, off in (("groups", "null"), ("correction_bias", "false")):
                 if getattr(self, option):
                     raise ValueError(
                         f"{option} changes which experts the scores choose, but token_table chooses them "
-                        f"by the token's id; set {option}: {'false' if option != 'groups' else 'null'}, or "
-                        "remove token_table"
+                        f"by the token's id; set {option}: {off}, or remove token_table"
                     )
         return self
 

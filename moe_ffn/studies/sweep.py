@@ -294,6 +294,10 @@ def _tail(path: Path) -> bytes:
 # -- all runs
 
 
+def threads_of_a_run(num_at_once: int) -> int:
+    return max(1, num_cores() // num_at_once)
+
+
 class Sweep:
     """The runs of a study, trained several at a time."""
 
@@ -307,7 +311,7 @@ class Sweep:
         self.jobs = [Job(run) for run in runs]
         self.num_at_once = num_at_once
         self.trust_code = trust_code
-        self.num_threads = max(1, num_cores() // num_at_once)
+        self.num_threads = threads_of_a_run(num_at_once)
         for job in self.jobs:
             job.update_state()
         self.num_to_train = len(self.jobs_in("waiting"))

@@ -8,7 +8,7 @@ that the choice of the two does not bias their difference. All arms of a seed re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,12 +17,12 @@ from typing import Any
 from pydantic import Field
 
 from moe_ffn.config.base import Config
-from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import to_yaml, validate
 from moe_ffn.data.prepare import prepare
 from moe_ffn.files import write_whole
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.folder import explaining
+from moe_ffn.runs.folder import CONFIG_FILE, explaining
 from moe_ffn.studies.comparison import Arm, Comparison, p_text
 from moe_ffn.studies.config import STUDY_FILE, PlannedRun, StudyConfig
 from moe_ffn.studies.gather import Gathered, gather
@@ -32,8 +32,6 @@ from moe_ffn.studies.timing import time_arms
 
 QUESTION_FILE = "which.yaml"
 """The question, and how its runs are sized, in the folder of the rounds."""
-CONFIG_FILE = "config.yaml"
-"""Options of the chosen block, for `moe-ffn train --config`."""
 PAGE_FILE = "which.html"
 
 _FLOPS = {"match": "flops_per_token", "of": {"type": "dense", "activation": "gelu"}}
@@ -63,6 +61,7 @@ BLOCKS = DENSE | SPARSE
 """Candidates: name -> block. All have equal FLOPs per token; granularity and number of experts differ."""
 
 SEQ_LEN, BATCH_SIZE, VOCAB_SIZE, NUM_LAYERS = 128, 16, 2048, 4
+TOKENS_PER_STEP = SEQ_LEN * BATCH_SIZE
 NUM_VALIDATIONS, VALIDATION_TOKENS = 8, 16384
 WIDTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 TOKENS_PER_PARAMETER = 4
@@ -81,7 +80,6 @@ RESERVE = 0.9
 class Round:
     """Candidates that are trained with the same seeds for the same number of steps."""
 
-    number: int
     num_dense: int
     num_sparse: int
     seeds: tuple[int, ...]
@@ -97,10 +95,29 @@ class Round:
 
 
 ROUNDS = (
-    Round(1, len(DENSE), len(SPARSE), (0, 1), 1 / 4),
-    Round(2, 1, 2, (0, 1), 1 / 2),
-    Round(3, 1, 1, (2, 3, 4, 5, 6), 1),
+    Round(len(DENSE), len(SPARSE), (0, 1), 1 / 4),
+    Round(1, 2, (0, 1), 1 / 2),
+    Round(1, 1, (2, 3, 4, 5, 6), 1),
 )
+
+
+def core_seconds(rounds: Sequence[Round], step_seconds: Mapping[str, float]) -> tuple[float, float]:
+    """Return the seconds of rounds, one run at a time: the fixed ones, and those of a step of the last round.
+
+    Args:
+        step_seconds: candidate -> seconds of a step. The slowest are assumed to stay.
+    """
+    # A validation has a third of the work of training on its tokens: no backward pass.
+    validating = NUM_VALIDATIONS * VALIDATION_TOKENS / (3 * TOKENS_PER_STEP)
+    fixed = per_step = 0.0
+    for each in rounds:
+        fixed += each.num_runs * OVERHEAD_SECONDS
+        for known, number in ((DENSE, each.num_dense), (SPARSE, each.num_sparse)):
+            slowest = sorted(step_seconds[arm] for arm in step_seconds if arm in known)
+            of_arms = len(each.seeds) * sum(slowest[-number:])
+            per_step += each.share * of_arms
+            fixed += validating * of_arms
+    return fixed, per_step
 
 
 def full_steps(
@@ -109,19 +126,10 @@ def full_steps(
     """Return the number of steps of the last round with which these rounds take `seconds`.
 
     Args:
-        step_seconds: candidate -> seconds of a step. The slowest are assumed to stay.
+        step_seconds: as in `core_seconds`.
         jobs: number of runs that are trained at the same time.
     """
-    # A validation has a third of the work of training on its tokens: no backward pass.
-    validating = NUM_VALIDATIONS * VALIDATION_TOKENS / (3 * SEQ_LEN * BATCH_SIZE)
-    per_step = fixed = 0.0
-    for each in rounds:
-        fixed += each.num_runs * OVERHEAD_SECONDS
-        for known, number in ((DENSE, each.num_dense), (SPARSE, each.num_sparse)):
-            slowest = sorted(step_seconds[arm] for arm in step_seconds if arm in known)
-            of_arms = len(each.seeds) * sum(slowest[-number:])
-            per_step += each.share * of_arms
-            fixed += validating * of_arms
+    fixed, per_step = core_seconds(rounds, step_seconds)
     return max(0, int((seconds * jobs - fixed) / per_step))
 
 
@@ -151,27 +159,28 @@ class Question(Config, frozen=True):
             ConfigError: the time is too short, or the text cannot be used.
         """
         text = prepare(_config(data, WIDTHS[0], {}).data)
-        per_step = SEQ_LEN * BATCH_SIZE
-        max_steps = MAX_PASSES * len(text.train) // per_step
+        max_steps = MAX_PASSES * len(text.train) // TOKENS_PER_STEP
         if max_steps < MIN_STEPS:
             raise ConfigError(
                 f"--data: {len(text.train):,} tokens are too few: {MAX_PASSES} passes over them are "
                 f"{max_steps} steps, and at least {MIN_STEPS} are needed; give more text"
             )
-        seconds = RESERVE * 60 * minutes
         chosen = 0
         for width in WIDTHS:
             pair = _timed(data, width, ("gelu", "moe_64_top4"))
-            steps = min(full_steps(seconds, ROUNDS, pair, jobs), max_steps)
+            steps = min(full_steps(RESERVE * 60 * minutes, ROUNDS, pair, jobs), max_steps)
             active = _config(data, width, SPARSE["moe_64_top4"]).model.num_active_params(
                 VOCAB_SIZE, SEQ_LEN
             )
             say(f"width {width}: {1000 * pair['moe_64_top4']:.0f} ms per step, {steps} steps")
-            is_enough = steps >= MIN_STEPS and steps * per_step >= TOKENS_PER_PARAMETER * active
+            is_enough = (
+                steps >= MIN_STEPS and steps * TOKENS_PER_STEP >= TOKENS_PER_PARAMETER * active
+            )
             if chosen and not is_enough:
                 break
             if steps < MIN_STEPS:
-                needed = minutes * _seconds_for(MIN_STEPS, pair, jobs) / seconds
+                fixed, per_step = core_seconds(ROUNDS, pair)
+                needed = (fixed + MIN_STEPS * per_step) / jobs / 60 / RESERVE
                 raise ConfigError(
                     f"--minutes: {minutes:g} minutes leave {steps} steps for the longest runs of the "
                     f"smallest models, and {MIN_STEPS} are the least; give at least {math.ceil(needed)}"
@@ -189,19 +198,21 @@ class Question(Config, frozen=True):
             max_steps=max_steps,
         )
 
-    def study(self, each: Round, arms: Sequence[str], steps: int, folder: Path) -> StudyConfig:
-        """Return the runs of a round as a study in a subfolder of `folder`."""
+    def study(
+        self, name: str, arms: Sequence[str], seeds: Sequence[int], steps: int, folder: Path
+    ) -> StudyConfig:
+        """Return the runs of a round as a study, in the subfolder `name` of `folder`."""
         options = _options(self.data, self.width) | {"run": {"output_dir": str(folder)}}
         options["trainer"] = {
             "max_steps": steps,
             "validate_every_n_steps": math.ceil(steps / NUM_VALIDATIONS),
         }
         return StudyConfig(
-            name=f"round_{each.number}",
+            name=name,
             question=f"Which feed-forward block for {', '.join(self.data)}?",
             config=options,
             arms={arm: {"model.ffn": BLOCKS[arm]} for arm in arms},
-            seeds=[*each.seeds],
+            seeds=[*seeds],
             baseline=next(arm for arm in arms if arm in DENSE),
         )
 
@@ -241,16 +252,6 @@ def _timed(data: Sequence[str], width: int, arms: Iterable[str]) -> dict[str, fl
     return {arm: time.seconds_per_step for arm, time in time_arms(runs, rounds=3).items()}
 
 
-def _seconds_for(steps: int, step_seconds: Mapping[str, float], jobs: int) -> float:
-    """Return the seconds of all rounds with this number of steps in the last."""
-    low, high = 1.0, 1e9
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        enough = full_steps(middle, ROUNDS, step_seconds, jobs) >= steps
-        low, high = (low, middle) if enough else (middle, high)
-    return high
-
-
 # -- the rounds
 
 
@@ -258,17 +259,13 @@ def _seconds_for(steps: int, step_seconds: Mapping[str, float], jobs: int) -> fl
 class Answer:
     """The answer to a question, and the runs that support it."""
 
-    question: Question
     folder: Path
+    """Folder of the rounds, with the config of the chosen block."""
     gathered: Gathered
     """Runs of the last round."""
     comparison: Comparison
     """Comparison of the last round, with the answer as its verdicts."""
     chosen: Arm
-
-    @property
-    def config_file(self) -> Path:
-        return self.folder / CONFIG_FILE
 
 
 class Search:
@@ -290,7 +287,7 @@ class Search:
         for index, following in enumerate(ROUNDS[1:]):
             found = self._train(index, arms, step_seconds, spent).compare()
             arms = survivors(found, following)
-            step_seconds = {arm.name: arm.step_seconds or math.nan for arm in found.arms}
+            step_seconds = {a.name: a.step_seconds or step_seconds[a.name] for a in found.arms}
             spent += _spent_seconds(found, self.question.jobs)
             losses = ", ".join(f"{arm.name} {arm.loss:.3f}" for arm in _by_loss(found.arms))
             steps, seeds = found.arms[0].steps, len(found.arms[0].results)
@@ -320,14 +317,14 @@ class Search:
         self, index: int, arms: Sequence[str], step_seconds: Mapping[str, float], spent: float
     ) -> StudyConfig:
         """Return the study of a round: as it was begun, or sized for the time that is left."""
-        each = ROUNDS[index]
-        place = self.folder / f"round_{each.number}"
+        each, name = ROUNDS[index], f"round_{index + 1}"
+        place = self.folder / name
         if (place / STUDY_FILE).is_file():
             return StudyConfig.read(place / STUDY_FILE)
         left = self.question.seconds - spent
         full = full_steps(left, ROUNDS[index:], step_seconds, self.question.jobs)
         full = max(MIN_STEPS, min(full, self.question.max_steps))
-        study = self.question.study(each, arms, each.steps(full), self.folder)
+        study = self.question.study(name, arms, each.seeds, each.steps(full), self.folder)
         write_study(study, place)
         return study
 
@@ -360,32 +357,34 @@ def answer(
     difference = sparse.difference
     is_claimed = difference is not None and difference.is_claimed
     chosen = sparse if is_claimed and sparse.loss < dense.loss else dense
-    sentences = [*_verdict(question, dense, sparse, is_claimed), *_sureness(dense, sparse)]
+    verdict = _verdict(question, found, dense, sparse, is_claimed)
+    sentences = [verdict, _cost(dense, sparse), _sureness(dense, sparse)]
     options = {k: v for k, v in chosen.results[0].config.items() if k not in ("seed", "run")}
     with explaining(f"'{folder / CONFIG_FILE}' cannot be written"):
         write_whole(folder / CONFIG_FILE, to_yaml(validate(TrainConfig, options)))
     comparison = replace(found, answer=sentences, notes=[*found.notes, *notes])
-    return Answer(question, folder, gathered, comparison, chosen)
+    return Answer(folder, gathered, comparison, chosen)
 
 
-def _verdict(question: Question, dense: Arm, sparse: Arm, is_claimed: bool) -> Iterator[str]:
+def _verdict(
+    question: Question, found: Comparison, dense: Arm, sparse: Arm, is_claimed: bool
+) -> str:
     assert sparse.difference is not None
     assert sparse.difference.interval is not None
     mean, low, high = sparse.difference.interval
     if not is_claimed:
-        yield (
+        return (
             f"Cannot tell {sparse.name} from {dense.name} within this time: the difference is {mean:+.4f} "
-            f"[{low:+.4f}, {high:+.4f}] nats per token; {_time_needed(question, dense, sparse)} would. Until "
-            f"then train {dense.name}, the simpler one."
+            f"[{low:+.4f}, {high:+.4f}] nats per token; "
+            f"{_time_needed(question, found.seed_differences(sparse))} would. Until then train {dense.name}, "
+            "the simpler one."
         )
-    else:
-        better, other = (sparse, dense) if mean < 0 else (dense, sparse)
-        ends = sorted((abs(low), abs(high)))
-        yield (
-            f"Use {better.name}: it ends {abs(mean):.4f} [{ends[0]:.4f}, {ends[1]:.4f}] nats per token below "
-            f"{other.name}{_time(sparse, dense) if mean < 0 else ''}."
-        )
-    yield _cost(dense, sparse)
+    better, other = (sparse, dense) if mean < 0 else (dense, sparse)
+    ends = sorted((abs(low), abs(high)))
+    return (
+        f"Use {better.name}: it ends {abs(mean):.4f} [{ends[0]:.4f}, {ends[1]:.4f}] nats per token below "
+        f"{other.name}{_time(sparse, dense) if mean < 0 else ''}."
+    )
 
 
 def _time(sparse: Arm, dense: Arm) -> str:
@@ -397,14 +396,11 @@ def _time(sparse: Arm, dense: Arm) -> str:
     return f", {'and' if ratio < 1 else 'but'} reaches its loss in {ratio:.0%} of the time"
 
 
-def _time_needed(question: Question, dense: Arm, sparse: Arm) -> str:
-    """Return the minutes in which as many seeds could be trained as would show the difference."""
-    losses = [
-        loss - dense.losses[seed] for seed, loss in sparse.losses.items() if seed in dense.losses
-    ]
-    difference = max(abs(fmean(losses)), 0.005)
-    needed = seeds_needed(stdev(losses), difference)
-    return f"{in_words(60 * question.minutes * max(needed, len(losses) + 1) / len(losses))}"
+def _time_needed(question: Question, differences: Sequence[float]) -> str:
+    """Return the time in which as many seeds could be trained as would show the mean of these differences."""
+    needed = seeds_needed(stdev(differences), max(abs(fmean(differences)), 0.005))
+    seeds = max(needed, len(differences) + 1)
+    return in_words(60 * question.minutes * seeds / len(differences))
 
 
 def _cost(dense: Arm, sparse: Arm) -> str:
@@ -420,15 +416,11 @@ def _cost(dense: Arm, sparse: Arm) -> str:
     )
 
 
-def _sureness(dense: Arm, sparse: Arm) -> Iterator[str]:
+def _sureness(dense: Arm, sparse: Arm) -> str:
     assert sparse.difference is not None
-    yield (
+    return (
         f"This rests on {sparse.difference.num_pairs} seeds of each (p {p_text(sparse.difference.p_value)}), "
         f"models of {dense.budget.model.active_params / 1e6:.2f} M active parameters and "
         f"{dense.budget.tokens / 1e6:.1f} M tokens; shorter runs chose these two among {len(BLOCKS)}, and "
         "larger or longer ones may order them otherwise."
     )
-
-
-def train_command(found: Answer) -> str:
-    return f"{command('train')} --config {found.config_file}"

@@ -196,7 +196,7 @@ def test_a_whole_search_is_resumed_after_its_first_round(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "other_home"))
     monkeypatch.setattr(
-        which, "ROUNDS", (which.Round(1, 1, 1, (0,), 0.5), which.Round(2, 1, 1, (1, 2, 3), 1))
+        which, "ROUNDS", (which.Round(1, 1, (0,), 0.5), which.Round(1, 1, (1, 2, 3), 1))
     )
     monkeypatch.setattr(which, "BLOCKS", {name: BLOCKS[name] for name in ("gelu", "moe_8_top2")})
     monkeypatch.setattr(which, "MIN_STEPS", 8)
