@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.kernels.base import on_this_rank
+from moe_ffn.kernels.base import on_this_rank, product_dtype_on_cpu
 from moe_ffn.training.schedule import CosineConfig, ScheduleConfig
 
 MAX_RATE = 1e9
@@ -328,14 +328,18 @@ def _orthogonal(update: Tensor, num_fused: int, num_steps: int) -> Tensor:
 def orthogonalize(matrices_MOI: Tensor, num_steps: int) -> Tensor:
     """Bring the singular values of each matrix near 1; return bfloat16 (M, O, I). A zero matrix stays zero.
 
-    This is the quintic Newton-Schulz iteration of `torch.optim.Muon` for a batch of matrices.
+    This is the quintic Newton-Schulz iteration of `torch.optim.Muon` for a batch of matrices. A CPU that only
+    emulates bfloat16 computes the products in float32 and rounds them, which gives the same to rounding.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices_MOI.shape[-2] > matrices_MOI.shape[-1]
     x = matrices_MOI.bfloat16()
     x = x.mT if is_tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    dtype = product_dtype_on_cpu(x.dtype) if x.device.type == "cpu" else x.dtype
     for _ in range(num_steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        factor = x.to(dtype)
+        gram = (factor @ factor.mT).to(x.dtype).to(dtype)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).to(x.dtype).to(dtype)
+        x = torch.baddbmm(factor, polynomial, factor, beta=a).to(x.dtype)
     return x.mT if is_tall else x
