@@ -26,13 +26,13 @@ def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
             (see `ffn.zero_computation`). None: all experts.
     """
     num_experts = routing.num_experts if num_experts is None else num_experts
-    left_out_N = routing.left_out_N
+    uncomputed_N = routing.uncomputed_N
     if num_experts < routing.num_experts:
-        left_out_N = left_out_N | (routing.expert_ids_N >= num_experts)
+        uncomputed_N = uncomputed_N | (routing.expert_ids_N >= num_experts)
     return plan_of_pairs(
         routing.token_ids_N,
-        routing.expert_ids_N.masked_fill(left_out_N, num_experts),
-        routing.weights_N.masked_fill(left_out_N, 0),
+        routing.expert_ids_N.masked_fill(uncomputed_N, num_experts),
+        routing.weights_N.masked_fill(uncomputed_N, 0),
         num_experts,
     )
 
@@ -56,13 +56,13 @@ def plan_of_list(routing: Routing, num_experts: int) -> Plan:
     For experts that are rows of a table, which need no sorting. Pairs that are not computed have weight 0
     and expert id 0.
     """
-    left_out_N = routing.left_out_N | (routing.expert_ids_N >= num_experts)
+    uncomputed_N = routing.uncomputed_N | (routing.expert_ids_N >= num_experts)
     return Plan(
         token_ids_N=routing.token_ids_N,
-        weights_N=routing.weights_N.masked_fill(left_out_N, 0),
+        weights_N=routing.weights_N.masked_fill(uncomputed_N, 0),
         offsets_E=routing.expert_ids_N.new_zeros(0, dtype=torch.int32),
-        pair_ids_N=torch.arange(left_out_N.shape[0], device=left_out_N.device),
-        expert_ids_N=routing.expert_ids_N.masked_fill(left_out_N, 0),
+        pair_ids_N=torch.arange(uncomputed_N.shape[0], device=uncomputed_N.device),
+        expert_ids_N=routing.expert_ids_N.masked_fill(uncomputed_N, 0),
         listed_k=routing.listed_k if isinstance(routing, ListedRouting) else None,
     )
 

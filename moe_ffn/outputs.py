@@ -194,10 +194,10 @@ class Routing:
     @property
     def computed_N(self) -> Tensor:
         """bool, True for the pairs that an expert computes: real and not dropped."""
-        return ~self.left_out_N
+        return ~self.uncomputed_N
 
     @property
-    def left_out_N(self) -> Tensor:
+    def uncomputed_N(self) -> Tensor:
         """bool, True for the pairs that no expert computes: dropped, padding, or not chosen."""
         return self.dropped_N if self.mask_T is None else self.dropped_N | ~self.real_N
 
@@ -244,12 +244,12 @@ class ChosenRouting(Routing):
         return self.chosen_N if self.mask_T is None else self.chosen_N & super().real_N
 
     @property
-    def left_out_N(self) -> Tensor:
+    def uncomputed_N(self) -> Tensor:
         return self.dropped_N | ~self.real_N
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SteeredRouting(ChosenRouting):
+class SparsityTargetRouting(ChosenRouting):
     """Routing of a router whose number of experts per token is steered by a rule (ReLU routing)."""
 
     target_k: float
@@ -354,7 +354,7 @@ for _value in (
     TokenContext,
     Routing,
     ChosenRouting,
-    SteeredRouting,
+    SparsityTargetRouting,
     NoisyRouting,
     ListedRouting,
     Plan,

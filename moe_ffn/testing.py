@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import ConfigError, Situation, explain, show
+from moe_ffn.config.errors import ConfigError, UseCase, explain, show
 from moe_ffn.dispatch import make_plan, plan_of_list
 from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import FFNBlock, FFNConfig
@@ -280,7 +280,7 @@ class Trial:
 
     def require_causal(self, config: FFNConfig | RouterConfig) -> None:
         """Raise if the model is causal and the part's config says that the part is not."""
-        if self.causal and (refusal := config.refusal(Situation(causal=True))):
+        if self.causal and (refusal := config.refusal(UseCase(causal=True))):
             raise self.error(
                 f"{refusal.reason}, so a causal model could see the tokens it must predict; "
                 f"{refusal.advice}, or {self.way_out}"
@@ -353,9 +353,9 @@ class Trial:
         moved_S = (alone - whole[:1]).abs().flatten(2).amax(dim=(0, 2))
         if moved_S.max() > 1e-3 * whole.abs().max() + 1e-6:
             raise self.error(
-                "its config does not refuse Situation(cached=True), but the token at position "
+                "its config does not refuse UseCase(cached=True), but the token at position "
                 f"{int(moved_S.argmax())} has another output alone than in its sequence, so generated text "
-                "would be wrong; refuse it in refusal(situation), or leave by_token or supports_cache out"
+                "would be wrong; refuse it in refusal(use_case), or leave is_tokenwise or supports_cache out"
             )
 
     # -- checks of each kind of part
@@ -412,7 +412,7 @@ class Trial:
         if config is not None:
             self.require_causal(config)
         self.require_blind_to_future(block, hidden)
-        cached = Situation(cached=True)
+        cached = UseCase(cached=True)
         if config is not None and config.refusal(cached) is None:
             alone = config.refusal(replace(cached, history=False)) is None
             self.require_same_alone(block, hidden, hidden if alone else hidden_after)
@@ -450,7 +450,7 @@ class Trial:
             weights(self.x(), self.token_ids_BS())
         self.require_causal(config)
         self.require_blind_to_future(router, weights)
-        if config.refusal(Situation(cached=True)) is None:
+        if config.refusal(UseCase(cached=True)) is None:
             self.require_same_alone(router, weights, weights)
         move_off_zero(router)
         router.train()
@@ -491,7 +491,7 @@ class Trial:
         ids_T1 = (torch.arange(len(x_TD), device=self.device) % num_experts)[:, None]
         ones_TE = torch.ones(len(x_TD), num_experts, device=self.device)
         pairs = routing_of_pairs(ones_TE[:, :1], ids_T1, ones_TE, ones_TE, TokenContext())
-        plan_function = plan_of_list if experts.are_table_rows else make_plan
+        plan_function = plan_of_list if experts.are_embeddings else make_plan
         plan = plan_function(pairs, num_experts)
         move_off_zero(experts)
         who = "what its experts return"

@@ -17,7 +17,7 @@ from moe_ffn import build_ffn
 from moe_ffn.cli.logs import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SteeredRouting
+from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SparsityTargetRouting
 from moe_ffn.routing import TopKRouterConfig
 from tests.helpers import identity_router
 from tests.helpers.every_router import decide
@@ -111,7 +111,7 @@ def make_routing() -> Callable[..., Routing]:
         if "target_k" in replaced or "capacity_k" in replaced:
             values["chosen_N"] = torch.ones(num_tokens * k, dtype=torch.bool)
         kinds = {
-            "target_k": SteeredRouting,
+            "target_k": SparsityTargetRouting,
             "capacity_k": ChosenRouting,
             "chosen_N": ChosenRouting,
             "selection_probs_TE": NoisyRouting,

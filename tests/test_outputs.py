@@ -98,7 +98,7 @@ def test_what_needs_a_table_says_so(tableless: Routing, name: str) -> None:
 
 def test_what_counts_pairs_needs_no_table(tableless: Routing) -> None:
     assert repr(tableless) == (
-        "SteeredRouting(num_tokens=3, sequence_length=3, num_experts=4, num_pairs=6, dropped=0.0%, "
+        "SparsityTargetRouting(num_tokens=3, sequence_length=3, num_experts=4, num_pairs=6, dropped=0.0%, "
         "float32 on cpu)"
     )
     assert pairs_per_expert(tableless).tolist() == [2, 2, 1, 1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn import ConfigError, FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
-from moe_ffn.config.errors import Situation
+from moe_ffn.config.errors import UseCase
 from moe_ffn.experts import ExpertsConfig
 from moe_ffn.routing import TopKRouterConfig
 from moe_ffn.testing import check_experts, check_ffn, check_router
@@ -23,7 +23,7 @@ AHEAD = "so a causal model could see the tokens it must predict"
 def test_every_block_of_the_package_passes_and_is_refused_in_a_causal_model_where_it_is_not(
     ffn: str,
 ) -> None:
-    causal = FFNConfig.model_validate(ffn).refusal(Situation(causal=True)) is None
+    causal = FFNConfig.model_validate(ffn).refusal(UseCase(causal=True)) is None
     for part in (ffn, build_ffn(ffn, D_MODEL)):
         check_ffn(part, D_MODEL, causal=causal, seq_len=32)
         if not causal:

@@ -122,8 +122,8 @@ def sparsity_weight_after(weight: Tensor, density: Tensor, factor: float) -> Ten
 
     Args:
         weight: weight of the current step.
-        density: experts per token over `SteeredRouting.target_k`, averaged over the step's batches, ranks and
-            layers; above 1 the sparsity is below its target, 1 - k / E.
+        density: experts per token over `SparsityTargetRouting.target_k`, averaged over the step's batches,
+            ranks and layers; above 1 the sparsity is below its target, 1 - k / E.
         factor: multiplies the weight if the density is above 1, and divides it if below.
     """
     return weight * factor ** (density - 1).sign()

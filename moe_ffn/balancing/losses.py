@@ -37,7 +37,7 @@ from moe_ffn.balancing.sums import (
     token_entropy,
 )
 from moe_ffn.config.base import Config
-from moe_ffn.outputs import ListedRouting, NoisyRouting, Routing, SteeredRouting
+from moe_ffn.outputs import ListedRouting, NoisyRouting, Routing, SparsityTargetRouting
 
 
 class BalancingWeights(Config, frozen=True):
@@ -205,9 +205,9 @@ def relu_sparsity_loss(routing: Routing) -> Tensor:
     Raises:
         ValueError: the routing has no target number of experts per token.
     """
-    if not isinstance(routing, SteeredRouting):
+    if not isinstance(routing, SparsityTargetRouting):
         raise ValueError(
-            "relu_sparsity needs a SteeredRouting, with a target_k, such as router.type 'relu' returns"
+            "relu_sparsity needs a SparsityTargetRouting, with a target_k, such as router.type 'relu' returns"
         )
     scores_TE = routing.require("scores_TE", "relu_sparsity")
     pairs_E = pairs_per_expert(routing).to(scores_TE.dtype)
@@ -364,7 +364,7 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     "router_z": BalancingLoss(
         router_z_loss,
         # Not for ReLU routers: with negative logits they choose no expert and have no gradient to recover.
-        concerns=lambda routing: not isinstance(routing, SteeredRouting),
+        concerns=lambda routing: not isinstance(routing, SparsityTargetRouting),
         always_shown=True,
         note="Router z is in squared nats.",
     ),
@@ -377,7 +377,7 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     ),
     "relu_sparsity": BalancingLoss(
         relu_sparsity_loss,
-        concerns=lambda routing: isinstance(routing, SteeredRouting),
+        concerns=lambda routing: isinstance(routing, SparsityTargetRouting),
         always_shown=True,
         moved_by_rule=True,
     ),

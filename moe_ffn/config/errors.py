@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason why a config cannot serve a `Situation`, and the fix."""
+    """Reason why a config cannot serve a `UseCase`, and the fix."""
 
     reason: str
     """Option at fault and reason: `drop 'random' lets later tokens displace earlier ones`."""
@@ -35,10 +35,10 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Situation:
-    """Use of a part (causal, cached, on several ranks).
+class UseCase:
+    """Conditions under which a block or router will run: causal model, cache, device, ranks.
 
-    The `refusal` of a config that does not support this use gives the reason.
+    A config that does not support them returns the reason from `refusal`.
     """
 
     causal: bool = False
@@ -54,15 +54,15 @@ class Situation:
 
 
 class Refusing(Protocol):
-    """A config, or another value, that may refuse a situation."""
+    """A config, or another value, that may refuse a use case."""
 
-    def refusal(self, situation: Situation) -> Refusal | None: ...
+    def refusal(self, use_case: UseCase) -> Refusal | None: ...
 
 
-def first_refusal(parts: Mapping[str, Refusing], situation: Situation) -> Refusal | None:
+def first_refusal(parts: Mapping[str, Refusing], use_case: UseCase) -> Refusal | None:
     """Return the first refusal among the parts of a config; the keys are their options."""
     for option, part in parts.items():
-        if refusal := part.refusal(situation):
+        if refusal := part.refusal(use_case):
             return refusal.inside(option)
     return None
 

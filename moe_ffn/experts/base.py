@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import Refusal, Situation
+from moe_ffn.config.errors import Refusal, UseCase
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.outputs import Plan
@@ -61,7 +61,7 @@ class ExpertsConfig(TaggedConfig, frozen=True):
         """Return the forward FLOPs of the matrix products that a token needs once for all its experts."""
         return 0
 
-    def flops_around_dispatch(self, d_model: int) -> int:
+    def wrapper_flops_per_token(self, d_model: int) -> int:
         """Return the forward FLOPs per token of `Experts.before_dispatch` and `Experts.after_combine`."""
         return 0
 
@@ -69,9 +69,9 @@ class ExpertsConfig(TaggedConfig, frozen=True):
         """Return a config with the current width, independent of later `experts_per_token`."""
         return self
 
-    def refusal(self, situation: Situation) -> Refusal | None:
-        """Return the reason why the experts cannot serve a situation; None if they can."""
-        if self.divides_over_ranks or situation.num_ranks == 1:
+    def refusal(self, use_case: UseCase) -> Refusal | None:
+        """Return the reason why the experts cannot serve a use case; None if they can."""
+        if self.divides_over_ranks or use_case.num_ranks == 1:
             return None
         return Refusal(
             f"type '{self.type}' does not support expert parallelism (divides_over_ranks is False in its "
@@ -83,7 +83,7 @@ class ExpertsConfig(TaggedConfig, frozen=True):
 class Experts(nn.Module, ABC):
     """E parallel networks of equal shape; their weights are stacked along the first axis."""
 
-    are_table_rows: bool = False
+    are_embeddings: bool = False
     """True if an expert is a row of embedding tables. Plans are then unsorted (`dispatch.plan_of_list`), and
     experts without tokens cost nothing."""
 

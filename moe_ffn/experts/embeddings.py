@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import Refusal, Situation
+from moe_ffn.config.errors import Refusal, UseCase
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.kernels.activations import ACTIVATIONS, Activation
@@ -35,8 +35,8 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
     def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
         return self.num_tables * linear_flops(d_model, 1)
 
-    def refusal(self, situation: Situation) -> Refusal | None:
-        if situation.num_ranks == 1:
+    def refusal(self, use_case: UseCase) -> Refusal | None:
+        if use_case.num_ranks == 1:
             return None
         return Refusal(
             f"type '{self.type}' looks up table rows for each token, and cannot compute the tokens of "
@@ -61,7 +61,7 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
 class EmbeddingExperts(Experts):
     """Experts that are table rows, looked up for each pair."""
 
-    are_table_rows: bool = True
+    are_embeddings: bool = True
     config: Any
 
     def __init__(self, config: EmbeddingExpertsConfig, d_model: int, num_experts: int) -> None:

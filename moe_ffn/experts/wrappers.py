@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config
-from moe_ffn.config.errors import Refusal, Situation, first_refusal
+from moe_ffn.config.errors import Refusal, UseCase, first_refusal
 from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
@@ -62,16 +62,16 @@ class ExpertsWrapperConfig(ExpertsConfig, frozen=True):
     def shared_flops_per_token(self, d_model: int, experts_per_token: float) -> int:
         return self.experts.shared_flops_per_token(self.inner_width(d_model), experts_per_token)
 
-    def flops_around_dispatch(self, d_model: int) -> int:
-        inner = self.experts.flops_around_dispatch(self.inner_width(d_model))
+    def wrapper_flops_per_token(self, d_model: int) -> int:
+        inner = self.experts.wrapper_flops_per_token(self.inner_width(d_model))
         return inner + self.own_flops(d_model)
 
     def with_fixed_width(self, d_model: int, experts_per_token: float) -> ExpertsConfig:
         fixed = self.experts.with_fixed_width(self.inner_width(d_model), experts_per_token)
         return self.model_copy(update={"experts": fixed})
 
-    def refusal(self, situation: Situation) -> Refusal | None:
-        return first_refusal({"experts": self.experts}, situation)
+    def refusal(self, use_case: UseCase) -> Refusal | None:
+        return first_refusal({"experts": self.experts}, use_case)
 
 
 class ExpertsWrapper(Experts):
@@ -80,7 +80,7 @@ class ExpertsWrapper(Experts):
     def __init__(self, experts: Experts) -> None:
         super().__init__()
         self.experts = experts
-        self.are_table_rows = experts.are_table_rows
+        self.are_embeddings = experts.are_embeddings
 
     @property
     def innermost(self) -> Experts:

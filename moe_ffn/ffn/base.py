@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import Refusal, Refusing, Situation, first_refusal
+from moe_ffn.config.errors import Refusal, Refusing, UseCase, first_refusal
 from moe_ffn.config.sizes import MatchConfig
 from moe_ffn.dispatch import Dispatcher
 from moe_ffn.experts.base import Experts, ExpertsConfig
@@ -129,18 +129,18 @@ class FFNConfig(TaggedConfig, frozen=True):
         """The experts in the option `experts`; None for a block without experts."""
         return None
 
-    def refusal(self, situation: Situation) -> Refusal | None:
-        """Return the reason why this block cannot serve a situation, and what to use instead; None if it can.
+    def refusal(self, use_case: UseCase) -> Refusal | None:
+        """Return the reason why this block cannot serve a use case, and what to use instead; None if it can.
 
         By default the first refusal of an inner part. Override it to allow cached decoding: the base class
         cannot know whether a block mixes tokens.
         """
-        refusal = first_refusal(inner_configs(self), situation)
-        if refusal is None and situation.cached:
+        refusal = first_refusal(inner_configs(self), use_case)
+        if refusal is None and use_case.cached:
             return Refusal(
                 f"type '{self.type}' may mix tokens, so it cannot decode with a cache",
                 "if its output depends on one token only, let `refusal` in its config return None when "
-                "situation.cached",
+                "use_case.cached",
             )
         return refusal
 

@@ -13,7 +13,7 @@ from einops import rearrange, repeat
 from pydantic import model_validator
 from torch import Tensor
 
-from moe_ffn.config.errors import Refusal, Situation, first_refusal
+from moe_ffn.config.errors import Refusal, UseCase, first_refusal
 from moe_ffn.ffn.base import (
     OWN_ROUTING,
     FFNBlock,
@@ -64,9 +64,9 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
         """Fraction of the tokens that pass through the block."""
         return self.router.experts_per_token(1)
 
-    def refusal(self, situation: Situation) -> Refusal | None:
-        if situation.causal:
-            if refusal := self.router.refusal(situation):
+    def refusal(self, use_case: UseCase) -> Refusal | None:
+        if use_case.causal:
+            if refusal := self.router.refusal(use_case):
                 return replace(refusal, advice="use 'relu' or 'expert_threshold'").inside("router")
             if any(info.capacity.is_limited for info in self.ffn.router_infos().values()):
                 return Refusal(
@@ -74,7 +74,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
                     "set ffn.capacity.factor and eval_factor to null",
                 )
         parts = {"router": self.router, "ffn": self.ffn}
-        return first_refusal(parts, replace(situation, history=False))
+        return first_refusal(parts, replace(use_case, history=False))
 
     def router_infos(self) -> dict[str, RouterInfo]:
         inner = {

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, describe_options, errors_at
-from moe_ffn.config.errors import Refusal, Situation, first_refusal
+from moe_ffn.config.errors import Refusal, UseCase, first_refusal
 from moe_ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, plan_of_list
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
@@ -100,15 +100,15 @@ class MoEConfig(FFNConfig, frozen=True):
         share = self.num_experts / self.num_routable
         return self.router.experts_per_token(self.num_routable) * share
 
-    def refusal(self, situation: Situation) -> Refusal | None:
-        if self.num_experts % situation.num_ranks:
+    def refusal(self, use_case: UseCase) -> Refusal | None:
+        if self.num_experts % use_case.num_ranks:
             return Refusal(
                 f"num_experts ({self.num_experts}) cannot be divided evenly among "
-                f"{situation.num_ranks} ranks",
+                f"{use_case.num_ranks} ranks",
                 "change it or parallel.expert",
             )
         parts = {"router": self.router, "capacity": self.capacity, **inner_configs(self)}
-        return first_refusal(parts, situation)
+        return first_refusal(parts, use_case)
 
     def router_infos(self) -> dict[str, RouterInfo]:
         info = RouterInfo(
@@ -140,7 +140,7 @@ class MoEConfig(FFNConfig, frozen=True):
             shared = self.shared_expert.flops_per_token(d_model, seq_len)
             shared += self.combine.flops_per_token(d_model)
         router = self.router.flops_per_token(d_model, self.num_routable)
-        around = self.experts.flops_around_dispatch(d_model)
+        around = self.experts.wrapper_flops_per_token(d_model)
         routed = self.routed_flops_per_token(d_model, seq_len)
         return routed + shared + router + around + self.zero_computation.flops_per_token(d_model)
 
@@ -175,7 +175,7 @@ class MoEFFN(FFNBlock):
         self.capacity = config.capacity
         self.router = config.router.build(d_model, config.num_routable)
         self.experts = config.expert_stack.build(d_model)
-        self.make_plan = plan_of_list if self.experts.are_table_rows else make_plan
+        self.make_plan = plan_of_list if self.experts.are_embeddings else make_plan
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.zero_computation = self.shared_expert = None
         if config.zero_computation.total:
@@ -215,7 +215,7 @@ class MoEFFN(FFNBlock):
         Raises:
             ValueError: `x` or a parameter is batched.
         """
-        if is_transform_on() and not self.experts.are_table_rows:
+        if is_transform_on() and not self.experts.are_embeddings:
             refuse_vmap(x, self.parameters())
 
     @property

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import Refusal, Situation
+from moe_ffn.config.errors import Refusal, UseCase
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
@@ -37,17 +37,17 @@ class SoftMoEConfig(FFNConfig, frozen=True):
     experts: ExpertsConfig = GatedExpertsConfig()
     """Kind of network of each expert; by default as wide as the dense block."""
 
-    def refusal(self, situation: Situation) -> Refusal | None:
-        if situation.causal or situation.cached:
+    def refusal(self, use_case: UseCase) -> Refusal | None:
+        if use_case.causal or use_case.cached:
             return Refusal(
                 "type 'soft_moe' mixes all tokens of a sequence",
                 "use 'moe' with router.type 'top_k'",
             )
-        if situation.num_ranks > 1:
+        if use_case.num_ranks > 1:
             return Refusal(
                 "type 'soft_moe' sends every token to every expert", "set parallel.expert to 1"
             )
-        return super().refusal(situation)
+        return super().refusal(use_case)
 
     @property
     def expert_stack(self) -> ExpertStack:
@@ -67,7 +67,7 @@ class SoftMoEConfig(FFNConfig, frozen=True):
         # Three products with all slots: the logits, the sums into the slots, and the sums out of them.
         mixing = 3 * linear_flops(d_model, self.num_slots)
         slots = self.num_slots / seq_len
-        around = round(slots * self.experts.flops_around_dispatch(d_model))
+        around = round(slots * self.experts.wrapper_flops_per_token(d_model))
         routed = self.expert_stack.flops_per_token(d_model, slots, rows_per_token=slots)
         return mixing + around + routed
 

@@ -24,7 +24,7 @@ from moe_ffn.weights.layouts import (
     stacked,
     transposed,
 )
-from moe_ffn.weights.options import ACTIVATIONS, Theirs
+from moe_ffn.weights.options import ACTIVATIONS, HFConfig
 
 # -- an entry
 
@@ -100,8 +100,8 @@ def their_word(words: Mapping[str, str], name: str) -> Callable[[Any], str]:
         found = config
         for part in name.split("."):
             found = found[part] if isinstance(found, Mapping) else getattr(found, part)
-        their = Theirs(type(config).__name__, {name: found})
-        their.require(name, *words)
+        hf = HFConfig(type(config).__name__, {name: found})
+        hf.require(name, *words)
         return words[found]
 
     return word
@@ -248,8 +248,8 @@ def experts_by_number(up: str, down: str) -> Names:
 def with_shared(routed: str, *shared: str) -> Layout:
     """Return the layout of routed experts followed by the shared ones; gate and up may be apart."""
 
-    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[WeightSlice]]:
-        count = their["n_routed_experts"]
+    def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:
+        count = hf["n_routed_experts"]
         behind = [
             WeightSlice(name, lambda ours, i=i: ours[count:].chunk(len(shared), 1)[i])
             for i, name in enumerate(shared)
@@ -269,7 +269,7 @@ def of_family(model_type: str, class_name: str) -> BlockEntry:
     family = _FAMILY[model_type]
 
     def template(config: Any) -> dict[str, Any]:
-        return sparse_options(family, Theirs(class_name, LiveOptions(config, family.defaults)))
+        return sparse_options(family, HFConfig(class_name, LiveOptions(config, family.defaults)))
 
     return BlockEntry(class_name, template)
 

@@ -20,7 +20,7 @@ from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.interop.block_parts import NAMES, BlockEntry, LiveOptions, resolve
 from moe_ffn.interop.block_table import BLOCKS
 from moe_ffn.weights.layouts import Layout
-from moe_ffn.weights.options import Theirs
+from moe_ffn.weights.options import HFConfig
 
 
 def block_config(model: str, config: Any) -> dict[str, Any]:
@@ -34,9 +34,9 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
         ConfigError: the name is unknown, or no block of ours computes the same.
     """
     entry = _entry(model)
-    their = Theirs(entry.class_name, LiveOptions(config, {}))
+    hf = HFConfig(entry.class_name, LiveOptions(config, {}))
     for option, values in entry.served.items():
-        their.require(option, *values)
+        hf.require(option, *values)
     return resolve(entry.ffn, config)
 
 
@@ -111,7 +111,7 @@ def convert_tensors(
         layout = _layout(entry, name)
         if layout is None:
             raise ConfigError(f"{entry.class_name} has no tensor for our {name}")
-        options = Theirs(entry.class_name, LiveOptions(config, {}))
+        options = HFConfig(entry.class_name, LiveOptions(config, {}))
         forms = layout("", like.shape, options)
         pieces = next((form for form in forms if all(piece.name in theirs for piece in form)), None)
         if pieces is None:
@@ -119,7 +119,7 @@ def convert_tensors(
         made[name] = torch.zeros_like(like)
         for piece in pieces:
             into = piece.part(made[name])
-            into.copy_(piece.to_ours(theirs[piece.name]).reshape(into.shape))
+            into.copy_(piece.from_hf(theirs[piece.name]).reshape(into.shape))
             if piece.added and not gradients:
                 into.add_(piece.added)
             used.add(piece.name)

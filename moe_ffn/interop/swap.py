@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Generator, Tensor, nn
 
-from moe_ffn.config.errors import ConfigError, Situation, explain, show
+from moe_ffn.config.errors import ConfigError, UseCase, explain, show
 from moe_ffn.experts import ExpertsConfig
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import DenseConfig, GatedConfig
@@ -71,7 +71,7 @@ def swap_ffn(
         target = FFNConfig.model_validate(config)
     except ValidationError as error:
         raise ConfigError("\n".join(f"config.{line}" for line in explain(error))) from error
-    if (why := target.refusal(Situation(causal=True))) is not None:
+    if (why := target.refusal(UseCase(causal=True))) is not None:
         raise ConfigError(f"swap_ffn: the model is causal, but config.{why}")
     made: dict[str, SwappedFFN] = {}
     changes: dict[int, float] = {}

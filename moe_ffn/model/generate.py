@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, Config
-from moe_ffn.config.errors import Situation
+from moe_ffn.config.errors import UseCase
 from moe_ffn.model.decoder import Decoder, DecoderOutput
 
 
@@ -98,7 +98,7 @@ class Decoding:
         self._num_read = [0] * len(prompts)
         self._device = prompts[0].device if prompts else torch.device("cpu")
         self._cached: list[int] = []
-        self._is_cached = model.config.refusal(Situation(cached=True)) is None
+        self._is_cached = model.config.refusal(UseCase(cached=True)) is None
         if self._is_cached:
             self._cached = list(self.open)
             longest = max(map(len, self.tokens), default=0)

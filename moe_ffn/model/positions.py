@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import Refusal, Situation
+from moe_ffn.config.errors import Refusal, UseCase
 
 
 class PositionsConfig(TaggedConfig, frozen=True):
@@ -27,9 +27,9 @@ class PositionsConfig(TaggedConfig, frozen=True):
     @abstractmethod
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions: ...
 
-    def refusal(self, situation: Situation) -> Refusal | None:
+    def refusal(self, use_case: UseCase) -> Refusal | None:
         """Return why decoding with a cache is unsupported; None if it is supported."""
-        if self.supports_cache or not situation.cached:
+        if self.supports_cache or not use_case.cached:
             return None
         return Refusal(
             f"type '{self.type}' cannot encode a single position, which decoding with a cache needs",

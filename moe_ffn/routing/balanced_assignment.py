@@ -31,7 +31,7 @@ class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
     type: Literal["balanced_assignment"] = "balanced_assignment"
 
     lookahead_reason: ClassVar[str] = "balances tokens against later ones"
-    by_token: ClassVar[bool] = True
+    is_tokenwise: ClassVar[bool] = True
 
     def experts_per_token(self, num_experts: int) -> float:
         return 1

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig, describe_options
-from moe_ffn.config.errors import ConfigError, Refusal, Situation
+from moe_ffn.config.errors import ConfigError, Refusal, UseCase
 from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
 from moe_ffn.kernels.base import without_autocast
 from moe_ffn.kernels.native.routing import float32_linear, float32_linear_backward
@@ -32,24 +32,26 @@ class RouterConfig(TaggedConfig, frozen=True):
     lookahead_reason: ClassVar[str] = ""
     """Words for a message on how the router uses later tokens: `ranks tokens against later ones`. Empty for a
     causal router."""
-    by_token: ClassVar[bool] = False
+    is_tokenwise: ClassVar[bool] = False
     """True if, in evaluation, a token's experts depend only on the token and its id."""
     is_listed: ClassVar[bool] = False
     """True if its routings are `ListedRouting`, without (T, E) tables."""
 
-    def refusal(self, situation: Situation) -> Refusal | None:
-        """Return the reason why this router cannot serve a situation; None if it can.
+    def refusal(self, use_case: UseCase) -> Refusal | None:
+        """Return the reason why this router cannot serve a use case; None if it can.
 
-        By default a router with a `lookahead_reason` rejects `causal`, and a router that is not `by_token`
-        rejects `cached`.
+        By default a router with a `lookahead_reason` rejects `causal`, and one without `is_tokenwise` rejects
+        `cached`.
         """
-        if self.lookahead_reason and (situation.causal or (situation.cached and not self.by_token)):
+        if self.lookahead_reason and (
+            use_case.causal or (use_case.cached and not self.is_tokenwise)
+        ):
             return Refusal(f"type '{self.type}' {self.lookahead_reason}", "use 'top_k'")
-        if situation.cached and not self.by_token:
+        if use_case.cached and not self.is_tokenwise:
             return Refusal(
                 f"type '{self.type}' is not known to route each token independently, so it cannot decode "
                 "with a cache",
-                "if it does, set by_token: ClassVar[bool] = True in its config",
+                "if it does, set is_tokenwise: ClassVar[bool] = True in its config",
             )
         return None
 

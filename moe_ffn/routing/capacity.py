@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, Config
-from moe_ffn.config.errors import Refusal, Situation
+from moe_ffn.config.errors import Refusal, UseCase
 from moe_ffn.config.sizes import ceil_of_share, share_of
 from moe_ffn.outputs import ChosenRouting, Routing
 
@@ -53,15 +53,15 @@ class CapacityConfig(Config, frozen=True):
     def is_limited(self) -> bool:
         return not (self.factor is None and self.eval_factor is None and self.per_sequence is None)
 
-    def refusal(self, situation: Situation) -> Refusal | None:
-        """Return the reason why one token can displace another in a situation; None if it cannot."""
-        if situation.causal and self.drop != "position" and self.is_limited:
+    def refusal(self, use_case: UseCase) -> Refusal | None:
+        """Return the reason why one token can displace another in a use case; None if it cannot."""
+        if use_case.causal and self.drop != "position" and self.is_limited:
             return Refusal(
                 f"drop '{self.drop}' lets later tokens displace earlier ones", "use 'position'"
             )
         for option in ("eval_factor", "per_sequence"):
             value = getattr(self, option)
-            if situation.cached and value is not None:
+            if use_case.cached and value is not None:
                 return Refusal(
                     f"{option} ({value:g}) lets tokens displace each other", "set it to null"
                 )
@@ -171,8 +171,8 @@ def by_choice(routing: Routing) -> Tensor:
     Not causal: a later token's first choice displaces an earlier token's second choice.
     """
     # The rank of a pair within its token: one queue per token, not per expert.
-    by_token = replace(routing, expert_ids_N=routing.token_ids_N, num_experts=routing.num_tokens)
-    return place_in_queue(by_token, by_probability(routing))
+    per_token = replace(routing, expert_ids_N=routing.token_ids_N, num_experts=routing.num_tokens)
+    return place_in_queue(per_token, by_probability(routing))
 
 
 def at_random(routing: Routing) -> Tensor:

@@ -45,7 +45,7 @@ class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True)
     in a mixture of depths all tokens pass). The paper warms up with 4,000 steps of expert choice, which is
     not causal. A custom training loop must call `Router.update` every step, or the warm-up never ends."""
 
-    by_token: ClassVar[bool] = True
+    is_tokenwise: ClassVar[bool] = True
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return ExpertThresholdRouter(self, d_model, num_experts)

@@ -26,7 +26,7 @@ class HashRouterConfig(FixedKConfig, frozen=True):
     """Seed of the hash function."""
 
     learns: ClassVar[bool] = False
-    by_token: ClassVar[bool] = True
+    is_tokenwise: ClassVar[bool] = True
 
     def num_params(self, d_model: int, num_experts: int) -> int:
         return 0

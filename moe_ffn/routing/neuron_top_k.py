@@ -34,7 +34,7 @@ class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):
     correction_bias: bool = False
     """Select by score + bias; `objective.bias_rule` moves the bias towards balance."""
 
-    by_token: ClassVar[bool] = True
+    is_tokenwise: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _leave_the_unit_as_it_is(self) -> NeuronTopKRouterConfig:

@@ -38,7 +38,7 @@ class NoisyTopKRouterConfig(LinearTopKConfig, frozen=True):
     """Experts per token. At least 2, because the softmax over a single expert is a constant 1."""
 
     has_selection_probs: ClassVar[bool] = True
-    by_token: ClassVar[bool] = True
+    is_tokenwise: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _keep_the_router_gradient(self) -> NoisyTopKRouterConfig:

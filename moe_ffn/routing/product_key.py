@@ -41,7 +41,7 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     """
 
     is_listed: ClassVar[bool] = True
-    by_token: ClassVar[bool] = True
+    is_tokenwise: ClassVar[bool] = True
 
     type: Literal["product_key"] = "product_key"
     k: int = Field(default=2, ge=1, le=MAX_COUNT)

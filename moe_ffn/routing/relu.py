@@ -12,7 +12,7 @@ from einops import repeat
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.outputs import Routing, SteeredRouting, TokenContext
+from moe_ffn.outputs import Routing, SparsityTargetRouting, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
     LinearRouter,
@@ -32,7 +32,7 @@ class ReLURouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     k: float = Field(default=2.0, gt=0)
     """Mean number of experts per token that the sparsity rule aims for; at the start about half of all."""
 
-    by_token: ClassVar[bool] = True
+    is_tokenwise: ClassVar[bool] = True
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return ReLURouter(self, d_model, num_experts)
@@ -54,7 +54,7 @@ class ReLURouter(LinearRouter):
             logits_TE,
             scores_TE,
             context,
-            kind=SteeredRouting,
+            kind=SparsityTargetRouting,
             # Not `> 0`: a token with NaN logits must stay NaN.
             chosen_N=~(logits_TE <= 0).flatten(),
             capacity_k=self.config.k,

@@ -39,7 +39,7 @@ class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
     """Maximum number of iterations; it is too small to balance logits in the hundreds."""
 
     lookahead_reason: ClassVar[str] = "balances tokens against later ones"
-    by_token: ClassVar[bool] = True
+    is_tokenwise: ClassVar[bool] = True
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return SinkhornRouter(self, d_model, num_experts)

@@ -27,7 +27,7 @@ class SparseMixerRouterConfig(LinearTopKConfig, frozen=True):
     """An expert competes if (largest - logit) / max(|logit|, largest) is at most this; 0.02 in Phi-3.5-MoE.
     An expert without competitors has weight 1 and gives the router no gradient."""
 
-    by_token: ClassVar[bool] = True
+    is_tokenwise: ClassVar[bool] = True
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return SparseMixerRouter(self, d_model, num_experts)

@@ -106,7 +106,7 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     """Select by score + bias and weight by the score alone; `objective.bias_rule` moves the bias
     towards balance (Wang et al. 2024, arXiv:2408.15664)."""
 
-    by_token: ClassVar[bool] = True
+    is_tokenwise: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _keep_the_router_gradient(self) -> TopKOptionsConfig:

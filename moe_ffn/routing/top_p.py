@@ -31,7 +31,7 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
     renormalize: bool = False
     """Divide the weights of a token by their sum. Not for max_k = 1: the weight would be a constant 1."""
 
-    by_token: ClassVar[bool] = True
+    is_tokenwise: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _keep_the_router_gradient(self) -> TopPRouterConfig:

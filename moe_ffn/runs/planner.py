@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from moe_ffn.config.errors import Situation
+from moe_ffn.config.errors import UseCase
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
@@ -305,7 +305,7 @@ def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
     empty = config.model.build_empty(*config.data.text_sizes)
     for expert in _divisors(num_ranks):
         if expert > 1 and (
-            not config.model.router_infos() or config.model.refusal(Situation(num_ranks=expert))
+            not config.model.router_infos() or config.model.refusal(UseCase(num_ranks=expert))
         ):
             continue
         for shard in _divisors(num_ranks // expert):

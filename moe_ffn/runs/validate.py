@@ -12,7 +12,7 @@ import torch
 from lightning import Trainer
 
 from moe_ffn.config.environment import check_number_of_processes, is_first_rank
-from moe_ffn.config.errors import ConfigError, Situation, first_line
+from moe_ffn.config.errors import ConfigError, UseCase, first_line
 from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
@@ -154,7 +154,7 @@ def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> 
                 f"parallel.expert ({layout.expert}) divides the experts that a router chooses from, but no "
                 "layer has a router; use parallel.shard"
             )
-        if refusal := config.model.refusal(Situation(num_ranks=layout.expert)):
+        if refusal := config.model.refusal(UseCase(num_ranks=layout.expert)):
             yield f"model.{refusal}"
     if layout.is_sharded:
         if config.trainer.strategy != "auto":
@@ -179,5 +179,5 @@ def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> 
 
 
 def _check_device(config: TrainConfig, device: str) -> None:
-    if refusal := config.model.refusal(Situation(device=device)):
+    if refusal := config.model.refusal(UseCase(device=device)):
         raise ConfigError(f"model.{refusal}")

@@ -27,7 +27,7 @@ from moe_ffn.balancing.losses import (
     pairs_per_expert,
 )
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import Routing, SteeredRouting
+from moe_ffn.outputs import Routing, SparsityTargetRouting
 from moe_ffn.routing.base import Router
 
 IGNORED_TARGET = -100
@@ -219,7 +219,7 @@ class BalanceUpdater(nn.Module):
             own = routers[name].observe(routing) if name in routers else None
             if own is not None:
                 self._observed_by_routers[name] = own + self._observed_by_routers.get(name, 0)
-            if isinstance(routing, SteeredRouting):
+            if isinstance(routing, SparsityTargetRouting):
                 used = pairs_per_expert(routing).sum() / routing.target_k
                 counts = torch.stack([used, routing.num_real_tokens])
                 self._densities[name] = counts + self._densities.get(name, 0)

@@ -57,7 +57,7 @@ DENSE = (
 SOFTMAX_TOP_K = always({"sparse.type": "moe", "sparse.router.type": "top_k"})
 RENORMALIZE = same("norm_topk_prob", "sparse.router.renormalize", False)
 K = same("num_experts_per_tok", "sparse.router.k", 1)
-DENSE_WIDTH = Part(lambda their: {"dense.d_ff": their["intermediate_size"]}, write_dense_width)
+DENSE_WIDTH = Part(lambda hf: {"dense.d_ff": hf["intermediate_size"]}, write_dense_width)
 ALL_SPARSE = (
     Part(read_all),
     same("intermediate_size", "sparse.experts.d_ff", 1),
@@ -267,7 +267,7 @@ FAMILIES = (
                 require_kv_heads,
                 lambda options: {"num_key_value_heads": options["attention.num_heads"]},
             ),
-            Part(lambda their: {}, lambda options: {"rope_interleave": True}),
+            Part(lambda hf: {}, lambda options: {"rope_interleave": True}),
         ),
         (
             Part(read_first_dense, write_first_dense),
@@ -310,11 +310,11 @@ FAMILIES = (
                 ffn__shared_expert__up="mlp.shared_experts.up_proj",
                 ffn__shared_expert__down="mlp.shared_experts.down_proj",
             ),
-            "attention.query.0.weight": lambda prefix, shape, their: (
+            "attention.query.0.weight": lambda prefix, shape, hf: (
                 named("self_attn.q_a_proj.weight")
-                if their["q_lora_rank"]
+                if hf["q_lora_rank"]
                 else rotary("self_attn.q_proj", "num_attention_heads", "qk_nope_head_dim")
-            )(prefix, shape, their),
+            )(prefix, shape, hf),
             "attention.query.2.weight": rotary(
                 "self_attn.q_b_proj", "num_attention_heads", "qk_nope_head_dim"
             ),
@@ -331,7 +331,7 @@ FAMILIES = (
             *STREAM,
             *HEADS,
             Part(
-                lambda their: {"attention.bias": "qkv" if their["qkv_bias"] else False},
+                lambda hf: {"attention.bias": "qkv" if hf["qkv_bias"] else False},
                 lambda options: {"qkv_bias": bool(options["attention.bias"])},
             ),
         ),

@@ -23,7 +23,7 @@ from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.families import FAMILIES, OUTSIDE, Family
 from moe_ffn.weights.layouts import Layout, WeightSlice
-from moe_ffn.weights.options import Options, Part, Theirs
+from moe_ffn.weights.options import HFConfig, Options, Part
 from moe_ffn.weights.pretrained import (
     CONFIG_FILE,
     MODEL_TYPE,
@@ -57,15 +57,15 @@ def load_transformers(folder: str | Path) -> Decoder:
             options.
     """
     folder = Path(folder)
-    family, their = _read_theirs(folder)
+    family, hf = _read_hf_config(folder)
     if family.lacks:
         raise ConfigError(
-            f"{their.where}: our model has no {family.lacks}, which {family.model_type} needs; load_ffn "
+            f"{hf.where}: our model has no {family.lacks}, which {family.model_type} needs; load_ffn "
             "reads the feed-forward block of a layer"
         )
-    config = config_of(family, their)
+    config = config_of(family, hf)
     decoder = config.model.build_empty(config.vocab_size, config.max_seq_len)
-    weights = _read(folder, family, their, distinct_tensors(decoder))
+    weights = _read(folder, family, hf, distinct_tensors(decoder))
     assign_weights(decoder, weights)
     decoder.positions = config.model.positions.build(
         config.model.d_model, config.model.head_dim, config.max_seq_len
@@ -73,15 +73,15 @@ def load_transformers(folder: str | Path) -> Decoder:
     return decoder.eval()
 
 
-def sparse_options(family: Family, their: Theirs) -> dict[str, Any]:
+def sparse_options(family: Family, hf: HFConfig) -> dict[str, Any]:
     """Return the options of the sparse block, as in YAML; for errors see `load_transformers`."""
-    return _blocks(_read_options(family.ffn, their))[1]["sparse"]
+    return _blocks(_read_options(family.ffn, hf))[1]["sparse"]
 
 
-def _read_options(parts: Iterable[Part], their: Theirs) -> dict[str, Any]:
+def _read_options(parts: Iterable[Part], hf: HFConfig) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for part in parts:
-        options |= part.read(their)
+        options |= part.read(hf)
     return options
 
 
@@ -92,18 +92,18 @@ class _BlockConfig(Config, frozen=True):
 def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
     """Load the feed-forward block of one layer from a folder of transformers; see `load_transformers`."""
     folder = Path(folder)
-    family, their = _read_theirs(folder)
-    if layer not in their.layers():
-        raise ConfigError(f"layer must be in [0, {len(their.layers())}), got {layer}")
-    options = _read_options(family.ffn, their)
+    family, hf = _read_hf_config(folder)
+    if layer not in hf.layers():
+        raise ConfigError(f"layer must be in [0, {len(hf.layers())}), got {layer}")
+    options = _read_options(family.ffn, hf)
     blocks = _blocks(options)[1]
     kind = "sparse" if layer in options["sparse_layers"] else "dense"
-    config = _validate(_BlockConfig, {"ffn": blocks[kind]}, their)
+    config = _validate(_BlockConfig, {"ffn": blocks[kind]}, hf)
     with torch.device("meta"):
-        block = config.ffn.build(their.count("hidden_size"))
+        block = config.ffn.build(hf.count("hidden_size"))
     expected = {f"layers.{layer}.ffn.{name}": value for name, value in block.state_dict().items()}
     parts = tuple(f"model.layers.{layer}.{name}." for name in ("mlp", "block_sparse_moe"))
-    weights = _read(folder, family, their, expected, parts)
+    weights = _read(folder, family, hf, expected, parts)
     prefix = f"layers.{layer}.ffn."
     found = {name.removeprefix(prefix): value for name, value in weights.items()}
     block.load_state_dict(found, assign=True)
@@ -112,10 +112,10 @@ def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
 
 def architecture_of(folder: Path) -> str:
     """Return the architecture of a folder, such as `qwen3_moe`; raise ConfigError for an unsupported one."""
-    return _read_theirs(folder)[0].model_type
+    return _read_hf_config(folder)[0].model_type
 
 
-def _read_theirs(folder: Path) -> tuple[Family, Theirs]:
+def _read_hf_config(folder: Path) -> tuple[Family, HFConfig]:
     path, values = folder / CONFIG_FILE, read_config_json(folder)
     found = values.get("model_type")
     if found == MODEL_TYPE:
@@ -127,22 +127,22 @@ def _read_theirs(folder: Path) -> tuple[Family, Theirs]:
     for alias, name in family.aliases.items():
         if alias in values:
             values.setdefault(name, values[alias])
-    their = Theirs(f"'{path}'", {**family.defaults, **values})
-    if their.get("quantization_config"):
-        raise their.error("quantization_config is given", "weights in a floating-point dtype")
-    return family, their
+    hf = HFConfig(f"'{path}'", {**family.defaults, **values})
+    if hf.get("quantization_config"):
+        raise hf.error("quantization_config is given", "weights in a floating-point dtype")
+    return family, hf
 
 
-def config_of(family: Family, their: Theirs) -> PretrainedConfig:
-    options = _read_options((*family.stream, *family.ffn), their)
+def config_of(family: Family, hf: HFConfig) -> PretrainedConfig:
+    options = _read_options((*family.stream, *family.ffn), hf)
     model, blocks = _blocks(options)
     sparse = options["sparse_layers"]
-    dense = [str(layer) for layer in their.layers() if layer not in sparse]
+    dense = [str(layer) for layer in hf.layers() if layer not in sparse]
     model["ffn"] = blocks["sparse" if sparse else "dense"]
     if sparse:
         model["ffn_at"] = dict.fromkeys(dense, blocks.get("dense"))
-    sizes = {"vocab_size": their["vocab_size"], "max_seq_len": their["max_position_embeddings"]}
-    return _validate(PretrainedConfig, {**sizes, "model": model}, their)
+    sizes = {"vocab_size": hf["vocab_size"], "max_seq_len": hf["max_position_embeddings"]}
+    return _validate(PretrainedConfig, {**sizes, "model": model}, hf)
 
 
 def _blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -154,11 +154,11 @@ def _blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     return nested, blocks
 
 
-def _validate(root: type[RootConfig], options: Mapping[str, Any], their: Theirs) -> RootConfig:
+def _validate(root: type[RootConfig], options: Mapping[str, Any], hf: HFConfig) -> RootConfig:
     try:
         return validate(root, options)
     except ConfigError as error:
-        lines = (f"{their.where}: {line}" for line in str(error).splitlines())
+        lines = (f"{hf.where}: {line}" for line in str(error).splitlines())
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -179,7 +179,7 @@ def _open(folder: Path) -> Iterator[dict[str, Any]]:
 def _read(
     folder: Path,
     family: Family,
-    their: Theirs,
+    hf: HFConfig,
     expected: Mapping[str, Tensor],
     prefixes: tuple[str, ...] = ("",),
 ) -> dict[str, Tensor]:
@@ -190,7 +190,7 @@ def _read(
     """
     with _open(folder) as slices:
         pieces = {
-            name: _stored_form(layout_of(family, name)(value.shape, their), slices)
+            name: _stored_form(layout_of(family, name)(value.shape, hf), slices)
             for name, value in expected.items()
         }
         shapes = {
@@ -205,8 +205,7 @@ def _read(
             {
                 name: tuple(slices[name].get_shape())
                 for name in sorted(slices)
-                if name in shapes
-                or (name.startswith(prefixes) and not _is_known(name, their, slices))
+                if name in shapes or (name.startswith(prefixes) and not _is_known(name, hf, slices))
             },
         )
         largest = pieces[max(expected, key=lambda name: expected[name].numel())][0].name
@@ -225,7 +224,9 @@ def _read(
         }
 
 
-def layout_of(family: Family, name: str) -> Callable[[torch.Size, Theirs], list[list[WeightSlice]]]:
+def layout_of(
+    family: Family, name: str
+) -> Callable[[torch.Size, HFConfig], list[list[WeightSlice]]]:
     """Return the layout of one of our tensors, by its name in a decoder."""
     if name in OUTSIDE:
         layout: Layout = OUTSIDE[name]
@@ -240,15 +241,15 @@ def _stored_form(ways: list[list[WeightSlice]], slices: Mapping[str, Any]) -> li
     return next((way for way in ways if any(p.name in slices for p in way)), ways[0])
 
 
-def _is_known(name: str, their: Theirs, slices: Mapping[str, Any]) -> bool:
+def _is_known(name: str, hf: HFConfig, slices: Mapping[str, Any]) -> bool:
     """Return whether transformers also ignores a tensor."""
-    if name == "lm_head.weight" and their.get("tie_word_embeddings"):
+    if name == "lm_head.weight" and hf.get("tie_word_embeddings"):
         embedding = slices.get("model.embed_tokens.weight")
         return embedding is not None and torch.equal(embedding[:], slices[name][:])
-    if their.get("num_nextn_predict_layers"):  # modules that predict a second token
+    if hf.get("num_nextn_predict_layers"):  # modules that predict a second token
         prefix, _, rest = name.partition("model.layers.")
         number = rest.partition(".")[0]
-        if not prefix and number.isdecimal() and int(number) not in their.layers():
+        if not prefix and number.isdecimal() and int(number) not in hf.layers():
             return True
     return name.endswith("rotary_emb.inv_freq")
 
@@ -265,7 +266,7 @@ def _assemble(
         into, given = piece.part(ours), slices[piece.name]
         if into.ndim == 3:
             for expert, place in enumerate(into):
-                place.copy_(piece.to_ours(given[expert : expert + 1][0]))
+                place.copy_(piece.from_hf(given[expert : expert + 1][0]))
         else:
-            into.copy_(piece.to_ours(given[:]))
+            into.copy_(piece.from_hf(given[:]))
     return ours

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ffn.weights.options import Theirs
+from moe_ffn.weights.options import HFConfig
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class WeightSlice:
     added: float = 0.0
     """Constant to add to theirs to get ours; for reading only."""
 
-    def to_ours(self, theirs: Tensor) -> Tensor:
+    def from_hf(self, theirs: Tensor) -> Tensor:
         theirs = theirs if self.rows is None else theirs[self.rows]
         return theirs if self.order is None else theirs.index_select(*self.order)
 
-    def to_theirs(self, ours: Tensor) -> Tensor:
+    def to_hf(self, ours: Tensor) -> Tensor:
         if self.order is None:
             return ours
         dimension, places = self.order
         return ours.index_select(dimension, places.argsort().to(ours.device))
 
 
-Layout = Callable[[str, torch.Size, Theirs], list[list[WeightSlice]]]
+Layout = Callable[[str, torch.Size, HFConfig], list[list[WeightSlice]]]
 """(prefix of their names, shape of ours, their options) -> possible forms, each a list of slices. The first
 form is the one that is written."""
 
@@ -65,7 +65,7 @@ def stacked(fused: str, *each: str) -> Layout:
     def rows(expert: int, place: int, of: int) -> Callable[[Tensor], Tensor]:
         return lambda ours: ours[expert].chunk(of, dim=0)[place]
 
-    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[WeightSlice]]:
+    def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:
         by_expert = [
             WeightSlice(prefix + name.format(expert), rows(expert, place, len(each)))
             for expert in range(shape[0])
@@ -96,7 +96,7 @@ def rows_of(name: str, place: int = 0) -> Layout:
 def interleaved(name: str, is_transposed: bool) -> Layout:
     """Return the layout of (in, out) matrices in which columns of gate and up alternate, as in GPT-OSS."""
 
-    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[WeightSlice]]:
+    def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:
         columns = torch.arange(shape[1]).view(-1, 2).T.flatten()
         part = _transpose if is_transposed else WeightSlice.part
         return [[WeightSlice(prefix + name, part, (-1, columns))]]
@@ -120,11 +120,11 @@ def rotary(stem: str, num_heads: str | None, plain_width: str) -> Layout:
     `rope_interleave`, rotate unit i with unit i + half.
     """
 
-    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[WeightSlice]]:
-        heads = their.count(num_heads) if num_heads else 1
-        plain, rotary = their.count(plain_width), their.count("qk_rope_head_dim")
+    def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:
+        heads = hf.count(num_heads) if num_heads else 1
+        plain, rotary = hf.count(plain_width), hf.count("qk_rope_head_dim")
         piece = WeightSlice(prefix + stem + ".weight")
-        if their["rope_interleave"]:
+        if hf["rope_interleave"]:
             rows_Hd = torch.arange(heads * (plain + rotary)).view(heads, -1)
             last_Hd = rows_Hd[:, plain:].unflatten(1, (-1, 2)).mT.flatten(1)
             places = torch.cat([rows_Hd[:, :plain], last_Hd], dim=1).flatten()

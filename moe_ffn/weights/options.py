@@ -17,7 +17,7 @@ Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Theirs:
+class HFConfig:
     """The `config.json` of a model of transformers, with the library's defaults."""
 
     where: str
@@ -61,13 +61,13 @@ class Theirs:
 class Part:
     """A group of options that can be read and written."""
 
-    read: Callable[[Theirs], Options]
-    """Return our options for theirs, or raise ConfigError if our model cannot express them."""
+    read: Callable[[HFConfig], Options]
+    """Return our options for those of a `config.json`, or raise ConfigError."""
     write: Callable[[Options], Mapping[str, Any]] = lambda options: {}
-    """Return their options for ours; the result is read back and compared."""
+    """Return the options of a `config.json` for ours; the result is read back and compared."""
 
 
-def same(theirs: str, ours: str, fallback: Any = None) -> Part:
+def same(hf_key: str, key: str, fallback: Any = None) -> Part:
     """Map one option under two names.
 
     Args:
@@ -75,26 +75,26 @@ def same(theirs: str, ours: str, fallback: Any = None) -> Part:
     """
 
     def write(options: Options) -> dict[str, Any]:
-        value = options.get(ours, fallback)
+        value = options.get(key, fallback)
         fits = fallback is None or isinstance(value, type(fallback))
-        return {theirs: value if fits else fallback}
+        return {hf_key: value if fits else fallback}
 
-    return Part(lambda their: {ours: their[theirs]}, write)
+    return Part(lambda hf: {key: hf[hf_key]}, write)
 
 
 def always(options: Options) -> Part:
-    """Set options of ours that this architecture implies without an option."""
-    return Part(lambda their: options)
+    """Set our options that this architecture implies without an option."""
+    return Part(lambda hf: options)
 
 
-def only(theirs: str, *served: Any) -> Part:
+def only(hf_key: str, *served: Any) -> Part:
     """Accept only these values of their option; write the first one."""
 
-    def read(their: Theirs) -> Options:
-        their.require(theirs, *served)
+    def read(hf: HFConfig) -> Options:
+        hf.require(hf_key, *served)
         return {}
 
-    return Part(read, lambda options: {theirs: served[0]})
+    return Part(read, lambda options: {hf_key: served[0]})
 
 
 ACTIVATIONS = {
@@ -109,35 +109,35 @@ ACTIVATIONS = {
 """Their activation of a gate -> the type of our gated block."""
 
 
-def gated(*ours: str) -> Part:
+def gated(*key: str) -> Part:
     """Map `hidden_act`, which all blocks of a model share, to types of gated blocks."""
 
-    def read(their: Theirs) -> Options:
-        their.require("hidden_act", *ACTIVATIONS)
-        return dict.fromkeys(ours, ACTIVATIONS[their["hidden_act"]])
+    def read(hf: HFConfig) -> Options:
+        hf.require("hidden_act", *ACTIVATIONS)
+        return dict.fromkeys(key, ACTIVATIONS[hf["hidden_act"]])
 
     def write(options: Options) -> dict[str, Any]:
-        found = options.get(ours[0])
+        found = options.get(key[0])
         names = [name for name, type_ in ACTIVATIONS.items() if type_ == found]
         return {"hidden_act": names[0] if names else "silu"}
 
     return Part(read, write)
 
 
-def read_rope(their: Theirs) -> Options:
-    name = "rope_scaling" if their.get("rope_scaling") else "rope_parameters"
-    rope = their.get(name) or {}
+def read_rope(hf: HFConfig) -> Options:
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    rope = hf.get(name) or {}
     if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
-        raise their.error(f"{name} is {show(rope)}", "one mapping for all layers")
+        raise hf.error(f"{name} is {show(rope)}", "one mapping for all layers")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise their.error(f"{name}.rope_type is {show(kind)}", "'default'")
-    for factor in (their.get("partial_rotary_factor"), rope.get("partial_rotary_factor")):
+        raise hf.error(f"{name}.rope_type is {show(kind)}", "'default'")
+    for factor in (hf.get("partial_rotary_factor"), rope.get("partial_rotary_factor")):
         if factor not in (None, 1):
-            raise their.error(f"partial_rotary_factor is {show(factor)}", "1.0")
+            raise hf.error(f"partial_rotary_factor is {show(factor)}", "1.0")
     return {
         "positions.type": "rope",
-        "positions.base": rope.get("rope_theta", their.get("rope_theta", their["default_theta"])),
+        "positions.base": rope.get("rope_theta", hf.get("rope_theta", hf["default_theta"])),
     }
 
 
@@ -147,45 +147,45 @@ def write_rope(options: Options) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": base}, "rope_theta": base}
 
 
-def read_window(their: Theirs) -> Options:
-    window = their.get("sliding_window")
-    if window and their.get("use_sliding_window", True):
-        length = their.count("max_position_embeddings")
-        if their.count("sliding_window") < length:
-            raise their.error(
+def read_window(hf: HFConfig) -> Options:
+    window = hf.get("sliding_window")
+    if window and hf.get("use_sliding_window", True):
+        length = hf.count("max_position_embeddings")
+        if hf.count("sliding_window") < length:
+            raise hf.error(
                 f"sliding_window is {show(window)}",
                 f"null, or at least max_position_embeddings ({length})",
             )
     return {}
 
 
-def read_whole_heads(their: Theirs) -> Options:
-    width, heads = their.count("hidden_size"), their.count("num_attention_heads")
+def read_whole_heads(hf: HFConfig) -> Options:
+    width, heads = hf.count("hidden_size"), hf.count("num_attention_heads")
     if width % heads:
-        raise their.error(f"num_attention_heads is {heads}", f"a divisor of hidden_size ({width})")
+        raise hf.error(f"num_attention_heads is {heads}", f"a divisor of hidden_size ({width})")
     return {}
 
 
-def read_equal_heads(their: Theirs) -> Options:
+def read_equal_heads(hf: HFConfig) -> Options:
     """Require heads that divide the model width evenly: OLMoE's query and key norms have that width."""
-    read_whole_heads(their)
-    their.require("head_dim", None, their["hidden_size"] // their["num_attention_heads"])
+    read_whole_heads(hf)
+    hf.require("head_dim", None, hf["hidden_size"] // hf["num_attention_heads"])
     return {}
 
 
-def require_kv_heads(their: Theirs) -> Options:
+def require_kv_heads(hf: HFConfig) -> Options:
     """Require as many key-value heads as heads, as latent attention has."""
-    their.require("num_key_value_heads", None, their["num_attention_heads"])
+    hf.require("num_key_value_heads", None, hf["num_attention_heads"])
     return {}
 
 
-def read_qwen_layers(their: Theirs) -> Options:
+def read_qwen_layers(hf: HFConfig) -> Options:
     """Read Qwen's sparse layers: every `decoder_sparse_step`th layer except `mlp_only_layers`."""
-    step = their.count("decoder_sparse_step")
-    dense = their["mlp_only_layers"] or []
+    step = hf.count("decoder_sparse_step")
+    dense = hf["mlp_only_layers"] or []
     if not isinstance(dense, list):
-        raise their.error(f"mlp_only_layers is {show(dense)}", "a list of layers")
-    layers = their.layers() if their.count("num_experts", 0) else ()
+        raise hf.error(f"mlp_only_layers is {show(dense)}", "a list of layers")
+    layers = hf.layers() if hf.count("num_experts", 0) else ()
     return {"sparse_layers": [n for n in layers if (n + 1) % step == 0 and n not in dense]}
 
 
@@ -195,25 +195,25 @@ def write_qwen_layers(options: Options) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def read_first_dense(their: Theirs) -> Options:
-    first = their.count("first_k_dense_replace", 0)
-    return {"sparse_layers": [layer for layer in their.layers() if layer >= first]}
+def read_first_dense(hf: HFConfig) -> Options:
+    first = hf.count("first_k_dense_replace", 0)
+    return {"sparse_layers": [layer for layer in hf.layers() if layer >= first]}
 
 
 def write_first_dense(options: Options) -> dict[str, Any]:
     return {"first_k_dense_replace": min(options["sparse_layers"], default=0)}
 
 
-def read_all(their: Theirs) -> Options:
-    return {"sparse_layers": list(their.layers())}
+def read_all(hf: HFConfig) -> Options:
+    return {"sparse_layers": list(hf.layers())}
 
 
-def read_groups(their: Theirs) -> Options:
-    if their["n_group"] == their["topk_group"] == 1:
+def read_groups(hf: HFConfig) -> Options:
+    if hf["n_group"] == hf["topk_group"] == 1:
         return {"sparse.router.groups": None}
     return {
-        "sparse.router.groups.num_groups": their["n_group"],
-        "sparse.router.groups.keep": their["topk_group"],
+        "sparse.router.groups.num_groups": hf["n_group"],
+        "sparse.router.groups.keep": hf["topk_group"],
     }
 
 
@@ -224,8 +224,8 @@ def write_groups(options: Options) -> dict[str, Any]:
     }
 
 
-def read_shared_experts(their: Theirs) -> Options:
-    width = their.count("n_shared_experts") * their.count("moe_intermediate_size")
+def read_shared_experts(hf: HFConfig) -> Options:
+    width = hf.count("n_shared_experts") * hf.count("moe_intermediate_size")
     return {"sparse.shared_expert.d_ff": width}
 
 

@@ -30,7 +30,7 @@ from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.weights.families import FAMILIES, Family
 from moe_ffn.weights.from_transformers import config_of, layout_of
 from moe_ffn.weights.layouts import WeightSlice
-from moe_ffn.weights.options import Options, Theirs
+from moe_ffn.weights.options import HFConfig, Options
 from moe_ffn.weights.pretrained import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -55,8 +55,8 @@ class Export:
     """Remarks: reason for the architecture, options left out or added, libraries that read it differently."""
 
     @property
-    def theirs(self) -> Theirs:
-        return Theirs(self.family.model_type, {**self.family.defaults, **self.options})
+    def theirs(self) -> HFConfig:
+        return HFConfig(self.family.model_type, {**self.family.defaults, **self.options})
 
 
 def export_transformers(
@@ -124,7 +124,7 @@ def choose_architecture(decoder: Decoder) -> Export:
         for part in (*family.stream, *family.ffn):
             values |= part.write(filled)
         try:
-            config = config_of(family, Theirs(family.model_type, {**family.defaults, **values}))
+            config = config_of(family, HFConfig(family.model_type, {**family.defaults, **values}))
         except ConfigError as error:
             problem = str(error)
             continue
@@ -255,7 +255,7 @@ def _their_tensors(
 
 
 def _part(piece: WeightSlice, ours: Tensor) -> Tensor:
-    return piece.to_theirs(piece.part(ours.detach()))
+    return piece.to_hf(piece.part(ours.detach()))
 
 
 def _their_tokenizer(tokenizer: Tokenizer | None, max_seq_len: int) -> dict[str, Any]:

@@ -226,6 +226,8 @@ def test_the_load_loss_of_a_router_without_noise_is_refused(make_routing: Any) -
 
 
 def test_the_sparsity_loss_of_a_router_without_a_target_is_refused(make_routing: Any) -> None:
-    message = r"relu_sparsity needs a SteeredRouting, with a target_k, such as router\.type 'relu' returns"
+    message = (
+        r"relu_sparsity needs a SparsityTargetRouting, with a target_k, such as router\.type 'relu'"
+    )
     with pytest.raises(ValueError, match=message):
         relu_sparsity_loss(make_routing([[0]], 2))

@@ -42,7 +42,7 @@ IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spa
 
 
 @dataclass(frozen=True)
-class Situation:
+class UseCase:
     """The surroundings of the program, and the `line` (a pattern) with which it answers."""
 
     line: str
@@ -53,12 +53,12 @@ class Situation:
     """True if wandb has the run on disk."""
 
 
-def with_key(line: str, server: Manners | None = None) -> Situation:
-    return Situation(line, environment={"WANDB_API_KEY": KEY}, server=server)
+def with_key(line: str, server: Manners | None = None) -> UseCase:
+    return UseCase(line, environment={"WANDB_API_KEY": KEY}, server=server)
 
 
 SITUATIONS = {
-    "no key": Situation(NO_KEY),
+    "no key": UseCase(NO_KEY),
     "network silent midway": with_key(TIMED_OUT, "silent midway"),
     "network gone midway": with_key(TIMED_OUT, "gone midway"),
     "a server that never answers": with_key(
@@ -73,17 +73,17 @@ SITUATIONS = {
     "key and a server": with_key(
         r"wandb: online, http://127\.0\.0\.1:\d+/me/moe_ffn/runs/\w+", "well"
     ),
-    "WANDB_MODE disabled": Situation("wandb: off", {"WANDB_MODE": "disabled"}, kept=False),
-    "a setting that wandb rejects": Situation(
+    "WANDB_MODE disabled": UseCase("wandb: off", {"WANDB_MODE": "disabled"}, kept=False),
+    "a setting that wandb rejects": UseCase(
         r"wandb: off \(base_url: Input should be a valid URL.*\), metrics are in metrics\.jsonl",
         environment={"WANDB_BASE_URL": "not a url"},
         kept=False,
     ),
-    "home not writable": Situation(NO_KEY, environment={"HOME": "/proc/none"}),
+    "home not writable": UseCase(NO_KEY, environment={"HOME": "/proc/none"}),
 }
 
 
-def train(config: Path, where: Path, situation: Situation) -> tuple[str, float]:
+def train(config: Path, where: Path, situation: UseCase) -> tuple[str, float]:
     """Train two steps in a terminal; returns the printed text and the seconds."""
     text = config.read_text().replace(", wandb: {mode: disabled}", "")
     (where / "tiny.yaml").write_text(text)
@@ -122,7 +122,7 @@ def baseline_seconds(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.slow
 @pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
 def test_a_run_ends_as_if_there_were_no_wandb(
-    tiny_yaml: Path, tmp_path: Path, request: pytest.FixtureRequest, situation: Situation
+    tiny_yaml: Path, tmp_path: Path, request: pytest.FixtureRequest, situation: UseCase
 ) -> None:
     printed, seconds = train(tiny_yaml, tmp_path, situation)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import ConfigError, FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
-from moe_ffn.config.errors import Situation
+from moe_ffn.config.errors import UseCase
 from moe_ffn.ffn import (
     BiasedConfig,
     ChainOfExpertsConfig,
@@ -129,7 +129,7 @@ def test_a_block_is_causal_exactly_where_its_config_says(config: dict[str, Any])
     altered = x.clone()
     altered[:, 4:] = -3 * x[:, 4:] + 1
     difference = (ffn(altered).hidden - ffn(x).hidden)[:, :4].abs().max().item()
-    if FFNConfig.model_validate(config).refusal(Situation(causal=True)) is None:
+    if FFNConfig.model_validate(config).refusal(UseCase(causal=True)) is None:
         assert difference < 1e-12
     else:
         assert difference > 1e-3

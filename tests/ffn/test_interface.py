@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ffn import FFNConfig, TokenContext, build_ffn
-from moe_ffn.config.errors import Situation
+from moe_ffn.config.errors import UseCase
 
 D_MODEL = 8
 CPU_EXPERTS = {"type": "swiglu", "backend": "cpu"}
@@ -71,13 +71,11 @@ def test_a_backend_is_refused_on_another_device_wherever_it_stands(
     block: Any, refusal: str
 ) -> None:
     config = FFNConfig.model_validate(block)
-    assert str(config.refusal(Situation(device="cuda"))) == refusal
-    assert config.refusal(Situation(device="cpu")) is None
+    assert str(config.refusal(UseCase(device="cuda"))) == refusal
+    assert config.refusal(UseCase(device="cpu")) is None
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_a_block_as_it_comes_runs_on_any_device(block: Any) -> None:
     config = FFNConfig.model_validate(block)
-    assert (
-        config.refusal(Situation(device="cpu")) is config.refusal(Situation(device="cuda")) is None
-    )
+    assert config.refusal(UseCase(device="cpu")) is config.refusal(UseCase(device="cuda")) is None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn import ConfigError, DecoderConfig, FFNConfig, TokenContext, build_ffn
-from moe_ffn.config.errors import Situation
+from moe_ffn.config.errors import UseCase
 from moe_ffn.ffn.ngram_memory import NgramMemoryConfig, NgramMemoryFFN, NgramTables, primes_from
 from moe_ffn.kernels import memory
 from moe_ffn.routing.base import Float32RMSNorm
@@ -215,7 +215,7 @@ def test_what_stands_inside_is_answered_for() -> None:
     build_ffn({"type": "moe", "shared_expert": SMALL | {"ffn": "dense"}}, D)
     looks_ahead = FFNConfig.model_validate(
         {**SMALL, "ffn": {"type": "conv", "causal": False}}
-    ).refusal(Situation(causal=True))
+    ).refusal(UseCase(causal=True))
     assert str(looks_ahead).startswith("ffn.causal (false) with kernel_size (3) looks ahead")
 
 

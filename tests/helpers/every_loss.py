@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES, BalancingLoss
-from moe_ffn.outputs import NoisyRouting, Routing, SteeredRouting, TokenContext
+from moe_ffn.outputs import NoisyRouting, Routing, SparsityTargetRouting, TokenContext
 from moe_ffn.routing.base import routing_of_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutingForEveryLoss(NoisyRouting, SteeredRouting):
+class RoutingForEveryLoss(NoisyRouting, SparsityTargetRouting):
     """Routing that has what any loss reads."""
 
 

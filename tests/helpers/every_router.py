@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor
 
 from moe_ffn import build_ffn
-from moe_ffn.config.errors import Situation
+from moe_ffn.config.errors import UseCase
 from moe_ffn.ffn.base import flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import FFNOutput, ListedRouting, Routing, TokenContext
@@ -70,7 +70,7 @@ def config_of(router: dict[str, Any]) -> RouterConfig:
 
 
 def is_causal(router: dict[str, Any]) -> bool:
-    return config_of(router).refusal(Situation(causal=True)) is None
+    return config_of(router).refusal(UseCase(causal=True)) is None
 
 
 def build_layer(router: dict[str, Any], seed: int = 0, backend: str = "auto") -> MoEFFN:

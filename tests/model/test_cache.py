@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor, nn
 
 from moe_ffn import Decoder, DecoderConfig, TokenContext
-from moe_ffn.config.errors import Situation
+from moe_ffn.config.errors import UseCase
 from moe_ffn.model.cache import KVCache
 from moe_ffn.model.generate import Sampling, generate_batch
 from moe_ffn.routing import RouterConfig
@@ -230,12 +230,12 @@ def test_a_token_at_a_time_is_all_that_is_computed(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("router", RouterConfig.members)
 @torch.no_grad()
 def test_a_router_is_decoded_with_the_cache_exactly_where_it_routes_by_token(router: str) -> None:
-    """Compare the claim `by_token` with the outputs of tokens alone, and count what a decoder computes."""
+    """Compare `is_tokenwise` with the outputs of tokens alone, and count what a decoder computes."""
     variants = [options for options in ROUTERS.values() if options["type"] == router]
     causal = all(map(is_causal, variants))
     torch.manual_seed(0)
     x, ids = torch.randn(2, MAX_LEN, 16, dtype=torch.float64), token_ids(2, MAX_LEN)
-    changed, by_token = 0.0, RouterConfig.model_validate(router).by_token
+    changed, is_tokenwise = 0.0, RouterConfig.model_validate(router).is_tokenwise
     for options in variants:
         model = decoder(ffn={"type": "moe", "num_experts": 4, "router": options}, causal=causal)
         ffn: Any = model.layers[0].ffn
@@ -243,7 +243,7 @@ def test_a_router_is_decoded_with_the_cache_exactly_where_it_routes_by_token(rou
         alone = torch.cat([ffn(x, TokenContext(token_ids=ids)).hidden for x, ids in parts], 1)
         whole = ffn(x, TokenContext(token_ids=ids)).hidden
         changed = max(changed, (alone - whole).abs().max().item())
-        assert (model.config.refusal(Situation(cached=True)) is None) == (causal and by_token)
+        assert (model.config.refusal(UseCase(cached=True)) is None) == (causal and is_tokenwise)
         if not causal:
             continue
         counts: list[int] = []
@@ -251,9 +251,9 @@ def test_a_router_is_decoded_with_the_cache_exactly_where_it_routes_by_token(rou
             lambda _, given, counts=counts: counts.append(len(given[0][0]))
         )
         (got,) = generate_batch(model, [ids[0, :4]], 9, Sampling(temperature=0))
-        assert sum(counts) == (4 + 8 if by_token else sum(range(4, 4 + 9)))
+        assert sum(counts) == (4 + 8 if is_tokenwise else sum(range(4, 4 + 9)))
         assert got.tolist() == greedy(model, ids[0, :4], 9)
-    assert by_token == (changed < 1e-12)
+    assert is_tokenwise == (changed < 1e-12)
 
 
 def test_tokens_that_do_not_fit_a_cache_are_rejected() -> None:

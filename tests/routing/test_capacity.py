@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_ffn import FFNConfig, TokenContext, build_ffn
-from moe_ffn.config.errors import Refusal, Situation
+from moe_ffn.config.errors import Refusal, UseCase
 from moe_ffn.outputs import Routing
 from moe_ffn.routing import routing_of_pairs
 from moe_ffn.routing.capacity import (
@@ -226,14 +226,14 @@ def test_a_policy_is_causal_exactly_where_its_config_says(drop: str) -> None:
             torch.manual_seed(seed)  # the same lots
             hidden.append(layer(version).hidden[:, :5])
         changed = max(changed, (hidden[0] - hidden[1]).abs().max().item())
-    is_causal = FFNConfig.model_validate(config).refusal(Situation(causal=True)) is None
+    is_causal = FFNConfig.model_validate(config).refusal(UseCase(causal=True)) is None
     assert (changed < 1e-12) == is_causal
 
 
 def test_without_a_factor_every_policy_is_causal() -> None:
     for drop in DROP_POLICIES:
         config = FFNConfig.model_validate({"type": "moe", "capacity": {"drop": drop}})
-        assert config.refusal(Situation(causal=True)) is None
+        assert config.refusal(UseCase(causal=True)) is None
 
 
 def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
@@ -255,8 +255,8 @@ def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
             places = config.expert_capacity(routing, training=training)
             assert places == 2 * 8 // (context.sequence_length or 8)
     assert config.is_limited
-    assert config.refusal(Situation(causal=True)) is None
-    assert config.refusal(Situation(cached=True)) == Refusal(
+    assert config.refusal(UseCase(causal=True)) is None
+    assert config.refusal(UseCase(cached=True)) == Refusal(
         "per_sequence (2) lets tokens displace each other", "set it to null"
     )
 

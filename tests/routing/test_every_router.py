@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_ffn.config.errors import Situation
+from moe_ffn.config.errors import UseCase
 from moe_ffn.metrics.functional import nonfinite_tokens
 from moe_ffn.outputs import ChosenRouting, Routing
 from moe_ffn.routing import RouterConfig
@@ -275,7 +275,7 @@ def test_a_router_is_called_causal_exactly_when_no_later_token_changes_an_earlie
     router: dict[str, Any],
 ) -> None:
     changed = [futures_that_change_the_past(router, training) for training in (True, False)]
-    why = config_of(router).refusal(Situation(causal=True))
+    why = config_of(router).refusal(UseCase(causal=True))
     if why is None:
         assert changed == [[], []]
         return

@@ -80,17 +80,17 @@ class ClosedFFN(GoodFFN):
     def mixed(self, x): return self.y(x) + self.gate * x.mean(1, keepdim=True)
 
 class Past(Good, frozen=True):
-    def refusal(self, situation): return None
+    def refusal(self, use_case): return None
 class PastFFN(GoodFFN):  # a moving mean: causal, and not by token
     def mixed(self, x): return self.y(x.cumsum(1))
 
 class Alone(Good, frozen=True):
-    def refusal(self, situation): return None
+    def refusal(self, use_case): return None
 class AloneFFN(GoodFFN): pass
 
 class Last(Good, frozen=True):
-    def refusal(self, situation):
-        needs_more = situation.cached and not situation.history
+    def refusal(self, use_case):
+        needs_more = use_case.cached and not use_case.history
         return Refusal("it reads earlier tokens", "keep them") if needs_more else None
 class LastFFN(GoodFFN):
     def forward(self, x, context=None):
@@ -198,7 +198,7 @@ class Lists(Routes, frozen=True):
     is_listed = True
 
 class RoutesAlone(Routes, frozen=True):
-    by_token = True
+    is_tokenwise = True
 
 class RoutesRouter(Router):
     def __init__(self, how, num_experts):
@@ -327,9 +327,9 @@ NOT_LEARNED = (
     "ClassVar[bool] = False in its config"
 )
 NOT_CACHED = (
-    "its config does not refuse Situation(cached=True), but the token at position {p} has "
+    "its config does not refuse UseCase(cached=True), but the token at position {p} has "
     "another output alone than in its sequence, so generated text would be wrong; refuse it in "
-    "refusal(situation), or leave by_token or supports_cache out"
+    "refusal(use_case), or leave is_tokenwise or supports_cache out"
 )
 BROKEN = {
     "Bare": (
@@ -460,7 +460,7 @@ PLACES = {
     ),
     ("model.ffn.experts", "Work", "plain"): "build returned a Linear, but has to return an Experts",
     ("model.ffn.router", "RoutesAlone", "past"): (
-        "its config does not refuse Situation(cached=True), but "
+        "its config does not refuse UseCase(cached=True), but "
     ),
     ("model.ffn.combine", "Join", ""): AHEAD,
     ("model.norm", "Norm", "sequence"): AHEAD,

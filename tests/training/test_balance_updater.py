@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import count_step, load_balancing_loss
-from moe_ffn.outputs import Routing, SteeredRouting
+from moe_ffn.outputs import Routing, SparsityTargetRouting
 from moe_ffn.routing import ReLURouterConfig, SigmoidTopKRouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router
 from moe_ffn.training.objective import BalanceUpdater, ObjectiveConfig
@@ -150,7 +150,7 @@ def test_quantiles_are_averaged_over_the_batches_of_all_ranks(
 def chosen_by_all(experts: int, target_k: float = 1.0, num_tokens: int = 2) -> Routing:
     """Tokens, each of which lists four experts and chooses the first `experts`."""
     logits_TE = torch.where(torch.arange(4) < experts, 1.0, -1.0).expand(num_tokens, 4)
-    return SteeredRouting(
+    return SparsityTargetRouting(
         token_ids_N=torch.arange(num_tokens).repeat_interleave(4),
         expert_ids_N=torch.arange(4).repeat(num_tokens),
         weights_N=logits_TE.relu().flatten(),
