@@ -52,6 +52,8 @@ STEPS = 3
 STEPS_ALIKE = {"routers/balanced_assignment": 2}
 """Steps that are compared of a config if not all: rounding, which differs between processors, decides some
 of the auction's choices, and the third step of this config depends on them by more than the tolerance."""
+ONE_PAIR = {"moe_capacity": 1.7}
+"""Percent of a page's text that one (token, expert) pair is, where rounding decides its expert."""
 SMALL = ["--model.d_model", "48", "--model.num_layers", "2"]
 """Width and depth of all models but `models/small`; 48 is divisible by every number of heads."""
 
@@ -245,8 +247,11 @@ def test_page_of_a_run_shows_the_frozen_numbers(name: str) -> None:
     got, frozen = report(name).split(), golden()["report"][name].split()
     assert len(got) == len(frozen), f"{got}\n{frozen}"
     for place, (new, old) in enumerate(zip(got, frozen, strict=True)):
-        digit = 1.01 * 10.0 ** -len(old.partition(".")[2])  # a rounding may fall on either side
-        assert float(new) == pytest.approx(float(old), rel=5e-2, abs=digit), f"number {place}"
+        decimals = len(old.partition(".")[2])
+        either_side = 1.01 * 10.0**-decimals  # of a rounding
+        if decimals == 1:  # as percentages have
+            either_side = max(either_side, ONE_PAIR.get(name, 0))
+        assert float(new) == pytest.approx(float(old), rel=5e-2, abs=either_side), f"number {place}"
 
 
 if __name__ == "__main__":
