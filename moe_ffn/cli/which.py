@@ -102,8 +102,12 @@ def _begin(flags: Any) -> tuple[Path, Question | None]:
                 f"--resume: '{flags.resume}' has no {QUESTION_FILE}; give the folder of a search, such as "
                 "runs/which"
             )
-        options = read_yaml(flags.resume / QUESTION_FILE, where=f"'{flags.resume / QUESTION_FILE}'")
-        return flags.resume, validate(Question, options)
+        where = f"'{flags.resume / QUESTION_FILE}'"
+        options = read_yaml(flags.resume / QUESTION_FILE, where)
+        try:
+            return flags.resume, validate(Question, options)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
     for flag in ("data", "minutes"):
         if not getattr(flags, flag):
             raise ConfigError(

@@ -3,6 +3,9 @@
 Three rounds halve the candidates: all of them in short runs, then the better half in longer ones, and at last
 the best dense block against the best mixture of experts, at full length. The last round has fresh seeds, so
 that the choice of the two does not bias their difference. All arms of a seed read the same text.
+
+Short runs favour dense blocks and few experts, which learn faster at first. So a candidate is ranked by where
+its loss is heading, and a difference that shrinks while the runs last is no answer.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 from pydantic import Field
 
 from moe_ffn.config.base import Config
@@ -26,7 +30,8 @@ from moe_ffn.runs.folder import CONFIG_FILE, explaining
 from moe_ffn.studies.comparison import Arm, Comparison, p_text
 from moe_ffn.studies.config import STUDY_FILE, PlannedRun, StudyConfig
 from moe_ffn.studies.gather import Gathered, gather
-from moe_ffn.studies.statistics import seeds_needed
+from moe_ffn.studies.result import RunResult
+from moe_ffn.studies.statistics import mean_interval, seeds_needed
 from moe_ffn.studies.sweep import Sweep, in_words, write_study
 from moe_ffn.studies.timing import time_arms
 
@@ -66,8 +71,10 @@ NUM_VALIDATIONS, VALIDATION_TOKENS = 8, 16384
 WIDTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 TOKENS_PER_PARAMETER = 4
 """Training tokens for each active parameter; wider models would end before they have learned to differ."""
-MIN_STEPS = 100
+MIN_STEPS = 200
 """Steps of the longest runs below which blocks cannot be distinguished."""
+MAX_DOUBLINGS = 2.0
+"""Doublings of the training within which the order of two blocks must not be about to change."""
 MAX_PASSES = 4
 """Passes over the text; later ones teach much less (Muennighoff et al. 2023, arXiv:2305.16264)."""
 OVERHEAD_SECONDS = 25.0
@@ -286,10 +293,10 @@ class Search:
         spent = 0.0
         for index, following in enumerate(ROUNDS[1:]):
             found = self._train(index, arms, step_seconds, spent).compare()
-            arms = survivors(found, following)
+            arms = survivors(found, following, doublings=-math.log2(ROUNDS[index].share))
             step_seconds = {a.name: a.step_seconds or step_seconds[a.name] for a in found.arms}
             spent += _spent_seconds(found, self.question.jobs)
-            losses = ", ".join(f"{arm.name} {arm.loss:.3f}" for arm in _by_loss(found.arms))
+            losses = ", ".join(f"{arm.name} {arm.loss:.3f}" for arm in ranked(found.arms))
             steps, seeds = found.arms[0].steps, len(found.arms[0].results)
             notes.append(f"Round {index + 1}, {steps:.0f} steps and {seeds} seeds: {losses}.")
             self.say(notes[-1])
@@ -334,15 +341,52 @@ def _spent_seconds(found: Comparison, jobs: int) -> float:
     return (sum(walls) + OVERHEAD_SECONDS * len(walls)) / jobs
 
 
-def _by_loss(arms: Iterable[Arm]) -> list[Arm]:
-    return sorted(arms, key=lambda arm: arm.loss)
+def ranked(arms: Iterable[Arm], doublings: float = 0.0) -> list[Arm]:
+    """Sort arms by their loss, the lowest first.
+
+    Args:
+        doublings: how often the steps would still be doubled. The loss is continued so far, at the rate of
+            the second half of the runs.
+    """
+    return sorted(
+        arms, key=lambda arm: arm.loss + doublings * fmean(map(last_doubling, arm.results))
+    )
 
 
-def survivors(found: Comparison, following: Round) -> list[str]:
-    """Return the best dense blocks and mixtures of a round, as many as the next round trains."""
-    ranked = [arm.name for arm in _by_loss(found.arms)]
-    dense = [name for name in ranked if name in DENSE][: following.num_dense]
-    return dense + [name for name in ranked if name in SPARSE][: following.num_sparse]
+def survivors(found: Comparison, following: Round, doublings: float = 0.0) -> list[str]:
+    """Return the best dense blocks and mixtures of a round, as many as the next round trains.
+
+    Args:
+        doublings: as in `ranked`.
+    """
+    names = [arm.name for arm in ranked(found.arms, doublings)]
+    dense = [name for name in names if name in DENSE][: following.num_dense]
+    return dense + [name for name in names if name in SPARSE][: following.num_sparse]
+
+
+def last_doubling(result: RunResult) -> float:
+    """Return the change of the validation loss over the second half of a run, in nats per token."""
+    curve = result.validation
+    at_half = np.interp(
+        result.outcome.step / 2, curve.steps, [math.nan if x is None else x for x in curve.losses]
+    )
+    return (result.outcome.validation_loss or math.nan) - float(at_half)
+
+
+def doublings_to_reversal(arm: Arm, base: Arm) -> float:
+    """Return how many doublings of the training would turn the difference of two arms around.
+
+    The difference is continued at its rate over the second half of the runs. Infinite if it does not shrink,
+    according to the 95 % interval of its change over seeds.
+    """
+    of_base = {result.seed: last_doubling(result) for result in base.results}
+    changes = [last_doubling(r) - of_base[r.seed] for r in arm.results if r.seed in of_base]
+    assert arm.difference is not None
+    sign = math.copysign(1, arm.difference.mean)
+    shrinking = mean_interval([-sign * change for change in changes])
+    if shrinking is None or shrinking.low <= 0:
+        return math.inf
+    return abs(arm.difference.mean) / shrinking.value
 
 
 # -- the answer
@@ -356,8 +400,14 @@ def answer(
     dense, sparse = found.arm(found.baseline), next(arm for arm in found.arms if arm.base)
     difference = sparse.difference
     is_claimed = difference is not None and difference.is_claimed
-    chosen = sparse if is_claimed and sparse.loss < dense.loss else dense
-    verdict = _verdict(question, found, dense, sparse, is_claimed)
+    doublings = doublings_to_reversal(sparse, dense)
+    is_reversing = is_claimed and doublings <= MAX_DOUBLINGS
+    chosen = sparse if is_claimed and not is_reversing and sparse.loss < dense.loss else dense
+    verdict = (
+        _reversal(question, dense, sparse, doublings)
+        if is_reversing
+        else _verdict(question, found, dense, sparse, is_claimed)
+    )
     sentences = [verdict, _cost(dense, sparse), _sureness(dense, sparse)]
     options = {k: v for k, v in chosen.results[0].config.items() if k not in ("seed", "run")}
     with explaining(f"'{folder / CONFIG_FILE}' cannot be written"):
@@ -384,6 +434,20 @@ def _verdict(
     return (
         f"Use {better.name}: it ends {abs(mean):.4f} [{ends[0]:.4f}, {ends[1]:.4f}] nats per token below "
         f"{other.name}{_time(sparse, dense) if mean < 0 else ''}."
+    )
+
+
+def _reversal(question: Question, dense: Arm, sparse: Arm, doublings: float) -> str:
+    assert sparse.difference is not None
+    mean = sparse.difference.mean
+    better, other = (sparse, dense) if mean < 0 else (dense, sparse)
+    at_half = abs(mean) * (1 + 1 / doublings)
+    needed = in_words(60 * question.minutes * 2 ** (doublings + 1))
+    return (
+        f"Cannot tell {sparse.name} from {dense.name} within this time: {better.name} ends {abs(mean):.4f} "
+        f"nats per token below {other.name}, but was {at_half:.4f} below at half of the training, so that "
+        f"longer runs may reverse the order; {needed} would show it. Until then train {dense.name}, the "
+        "simpler one."
     )
 
 

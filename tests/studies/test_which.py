@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies import which
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import Gathered
+from moe_ffn.studies.result import Curve, RunResult
 from moe_ffn.studies.which import (
     BLOCKS,
     DENSE,
@@ -23,11 +26,13 @@ from moe_ffn.studies.which import (
     Question,
     answer,
     full_steps,
+    ranked,
     survivors,
 )
 from tests.helpers.results import make_result
 
 ROOT = Path(__file__).parents[2]
+STUDY = ROOT / "docs" / "studies" / "experts" / "results.jsonl"
 STEP_SECONDS = dict.fromkeys(BLOCKS, 0.1) | {"swiglu": 0.2, "moe_32_top2": 0.3}
 
 
@@ -87,12 +92,43 @@ def test_the_best_of_each_kind_stay() -> None:
     assert survivors(found, ROUNDS[2]) == ["swiglu", "moe_64_top4"]
 
 
-def last_round(differences: list[float]) -> Gathered:
-    """Two blocks whose losses differ so, seed by seed; the mixture has 1.2 times the seconds of a step."""
+def ended_at(step: int, result: RunResult) -> RunResult:
+    """A run, known as far as a step; the schedule of its rate is still the long one."""
+    count = result.validation.steps.index(step) + 1
+    curve = Curve(
+        steps=result.validation.steps[:count],
+        tokens=result.validation.tokens[:count],
+        losses=result.validation.losses[:count],
+    )
+    outcome = result.outcome.model_copy(update={"step": step, "validation_loss": curve.losses[-1]})
+    return result.model_copy(update={"validation": curve, "outcome": outcome})
+
+
+@pytest.mark.parametrize("step", [120, 240])
+@pytest.mark.parametrize("width", [32, 48, 64])
+def test_the_arm_stays_that_leads_at_full_length(width: int, step: int) -> None:
+    """In the study of experts, e8 leads at this step, and e32 at the end, 600."""
+    results = [RunResult.of_line(line, STUDY) for line in STUDY.read_bytes().splitlines()]
+    names = [f"e{number},d_model={width}" for number in (8, 32)]
+    short = [ended_at(step, result) for result in results if result.arm in names]
+    arms = Comparison.of(short, baseline=names[0]).arms
+    assert ranked(arms)[0].name == names[0]
+    assert ranked(arms, doublings=math.log2(600 / step))[0].name == names[1]
+
+
+def last_round(differences: list[float], at_half: float | None = None) -> Gathered:
+    """Two blocks whose losses differ so, seed by seed; the mixture has 1.2 times the seconds of a step.
+
+    Args:
+        at_half: mean difference at half of the steps, by default that of the end.
+    """
     results = []
     for seed, difference in enumerate(differences):
         for arm, loss, seconds in (("gelu", 2.0, 0.2), ("moe_8_top2", 2.0 + difference, 0.24)):
             loss += 0.01 * seed
+            curve = [4.0, loss + 0.1, loss]
+            if at_half is not None:
+                curve = [loss + 0.1 + (at_half - fmean(differences)) * (arm != "gelu"), loss]
             results.append(
                 make_result(
                     arm,
@@ -102,7 +138,7 @@ def last_round(differences: list[float]) -> Gathered:
                         "model.ffn": BLOCKS[arm],
                         "data.tokenizer": {"type": "bpe", "vocab_size": 2048},
                     },
-                    curve=[4.0, loss + 0.1, loss],
+                    curve=curve,
                     step_seconds=seconds,
                     params=1_000_000 if arm == "gelu" else 3_000_000,
                 )
@@ -143,6 +179,20 @@ def test_a_difference_that_the_time_does_not_show_says_what_time_would(tmp_path:
     assert first.endswith("nats per token; 12.6 h would. Until then train gelu, the simpler one.")
 
 
+def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Path) -> None:
+    ends = [0.05, 0.06, 0.04, 0.05, 0.05]
+    found = answer(question(), tmp_path, last_round(ends, at_half=0.1))
+    assert found.chosen.name == "gelu"
+    # Halved by the last doubling of the steps, so that one more would bring it to zero.
+    assert found.comparison.verdicts[0] == (
+        "Cannot tell moe_8_top2 from gelu within this time: gelu ends 0.0500 nats per token below "
+        "moe_8_top2, but was 0.1000 below at half of the training, so that longer runs may reverse the "
+        "order; 40 min would show it. Until then train gelu, the simpler one."
+    )
+    kept = answer(question(), tmp_path, last_round(ends, at_half=0.06)).comparison.verdicts[0]
+    assert kept.startswith("Use gelu: it ends 0.0500")
+
+
 # -- the program
 
 
@@ -157,15 +207,20 @@ def test_a_difference_that_the_time_does_not_show_says_what_time_would(tmp_path:
             ["--data", "text", "--minutes", "5", "--name", "old"],
             r"'runs/old' exists; resume it with --resume",
         ),
+        (["--resume", "runs/wrong"], r"^'runs/wrong/which.yaml': width: must be a whole number"),
         (["--resume", "runs/old"], r"'runs/old' has no which.yaml; give the folder of a search"),
         (["--resume", "runs/old", "--minutes", "5"], r"remove --data and --minutes"),
     ],
 )
 def test_a_mistake_is_one_sentence(argv: list[str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "runs" / "old").mkdir(parents=True)
+    for name in ("old", "wrong"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    mistaken = which.to_yaml(question()).replace("width: 64", "width: wide")
+    (tmp_path / "runs" / "wrong" / "which.yaml").write_text(mistaken, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         main(argv)
-    assert [*(tmp_path / "runs").iterdir()] == [tmp_path / "runs" / "old"]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"old", "wrong"}
+    assert not any((tmp_path / "runs" / "old").iterdir())
 
 
 def test_the_width_suits_the_text_and_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +233,7 @@ def test_the_width_suits_the_text_and_the_time(monkeypatch: pytest.MonkeyPatch) 
     text.train = range(10_000_000)
     monkeypatch.setattr(which, "_timed", lambda data, width, arms: dict.fromkeys(arms, 0.05))
     with pytest.raises(
-        ConfigError, match=r"2 minutes leave 0 steps .* 100 are the least; give at least \d+$"
+        ConfigError, match=r"2 minutes leave 0 steps .* 200 are the least; give at least \d+$"
     ):
         Question.measured(["text"], 2, 2, print)
     monkeypatch.setattr(
