@@ -177,7 +177,7 @@ def by_choice(routing: Routing) -> Tensor:
 
 def at_random(routing: Routing) -> Tensor:
     """Random order, from torch's generator (DeepSpeed's random token selection). Not causal."""
-    return torch.rand(routing.token_ids_N.shape, device=routing.token_ids_N.device)
+    return torch.rand_like(routing.weights_N)
 
 
 DROP_POLICIES: dict[str, Priority] = {

@@ -147,7 +147,10 @@ def mask_tokens(
     batch, length = token_ids_BS.shape
 
     def uniform() -> Tensor:
-        return torch.rand(batch, length, generator=generator, device=token_ids_BS.device)
+        # float32 even in a bf16 model, whose default dtype has 256 values between 0 and 1.
+        return torch.rand(
+            batch, length, generator=generator, dtype=torch.float32, device=token_ids_BS.device
+        )
 
     num_guessed = max(round(fraction * length), 1)
     guessed_BS = uniform().argsort(dim=1).argsort(dim=1) < num_guessed
