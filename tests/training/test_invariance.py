@@ -2,7 +2,7 @@
 
 The batch of 8 sequences is taken whole, in 4 accumulated micro-batches of 2, with activation checkpointing,
 and with padding added; `test_parallel.py` divides it among ranks. Under the global-batch rule all of them
-agree. The other rules are per batch, and survive just what docs/howto/balance.md says.
+agree. The other rules are per batch, and survive just what docs/reference/balancing.md says.
 """
 
 from __future__ import annotations
