@@ -123,7 +123,7 @@ SURVIVES: dict[str, tuple[Rule, bool, bool]] = {
     "importance_cv2": (per_layer(importance_cv2_loss), False, False),
     "load_cv2": (per_layer(load_cv2_loss), False, False),
 }
-"""True if the mean over 4 micro-batches of equal size is the batch: the table of `docs/reference/balancing.md`.
+"""True if the mean over 4 micro-batches of equal size is the batch: `docs/reference/balancing.md`.
 
 The sequence rule survives padding as long as every part has equally many sequences that are not all
 padding.
