@@ -17,7 +17,16 @@ NO_LIGHTNING = 42
 """The exit code of a program that has come as far as importing lightning."""
 
 SLOW_LIBRARIES = (
-    *("lightning", "pytorch_lightning", "wandb", "pandas", "plotly", "datasets", "transformers"),
+    *(
+        "lightning",
+        "pytorch_lightning",
+        "wandb",
+        "pandas",
+        "plotly",
+        "datasets",
+        "transformers",
+        "sympy",
+    ),
 )
 
 SAID = "importing lightning ...\n"

@@ -18,12 +18,11 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
 from moe_ffn.files import (
@@ -36,6 +35,9 @@ from moe_ffn.files import (
     split_into_files,
     sync_folder,
 )
+
+if TYPE_CHECKING:  # programs that read a run would wait seconds for it
+    from torch.distributed.tensor import DTensor
 
 IDENTITY = "identity"
 """Key of the options and data hashes that a checkpoint must share with the run that resumes from it."""
@@ -107,7 +109,7 @@ def write_checkpoint(values: dict[str, Any], path: Path) -> None:
         OSError: the checkpoint cannot be written; `path` is unchanged.
     """
     weights = values.get("state_dict")
-    if isinstance(weights, Mapping) and any(isinstance(w, DTensor) for w in weights.values()):
+    if isinstance(weights, Mapping) and any(map(_is_sharded, weights.values())):
         values = _write_shards(values, path.parent)
         if dist.get_rank() != 0:
             return
@@ -256,6 +258,7 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.tensor import DTensor
 
     is_first = dist.get_rank() == 0
     folder = _from_first_rank(parent.absolute() / f"{secrets.token_hex(8)}.shards")
@@ -300,6 +303,15 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
         sync_folder(parent)
     described = tree_map_only(DTensor, lambda value: shapes[_memory(value)], values)
     return {**described, _SHARDS: {"folder": folder.name, "sha256": digests}}
+
+
+def _is_sharded(value: Any) -> bool:
+    """Return True for a tensor that is divided over ranks."""
+    if type(value) in (Tensor, nn.Parameter) or not isinstance(value, Tensor):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
 
 
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
