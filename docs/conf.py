@@ -1,6 +1,8 @@
 """Settings of the documentation site; `make docs` builds it."""
 
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -8,7 +10,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_ext")]
 
 project = "moe_ffn"
 author = "The moe_ffn authors"
-html_title = "moe_ffn"
+version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+commit = subprocess.run(
+    ["git", "describe", "--tags", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+).stdout.strip()
+release = version if commit in ("", f"v{version}") else f"Unreleased (after {version}, {commit})"
+html_title = f"moe_ffn {release}"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",

@@ -9,6 +9,7 @@ import tomllib
 from datetime import date
 from pathlib import Path
 
+import pytest
 import yaml
 
 import moe_ffn
@@ -42,16 +43,30 @@ def test_the_changelog_begins_with_what_is_not_released_and_knows_every_version(
     assert headings <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_contributing_names_files_and_targets_that_there_are() -> None:
+def test_contributing_names_files_that_there_are() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-
-    for target in re.findall(r"\bmake ([a-z-]+)", text):
-        assert target in targets
     paths = re.findall(r"`((?:moe_ffn|tests|docs|configs|experiments)/[\w/.]*)`", text)
     assert len(paths) > 8
     for path in paths:
         assert (ROOT / path).exists(), path
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").glob("*.md")]
+
+
+@pytest.mark.parametrize(
+    "path", [*WORKFLOWS, *PAGES, ROOT / ".ci" / "run"], ids=lambda path: path.name
+)
+def test_the_makefile_has_every_target_that_a_file_names(path: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    named = re.findall(
+        r"(?:`|^|run: |exec |&& )make ([a-z-]+)(?:`|$| +#)",
+        path.read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
+    assert set(named) <= set(targets)
+    assert named or path not in WORKFLOWS
 
 
 def test_the_table_of_pruned_experts_has_the_recorded_losses() -> None:

@@ -24,6 +24,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from moe_ffn.cli.train import DEFAULT_TIME
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.data.prepare import prepare
@@ -135,6 +136,8 @@ def test_the_numbers_of_the_readme_are_those_of_this_code(record: dict[str, Any]
     options = flatten(TrainConfig().to_dict())
 
     assert readme_block(record) in README.read_text(encoding="utf-8"), write_anew
+    measured = f"about {record['seconds'] / 60:.0f} minutes on {record['num_threads']} CPU cores"
+    assert measured == DEFAULT_TIME, "that is what `make train` says first"
     assert {path: options[path] for path in record["options"]} == record["options"], write_anew
     losses = pytest.approx(record["first_losses"], abs=LOSS_TOLERANCE)
     assert first_steps() == losses, write_anew

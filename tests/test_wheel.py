@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import moe_ffn
+
 ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.slow
@@ -93,7 +95,10 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
 
-    assert {name.split("/")[0] for name in names} == {"moe_ffn", "moe_ffn-0.2.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "moe_ffn",
+        f"moe_ffn-{moe_ffn.__version__}.dist-info",
+    }
     missing = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "moe_ffn").rglob("*")

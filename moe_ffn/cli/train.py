@@ -16,9 +16,11 @@ from moe_ffn.cli.exit import EXIT_FAILED, announce_import
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config import trust
 from moe_ffn.config.environment import check_environment
-from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.errors import ConfigError, command, printable
+from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.files import reason
 from moe_ffn.kernels.memory import out_of_memory
+from moe_ffn.report.html import compact
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig, own_config
 from moe_ffn.runs.identity import resume_with
@@ -28,6 +30,12 @@ log = logging.getLogger(__name__)
 
 NEWEST = ""
 """The value of `--resume` given without a run."""
+
+DEFAULT_TIME = "about 3 minutes on 2 CPU cores"
+"""Duration of the default run, as measured in docs/default_run.json."""
+
+DECIDES_TIME = ("init_from", "model", "data", "objective", "optimizer", "trainer", "parallel")
+"""Sections of the config that decide how long a run takes."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
     check_environment(
         config.trainer.num_nodes
     )  # before lightning is imported, which reads the same variables
+    with explaining_custom_errors():
+        log.info("%s", first_line(config, resume))
     announce_import("lightning")
     try:
         from moe_ffn.cli.training_run import train
@@ -55,6 +65,25 @@ def main(argv: Sequence[str]) -> int:
         log.error("%s; %s", sentence, training_needs(config))
         return EXIT_FAILED
     return 0
+
+
+def first_line(config: TrainConfig, resume: Resume | None = None) -> str:
+    """Return what a run will do, and how long that takes if it is the default run."""
+    model, data, trainer = config.model, config.data, config.trainer
+    blocks = " and ".join(dict.fromkeys(ffn.describe() for ffn in model.layer_ffns()))
+    layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)} with {blocks}"
+    params = model.num_params(*data.text_sizes)
+    active = model.num_active_params(*data.text_sizes)
+    used = f" ({compact(active)} used by a token)" if active != params else ""
+    tokens = data.batch_size * data.seq_len * trainer.accumulate_grad_batches
+    usual = TrainConfig()
+    is_default = all(getattr(config, part) == getattr(usual, part) for part in DECIDES_TIME)
+    time = DEFAULT_TIME if is_default and resume is None else "the first steps show the time left"
+    verb = "training" if resume is None else f"resuming {resume.folder}"
+    return printable(
+        f"{verb}: {layers}; {compact(params)} parameters{used}; {trainer.max_steps:,} steps of "
+        f"{tokens:,} tokens (corpus {data.corpus.type}); {time}"
+    )
 
 
 def take_flags(argv: Sequence[str]) -> tuple[Namespace, list[str]]:

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from moe_ffn.cli.train import DEFAULT_TIME, first_line
+from moe_ffn.runs.config import Resume, TrainConfig
+
 ROOT = Path(__file__).parents[2]
 
 NO_LIGHTNING = 42
@@ -30,6 +33,14 @@ SLOW_LIBRARIES = (
 )
 
 SAID = "importing lightning ...\n"
+
+MODEL = (
+    "4 layers with moe, 8 experts (swiglu), top_k k=2; 2.36 M parameters (816.38 k used by a token)"
+)
+PLAN = f"training: {MODEL}; 400 steps of 4,096 tokens (corpus stdlib); {DEFAULT_TIME}\n"
+SHORT_PLAN = PLAN.replace("400 steps", "20 steps").replace(
+    DEFAULT_TIME, "the first steps show the time left"
+)
 
 HELPED = ("train", "generate", "report", "compare", "sweep", "trace", "inspect", "dashboard")
 
@@ -57,7 +68,8 @@ ANSWERS = {
     "--version": (0, ""),
     "trian": (2, None),
     # Only training imports lightning, and the first rank logs it.
-    "train": (NO_LIGHTNING, SAID),
+    "train": (NO_LIGHTNING, PLAN + SAID),
+    "train --trainer.max_steps 20": (NO_LIGHTNING, SHORT_PLAN + SAID),
     "train RANK=1": (NO_LIGHTNING, ""),
     "overhead": (NO_LIGHTNING, SAID),
     # The last one, since it draws with plotly.
@@ -127,3 +139,11 @@ def test_an_answer_waits_for_no_slow_library(answers: dict[str, Any], line: str)
         assert stderr.count("\n") == 1
     else:
         assert stderr == said
+
+
+def test_a_resumed_run_has_less_to_do_than_the_default_run() -> None:
+    config = TrainConfig()
+    line = first_line(config, Resume(Path("runs/mine"), config, {}, config))
+    assert line == PLAN.strip().replace("training", "resuming runs/mine").replace(
+        DEFAULT_TIME, "the first steps show the time left"
+    )

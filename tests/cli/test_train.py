@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from moe_ffn.runs.config import TrainConfig
+from tests.helpers.tiny_runs import PROGRESS
 
 RunTrain = Callable[..., Any]
 ConfigOf = Callable[[list[str]], TrainConfig]
@@ -143,7 +144,7 @@ def test_the_screen_shows_losses_load_sample_and_where_the_results_are(moe_run: 
 
 
 def test_standard_error_holds_progress_and_nothing_else(moe_run: Any) -> None:
-    other = [line for line in moe_run.stderr.splitlines() if not line.startswith("data: ")]
+    other = [line for line in moe_run.stderr.splitlines() if not line.startswith(PROGRESS)]
     losses = [float(row["validation/loss"]) for row in moe_run.rows if "validation/loss" in row]
 
     first, last_step, last = other

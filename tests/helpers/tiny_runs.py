@@ -50,6 +50,10 @@ TINY = {
 # -- programs
 
 
+PROGRESS = ("training: ", "resuming ", "importing ", "data: ")
+"""Beginnings of the lines that a program logs before its work."""
+
+
 class Finished(NamedTuple):
     """A program that has ended."""
 
@@ -62,7 +66,7 @@ class Finished(NamedTuple):
     def own_lines(self) -> list[str]:
         """Lines of stderr without the progress lines before them."""
         lines = self.stderr.splitlines()
-        return [line for line in lines if not line.startswith(("data: ", "importing "))]
+        return [line for line in lines if not line.startswith(PROGRESS)]
 
 
 def environment(**changes: str) -> dict[str, str]:

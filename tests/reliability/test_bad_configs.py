@@ -38,7 +38,7 @@ def check_refused(folder: Path, content: bytes, named: str) -> None:
         done = run_here("--config", "mine.yaml")
         seconds = time.process_time() - start
     shown = f"exit code {done.code}, {done.stderr[:400]!r}"
-    lines = done.stderr.splitlines()
+    lines = done.own_lines
     assert (done.code, done.stdout) == (2, ""), shown
     assert 1 <= len(lines) <= 6, f"{len(lines)} lines: {shown}"
     assert all(line.startswith("error: ") and line.isprintable() for line in lines), shown

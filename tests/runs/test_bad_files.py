@@ -15,6 +15,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
+from tests.helpers.tiny_runs import PROGRESS
 
 Refuse = Callable[..., str]
 
@@ -135,7 +136,7 @@ def test_a_sequence_longer_than_the_corpus_is_refused(
     # Only the encoded text has a length, so the cache may exist afterwards; no run does.
     result = run_train(tmp_path, "--data.seq_len", "100000")
 
-    said = [line for line in result.stderr.splitlines() if not line.startswith("data: ")]
+    said = [line for line in result.stderr.splitlines() if not line.startswith(PROGRESS)]
     assert (result.code, result.stdout, len(said)) == (2, "", 1)
     assert re.fullmatch(
         r"error: data\.seq_len \(100000\) must be shorter than the train split \(\d+ tokens\): lower "
