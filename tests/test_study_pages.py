@@ -14,11 +14,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 from playwright.sync_api import Browser
 
 from moe_ffn.cli.study_page import main, require_planned
 from moe_ffn.config.yaml_files import read_config
+from moe_ffn.report.leaderboard import leaderboard
 from moe_ffn.report.plots import figures_page
 from moe_ffn.report.study_page import SUMMARY_FILE, StudyPage, study_page
 from moe_ffn.runs.config import TrainConfig
@@ -30,6 +32,7 @@ from tests.helpers.browser import chromium, opened
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = ROOT / "docs" / "studies"
+LEADERBOARD = ROOT / "docs" / "leaderboard.md"
 STUDIES = [
     path
     for path in sorted((ROOT / "configs/studies").glob("*.yaml"))
@@ -94,14 +97,71 @@ def write_pictures() -> None:
 
 @pytest.mark.parametrize("file", STUDIES, ids=lambda path: path.stem)
 def test_a_page_is_what_the_program_makes_of_its_results(file: Path) -> None:
-    write_anew = "write it anew: make studies"
     page = page_of(file)
 
-    written = (PAGES / f"{page.name}.md").read_text(encoding="utf-8")
-    # Other processors round differently, and a fit shows it.
-    assert NUMBER.sub("#", written) == NUMBER.sub("#", page.markdown), write_anew
-    assert numbers(written) == pytest.approx(numbers(page.markdown), rel=5e-3, abs=1e-4), write_anew
-    assert page.summary in (PAGES / SUMMARY_FILE).read_text(encoding="utf-8"), write_anew
+    require_same((PAGES / f"{page.name}.md").read_text(encoding="utf-8"), page.markdown)
+    assert page.summary in (PAGES / SUMMARY_FILE).read_text(encoding="utf-8")
+
+
+def require_same(written: str, made: str) -> None:
+    """Compare two pages; other processors round differently, and a fit shows it."""
+    write_anew = "write it anew: make studies"
+    assert NUMBER.sub("#", written) == NUMBER.sub("#", made), write_anew
+    assert numbers(written) == pytest.approx(numbers(made), rel=5e-3, abs=1e-4), write_anew
+
+
+def test_the_leaderboard_is_what_the_program_makes_of_the_results_of_all_studies() -> None:
+    written = LEADERBOARD.read_text(encoding="utf-8")
+
+    require_same(written, leaderboard(PAGES))
+    cells = [cell for line in written.splitlines() if line[:1] == "|" for cell in line.split("|")]
+    assert max(map(len, cells)) <= 200
+
+
+def runs_of(study: str, arm: str) -> dict[int, dict[str, Any]]:
+    lines = (PAGES / study / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    runs = [json.loads(line) for line in lines if f'"arm":"{arm}"' in line]
+    return {run["seed"]: run for run in runs if run["arm"] == arm}
+
+
+@pytest.mark.parametrize(
+    ("arm", "dense"),
+    [
+        (("routers", "top_k"), ("optimizer", "muon_e1")),
+        (("experts", "e8,d_model=32"), ("experts", "e1,d_model=32")),
+    ],
+)
+def test_rows_of_the_leaderboard_follow_from_the_results(
+    arm: tuple[str, str], dense: tuple[str, str]
+) -> None:
+    ours, theirs = runs_of(*arm), runs_of(*dense)
+    losses = np.array([ours[seed]["outcome"]["validation_loss"] for seed in range(5)])
+    goals = np.array([theirs[seed]["outcome"]["validation_loss"] for seed in range(5)])
+    reached: list[float] = []
+    for seed, goal in enumerate(goals):
+        curve = ours[seed]["validation"]
+        after = next(i for i, loss in enumerate(curve["losses"]) if loss <= goal)
+        x, y = (np.array(curve[key][after - 1 : after + 1]) for key in ("steps", "losses"))
+        reached.append(x[0] + (x[1] - x[0]) * (y[0] - goal) / (y[0] - y[1]))
+    share = np.mean(reached) / ours[0]["outcome"]["step"]
+    flops = [runs[0]["budget"]["model"]["flops_per_token"] for runs in (ours, theirs)]
+    margins = [2.776 * np.std(x, ddof=1) / 5**0.5 for x in (losses, losses - goals)]
+    expected = [losses.mean(), losses.mean() - margins[0], losses.mean() + margins[0]]
+    gap = (losses - goals).mean()
+    expected += [gap, gap - margins[1], gap + margins[1]]
+
+    study, name = arm
+    text = LEADERBOARD.read_text(encoding="utf-8")
+    row = (
+        text[text.index(f"\n| [{study}](studies/{study}.md) {name} |") :].splitlines()[1].split("|")
+    )
+
+    assert numbers(row[2]) + numbers(row[3]) == pytest.approx(expected, abs=1e-3)
+    assert numbers(row[10])[0] == pytest.approx(flops[1] / flops[0] / share, abs=0.01)
+    if study == dense[0]:
+        timed = json.loads((PAGES / study / "timing.json").read_text(encoding="utf-8"))["arms"]
+        steps = timed[dense[1]]["seconds_per_step"] / timed[name]["seconds_per_step"]
+        assert numbers(row[11])[0] == pytest.approx(steps / share, abs=0.01)
 
 
 @pytest.mark.skipif(
@@ -168,5 +228,5 @@ def test_a_number_that_nothing_rounds_to_is_seen() -> None:
 
 
 if __name__ == "__main__":
-    main([*map(str, STUDIES), "--output", str(PAGES)])
+    main([*map(str, STUDIES), "--output", str(PAGES), "--leaderboard", str(LEADERBOARD)])
     write_pictures()

@@ -2,16 +2,19 @@
 
     moe-ffn study_page gating.yaml --runs runs/gating
     moe-ffn study_page studies/*.yaml
+    moe-ffn study_page --leaderboard docs/leaderboard.md
 
 The result of each run becomes a line of docs/studies/NAME/results.jsonl. The page, docs/studies/NAME.md, is
 made from this table and the study's file, so that it can be made again without the runs. All figures are in
 docs/studies/NAME/figures.html. The table of studies, docs/studies/README.md, gets a row. --output sets
-another folder than docs/studies.
+another folder than docs/studies. --leaderboard writes one page on the arms of all studies in that folder,
+with a table for each training budget.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +22,10 @@ from pathlib import Path
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import ConfigError, command, printable, show
 from moe_ffn.config.option_tree import flatten
+from moe_ffn.files import write_whole
+from moe_ffn.report.leaderboard import leaderboard
 from moe_ffn.report.study_page import study_page
+from moe_ffn.runs.folder import explaining
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import differing
 from moe_ffn.studies.gather import Gathered, gather
@@ -29,7 +35,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("study_page"), description=__doc__)
-    parser.add_argument("studies", type=Path, nargs="+", metavar="STUDY", help="file of a study")
+    parser.add_argument("studies", type=Path, nargs="*", metavar="STUDY", help="file of a study")
     parser.add_argument(
         "--runs",
         type=Path,
@@ -43,7 +49,15 @@ def main(argv: Sequence[str]) -> int:
         metavar="FOLDER",
         help="folder of the pages (default: docs/studies)",
     )
+    parser.add_argument(
+        "--leaderboard",
+        type=Path,
+        metavar="FILE",
+        help="then write the page that ranks the arms of all studies in the folder of the pages",
+    )
     options = parser.parse_args(argv)
+    if not options.studies and options.leaderboard is None:
+        parser.error("give the file of a study, or --leaderboard FILE")
     if options.runs is not None and len(options.studies) > 1:
         raise ConfigError("--runs: needs exactly one study, got several; give one")
     for file in options.studies:
@@ -64,7 +78,22 @@ def main(argv: Sequence[str]) -> int:
         page = study_page(study, found.results, found.step_seconds, seen.as_posix())
         for path in page.write(options.output):
             print(f"written: {path}")
+    if options.leaderboard is not None:
+        write_leaderboard(options.output, options.leaderboard)
     return 0
+
+
+def write_leaderboard(studies: Path, page: Path) -> None:
+    """Write the leaderboard of the studies in a folder, with links to their pages.
+
+    Raises:
+        ConfigError: the page cannot be written; see also `leaderboard`.
+    """
+    link = os.path.relpath(studies, page.parent).replace(os.sep, "/")
+    text = leaderboard(studies, link)
+    with explaining(f"'{page}' cannot be written", "choose another file"):
+        write_whole(page, text)
+    print(f"written: {page}")
 
 
 def require_planned(study: StudyConfig, file: Path, found: Gathered) -> None:

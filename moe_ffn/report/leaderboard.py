@@ -1,0 +1,310 @@
+"""Leaderboard in Markdown: the arms of all studies, in one table for each training budget."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.ffn.match import MAX_MISMATCH
+from moe_ffn.files import read_object
+from moe_ffn.report.html import NONE, compact, number
+from moe_ffn.report.markdown import markdown_table, plain, with_interval
+from moe_ffn.studies.comparison import Arm, Comparison, p_text
+from moe_ffn.studies.differences import VALIDATION_OPTIONS, identity
+from moe_ffn.studies.gather import gather
+from moe_ffn.studies.result import RESULTS_FILE, RunResult
+from moe_ffn.studies.statistics import MIN_SEEDS, SIGNIFICANT, Interval, paired_differences
+
+_NOTES = f"""\
+**One budget** is the same corpus, tokenizer, validation windows and sequence length, and tokens and FLOPs
+per token that agree within {MAX_MISMATCH:.0%}. Optimizer, learning rate and width belong to an arm.
+Tuning runs and runs that start from a trained model are left out.
+
+- **dense**: a block whose parameters are all used by every token, also a single expert. The *dense
+  baseline* has the lowest mean loss of those with {MIN_SEEDS} seeds or more; the best of several is a
+  strong baseline.
+- **loss**: final validation loss, nats per token, with its 95 % interval over seeds. With one seed the
+  interval is over validation windows and does not cover other seeds; with two there is none.
+- **minus dense**: mean difference from the dense baseline in the seeds that both have. \\* marks p <
+  {SIGNIFICANT} over seeds, after Holm's correction for all arms of the table. Code revisions may differ.
+- **params, active, FLOPs**: of the whole model; a token uses the active ones; FLOPs of a forward pass per
+  token.
+- **tokens/s**: timed apart from the runs; in brackets relative to the best dense block of the same study,
+  timed in the same session. Compare only these ratios: sessions differ in machine and load. A dash: not
+  timed.
+- **memory**: peak of the whole process on a CPU, or of its tensors on a GPU; mean over the seeds.
+- **speed-up**: the baseline's training FLOPs, or seconds, over those in which the arm reaches the
+  baseline's final loss. Seconds follow from the ratio in brackets; they flatter a mixture where that
+  dense block is a single expert, which is slower than the block alone (see `base`). An arm's schedule is
+  not over when it reaches that loss: a run planned to be this short would do better."""
+
+_ADD_A_ROW = f"""\
+## Add a row
+
+1. Write `configs/studies/NAME.yaml`, as in [Run a study](howto/study.md). To join a table, keep its corpus,
+   tokenizer, `data` options and tokens, and match its FLOPs: `d_ff: {{match: flops_per_token, of: swiglu}}`.
+   Most arms have the seeds 0 to 4; differences need shared seeds.
+2. Train, time the arms in turns, and add the results to `docs/studies/NAME`:
+
+   ```bash
+   {command("sweep")} --config configs/studies/NAME.yaml
+   {command("sweep")} --config configs/studies/NAME.yaml --time
+   {command("study_page")} configs/studies/NAME.yaml --runs runs/NAME
+   ```
+
+3. Write this page again:
+
+   ```bash
+   {command("study_page")} --leaderboard docs/leaderboard.md
+   ```
+
+With a dense arm in the study, its other arms get a ratio of tokens per second."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """The arms of one budget, with the lowest loss first."""
+
+    comparison: Comparison
+    """Compares each arm, named STUDY/ARM, with the dense baseline."""
+
+    @property
+    def arms(self) -> Sequence[Arm]:
+        return self.comparison.arms
+
+    @property
+    def base(self) -> Arm:
+        return self.comparison.arm(self.comparison.baseline)
+
+    @property
+    def winner(self) -> Arm:
+        return _best(self.arms)
+
+    @property
+    def title(self) -> str:
+        budget = self.base.budget
+        flops = compact(budget.model.flops_per_token)
+        return f"{compact(budget.tokens)} tokens, {flops} FLOPs per token"
+
+    @property
+    def num_rivals(self) -> int:
+        """Number of other arms that do not differ significantly from the winner."""
+        others = {a.name: (a.losses, self.winner.losses) for a in self.arms if a is not self.winner}
+        return len(others) - sum(d.is_claimed for d in paired_differences(others).values())
+
+    def speed(self, arm: Arm) -> float | None:
+        """Return the tokens per second over those of the best dense block timed in the same session."""
+        session = [a for a in self.arms if a.timed_step_seconds and _study(a) == _study(arm)]
+        dense = [*filter(_is_dense, session)]
+        ours, theirs = (
+            a.tokens_per_second if a in session else None for a in (arm, _best(dense or [arm]))
+        )
+        return ours / theirs if dense and ours and theirs else None
+
+    def flops_speed_up(self, arm: Arm) -> str:
+        """Return the baseline's training FLOPs over those in which the arm reaches its loss."""
+        reached = arm.reached
+        if reached is None or not reached.flops or not reached.steps:
+            return "not reached" if reached else NONE
+        ratio, ends = self.base.training_flops / reached.flops, reached.interval
+        ratios = ends and [ratio * reached.steps / steps for steps in (ends.high, ends.low)]
+        return with_interval(Interval(ratio, *ratios) if ratios else None, "{:.2f}".format, ratio)
+
+    def seconds_speed_up(self, arm: Arm) -> float | None:
+        """Return the baseline's seconds over those in which the arm reaches its loss."""
+        reached, speed = arm.reached, self.speed(arm)
+        if reached is None or not reached.steps or not speed:
+            return None
+        return speed * self.base.budget.tokens / (arm.budget.tokens * reached.steps / arm.steps)
+
+
+def leaderboard(studies: Path, link: str = "studies") -> str:
+    """Return the page of all studies in a folder.
+
+    Args:
+        link: path from the page to the folder of the studies' pages.
+
+    Raises:
+        ConfigError: the folder has no budget with a dense block and another arm.
+    """
+    seconds: dict[str, float] = {}
+    timed_on: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}  # training apart from its seed -> its arms in all studies
+    by_seed: dict[tuple[str, int], RunResult] = {}
+    for folder in sorted(table.parent for table in studies.glob(f"*/{RESULTS_FILE}")):
+        found = gather([folder])
+        seconds |= {f"{folder.name}/{arm}": value for arm, value in found.step_seconds.items()}
+        for path in found.timing_files:
+            machine = (read_object(path) or {}).get("machine", {})
+            timed_on.setdefault(str(machine.get("gpu") or machine.get("processor")), []).append(
+                folder.name
+            )
+        for result in found.results:
+            if not result.tuning and not result.option("init_from"):
+                training, name = identity(result), f"{folder.name}/{result.arm}"
+                names[training] = [*dict.fromkeys([*names.get(training, []), name])]
+                by_seed.setdefault((training, result.seed), result)
+    for same in names.values():
+        same.sort(key=lambda name: name not in seconds)  # the first is the name of the row
+    results = [r.model_copy(update={"arm": names[key][0]}) for (key, _), r in by_seed.items()]
+    boards = [board for group in _budgets(results) if (board := _board(group, seconds))]
+    if not boards:
+        raise ConfigError(
+            f"'{studies}' has no budget with results of a dense block and of another arm"
+        )
+    boards.sort(key=lambda board: (-len(board.arms), -board.base.training_flops))
+    links = {
+        same[0]: " = ".join(f"[{study}]({link}/{study}.md) {plain(arm)}" for study, _, arm in parts)
+        for same in names.values()
+        for parts in [[name.partition("/") for name in same]]
+    }
+    left_out = Counter(name.partition("/")[0] for name in links)
+    left_out.subtract(_study(arm) for board in boards for arm in board.arms)
+    alone = _listed(f"{count} of {study}" for study, count in left_out.items() if count)
+    machines = _listed(f"{machine} ({_listed(studies)})" for machine, studies in timed_on.items())
+    facts = (
+        f"Arms alone at their budget or without a dense block there: {alone}. Timed on: {machines}."
+    )
+    tables = (f"## {board.title}\n\n{_table(board, links)}" for board in boards)
+    parts = [
+        "# Leaderboard",
+        _head(boards),
+        _summary(boards, links),
+        _NOTES,
+        facts,
+        *tables,
+    ]
+    return "\n\n".join([*parts, _ADD_A_ROW]) + "\n"
+
+
+def _listed(items: Iterable[str]) -> str:
+    return ", ".join(items) or "none"
+
+
+# -- budgets
+
+
+def _budgets(results: Iterable[RunResult]) -> Iterable[Sequence[RunResult]]:
+    """Return the runs of each budget."""
+    groups: dict[str, list[RunResult]] = {}
+    for result in results:
+        options = [result.option(f"data.{key}") for key in VALIDATION_OPTIONS]
+        data = [*result.fingerprints.values(), *options, result.option("model.causal")]
+        groups.setdefault(str(data), []).append(result)
+    parts: list[list[RunResult]] = [*groups.values()]
+    for cost in (lambda r: r.budget.tokens, lambda r: r.budget.model.flops_per_token):
+        parts = [part for group in parts for part in _close(group, cost)]
+    return parts
+
+
+def _close(results: Sequence[RunResult], cost: Callable[[RunResult], int]) -> list[list[RunResult]]:
+    """Split runs into groups whose costs are within `MAX_MISMATCH` of the lowest of the group."""
+    groups: list[list[RunResult]] = []
+    for result in sorted(results, key=cost):
+        if not groups or cost(result) > cost(groups[-1][0]) * (1 + MAX_MISMATCH):
+            groups.append([])
+        groups[-1].append(result)
+    return groups
+
+
+def _board(results: Sequence[RunResult], seconds: Mapping[str, float]) -> Board | None:
+    """Compare the arms of a budget; None without a dense block and another arm."""
+    names = {result.arm for result in results}
+    arms = [Arm(name, [r for r in results if r.arm == name]) for name in names]
+    dense = [*filter(_is_dense, arms)]
+    if not dense or len(arms) == 1:
+        return None
+    found = Comparison.of(results, baseline=_best(dense).name)
+    timed = [replace(arm, timed_step_seconds=seconds.get(arm.name)) for arm in found.arms]
+    return Board(replace(found, arms=sorted(timed, key=lambda arm: arm.loss)))
+
+
+def _is_dense(arm: Arm) -> bool:
+    return arm.budget.model.params == arm.budget.model.active_params
+
+
+def _best(arms: Sequence[Arm]) -> Arm:
+    """Return the arm with the lowest mean loss, of those with `MIN_SEEDS` seeds if there are any."""
+    judged = [arm for arm in arms if len(arm.seeds) >= MIN_SEEDS]
+    return min(judged or arms, key=lambda arm: arm.loss)
+
+
+def _study(arm: Arm) -> str:
+    return arm.name.partition("/")[0]
+
+
+# -- parts of the page
+
+
+def _head(boards: Sequence[Board]) -> str:
+    sparse = [board for board in boards if not _is_dense(board.winner)]
+    claimed = [b for b in sparse if b.winner.difference and b.winner.difference.is_claimed]
+    timed = [ratio for b in sparse if (ratio := b.seconds_speed_up(b.winner))]
+    budgets = [arm.budget for board in boards for arm in board.arms]
+    active, tokens = (
+        f"{compact(min(values))} to {compact(max(values))}"
+        for values in ([b.model.active_params for b in budgets], [b.tokens for b in budgets])
+    )
+    return (
+        f"**A sparse block has the lowest loss at {len(sparse)} of {len(boards)} budgets, at {len(claimed)} "
+        f"of them significantly below the best dense block (p < {SIGNIFICANT} over seeds, corrected). In "
+        f"seconds, {sum(ratio > 1 for ratio in timed)} of the {len(timed)} winners that were timed reach "
+        f"that block's loss sooner. All models are small: {active} active parameters, {tokens} tokens.**"
+    )
+
+
+def _summary(boards: Sequence[Board], links: Mapping[str, str]) -> str:
+    rows: list[list[str]] = []
+    for board in boards:
+        winner, found = board.winner, board.winner.difference
+        sure = f"p {p_text(found.p_value)}, {found.num_pairs} seeds" if found else NONE
+        rows.append(
+            [
+                board.title,
+                links[winner.name],
+                _difference(winner),
+                "one seed: not known" if found and found.over == "windows" else sure,
+                board.flops_speed_up(winner),
+                number(board.seconds_speed_up(winner), ".2f"),
+                f"{board.num_rivals} of {len(board.arms) - 1}",
+            ]
+        )
+    head = "budget|wins|minus dense|how sure|speed-up, FLOPs|seconds|others not told from it"
+    return markdown_table(head.split("|"), rows, num_texts=2)
+
+
+def _table(board: Board, links: Mapping[str, str]) -> str:
+    rows: list[list[str]] = []
+    for arm in board.arms:
+        model, speed = arm.budget.model, board.speed(arm)
+        timed = number(arm.tokens_per_second if arm.timed_step_seconds else None, ",.0f")
+        rows.append(
+            [
+                links[arm.name],
+                with_interval(arm.interval, "{:.3f}".format, arm.loss),
+                _difference(arm) if arm.base else "baseline",
+                str(len(arm.seeds)),
+                compact(model.params),
+                compact(model.active_params),
+                compact(model.flops_per_token),
+                f"{timed} ({speed:.2f})" if speed else timed,
+                compact(arm.mean("peak_memory_bytes"), "B"),
+                board.flops_speed_up(arm) if arm.base else "1",
+                number(board.seconds_speed_up(arm), ".2f") if arm.base else "1",
+            ]
+        )
+    option = board.base.results[0].option
+    head = "arm|loss|minus dense|seeds|params|active|FLOPs|tokens/s|memory|speed-up, FLOPs|seconds"
+    return (
+        f"Corpus `{option('data.corpus.type')}`, tokenizer `{option('data.tokenizer.type')}`, windows of "
+        f"{option('data.seq_len')} tokens.\n\n{markdown_table(head.split('|'), rows)}"
+    )
+
+
+def _difference(arm: Arm) -> str:
+    found = arm.difference
+    text = with_interval(found.interval, "{:+.3f}".format, found.mean) if found else NONE
+    return f"{text} \\*" if found and found.is_claimed else text
