@@ -362,7 +362,7 @@ HEAD = "| study | question | published | found here |\n|---|---|---|---|\n"
 TITLE = (
     "# Studies\n\nEach study is a file in `configs/studies/`; its page shows how to run it. The results of "
     f"each run are a line of `NAME/results.jsonl`. `{command('study_page')} --leaderboard "
-    "docs/leaderboard.md` ranks the arms of all studies on [one page](../leaderboard.md).\n\n"
+    "docs/leaderboard.md` ranks the arms of all studies on one page.\n\n"
 )
 
 
