@@ -1,6 +1,6 @@
 """Figures, tables and pages: functions of a run that `moe_ffn.runs.reader` read, or of several.
 
-A run         page.py (report.html), run_summary.py (its texts), figures.py, layout_figures.py, dashboard.py (wandb)
+A run         page.py, run_summary.py (texts), figures.py, layout_figures.py, dashboard.py (wandb)
 Many runs     comparison_page.py, comparison_tables.py, arm_figures.py
 A study       study_page.py, study_fits.py, arm_sizes.py; leaderboard.py ranks the arms of all studies
 A text        trace.py and trace_view.py (experts of each token), expert_tokens.py (tokens of each expert)

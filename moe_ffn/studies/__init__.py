@@ -1,7 +1,7 @@
 """Studies: a question, the runs that answer it, and their statistics.
 
 Plan       config.py (the file of a study), budget.py (cost of a run)
-Train      sweep.py (the runs, several at a time), timing.py (speed of the arms, in turns), which.py (a search)
+Train      sweep.py (several runs at a time), timing.py (speed of the arms, in turns), which.py (a search)
 Read       gather.py (folders), result.py (one run as a value), differences.py (whether losses are comparable)
 Compare    comparison.py (arms), statistics.py (intervals and p-values)
 Fit        scaling_laws.py, isoflop.py, leverage.py, crossover.py
