@@ -18,7 +18,7 @@ def html_page(title: str, body: str, script: str = "") -> str:
         '{% extends "page.html" %}{% block body %}{{ body | safe }}{% endblock %}'
         "{% block script %}<script>{{ script | script }}</script>{% endblock %}"
     )
-    return template.render(title=title, body=body, script=script)
+    return template.render(kind="Test", title=title, body=body, script=script)
 
 
 def test_a_page_opens_from_disk_without_a_word(browser: Browser, tmp_path: Path) -> None:
