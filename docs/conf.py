@@ -28,6 +28,7 @@ exclude_patterns = ["_ext"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_show_sphinx = html_show_copyright = False
 html_copy_source = False
 html_show_sourcelink = False

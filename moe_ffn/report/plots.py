@@ -151,7 +151,7 @@ def render_plots(
 
 def figures_page(title: str, figures: Sequence[Any], script: str | None = None) -> str:
     """Return a page of plotly figures; for `script`, see `render_plots`."""
-    plots = numbered(figures=[plot_of(figure) for figure in figures])
+    plots = numbered(figures=[plot_of(f, is_wide=len(figures) == 1) for f in figures])
     return render_plots("figures.html", plots, script=script, title=title, reload_every=None)
 
 

@@ -347,7 +347,7 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Parts:
         f"command makes this page from that file, and `{page.name}/{FIGURES_FILE}` with all figures: "
         f"{', '.join(page.figures)}."
     )
-    return [commands, before, markdown_table(["", ""], rows), results]
+    return [commands, before, markdown_table(["fact", "value"], rows), results]
 
 
 def _range(values: Iterable[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len, set_cell_size
@@ -36,11 +37,37 @@ def page(trace: TextTrace, intro: str = "") -> str:
         trace=trace,
         intro=intro,
         ground=ground,
+        findings=findings(trace),
         legend=lines,
         dropped=DROPPED,
         short=short,
         empty_cell=empty_cell,
     )
+
+
+def findings(trace: TextTrace) -> list[str]:
+    """Return sentences on how evenly the text is spread over the experts; empty if no expert is chosen."""
+    pairs = [
+        (layer, choice)
+        for layer in trace.layers
+        if not layer.is_gate
+        for visit in trace.visits(layer)
+        for choice in visit.choices
+    ]
+    if not pairs:
+        return []
+    num_pairs = Counter(layer for layer, _ in pairs)
+    loads = Counter((layer, choice.expert) for layer, choice in pairs)
+    busiest = max(loads, key=lambda at: loads[at] / num_pairs[at[0]])
+    layer, expert = busiest
+    dropped = sum(choice.dropped for _, choice in pairs)
+    lines = [
+        f"The largest share goes to expert {layer.experts[expert]} of {layer.title}: "
+        f"{loads[busiest] / num_pairs[layer]:.0%} of the (token, expert) pairs of its layer, where an even "
+        f"share is {1 / len(layer.experts):.0%}.",
+        f"{len(loads)} of {sum(len(layer.experts) for layer in num_pairs)} experts get a token.",
+    ]
+    return lines + ([f"{dropped} of {len(pairs)} pairs are dropped."] if dropped else [])
 
 
 def table(trace: TextTrace, width: int) -> RenderableType:

@@ -428,7 +428,7 @@ def test_another_process_runs_an_exported_block(tmp_path: Path) -> None:
 
 def test_the_documented_table_is_this_one() -> None:
     columns = ("auto", *BACKENDS)
-    rows = ["| | " + " | ".join(f"`{backend}`" for backend in columns) + " |"]
+    rows = ["| operation | " + " | ".join(f"`{backend}`" for backend in columns) + " |"]
     rows.append("|---" * (len(columns) + 1) + "|")
     for what in (*WHAT, *DEVICES):
         cells = [REFUSED.get(what, {}).get(backend, ("yes",))[0] for backend in columns]

@@ -25,7 +25,7 @@ class Written:
         assert found
         plots = json.loads(found[1])
         self.size_of_data = len(found[1])
-        titles = re.findall(r'role="img" aria-label="([^"]*)"', self.html)
+        titles = re.findall(r'class="plot" .*? aria-label="([^"]*)"', self.html)
         self.figures: dict[str, list[dict[str, Any]]] = {
             unescape(title): figures for title, figures in zip(titles, plots.values(), strict=True)
         }

@@ -335,7 +335,7 @@ def test_all_figures_are_drawn_and_the_page_shows_those_that_the_study_lists(
     page = study_page(study(GATING + "figures: [curves.svg]"), results)
     figures = tmp_path / "gating" / "figures.html"
     assert page.write(tmp_path) == [tmp_path / "gating.md", figures, tmp_path / "README.md"]
-    drawn = re.findall(r"<h3>(.+?)</h3>", figures.read_text(encoding="utf-8"))
+    drawn = re.findall(r"<h2>(.+?)</h2>", figures.read_text(encoding="utf-8"))
     assert drawn == ["Difference from gelu", "Final loss against cost", "Validation loss"]
     assert re.findall(r"!\[.+\]\((.+)\)", page.markdown) == ["gating/curves.svg"]
     assert "with all figures: differences, cost, curves.\n" in page.markdown

@@ -234,4 +234,11 @@ def test_the_header_of_a_long_trace_stays_in_sight(browser: Browser, tmp_path: P
         assert details.is_visible(), "what a pointer would say, to a finger"
         assert "t50" in details.inner_text()
         assert "entropy 0.100 nats" in details.inner_text()
+        for key, shown in {
+            "ArrowDown": "token 51",
+            "ArrowLeft": "layer 4",
+            "ArrowUp": "token 50",
+        }.items():
+            found.page.keyboard.press(key)
+            assert shown in details.inner_text()
         assert found.overflow == 0

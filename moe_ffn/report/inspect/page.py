@@ -52,13 +52,13 @@ def _plots(found: Inspection) -> dict[str, list[Plot]]:
         for router in found.routers.values()
         if not router.is_gate and router.assignment.num_experts > 1
     }
-    agreement, taken = list[Plot](), list[Plot]()
+    agreement, taken, more_taken = list[Plot](), list[Plot](), list[Plot]()
     if choosers:
         agreement.append(plot_of(figures.agreements(found)))
         for name in (attribute.name for attribute in found.attributes if attribute.names):
             drawn = {at: figures.taken(found, router.name, name) for at, router in choosers.items()}
-            taken.append(choice_of(drawn))
-    return numbered(agreement=agreement, taken=taken)
+            (taken if name.endswith("class") else more_taken).append(choice_of(drawn))
+    return numbered(agreement=agreement, taken=taken, more_taken=more_taken)
 
 
 class PageParts:

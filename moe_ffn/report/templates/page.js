@@ -72,6 +72,14 @@
       displaylogo: false,
       displayModeBar: fingers.matches ? false : "hover",
       modeBarButtons: [["toImage", "resetScale2d"]],
+    }).then((plot) => {
+      // A screen reader says the title and the last values, not every number at an axis.
+      const lines = figure.data.map((trace) => trace.name).filter(Boolean);
+      plot.querySelectorAll(".main-svg").forEach((svg, number) => {
+        svg.setAttribute("role", "img");
+        svg.setAttribute("aria-label", [plot.ariaLabel, ...lines].join(", "));
+        if (number) svg.setAttribute("aria-hidden", "true");
+      });
     });
   }
 
