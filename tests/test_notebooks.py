@@ -44,11 +44,17 @@ CHECKS: dict[str, Callable[[dict[str, Any], list[Ran]], None]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all notebooks, as in Jupyter; they share the prepared corpus."""
+    return tmp_path_factory.mktemp("notebooks")
+
+
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_every_value(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     names: dict[str, Any] = {}
     cells = list(run_notebook(path, names))
     CHECKS[path.stem](names, cells)
@@ -74,25 +80,22 @@ def test_a_notebook_is_committed_as_jupyter_reads_it_and_without_outputs(path: P
 
 
 def test_a_page_has_code_outputs_and_figures(tmp_path: Path) -> None:
-    sources = {
-        "markdown": ["# A <title>"],
-        "code": ["print('<b>')\n", "7"],
-    }
-    code = {"execution_count": None, "outputs": []}
-    cells = [
-        {"cell_type": kind, "source": source, **(code if kind == "code" else {})}
-        for kind, source in sources.items()
-    ]
-    long = {"cell_type": "code", "source": ["for n in range(30):\n", "    print(n)"], **code}
-    broken = {"cell_type": "code", "source": ["1 / 0"], **code}
     path = tmp_path / "small.ipynb"
-    path.write_text(json.dumps({"cells": [*cells, long]}), encoding="utf-8")
+
+    def write(*cells: tuple[str, str]) -> None:
+        found = [{"cell_type": kind, "source": source} for kind, source in cells]
+        path.write_text(json.dumps({"cells": found}), encoding="utf-8")
+
+    figure = ("code", "import plotly.graph_objects as go\ngo.Figure()")
+    long = ("code", "for n in range(30):\n    print(n)")
+    write(("markdown", "# A <title>"), ("code", "print('<b>')\n7"), long, figure)
 
     page = as_markdown(path)
 
     assert page.startswith("# A <title>\n\n```python\nprint('<b>')\n7\n```\n\n")
     assert "<pre>&lt;b&gt;</pre><pre>7</pre>" in page
     assert "<details><summary>30 lines of output</summary><pre>0\n1\n" in page
-    path.write_text(json.dumps({"cells": [broken]}), encoding="utf-8")
+    assert page.index('src="../_static/plotly.js"') < page.index("Plotly.newPlot")
+    write(("code", "1 / 0"))
     with pytest.raises(ZeroDivisionError):
         as_markdown(path)
