@@ -71,9 +71,8 @@ def load_table(loads: Mapping[str, Sequence[float]]) -> str:
         load = loads[name]
         ordered = sorted(load, reverse=True) if widest > MAX_COLUMNS else load
         times = [ordered[place] * len(load) for place in spread(len(load), MAX_COLUMNS)]
-        cells += (
-            f'<span style="grid-column:1">{escape(name)}</span>{"".join(map(_load_cell, times))}'
-        )
+        cells += f'<span style="grid-column:1;padding-right:.5em">{escape(name)}</span>'
+        cells += "".join(map(_load_cell, times))
     order = "sorted by load" if widest > MAX_COLUMNS else "in order"
     columns = f"auto repeat({min(widest, MAX_COLUMNS)},2.2em)"
     style = "display:grid;justify-content:start;gap:1px;margin-top:.4em;font-size:12px;text-align:center"

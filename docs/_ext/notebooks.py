@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Iterator
@@ -84,6 +85,7 @@ def html_of(value: Any) -> str:
 def as_markdown(path: Path) -> str:
     """Run a notebook in an empty folder, and return it with its outputs as a page."""
     parts: list[str] = []
+    logging.disable(logging.WARNING)  # progress of training, which other libraries print
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         for cell in run_notebook(path, {}):
             if cell.kind == "markdown":
@@ -102,6 +104,7 @@ def as_markdown(path: Path) -> str:
                 output += html_of(cell.value)
             if output:
                 parts.append(f"``````{{raw}} html\n<div class='output'>\n{output}\n</div>\n``````")
+    logging.disable(logging.NOTSET)
     return "\n\n".join(parts) + "\n"
 
 
