@@ -22,7 +22,12 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "generated",
+    "notebooks",
 ]
+source_suffix = {
+    ".md": "markdown",
+    ".ipynb": "markdown",
+}  # `notebooks` makes Markdown of the latter
 exclude_patterns = ["_ext"]
 
 html_theme = "furo"

@@ -43,6 +43,7 @@ from moe_ffn.routing import (
 from moe_ffn.routing.capacity import CapacityConfig
 
 if TYPE_CHECKING:
+    from moe_ffn.cli.train import train
     from moe_ffn.runs.reader import load_run
     from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained
 
@@ -81,11 +82,13 @@ __all__ = [
     "routing_of_pairs",
     "save_pretrained",
     "solve_widths",
+    "train",
 ]
 
 
 _LAZY = {
     "load_run": "moe_ffn.runs.reader",
+    "train": "moe_ffn.cli.train",
     **dict.fromkeys(
         ("load_pretrained", "load_tokenizer", "save_pretrained"), "moe_ffn.weights.pretrained"
     ),

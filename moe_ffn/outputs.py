@@ -11,6 +11,8 @@ from typing import Any, Literal, NoReturn, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from moe_ffn import html_repr
+
 
 def summarize(value: Any) -> str:
     """Describe a dataclass on one line: `TokenContext(mask=bool[2, 16] on cpu)`.
@@ -156,6 +158,27 @@ class Routing:
             f"{_dtype_name(self.weights_N)} on {self.weights_N.device}",
         ]
         return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _repr_html_(self) -> str | None:
+        """Experts of the first tokens and load of each expert, drawn for a notebook; None without values."""
+        try:
+            chosen_N = self.real_N
+            first_N = chosen_N & (self.token_ids_N < html_repr.MAX_TOKENS)
+            columns = (self.token_ids_N, self.expert_ids_N, self.weights_N, self.dropped_N)
+            pairs = list(zip(*(column[first_N].tolist() for column in columns), strict=True))
+            counts_E = torch.bincount(self.expert_ids_N[chosen_N], minlength=self.num_experts)
+            load_E = (counts_E / counts_E.sum().clamp(min=1)).tolist()
+            dropped = int((self.dropped_N & chosen_N).sum())
+        except RuntimeError:  # there are no values: a fake tensor, or one on the meta device
+            return None
+        facts = {
+            "tokens": f"{self.num_tokens:,}",
+            "experts": f"{self.num_experts:,}",
+            "pairs": f"{int(counts_E.sum()):,}",
+            "dropped": f"{dropped:,}",
+        }
+        drawing = html_repr.routing_map(pairs, load_E)
+        return html_repr.card(type(self).__name__, facts, drawing)
 
     def _counted(self) -> list[str]:
         """Return the counts in `__repr__`; reads the values of the tensors."""
@@ -338,6 +361,13 @@ class FFNOutput:
         routings = (f"{name}={brief(routing)}" for name, routing in self.routings.items())
         lines = ",\n    ".join([f"hidden={brief(self.hidden)}", *routings])
         return f"{type(self).__name__}({lines})"
+
+    def _repr_html_(self) -> str:
+        """Shape of `hidden` and a drawing of each routing, for a notebook."""
+        parts: list[str] = []
+        for name, routing in self.routings.items():
+            parts += [html_repr.note(name), routing._repr_html_() or html_repr.note(repr(routing))]
+        return html_repr.card(type(self).__name__, {"hidden": brief(self.hidden)}, *parts)
 
     def __add__(self, other: object) -> NoReturn:
         raise TypeError(_NOT_A_TENSOR)

@@ -20,13 +20,14 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "moe_ffn"
 
 # What every room may use: options and their messages, files, the values of a layer, and its arithmetic.
-FOUNDATION = {"config", "files", "kernels", "outputs"}
+FOUNDATION = {"config", "files", "html_repr", "kernels", "outputs"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # The foundation.
     "config": {"files"},
     "files": set(),
-    "outputs": set(),
+    "html_repr": set(),
+    "outputs": {"html_repr"},
     "kernels": {"config", "files", "outputs"},
     # Ring 1: the layers. Routing, dispatch and experts never import each other.
     "routing": FOUNDATION,
@@ -64,6 +65,7 @@ MAY_IMPORT["__init__"] = FOUNDATION | {
     "model",
     "runs",  # `load_run`, when it is asked for
     "weights",  # `load_pretrained`, as well
+    "cli",  # `train`, as well
 }
 """Room or file of the package -> what it may import of the package."""
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_FAILED, announce_import
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config import trust
-from moe_ffn.config.environment import check_environment
+from moe_ffn.config.environment import check_environment, is_first_rank
 from moe_ffn.config.errors import ConfigError, command, printable
 from moe_ffn.config.import_path import explaining_custom_errors
+from moe_ffn.config.yaml_files import merge, read_yaml, validate
 from moe_ffn.files import reason
 from moe_ffn.kernels.memory import out_of_memory
 from moe_ffn.report.html import compact
@@ -25,6 +27,7 @@ from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig, own_config
 from moe_ffn.runs.identity import resume_with
 from moe_ffn.runs.memory import training_needs
+from moe_ffn.runs.reader import Run, load_run
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +52,8 @@ def main(argv: Sequence[str]) -> int:
             f"{trust.FLAG}: is for --resume only; a class that you name yourself is trusted; leave it out"
         )
     config = parse(options) if resume is None else resume.config
-    check_environment(
-        config.trainer.num_nodes
-    )  # before lightning is imported, which reads the same variables
-    with explaining_custom_errors():
-        log.info("%s", first_line(config, resume))
-    announce_import("lightning")
     try:
-        from moe_ffn.cli.training_run import train
-
-        train(config, resume)
+        _train(config, resume)
     except Exception as error:
         if not (sentence := out_of_memory(error)):
             raise
@@ -84,6 +79,42 @@ def first_line(config: TrainConfig, resume: Resume | None = None) -> str:
         f"{verb}: {layers}; {compact(params)} parameters{used}; {trainer.max_steps:,} steps of "
         f"{tokens:,} tokens (corpus {data.corpus.type}); {time}"
     )
+
+
+def train(options: Mapping[str, Any] | str | Path) -> Run:
+    """Train a run as `moe-ffn train` does, and return it.
+
+        ffn = {"type": "moe", "num_experts": 16}
+        run = moe_ffn.train({"model": {"ffn": ffn}, "trainer": {"max_steps": 200}})
+        run.summary.validation_loss
+
+    Of several processes, only the first returns; the others exit.
+
+    Args:
+        options: options nested as in YAML, or the path of a YAML file; the others keep their defaults.
+
+    Raises:
+        ConfigError: one line per mistake in the options.
+        SystemExit: training was interrupted or failed; `load_run` reads the folder of the run.
+    """
+    if not isinstance(options, Mapping):
+        options = read_yaml(Path(options), where=f"'{options}'")
+    folder = _train(validate(TrainConfig, merge(TrainConfig().to_dict(), options)), None)
+    if not is_first_rank():
+        raise SystemExit(0)
+    return load_run(folder)
+
+
+def _train(config: TrainConfig, resume: Resume | None) -> Path:
+    """Import what training needs, and train a run; see `training_run.train`."""
+    # Before lightning is imported, which reads the same variables.
+    check_environment(config.trainer.num_nodes)
+    with explaining_custom_errors():
+        log.info("%s", first_line(config, resume))
+    announce_import("lightning")
+    from moe_ffn.cli import training_run
+
+    return training_run.train(config, resume)
 
 
 def take_flags(argv: Sequence[str]) -> tuple[Namespace, list[str]]:

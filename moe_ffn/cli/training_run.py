@@ -56,11 +56,14 @@ Say = Callable[[str], None]
 """Print a line, on the first rank."""
 
 
-def train(config: TrainConfig, resume: Resume | None = None) -> None:
+def train(config: TrainConfig, resume: Resume | None = None) -> Path:
     """Validate the options, prepare the data, build and train the model, and write the results.
 
     Args:
         resume: the run to resume; None starts a new run.
+
+    Returns:
+        The folder of the run, on the first rank.
 
     Raises:
         ConfigError: the options, the data or the folder cannot be used, and no new folder was made; or the
@@ -128,6 +131,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
                 trainer.validate(module, datamodule=token_data, verbose=False)
         if is_main:
             finish(config, data, module, trainer, callbacks, loggers, console)
+    return folder
 
 
 def read_initial_weights(config: TrainConfig) -> Source | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from moe_ffn import html_repr
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import Refusal, Refusing, UseCase, first_refusal
 from moe_ffn.config.sizes import MatchConfig
@@ -179,6 +180,10 @@ PlaceExperts = Callable[[Experts, int], Dispatcher]
 MatchConfig.model_rebuild(_types_namespace={"FFNConfig": FFNConfig})
 
 
+SHOWN_SEQ_LEN = 1024
+"""Sequence length of the FLOPs that a notebook shows; it matters to blocks that choose among tokens."""
+
+
 class FFNBlock(nn.Module, ABC):
     """Maps (..., d_model) to (..., d_model), and returns its routings with the output.
 
@@ -209,6 +214,19 @@ class FFNBlock(nn.Module, ABC):
     def routers(self) -> dict[str, Router]:
         """Return the router of each entry of `FFNOutput.routings`, by the same names."""
         return {}
+
+    def _repr_html_(self) -> str:
+        """Type, size and cost, for a notebook; the cost of a block that keeps its `config` and `d_model`."""
+        facts = {"parameters": f"{sum(parameter.numel() for parameter in self.parameters()):,}"}
+        config, d_model = getattr(self, "config", None), getattr(self, "d_model", None)
+        if isinstance(config, FFNConfig) and isinstance(d_model, int):
+            facts |= {
+                "used by a token": f"{config.num_active_params(d_model):,}",
+                "FLOPs per token": f"{config.flops_per_token(d_model, SHOWN_SEQ_LEN):,}",
+                "width": f"{d_model:,}",
+            }
+        title = config.describe() if isinstance(config, FFNConfig) else type(self).__name__
+        return html_repr.card(title, facts, html_repr.folded("modules", repr(self)))
 
     def place_experts(self, place: PlaceExperts) -> None:
         """Divide the experts among ranks with `place`, and use the dispatcher that it returns from then on.

@@ -80,6 +80,7 @@ class ChainOfExpertsFFN(FFNBlock):
 
     def __init__(self, config: ChainOfExpertsConfig, d_model: int) -> None:
         super().__init__()
+        self.config = config
         self.d_model = d_model
         self.ffn = cast("MoEFFN", config.ffn.build(d_model))
         router, num_routable = config.ffn.router, config.ffn.num_routable

@@ -118,6 +118,7 @@ class MixtureOfDepthsFFN(FFNBlock):
 
     def __init__(self, config: MixtureOfDepthsConfig, d_model: int) -> None:
         super().__init__()
+        self.config = config
         self.d_model = d_model
         self.router = config.router.build(d_model, 1)
         self.ffn = config.ffn.build(d_model)

@@ -86,6 +86,7 @@ class SoftMoEFFN(FFNBlock):
 
     def __init__(self, config: SoftMoEConfig, d_model: int) -> None:
         super().__init__()
+        self.config = config
         self.d_model = d_model
         self.num_experts = config.num_experts
         self.slots_per_expert = config.slots_per_expert

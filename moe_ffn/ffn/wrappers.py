@@ -59,6 +59,7 @@ class WrapperFFN(FFNBlock):
 
     def __init__(self, config: WrapperConfig, d_model: int) -> None:
         super().__init__()
+        self.config = config
         self.d_model = d_model
         self.ffn = config.ffn.build(d_model)
 

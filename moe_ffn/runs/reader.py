@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moe_ffn import html_repr
 from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.config.trust import accepting_code
@@ -24,7 +25,8 @@ from moe_ffn.config.yaml_files import parse_yaml
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.ffn.base import ROUTING_SUFFIX
 from moe_ffn.files import read_text
-from moe_ffn.model.decoder import Decoder, DecoderOutput
+from moe_ffn.metrics.load_summary import summarize_load
+from moe_ffn.model.decoder import Decoder, DecoderOutput, short_name
 from moe_ffn.outputs import Routing
 from moe_ffn.runs.config import TrainConfig, own_config
 from moe_ffn.runs.custom_code import warn_if_code_changed
@@ -34,6 +36,7 @@ from moe_ffn.runs.folder import (
     CONFIG_FILE,
     FACTS_FILE,
     METRICS_FILE,
+    REPORT_FILE,
     SAMPLES_FILE,
     SUMMARY_FILE,
     TOKENIZER_FILE,
@@ -128,6 +131,37 @@ class Run:
             f"validation loss {loss or 0:.4f}": loss is not None,
         }
         return f"Run('{self.folder}', {', '.join(text for text, is_known in known.items() if is_known)})"
+
+    def _repr_html_(self) -> str:
+        """Loss, cost, load of the experts and a link to the page, for a notebook."""
+        counts = {
+            "parameters": self.facts.num_params,
+            "used by a token": self.facts.num_active_params,
+            "FLOPs per token": self.facts.flops_per_token,
+            "step": self.step,
+            "tokens per second": self.summary.tokens_per_second,
+        }
+        losses = {
+            "validation loss": self.summary.validation_loss or self.series("validation/loss").last,
+            "bits per byte": self.summary.validation_bits_per_byte,
+            "unigram model": self.summary.unigram_loss,
+        }
+        facts = {name: f"{loss:.4f}" for name, loss in losses.items() if loss is not None}
+        facts |= {name: f"{count:,.0f}" for name, count in counts.items() if count is not None}
+        facts["alarms"] = str(len(self.alarms))
+        loads = {
+            f"layer {short_name(layer)}": load
+            for layer, values in self.validated.items()
+            if summarize_load(load := values.get("load") or []) is not None
+        }
+        page = self.folder / REPORT_FILE
+        parts = [
+            html_repr.curve(self.series("train/loss").values, "training loss"),
+            html_repr.load_table(loads) if loads else "",
+            html_repr.link(str(page), "report") if page.is_file() else "",
+        ]
+        block = self.option("model.ffn.type")
+        return html_repr.card(f"{self.name}: {block}, {self.state}", facts, *parts)
 
     @cached_property
     def saved_model(self) -> SavedModel:

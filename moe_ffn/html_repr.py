@@ -1,0 +1,149 @@
+"""Small HTML cards that a notebook shows for a run, a block, its output or a routing.
+
+Plain text with inline styles: no script, nothing from the network, and readable on light and dark pages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from urllib.parse import quote
+
+MAX_ROWS, MAX_COLUMNS = 8, 16
+"""Maximum layers and experts in a table of loads."""
+
+MAX_TOKENS, MAX_EXPERTS = 24, 32
+"""Maximum tokens and experts in the drawing of a routing."""
+
+ABOVE, BELOW = "#e07b28", "#3f83d8"
+"""Colours of loads above and below the even share, visible on white and on black."""
+
+_CARD = (
+    "font:14px/1.5 system-ui,sans-serif;color:inherit;display:inline-block;max-width:100%;"
+    "box-sizing:border-box;overflow-x:auto;border:1px solid #8886;border-radius:6px;padding:.5em .9em"
+)
+_CELL, _LEFT = 11, 30
+"""Pixels of a cell in a drawing, and of the labels to its left."""
+
+
+def card(title: str, facts: Mapping[str, str], *parts: str) -> str:
+    """Return a card: a title, facts as name -> value, and parts that are HTML already."""
+    shown = "".join(
+        f'<span style="white-space:nowrap"><span style="opacity:.7">{escape(name)}</span> '
+        f"<b>{escape(value)}</b></span>"
+        for name, value in facts.items()
+    )
+    row = f'<div style="display:flex;flex-wrap:wrap;gap:0 1.2em">{shown}</div>'
+    return f'<div style="{_CARD}"><b>{escape(title)}</b>{row}{"".join(parts)}</div>'
+
+
+def note(text: str) -> str:
+    return f'<div style="font-size:12px;opacity:.75">{escape(text)}</div>'
+
+
+def folded(title: str, text: str) -> str:
+    """Return preformatted text that the reader opens."""
+    shown = f'<pre style="font-size:12px;margin:.3em 0 0;white-space:pre-wrap">{escape(text)}</pre>'
+    return f'<details style="font-size:12px"><summary>{escape(title)}</summary>{shown}</details>'
+
+
+def link(path: str, title: str) -> str:
+    """Return a link to a file; a notebook finds it from its own folder."""
+    return f'<a href="{escape(quote(path))}" style="color:inherit">{escape(title)}</a>'
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Return at most `most` of the indices below `count`, evenly spread from the first to the last."""
+    shown = min(most, count)
+    return [place * (count - 1) // max(shown - 1, 1) for place in range(shown)]
+
+
+def load_table(loads: Mapping[str, Sequence[float]]) -> str:
+    """Return a heat map of loads, a row for each layer; loads are shares of the layer's pairs.
+
+    Cells are multiples of the even share. Only some layers of a deep model are shown. More than
+    `MAX_COLUMNS` experts are sorted by load, and only some are shown.
+    """
+    widest = max(map(len, loads.values()))
+    names, cells = list(loads), ""
+    for name in (names[place] for place in spread(len(names), MAX_ROWS)):
+        load = loads[name]
+        ordered = sorted(load, reverse=True) if widest > MAX_COLUMNS else load
+        times = [ordered[place] * len(load) for place in spread(len(load), MAX_COLUMNS)]
+        cells += f'<span style="grid-column:1;padding-right:.5em">{escape(name)}</span>'
+        cells += "".join(map(_load_cell, times))
+    order = "sorted by load" if widest > MAX_COLUMNS else "in order"
+    columns = f"auto repeat({min(widest, MAX_COLUMNS)},2.2em)"
+    style = "display:grid;justify-content:start;gap:1px;margin-top:.4em;font-size:12px;text-align:center"
+    text = f"Load of the experts of each layer, {order}; 1.0 is the even share."
+    return f'<div style="{style};grid-template-columns:{columns}">{cells}</div>{note(text)}'
+
+
+def _load_cell(times: float) -> str:
+    """Return a cell for a load of `times` the even share; four times has the full colour."""
+    colour, depth = (ABOVE, (times - 1) / 3) if times > 1 else (BELOW, 1 - times)
+    return f'<span style="background:{colour}{round(200 * min(depth, 1)):02x}">{times:.1f}</span>'
+
+
+def routing_map(pairs: Sequence[tuple[int, int, float, bool]], load_E: Sequence[float]) -> str:
+    """Return a drawing of the experts (rows) of the first tokens (columns), and the load of each expert.
+
+    Args:
+        pairs: token, expert, weight, and whether the pair was dropped.
+        load_E: share of the pairs of each expert.
+    """
+    by_load = sorted(range(len(load_E)), key=lambda expert: -load_E[expert])
+    row_of = {expert: row for row, expert in enumerate(sorted(by_load[:MAX_EXPERTS]))}
+    seen = [pair for pair in pairs if pair[0] < MAX_TOKENS and pair[1] in row_of]
+    columns = 1 + max((token for token, *_ in seen), default=0)
+    largest = max((weight for _, _, weight, _ in seen), default=1) or 1
+    squares: dict[str, str] = {}
+    for token, expert, weight, is_dropped in seen:
+        level = max(0, min(3, int(4 * weight / largest)))
+        style = f'fill="none" stroke="{ABOVE}"' if is_dropped else f'opacity="{(level + 1) / 4}"'
+        corner = f"M{_LEFT + token * _CELL + 1} {row_of[expert] * _CELL + 1}"
+        squares[style] = squares.get(style, "") + f"{corner}h9v9h-9z"
+    bars, texts = "", ""
+    left, highest = _LEFT + columns * _CELL + 8, max(load_E) or 1
+    for expert, row in row_of.items():
+        top, width = row * _CELL, 60 * load_E[expert] / highest
+        bars += f"M{left} {top + 2}h{width:.1f}v7H{left}z"
+        texts += f'<text x="2" y="{top + 9}">{expert}</text>'
+        texts += f'<text x="{left + 64}" y="{top + 9}">{100 * load_E[expert]:.1f}%</text>'
+    even, height = left + 60 / len(load_E) / highest, len(row_of) * _CELL
+    rows = (
+        "Rows are experts"
+        if len(row_of) == len(load_E)
+        else f"Rows are the {len(row_of)} busiest experts"
+    )
+    text = (
+        f"{rows}, columns the first tokens. A darker square is a larger weight, a hollow one a dropped pair. "
+        "Bars: share of the pairs of each expert; the dashed line is the even share."
+    )
+    drawn = [f'<path {style} d="{path}"/>' for style, path in sorted(squares.items())]
+    size = f'width="{left + 104}" height="{height}" viewBox="0 0 {left + 104} {height}"'
+    label = f"experts of the first {columns} tokens, and the load of each expert"
+    style = "display:block;margin-top:.4em;max-width:100%;height:auto;font:9px system-ui,sans-serif"
+    return (
+        f'<svg {size} role="img" aria-label="{label}" style="{style}"><g fill="{BELOW}">{"".join(drawn)}'
+        f'<path d="{bars}" opacity=".6"/></g><g fill="currentColor">{texts}</g>'
+        f'<path d="M{even:.1f} 0v{height}" stroke="currentColor" stroke-dasharray="2 2"/></svg>{note(text)}'
+    )
+
+
+def curve(values: Sequence[float], name: str) -> str:
+    """Return a small line through the finite values and its two ends; empty without values."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    kept = [finite[place] for place in spread(len(finite), 80)]
+    low, high, step = min(kept), max(kept), 200 / max(len(kept) - 1, 1)
+    heights = [36 - 32 * (value - low) / ((high - low) or 1) for value in kept]
+    line = "L".join(f"{step * n:.0f} {height:.1f}" for n, height in enumerate(heights))
+    text = f"{name}: {finite[0]:.3f} to {finite[-1]:.3f}"
+    return (
+        f'<svg width="200" height="40" viewBox="0 0 200 40" role="img" aria-label="{escape(text)}" '
+        f'style="display:block;margin-top:.4em"><path fill="none" stroke="{BELOW}" stroke-width="1.5" '
+        f'd="M{line}"/></svg>{note(text)}'
+    )

@@ -1,0 +1,101 @@
+"""The notebooks of docs/notebooks: they run from top to bottom, and are committed without outputs."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+PATHS = sorted((DOCS / "notebooks").glob("*.ipynb"))
+
+sys.path.append(str(DOCS / "_ext"))
+from notebooks import Ran, as_markdown, html_of, run_notebook  # noqa: E402
+
+
+def check_which_block(names: dict[str, Any], cells: list[Ran]) -> None:
+    assert {arm.name for arm in names["comparison"].arms} == {"dense", "swiglu", "moe"}
+    assert all(
+        run.summary.validation_loss < run.summary.unigram_loss for run in names["runs"].values()
+    )
+
+
+def check_inside_mixtral(names: dict[str, Any], cells: list[Ran]) -> None:
+    printed = "".join(cell.printed for cell in cells)
+    assert "largest difference: 0" in printed or re.search(r"difference: \S+e-0[678]", printed)
+    own, replayed = (float(value) for value in re.findall(r"^[a-z ]+  (\d\.\d+)$", printed, re.M))
+    assert replayed < own
+
+
+def check_write_a_router(names: dict[str, Any], cells: list[Ran]) -> None:
+    assert names["run"].summary.validation_loss < names["run"].summary.unigram_loss
+    assert names["routed"].layers["layer_01"].num_experts == 8
+
+
+CHECKS: dict[str, Callable[[dict[str, Any], list[Ran]], None]] = {
+    "which_block": check_which_block,
+    "inside_mixtral": check_inside_mixtral,
+    "write_a_router": check_write_a_router,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all notebooks, as in Jupyter; they share the prepared corpus."""
+    return tmp_path_factory.mktemp("notebooks")
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_every_value(
+    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    cells = list(run_notebook(path, names))
+    CHECKS[path.stem](names, cells)
+    shown = [html_of(cell.value) for cell in cells if cell.value is not None]
+    assert len(shown) >= 3
+    assert not any("object at 0x" in html for html in shown)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_as_jupyter_reads_it_and_without_outputs(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    book = json.loads(text)
+    assert text == json.dumps(book, indent=1, ensure_ascii=False) + "\n"  # as Jupyter saves it
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    cells = book["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    assert all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"]) for cell in cells)
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
+        assert (path.parent / target).exists(), target
+
+
+def test_a_page_has_code_outputs_and_figures(tmp_path: Path) -> None:
+    path = tmp_path / "small.ipynb"
+
+    def write(*cells: tuple[str, str]) -> None:
+        found = [{"cell_type": kind, "source": source} for kind, source in cells]
+        path.write_text(json.dumps({"cells": found}), encoding="utf-8")
+
+    figure = ("code", "import plotly.graph_objects as go\ngo.Figure()")
+    long = ("code", "for n in range(30):\n    print(n)")
+    write(("markdown", "# A <title>"), ("code", "print('<b>')\n7"), long, figure)
+
+    page = as_markdown(path)
+
+    assert page.startswith("# A <title>\n\n```python\nprint('<b>')\n7\n```\n\n")
+    assert "<pre>&lt;b&gt;</pre><pre>7</pre>" in page
+    assert "<details><summary>30 lines of output</summary><pre>0\n1\n" in page
+    assert page.index('src="../_static/plotly.js"') < page.index("Plotly.newPlot")
+    write(("code", "1 / 0"))
+    with pytest.raises(ZeroDivisionError):
+        as_markdown(path)
