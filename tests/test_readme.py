@@ -23,7 +23,7 @@ from tests.helpers.tiny_runs import ForkedTraining
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXCHANGE = "docs/howto/exchange.md"
-GUIDES = [f"docs/howto/{name}.md" for name in ("custom_experts", "evaluate", "generate")]
+GUIDES = [f"docs/howto/{name}.md" for name in ("custom_experts", "evaluate")]
 PAGES = ("README.md", EXCHANGE, *GUIDES)
 
 

@@ -25,7 +25,7 @@ from tests.helpers.fake_wandb import KEY, Manners, history, inspect, wandb_serve
 
 ROOT = Path(__file__).parents[2]
 MAX_SECONDS_ADDED, MAX_SECONDS_ON_A_BUSY_MACHINE = 25, 150
-"""Limits of the time that wandb adds to a run; docs/howto/wandb.md has the first."""
+"""Limits of the time that wandb adds to a run; docs/howto/observe.md has the first."""
 
 FOLDER = r"runs/kept/wandb/offline-run-\S+"
 COMMANDS = rf"look: wandb leet {FOLDER}; upload: wandb sync {FOLDER}"

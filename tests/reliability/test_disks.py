@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER
-from tests.helpers.own_disk import ALONE, mounting
 from tests.helpers.same_run import require_same
 from tests.helpers.tiny_runs import (
     Finished,
@@ -29,6 +29,23 @@ pytestmark = pytest.mark.slow  # tests/training has what a disk does to each fil
 
 SAVE_OFTEN = {"checkpoints__every_n_steps": "2", "run__name": "run"}
 FULL, READ_ONLY = "No space left on device", "Read-only file system"
+
+
+ALONE = ("unshare", "-rm", "sh", "-c")
+"""Runs a script whose mounts nobody else sees."""
+
+
+def mounting(folder: object, size: str) -> str:
+    """The command that mounts an empty disk of this size at `folder`; the test is skipped, and says why,
+    where this machine does not permit it.
+    """
+    command = f"mount -t tmpfs -o size={size} none '{folder}'"
+    try:
+        subprocess.run([*ALONE, command], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", None) or str(error)
+        pytest.skip(f"this machine gives no disk of one's own ({why.splitlines()[0]})")
+    return command
 
 
 @cache

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,6 @@ from moe_ffn.runs.folder import (
     METRICS_FILE,
     TOKENIZER_FILE,
 )
-from tests.helpers.nobody import nobody, open_place
 from tests.helpers.tiny_runs import options, run_here, trained
 
 PROGRAMS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = {
@@ -28,6 +30,33 @@ PROGRAMS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] =
     "report": (lambda run: (str(run),), (METRICS_FILE,)),
 }
 """Arguments of each program, and the files that it needs."""
+
+
+NOBODY = 65534
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """Within this the process is that of a user without any rights, unless it is one already.
+
+    What is imported late has to be imported before: nobody may not be allowed to read it.
+    """
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@contextmanager
+def open_place() -> Iterator[Path]:
+    """A folder that all may enter, which pytest's own is not."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
 
 
 @pytest.fixture(scope="module", autouse=True)
