@@ -264,7 +264,7 @@ def test_the_trained_model_is_loaded_and_saved():
 
 def test_the_cost_of_the_swap_is_that_of_the_configs():
     rows = re.findall(r"^\| `--model.ffn.type (\w+)` \| (.*) \|$", README, re.MULTILINE)
-    assert [name for name, _ in rows] == ["dense", "moe"]
+    assert [name for name, _ in rows] == ["dense", "swiglu", "moe"]
     for name, cells in rows:
         config = parse(["--model.ffn.type", name])
         sizes = config.data.text_sizes
