@@ -145,6 +145,11 @@ def test_two_documents_have_the_end_of_one_between_them(
     assert found["loss"] == figures(trained(), "--data", tmp_path / "tokens.npy")["loss"]
 
 
+def test_a_text_of_two_tokens_has_one_to_predict(tmp_path: Path, figures: Any) -> None:
+    (tmp_path / "two.txt").write_text("ab")
+    assert figures(trained(), "--data", tmp_path / "two.txt")["num_tokens"] == 1
+
+
 def test_the_corpus_of_a_config_or_of_options_is_validated_on(
     figures: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
