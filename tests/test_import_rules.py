@@ -122,7 +122,7 @@ def room_of(path: Path) -> str:
 
 
 def room_named(parts: Sequence[str]) -> str:
-    of_arms = ("arm_", "comparison_", "study_", "markdown")
+    of_arms = ("arm_", "comparison_", "study_", "leaderboard", "markdown")
     if parts[0] == "report" and len(parts) > 1 and parts[1].startswith(of_arms):
         return "report of arms"
     return parts[0]

@@ -82,29 +82,32 @@ def html_of(value: Any) -> str:
     return shown or f"<pre>{escape(repr(value))}</pre>"
 
 
+def _shown(cell: Ran) -> str:
+    """Return a cell with its output in Markdown."""
+    if cell.kind == "markdown":
+        return cell.source
+    output = ""
+    if text := cell.printed.strip("\n"):
+        lines = len(text.splitlines())
+        output = f"<pre>{escape(text)}</pre>"
+        if lines > LONG:
+            output = f"<details><summary>{lines} lines of output</summary>{output}</details>"
+    if cell.value is not None:
+        output += html_of(cell.value)
+    code = f"```python\n{cell.source.rstrip()}\n```"
+    if not output:
+        return code
+    return f"{code}\n\n``````{{raw}} html\n<div class='output'>\n{output}\n</div>\n``````"
+
+
 def as_markdown(path: Path) -> str:
     """Run a notebook in an empty folder, and return it with its outputs as a page."""
-    parts: list[str] = []
     logging.disable(logging.WARNING)  # progress of training, which other libraries print
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        for cell in run_notebook(path, {}):
-            if cell.kind == "markdown":
-                parts.append(cell.source)
-                continue
-            parts.append(f"```python\n{cell.source.rstrip()}\n```")
-            output = ""
-            if text := cell.printed.strip("\n"):
-                lines = len(text.splitlines())
-                output = f"<pre>{escape(text)}</pre>"
-                if lines > LONG:
-                    output = (
-                        f"<details><summary>{lines} lines of output</summary>{output}</details>"
-                    )
-            if cell.value is not None:
-                output += html_of(cell.value)
-            if output:
-                parts.append(f"``````{{raw}} html\n<div class='output'>\n{output}\n</div>\n``````")
-    logging.disable(logging.NOTSET)
+    try:
+        with tempfile.TemporaryDirectory() as folder, chdir(folder):
+            parts = [*map(_shown, run_notebook(path, {}))]
+    finally:
+        logging.disable(logging.NOTSET)
     return "\n\n".join(parts) + "\n"
 
 

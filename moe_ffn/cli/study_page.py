@@ -2,7 +2,7 @@
 
     moe-ffn study_page gating.yaml --runs runs/gating
     moe-ffn study_page studies/*.yaml
-    moe-ffn study_page --leaderboard docs/leaderboard.md
+    moe-ffn study_page --leaderboard leaderboard.md
 
 The result of each run becomes a line of docs/studies/NAME/results.jsonl. The page, docs/studies/NAME.md, is
 made from this table and the study's file, so that it can be made again without the runs. All figures are in

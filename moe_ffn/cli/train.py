@@ -25,6 +25,7 @@ from moe_ffn.kernels.memory import out_of_memory
 from moe_ffn.report.html import compact
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig, own_config
+from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.identity import resume_with
 from moe_ffn.runs.memory import training_needs
 from moe_ffn.runs.reader import Run, load_run
@@ -63,7 +64,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def first_line(config: TrainConfig, resume: Resume | None = None) -> str:
-    """Return what a run will do, and how long that takes if it is the default run."""
+    """Return what a run will do, and how long that takes if it is the default run.
+
+    Raises:
+        ConfigError: a custom part counts wrongly; see `check_counts`.
+    """
+    check_counts(config)
     model, data, trainer = config.model, config.data, config.trainer
     blocks = " and ".join(dict.fromkeys(ffn.describe() for ffn in model.layer_ffns()))
     layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)} with {blocks}"

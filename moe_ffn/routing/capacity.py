@@ -177,7 +177,9 @@ def by_choice(routing: Routing) -> Tensor:
 
 def at_random(routing: Routing) -> Tensor:
     """Random order, from torch's generator (DeepSpeed's random token selection). Not causal."""
-    return torch.rand_like(routing.weights_N)
+    return torch.rand(
+        routing.token_ids_N.shape, dtype=torch.float32, device=routing.token_ids_N.device
+    )
 
 
 DROP_POLICIES: dict[str, Priority] = {

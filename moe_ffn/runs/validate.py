@@ -17,7 +17,7 @@ from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.custom_parts import check_counts, check_custom_parts
+from moe_ffn.runs.custom_parts import check_custom_parts
 from moe_ffn.runs.folder import check_run_folder
 from moe_ffn.runs.memory import check_fits
 from moe_ffn.training.config import resolve_precision
@@ -110,7 +110,6 @@ def find_hardware(config: TrainConfig) -> Hardware:
 
 def _check_sizes(config: TrainConfig) -> None:
     with explaining_custom_errors():
-        check_counts(config)
         check_fits(config)
 
 
