@@ -302,8 +302,8 @@ class ListedRouting(Routing):
 class Plan:
     """The pairs to compute: the row that each expert reads, and the weight of its result.
 
-    Pairs are sorted by expert. Pairs that are not computed (dropped, or padding) follow `offsets_E[-1]` with
-    weight 0, so that shapes do not depend on the data. A plan of `dispatch.plan_of_list` is not sorted.
+    Pairs are sorted by expert, except in a plan of `dispatch.plan_of_list`. Pairs that are not computed
+    (dropped, or padding) follow `offsets_E[-1]` with weight 0, so that shapes do not depend on the data.
     """
 
     token_ids_N: Tensor

@@ -23,7 +23,7 @@ from moe_ffn.cli.trace import trace_folder
 from moe_ffn.ffn.networks import memories
 
 FOLDER = Path(__file__).parent
-STUDY = FOLDER.parent / "studies" / "experts" / "results.jsonl"
+STUDIES = FOLDER.parent / "studies"
 
 STYLE = """
 svg { --paper: #ffffff; --ink: #1f2328; --mute: #656d76; --grid: #d0d7de;
@@ -255,8 +255,12 @@ def cost(page: dict[str, Any]) -> Drawing:
 
 EXPERTS = ("#6ec6ca", "#f6cf71", "#f89c74", "#dcb0f2", "#87c55f", "#9eb9f3", "#fe88b1", "#c9db74")
 """Colour of each expert; dark text is readable on all of them."""
-ARMS = {"e1": ("dense", "mute"), "e8": ("8 experts", "blue"), "e32": ("32 experts", "orange")}
-"""Arm of the study `experts` -> its label and colour."""
+ARMS = {
+    ("gating", "gelu"): ("dense", "mute"),
+    ("experts", "e8,d_model=64"): ("8 experts", "blue"),
+    ("experts", "e32,d_model=64"): ("32 experts", "orange"),
+}
+"""Study and arm -> its label and colour. The dense block is the best one of this budget, GELU."""
 
 
 def overview() -> Drawing:
@@ -285,9 +289,9 @@ def overview() -> Drawing:
         drawing.text((left - 6, y + 4), str(loss), "end", "small")
     for flops in (1, 2):
         drawing.text((left + 75 * (flops - 0.6), bottom + 18), f"{flops}e12", "middle", "small")
-    results = [json.loads(line) for line in STUDY.read_text(encoding="utf-8").splitlines()]
-    for number, (arm, (label, colour)) in enumerate(ARMS.items()):
-        runs = [run for run in results if run["arm"] == f"{arm},d_model=64"]
+    for number, ((study, arm), (label, colour)) in enumerate(ARMS.items()):
+        table = (STUDIES / study / "results.jsonl").read_text(encoding="utf-8")
+        runs = [run for run in map(json.loads, table.splitlines()) if run["arm"] == arm]
         budget = runs[0]["budget"]
         flops = 3 * budget["model"]["flops_per_token"] * budget["tokens"] / 1e12
         losses = [fmean(at) for at in zip(*(r["validation"]["losses"] for r in runs), strict=True)]

@@ -37,9 +37,9 @@ Tuning runs and runs that start from a trained model are left out.
   timed.
 - **memory**: peak of the whole process on a CPU, or of its tensors on a GPU; mean over the seeds.
 - **speed-up**: the baseline's training FLOPs, or seconds, over those in which the arm reaches the
-  baseline's final loss. Seconds follow from the ratio in brackets; they flatter a mixture where that
-  dense block is a single expert, which is slower than the block alone (see `base`). An arm's schedule is
-  not over when it reaches that loss: a run planned to be this short would do better."""
+  baseline's final loss. Seconds follow from the ratio in brackets. Where that dense block is a single
+  expert, which is slower than the block alone (see `base`), they make mixtures look faster than they are.
+  An arm's schedule is not over when it reaches that loss: a run planned to be this short would do better."""
 
 _ADD_A_ROW = f"""\
 ## Add a row
@@ -165,9 +165,7 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
     left_out.subtract(_study(arm) for board in boards for arm in board.arms)
     alone = _listed(f"{count} of {study}" for study, count in left_out.items() if count)
     machines = _listed(f"{machine} ({_listed(studies)})" for machine, studies in timed_on.items())
-    facts = (
-        f"Arms alone at their budget or without a dense block there: {alone}. Timed on: {machines}."
-    )
+    facts = f"Left out, because no dense arm or no other arm has their budget: {alone}. Timed on: {machines}."
     tables = (f"## {board.title}\n\n{_table(board, links)}" for board in boards)
     parts = [
         "# Leaderboard",
@@ -272,7 +270,7 @@ def _summary(boards: Sequence[Board], links: Mapping[str, str]) -> str:
                 f"{board.num_rivals} of {len(board.arms) - 1}",
             ]
         )
-    head = "budget|wins|minus dense|how sure|speed-up, FLOPs|seconds|others not told from it"
+    head = "budget|wins|minus dense|how sure|speed-up, FLOPs|seconds|others not significantly different"
     return markdown_table(head.split("|"), rows, num_texts=2)
 
 

@@ -30,8 +30,8 @@ class RouterConfig(TaggedConfig, frozen=True):
     learns: ClassVar[bool] = True
     """False if the assignment is fixed, so that no loss or rule can change it."""
     lookahead_reason: ClassVar[str] = ""
-    """Words for a message on how the router uses later tokens: `ranks tokens against later ones`. Empty for a
-    causal router."""
+    """Reason why the router is not causal, for messages, such as `ranks tokens against later ones`; empty if
+    it is causal."""
     is_tokenwise: ClassVar[bool] = False
     """True if, in evaluation, a token's experts depend only on the token and its id."""
     is_listed: ClassVar[bool] = False
@@ -76,7 +76,10 @@ class RouterConfig(TaggedConfig, frozen=True):
         """Return the mean number of experts per token, or the maximum if the number depends on the data."""
 
     def pairs_per_token(self, num_experts: int, seq_len: int) -> float:
-        """Return `experts_per_token` in sequences of `seq_len` tokens, if numbers of pairs are rounded."""
+        """Return the mean number of experts per token in sequences of `seq_len` tokens.
+
+        It differs from `experts_per_token` only if the router rounds its numbers of pairs.
+        """
         return self.experts_per_token(num_experts)
 
     @abstractmethod

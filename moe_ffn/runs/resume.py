@@ -140,14 +140,14 @@ class ResumePoint:
     run_id: str | None = None
     """Id of the run; None if its files are lost."""
     validated_step: int = -1
-    """Step of the last validation in the checkpoint, which may be before its own step; -1 without any."""
+    """Step of the last validation in the checkpoint, at most its own step; -1 without any."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that cannot be used, each with the reason."""
 
     def describe(self, folder: Path) -> str:
         if self.checkpoint is None:
             return f"resuming {folder} from the start: it has no checkpoint"
-        why = f"; skipped, since {'; '.join(self.skipped)}" if self.skipped else ""
+        why = f"; newer ones cannot be used: {'; '.join(self.skipped)}" if self.skipped else ""
         return f"resuming {folder} after step {self.step}, from {self.checkpoint.name}{why}"
 
 

@@ -5,7 +5,7 @@ the best dense block against the best mixture of experts, at full length. The la
 that the choice of the two does not bias their difference. All arms of a seed read the same text.
 
 Short runs favour dense blocks and few experts, which learn faster at first. So a candidate is ranked by where
-its loss is heading, and a difference that shrinks while the runs last is no answer.
+its loss is heading; and if the gap is still shrinking at the end of training, no winner is declared.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ WIDTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 TOKENS_PER_PARAMETER = 4
 """Training tokens for each active parameter; wider models would end before they have learned to differ."""
 MIN_STEPS = 200
-"""Steps of the longest runs below which blocks cannot be distinguished."""
+"""Fewest steps in the last round for which results are trusted."""
 MAX_DOUBLINGS = 2.0
-"""Doublings of the training within which the order of two blocks must not be about to change."""
+"""No winner is declared if the order of two blocks would change within so many doublings of training."""
 MAX_PASSES = 4
 """Passes over the text; later ones teach much less (Muennighoff et al. 2023, arXiv:2305.16264)."""
 OVERHEAD_SECONDS = 25.0

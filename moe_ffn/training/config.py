@@ -148,7 +148,8 @@ class AlarmsConfig(Config, frozen=True):
         sentences: list[str] = []
         if is_routed and num_steps < self.after_steps:
             sentences.append(
-                f"imbalance, drops and dead experts need {self.after_steps} steps, this run has {num_steps}"
+                f"collapse, dropped pairs and dead experts need {self.after_steps} steps, this run has "
+                f"{num_steps}"
             )
         if num_rows <= ROWS_BEFORE_SPIKES:
             sentences.append(

@@ -76,7 +76,7 @@ class TrainStepOutput(RoutedOutput):
 
 
 class LanguageModel(LightningModule):
-    """Predicts next tokens, or masked tokens. It logs nothing; callbacks read the outputs of its steps."""
+    """Predicts next tokens, or masked tokens. Callbacks log what its steps return."""
 
     byte_lengths: Tensor
     batch_at: Callable[[int], LoadedBatch]

@@ -83,7 +83,7 @@ def same(hf_key: str, key: str, fallback: Any = None) -> Part:
 
 
 def always(options: Options) -> Part:
-    """Set our options that this architecture implies without an option."""
+    """Set options that every model of this architecture has, but its `config.json` does not name."""
     return Part(lambda hf: options)
 
 

@@ -51,7 +51,7 @@ def test_a_run_worse_than_the_unigram_model_is_told_so(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_judged_is_said(tmp_path: Path) -> None:
-    too_short = "imbalance, drops and dead experts need 50 steps, this run has 30"
+    too_short = "collapse, dropped pairs and dead experts need 50 steps, this run has 30"
     assert f"\nnot judged yet: {too_short}\n" in shown(tmp_path, not_judged=[too_short])
     assert "not judged" not in shown(tmp_path)
 

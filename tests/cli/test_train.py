@@ -135,7 +135,7 @@ def test_the_screen_shows_losses_load_sample_and_where_the_results_are(moe_run: 
         f"unigram model   {summary['unigram_loss']:.4f} nats per token\n"
     ) in moe_run.stdout
     assert (
-        "not judged yet: imbalance, drops and dead experts need 50 steps, this run has 6\n"
+        "not judged yet: collapse, dropped pairs and dead experts need 50 steps, this run has 6\n"
         "not judged yet: jumps of the loss need 6 rows of metrics, this run has 3\n"
     ) in moe_run.stdout
     assert "Load of each expert on the validation split" in moe_run.stdout

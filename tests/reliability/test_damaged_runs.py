@@ -185,7 +185,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) 
 
     assert done.code == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("resuming "))
-    assert f"from {OLDER}; skipped, since {NEWEST} does not end in its checksum" in line
+    assert f"from {OLDER}; newer ones cannot be used: {NEWEST} does not end in its checksum" in line
     require_same(trained(), folder)
 
 

@@ -314,7 +314,8 @@ def test_a_run_resumes_to_more_steps_and_says_from_where(unfinished: Path) -> No
 
     assert done.code == 0, done.stderr
     assert (
-        f"resuming {unfinished} after step 4, from step_00000004.ckpt; skipped, since step_00000005.ckpt "
+        f"resuming {unfinished} after step 4, from step_00000004.ckpt; "
+        "newer ones cannot be used: step_00000005.ckpt "
         "does not end in its checksum: it was cut short, or is no checkpoint\n"
     ) in done.stdout
     assert done.stderr.count("tokenizer.json' is missing or damaged; it is recreated") == 1

@@ -115,7 +115,7 @@ class Advice:
             )
         if router.has_correction_bias:
             return self.objective.bias_rule.advice or raise_loss
-        return f"{raise_loss}, or take {option} 'sigmoid_top_k', whose bias a rule balances"
+        return f"{raise_loss}, or use {option} 'sigmoid_top_k', which balances with a bias"
 
 
 class AlarmRules(Checkpointed):

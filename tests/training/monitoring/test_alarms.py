@@ -337,7 +337,7 @@ def test_alarms_that_need_more_steps_are_named(rules: AlarmRules) -> None:
     # These rules want 20 steps; rows are ten steps apart.
     watch(rules, values())
     assert rules.not_judged(10, is_routed=True) == [
-        "imbalance, drops and dead experts need 20 steps, this run has 10",
+        "collapse, dropped pairs and dead experts need 20 steps, this run has 10",
         "jumps of the loss need 6 rows of metrics, this run has 1",
     ]
     assert rules.not_judged(10, is_routed=False) == [
