@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.kernels.native.routing import sort_by_expert
-from moe_ffn.outputs import ListedRouting, Plan, Routing
+from moe_ffn.outputs import PairsOnlyRouting, Plan, Routing
 
 
 def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
@@ -50,7 +50,7 @@ def plan_of_pairs(
     )
 
 
-def plan_of_list(routing: Routing, num_experts: int) -> Plan:
+def unsorted_plan(routing: Routing, num_experts: int) -> Plan:
     """The pairs in the router's order; `offsets_E` is empty, so nothing has length E.
 
     For experts that are rows of a table, which need no sorting. Pairs that are not computed have weight 0
@@ -63,7 +63,7 @@ def plan_of_list(routing: Routing, num_experts: int) -> Plan:
         offsets_E=routing.expert_ids_N.new_zeros(0, dtype=torch.int32),
         pair_ids_N=torch.arange(uncomputed_N.shape[0], device=uncomputed_N.device),
         expert_ids_N=routing.expert_ids_N.masked_fill(uncomputed_N, 0),
-        listed_k=routing.listed_k if isinstance(routing, ListedRouting) else None,
+        pairs_per_token=routing.pairs_per_token if isinstance(routing, PairsOnlyRouting) else None,
     )
 
 

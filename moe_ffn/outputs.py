@@ -140,7 +140,7 @@ class Routing:
 
     logits_TE: Tensor | None = None
     """float32 (or wider), the router's scores before any normalisation. None if there are too many experts
-    for a (T, E) table; see `ListedRouting`."""
+    for a (T, E) table; see `PairsOnlyRouting`."""
 
     scores_TE: Tensor | None = None
     """float32 (or wider), the normalised scores, non-negative. None if `logits_TE` is None."""
@@ -162,13 +162,13 @@ class Routing:
     def _repr_html_(self) -> str | None:
         """Experts of the first tokens and load of each expert, drawn for a notebook; None without values."""
         try:
-            chosen_N = self.real_N
-            first_N = chosen_N & (self.token_ids_N < html_repr.MAX_TOKENS)
+            selected_N = self.active_N
+            first_N = selected_N & (self.token_ids_N < html_repr.MAX_TOKENS)
             columns = (self.token_ids_N, self.expert_ids_N, self.weights_N, self.dropped_N)
             pairs = list(zip(*(column[first_N].tolist() for column in columns), strict=True))
-            counts_E = torch.bincount(self.expert_ids_N[chosen_N], minlength=self.num_experts)
+            counts_E = torch.bincount(self.expert_ids_N[selected_N], minlength=self.num_experts)
             load_E = (counts_E / counts_E.sum().clamp(min=1)).tolist()
-            dropped = int((self.dropped_N & chosen_N).sum())
+            dropped = int((self.dropped_N & selected_N).sum())
         except RuntimeError:  # there are no values: a fake tensor, or one on the meta device
             return None
         facts = {
@@ -186,17 +186,17 @@ class Routing:
         try:
             if self.mask_T is not None:
                 parts.append(f"num_real_tokens={int(self.num_real_tokens)}")
-            num_real = int(self.real_N.sum())
+            num_real = int(self.active_N.sum())
             if num_real < len(self.token_ids_N):
                 parts.append(f"num_real_pairs={num_real}")
-            share = int((self.dropped_N & self.real_N).sum()) / max(num_real, 1)
+            share = int((self.dropped_N & self.active_N).sum()) / max(num_real, 1)
             parts.append(f"dropped={share:.1%}")
         except RuntimeError:  # there are no values: a fake tensor, or one on the meta device
             pass
         return parts
 
     @property
-    def is_listed(self) -> bool:
+    def is_pairs_only(self) -> bool:
         """True if (T, E) tables would be too large; only the chosen pairs are stored."""
         return self.scores_TE is None
 
@@ -208,7 +208,7 @@ class Routing:
         return self.mask_T.sum()
 
     @property
-    def real_N(self) -> Tensor:
+    def active_N(self) -> Tensor:
         """bool, True for the pairs that the router chose for real tokens."""
         if self.mask_T is None:
             return torch.ones_like(self.dropped_N)
@@ -222,7 +222,7 @@ class Routing:
     @property
     def uncomputed_N(self) -> Tensor:
         """bool, True for the pairs that no expert computes: dropped, padding, or not chosen."""
-        return self.dropped_N if self.mask_T is None else self.dropped_N | ~self.real_N
+        return self.dropped_N if self.mask_T is None else self.dropped_N | ~self.active_N
 
     def require(self, table: Literal["logits_TE", "scores_TE"], needed_by: str) -> Tensor:
         """Return `logits_TE` or `scores_TE`.
@@ -249,13 +249,13 @@ class Routing:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ChosenRouting(Routing):
+class VariableKRouting(Routing):
     """Routing with a number of chosen pairs that depends on the data.
 
     The router lists the maximum number of pairs, so that shapes do not depend on the data.
     """
 
-    chosen_N: Tensor
+    selected_N: Tensor
     """bool, False for listed pairs that the router did not choose."""
 
     capacity_k: float | None = None
@@ -263,16 +263,16 @@ class ChosenRouting(Routing):
     a causal router sets a fixed number here. None: use the actual count."""
 
     @property
-    def real_N(self) -> Tensor:
-        return self.chosen_N if self.mask_T is None else self.chosen_N & super().real_N
+    def active_N(self) -> Tensor:
+        return self.selected_N if self.mask_T is None else self.selected_N & super().active_N
 
     @property
     def uncomputed_N(self) -> Tensor:
-        return self.dropped_N | ~self.real_N
+        return self.dropped_N | ~self.active_N
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SparsityTargetRouting(ChosenRouting):
+class SparsityTargetRouting(VariableKRouting):
     """Routing of a router whose number of experts per token is steered by a rule (ReLU routing)."""
 
     target_k: float
@@ -288,13 +288,13 @@ class NoisyRouting(Routing):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ListedRouting(Routing):
+class PairsOnlyRouting(Routing):
     """Routing among too many experts for (T, E) tables (product keys); losses use the listed pairs."""
 
     logits_N: Tensor
     """float32 (or wider), the score of each pair before any normalisation."""
 
-    listed_k: int
+    pairs_per_token: int
     """K, the number of pairs of every token; the list is a flattened (T, K) table."""
 
 
@@ -302,7 +302,7 @@ class ListedRouting(Routing):
 class Plan:
     """The pairs to compute: the row that each expert reads, and the weight of its result.
 
-    Pairs are sorted by expert, except in a plan of `dispatch.plan_of_list`. Pairs that are not computed
+    Pairs are sorted by expert, except in a plan of `dispatch.unsorted_plan`. Pairs that are not computed
     (dropped, or padding) follow `offsets_E[-1]` with weight 0, so that shapes do not depend on the data.
     """
 
@@ -319,10 +319,10 @@ class Plan:
     """int64, the index of each pair in the routing, which is sorted by token."""
 
     expert_ids_N: Tensor | None = None
-    """int64, the expert of each pair, in a `plan_of_list`; None in a sorted plan, which has `offsets_E`."""
+    """int64, the expert of each pair, in a `unsorted_plan`; None in a sorted plan, which has `offsets_E`."""
 
-    listed_k: int | None = None
-    """K, if a `plan_of_list` has exactly K pairs for every row of `x_TD`, in row order; otherwise None."""
+    pairs_per_token: int | None = None
+    """K, if a `unsorted_plan` has exactly K pairs for every row of `x_TD`, in row order; otherwise None."""
 
     def __repr__(self) -> str:
         return summarize(self)
@@ -383,10 +383,10 @@ class FFNOutput:
 for _value in (
     TokenContext,
     Routing,
-    ChosenRouting,
+    VariableKRouting,
     SparsityTargetRouting,
     NoisyRouting,
-    ListedRouting,
+    PairsOnlyRouting,
     Plan,
     FFNOutput,
 ):

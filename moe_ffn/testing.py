@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import ConfigError, UseCase, explain, show
-from moe_ffn.dispatch import make_plan, plan_of_list
+from moe_ffn.dispatch import make_plan, unsorted_plan
 from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import FFNBlock, FFNConfig
-from moe_ffn.outputs import FFNOutput, ListedRouting, Routing, TokenContext
+from moe_ffn.outputs import FFNOutput, PairsOnlyRouting, Routing, TokenContext
 from moe_ffn.routing import Router, RouterConfig, routing_of_pairs
 
 Kind = TypeVar("Kind")
@@ -51,7 +51,7 @@ def check_ffn(
 
     Args:
         ffn: a built block, or an argument of `build_ffn`, whose config is checked too, such as `num_params`
-            and `refusal`.
+            and `unsupported`.
         d_model: D; needed unless `ffn` is a block with this attribute.
         causal: True if the block is for a causal model; outputs must not depend on later tokens.
         seq_len: maximum length of the test sequences.
@@ -241,7 +241,7 @@ class Trial:
             "logits_TE": TE,
             "scores_TE": TE,
         }
-        if isinstance(routing, ListedRouting):
+        if isinstance(routing, PairsOnlyRouting):
             shapes["logits_N"] = N
         for name, shape in shapes.items():
             found = getattr(routing, name)
@@ -250,9 +250,9 @@ class Trial:
                 raise self.error(
                     f"its routing has {name} of shape {tuple(found.shape)}, expected {shape}"
                 )
-        if routing.logits_TE is None and not isinstance(routing, ListedRouting):
-            wanted = f"ListedRouting.logits_N, expected of shape {N}"
-            if not routing.is_listed:
+        if routing.logits_TE is None and not isinstance(routing, PairsOnlyRouting):
+            wanted = f"PairsOnlyRouting.logits_N, expected of shape {N}"
+            if not routing.is_pairs_only:
                 wanted = f"logits_TE, its scores before any normalisation, expected of shape {TE}"
             raise self.error(f"its routing has no {wanted}")
         if routing.scores_TE is not None and (routing.scores_TE < 0).any():
@@ -267,23 +267,23 @@ class Trial:
             ids = getattr(routing, name)
             if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
                 raise self.error(f"its routing has {name} that are not int64 from 0 to {end - 1}")
-        if isinstance(routing, ListedRouting):
-            k, ids = routing.listed_k, routing.token_ids_N.tolist()
+        if isinstance(routing, PairsOnlyRouting):
+            k, ids = routing.pairs_per_token, routing.token_ids_N.tolist()
             if type(k) is not int or ids != [
                 token for token in range(num_tokens) for _ in range(k)
             ]:
                 raise self.error(
-                    f"its routing has listed_k {show_value(k)}, but token_ids_N are not every token so "
-                    "many times"
+                    f"its routing has pairs_per_token {show_value(k)}, but token_ids_N are not every "
+                    "token so many times"
                 )
         return routing
 
     def require_causal(self, config: FFNConfig | RouterConfig) -> None:
         """Raise if the model is causal and the part's config says that the part is not."""
-        if self.causal and (refusal := config.refusal(UseCase(causal=True))):
+        if self.causal and (unsupported := config.unsupported(UseCase(causal=True))):
             raise self.error(
-                f"{refusal.reason}, so a causal model could see the tokens it must predict; "
-                f"{refusal.advice}, or {self.way_out}"
+                f"{unsupported.reason}, so a causal model could see the tokens it must predict; "
+                f"{unsupported.advice}, or {self.way_out}"
             )
 
     def require_blind_to_future(
@@ -355,7 +355,8 @@ class Trial:
             raise self.error(
                 "its config does not refuse UseCase(cached=True), but the token at position "
                 f"{int(moved_S.argmax())} has another output alone than in its sequence, so generated text "
-                "would be wrong; refuse it in refusal(use_case), or leave is_tokenwise or supports_cache out"
+                "would be wrong; say so in unsupported(use_case), or leave is_tokenwise or supports_cache "
+                "out"
             )
 
     # -- checks of each kind of part
@@ -413,8 +414,8 @@ class Trial:
             self.require_causal(config)
         self.require_blind_to_future(block, hidden)
         cached = UseCase(cached=True)
-        if config is not None and config.refusal(cached) is None:
-            alone = config.refusal(replace(cached, history=False)) is None
+        if config is not None and config.unsupported(cached) is None:
+            alone = config.unsupported(replace(cached, history=False)) is None
             self.require_same_alone(block, hidden, hidden if alone else hidden_after)
         move_off_zero(block)
         infos = {} if config is None else config.router_infos()
@@ -435,12 +436,13 @@ class Trial:
             routing = route(x, ids)
             if x.shape[1] == self.length:
                 self.require_routing(routing, num_experts)
-            if routing.is_listed != config.is_listed:
+            if routing.is_pairs_only != config.is_pairs_only:
                 raise self.error(
-                    f"its routing has {'no' if routing.is_listed else 'a'} table scores_TE, but its config "
-                    f"says is_listed {config.is_listed}; set is_listed: ClassVar[bool] = {routing.is_listed}"
+                    f"its routing has {'no' if routing.is_pairs_only else 'a'} table scores_TE, but its "
+                    f"config says is_pairs_only {config.is_pairs_only}; set is_pairs_only: ClassVar[bool] = "
+                    f"{routing.is_pairs_only}"
                 )
-            weights_N = routing.weights_N.masked_fill(~routing.real_N, 0)
+            weights_N = routing.weights_N.masked_fill(~routing.active_N, 0)
             weights_TE = weights_N.new_zeros(routing.num_tokens, routing.num_experts)
             weights_TE.index_put_((routing.token_ids_N, routing.expert_ids_N), weights_N, True)
             return weights_TE.unflatten(0, ids.shape)
@@ -450,7 +452,7 @@ class Trial:
             weights(self.x(), self.token_ids_BS())
         self.require_causal(config)
         self.require_blind_to_future(router, weights)
-        if config.refusal(UseCase(cached=True)) is None:
+        if config.unsupported(UseCase(cached=True)) is None:
             self.require_same_alone(router, weights, weights)
         move_off_zero(router)
         router.train()
@@ -491,7 +493,7 @@ class Trial:
         ids_T1 = (torch.arange(len(x_TD), device=self.device) % num_experts)[:, None]
         ones_TE = torch.ones(len(x_TD), num_experts, device=self.device)
         pairs = routing_of_pairs(ones_TE[:, :1], ids_T1, ones_TE, ones_TE, TokenContext())
-        plan_function = plan_of_list if experts.are_embeddings else make_plan
+        plan_function = unsorted_plan if experts.are_embeddings else make_plan
         plan = plan_function(pairs, num_experts)
         move_off_zero(experts)
         who = "what its experts return"

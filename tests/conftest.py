@@ -17,7 +17,7 @@ from moe_ffn import build_ffn
 from moe_ffn.cli.logs import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.outputs import ChosenRouting, NoisyRouting, Routing, SparsityTargetRouting
+from moe_ffn.outputs import NoisyRouting, Routing, SparsityTargetRouting, VariableKRouting
 from moe_ffn.routing import TopKRouterConfig
 from tests.helpers import identity_router
 from tests.helpers.every_router import decide
@@ -109,11 +109,11 @@ def make_routing() -> Callable[..., Routing]:
             "sequence_length": num_tokens,
         }
         if "target_k" in replaced or "capacity_k" in replaced:
-            values["chosen_N"] = torch.ones(num_tokens * k, dtype=torch.bool)
+            values["selected_N"] = torch.ones(num_tokens * k, dtype=torch.bool)
         kinds = {
             "target_k": SparsityTargetRouting,
-            "capacity_k": ChosenRouting,
-            "chosen_N": ChosenRouting,
+            "capacity_k": VariableKRouting,
+            "selected_N": VariableKRouting,
             "selection_probs_TE": NoisyRouting,
         }
         kind = next((kind for name, kind in kinds.items() if name in replaced), Routing)

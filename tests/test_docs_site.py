@@ -70,8 +70,8 @@ def check_reading(names: dict[str, Any], printed: str) -> None:
 def check_router(names: dict[str, Any], printed: str) -> None:
     assert "MaxVio" in printed
     assert names["output"].routing.num_experts == 8
-    refusal = "router.type 'expert_choice' ranks tokens against later ones, so a causal model"
-    assert f"MoEFFN: {refusal}" in printed
+    unsupported = "router.type 'expert_choice' ranks tokens against later ones, so a causal model"
+    assert f"MoEFFN: {unsupported}" in printed
 
 
 CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {

@@ -103,7 +103,7 @@ def test_an_output_shows_each_routing_by_name() -> None:
     output = build_ffn({"type": "mixture_of_depths", "ffn": "moe"}, D_MODEL)(torch.randn(2, 6, 16))
     text = text_of(output._repr_html_())
     assert text.startswith(
-        "FFNOutput hidden float32[2, 6, 16] on cpu routing ChosenRouting tokens 12"
+        "FFNOutput hidden float32[2, 6, 16] on cpu routing VariableKRouting tokens 12"
     )
     assert " inner Routing tokens 6 " in text
     dense = build_ffn("dense", D_MODEL)(torch.randn(2, 6, 16))

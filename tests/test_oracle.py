@@ -26,7 +26,7 @@ from moe_ffn.ffn import CombineConfig
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.activations import GATE_ACTIVATIONS
 from moe_ffn.kernels.select import BACKENDS
-from moe_ffn.outputs import ChosenRouting
+from moe_ffn.outputs import VariableKRouting
 from tests.helpers.every_router import ROUTERS
 
 D_MODEL, NUM_EXPERTS = 8, 4  # of `build_moe`
@@ -168,8 +168,8 @@ def oracle(moe: MoEFFN, x_BSD: Tensor, mask_BS: Tensor, limit: Limit) -> tuple[T
     num_experts = routing.num_experts
 
     chosen, capacity_k = [True] * len(token_ids), None
-    if isinstance(routing, ChosenRouting):
-        chosen, capacity_k = routing.chosen_N.tolist(), routing.capacity_k
+    if isinstance(routing, VariableKRouting):
+        chosen, capacity_k = routing.selected_N.tolist(), routing.capacity_k
     real = [n for n, t in enumerate(token_ids) if mask[t] and chosen[n]]
     places_left = [len(real)] * num_experts
     if limit.factor is not None:

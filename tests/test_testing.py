@@ -23,7 +23,7 @@ AHEAD = "so a causal model could see the tokens it must predict"
 def test_every_block_of_the_package_passes_and_is_refused_in_a_causal_model_where_it_is_not(
     ffn: str,
 ) -> None:
-    causal = FFNConfig.model_validate(ffn).refusal(UseCase(causal=True)) is None
+    causal = FFNConfig.model_validate(ffn).unsupported(UseCase(causal=True)) is None
     for part in (ffn, build_ffn(ffn, D_MODEL)):
         check_ffn(part, D_MODEL, causal=causal, seq_len=32)
         if not causal:

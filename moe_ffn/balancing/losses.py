@@ -17,7 +17,7 @@ from einops import reduce
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.balancing.listed import (
+from moe_ffn.balancing.pairs_only import (
     entropy_of_list,
     importance_of_list,
     load_balance_of_list,
@@ -37,7 +37,7 @@ from moe_ffn.balancing.sums import (
     token_entropy,
 )
 from moe_ffn.config.base import Config
-from moe_ffn.outputs import ListedRouting, NoisyRouting, Routing, SparsityTargetRouting
+from moe_ffn.outputs import NoisyRouting, PairsOnlyRouting, Routing, SparsityTargetRouting
 
 
 class BalancingWeights(Config, frozen=True):
@@ -73,7 +73,7 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     Returns:
         Scalar; 0 if no token is real.
     """
-    if routing.is_listed:
+    if routing.is_pairs_only:
         return load_balance_of_list(routing)
     scores_E = sum_of_scores(routing, "load_balance")
     return load_times_scores(pairs_per_expert(routing), scores_E, routing.num_real_tokens)
@@ -112,7 +112,7 @@ def sequence_load_balancing_loss(routing: Routing) -> Tensor:
 
     The loss is for balance within every sequence. Sequences with only padding do not count.
     """
-    if routing.is_listed:
+    if routing.is_pairs_only:
         return load_balance_of_list(routing, by_sequence=True)
     length = max(routing.sequence_length, 1)
     pairs_BE = pairs_per_sequence(routing)
@@ -146,10 +146,10 @@ def importance_cv2_loss(routing: Routing) -> Tensor:
 
     It is 0 at balance, and includes the weights of dropped pairs.
     """
-    if routing.is_listed:
+    if routing.is_pairs_only:
         mean, variance = importance_of_list(routing)
         return variance / mean.square().clamp(min=torch.finfo(mean.dtype).tiny)
-    weights_N = torch.where(routing.real_N, routing.weights_N, 0)
+    weights_N = torch.where(routing.active_N, routing.weights_N, 0)
     importance_E = weights_N.new_zeros(routing.num_experts)
     return cv_squared(importance_E.index_add(0, routing.expert_ids_N, weights_N))
 
@@ -175,9 +175,9 @@ def load_cv2_loss(routing: Routing) -> Tensor:
 def router_z_loss(routing: Routing) -> Tensor:
     """Return mean_t logsumexp(logits_t)^2 (Zoph et al. 2022, ST-MoE, equation 5), which keeps logits small.
 
-    For a `ListedRouting` the logsumexp is over the logits of the listed pairs.
+    For a `PairsOnlyRouting` the logsumexp is over the logits of the listed pairs.
     """
-    if isinstance(routing, ListedRouting):
+    if isinstance(routing, PairsOnlyRouting):
         return mean_over_tokens(logsumexp_of_list(routing).square(), routing)
     logits_TE = routing.require("logits_TE", "router_z")
     return mean_over_tokens(logits_TE.logsumexp(dim=-1).square(), routing)
@@ -189,7 +189,7 @@ def router_entropy_loss(routing: Routing) -> Tensor:
 
     Without this loss, top-p routing uses ever more experts (Huang et al. 2024, arXiv:2403.07652, equation 6).
     """
-    if routing.is_listed:
+    if routing.is_pairs_only:
         return entropy_of_list(routing)
     scores_TE = normalized_scores(routing, "router_entropy")
     return mean_over_tokens(token_entropy(scores_TE), routing)
@@ -278,7 +278,7 @@ def _without_noise(routers: Routers) -> str:
 
 def _without_tables(routers: Routers) -> str:
     for layer, router, num_experts in routers:
-        if router.is_listed:
+        if router.is_pairs_only:
             return (
                 f"needs a score for each expert, but the router '{router.type}' of layer {layer} scores only "
                 f"the chosen ones of its {num_experts} experts; use objective.load_balance"

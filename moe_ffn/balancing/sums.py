@@ -72,7 +72,7 @@ def cv_squared(values_E: Tensor) -> Tensor:
 @takes_routing
 def pairs_per_expert(routing: Routing) -> Tensor:
     """Return the number of real pairs of each expert, int64 (E,), before dropping."""
-    expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
+    expert_ids_N = routing.expert_ids_N.masked_fill(~routing.active_N, routing.num_experts)
     return count_pairs(expert_ids_N, routing.num_experts + 1)[:-1]
 
 
@@ -83,7 +83,7 @@ def pairs_per_sequence(routing: Routing) -> Tensor:
     length = max(routing.sequence_length, 1)
     num_cells = routing.num_tokens // length * num_experts
     cell_N = routing.token_ids_N // length * num_experts + routing.expert_ids_N
-    pairs = count_pairs(cell_N.masked_fill(~routing.real_N, num_cells), num_cells + 1)[:-1]
+    pairs = count_pairs(cell_N.masked_fill(~routing.active_N, num_cells), num_cells + 1)[:-1]
     return rearrange(pairs, "(b e) -> b e", e=num_experts)
 
 

@@ -24,7 +24,7 @@ from moe_ffn.files import reason
 from moe_ffn.kernels.memory import out_of_memory
 from moe_ffn.report.html import compact
 from moe_ffn.runs import folder as run_folder
-from moe_ffn.runs.config import Resume, TrainConfig, own_config
+from moe_ffn.runs.config import Resume, TrainConfig, saved_config
 from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.identity import resume_with
 from moe_ffn.runs.memory import training_needs
@@ -162,7 +162,7 @@ def find_resume(run: str, argv: Sequence[str]) -> Resume:
     given = [f"--config={folder / run_folder.CONFIG_FILE}", *argv]
     if any(word.partition("=")[0] in ("-h", "--help") for word in argv):
         parse(given)  # exits, and runs no custom code
-    own = own_config(folder / run_folder.CONFIG_FILE)
+    own = saved_config(folder / run_folder.CONFIG_FILE)
     return resume_with(parse(given), own, folder, is_named=bool(run))
 
 

@@ -18,7 +18,7 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Unsupported:
     """Reason why a config cannot serve a `UseCase`, and the fix."""
 
     reason: str
@@ -29,8 +29,8 @@ class Refusal:
     def __str__(self) -> str:
         return f"{self.reason}; {self.advice}"
 
-    def inside(self, option: str) -> Refusal:
-        """Prefix the refusal with `option.`: `capacity.drop ...`."""
+    def inside(self, option: str) -> Unsupported:
+        """Prefix the reason with `option.`: `capacity.drop ...`."""
         return replace(self, reason=f"{option}.{self.reason}")
 
 
@@ -38,7 +38,7 @@ class Refusal:
 class UseCase:
     """Conditions under which a block or router will run: causal model, cache, device, ranks.
 
-    A config that does not support them returns the reason from `refusal`.
+    A config that does not support them returns the reason from `unsupported`.
     """
 
     causal: bool = False
@@ -53,17 +53,19 @@ class UseCase:
     """Ranks among which the experts are divided."""
 
 
-class Refusing(Protocol):
+class HasRequirements(Protocol):
     """A config, or another value, that may refuse a use case."""
 
-    def refusal(self, use_case: UseCase) -> Refusal | None: ...
+    def unsupported(self, use_case: UseCase) -> Unsupported | None: ...
 
 
-def first_refusal(parts: Mapping[str, Refusing], use_case: UseCase) -> Refusal | None:
-    """Return the first refusal among the parts of a config; the keys are their options."""
+def first_unsupported(
+    parts: Mapping[str, HasRequirements], use_case: UseCase
+) -> Unsupported | None:
+    """Return the first reason among the parts of a config; the keys are their options."""
     for option, part in parts.items():
-        if refusal := part.refusal(use_case):
-            return refusal.inside(option)
+        if unsupported := part.unsupported(use_case):
+            return unsupported.inside(option)
     return None
 
 

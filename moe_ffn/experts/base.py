@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import Refusal, UseCase
+from moe_ffn.config.errors import Unsupported, UseCase
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.outputs import Plan
@@ -69,11 +69,11 @@ class ExpertsConfig(TaggedConfig, frozen=True):
         """Return a config with the current width, independent of later `experts_per_token`."""
         return self
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         """Return the reason why the experts cannot serve a use case; None if they can."""
         if self.divides_over_ranks or use_case.num_ranks == 1:
             return None
-        return Refusal(
+        return Unsupported(
             f"type '{self.type}' does not support expert parallelism (divides_over_ranks is False in its "
             "config)",
             "set parallel.expert to 1",
@@ -84,7 +84,7 @@ class Experts(nn.Module, ABC):
     """E parallel networks of equal shape; their weights are stacked along the first axis."""
 
     are_embeddings: bool = False
-    """True if an expert is a row of embedding tables. Plans are then unsorted (`dispatch.plan_of_list`), and
+    """True if an expert is a row of embedding tables. Plans are then unsorted (`dispatch.unsorted_plan`), and
     experts without tokens cost nothing."""
 
     @property

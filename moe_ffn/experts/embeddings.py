@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import Refusal, UseCase
+from moe_ffn.config.errors import Unsupported, UseCase
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.kernels.activations import ACTIVATIONS, Activation
@@ -35,10 +35,10 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
     def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
         return self.num_tables * linear_flops(d_model, 1)
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         if use_case.num_ranks == 1:
             return None
-        return Refusal(
+        return Unsupported(
             f"type '{self.type}' looks up table rows for each token, and cannot compute the tokens of "
             "other ranks",
             "set parallel.expert to 1; parallel.shard divides the tables",
@@ -152,8 +152,8 @@ def expert_of_each_pair(plan: Plan, num_experts: int) -> Tensor:
 
 def dot_with_token(rows_ND: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
     """Return (N,), the dot product of each pair's row with its token."""
-    if plan.listed_k is not None:  # avoids a copy of the token for each of its rows
-        rows_TKD = rows_ND.unflatten(0, (-1, plan.listed_k))
+    if plan.pairs_per_token is not None:  # avoids a copy of the token for each of its rows
+        rows_TKD = rows_ND.unflatten(0, (-1, plan.pairs_per_token))
         return torch.einsum("tkd,td->tk", rows_TKD, x_TD).flatten()
     return torch.einsum("nd,nd->n", rows_ND, x_TD.index_select(0, plan.token_ids_N))
 
@@ -162,9 +162,9 @@ def weighted_sum(rows_ND: Tensor, weights_N: Tensor, plan: Plan, x_TD: Tensor) -
     """Return (T, D), the weighted sum of each token's rows, computed in at least float32, like `x_TD`."""
     rows_ND = rows_ND.to(weights_N.dtype)
     with without_autocast(x_TD):
-        if plan.listed_k is not None:
+        if plan.pairs_per_token is not None:
             # Not `len(x_TD)`: torch.export would fix the number of tokens.
-            table = (-1, plan.listed_k)
+            table = (-1, plan.pairs_per_token)
             rows_TKD, weights_TK = rows_ND.unflatten(0, table), weights_N.unflatten(0, table)
             return torch.einsum("tk,tkd->td", weights_TK, rows_TKD).to(x_TD.dtype)
         weighted_ND = (weights_N[:, None, None] @ rows_ND.unsqueeze(1)).squeeze(1)

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import describe_options
-from moe_ffn.config.errors import Refusal, UseCase
+from moe_ffn.config.errors import Unsupported, UseCase
 from moe_ffn.config.sizes import (
     HiddenWidth,
     gated_width,
@@ -68,14 +68,14 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
     def with_fixed_width(self, d_model: int, experts_per_token: float) -> MatrixExpertsConfig:
         return self.model_copy(update={"d_ff": self.width(d_model, experts_per_token)})
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         needed = BACKEND_DEVICES.get(self.backend)
         if None not in (needed, use_case.device) and needed != use_case.device:
-            return Refusal(
+            return Unsupported(
                 f"backend ({self.backend}) runs on {needed}, but this run is on {use_case.device}",
                 "use auto",
             )
-        return super().refusal(use_case)
+        return super().unsupported(use_case)
 
 
 class MatrixExperts(Experts):

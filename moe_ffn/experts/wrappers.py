@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config
-from moe_ffn.config.errors import Refusal, UseCase, first_refusal
+from moe_ffn.config.errors import Unsupported, UseCase, first_unsupported
 from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
@@ -70,8 +70,8 @@ class ExpertsWrapperConfig(ExpertsConfig, frozen=True):
         fixed = self.experts.with_fixed_width(self.inner_width(d_model), experts_per_token)
         return self.model_copy(update={"experts": fixed})
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
-        return first_refusal({"experts": self.experts}, use_case)
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
+        return first_unsupported({"experts": self.experts}, use_case)
 
 
 class ExpertsWrapper(Experts):
@@ -266,9 +266,13 @@ def rows_of_pairs(x_RD: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
     rows_ND = x_RD.index_select(0, plan.token_ids_N)
     places_N = torch.arange(rows_ND.shape[0], device=x_RD.device)
     ones_N = torch.ones_like(plan.weights_N)
-    listed_k = None if plan.listed_k is None else 1
+    pairs_per_token = None if plan.pairs_per_token is None else 1
     pairs = replace(
-        plan, token_ids_N=places_N, weights_N=ones_N, pair_ids_N=places_N, listed_k=listed_k
+        plan,
+        token_ids_N=places_N,
+        weights_N=ones_N,
+        pair_ids_N=places_N,
+        pairs_per_token=pairs_per_token,
     )
     return rows_ND, pairs
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe_ffn import html_repr
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import Refusal, Refusing, UseCase, first_refusal
+from moe_ffn.config.errors import HasRequirements, Unsupported, UseCase, first_unsupported
 from moe_ffn.config.sizes import MatchConfig
 from moe_ffn.dispatch import Dispatcher
 from moe_ffn.experts.base import Experts, ExpertsConfig
@@ -45,7 +45,7 @@ class RouterInfo:
     shared_expert: FFNConfig | None = None
     """The block that processes every token in addition to its routed experts."""
 
-    is_gate: bool = False
+    selects_tokens: bool = False
     """True for the router of a mixture of depths: only the tokens that it chooses enter the inner block and
     its routings."""
 
@@ -130,20 +130,20 @@ class FFNConfig(TaggedConfig, frozen=True):
         """The experts in the option `experts`; None for a block without experts."""
         return None
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         """Return the reason why this block cannot serve a use case, and what to use instead; None if it can.
 
-        By default the first refusal of an inner part. Override it to allow cached decoding: the base class
+        By default the first reason of an inner part. Override it to allow cached decoding: the base class
         cannot know whether a block mixes tokens.
         """
-        refusal = first_refusal(inner_configs(self), use_case)
-        if refusal is None and use_case.cached:
-            return Refusal(
+        unsupported = first_unsupported(inner_configs(self), use_case)
+        if unsupported is None and use_case.cached:
+            return Unsupported(
                 f"type '{self.type}' may mix tokens, so it cannot decode with a cache",
-                "if its output depends on one token only, let `refusal` in its config return None when "
+                "if its output depends on one token only, let `unsupported` in its config return None when "
                 "use_case.cached",
             )
-        return refusal
+        return unsupported
 
     @abstractmethod
     def build(self, d_model: int) -> FFNBlock: ...
@@ -167,7 +167,7 @@ class FFNConfig(TaggedConfig, frozen=True):
         return self.type
 
 
-def inner_configs(config: FFNConfig) -> dict[str, Refusing]:
+def inner_configs(config: FFNConfig) -> dict[str, HasRequirements]:
     """Return the configs inside a block by option: its inner blocks, then its experts."""
     stack = config.expert_stack
     experts = {} if stack is None else {"experts": stack.config}

@@ -12,7 +12,7 @@ from typing import Literal, cast
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import Refusal, UseCase, first_refusal
+from moe_ffn.config.errors import Unsupported, UseCase, first_unsupported
 from moe_ffn.ffn.base import (
     FFNBlock,
     FFNConfig,
@@ -42,8 +42,8 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
     rounds: int = Field(default=2, ge=1, le=100)
     """C, the number of passes of a token through the mixture."""
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
-        return first_refusal(inner_configs(self), use_case)
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
+        return first_unsupported(inner_configs(self), use_case)
 
     def router_infos(self) -> dict[str, RouterInfo]:
         (info,) = self.ffn.router_infos().values()

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
-from moe_ffn.config.errors import Refusal, UseCase
+from moe_ffn.config.errors import Unsupported, UseCase
 from moe_ffn.config.sizes import HiddenWidth, gated_width, given_width, linear_flops, linear_params
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, check_input, flatten_tokens, without_padding
 from moe_ffn.kernels.activations import (
@@ -36,7 +36,7 @@ class IdentityConfig(FFNConfig, frozen=True):
 
     type: Literal["identity"] = "identity"
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         return None
 
     def build(self, d_model: int) -> FFNBlock:
@@ -62,7 +62,7 @@ class HiddenWidthConfig(FFNConfig, frozen=True):
 
     num_matrices: ClassVar[int] = 2
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         return None
 
     def width(self, d_model: int) -> int:
@@ -144,16 +144,16 @@ class ConvConfig(HiddenWidthConfig, frozen=True):
     activation: Activation = "gelu"
     """Element-wise function between the two convolutions."""
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         if self.kernel_size == 1:
             return None
         if not self.causal and (use_case.causal or use_case.cached):
-            return Refusal(
+            return Unsupported(
                 f"causal (false) with kernel_size ({self.kernel_size}) looks ahead",
                 "set it to true",
             )
         if use_case.cached:
-            return Refusal(
+            return Unsupported(
                 f"kernel_size ({self.kernel_size}) looks at earlier tokens", "use kernel_size 1"
             )
         return None

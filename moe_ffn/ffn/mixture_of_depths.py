@@ -13,7 +13,7 @@ from einops import rearrange, repeat
 from pydantic import model_validator
 from torch import Tensor
 
-from moe_ffn.config.errors import Refusal, UseCase, first_refusal
+from moe_ffn.config.errors import Unsupported, UseCase, first_unsupported
 from moe_ffn.ffn.base import (
     OWN_ROUTING,
     FFNBlock,
@@ -45,7 +45,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> MixtureOfDepthsConfig:
-        if any(info.is_gate for info in self.ffn.router_infos().values()):
+        if any(info.selects_tokens for info in self.ffn.router_infos().values()):
             raise ValueError(
                 f"ffn.type ('{self.ffn.type}') must not be another mixture of depths; multiply their "
                 "router.k instead"
@@ -64,24 +64,26 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
         """Fraction of the tokens that pass through the block."""
         return self.router.experts_per_token(1)
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         if use_case.causal:
-            if refusal := self.router.refusal(use_case):
-                return replace(refusal, advice="use 'relu' or 'expert_threshold'").inside("router")
+            if unsupported := self.router.unsupported(use_case):
+                return replace(unsupported, advice="use 'relu' or 'expert_threshold'").inside(
+                    "router"
+                )
             if any(info.capacity.is_limited for info in self.ffn.router_infos().values()):
-                return Refusal(
+                return Unsupported(
                     "ffn.capacity grows with the number of tokens chosen, later ones among them",
                     "set ffn.capacity.factor and eval_factor to null",
                 )
         parts = {"router": self.router, "ffn": self.ffn}
-        return first_refusal(parts, replace(use_case, history=False))
+        return first_unsupported(parts, replace(use_case, history=False))
 
     def router_infos(self) -> dict[str, RouterInfo]:
         inner = {
             name: replace(info.inside("ffn"), token_fraction=self.share)
             for name, info in self.ffn.router_infos().items()
         }
-        return {OWN_ROUTING: RouterInfo(self.router, 1, is_gate=True)} | prefix_names(
+        return {OWN_ROUTING: RouterInfo(self.router, 1, selects_tokens=True)} | prefix_names(
             "inner", inner
         )
 

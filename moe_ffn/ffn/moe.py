@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, describe_options, errors_at
-from moe_ffn.config.errors import Refusal, UseCase, first_refusal
-from moe_ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, plan_of_list
+from moe_ffn.config.errors import Unsupported, UseCase, first_unsupported
+from moe_ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, unsorted_plan
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import (
@@ -100,15 +100,15 @@ class MoEConfig(FFNConfig, frozen=True):
         share = self.num_experts / self.num_routable
         return self.router.experts_per_token(self.num_routable) * share
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         if self.num_experts % use_case.num_ranks:
-            return Refusal(
+            return Unsupported(
                 f"num_experts ({self.num_experts}) cannot be divided evenly among "
                 f"{use_case.num_ranks} ranks",
                 "change it or parallel.expert",
             )
         parts = {"router": self.router, "capacity": self.capacity, **inner_configs(self)}
-        return first_refusal(parts, use_case)
+        return first_unsupported(parts, use_case)
 
     def router_infos(self) -> dict[str, RouterInfo]:
         info = RouterInfo(
@@ -175,7 +175,7 @@ class MoEFFN(FFNBlock):
         self.capacity = config.capacity
         self.router = config.router.build(d_model, config.num_routable)
         self.experts = config.expert_stack.build(d_model)
-        self.make_plan = plan_of_list if self.experts.are_embeddings else make_plan
+        self.make_plan = unsorted_plan if self.experts.are_embeddings else make_plan
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.zero_computation = self.shared_expert = None
         if config.zero_computation.total:

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
-from moe_ffn.config.errors import Refusal, UseCase
+from moe_ffn.config.errors import Unsupported, UseCase
 from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.ffn.base import FFNBlock, check_input, flatten_tokens
 from moe_ffn.ffn.wrappers import WrapperConfig, WrapperFFN
@@ -58,13 +58,13 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the hash function; layers with equal seeds share the function."""
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         if use_case.cached and not use_case.history:
-            return Refusal(
+            return Unsupported(
                 f"type '{self.type}' reads earlier tokens, which a mixture of depths may skip",
                 "put the mixture of depths inside 'ngram_memory'",
             )
-        return super().refusal(use_case)
+        return super().unsupported(use_case)
 
     @property
     def num_tables(self) -> int:

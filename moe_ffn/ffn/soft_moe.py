@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import Refusal, UseCase
+from moe_ffn.config.errors import Unsupported, UseCase
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
@@ -37,17 +37,17 @@ class SoftMoEConfig(FFNConfig, frozen=True):
     experts: ExpertsConfig = GatedExpertsConfig()
     """Kind of network of each expert; by default as wide as the dense block."""
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         if use_case.causal or use_case.cached:
-            return Refusal(
+            return Unsupported(
                 "type 'soft_moe' mixes all tokens of a sequence",
                 "use 'moe' with router.type 'top_k'",
             )
         if use_case.num_ranks > 1:
-            return Refusal(
+            return Unsupported(
                 "type 'soft_moe' sends every token to every expert", "set parallel.expert to 1"
             )
-        return super().refusal(use_case)
+        return super().unsupported(use_case)
 
     @property
     def expert_stack(self) -> ExpertStack:

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import Refusal, UseCase, first_refusal
+from moe_ffn.config.errors import Unsupported, UseCase, first_unsupported
 from moe_ffn.experts.wrappers import InnerNormConfig, build_norm
 from moe_ffn.ffn.base import (
     FFNBlock,
@@ -35,8 +35,8 @@ class WrapperConfig(FFNConfig, frozen=True):
         """Return the number of parameters of the wrapper itself."""
         return 0
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
-        return first_refusal(inner_configs(self), use_case)
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
+        return first_unsupported(inner_configs(self), use_case)
 
     def router_infos(self) -> dict[str, RouterInfo]:
         return {name: info.inside("ffn") for name, info in self.ffn.router_infos().items()}

@@ -71,7 +71,7 @@ def swap_ffn(
         target = FFNConfig.model_validate(config)
     except ValidationError as error:
         raise ConfigError("\n".join(f"config.{line}" for line in explain(error))) from error
-    if (why := target.refusal(UseCase(causal=True))) is not None:
+    if (why := target.unsupported(UseCase(causal=True))) is not None:
         raise ConfigError(f"swap_ffn: the model is causal, but config.{why}")
     made: dict[str, SwappedFFN] = {}
     changes: dict[int, float] = {}

@@ -53,7 +53,7 @@ def is_compiled(weights: ExpertWeights) -> bool:
     return has_kernel(weights) and unavailable_reason() is None
 
 
-def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
+def unsupported_reason(x_TD: Tensor, weights: ExpertWeights) -> str | None:
     """Return the reason why `cpu` cannot run these tokens; None if it can."""
     if x_TD.device.type == "cpu":
         return NOT_BY_TRANSFORMS if is_transform_on() else None

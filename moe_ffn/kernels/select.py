@@ -29,9 +29,9 @@ BACKENDS: dict[str, Backend] = {
 """Backends by name; a test compares each with a double loop over tokens and experts."""
 
 REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
-    "cpu": cpu.refusal,
+    "cpu": cpu.unsupported_reason,
     "grouped_mm": grouped_mm_refusal,
-    "triton": triton.refusal,
+    "triton": triton.unsupported_reason,
 }
 """Backend -> reason why it cannot run these tokens and weights, or None. Unlisted backends run all."""
 
@@ -53,12 +53,12 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
         return cpu.run_operator(x_TD, plan, weights)  # all backends have equal output shapes
     if backend == "auto":
         backend = best_backend(x_TD, plan, weights)
-    elif (reason := refusal(backend, x_TD, weights)) is not None:
+    elif (reason := unsupported_reason(backend, x_TD, weights)) is not None:
         raise ValueError(f"experts.backend '{backend}' {reason}")
     return BACKENDS[backend](x_TD, plan, weights)
 
 
-def refusal(backend: str, x_TD: Tensor, weights: ExpertWeights) -> str | None:
+def unsupported_reason(backend: str, x_TD: Tensor, weights: ExpertWeights) -> str | None:
     return REFUSALS[backend](x_TD, weights) if backend in REFUSALS else None
 
 
@@ -69,5 +69,5 @@ def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
     if x_TD.device.type == "cpu":
         return "cpu"
     candidates = ("triton", "grouped_mm") if x_TD.device.type == "cuda" else ()
-    usable = (name for name in candidates if refusal(name, x_TD, weights) is None)
+    usable = (name for name in candidates if unsupported_reason(name, x_TD, weights) is None)
     return next(usable, "loop")

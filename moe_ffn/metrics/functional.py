@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_ffn.balancing.sums import takes_routing
 from moe_ffn.config.base import require_count
-from moe_ffn.outputs import FFNOutput, ListedRouting, Routing
+from moe_ffn.outputs import FFNOutput, PairsOnlyRouting, Routing
 
 
 def _require_tensors(function: str, advice: str, *values: object) -> None:
@@ -102,9 +102,9 @@ def top1_margin(scores_TE: Tensor) -> Tensor:
 @takes_routing
 def logit_max(routing: Routing) -> Tensor:
     """Return the largest finite |logit| of a real token, a scalar; `nonfinite_tokens` counts the others."""
-    if isinstance(routing, ListedRouting):
+    if isinstance(routing, PairsOnlyRouting):
         sizes_N = routing.logits_N.abs()
-        counted_N = sizes_N.isfinite() & routing.real_N
+        counted_N = sizes_N.isfinite() & routing.active_N
         return torch.where(counted_N, sizes_N, 0).max() if len(sizes_N) else sizes_N.sum()
     sizes_TE = routing.require("logits_TE", "logit_max").abs()
     ignored_TE = ~sizes_TE.isfinite()
@@ -119,7 +119,7 @@ def logit_max(routing: Routing) -> Tensor:
 def nonfinite_tokens(routing: Routing) -> Tensor:
     """Return the number of real tokens with a NaN or infinite logit, a scalar."""
     # A sum of logits is finite only if each logit is; a sum that overflows counts as infinite too.
-    if isinstance(routing, ListedRouting):
+    if isinstance(routing, PairsOnlyRouting):
         zeros_T = routing.logits_N.new_zeros(routing.num_tokens)
         broken_T = ~zeros_T.index_add(0, routing.token_ids_N, routing.logits_N).isfinite()
     else:
@@ -135,9 +135,9 @@ def chosen_experts(routing: Routing) -> Tensor:
     """Return a bool mask (T, E) of the experts that each real token chose, before dropping."""
     cells_N = routing.token_ids_N * routing.num_experts + routing.expert_ids_N
     shape = (routing.num_tokens, routing.num_experts)
-    chosen_N = routing.real_N.to(torch.uint8)
+    selected_N = routing.active_N.to(torch.uint8)
     # A pair may be listed twice, once chosen and once not; `amax` acts as a logical or.
-    chosen = chosen_N.new_zeros(shape).flatten().scatter_reduce(0, cells_N, chosen_N, "amax")
+    chosen = selected_N.new_zeros(shape).flatten().scatter_reduce(0, cells_N, selected_N, "amax")
     return chosen.bool().view(shape)
 
 

@@ -109,8 +109,8 @@ def counted(
 
 
 PAIRS = counted("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
-DROPPED = counted("num_dropped", lambda b: (b.routing.dropped_N & b.routing.real_N).sum())
-NUM_PAIRS = counted("num_pairs", lambda b: b.routing.real_N.sum())
+DROPPED = counted("num_dropped", lambda b: (b.routing.dropped_N & b.routing.active_N).sum())
+NUM_PAIRS = counted("num_pairs", lambda b: b.routing.active_N.sum())
 TOKENS = counted("num_tokens", lambda b: b.num_tokens)
 SEQUENCES = counted("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
 CHOSEN_TOGETHER = counted("counts_EE", lambda b: coactivation_counts(b.routing), "EE")

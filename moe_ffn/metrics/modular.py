@@ -26,8 +26,8 @@ class _RoutingMetrics(Metric):
 
     full_state_update = False
     measured: ClassVar[tuple[Measured, ...]]
-    is_listed: ClassVar[bool] = False
-    """True if `update` takes a `ListedRouting`; otherwise it takes a routing with (T, E) tables."""
+    is_pairs_only: ClassVar[bool] = False
+    """True if `update` takes a `PairsOnlyRouting`; otherwise it takes a routing with (T, E) tables."""
 
     def __init__(self, num_experts: int, **options: Any) -> None:
         super().__init__(**options)
@@ -55,12 +55,12 @@ class _RoutingMetrics(Metric):
                 f"{name} was made for num_experts {self.num_experts}, but the routing has "
                 f"{routing.num_experts}"
             )
-        if routing.is_listed != self.is_listed:
-            kinds = ("ListedRouting", "a routing with (T, E) tables")
-            takes, got = kinds if self.is_listed else kinds[::-1]
+        if routing.is_pairs_only != self.is_pairs_only:
+            kinds = ("PairsOnlyRouting", "a routing with (T, E) tables")
+            takes, got = kinds if self.is_pairs_only else kinds[::-1]
             raise ValueError(
                 f"{name} takes {takes}, but got {got}; use "
-                f"{'LoadMetrics and TokenMetrics' if self.is_listed else 'ListMetrics'}"
+                f"{'LoadMetrics and TokenMetrics' if self.is_pairs_only else 'ListMetrics'}"
             )
         batch = LayerBatch(routing.detach(), shared_share, expert_capacity)
         for statistic in statistics_of(self._metrics()):
@@ -73,7 +73,7 @@ class _RoutingMetrics(Metric):
         return compute(metrics, {s.name: getattr(self, s.name) for s in statistics_of(metrics)})
 
     def _metrics(self) -> list[TableMetric]:
-        return measured_in(*self.measured, is_listed=self.is_listed)
+        return measured_in(*self.measured, is_pairs_only=self.is_pairs_only)
 
 
 class LoadMetrics(_RoutingMetrics):
@@ -97,13 +97,13 @@ class TokenMetrics(_RoutingMetrics):
 
 
 class ListMetrics(_RoutingMetrics):
-    """Metrics of a `ListedRouting`, which has no value for every expert, such as `experts_used`.
+    """Metrics of a `PairsOnlyRouting`, which has no value for every expert, such as `experts_used`.
 
     The size of the state does not depend on the number of experts.
     """
 
     measured = ("every batch", "last step")
-    is_listed = True
+    is_pairs_only = True
 
 
 class CoactivationMetrics(_RoutingMetrics):

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.listed import entropy_of_list, num_used, usage_kl
 from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
+from moe_ffn.balancing.pairs_only import entropy_of_list, num_used, usage_kl
 from moe_ffn.balancing.sums import token_entropy
 from moe_ffn.metrics.functional import (
     churn,
@@ -93,7 +93,7 @@ class Metric:
     measure: Measure | None = None
     """Its computation from routings with tables; None for a metric of the model or with a `row_end`."""
     of_list: Measure | None = None
-    """Its computation from a `ListedRouting`; None if it has none."""
+    """Its computation from a `PairsOnlyRouting`; None if it has none."""
     row_end: Callable[[RowEnd], Tensor | None] | None = None
     """Its computation at the end of a row; returns None if the metric does not apply to the layer."""
     label: str = ""
@@ -493,14 +493,14 @@ def result_columns() -> list[Metric]:
     return [LAYER_METRICS[key] for key in ("max_violation", "entropy", "dropped_fraction")]
 
 
-def measured_in(*measured: Measured, is_listed: bool = False) -> list[Metric]:
+def measured_in(*measured: Measured, is_pairs_only: bool = False) -> list[Metric]:
     """Return the layer metrics that cover these batches; their `measure` is the computation to use.
 
     Args:
-        is_listed: for a `ListedRouting`, see `Routing.is_listed`.
+        is_pairs_only: for a `PairsOnlyRouting`, see `Routing.is_pairs_only`.
     """
     found = [metric for metric in LAYER_METRICS.values() if metric.measured in measured]
-    if is_listed:
+    if is_pairs_only:
         found = [replace(metric, measure=metric.of_list) for metric in found]
     return [metric for metric in found if metric.measure is not None]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ffn.config.base import MAX_COUNT, Config, require_count
-from moe_ffn.config.errors import ConfigError, Refusal, UseCase, first_refusal
+from moe_ffn.config.errors import ConfigError, Unsupported, UseCase, first_unsupported
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
 from moe_ffn.ffn.base import FFNBlock, RouterInfo, prefix_names
@@ -78,9 +78,9 @@ class DecoderConfig(Config, frozen=True):
             )
         self.positions.check_widths(self.d_model, self.head_dim)
         for layer, ffn in enumerate(self.layer_ffns()):
-            if self.causal and (refusal := ffn.refusal(UseCase(causal=True))):
+            if self.causal and (unsupported := ffn.unsupported(UseCase(causal=True))):
                 raise ValueError(
-                    f"a causal model refuses the '{ffn.type}' block of layer {layer}: {refusal}, or set "
+                    f"a causal model refuses the '{ffn.type}' block of layer {layer}: {unsupported}, or set "
                     "model.causal: false"
                 )
         return self
@@ -138,11 +138,13 @@ class DecoderConfig(Config, frozen=True):
             routers |= prefix_names(layer_name(layer), of_layer)
         return routers
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         """Return the first reason why the model does not support a use case; None if it does."""
         if use_case.cached and not self.causal:
-            return Refusal("causal (false) lets a token see later ones", "set causal: true")
-        return first_refusal({"positions": self.positions, **dict(self.ffns_by_option())}, use_case)
+            return Unsupported("causal (false) lets a token see later ones", "set causal: true")
+        return first_unsupported(
+            {"positions": self.positions, **dict(self.ffns_by_option())}, use_case
+        )
 
     def build(
         self, vocab_size: int, max_seq_len: int, on_layer: Callable[[Block], None] | None = None
@@ -431,10 +433,10 @@ class Decoder(nn.Module):
             capacity: largest number of tokens of a sequence; at most `max_seq_len`, which is the default.
 
         Raises:
-            ValueError: the model does not support a cache; see `DecoderConfig.refusal`.
+            ValueError: the model does not support a cache; see `DecoderConfig.unsupported`.
         """
-        if refusal := self.config.refusal(UseCase(cached=True)):
-            raise ValueError(f"the model takes no cache: {refusal}, or leave the cache out")
+        if unsupported := self.config.unsupported(UseCase(cached=True)):
+            raise ValueError(f"the model takes no cache: {unsupported}, or leave the cache out")
         capacity = self.max_seq_len if capacity is None else min(capacity, self.max_seq_len)
         return KVCache(len(self.layers), batch_size, capacity)
 

@@ -64,7 +64,7 @@ class Decoding:
     At temperature 0 each row is continued as it would be alone. With a KV cache, a step computes only the new
     tokens. Without one, every step computes whole sequences again, which is slower. This concerns rows longer
     than `max_seq_len`, which continue from their last `max_seq_len` tokens, and models that do not support a
-    cache (`DecoderConfig.refusal`), whose rows are computed one by one.
+    cache (`DecoderConfig.unsupported`), whose rows are computed one by one.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Decoding:
         self._num_read = [0] * len(prompts)
         self._device = prompts[0].device if prompts else torch.device("cpu")
         self._cached: list[int] = []
-        self._is_cached = model.config.refusal(UseCase(cached=True)) is None
+        self._is_cached = model.config.unsupported(UseCase(cached=True)) is None
         if self._is_cached:
             self._cached = list(self.open)
             longest = max(map(len, self.tokens), default=0)

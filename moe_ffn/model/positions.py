@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import Refusal, UseCase
+from moe_ffn.config.errors import Unsupported, UseCase
 
 
 class PositionsConfig(TaggedConfig, frozen=True):
@@ -27,11 +27,11 @@ class PositionsConfig(TaggedConfig, frozen=True):
     @abstractmethod
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions: ...
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         """Return why decoding with a cache is unsupported; None if it is supported."""
         if self.supports_cache or not use_case.cached:
             return None
-        return Refusal(
+        return Unsupported(
             f"type '{self.type}' cannot encode a single position, which decoding with a cache needs",
             "define Positions.at, and set supports_cache",
         )

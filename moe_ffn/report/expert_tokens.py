@@ -68,7 +68,7 @@ class Assignment:
             came_from: position of each token in the text, (routing.num_tokens,); NOT_REACHED for padding.
             with_dropped: also count dropped pairs.
         """
-        kept = routing.real_N if with_dropped else routing.computed_N
+        kept = routing.active_N if with_dropped else routing.computed_N
         tokens = came_from[routing.token_ids_N[kept].cpu().numpy()].astype(np.int32)
         experts = routing.expert_ids_N[kept].cpu().numpy().astype(np.int32)
         weights = routing.weights_N[kept].detach().float().cpu().numpy()
@@ -105,11 +105,11 @@ def add_batch(
 ) -> None:
     """Count the routings of a batch that begins at token `first` of a text of `num_tokens`.
 
-    A `ListedRouting` is skipped: it has too many experts to show each.
+    A `PairsOnlyRouting` is skipped: it has too many experts to show each.
     """
-    gates = [name for name, info in infos.items() if info.is_gate]
+    gates = [name for name, info in infos.items() if info.selects_tokens]
     for name, routing in routings.items():
-        if routing.is_listed:
+        if routing.is_pairs_only:
             continue
         if name not in assignments:
             names = expert_names(routing, infos.get(name))

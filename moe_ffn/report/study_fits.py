@@ -161,10 +161,10 @@ def _isoflop(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
         runs = [run for arm in arms if line_of(arm) == line for run in arm.results]
         flops = [float(run.budget.training_flops) for run in runs]
         found = fit_isoflop(flops, sizes_of(runs, axis), [loss_of(run) for run in runs])
-        for budget in sorted({*found.parabolas, *found.refusals}):
+        for budget in sorted({*found.parabolas, *found.problems}):
             parabola = found.parabolas.get(budget)
             best = with_interval(parabola.minimum if parabola else None, compact)
-            rows.append([line, f"{budget:.3g}", best, found.refusals.get(budget, "")])
+            rows.append([line, f"{budget:.3g}", best, found.problems.get(budget, "")])
         drawn = [
             _line_of_fit(f"{budget:.2g} FLOPs", parabola)
             for budget, parabola in sorted(found.parabolas.items())
@@ -212,7 +212,7 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts
             rows.append([line.name, NONE, f"{error}"])
             continue
         best = with_interval(found.minimum, "{:.1f}".format)
-        rows.append([line.name, best, found.refusal])
+        rows.append([line.name, best, found.problem])
         drawn.append(_line_of_fit(line.name, found))
     title = "Final loss over granularity, with parabolas"
     picture = image_over(image, "granularity", drawn, axis_name(axis), title)

@@ -79,7 +79,7 @@ class Layer:
     """Text: `dropless`, or the capacity factor and the maximum number of pairs per expert."""
     shared_expert: str | None = None
     """Type of the shared expert; None without one."""
-    is_gate: bool = False
+    selects_tokens: bool = False
     """True for the router of a mixture of depths, which sends tokens through a block or around it."""
 
     @property
@@ -129,7 +129,7 @@ def trace_text(folder: Path, text: bytes, layers: Sequence[int] | None = None) -
 
 def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Routing]) -> None:
     """Raise a ConfigError if no routing of the model in `folder` has a score per expert."""
-    if any(not routing.is_listed for routing in routings.values()):
+    if any(not routing.is_pairs_only for routing in routings.values()):
         return
     if routings:
         raise ConfigError(
@@ -169,7 +169,7 @@ def trace_of_decoder(
     )
     check_routes(folder, model, routings)
     routings = _with_tables(routings)
-    gates = [name for name, info in infos.items() if info.is_gate]
+    gates = [name for name, info in infos.items() if info.selects_tokens]
     visits: dict[str, list[Visit | None]] = {name: [] for name in routings}
     predictions: list[Prediction | None] = []
     for output, num_new in outputs:
@@ -184,7 +184,7 @@ def trace_of_decoder(
 
 
 def _with_tables(routings: Mapping[str, Routing]) -> dict[str, Routing]:
-    return {name: routing for name, routing in routings.items() if not routing.is_listed}
+    return {name: routing for name, routing in routings.items() if not routing.is_pairs_only}
 
 
 def trace_of(
@@ -286,7 +286,7 @@ def visits_of(routing: Routing) -> list[Visit | None]:
         routing.dropped_N,
     )
     for token, *choice in zip(
-        *(values_N[routing.real_N].tolist() for values_N in pairs), strict=True
+        *(values_N[routing.active_N].tolist() for values_N in pairs), strict=True
     ):
         choices[token].append(Choice(*choice))
     normalized_TE = normalized_scores(routing)
@@ -314,7 +314,7 @@ def expert_names(routing: Routing, info: RouterInfo | None) -> tuple[str, ...]:
     """Return the name of each expert, see `Layer.experts`; without `info`, its index."""
     if info is None:
         return tuple(map(str, range(routing.num_experts)))
-    return ("through",) if info.is_gate else info.expert_names()
+    return ("through",) if info.selects_tokens else info.expert_names()
 
 
 def _layer(name: str, routing: Routing, info: RouterInfo | None) -> Layer:
@@ -329,7 +329,7 @@ def _layer(name: str, routing: Routing, info: RouterInfo | None) -> Layer:
         if info.capacity.eval_factor is not None:
             capacity = f"factor {info.capacity.eval_factor}, {capacity}"
     shared_expert = None if info.shared_expert is None else info.shared_expert.type
-    return Layer(name, names, capacity, shared_expert, info.is_gate)
+    return Layer(name, names, capacity, shared_expert, info.selects_tokens)
 
 
 END_OF_DOCUMENT = "<end>"

@@ -25,7 +25,7 @@ _MAX_TOKEN_WIDTH = 16
 def page(trace: TextTrace, intro: str = "") -> str:
     """Return the HTML page of a trace; `intro` replaces the name of the run."""
     lines = legend(trace)
-    if any(not layer.is_gate for layer in trace.layers):
+    if any(not layer.selects_tokens for layer in trace.layers):
         lines.append(
             "A colour stands for the index of an expert in its layer; experts of different layers are "
             "different experts."
@@ -50,7 +50,7 @@ def findings(trace: TextTrace) -> list[str]:
     pairs = [
         (layer, choice)
         for layer in trace.layers
-        if not layer.is_gate
+        if not layer.selects_tokens
         for visit in trace.visits(layer)
         for choice in visit.choices
     ]
@@ -141,7 +141,7 @@ def _cells(trace: TextTrace, layer: Layer, room: int) -> list[Text]:
                 cell.append("\n" if place % per_line == 0 else " ")
             style = "strike" if choice.dropped else f"#000000 on {ground(choice.expert)}"
             pair = f"{layer.experts[choice.expert]:>{name}} {short(choice.weight):>{number}}"
-            cell.append(pair, style="" if layer.is_gate else style)
+            cell.append(pair, style="" if layer.selects_tokens else style)
             cell.append(DROPPED if choice.dropped else " ")
         cells.append(cell)
     return cells
@@ -165,7 +165,7 @@ def short(number: float) -> str:
 
 def empty_cell(visit: Visit | None, layer: Layer) -> str:
     """Return the text of a cell without an expert."""
-    return ABSENT if visit is None else PAST if layer.is_gate else NONE
+    return ABSENT if visit is None else PAST if layer.selects_tokens else NONE
 
 
 # -- the legend
@@ -173,9 +173,11 @@ def empty_cell(visit: Visit | None, layer: Layer) -> str:
 
 def legend(trace: TextTrace) -> list[str]:
     """Return sentences that explain the entries of this table."""
-    routed = [layer for layer in trace.layers if not layer.is_gate]
+    routed = [layer for layer in trace.layers if not layer.selects_tokens]
     at_routers = [visit for layer in routed for visit in trace.visits(layer)]
-    at_gates = [visit for layer in trace.layers if layer.is_gate for visit in trace.visits(layer)]
+    at_gates = [
+        visit for layer in trace.layers if layer.selects_tokens for visit in trace.visits(layer)
+    ]
     visits = at_routers + at_gates
     has_absent = len(visits) < len(trace.layers) * len(trace.tokens)
     has_entropy = any(visit.entropy is not None for visit in visits)

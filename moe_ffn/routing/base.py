@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig, describe_options
-from moe_ffn.config.errors import ConfigError, Refusal, UseCase
+from moe_ffn.config.errors import ConfigError, Unsupported, UseCase
 from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
 from moe_ffn.kernels.base import without_autocast
 from moe_ffn.kernels.native.routing import float32_linear, float32_linear_backward
@@ -34,10 +34,10 @@ class RouterConfig(TaggedConfig, frozen=True):
     it is causal."""
     is_tokenwise: ClassVar[bool] = False
     """True if, in evaluation, a token's experts depend only on the token and its id."""
-    is_listed: ClassVar[bool] = False
-    """True if its routings are `ListedRouting`, without (T, E) tables."""
+    is_pairs_only: ClassVar[bool] = False
+    """True if its routings are `PairsOnlyRouting`, without (T, E) tables."""
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         """Return the reason why this router cannot serve a use case; None if it can.
 
         By default a router with a `lookahead_reason` rejects `causal`, and one without `is_tokenwise` rejects
@@ -46,9 +46,9 @@ class RouterConfig(TaggedConfig, frozen=True):
         if self.lookahead_reason and (
             use_case.causal or (use_case.cached and not self.is_tokenwise)
         ):
-            return Refusal(f"type '{self.type}' {self.lookahead_reason}", "use 'top_k'")
+            return Unsupported(f"type '{self.type}' {self.lookahead_reason}", "use 'top_k'")
         if use_case.cached and not self.is_tokenwise:
-            return Refusal(
+            return Unsupported(
                 f"type '{self.type}' is not known to route each token independently, so it cannot decode "
                 "with a cache",
                 "if it does, set is_tokenwise: ClassVar[bool] = True in its config",
@@ -425,8 +425,8 @@ def routing_of_pairs(
     Args:
         logits_TE: None, like `scores_TE`, if there are too many experts for (T, E) tables.
         num_experts: E; needed if `logits_TE` is None.
-        kind: class of the routing, such as `ChosenRouting`.
-        more: further fields of that class, such as `chosen_N`.
+        kind: class of the routing, such as `VariableKRouting`.
+        more: further fields of that class, such as `selected_N`.
     """
     num_tokens, k = expert_ids_TK.shape
     if num_experts is None:

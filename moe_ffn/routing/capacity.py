@@ -14,9 +14,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, Config
-from moe_ffn.config.errors import Refusal, UseCase
+from moe_ffn.config.errors import Unsupported, UseCase
 from moe_ffn.config.sizes import ceil_of_share, share_of
-from moe_ffn.outputs import ChosenRouting, Routing
+from moe_ffn.outputs import Routing, VariableKRouting
 
 
 class CapacityConfig(Config, frozen=True):
@@ -53,16 +53,16 @@ class CapacityConfig(Config, frozen=True):
     def is_limited(self) -> bool:
         return not (self.factor is None and self.eval_factor is None and self.per_sequence is None)
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         """Return the reason why one token can displace another in a use case; None if it cannot."""
         if use_case.causal and self.drop != "position" and self.is_limited:
-            return Refusal(
+            return Unsupported(
                 f"drop '{self.drop}' lets later tokens displace earlier ones", "use 'position'"
             )
         for option in ("eval_factor", "per_sequence"):
             value = getattr(self, option)
             if use_case.cached and value is not None:
-                return Refusal(
+                return Unsupported(
                     f"{option} ({value:g}) lets tokens displace each other", "set it to null"
                 )
         return None
@@ -101,11 +101,11 @@ def capacity_of(routing: Routing, factor: float) -> Tensor:
 
     N is the number of pairs of real tokens, so `factor` 1 suffices at perfect balance. N includes k, as in
     Megatron-LM and DeepSpeed, unlike Switch and ST-MoE. If the number of pairs depends on the data, N is
-    `ChosenRouting.capacity_k` times the number of real tokens.
+    `VariableKRouting.capacity_k` times the number of real tokens.
     """
-    capacity_k = routing.capacity_k if isinstance(routing, ChosenRouting) else None
+    capacity_k = routing.capacity_k if isinstance(routing, VariableKRouting) else None
     if capacity_k is None:
-        return ceil_of_share(routing.real_N.sum(), share_of(factor, parts=routing.num_experts))
+        return ceil_of_share(routing.active_N.sum(), share_of(factor, parts=routing.num_experts))
     share = share_of(factor, capacity_k, parts=routing.num_experts)
     return ceil_of_share(routing.num_real_tokens, share)
 
@@ -124,7 +124,7 @@ def drop_over_capacity(
     if factor is None:
         return routing
     place_N = place_in_queue(routing, priority(routing))
-    dropped_N = routing.real_N & (place_N >= capacity_of(routing, factor))
+    dropped_N = routing.active_N & (place_N >= capacity_of(routing, factor))
     limited = replace(routing, dropped_N=dropped_N)
     return renormalize_survivors(limited) if renormalize else limited
 
@@ -140,7 +140,7 @@ def drop_over_sequence_capacity(
         routing, expert_ids_N=queues_N, num_experts=routing.num_experts * num_sequences
     )
     place_N = place_in_queue(by_queue, priority(routing))
-    limited = replace(routing, dropped_N=routing.real_N & (place_N >= count))
+    limited = replace(routing, dropped_N=routing.active_N & (place_N >= count))
     return renormalize_survivors(limited) if renormalize else limited
 
 
@@ -194,7 +194,7 @@ DROP_POLICIES: dict[str, Priority] = {
 def place_in_queue(routing: Routing, priority_N: Tensor) -> Tensor:
     """Return int64 (N,): the number of real pairs ahead of each pair in the queue of its expert."""
     # Padding gets the id of an extra expert, so that it displaces no real pair.
-    expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
+    expert_ids_N = routing.expert_ids_N.masked_fill(~routing.active_N, routing.num_experts)
     by_priority_N = priority_N.argsort(stable=True)
     order_N = by_priority_N[expert_ids_N[by_priority_N].argsort(stable=True)]
     sorted_N = expert_ids_N[order_N]
@@ -209,7 +209,7 @@ def renormalize_survivors(routing: Routing) -> Routing:
     DeepSpeed scales the sum to 1, which is equal if the router's weights add up to 1. A token whose pairs are
     all dropped has no weight left.
     """
-    weights_N = torch.where(routing.real_N, routing.weights_N, 0)
+    weights_N = torch.where(routing.active_N, routing.weights_N, 0)
     kept_N = torch.where(routing.computed_N, routing.weights_N, 0)
     zeros_T = weights_N.new_zeros(routing.num_tokens)
     before_T = zeros_T.index_add(0, routing.token_ids_N, weights_N)

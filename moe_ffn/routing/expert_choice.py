@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.config.sizes import ceil_of_share, share_of
-from moe_ffn.outputs import ChosenRouting, Routing, TokenContext
+from moe_ffn.outputs import Routing, TokenContext, VariableKRouting
 from moe_ffn.routing.base import FixedKConfig, LinearRouter, LinearRouterConfig, Router, comparable
 
 
@@ -87,10 +87,10 @@ class ExpertChoiceRouter(LinearRouter):
         token_ids_N = (token_ids_BEC + starts_B11).flatten()
         ids_E = torch.arange(num_experts, device=x_TD.device)
         expert_ids_N = repeat(ids_E, "e -> (b e c)", b=num_groups, c=num_listed)
-        chosen_N = repeat(chosen_BC, "b c -> (b e c)", e=num_experts)
+        selected_N = repeat(chosen_BC, "b c -> (b e c)", e=num_experts)
         order_N = token_ids_N.argsort(stable=True)  # token-major, as in every routing
         token_ids_N, expert_ids_N = token_ids_N[order_N], expert_ids_N[order_N]
-        return ChosenRouting(
+        return VariableKRouting(
             token_ids_N=token_ids_N,
             expert_ids_N=expert_ids_N,
             weights_N=scores_TE[token_ids_N, expert_ids_N],
@@ -101,5 +101,5 @@ class ExpertChoiceRouter(LinearRouter):
             mask_T=context.mask,
             logits_TE=logits_TE,
             scores_TE=scores_TE,
-            chosen_N=chosen_N[order_N],
+            selected_N=selected_N[order_N],
         )

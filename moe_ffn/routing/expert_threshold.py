@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.sizes import ceil_of_share, share_of
-from moe_ffn.outputs import ChosenRouting, Routing, TokenContext
+from moe_ffn.outputs import Routing, TokenContext, VariableKRouting
 from moe_ffn.routing.base import (
     FixedKConfig,
     LinearRouter,
@@ -87,8 +87,8 @@ class ExpertThresholdRouter(LinearRouter):
             logits_TE,
             scores_TE,
             context,
-            kind=ChosenRouting,
-            chosen_N=torch.where(is_estimated_E, reaches_TE, is_best_TE).flatten(),
+            kind=VariableKRouting,
+            selected_N=torch.where(is_estimated_E, reaches_TE, is_best_TE).flatten(),
             capacity_k=self.config.k,
         )
 

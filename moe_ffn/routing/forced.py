@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config.errors import Refusal, UseCase
+from moe_ffn.config.errors import Unsupported, UseCase
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
 
@@ -30,9 +30,9 @@ class ForcedRouterConfig(LinearTopKConfig, frozen=True):
 
     learns: ClassVar[bool] = False
 
-    def refusal(self, use_case: UseCase) -> Refusal | None:
+    def unsupported(self, use_case: UseCase) -> Unsupported | None:
         if use_case.cached:
-            return Refusal("type 'forced' routes by position", "use 'top_k'")
+            return Unsupported("type 'forced' routes by position", "use 'top_k'")
         return None
 
     def describe(self) -> str:

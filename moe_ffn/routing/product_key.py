@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_ffn.config.base import MAX_COUNT, describe_options
 from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
 from moe_ffn.kernels.base import without_autocast
-from moe_ffn.outputs import ListedRouting, Routing, TokenContext
+from moe_ffn.outputs import PairsOnlyRouting, Routing, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
     Float32RMSNorm,
@@ -40,7 +40,7 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     each query separately. No tensor has length E: routings have no tables, and losses use the listed pairs.
     """
 
-    is_listed: ClassVar[bool] = True
+    is_pairs_only: ClassVar[bool] = True
     is_tokenwise: ClassVar[bool] = True
 
     type: Literal["product_key"] = "product_key"
@@ -180,9 +180,9 @@ class ProductKeyRouter(Router):
             None,
             context,
             num_experts=self.num_experts,
-            kind=ListedRouting,
+            kind=PairsOnlyRouting,
             logits_N=logits_THK.flatten(),
-            listed_k=ids_THK.flatten(1).shape[1],
+            pairs_per_token=ids_THK.flatten(1).shape[1],
         )
 
     def extra_repr(self) -> str:

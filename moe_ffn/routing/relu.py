@@ -56,7 +56,7 @@ class ReLURouter(LinearRouter):
             context,
             kind=SparsityTargetRouting,
             # Not `> 0`: a token with NaN logits must stay NaN.
-            chosen_N=~(logits_TE <= 0).flatten(),
+            selected_N=~(logits_TE <= 0).flatten(),
             capacity_k=self.config.k,
             target_k=self.config.k,
         )

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.outputs import ChosenRouting, Routing, TokenContext
+from moe_ffn.outputs import Routing, TokenContext, VariableKRouting
 from moe_ffn.routing.base import LinearRouter, LinearRouterConfig, Router, routing_of_pairs
 
 
@@ -90,7 +90,7 @@ class TopPRouter(LinearRouter):
             logits_TE,
             scores_TE,
             context,
-            kind=ChosenRouting,
-            chosen_N=chosen_TK.flatten(),
+            kind=VariableKRouting,
+            selected_N=chosen_TK.flatten(),
             capacity_k=self.max_k,
         )

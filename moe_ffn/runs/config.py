@@ -123,7 +123,7 @@ class Resume:
     """The options in the folder."""
 
 
-def own_config(path: Path) -> TrainConfig:
+def saved_config(path: Path) -> TrainConfig:
     """Read the config file of a run, which has to hold every option: defaults could hide a truncated file.
 
     Raises:

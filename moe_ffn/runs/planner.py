@@ -305,7 +305,7 @@ def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
     empty = config.model.build_empty(*config.data.text_sizes)
     for expert in _divisors(num_ranks):
         if expert > 1 and (
-            not config.model.router_infos() or config.model.refusal(UseCase(num_ranks=expert))
+            not config.model.router_infos() or config.model.unsupported(UseCase(num_ranks=expert))
         ):
             continue
         for shard in _divisors(num_ranks // expert):

@@ -28,7 +28,7 @@ from moe_ffn.files import read_text
 from moe_ffn.metrics.load_summary import summarize_load
 from moe_ffn.model.decoder import Decoder, DecoderOutput, short_name
 from moe_ffn.outputs import Routing
-from moe_ffn.runs.config import TrainConfig, own_config
+from moe_ffn.runs.config import TrainConfig, saved_config
 from moe_ffn.runs.custom_code import warn_if_code_changed
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
@@ -173,7 +173,7 @@ class Run:
     def config(self) -> TrainConfig:
         """Options of the run. Raises ConfigError if one is missing, or names code that is not trusted."""
         with accepting_code(self.trust_code):
-            return own_config(self.folder / CONFIG_FILE)
+            return saved_config(self.folder / CONFIG_FILE)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -373,7 +373,7 @@ def load_model(folder: Path) -> SavedModel:
             code that is not trusted.
     """
     check_has_weights(folder)
-    config = own_config(folder / CONFIG_FILE)
+    config = saved_config(folder / CONFIG_FILE)
     warn_if_code_changed(folder)
     tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     with explaining_custom_errors():
@@ -400,13 +400,13 @@ def read_weights(
     checkpoints, run_id = folder / CHECKPOINTS_FOLDER, Facts.read(folder / FACTS_FILE).run_id
     expected = identity_of_weights(config, tokenizer, run_id or None)
 
-    def refusal(values: Mapping[str, Any]) -> str | None:
+    def problem_of(values: Mapping[str, Any]) -> str | None:
         return refusal_of_weights({**values, "state_dict": _of_decoder(values)}, expected, decoder)
 
     with reading(checkpoints):
         best, steps = checkpoints / BEST_NAME, newest_first(checkpoints)
     has_best = os.path.lexists(best)  # a dangling link counts
-    found, skipped = newest_good([best, *steps] if has_best else steps, refusal)
+    found, skipped = newest_good([best, *steps] if has_best else steps, problem_of)
     if steps and not has_best:
         skipped = [f"there is no {BEST_NAME}", *skipped]
     why = "; ".join(skipped)

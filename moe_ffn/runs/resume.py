@@ -73,9 +73,9 @@ GoodCheckpoint = tuple[Path, Mapping[str, Any]]
 
 
 def newest_good(
-    candidates: Iterable[Path], refusal: Callable[[Mapping[str, Any]], str | None]
+    candidates: Iterable[Path], problem_of: Callable[[Mapping[str, Any]], str | None]
 ) -> tuple[GoodCheckpoint | None, list[str]]:
-    """Return the first checkpoint that can be read and that `refusal` accepts.
+    """Return the first checkpoint that can be read and that `problem_of` accepts.
 
     Returns:
         that checkpoint, or None; and the problem of each checkpoint before it, such as
@@ -85,7 +85,7 @@ def newest_good(
     for path in candidates:
         try:
             values = read_checkpoint(path)
-            why = refusal(values)
+            why = problem_of(values)
             if why is None:
                 return (path, values), skipped
         except CheckpointError as error:
@@ -168,12 +168,12 @@ def find_resume_point(
     run_id = Facts.read(folder / FACTS_FILE).run_id or None
     expected = checkpoint_identity(own, data, run_id)
 
-    def refusal(values: Mapping[str, Any]) -> str | None:
+    def problem_of(values: Mapping[str, Any]) -> str | None:
         refused = refusal_of_weights(values, expected, module)
         return refused or _refusal_of_state(values, own, data, folder)
 
     with reading(checkpoints):
-        found, skipped = newest_good(newest_first(checkpoints), refusal)
+        found, skipped = newest_good(newest_first(checkpoints), problem_of)
     if found is None:
         if skipped:
             more = f"; and {len(skipped) - 1} more" if len(skipped) > 1 else ""

@@ -153,8 +153,8 @@ def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> 
                 f"parallel.expert ({layout.expert}) divides the experts that a router chooses from, but no "
                 "layer has a router; use parallel.shard"
             )
-        if refusal := config.model.refusal(UseCase(num_ranks=layout.expert)):
-            yield f"model.{refusal}"
+        if unsupported := config.model.unsupported(UseCase(num_ranks=layout.expert)):
+            yield f"model.{unsupported}"
     if layout.is_sharded:
         if config.trainer.strategy != "auto":
             yield (
@@ -178,5 +178,5 @@ def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> 
 
 
 def _check_device(config: TrainConfig, device: str) -> None:
-    if refusal := config.model.refusal(UseCase(device=device)):
-        raise ConfigError(f"model.{refusal}")
+    if unsupported := config.model.unsupported(UseCase(device=device)):
+        raise ConfigError(f"model.{unsupported}")

@@ -31,8 +31,8 @@ class Parabola:
     coefficients: tuple[float, float, float]
     """Coefficients of log(size) squared, log(size), and the constant."""
     minimum: Interval | None
-    """The size with the lowest loss; None if `refusal` gives a reason."""
-    refusal: str
+    """The size with the lowest loss; None if `problem` gives a reason."""
+    problem: str
     resampled: Array = field(repr=False, compare=False)
     """log of the size with the lowest loss in each resample; NaN if there is no minimum."""
 
@@ -68,14 +68,14 @@ def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int =
     resampled = lowest(solve @ (design @ estimate + drawn).T) + centre
     share = float(np.isnan(resampled).mean())
     a, b, c = map(float, estimate)
-    minimum, refusal = None, ""
+    minimum, problem = None, ""
     if a <= 0:
-        refusal = "the parabola opens downwards: it has no minimum"
+        problem = "the parabola opens downwards: it has no minimum"
     elif math.isnan(vertex):
         end = "largest" if -b / (2 * a) >= high else "smallest"
-        refusal = f"the loss is lowest at the {end} size: the minimum lies beyond the sizes tried"
+        problem = f"the loss is lowest at the {end} size: the minimum lies beyond the sizes tried"
     elif share > 1 - LEVEL:
-        refusal = (
+        problem = (
             f"a minimum near {math.exp(vertex + centre):.3g} is not certain: {share:.0%} of the resamples "
             "have none among the sizes tried"
         )
@@ -87,7 +87,7 @@ def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int =
         tuple(map(float, losses)),
         (a, b - 2 * a * centre, a * centre**2 - b * centre + c),
         minimum,
-        refusal,
+        problem,
         resampled,
     )
 
@@ -98,7 +98,7 @@ class IsoFlop:
 
     parabolas: Mapping[float, Parabola]
     """Training FLOPs -> parabola, in ascending order."""
-    refusals: Mapping[float, str]
+    problems: Mapping[float, str]
     """Budgets without a parabola or a minimum, and why."""
     exponent: Interval | None
     """Exponent of the power law; None if fewer than two budgets have a minimum."""
@@ -139,7 +139,7 @@ def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence
     order = np.argsort(logs, kind="stable")
     ends = np.flatnonzero(np.diff(logs[order]) > math.log(1.05)) + 1
     parabolas: dict[float, Parabola] = {}
-    refusals: dict[float, str] = {}
+    problems: dict[float, str] = {}
     for number, places in enumerate(np.split(order, ends)):
         budget = float(np.exp(logs[places].mean()))
         try:
@@ -149,11 +149,11 @@ def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence
                 seed=number,
             )
         except ConfigError as error:
-            refusals[budget] = str(error)
+            problems[budget] = str(error)
             continue
         parabolas[budget] = parabola
-        if parabola.refusal:
-            refusals[budget] = parabola.refusal
+        if parabola.problem:
+            problems[budget] = parabola.problem
     exponent = None
     found = {budget: p for budget, p in parabolas.items() if p.minimum is not None}
     if len(found) >= 2:
@@ -163,4 +163,4 @@ def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence
         resampled = np.array([p.resampled for p in found.values()])
         whole = resampled[:, ~np.isnan(resampled).any(axis=0)]
         exponent = percentile_interval(float(slope), np.polyfit(x, whole, 1)[0])
-    return IsoFlop(parabolas, refusals, exponent)
+    return IsoFlop(parabolas, problems, exponent)

@@ -128,7 +128,7 @@ def evaluate(
         capacities = decoder.expert_capacities(output.routings)
         for name, routing in output.routings.items():
             if name not in layers:
-                kinds = (ListMetrics,) if routing.is_listed else (LoadMetrics, TokenMetrics)
+                kinds = (ListMetrics,) if routing.is_pairs_only else (LoadMetrics, TokenMetrics)
                 layers[name] = [kind(routing.num_experts).to(device) for kind in kinds]
             for metrics in layers[name]:
                 metrics.update(routing, output.shared_shares.get(name), capacities.get(name))

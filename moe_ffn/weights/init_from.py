@@ -18,7 +18,7 @@ from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.files import kind_of
 from moe_ffn.model.decoder import Decoder, DecoderConfig
-from moe_ffn.runs.config import TrainConfig, own_config
+from moe_ffn.runs.config import TrainConfig, saved_config
 from moe_ffn.runs.folder import CONFIG_FILE, MODEL_FOLDER, is_run, of_library
 from moe_ffn.runs.reader import load_model
 from moe_ffn.weights.pretrained import (
@@ -98,7 +98,7 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
         raise ConfigError(f"{option}: '{path}' is {what}; give the folder of a model or of a run")
     try:
         with accepting_code(trust_code):
-            data = own_config(path / CONFIG_FILE).data if is_run(path) else None
+            data = saved_config(path / CONFIG_FILE).data if is_run(path) else None
             place = path if data is None else path / MODEL_FOLDER
             if is_model_folder(place):
                 decoder = load_pretrained(place, trust_code=trust_code)

@@ -52,7 +52,7 @@ class MergeConfig(InitialiserConfig, frozen=True):
         made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
         for layer, (config, block) in resized_layers(source, self.num_experts).items():
             for info in config.router_infos().values():
-                if info.router.is_listed:
+                if info.router.is_pairs_only:
                     raise ConfigError(
                         f"method.type: merge compares the router's scores of all experts, but the router of "
                         f"layer {layer}, of type '{info.router.type}', scores only a few; use another model"
@@ -66,7 +66,7 @@ class MergeConfig(InitialiserConfig, frozen=True):
                 logits_TE = routing.require("logits_TE", "merging experts").double()
                 logits_TE = logits_TE[:, : block.num_experts]
                 products_EE.add_(logits_TE.t() @ logits_TE)
-                ids_N = routing.expert_ids_N[routing.real_N]
+                ids_N = routing.expert_ids_N[routing.active_N]
                 counts_E.add_(count_pairs(ids_N[ids_N < block.num_experts], block.num_experts))
 
             groups = group_experts(counts_E, products_EE, self.num_experts)

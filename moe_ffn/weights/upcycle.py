@@ -253,7 +253,7 @@ def total_weight(router: Router, d_model: int, generator: Generator) -> float:
         .eval()
         .double()(x_TD, TokenContext(token_ids=ids_T, sequence_length=_PROBES))
     )
-    total = float(routing.weights_N[routing.real_N].sum()) / _PROBES
+    total = float(routing.weights_N[routing.active_N].sum()) / _PROBES
     if not total > 0:
         raise ConfigError("router.type: the router gives no weight to any expert; use top_k")
     return total

@@ -121,7 +121,7 @@ def test_pairs_are_counted_before_dropping_and_without_padding_or_what_was_not_c
         4,
         mask_T=torch.tensor([True, True, False]),
         dropped_N=torch.tensor([True, False, True, False, False, False]),
-        chosen_N=torch.tensor([True, False, True, True, True, True]),
+        selected_N=torch.tensor([True, False, True, True, True, True]),
     )
     # Left are (token 0, expert 0), (1, 0), (1, 2).
     assert pairs_per_expert(routing).tolist() == [2, 0, 1, 0]

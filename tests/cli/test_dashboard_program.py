@@ -1,4 +1,4 @@
-"""The program: its JSON, its refusals in one sentence, and what a server is sent."""
+"""The program: its JSON, its problems in one sentence, and what a server is sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashb
     wandb.teardown()
 
 
-def refusal(done: Finished) -> str:
+def unsupported(done: Finished) -> str:
     """Return the one line of a refusal, without `error: `."""
     assert (done.code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
@@ -78,13 +78,13 @@ def test_without_the_library_the_program_says_what_to_install(
 
 
 def test_without_a_key_the_program_says_how_to_get_one(dashboard: Dashboard) -> None:
-    assert refusal(dashboard()) == NO_KEY
+    assert unsupported(dashboard()) == NO_KEY
 
 
 @pytest.mark.slow
 def test_a_malformed_key_is_named(dashboard: Dashboard) -> None:
     answer = dashboard(WANDB_API_KEY="abc")
-    assert "WANDB_API_KEY invalid: API key must have 40+ characters, has 3" in refusal(answer)
+    assert "WANDB_API_KEY invalid: API key must have 40+ characters, has 3" in unsupported(answer)
 
 
 def test_a_new_view_is_saved_and_its_address_printed(
@@ -110,9 +110,9 @@ def names_in(spec: dict[str, Any]) -> list[str]:
 
 
 def test_a_refusal_of_the_server_is_passed_on(dashboard: Dashboard, server: WandbServer) -> None:
-    server.refusal = "project not found"
+    server.unsupported = "project not found"
     answer = dashboard(**server.environment)
-    assert refusal(answer) == (
+    assert unsupported(answer) == (
         "wandb did not save the workspace: input: project not found; check the network, the key and "
         "team/project, or use --json"
     )
@@ -126,7 +126,7 @@ def test_a_server_that_never_answers_is_given_up(dashboard: Dashboard, server: W
     answer = dashboard(**server.environment)
 
     assert 4 < time.monotonic() - start < 20
-    assert refusal(answer).startswith("wandb did not save the workspace: Failed to verify")
-    assert refusal(answer).endswith(
+    assert unsupported(answer).startswith("wandb did not save the workspace: Failed to verify")
+    assert unsupported(answer).endswith(
         "did not respond in time; check the network, the key and team/project, or use --json"
     )

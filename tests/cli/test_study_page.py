@@ -112,13 +112,13 @@ def test_a_seed_that_somebody_adds_is_on_the_page(
 
     changed = blocks["dense"] | {"d_ff": 33}
     add_results(folder, [make_result("dense", 1, 2.5, options={"model.ffn": changed})])
-    assert refusal(page("which.yaml", "--output", "pages")) == (
+    assert unsupported(page("which.yaml", "--output", "pages")) == (
         "'which.yaml' plans model.ffn.d_ff: 32, but the result of dense-seed1 has 33; train it again, or "
         "restore the file or its base"
     )
     off = {"model.ffn": blocks["dense"], "trainer.gradient_clip_val": None}
     add_results(folder, [make_result("dense", 1, 2.5, options=off)])
-    assert refusal(page("which.yaml", "--output", "pages")) == (
+    assert unsupported(page("which.yaml", "--output", "pages")) == (
         "'which.yaml' plans trainer.gradient_clip_val: 1.0, but the result of dense-seed1 has None; train "
         "it again, or restore the file or its base"
     )
@@ -140,7 +140,7 @@ def test_what_a_result_does_not_know_and_flags_of_its_sweep_count_as_planned(
     tuned.config["optimizer"]["learning_rate"] = 0.5
     tuned.tuning["optimizer.learning_rate"] = 0.5
     add_results(runs, [result, tuned, make_result("dense", 1, is_finished=False)])
-    assert "plans trainer.max_steps: " in refusal(page("which.yaml", "--runs", "runs"))
+    assert "plans trainer.max_steps: " in unsupported(page("which.yaml", "--runs", "runs"))
 
     (runs / "study.yaml").write_text(f"{text}overrides: {{trainer: {{max_steps: 7}}}}\n")
     done = page("which.yaml", "--runs", "runs")
@@ -155,7 +155,7 @@ def test_runs_of_another_study_are_not_put_beside_the_page(
     folder, runs = tmp_path / "docs/studies/which", tmp_path / "runs"
     runs.mkdir()
     add_results(runs, [make_result("swiglu", 0)])
-    assert refusal(page("which.yaml", "--runs", "runs")) == (
+    assert unsupported(page("which.yaml", "--runs", "runs")) == (
         "--runs: 'runs' holds no run of 'which.yaml': swiglu-seed0 belongs to none of its arms, dense, "
         "moe; give the folder of its runs"
     )
@@ -163,7 +163,7 @@ def test_runs_of_another_study_are_not_put_beside_the_page(
 
     changed = {"model.ffn": {"type": "dense", "d_ff": 33}}
     add_results(runs, [make_result("dense", 0, options=changed)])
-    assert "'which.yaml' plans model.ffn.d_ff: 32, but" in refusal(
+    assert "'which.yaml' plans model.ffn.d_ff: 32, but" in unsupported(
         page("which.yaml", "--runs", "runs")
     )
     assert not folder.exists()
@@ -175,7 +175,7 @@ def test_runs_of_another_study_are_not_put_beside_the_page(
     assert names(folder) == ["dense-seed0"]
 
 
-def refusal(done: Finished) -> str:
+def unsupported(done: Finished) -> str:
     assert done.code == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -183,22 +183,22 @@ def refusal(done: Finished) -> str:
 
 
 def test_bad_input_is_one_sentence(page: Callable[..., Finished], tmp_path: Path) -> None:
-    assert refusal(page("which.yaml")) == (
+    assert unsupported(page("which.yaml")) == (
         "'docs/studies/which' does not exist: there are no results of 'which' yet; train its runs, "
         "moe-ffn sweep --config which.yaml, and give --runs runs/which"
     )
-    assert "'nowhere' does not exist" in refusal(page("which.yaml", "--runs", "nowhere"))
-    assert "--runs: needs exactly one study" in refusal(
+    assert "'nowhere' does not exist" in unsupported(page("which.yaml", "--runs", "nowhere"))
+    assert "--runs: needs exactly one study" in unsupported(
         page("which.yaml", "which.yaml", "--runs", "x")
     )
-    assert "'no.yaml': No such file" in refusal(page("no.yaml"))
+    assert "'no.yaml': No such file" in unsupported(page("no.yaml"))
     (tmp_path / "docs" / "studies" / "which").mkdir(parents=True)
     folder = tmp_path / "docs" / "studies" / "which"
     (folder / "dense-seed0.json").write_text("{}")
-    assert "which' holds no runs and no results.jsonl; give" in refusal(page("which.yaml"))
+    assert "which' holds no runs and no results.jsonl; give" in unsupported(page("which.yaml"))
     add_results(folder, [make_result("other", 0)])
-    assert refusal(page("which.yaml")) == (
+    assert unsupported(page("which.yaml")) == (
         "which: no result belongs to one of its arms, dense, moe; give the folder of its runs"
     )
     (folder / "results.jsonl").write_text("{")
-    assert "which/results.jsonl:1' is no result of a run" in refusal(page("which.yaml"))
+    assert "which/results.jsonl:1' is no result of a run" in unsupported(page("which.yaml"))

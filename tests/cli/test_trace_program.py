@@ -101,8 +101,8 @@ def test_a_token_comes_inside_a_mixture_of_depths_if_it_is_let_through(depths_ru
         run.decoder(torch.tensor([list(text.encode())]))
 
     gate, inner = way.layers[1:]
-    assert (gate.name, gate.is_gate, gate.experts) == ("layer_01", True, ("through",))
-    assert (inner.name, inner.is_gate, inner.experts) == (
+    assert (gate.name, gate.selects_tokens, gate.experts) == ("layer_01", True, ("through",))
+    assert (inner.name, inner.selects_tokens, inner.experts) == (
         "layer_01/inner",
         False,
         ("0", "1", "2", "3"),
@@ -133,7 +133,7 @@ def choice(expert: int, weight: float, *, dropped: bool = False) -> Choice:
 def small_way() -> TextTrace:
     first, second, inner = (
         Layer("layer_00", ("0", "1", "2", "zero3"), "factor 1.0, 1 place per expert", "swiglu"),
-        Layer("layer_02", ("through",), "dropless", is_gate=True),
+        Layer("layer_02", ("through",), "dropless", selects_tokens=True),
         Layer("layer_02/inner", ("0", "1"), "dropless"),
     )
     tokens = (

@@ -46,7 +46,7 @@ def test_balancing_losses_are_logged_also_at_weight_zero(
 def test_every_block_trains(run_train: RunTrain, tmp_path: Path, causal: bool) -> None:
     """All blocks that this kind of model takes and the other does not, a layer each."""
     blocks = {name: FFNConfig.model_validate(name) for name in sorted(FFNConfig.members)}
-    refused = {n for n, config in blocks.items() if config.refusal(UseCase(causal=True))}
+    refused = {n for n, config in blocks.items() if config.unsupported(UseCase(causal=True))}
     names = [name for name in blocks if (name in refused) != causal]
     layers = ", ".join(f"{layer}: {name}" for layer, name in enumerate(names))
     run = run_train(

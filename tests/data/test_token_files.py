@@ -137,7 +137,7 @@ def test_a_tokenizer_of_another_program_or_run_is_read(tmp_path: Path) -> None:
         assert config.restore(stored).token_bytes == bpe.token_bytes
 
 
-def refusal(config: DataConfig) -> str:
+def unsupported(config: DataConfig) -> str:
     with pytest.raises(ConfigError) as raised:
         prepare(config)
     return str(raised.value)
@@ -150,7 +150,7 @@ def test_ids_beyond_the_vocabulary_are_refused(folder: Path, split: str, place: 
     ids[place] = 300
     ids.tofile(folder / "b.bin")
     corpus = {"train": f"{folder}/a.bin", split: f"{folder}/b.bin"}
-    assert refusal(config_of(folder, corpus=corpus)) == (
+    assert unsupported(config_of(folder, corpus=corpus)) == (
         f"data.corpus: '{folder / 'b.bin'}' holds the token 300, but data.tokenizer has a vocabulary of 257; "
         "give the tokenizer that made the file: data.tokenizer {type: file, path: tokenizer.json}"
     )
@@ -158,31 +158,31 @@ def test_ids_beyond_the_vocabulary_are_refused(folder: Path, split: str, place: 
 
 def test_what_is_no_row_of_ids_is_refused(folder: Path) -> None:
     (folder / "a.bin").write_bytes(b"123")
-    assert refusal(config_of(folder)) == (
+    assert unsupported(config_of(folder)) == (
         f"data.corpus: '{folder / 'a.bin'}' has 3 bytes, which is not a whole number of uint16 ids (2 bytes "
         "each); give data.corpus.dtype"
     )
     np.save(folder / "a.npy", np.zeros((2, 2)))
-    assert refusal(config_of(folder / "a.npy")) == (
+    assert unsupported(config_of(folder / "a.npy")) == (
         f"data.corpus: '{folder / 'a.npy'}' must be a one-dimensional array of integers, but is float64 of "
         "shape (2, 2); save the token ids in one row"
     )
     (folder / "a.npy").write_bytes(b"no array")
-    assert refusal(config_of(folder / "a.npy")).startswith(
+    assert unsupported(config_of(folder / "a.npy")).startswith(
         f"data.corpus: '{folder / 'a.npy'}' is not a NumPy array ("
     )
     (folder / "none").mkdir()
-    assert refusal(config_of(folder / "none")) == (
+    assert unsupported(config_of(folder / "none")) == (
         f"data.corpus.train: '{folder / 'none'}' has no token file (.bin or .npy); name one"
     )
-    assert refusal(config_of(folder / "x")).startswith(
+    assert unsupported(config_of(folder / "x")).startswith(
         f"data.corpus.train: '{folder / 'x'}' does not exist"
     )
 
 
 def test_a_tokenizer_that_is_not_there_is_refused(folder: Path) -> None:
     config = config_of(folder, tokenizer={"type": "file", "path": "nowhere.json"})
-    assert refusal(config) == (
+    assert unsupported(config) == (
         "data.tokenizer.path: 'nowhere.json' does not exist, or is not a tokenizer.json"
     )
 

@@ -1,4 +1,4 @@
-"""build_ffn: a block from a mapping, a name, a config or a class of one's own; and its refusals."""
+"""build_ffn: a block from a mapping, a name, a config or a class of one's own; and its problems."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_block_is_causal_exactly_where_its_config_says(config: dict[str, Any])
     altered = x.clone()
     altered[:, 4:] = -3 * x[:, 4:] + 1
     difference = (ffn(altered).hidden - ffn(x).hidden)[:, :4].abs().max().item()
-    if FFNConfig.model_validate(config).refusal(UseCase(causal=True)) is None:
+    if FFNConfig.model_validate(config).unsupported(UseCase(causal=True)) is None:
         assert difference < 1e-12
     else:
         assert difference > 1e-3

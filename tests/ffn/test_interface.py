@@ -47,8 +47,8 @@ def test_a_router_inside_a_block_says_where() -> None:
     config = FFNConfig.model_validate(BLOCKS["moe in depths"])
     infos = config.router_infos()
     assert {name: info.path for name, info in infos.items()} == {"routing": "", "inner": "ffn"}
-    assert infos["routing"].is_gate
-    assert not infos["inner"].is_gate
+    assert infos["routing"].selects_tokens
+    assert not infos["inner"].selects_tokens
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,15 @@ def test_a_backend_is_refused_on_another_device_wherever_it_stands(
     block: Any, refusal: str
 ) -> None:
     config = FFNConfig.model_validate(block)
-    assert str(config.refusal(UseCase(device="cuda"))) == refusal
-    assert config.refusal(UseCase(device="cpu")) is None
+    assert str(config.unsupported(UseCase(device="cuda"))) == refusal
+    assert config.unsupported(UseCase(device="cpu")) is None
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_a_block_as_it_comes_runs_on_any_device(block: Any) -> None:
     config = FFNConfig.model_validate(block)
-    assert config.refusal(UseCase(device="cpu")) is config.refusal(UseCase(device="cuda")) is None
+    assert (
+        config.unsupported(UseCase(device="cpu"))
+        is config.unsupported(UseCase(device="cuda"))
+        is None
+    )

@@ -40,10 +40,10 @@ def test_a_mixture_inside_routes_the_chosen_alone_and_reports_it() -> None:
     assert output.routing is output.routings["routing"]
     inner = output.routings["inner"]
     assert inner.num_real_tokens == 6  # half of 12
-    assert inner.real_N.sum() == 12  # k = 2
+    assert inner.active_N.sum() == 12  # k = 2
     assert ffn.routers() == {"routing": ffn.router, "inner": ffn.ffn.router}
     relu = build(RELU, moe)(x)
-    assert int(relu.routings["inner"].num_real_tokens) == int(relu.routing.real_N.sum())
+    assert int(relu.routings["inner"].num_real_tokens) == int(relu.routing.active_N.sum())
 
 
 def test_token_ids_go_with_their_tokens() -> None:
@@ -54,7 +54,7 @@ def test_token_ids_go_with_their_tokens() -> None:
     chosen, _ = chosen_and_weights(ffn, x, EXPERT_CHOICE)
     wanted = ffn.ffn.router(x[chosen], TokenContext(token_ids=ids[chosen])).expert_ids_N
     inner = output.routings["inner"]
-    assert inner.expert_ids_N[inner.real_N].equal(wanted)
+    assert inner.expert_ids_N[inner.active_N].equal(wanted)
 
 
 def test_nobody_chosen_gives_zero_and_zero_gradients() -> None:

@@ -215,7 +215,7 @@ def test_what_stands_inside_is_answered_for() -> None:
     build_ffn({"type": "moe", "shared_expert": SMALL | {"ffn": "dense"}}, D)
     looks_ahead = FFNConfig.model_validate(
         {**SMALL, "ffn": {"type": "conv", "causal": False}}
-    ).refusal(UseCase(causal=True))
+    ).unsupported(UseCase(causal=True))
     assert str(looks_ahead).startswith("ffn.causal (false) with kernel_size (3) looks ahead")
 
 

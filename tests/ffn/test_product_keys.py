@@ -115,7 +115,7 @@ def test_output_and_every_gradient_are_those_of_all_keys(
     for t, (_, ids) in enumerate(rows):
         if mask.flatten()[t]:
             assert listed[t].flatten().tolist() == ids
-    assert output.routing.is_listed
+    assert output.routing.is_pairs_only
 
 
 @every_form
@@ -267,10 +267,11 @@ def test_metrics_say_which_routings_they_take() -> None:
     )
     with pytest.raises(
         ValueError,
-        match=r"^LoadMetrics takes a routing with .*, but got ListedRouting; use ListMetrics$",
+        match=r"^LoadMetrics takes a routing with .*, but got PairsOnlyRouting; use ListMetrics$",
     ):
         LoadMetrics(NUM_EXPERTS).update(listed)
     with pytest.raises(
-        ValueError, match=r"^ListMetrics takes ListedRouting, .*; use LoadMetrics and TokenMetrics$"
+        ValueError,
+        match=r"^ListMetrics takes PairsOnlyRouting, .*; use LoadMetrics and TokenMetrics$",
     ):
         ListMetrics(8).update(tabled)

@@ -78,10 +78,10 @@ def test_a_value_out_of_range(option: str, kind: str | None, value: Any, rule: s
     config: dict[str, Any] = {name: value} if kind is None else {"type": kind, name: value}
     for part in reversed(parts):
         config = {part: config}
-    assert refusal({"type": "moe", **config}) == f"{option}: must be {rule}, got {show(value)}"
+    assert unsupported({"type": "moe", **config}) == f"{option}: must be {rule}, got {show(value)}"
 
 
-def refusal(config: Any) -> str:
+def unsupported(config: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         build_ffn(config, d_model=8)
     return str(caught.value)
@@ -90,7 +90,7 @@ def refusal(config: Any) -> str:
 @pytest.mark.parametrize("name", [name for name in WITH_K if name != "product_key"])
 def test_more_experts_per_token_than_experts(name: str) -> None:
     message = "router.k (9) must not exceed num_experts (8); lower router.k or raise num_experts"
-    assert refusal({"type": "moe", "router": {"type": name, "k": 9}}) == message
+    assert unsupported({"type": "moe", "router": {"type": name, "k": 9}}) == message
 
 
 REFUSED = r"""
@@ -254,7 +254,7 @@ null
 
 @pytest.mark.parametrize(("options", "answer"), answers(REFUSED))
 def test_impossible_options(options: str, answer: str) -> None:
-    got = refusal(yaml.safe_load(options))
+    got = unsupported(yaml.safe_load(options))
     if answer.endswith("..."):
         assert got.startswith(answer.removesuffix("..."))
         assert "\n" not in got
@@ -281,8 +281,8 @@ def test_what_the_messages_advise_is_taken(router: dict[str, Any]) -> None:
 
 def test_all_mistakes_are_told_at_once() -> None:
     config = {"type": "moe", "num_experts": 0, "experts": {"type": "mlp", "dff": 3}}
-    assert refusal({**config, "kk": 1}).startswith("kk: unknown; known: type, num_experts")
-    assert refusal(config).splitlines() == [
+    assert unsupported({**config, "kk": 1}).startswith("kk: unknown; known: type, num_experts")
+    assert unsupported(config).splitlines() == [
         "num_experts: must be at least 1, got 0",
         "experts.dff: unknown; did you mean 'd_ff'?",
     ]

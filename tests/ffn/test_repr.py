@@ -67,7 +67,7 @@ def test_a_block_inside_a_block_has_a_line_of_its_own() -> None:
     first, routing, inner = text.splitlines()
     assert first == "FFNOutput(hidden=float32[2, 6, 16] on cpu,"
     assert routing.startswith(
-        "    routing=ChosenRouting(num_tokens=12, sequence_length=6, num_experts=1, "
+        "    routing=VariableKRouting(num_tokens=12, sequence_length=6, num_experts=1, "
     )
     assert inner.startswith("    inner=Routing(num_tokens=6, sequence_length=3, num_experts=8, ")
 

@@ -22,7 +22,7 @@ class RoutingForEveryLoss(NoisyRouting, SparsityTargetRouting):
 def for_every_loss(routing: Routing, **more: Any) -> RoutingForEveryLoss:
     """Return a routing with a target and selection probabilities added, where it has none."""
     added = {
-        "chosen_N": torch.ones_like(routing.dropped_N),
+        "selected_N": torch.ones_like(routing.dropped_N),
         "target_k": 2,
         "selection_probs_TE": routing.scores_TE,
     }

@@ -14,7 +14,7 @@ from moe_ffn import build_ffn
 from moe_ffn.config.errors import UseCase
 from moe_ffn.ffn.base import flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.outputs import FFNOutput, ListedRouting, Routing, TokenContext
+from moe_ffn.outputs import FFNOutput, PairsOnlyRouting, Routing, TokenContext
 from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.base import Router
 from moe_ffn.routing.expert_threshold import ExpertThresholdRouter
@@ -70,7 +70,7 @@ def config_of(router: dict[str, Any]) -> RouterConfig:
 
 
 def is_causal(router: dict[str, Any]) -> bool:
-    return config_of(router).refusal(UseCase(causal=True)) is None
+    return config_of(router).unsupported(UseCase(causal=True)) is None
 
 
 def build_layer(router: dict[str, Any], seed: int = 0, backend: str = "auto") -> MoEFFN:
@@ -146,7 +146,7 @@ def pairs_by_token(routing: Routing) -> list[dict[int, float]]:
         for expert, weight in pairs:
             token[expert] = token.get(expert, 0) + weight
         # The heads of a query may choose the same one.
-        assert routing.is_listed or len(token) == len(pairs), "an expert is listed twice"
+        assert routing.is_pairs_only or len(token) == len(pairs), "an expert is listed twice"
         found.append(token)
     return found
 
@@ -156,16 +156,16 @@ def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_
     (num_pairs,) = routing.token_ids_N.shape
     for name in ("token_ids_N", "expert_ids_N"):
         assert getattr(routing, name).dtype == torch.int64, name
-    for name in ("expert_ids_N", "weights_N", "dropped_N", "real_N"):
+    for name in ("expert_ids_N", "weights_N", "dropped_N", "active_N"):
         assert getattr(routing, name).shape == (num_pairs,), name
-    assert routing.dropped_N.dtype == routing.real_N.dtype == torch.bool
+    assert routing.dropped_N.dtype == routing.active_N.dtype == torch.bool
     assert not routing.dropped_N.any()
     shapes = {name: tuple(tensor.shape) for name, tensor in scores_of(routing).items()}
     table = (num_tokens, num_experts)
     assert shapes in ({"logits_TE": table, "scores_TE": table}, {"logits_N": (num_pairs,)})
     assert (routing.token_ids_N.diff() >= 0).all()
-    if isinstance(routing, ListedRouting):
-        k = routing.listed_k
+    if isinstance(routing, PairsOnlyRouting):
+        k = routing.pairs_per_token
         assert routing.token_ids_N.tolist() == [t for t in range(num_tokens) for _ in range(k)]
     assert ((routing.token_ids_N >= 0) & (routing.token_ids_N < num_tokens)).all()
     assert ((routing.expert_ids_N >= 0) & (routing.expert_ids_N < num_experts)).all()

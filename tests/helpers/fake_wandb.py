@@ -106,7 +106,7 @@ class WandbServer:
         self.started = False
         self.speaks = threading.Event()
         self.speaks.set()
-        self.refusal = ""
+        self.unsupported = ""
         """Error in the answer to an attempt to save a view."""
         self.upserts: list[dict[str, Any]] = []
         """Variables of every attempt to save a view."""
@@ -132,8 +132,8 @@ class WandbServer:
         name = found[1] if found else ""
         if "upsertView" in query:
             self.upserts.append(variables)
-            if self.refusal:
-                return {"errors": [{"message": self.refusal}], "data": {"upsertView": None}}
+            if self.unsupported:
+                return {"errors": [{"message": self.unsupported}], "data": {"upsertView": None}}
             view = {"id": "ID1", "name": "nw-abc-v"}
             return {"data": {"upsertView": {"view": view, "inserted": True}}}
         if name == "UpsertBucket":

@@ -41,7 +41,7 @@ def real_pairs(routing: Routing) -> list[list[tuple[int, float]]]:
         routing.token_ids_N.tolist(),
         routing.expert_ids_N.tolist(),
         routing.weights_N.tolist(),
-        routing.real_N.tolist(),
+        routing.active_N.tolist(),
         strict=True,
     ):
         if real:
@@ -55,7 +55,7 @@ def experts_of(routing: Routing) -> list[list[int]]:
 
 
 def load_of(routing: Routing) -> list[int]:
-    return routing.expert_ids_N[routing.real_N].bincount(minlength=routing.num_experts).tolist()
+    return routing.expert_ids_N[routing.active_N].bincount(minlength=routing.num_experts).tolist()
 
 
 def random_logits(num_tokens: int, num_experts: int, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -109,14 +109,14 @@ def test_chosen_experts_are_those_of_real_pairs_dropped_or_not(make_routing: Any
         [[0, 1], [2, 0], [1, 2]],
         3,
         dropped_N=torch.tensor([True, False, False, False, False, False]),
-        chosen_N=torch.tensor([True, True, True, False, True, True]),
+        selected_N=torch.tensor([True, True, True, False, True, True]),
         mask_T=torch.tensor([True, True, False]),
     )
     assert chosen_experts(routing).int().tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 0]]
 
 
 def test_a_pair_listed_twice_is_chosen_if_it_is_once(make_routing: Any) -> None:
-    routing = make_routing([[0, 0]], 2, chosen_N=torch.tensor([True, False]))
+    routing = make_routing([[0, 0]], 2, selected_N=torch.tensor([True, False]))
     assert chosen_experts(routing).int().tolist() == [[1, 0]]
 
 

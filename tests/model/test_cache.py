@@ -243,7 +243,7 @@ def test_a_router_is_decoded_with_the_cache_exactly_where_it_routes_by_token(rou
         alone = torch.cat([ffn(x, TokenContext(token_ids=ids)).hidden for x, ids in parts], 1)
         whole = ffn(x, TokenContext(token_ids=ids)).hidden
         changed = max(changed, (alone - whole).abs().max().item())
-        assert (model.config.refusal(UseCase(cached=True)) is None) == (causal and is_tokenwise)
+        assert (model.config.unsupported(UseCase(cached=True)) is None) == (causal and is_tokenwise)
         if not causal:
             continue
         counts: list[int] = []

@@ -59,7 +59,7 @@ FFNS: dict[str, Any] = {
 CAUSAL = {
     name: ffn
     for name, ffn in FFNS.items()
-    if FFNConfig.model_validate(ffn).refusal(UseCase(causal=True)) is None
+    if FFNConfig.model_validate(ffn).unsupported(UseCase(causal=True)) is None
 }
 PADDABLE = {name: ffn for name, ffn in FFNS.items() if "forced" not in name}
 """Without the router that goes by a token's place in the batch."""
@@ -84,7 +84,7 @@ def build(seed: int = 0, **config: Any) -> Decoder:
     small = {"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}}
     ffn = FFNConfig.model_validate(config.get("ffn", "moe"))
     parsed = DecoderConfig.model_validate(
-        {**small, "causal": ffn.refusal(UseCase(causal=True)) is None, **config}
+        {**small, "causal": ffn.unsupported(UseCase(causal=True)) is None, **config}
     )
     return parsed.build(vocab_size=VOCAB, max_seq_len=MAX_LEN)
 

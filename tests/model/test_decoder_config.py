@@ -137,7 +137,7 @@ def test_a_backend_of_another_device_is_rejected_by_its_option() -> None:
     moe = {"type": "moe", "experts": {"type": "swiglu", "backend": "cpu"}}
     inside = {"type": "mixture_of_depths", "ffn": moe, "router": {"type": "relu", "k": 0.5}}
     config = DecoderConfig.model_validate({"ffn": "dense", "ffn_at": {"1::2": inside}})
-    assert config.refusal(UseCase(device="cpu")) is None
-    assert str(config.refusal(UseCase(device="cuda"))) == (
+    assert config.unsupported(UseCase(device="cpu")) is None
+    assert str(config.unsupported(UseCase(device="cuda"))) == (
         "ffn_at.1::2.ffn.experts.backend (cpu) runs on cpu, but this run is on cuda; use auto"
     )

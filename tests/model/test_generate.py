@@ -28,7 +28,7 @@ class Fixed(nn.Module):
     """Answers with given logits, and notes what it was shown."""
 
     max_seq_len = 4
-    config = SimpleNamespace(refusal=lambda _: "it keeps nothing")
+    config = SimpleNamespace(unsupported=lambda _: "it keeps nothing")
 
     def __init__(self, logits_V: list[float]) -> None:
         super().__init__()

@@ -117,8 +117,8 @@ def test_inside_a_mixture_of_depths_tokens_are_those_that_were_let_through() -> 
     gate, inner = found.routers["layer_00"], found.routers["layer_00/inner"]
     let_through = np.isin(found.text.ids_T, list(b"def"))
 
-    assert gate.is_gate
-    assert not inner.is_gate
+    assert gate.selects_tokens
+    assert not inner.selects_tokens
     assert (gate.assignment.first_T == np.where(let_through, 0, 1)).all()
     assert (inner.assignment.reached_T == let_through).all()
     assert inner.agreement["token"].share == pytest.approx(1)
@@ -156,7 +156,7 @@ def test_the_first_choice_is_the_heaviest(make_routing: MakeRouting) -> None:
 def test_a_token_that_chose_none_is_told_from_one_that_never_came(
     make_routing: MakeRouting,
 ) -> None:
-    routing = make_routing([[0], [1]], 2, chosen_N=torch.tensor([True, False]))
+    routing = make_routing([[0], [1]], 2, selected_N=torch.tensor([True, False]))
     found = Assignment("layer_00", ("0", "1"), 3)
     found.add(routing, np.array([0, 2]))
     assert found.first_T.tolist() == [0, NOT_REACHED, 2]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_ffn.ffn import GatedConfig, MoEConfig
 from moe_ffn.ffn.base import RouterInfo
-from moe_ffn.outputs import ChosenRouting, Routing
+from moe_ffn.outputs import Routing, VariableKRouting
 from moe_ffn.report.trace import (
     Choice,
     Layer,
@@ -54,8 +54,8 @@ def routing(
     )
     if not not_chosen:
         return routing
-    chosen_N = torch.tensor([place not in not_chosen for place in places])
-    return ChosenRouting(**vars(routing), chosen_N=chosen_N)
+    selected_N = torch.tensor([place not in not_chosen for place in places])
+    return VariableKRouting(**vars(routing), selected_N=selected_N)
 
 
 def choices(visit: Visit | None) -> list[Choice] | None:

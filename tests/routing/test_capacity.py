@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_ffn import FFNConfig, TokenContext, build_ffn
-from moe_ffn.config.errors import Refusal, UseCase
+from moe_ffn.config.errors import Unsupported, UseCase
 from moe_ffn.outputs import Routing
 from moe_ffn.routing import routing_of_pairs
 from moe_ffn.routing.capacity import (
@@ -166,7 +166,7 @@ def test_choices_of_later_tokens_make_no_room_for_earlier_ones(
         x, altered = x.view(1, 16, 4), altered.view(1, 16, 4)
     first = 5
     before, after = layer(x), layer(altered)
-    assert after.routing.real_N.sum() > before.routing.real_N.sum()
+    assert after.routing.active_N.sum() > before.routing.active_N.sum()
     for routing in (before.routing, after.routing):
         assert capacity_of(routing, 1.0) == capacity
     torch.testing.assert_close(after.hidden[:, :first], before.hidden[:, :first], rtol=0, atol=0)
@@ -226,14 +226,14 @@ def test_a_policy_is_causal_exactly_where_its_config_says(drop: str) -> None:
             torch.manual_seed(seed)  # the same lots
             hidden.append(layer(version).hidden[:, :5])
         changed = max(changed, (hidden[0] - hidden[1]).abs().max().item())
-    is_causal = FFNConfig.model_validate(config).refusal(UseCase(causal=True)) is None
+    is_causal = FFNConfig.model_validate(config).unsupported(UseCase(causal=True)) is None
     assert (changed < 1e-12) == is_causal
 
 
 def test_without_a_factor_every_policy_is_causal() -> None:
     for drop in DROP_POLICIES:
         config = FFNConfig.model_validate({"type": "moe", "capacity": {"drop": drop}})
-        assert config.refusal(UseCase(causal=True)) is None
+        assert config.unsupported(UseCase(causal=True)) is None
 
 
 def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
@@ -255,8 +255,8 @@ def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
             places = config.expert_capacity(routing, training=training)
             assert places == 2 * 8 // (context.sequence_length or 8)
     assert config.is_limited
-    assert config.refusal(UseCase(causal=True)) is None
-    assert config.refusal(UseCase(cached=True)) == Refusal(
+    assert config.unsupported(UseCase(causal=True)) is None
+    assert config.unsupported(UseCase(cached=True)) == Unsupported(
         "per_sequence (2) lets tokens displace each other", "set it to null"
     )
 

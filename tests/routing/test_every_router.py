@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn.config.errors import UseCase
 from moe_ffn.metrics.functional import nonfinite_tokens
-from moe_ffn.outputs import ChosenRouting, Routing
+from moe_ffn.outputs import Routing, VariableKRouting
 from moe_ffn.routing import RouterConfig
 from tests.helpers.every_router import (
     BATCH,
@@ -39,7 +39,7 @@ from tests.helpers.every_router import (
 
 
 def assert_same_routing(routing: Routing, expected: Routing) -> None:
-    for name in ("token_ids_N", "expert_ids_N", "weights_N", "real_N", *scores_of(expected)):
+    for name in ("token_ids_N", "expert_ids_N", "weights_N", "active_N", *scores_of(expected)):
         assert torch.equal(getattr(routing, name), getattr(expected, name)), name
 
 
@@ -69,7 +69,7 @@ def test_k_of_all_experts_and_a_single_expert_are_served(
             config.check_num_experts(num_experts)
         except ValueError:
             # Refused: a single expert would have a constant weight, a table has fewer sub-keys.
-            assert num_experts == 1 or config_of(router).is_listed
+            assert num_experts == 1 or config_of(router).is_pairs_only
             continue
         built = config.build(D_MODEL, num_experts).train(training)
         check_well_formed(route_batch(built, make_batch()), NUM_TOKENS, num_experts)
@@ -102,8 +102,8 @@ def test_experts_per_token_is_the_mean_number_of_chosen_pairs(
     config = config_of(router)
     told = config.experts_per_token(NUM_EXPERTS)
     routing = route_batch(build_layer(router).router.train(training), make_batch())
-    mean = routing.real_N.sum().item() / NUM_TOKENS
-    if isinstance(routing, ChosenRouting) and routing.capacity_k is not None:
+    mean = routing.active_N.sum().item() / NUM_TOKENS
+    if isinstance(routing, VariableKRouting) and routing.capacity_k is not None:
         assert told == routing.capacity_k  # the aim of a rule, or the most there can be
         assert mean < told or config.type != "top_p"
     else:
@@ -161,7 +161,7 @@ def test_weights_and_scores_have_the_gradient_of_finite_differences(
         routing = route_batch(built, Batch(x_BSD, batch.token_ids_BS))
         more = ("scores_TE", "selection_probs_TE", "logits_N")
         values = [getattr(routing, name, None) for name in more]
-        values.insert(0, routing.weights_N[routing.real_N])
+        values.insert(0, routing.weights_N[routing.active_N])
         return tuple(value for value in values if value is not None and value.requires_grad)
 
     if not smooth(x):
@@ -275,7 +275,7 @@ def test_a_router_is_called_causal_exactly_when_no_later_token_changes_an_earlie
     router: dict[str, Any],
 ) -> None:
     changed = [futures_that_change_the_past(router, training) for training in (True, False)]
-    why = config_of(router).refusal(UseCase(causal=True))
+    why = config_of(router).unsupported(UseCase(causal=True))
     if why is None:
         assert changed == [[], []]
         return
@@ -323,9 +323,9 @@ def test_one_token_goes_to_at_least_one_expert_or_chose_none(
     output, routing = call_layer(layer, make_batch(1, 1))
     check_well_formed(routing, 1)
     assert output.hidden.isfinite().all()
-    if not routing.real_N.any():
+    if not routing.active_N.any():
         threshold = getattr(layer.router, "threshold_E", 0)
-        assert isinstance(routing, ChosenRouting)
+        assert isinstance(routing, VariableKRouting)
         assert routing.logits_TE is not None
         assert (routing.logits_TE <= threshold).all()
 

@@ -104,7 +104,7 @@ def test_padding_and_broken_tokens_move_no_threshold() -> None:
         router.update(router.observe(router(x, TokenContext(mask=mask))))
         assert torch.equal(router.threshold_E, before)
     assert router.num_updates_E.tolist() == [1] * NUM_EXPERTS
-    chosen = router(broken, TokenContext()).chosen_N.view(30, NUM_EXPERTS)
+    chosen = router(broken, TokenContext()).selected_N.view(30, NUM_EXPERTS)
     assert chosen[3, 1], "a NaN must stay one"
 
 

@@ -203,7 +203,7 @@ def test_padding_may_have_any_id_in_a_table() -> None:
     ids = torch.tensor([1, 10**6])
     routing = router(torch.randn(2, E), TokenContext(token_ids=ids, mask=mask))
     assert isinstance(routing.weights_N, Tensor)
-    assert routing.real_N.tolist() == [True, True, False, False]
+    assert routing.active_N.tolist() == [True, True, False, False]
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def test_renormalized_weights_add_up_to_one_over_the_chosen() -> None:
     config = TopPRouterConfig(p=0.6, max_k=3, renormalize=True)
     routing = route(config, torch.tensor([PROBABILITIES]).log())
     assert routing.weights_N.tolist() == pytest.approx([0.625, 0.375, 0.0])
-    assert routing.real_N.tolist() == [True, True, False]
+    assert routing.active_N.tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("p", [0.2, 0.45, 0.7, 0.9])

@@ -24,7 +24,7 @@ import sys
 import torch
 from torch import nn
 from moe_ffn import FFNBlock, FFNConfig, FFNOutput, RouterConfig, Routing
-from moe_ffn.config.errors import Refusal
+from moe_ffn.config.errors import Unsupported
 
 class Good(FFNConfig, frozen=True):
     rank: int = 3
@@ -80,18 +80,18 @@ class ClosedFFN(GoodFFN):
     def mixed(self, x): return self.y(x) + self.gate * x.mean(1, keepdim=True)
 
 class Past(Good, frozen=True):
-    def refusal(self, use_case): return None
+    def unsupported(self, use_case): return None
 class PastFFN(GoodFFN):  # a moving mean: causal, and not by token
     def mixed(self, x): return self.y(x.cumsum(1))
 
 class Alone(Good, frozen=True):
-    def refusal(self, use_case): return None
+    def unsupported(self, use_case): return None
 class AloneFFN(GoodFFN): pass
 
 class Last(Good, frozen=True):
-    def refusal(self, use_case):
+    def unsupported(self, use_case):
         needs_more = use_case.cached and not use_case.history
-        return Refusal("it reads earlier tokens", "keep them") if needs_more else None
+        return Unsupported("it reads earlier tokens", "keep them") if needs_more else None
 class LastFFN(GoodFFN):
     def forward(self, x, context=None):
         history = context and context.history
@@ -145,7 +145,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from moe_ffn import Router, RouterConfig, routing_of_pairs
-from moe_ffn.outputs import ListedRouting
+from moe_ffn.outputs import PairsOnlyRouting
 from moe_ffn.experts.base import Experts
 from moe_ffn.experts import ExpertsConfig
 from moe_ffn.ffn.shared_expert import Combine
@@ -195,7 +195,7 @@ class Routes(RouterConfig, frozen=True):
     def flops_per_token(self, d_model, num_experts): return 0
 
 class Lists(Routes, frozen=True):
-    is_listed = True
+    is_pairs_only = True
 
 class RoutesAlone(Routes, frozen=True):
     is_tokenwise = True
@@ -221,8 +221,8 @@ class RoutesRouter(Router):
         more = {}
         if self.how.startswith("list"): logits_TE = scores_TE = None
         if listed_TK is not None:
-            more = {"kind": ListedRouting, "logits_N": listed_TK.flatten(), "listed_k": 1}
-            if self.how == "list twice": more["listed_k"] = 2
+            more = {"kind": PairsOnlyRouting, "logits_N": listed_TK.flatten(), "pairs_per_token": 1}
+            if self.how == "list twice": more["pairs_per_token"] = 2
         return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context,
                                 num_experts=self.num_experts, **more)
 
@@ -329,7 +329,7 @@ NOT_LEARNED = (
 NOT_CACHED = (
     "its config does not refuse UseCase(cached=True), but the token at position {p} has "
     "another output alone than in its sequence, so generated text would be wrong; refuse it in "
-    "refusal(use_case), or leave is_tokenwise or supports_cache out"
+    "unsupported(use_case), or leave is_tokenwise or supports_cache out"
 )
 BROKEN = {
     "Bare": (
@@ -413,10 +413,10 @@ PLACES = {
         "its routing has expert_ids_N that are not int64 from 0 to 7"
     ),
     ("model.ffn.router", "Lists", "list twice"): (
-        "its routing has listed_k 2, but token_ids_N are not every token so many times"
+        "its routing has pairs_per_token 2, but token_ids_N are not every token so many times"
     ),
     ("model.ffn.router", "Lists", "list without logits"): (
-        "its routing has no ListedRouting.logits_N, expected of shape (16,)"
+        "its routing has no PairsOnlyRouting.logits_N, expected of shape (16,)"
     ),
     ("model.ffn.router", "Routes", "no logits"): (
         "its routing has no logits_TE, its scores before any normalisation, expected of shape"
@@ -426,12 +426,12 @@ PLACES = {
         "its routing has logits_N of shape (15,), expected (16,)"
     ),
     ("model.ffn.router", "Routes", "list"): (
-        "its routing has no table scores_TE, but its config says is_listed False; set "
-        "is_listed: ClassVar[bool] = True"
+        "its routing has no table scores_TE, but its config says is_pairs_only False; set "
+        "is_pairs_only: ClassVar[bool] = True"
     ),
     ("model.ffn.router", "Lists", "table"): (
-        "its routing has a table scores_TE, but its config says is_listed True; set "
-        "is_listed: ClassVar[bool] = False"
+        "its routing has a table scores_TE, but its config says is_pairs_only True; set "
+        "is_pairs_only: ClassVar[bool] = False"
     ),
     ("model.ffn.router", "Learns", "detached"): NOT_LEARNED,
     ("model.ffn.router", "Learns", "constant"): NOT_LEARNED,

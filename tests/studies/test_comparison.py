@@ -1,4 +1,4 @@
-"""Arms compared by hand-made results: differences, costs, what differs, refusals, and what is said."""
+"""Arms compared by hand-made results: differences, costs, what differs, problems, and what is said."""
 
 from __future__ import annotations
 
@@ -423,7 +423,7 @@ def test_blocks_are_tuned_too() -> None:
     assert table.verdict.endswith("in one seed")
 
 
-# -- refusals
+# -- problems
 
 
 @pytest.mark.parametrize(
@@ -454,12 +454,12 @@ def test_blocks_are_tuned_too() -> None:
 )
 def test_runs_of_other_data_are_refused_by_the_key(changes: dict[str, Any], message: str) -> None:
     same = [make_result("a", 0), make_result("a", 1)]
-    assert refusal([*same, make_result("b", 0, **changes)]) == message
+    assert unsupported([*same, make_result("b", 0, **changes)]) == message
     tuned = make_result("b", 0, main_arm="a", tuning={"x": 1}, **changes)
-    assert "so their losses cannot be compared" in refusal([*same, tuned])
+    assert "so their losses cannot be compared" in unsupported([*same, tuned])
 
 
-def refusal(results: list[RunResult]) -> str:
+def unsupported(results: list[RunResult]) -> str:
     with pytest.raises(ConfigError) as raised:
         Comparison.of(results)
     return str(raised.value)
@@ -467,7 +467,7 @@ def refusal(results: list[RunResult]) -> str:
 
 def test_runs_of_one_arm_have_the_same_options() -> None:
     other = make_result("a", 2, options={"optimizer.learning_rate": 0.01})
-    assert refusal([make_result("a", 0), make_result("a", 1), other]) == (
+    assert unsupported([make_result("a", 0), make_result("a", 1), other]) == (
         "the runs of arm 'a' have different options: optimizer.learning_rate is 0.003 in a-seed0, 0.01 in "
         "a-seed2; name the arms differently"
     )
@@ -511,7 +511,7 @@ def test_windows_that_are_not_known_are_told_by_the_options(option: str, usual: 
     Comparison.of([make_result("a"), make_result("b", fingerprints=old)])
     options = {"data.batch_size": 3, f"data.{option}": 9}  # of which the first moves no window
     other = make_result("b", fingerprints=old, options=options)
-    assert f"data.{option} is {usual} in a-seed0, 9 in b-seed0" in refusal(
+    assert f"data.{option} is {usual} in a-seed0, 9 in b-seed0" in unsupported(
         [make_result("a"), other]
     )
 

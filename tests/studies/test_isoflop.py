@@ -26,7 +26,7 @@ def test_the_minimum_of_a_parabola_lies_in_its_interval() -> None:
     assert found.minimum.low < found.minimum.value < found.minimum.high
     assert 1.02 < found.minimum.high / found.minimum.low < 1.1
     assert float(found.curve(np.array(5e5))) == pytest.approx(2, abs=0.01)
-    assert found.refusal == ""
+    assert found.problem == ""
 
 
 @pytest.mark.parametrize(("best", "end"), [(5e4, "the smallest size"), (5e7, "the largest size")])
@@ -34,7 +34,7 @@ def test_a_minimum_at_the_edge_is_refused(best: float, end: str) -> None:
     sizes = [1e5, 2e5, 4e5, 8e5]
     found = fit_parabola(sizes, parabola(sizes, best))
     assert found.minimum is None
-    assert found.refusal == (
+    assert found.problem == (
         f"the loss is lowest at {end}: the minimum lies beyond the sizes tried"
     )
 
@@ -47,14 +47,14 @@ def test_three_sizes_and_four_runs_are_enough() -> None:
 def test_a_parabola_that_opens_downwards_is_refused() -> None:
     found = fit_parabola([1e5, 2e5, 4e5, 8e5], [2.0, 2.1, 2.11, 2.05])
     assert found.minimum is None
-    assert found.refusal == "the parabola opens downwards: it has no minimum"
+    assert found.problem == "the parabola opens downwards: it has no minimum"
 
 
 def test_a_minimum_that_the_noise_moves_out_of_the_sizes_is_not_certain() -> None:
     sizes = [1e5, 2e5, 4e5, 8e5] * 2
     found = fit_parabola(sizes, noisy(parabola(sizes, 6e5), 0.02, seed=3))
     assert found.minimum is None
-    assert "is not certain" in found.refusal
+    assert "is not certain" in found.problem
 
 
 def test_95_percent_intervals_of_a_minimum_hold_the_truth_about_as_often() -> None:
@@ -89,7 +89,7 @@ def test_the_power_law_of_the_minima_is_found_again() -> None:
     found = fit_isoflop(*isoflop_runs(0.001))
 
     assert len(found.parabolas) == 4
-    assert found.refusals == {}
+    assert found.problems == {}
     assert found.exponent is not None
     assert found.exponent.low < 0.5 < found.exponent.high
     assert found.exponent.high - found.exponent.low < 0.1
@@ -105,8 +105,8 @@ def test_budgets_without_a_minimum_are_named_and_left_out() -> None:
 
     found = fit_isoflop(flops, sizes, losses)
 
-    assert [f"{budget:.0e}" for budget in found.refusals] == ["1e+15", "3e+15"]
-    refused, too_few = found.refusals.values()
+    assert [f"{budget:.0e}" for budget in found.problems] == ["1e+15", "3e+15"]
+    refused, too_few = found.problems.values()
     assert "lies beyond the sizes tried" in refused or "downwards" in refused
     assert too_few.startswith("2 runs at 2 sizes cannot determine 3 parameters")
     assert minima(found) == pytest.approx([0.1 * c**0.5 for c in (1e13, 3e13, 1e14, 3e14)], rel=0.1)
@@ -160,7 +160,7 @@ def test_few_minima_are_said_to_show_no_power_law(num_minima: int, said: str) ->
 
     found = fit_isoflop([*flops, 1e18], [*sizes * len(lowest), 1e5], [*losses, 2.0])
 
-    assert len(found.refusals) == 2
+    assert len(found.problems) == 2
     assert said in found.limits
     assert ("minima" in found.limits) == bool(said)
     assert (found.exponent is None) == (num_minima == 1)

@@ -26,7 +26,7 @@ def planned(text: str) -> dict[str, PlannedRun]:
     return {run.name: run for run in study(text).planned_runs()}
 
 
-def refusal(text: str) -> str:
+def unsupported(text: str) -> str:
     with pytest.raises(ConfigError) as caught:
         planned(text)
     return str(caught.value)
@@ -197,7 +197,7 @@ def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_sentence_with_its_place_in_the_file(text: str, message: str) -> None:
-    assert refusal(text) == message
+    assert unsupported(text) == message
 
 
 def test_arms_of_a_seed_begin_with_the_same_weights_outside_their_ffns() -> None:
@@ -255,7 +255,7 @@ def test_training_flops_give_the_nearest_whole_step(steps: float, solved: int | 
     text = f"{arms}\nconfig: {{model.d_model: 32}}\ntraining_flops: {flops}"
 
     if solved is None:
-        assert f" are {steps:.2f} steps of the arm 'a'" in refusal(text)
+        assert f" are {steps:.2f} steps of the arm 'a'" in unsupported(text)
     else:
         assert planned(text)["a-seed0"].config.trainer.max_steps == solved
 

@@ -160,7 +160,7 @@ def chosen_by_all(experts: int, target_k: float = 1.0, num_tokens: int = 2) -> R
         num_tokens=num_tokens,
         num_experts=4,
         sequence_length=num_tokens,
-        chosen_N=(logits_TE > 0).flatten(),
+        selected_N=(logits_TE > 0).flatten(),
         target_k=target_k,
     )
 

@@ -132,7 +132,7 @@ def test_without_a_rule_it_stays_collapsed(router: dict[str, Any]) -> None:
 def test_the_sparsity_rule_brings_relu_routing_to_its_k() -> None:
     decoder = collapsed_decoder({"type": "relu", "k": 1})
     before = decoder(batch(0)[:, :-1]).routings["layer_00"]
-    assert before.real_N.sum() > 1.5 * before.num_tokens
+    assert before.active_N.sum() > 1.5 * before.num_tokens
     found = train(decoder, {"sparsity_rule": {"initial_weight": 1e-4}}, steps=200)["layer_00"]
     assert found["experts_per_token"].item() == pytest.approx(1, abs=0.15)
     assert found["max_violation"] < 1

@@ -55,7 +55,7 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     return y_TD
 
 
-def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
+def unsupported_reason(x_TD: Tensor, weights: ExpertWeights) -> str | None:
     """Return the reason why `triton` cannot run these tokens; None if it can."""
     if not INSTALLED:
         return "needs the package triton, which is not installed; use 'auto'"

@@ -38,7 +38,7 @@ class Router:
     """One router and the experts it chooses from, on a text."""
 
     assignment: Assignment
-    is_gate: bool
+    selects_tokens: bool
     """True for the router of a mixture of depths, which sends tokens through a block or around it."""
     agreement: Mapping[str, Agreement]
     """Name of an attribute -> share of the first choice that it explains."""
@@ -115,7 +115,7 @@ def inspect_model(
         first = assignment.first_T[reached]
         routers[name] = Router(
             assignment,
-            is_gate=name in infos and infos[name].is_gate,
+            selects_tokens=name in infos and infos[name].selects_tokens,
             agreement={a.name: experts.agreement(first, a.labels_T[reached]) for a in known},
         )
     return Inspection(

@@ -50,7 +50,7 @@ def _plots(found: Inspection) -> dict[str, list[Plot]]:
     choosers = {
         layer_title(router.name): router
         for router in found.routers.values()
-        if not router.is_gate and router.assignment.num_experts > 1
+        if not router.selects_tokens and router.assignment.num_experts > 1
     }
     agreement, taken, more_taken = list[Plot](), list[Plot](), list[Plot]()
     if choosers:

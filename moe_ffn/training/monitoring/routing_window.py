@@ -38,7 +38,8 @@ class RoutingByLayer(Checkpointed):
 
     def __init__(self, *measured: Measured) -> None:
         self.metrics = {
-            is_listed: measured_in(*measured, is_listed=is_listed) for is_listed in (False, True)
+            is_pairs_only: measured_in(*measured, is_pairs_only=is_pairs_only)
+            for is_pairs_only in (False, True)
         }
         self.statistics = {kind: statistics_of(metrics) for kind, metrics in self.metrics.items()}
         self._is_listed: dict[str, bool] = {}
@@ -54,9 +55,9 @@ class RoutingByLayer(Checkpointed):
     ) -> None:
         """Add a batch. If not `counted`, only add sums of zero, so that all ranks reduce the same layers."""
         for layer, routing in routings.items():
-            statistics = self.statistics[routing.is_listed]
+            statistics = self.statistics[routing.is_pairs_only]
             if layer not in self.sums:
-                self._is_listed[layer] = routing.is_listed
+                self._is_listed[layer] = routing.is_pairs_only
                 zeros = {s.name: s.zeros(routing.num_experts) for s in statistics}
                 initial = zeros | self._loaded.pop(layer, {})
                 device = routing.token_ids_N.device
@@ -173,7 +174,7 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
     return {
         layer: chosen_experts(routing).cpu()
         for layer, routing in routings.items()
-        if not routing.is_listed
+        if not routing.is_pairs_only
     }
 
 

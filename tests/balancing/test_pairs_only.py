@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from moe_ffn import TokenContext, routing_of_pairs
-from moe_ffn.balancing.listed import num_used, usage_kl
 from moe_ffn.balancing.losses import (
     importance_cv2_loss,
     load_balancing_loss,
@@ -22,8 +21,9 @@ from moe_ffn.balancing.losses import (
     router_z_loss,
     sequence_load_balancing_loss,
 )
+from moe_ffn.balancing.pairs_only import num_used, usage_kl
 from moe_ffn.metrics import logit_max, nonfinite_tokens
-from moe_ffn.outputs import ListedRouting, Routing
+from moe_ffn.outputs import PairsOnlyRouting, Routing
 
 NUM_EXPERTS, B, S, K = 9, 3, 4, 5
 
@@ -31,9 +31,9 @@ NUM_EXPERTS, B, S, K = 9, 3, 4, 5
 def as_list(logits_TK: Tensor) -> dict[str, Any]:
     return {
         "num_experts": NUM_EXPERTS,
-        "kind": ListedRouting,
+        "kind": PairsOnlyRouting,
         "logits_N": logits_TK.flatten(),
-        "listed_k": logits_TK.shape[1],
+        "pairs_per_token": logits_TK.shape[1],
     }
 
 
@@ -56,7 +56,7 @@ def share_table(routing: Routing) -> tuple[Tensor, Tensor]:
     """(T, E): each expert's share of a token's weights, and how often it is listed; 0 for padding."""
     shape = (routing.num_tokens, routing.num_experts)
     weights_TE, counts_TE = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
-    for n in routing.real_N.nonzero().flatten().tolist():
+    for n in routing.active_N.nonzero().flatten().tolist():
         cell = torch.zeros(shape, dtype=torch.float64)
         cell[routing.token_ids_N[n], routing.expert_ids_N[n]] = 1
         weights_TE, counts_TE = weights_TE + routing.weights_N[n] * cell, counts_TE + cell
@@ -80,7 +80,7 @@ def of_sequences(routing: Routing) -> Tensor:
 def importance(routing: Routing) -> Tensor:
     importance_E = torch.zeros(NUM_EXPERTS, dtype=torch.float64)
     importance_E = importance_E.index_add(
-        0, routing.expert_ids_N[routing.real_N], routing.weights_N[routing.real_N]
+        0, routing.expert_ids_N[routing.active_N], routing.weights_N[routing.active_N]
     )
     return importance_E.var() / importance_E.mean() ** 2
 
@@ -92,7 +92,7 @@ def real_rows(routing: Routing, values_N: Tensor) -> Tensor:
 
 
 def z_loss(routing: Routing) -> Tensor:
-    assert isinstance(routing, ListedRouting)
+    assert isinstance(routing, PairsOnlyRouting)
     return real_rows(routing, routing.logits_N).logsumexp(1).square().mean()
 
 
@@ -135,7 +135,7 @@ def test_values_and_gradients_are_those_of_tables(
 def test_experts_that_real_tokens_chose_are_counted_once() -> None:
     for padded in (False, True):
         routing, _ = listed(padded)
-        assert num_used(routing) == len(routing.expert_ids_N[routing.real_N].unique())
+        assert num_used(routing) == len(routing.expert_ids_N[routing.active_N].unique())
 
 
 def test_no_token_is_no_loss() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.sums import divisor, finite_log
-from moe_ffn.outputs import ListedRouting, Routing
+from moe_ffn.outputs import PairsOnlyRouting, Routing
 
 
 @dataclass(frozen=True)
@@ -25,33 +25,33 @@ class Groups:
     """int64, the group of each pair, below N."""
     is_first_N: Tensor
     """bool, True at one real pair of each group."""
-    real_N: Tensor
+    active_N: Tensor
     shares_N: Tensor
     """Each pair's weight over the sum of its token's weights; 0 for pairs that are not real."""
 
     def sums(self, values_N: Tensor) -> Tensor:
         """Return the sum over the real pairs of each group, (N,), indexed by group."""
-        values_N = torch.where(self.real_N, values_N, 0)
+        values_N = torch.where(self.active_N, values_N, 0)
         return torch.zeros_like(values_N).index_add(0, self.ids_N, values_N)
 
 
 def groups_of(routing: Routing, *, by_sequence: bool = False) -> Groups:
     """Group a routing's pairs by expert, or by expert and sequence."""
-    cells_N, real_N = routing.expert_ids_N, routing.real_N
+    cells_N, active_N = routing.expert_ids_N, routing.active_N
     if by_sequence:
         sequence_N = routing.token_ids_N // max(routing.sequence_length, 1)
         cells_N = sequence_N * routing.num_experts + cells_N
-    cells_N = cells_N.masked_fill(~real_N, -1)
+    cells_N = cells_N.masked_fill(~active_N, -1)
     sorted_N, order_N = cells_N.sort(stable=True)
     ids_N = torch.searchsorted(sorted_N, cells_N)
     ranks_N = torch.empty_like(order_N).scatter_(
         0, order_N, torch.arange(len(order_N), device=order_N.device)
     )
-    return Groups(ids_N, real_N & (ranks_N == ids_N), real_N, _shares(routing))
+    return Groups(ids_N, active_N & (ranks_N == ids_N), active_N, _shares(routing))
 
 
 def _shares(routing: Routing) -> Tensor:
-    weights_N = torch.where(routing.real_N, routing.weights_N, 0)
+    weights_N = torch.where(routing.active_N, routing.weights_N, 0)
     zeros_T = weights_N.new_zeros(routing.num_tokens)
     totals_T = zeros_T.index_add(0, routing.token_ids_N, weights_N)
     return weights_N / divisor(totals_T)[routing.token_ids_N]
@@ -70,7 +70,7 @@ def load_balance_of_list(routing: Routing, *, by_sequence: bool = False) -> Tens
     part_N = routing.token_ids_N // length
     zeros_B = counts_N.new_zeros(routing.num_tokens // length)
     products_B = zeros_B.index_add(0, part_N, counts_N * groups.shares_N)
-    pairs_B = zeros_B.index_add(0, part_N, groups.real_N.to(zeros_B.dtype))
+    pairs_B = zeros_B.index_add(0, part_N, groups.active_N.to(zeros_B.dtype))
     tokens_B = torch.full_like(zeros_B, length)
     if routing.mask_T is not None:
         tokens_B = routing.mask_T.view(-1, length).sum(dim=1).to(zeros_B.dtype)
@@ -89,7 +89,7 @@ def importance_of_list(routing: Routing) -> tuple[Tensor, Tensor]:
     return mean, squares / max(num_experts - 1, 1)
 
 
-def logsumexp_of_list(routing: ListedRouting) -> Tensor:
+def logsumexp_of_list(routing: PairsOnlyRouting) -> Tensor:
     """Return the logsumexp over the logits of each token's pairs, (T,)."""
     logits_N = routing.logits_N
     lowest_T = logits_N.new_full((routing.num_tokens,), -torch.inf)
