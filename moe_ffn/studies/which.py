@@ -71,8 +71,9 @@ NUM_VALIDATIONS, VALIDATION_TOKENS = 8, 16384
 WIDTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 TOKENS_PER_PARAMETER = 4
 """Training tokens for each active parameter; wider models would end before they have learned to differ."""
-MIN_STEPS = 200
-"""Fewest steps in the last round for which results are trusted."""
+MIN_STEPS = 400
+"""Fewest steps in the last round for which results are trusted. The first round has a quarter of them; with
+fewer, the loss does not yet show which block will lead."""
 MAX_DOUBLINGS = 2.0
 """No winner is declared if the order of two blocks would change within so many doublings of training."""
 MAX_PASSES = 4

@@ -32,7 +32,6 @@ from moe_ffn.studies.which import (
 from tests.helpers.results import make_result
 
 ROOT = Path(__file__).parents[2]
-STUDY = ROOT / "docs" / "studies" / "experts" / "results.jsonl"
 STEP_SECONDS = dict.fromkeys(BLOCKS, 0.1) | {"swiglu": 0.2, "moe_32_top2": 0.3}
 
 
@@ -105,14 +104,18 @@ def ended_at(step: int, result: RunResult) -> RunResult:
 
 
 @pytest.mark.parametrize("step", [120, 240])
-@pytest.mark.parametrize("width", [32, 48, 64])
-def test_the_arm_stays_that_leads_at_full_length(width: int, step: int) -> None:
-    """In the study of experts, e8 leads at this step, and e32 at the end, 600."""
-    results = [RunResult.of_line(line, STUDY) for line in STUDY.read_bytes().splitlines()]
-    names = [f"e{number},d_model={width}" for number in (8, 32)]
+@pytest.mark.parametrize(
+    ("study", "names"),
+    [("experts", [f"e{n},d_model={width}" for n in (8, 32)]) for width in (32, 48, 64)]
+    + [("gating", ["swiglu", "gelu"])],
+)
+def test_the_arm_stays_that_leads_at_full_length(study: str, names: list[str], step: int) -> None:
+    """In two studies the second arm leads at the end, 600; in one of them the first leads at this step."""
+    table = ROOT / "docs" / "studies" / study / "results.jsonl"
+    results = [RunResult.of_line(line, table) for line in table.read_bytes().splitlines()]
     short = [ended_at(step, result) for result in results if result.arm in names]
     arms = Comparison.of(short, baseline=names[0]).arms
-    assert ranked(arms)[0].name == names[0]
+    assert ranked(arms)[0].name == (names[0] if study == "experts" else names[1])
     assert ranked(arms, doublings=math.log2(600 / step))[0].name == names[1]
 
 
@@ -233,7 +236,7 @@ def test_the_width_suits_the_text_and_the_time(monkeypatch: pytest.MonkeyPatch) 
     text.train = range(10_000_000)
     monkeypatch.setattr(which, "_timed", lambda data, width, arms: dict.fromkeys(arms, 0.05))
     with pytest.raises(
-        ConfigError, match=r"2 minutes leave 0 steps .* 200 are the least; give at least \d+$"
+        ConfigError, match=r"2 minutes leave 0 steps .* 400 are the least; give at least \d+$"
     ):
         Question.measured(["text"], 2, 2, print)
     monkeypatch.setattr(
