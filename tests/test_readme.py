@@ -223,7 +223,7 @@ def test_the_python_block_trains_a_run(monkeypatch: pytest.MonkeyPatch):
     tiny = parse(TINY).to_dict()
     real = moe_ffn.train
     monkeypatch.setattr(moe_ffn, "train", lambda given: real(merge(tiny, given)))
-    names = executed("moe_ffn.train", "docs/howto/train_from_python.md")
+    names = executed("moe_ffn.train({", "docs/howto/train_from_python.md")
     assert names["run"].name == "from-python"
     assert names["run"].option("model.ffn.num_experts") == 16
 

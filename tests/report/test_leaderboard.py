@@ -61,7 +61,7 @@ def test_only_arms_of_the_same_budget_share_a_table(tmp_path: Path) -> None:
     both = "[a](studies/a.md) swiglu = [b](studies/b.md) same"
     assert [*found] == ["[a](studies/a.md) moe", both]
     assert found[both][2] == "4"
-    assert "a dense block there: 2 of b." in page
+    assert "no other arm has their budget: 2 of b." in page
     assert page.splitlines()[2].startswith("**A sparse block has the lowest loss at 1 of 1 budgets")
 
 

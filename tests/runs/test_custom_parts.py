@@ -328,7 +328,7 @@ NOT_LEARNED = (
 )
 NOT_CACHED = (
     "its config does not refuse UseCase(cached=True), but the token at position {p} has "
-    "another output alone than in its sequence, so generated text would be wrong; refuse it in "
+    "another output alone than in its sequence, so generated text would be wrong; say so in "
     "unsupported(use_case), or leave is_tokenwise or supports_cache out"
 )
 BROKEN = {

@@ -52,8 +52,8 @@ def watch(rules: AlarmRules, *rows: dict[str, Tensor] | float, first: int = 10) 
 
 COLLAPSED = values(load=[0.48, 0.44, 0.04, 0.04], max_violation=0.92)
 BALANCE = (
-    "raise objective.load_balance (now 0.01), or take model.ffn.router.type 'sigmoid_top_k', whose bias a "
-    "rule balances"
+    "raise objective.load_balance (now 0.01), or use model.ffn.router.type 'sigmoid_top_k', which "
+    "balances with a bias"
 )
 
 SINGLE: dict[str, tuple[dict[str, Tensor], str]] = {
