@@ -1,5 +1,6 @@
 """Settings of the documentation site; `make docs` builds it."""
 
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,9 +12,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_ext")]
 project = "moe_ffn"
 author = "The moe_ffn authors"
 version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-commit = subprocess.run(
-    ["git", "describe", "--tags", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-).stdout.strip()
+describe = ["git", "describe", "--tags", "--always", "--dirty"]
+commit = ""  # as in an archive without git
+if shutil.which("git"):
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 release = version if commit in ("", f"v{version}") else f"Unreleased (after {version}, {commit})"
 html_title = f"moe_ffn {release}"
 extensions = [

@@ -319,10 +319,10 @@ class Plan:
     """int64, the index of each pair in the routing, which is sorted by token."""
 
     expert_ids_N: Tensor | None = None
-    """int64, the expert of each pair, in a `unsorted_plan`; None in a sorted plan, which has `offsets_E`."""
+    """int64, the expert of each pair, in an `unsorted_plan`; None in a sorted plan, which has `offsets_E`."""
 
     pairs_per_token: int | None = None
-    """K, if a `unsorted_plan` has exactly K pairs for every row of `x_TD`, in row order; otherwise None."""
+    """K, if an `unsorted_plan` has exactly K pairs for every row of `x_TD`, in row order; otherwise None."""
 
     def __repr__(self) -> str:
         return summarize(self)

@@ -64,12 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def first_line(config: TrainConfig, resume: Resume | None = None) -> str:
-    """Return what a run will do, and how long that takes if it is the default run.
-
-    Raises:
-        ConfigError: a custom part counts wrongly; see `check_counts`.
-    """
-    check_counts(config)
+    """Return what a run will do, and how long that takes if it is the default run."""
     model, data, trainer = config.model, config.data, config.trainer
     blocks = " and ".join(dict.fromkeys(ffn.describe() for ffn in model.layer_ffns()))
     layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)} with {blocks}"
@@ -116,6 +111,7 @@ def _train(config: TrainConfig, resume: Resume | None) -> Path:
     # Before lightning is imported, which reads the same variables.
     check_environment(config.trainer.num_nodes)
     with explaining_custom_errors():
+        check_counts(config)
         log.info("%s", first_line(config, resume))
     announce_import("lightning")
     from moe_ffn.cli import training_run

@@ -104,10 +104,7 @@ def _begin(flags: Any) -> tuple[Path, Question | None]:
             )
         where = f"'{flags.resume / QUESTION_FILE}'"
         options = read_yaml(flags.resume / QUESTION_FILE, where)
-        try:
-            return flags.resume, validate(Question, options)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+        return flags.resume, validate(Question, options, where)
     for flag in ("data", "minutes"):
         if not getattr(flags, flag):
             raise ConfigError(

@@ -26,10 +26,13 @@ _MAX_BYTES = 100_000
 """Maximum size of a config; sixty layers that all differ fit."""
 
 
-def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
+def validate(root: type[RootConfig], options: Mapping[str, Any], where: str = "") -> RootConfig:
     """Validate plain options; raise a ConfigError with one line per mistake.
 
     A warning is logged before the code of a custom class runs.
+
+    Args:
+        where: name of the file or model with the options; each line begins with it.
     """
     try:
         with explaining_custom_errors():
@@ -39,7 +42,8 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
         def unknown(path: str, message: str) -> str:
             return explain_unknown(path, message, option_tree(root, options))
 
-        raise ConfigError("\n".join(explain(error, unknown))) from error
+        prefix = f"{where}: " if where else ""
+        raise ConfigError("\n".join(prefix + line for line in explain(error, unknown))) from error
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +22,23 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from moe_ffn.kernels.activations import ACTIVATIONS, Activation, GateFunction
 from moe_ffn.outputs import Plan, summarize
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 def on_this_rank(tensor: Tensor) -> Tensor:
     """Return this rank's part of a distributed tensor; other tensors unchanged."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return tensor
-    # This import takes half a second. `hasattr(tensor, "to_local")` would fail under torch.compile.
+    return tensor.to_local() if is_distributed(tensor) else tensor
+
+
+def is_distributed(value: object) -> TypeGuard[DTensor]:
+    """Return True for a tensor that is divided over ranks."""
+    if type(value) in (Tensor, nn.Parameter) or not isinstance(value, Tensor):
+        return False
+    # This import takes seconds. `hasattr(value, "to_local")` would fail under torch.compile.
     from torch.distributed.tensor import DTensor
 
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return isinstance(value, DTensor)
 
 
 # -- weights and signature

@@ -177,6 +177,7 @@ def by_choice(routing: Routing) -> Tensor:
 
 def at_random(routing: Routing) -> Tensor:
     """Random order, from torch's generator (DeepSpeed's random token selection). Not causal."""
+    # float32 even in a bf16 model, whose default dtype would give many pairs the same priority.
     return torch.rand(
         routing.token_ids_N.shape, dtype=torch.float32, device=routing.token_ids_N.device
     )

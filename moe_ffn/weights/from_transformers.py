@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
-from moe_ffn.config.yaml_files import RootConfig, nest, validate
+from moe_ffn.config.yaml_files import nest, validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.families import FAMILIES, OUTSIDE, Family
@@ -98,7 +98,7 @@ def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
     options = _read_options(family.ffn, hf)
     blocks = _blocks(options)[1]
     kind = "sparse" if layer in options["sparse_layers"] else "dense"
-    config = _validate(_BlockConfig, {"ffn": blocks[kind]}, hf)
+    config = validate(_BlockConfig, {"ffn": blocks[kind]}, hf.where)
     with torch.device("meta"):
         block = config.ffn.build(hf.count("hidden_size"))
     expected = {f"layers.{layer}.ffn.{name}": value for name, value in block.state_dict().items()}
@@ -142,7 +142,7 @@ def config_of(family: Family, hf: HFConfig) -> PretrainedConfig:
     if sparse:
         model["ffn_at"] = dict.fromkeys(dense, blocks.get("dense"))
     sizes = {"vocab_size": hf["vocab_size"], "max_seq_len": hf["max_position_embeddings"]}
-    return _validate(PretrainedConfig, {**sizes, "model": model}, hf)
+    return validate(PretrainedConfig, {**sizes, "model": model}, hf.where)
 
 
 def _blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -152,14 +152,6 @@ def _blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     if blocks["sparse"] and (jitter := blocks["sparse"].pop("jitter", 0)):
         blocks["sparse"] = {"type": "jittered", "jitter": jitter, "ffn": blocks["sparse"]}
     return nested, blocks
-
-
-def _validate(root: type[RootConfig], options: Mapping[str, Any], hf: HFConfig) -> RootConfig:
-    try:
-        return validate(root, options)
-    except ConfigError as error:
-        lines = (f"{hf.where}: {line}" for line in str(error).splitlines())
-        raise ConfigError("\n".join(lines)) from error
 
 
 @contextmanager

@@ -210,7 +210,10 @@ def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Pa
             ["--data", "text", "--minutes", "5", "--name", "old"],
             r"'runs/old' exists; resume it with --resume",
         ),
-        (["--resume", "runs/wrong"], r"^'runs/wrong/which.yaml': width: must be a whole number"),
+        (
+            ["--resume", "runs/wrong"],
+            r"^'runs/wrong/which.yaml': jobs: .*\n'runs/wrong/which.yaml': width: must be a whole number",
+        ),
         (["--resume", "runs/old"], r"'runs/old' has no which.yaml; give the folder of a search"),
         (["--resume", "runs/old", "--minutes", "5"], r"remove --data and --minutes"),
     ],
@@ -218,7 +221,8 @@ def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Pa
 def test_a_mistake_is_one_sentence(argv: list[str], message: str, tmp_path: Path) -> None:
     for name in ("old", "wrong"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-    mistaken = which.to_yaml(question()).replace("width: 64", "width: wide")
+    mistaken = which.to_yaml(question(jobs=3)).replace("width: 64", "width: wide")
+    mistaken = mistaken.replace("jobs: 3", "jobs: 0")
     (tmp_path / "runs" / "wrong" / "which.yaml").write_text(mistaken, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         main(argv)

@@ -42,7 +42,7 @@ class RoutingByLayer(Checkpointed):
             for is_pairs_only in (False, True)
         }
         self.statistics = {kind: statistics_of(metrics) for kind, metrics in self.metrics.items()}
-        self._is_listed: dict[str, bool] = {}
+        self._is_pairs_only: dict[str, bool] = {}
         self.sums: ByLayer = {}
         self._loaded: ByLayer = {}
 
@@ -57,7 +57,7 @@ class RoutingByLayer(Checkpointed):
         for layer, routing in routings.items():
             statistics = self.statistics[routing.is_pairs_only]
             if layer not in self.sums:
-                self._is_listed[layer] = routing.is_pairs_only
+                self._is_pairs_only[layer] = routing.is_pairs_only
                 zeros = {s.name: s.zeros(routing.num_experts) for s in statistics}
                 initial = zeros | self._loaded.pop(layer, {})
                 device = routing.token_ids_N.device
@@ -72,7 +72,7 @@ class RoutingByLayer(Checkpointed):
         """Return the metrics of each layer over all batches and ranks, on the CPU, and reset the sums."""
         sums, self.sums = self._reduced(), {}
         return {
-            layer: compute(self.metrics[self._is_listed[layer]], found)
+            layer: compute(self.metrics[self._is_pairs_only[layer]], found)
             for layer, found in sums.items()
         }
 
@@ -93,7 +93,7 @@ class RoutingByLayer(Checkpointed):
             keys = [
                 (layer, statistic.name)
                 for layer in found
-                for statistic in self.statistics[self._is_listed[layer]]
+                for statistic in self.statistics[self._is_pairs_only[layer]]
                 if statistic.reduce == reduce
             ]
             values = [self.sums[layer][name] for layer, name in keys]

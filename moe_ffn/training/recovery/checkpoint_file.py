@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
 from moe_ffn.files import (
@@ -35,6 +35,7 @@ from moe_ffn.files import (
     split_into_files,
     sync_folder,
 )
+from moe_ffn.kernels.base import is_distributed
 
 if TYPE_CHECKING:  # programs that read a run would wait seconds for it
     from torch.distributed.tensor import DTensor
@@ -109,7 +110,7 @@ def write_checkpoint(values: dict[str, Any], path: Path) -> None:
         OSError: the checkpoint cannot be written; `path` is unchanged.
     """
     weights = values.get("state_dict")
-    if isinstance(weights, Mapping) and any(map(_is_sharded, weights.values())):
+    if isinstance(weights, Mapping) and any(map(is_distributed, weights.values())):
         values = _write_shards(values, path.parent)
         if dist.get_rank() != 0:
             return
@@ -265,7 +266,7 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     tensors: dict[str, Tensor] = {}
     shapes: dict[Any, Tensor] = {}
     for path, value in tree_flatten_with_path(values)[0]:
-        if isinstance(value, DTensor) and _memory(value) not in shapes:
+        if is_distributed(value) and _memory(value) not in shapes:
             # A tied tensor has several names but one meta tensor, so that `torch.save` keeps it tied.
             shapes[_memory(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             tensors[_name(path)] = value
@@ -303,15 +304,6 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
         sync_folder(parent)
     described = tree_map_only(DTensor, lambda value: shapes[_memory(value)], values)
     return {**described, _SHARDS: {"folder": folder.name, "sha256": digests}}
-
-
-def _is_sharded(value: Any) -> bool:
-    """Return True for a tensor that is divided over ranks."""
-    if type(value) in (Tensor, nn.Parameter) or not isinstance(value, Tensor):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
 
 
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
