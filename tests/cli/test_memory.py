@@ -42,7 +42,10 @@ NOT_HAD = {
     ),
     "python": (lambda: _error(lambda: bytearray(2**62)), "the requested memory, and this process "),
     "numpy": (lambda: _error(lambda: np.empty(2**58)), "the requested memory, and this process "),
-    "the system": (lambda: OSError(errno.ENOMEM, "Cannot allocate memory"), "the requested memory, "),
+    "the system": (
+        lambda: OSError(errno.ENOMEM, "Cannot allocate memory"),
+        "the requested memory, ",
+    ),
     "a GPU": (
         lambda: torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of "
