@@ -171,7 +171,8 @@ class FFNConfig(TaggedConfig, frozen=True):
 def inner_configs(config: FFNConfig) -> dict[str, HasRequirements]:
     """Return the configs inside a block by option: its inner blocks, then its experts."""
     stack = config.expert_stack
-    return config.inner_blocks() | ({} if stack is None else {"experts": stack.config})
+    experts = {} if stack is None else {"experts": stack.config}
+    return {**config.inner_blocks(), **experts}
 
 
 PlaceExperts = Callable[[Experts, int], Dispatcher]

@@ -228,10 +228,10 @@ class MoEFFN(FFNBlock):
         """Add the output of the shared expert to the routed output."""
         if shared is None:
             return output
-        routed, shared = self.combine(output.hidden, shared, x)
+        routed, weighted_shared = self.combine(output.hidden, shared, x)
         mask = None if context is None else context.mask
-        shares = {OWN_ROUTING: share_of_norms(shared, routed, mask)}
-        return replace(output, hidden=routed + shared, shared_shares=shares)
+        shares = {OWN_ROUTING: share_of_norms(weighted_shared, routed, mask)}
+        return replace(output, hidden=routed + weighted_shared, shared_shares=shares)
 
     def place_experts(self, place: PlaceExperts) -> None:
         self.dispatcher = place(self.experts.innermost, self.num_experts)

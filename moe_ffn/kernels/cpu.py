@@ -366,7 +366,8 @@ def experts(*arguments: Any) -> tuple[Tensor, Tensor]:
 def experts_backward(grad_y_TD: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the first six inputs of `experts`; empty if not wanted."""
     *tensors, kept_NH, activation, gate, gated, interleaved, dtype, wanted = arguments
-    implementation, inputs = _parse(*tensors, activation, gate, gated, interleaved, dtype)
+    common = [*tensors, activation, gate, gated, interleaved, dtype]
+    implementation, inputs = _parse(*common)
     num_computed = len(inputs.weights_N)
     computed = implementation.backward(inputs, kept_NH[:num_computed], grad_y_TD, wanted)
     grads = [
