@@ -76,10 +76,7 @@ def parse_config(
 
 
 def parse_flags(
-    argv: Sequence[str],
-    root: type[RootConfig],
-    command: str,
-    add_flags: Callable[[Parser], object],
+    argv: Sequence[str], root: type[RootConfig], command: str, add_flags: Callable[[Parser], object]
 ) -> tuple[Namespace, RootConfig]:
     """Return the flags, and the config of defaults, `--config` files and dotted overrides.
 

@@ -34,10 +34,7 @@ def main(argv: Sequence[str]) -> int:
         help="number of validation tokens to read, in whole sequences (default: %(default)s)",
     )
     parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="read this text instead of the validation split",
+        "--text", type=Path, metavar="FILE", help="read this text instead of the validation split"
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help=f"page to write (default: {PAGE} in the run)"

@@ -68,10 +68,7 @@ class Parser(argparse.ArgumentParser):
             version=versions(),
             help="print the versions of moe_ffn, torch and Python",
         )
-        for flags, meaning in (
-            (("-v", "--verbose"), "more"),
-            (("-q", "--quiet"), "only errors"),
-        ):
+        for flags, meaning in ((("-v", "--verbose"), "more"), (("-q", "--quiet"), "only errors")):
             self.add_argument(
                 *flags,
                 action=SetLevel,

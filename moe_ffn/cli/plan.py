@@ -20,13 +20,7 @@ from moe_ffn.config.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.html import OPENING, compact
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_parts import check_counts
-from moe_ffn.runs.planner import (
-    DEVICES,
-    EFFICIENCY,
-    Device,
-    LayoutPlan,
-    plan_layouts,
-)
+from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, LayoutPlan, plan_layouts
 
 MAX_RANKS = 2**16
 MAX_REFUSED = 3

@@ -36,14 +36,7 @@ from rich.text import Text
 
 from moe_ffn.cli.command_line import overrides_of
 from moe_ffn.cli.parser import Parser, whole
-from moe_ffn.config.errors import (
-    ConfigError,
-    command,
-    did_you_mean,
-    install,
-    printable,
-    show,
-)
+from moe_ffn.config.errors import ConfigError, command, did_you_mean, install, printable, show
 from moe_ffn.config.trust import FLAG, HELP, accepting_code
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.files import write_whole

@@ -14,13 +14,7 @@ import torch
 from rich.console import Console
 
 from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
-from moe_ffn.cli.results import (
-    describe_data,
-    model_table,
-    print_results,
-    summary_of,
-    write_summary,
-)
+from moe_ffn.cli.results import describe_data, model_table, print_results, summary_of, write_summary
 from moe_ffn.config.environment import is_first_rank
 from moe_ffn.config.errors import ConfigError, command, first_line
 from moe_ffn.config.import_path import explaining_custom_errors

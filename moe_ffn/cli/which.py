@@ -29,14 +29,7 @@ from moe_ffn.runs.config import not_a_folder_name
 from moe_ffn.runs.folder import CONFIG_FILE, explaining
 from moe_ffn.studies.statistics import t_quantile
 from moe_ffn.studies.sweep import in_words
-from moe_ffn.studies.which import (
-    PAGE_FILE,
-    QUESTION_FILE,
-    ROUNDS,
-    Answer,
-    Question,
-    Search,
-)
+from moe_ffn.studies.which import PAGE_FILE, QUESTION_FILE, ROUNDS, Answer, Question, Search
 from moe_ffn.training.monitoring.hardware import num_cores
 
 

@@ -125,10 +125,7 @@ def import_class(tag: str, family: type[Class]) -> type[Class]:
     """
     where, _, name = tag.rpartition(":")
     code = find_code(where)
-    with (
-        explaining_custom_errors(f"importing '{where}'"),
-        contextlib.redirect_stdout(sys.stderr),
-    ):
+    with explaining_custom_errors(f"importing '{where}'"), contextlib.redirect_stdout(sys.stderr):
         module = (_import_file if code.is_file else _import_module)(code)
         found = getattr(module, name, None)
     _imported[where] = code

@@ -12,14 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.data.corpus import (
-    CorpusConfig,
-    Document,
-    Paths,
-    TokenFiles,
-    files_of,
-    unreadable,
-)
+from moe_ffn.data.corpus import CorpusConfig, Document, Paths, TokenFiles, files_of, unreadable
 
 SUFFIXES = (".bin", ".npy")
 
