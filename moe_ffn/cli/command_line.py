@@ -258,7 +258,7 @@ def _page_of(option: Option) -> list[Line]:
             lines.append((f"      {first_sentence(member)}", "dim"))
             if takes:
                 lines.append((f"      Options: {', '.join(takes)}.", "dim"))
-    if families := [below.path for below in option.everything() if below.family is not None]:
+    if families := [below.path for below in option.descendants() if below.family is not None]:
         lines.append(("\nSections with several types", "bold"))
         lines += [(f"  --help {path}", "") for path in families]
     return lines

@@ -115,7 +115,7 @@ def test_an_unknown_section_is_answered_with_the_nearest(section: str, hint: str
 def test_what_others_call_an_option_is_an_option() -> None:
     tree = option_tree(TrainConfig, TrainConfig().to_dict())
 
-    assert set(ALSO_CALLED.values()) <= {option.name for option in tree.everything()}
+    assert set(ALSO_CALLED.values()) <= {option.name for option in tree.descendants()}
     # `top_k` of a sample is an option, and still another name for the `k` of a router.
     paths = {option.path for option in tree.leaves()}
     for path in paths:
