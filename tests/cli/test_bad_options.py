@@ -197,7 +197,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "--data.cache_dir ~nobodyx/c": re.compile(r"data\.cache_dir: '~nobodyx/c': .+"),
     "--trainer.devices 3": (
         "data.batch_size (4) must be divisible by the number of ranks (3): it counts the sequences of "
-        "all ranks together; give 6, or change the ranks"
+        "all ranks together; give 6, or change the number of ranks"
     ),
     "--trainer.num_nodes 2": re.compile(
         r"trainer\.num_nodes \(2\): .* would wait for the other machines forever; start it .* "
