@@ -55,10 +55,9 @@ def changed(before: Documents, now: Documents) -> str | None:
     if before.corpus_sha256 == now.corpus_sha256:
         return None
     if before.digests is None or now.digests is None:
-        old = (
-            f" instead of {before.count:,}" if now.count != before.count else ", as many as before"
-        )
-        return f"the corpus changed: it has {now.count:,} documents{old}"
+        is_same_count = now.count == before.count
+        count_before = ", as many as before" if is_same_count else f" instead of {before.count:,}"
+        return f"the corpus changed: it has {now.count:,} documents{count_before}"
     old: dict[str, list[str]] = defaultdict(list)  # lists, since a name need not be unique
     new: dict[str, list[str]] = defaultdict(list)
     for by_name, digests in ((old, before.digests), (new, now.digests)):
