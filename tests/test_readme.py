@@ -181,7 +181,7 @@ def test_every_command_succeeds(
         shown = "swiglu-seed1"
     elif module == "moe_ffn.cli.sweep":  # one of the configs stands for all
         assert len([*Path().glob(arguments[0])]) > 15
-        arguments = ["configs/routers/relu.yaml", *arguments[1:], *TINY]
+        arguments = ["configs/blocks/relu.yaml", *arguments[1:], *TINY]
         shown = "compare runs/every_router"
     elif module == "moe_ffn.cli.compare":
         named = ["--run.output_dir", arguments[0], "--run.name", "top_k"]

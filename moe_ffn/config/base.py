@@ -52,6 +52,9 @@ class Config(BaseModel, frozen=True):
         validate_default=True,
     )
 
+    rejected_options: ClassVar[frozenset[str]] = frozenset()
+    """Inherited options that this class rejects; the help leaves them out."""
+
     @model_validator(mode="wrap")
     @classmethod
     def _choose_class_and_reject_unknown_keys(

@@ -93,6 +93,8 @@ class Option:
         """Return the options of this section for the class `config`."""
         options, meanings = [], help_texts(config)
         for name, field in config.model_fields.items():
+            if name in config.rejected_options:
+                continue
             value = self.value.get(name) if isinstance(self.value, Mapping) else None
             if value is None:
                 value = REQUIRED if field.is_required() else field.get_default()
@@ -270,7 +272,11 @@ def _hint_for_other_type(typed: str, tree: Option) -> str:
     if section is None or section.family is None:
         return ""
     path, members = section.path, section.family.members
-    types = [tag for tag, member in members.items() if name in member.known_keys()]
+    types = [
+        tag
+        for tag, member in members.items()
+        if name in member.known_keys() and name not in member.rejected_options
+    ]
     if not types:
         return ""
     return (
