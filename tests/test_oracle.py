@@ -254,7 +254,7 @@ def plain_dense(ffn: Any, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def check_against_oracle(gradients: Any) -> Callable[..., None]:
-    """Compare outputs, gradients and computed pairs of equal layers, one for each backend, with the oracle's."""
+    """Compare outputs, gradients and computed pairs of equal layers, one per backend, with the oracle's."""
 
     def check(moes: dict[str, MoEFFN], limit: Limit, x: Tensor, mask: Tensor) -> None:
         reference = copy.deepcopy(next(iter(moes.values()))).double()
