@@ -277,7 +277,11 @@ def test_the_cost_of_the_swap_is_that_of_the_configs():
 
 
 def test_the_rows_about_other_libraries_are_those_of_the_page():
-    rows = README.partition("## Beside other libraries\n\n")[2].partition("\n\n")[0].splitlines()
+    rows = (
+        README.partition("## Compared with other libraries\n\n")[2]
+        .partition("\n\n")[0]
+        .splitlines()
+    )
     page = (ROOT / "docs" / "reference" / "libraries.md").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 11
     assert set(rows) <= set(page)
