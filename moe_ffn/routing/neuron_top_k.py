@@ -35,10 +35,13 @@ class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):
     """Select by score + bias; `objective.bias_rule` moves the bias towards balance."""
 
     is_tokenwise: ClassVar[bool] = True
+    rejected_options: ClassVar[frozenset[str]] = frozenset(
+        {"input_norm", "mlp", "logit_scale", "logit_cap"}
+    )
 
     @model_validator(mode="after")
     def _reject_options_of_projections(self) -> NeuronTopKRouterConfig:
-        for option in ("input_norm", "mlp", "logit_scale", "logit_cap"):
+        for option in sorted(self.rejected_options):
             if getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(
                     f"{option} is for routers whose logits are a projection of the token, but the logits of "

@@ -222,6 +222,6 @@ def test_what_stands_inside_is_answered_for() -> None:
 def test_ids_outside_the_vocabulary_are_refused() -> None:
     model = DecoderConfig.model_validate({"d_model": 16, "num_layers": 1, "ffn": SMALL})
     with pytest.raises(
-        ValueError, match=r"token_ids must lie in \[0, 11\), but reach from 0 to 11"
+        ValueError, match=r"token_ids must lie in \[0, 11\), but range from 0 to 11"
     ):
         model.build(11, 6)(torch.tensor([[0, 11]]))

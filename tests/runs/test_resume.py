@@ -92,7 +92,7 @@ def test_without_a_run_to_resume_the_error_says_so(make_run: MakeRun) -> None:
     make_run("done", written=1, finished=True)
     with pytest.raises(
         ConfigError,
-        match=r"^--resume: 'runs' has no unfinished run \(except those training now\); name one",
+        match=r"^--resume: 'runs' has no unfinished run \(except runs training now\); name one",
     ):
         find(NEWEST)
     with pytest.raises(ConfigError, match=r"^'runs/other' does not exist; give the folder"):
