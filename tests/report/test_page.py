@@ -98,7 +98,10 @@ def test_what_is_red_in_the_table_of_health_is_said_above(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (2.001, "worse than the unigram model, which only counts tokens: too short, or broken."),
+        (
+            2.001,
+            "The model is worse than the unigram model, which only counts tokens: the run is too short or broken.",
+        ),
         (1.999, ""),
         (None, "not a finite number: training has diverged."),
     ],
