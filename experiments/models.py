@@ -321,8 +321,8 @@ def page(errors: Mapping[str, Errors]) -> str:
         configs.append(f"{model}: {flow(shown_config(model, entry))}")
         if entry.note:
             notes.append(f"- `{model}`: {entry.note}.")
-        if entry.wrong:
-            notes.append(f"- `{model}`, **an error in transformers**: {entry.wrong}.")
+        if entry.bug:
+            notes.append(f"- `{model}`, **an error in transformers**: {entry.bug}.")
     notes += [f"- `{model}` has no sparse block: {why}." for model, why in NO_BLOCK.items()]
     parts = (head, *(f"{row}\n" for row in rows), CONFIGS, *(f"{line}\n" for line in configs))
     return "".join([*parts, "```\n\n## Notes\n\n", *(f"{note}\n" for note in notes)])

@@ -1,6 +1,6 @@
-"""Entries of the table of sparse blocks in transformers, and the parts that entries share.
+"""Parts of the table of sparse blocks in transformers: the type of an entry, and what entries share.
 
-An entry contains a template of our options, and the names of the weights.
+An entry has a template of our options, and the names of the weights.
 """
 
 from __future__ import annotations
@@ -29,46 +29,45 @@ from moe_ffn.weights.options import ACTIVATIONS, HFConfig
 # -- an entry
 
 Template = Mapping[str, Any] | Callable[[Any], Any]
-"""Our options as in YAML; a function in it computes an option from the config of transformers."""
+"""Our options as in YAML. A function in the place of a value computes it from the config of transformers."""
 
 
 @dataclass(frozen=True)
 class BlockEntry:
-    """Entry of the table: a sparse feed-forward block of transformers."""
+    """A sparse feed-forward block of transformers, in terms of ours."""
 
     class_name: str
-    """Name of the class in the file of the model; a decoder layer if the experts have no block class."""
+    """Class in the model's file; a decoder layer if the experts have no block class."""
     ffn: Template
     """Config of our block."""
     names: Mapping[str, Layout] = field(default_factory=dict)
     """Our name of a tensor -> its layout in the block, for tensors that are not in `NAMES`."""
     config_name: str = ""
-    """Name of the config class; by default the one of a text model that shares a prefix with `class_name`."""
+    """Config class; by default the text config whose name shares the longest prefix with `class_name`."""
     small: Mapping[str, Any] = field(default_factory=dict)
     """Their options for a small block, in addition to `SMALL` of `experiments.models`."""
-    served: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Their option that `ffn` does not read -> the values for which this entry is correct."""
     unused: tuple[str, ...] = ()
-    """Patterns of tensors in their class that the block does not use."""
+    """Regular expressions of tensors in their class that do not belong to the block."""
     in_training: Template | None = None
-    """Our options in training, if they differ because of noise or a capacity."""
+    """Config of our block in training, for blocks with noise or a capacity; empty if it does not differ."""
     note: str = ""
-    """Remark for the reader of the table."""
-    wrong: str = ""
+    """Remark for readers of the table."""
+    bug: str = ""
     """Difference between their code and its paper; ours follows the paper."""
 
     def with_changes(self, options: Template | None = None, **changes: Any) -> BlockEntry:
-        """Return a copy of this entry for another model, with some of our options changed."""
-        made = replace(self, **changes)
-        if options is None:
-            return made
-        return replace(
-            made, ffn=lambda config: merged(resolve(self.ffn, config), resolve(options, config))
-        )
+        """Return the entry of a similar model, with some of our options and other fields changed."""
+        if options is not None:
+            changes["ffn"] = lambda config: merged(
+                resolve(self.ffn, config), resolve(options, config)
+            )
+        return replace(self, **changes)
 
 
 class LiveOptions(Mapping[str, Any]):
-    """Options of a live config of transformers, also by their aliases; missing ones have their defaults."""
+    """Options of a live config of transformers, by name or alias, with defaults for missing options."""
 
     def __init__(self, config: Any, defaults: Mapping[str, Any]) -> None:
         self.config, self.defaults = config, defaults
@@ -93,22 +92,21 @@ def their_option(name: str) -> Callable[[Any], Any]:
     return attrgetter(name)
 
 
-def their_word(words: Mapping[str, str], name: str) -> Callable[[Any], str]:
-    """Return a function that maps each value of their option to ours; other values are rejected."""
+def translated(values: Mapping[str, str], name: str) -> Callable[[Any], str]:
+    """Return a function that maps the value of their option to ours; it rejects a value not in `values`."""
 
-    def word(config: Any) -> str:
-        found = config
+    def translate(config: Any) -> str:
+        theirs = config
         for part in name.split("."):
-            found = found[part] if isinstance(found, Mapping) else getattr(found, part)
-        hf = HFConfig(type(config).__name__, {name: found})
-        hf.require(name, *words)
-        return words[found]
+            theirs = theirs[part] if isinstance(theirs, Mapping) else getattr(theirs, part)
+        HFConfig(type(config).__name__, {name: theirs}).require(name, *values)
+        return values[theirs]
 
-    return word
+    return translate
 
 
 def resolve(template: Any, config: Any) -> Any:
-    """Return plain options, computed from their config."""
+    """Return the options of a template as plain values, for a config of transformers."""
     if callable(template):
         return resolve(template(config), config)
     if isinstance(template, Mapping):
@@ -117,30 +115,25 @@ def resolve(template: Any, config: Any) -> Any:
 
 
 def merged(template: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge changes into `template`, nested mappings too; a change to None removes the key."""
-    found = dict(template)
+    """Merge changes into a template, also in nested mappings; a change to None removes the key."""
+    result = dict(template)
     for key, value in changes.items():
-        inner = found.get(key)
-        if isinstance(value, Mapping) and isinstance(inner, Mapping):
-            value = merged(inner, value)
-        found[key] = value
-    return {key: value for key, value in found.items() if value is not None}
+        inner = result.get(key)
+        nested = isinstance(value, Mapping) and isinstance(inner, Mapping)
+        result[key] = merged(inner, value) if nested else value
+    return {key: value for key, value in result.items() if value is not None}
 
 
 # -- parts of templates
 
 
 def gate(option: str = "hidden_act") -> Any:
-    """Return the type of the gated block whose activation is in that option."""
-    return their_word(ACTIVATIONS, option)
+    """Return a function that maps their activation to the type of our gated block."""
+    return translated(ACTIVATIONS, option)
 
 
-def product_of(*names: str) -> Any:
-    def product(config: Any) -> Any:
-        first, second = (getattr(config, name) for name in names)
-        return first * second
-
-    return product
+def product_of(first: str, second: str) -> Any:
+    return lambda config: getattr(config, first) * getattr(config, second)
 
 
 def groups(config: Any) -> dict[str, int] | None:
@@ -150,15 +143,18 @@ def groups(config: Any) -> dict[str, int] | None:
 
 
 def if_set(option: str, template: Template, otherwise: Any = None) -> Any:
-    """Return a function that uses the template if their option is neither 0 nor null."""
+    """Return a template that applies only if their option is neither 0 nor null."""
     return lambda config: template if getattr(config, option) else otherwise
 
 
 K = their_option("num_experts_per_tok")
-WIDE, NARROW = their_option("intermediate_size"), their_option("moe_intermediate_size")
+INTERMEDIATE, MOE_INTERMEDIATE = (
+    their_option("intermediate_size"),
+    their_option("moe_intermediate_size"),
+)
 SOFTMAX = {"type": "top_k", "k": K}
 RENORMALIZED = {**SOFTMAX, "renormalize": True}
-CHOSEN = {**SOFTMAX, "softmax": "after"}
+SOFTMAX_OF_CHOSEN = {**SOFTMAX, "softmax": "after"}
 QWEN = {**SOFTMAX, "renormalize": their_option("norm_topk_prob")}
 GROUPED = {**QWEN, "scale": their_option("routed_scaling_factor"), "groups": groups}
 SIGMOID = {"type": "sigmoid_top_k", "k": K}
@@ -167,15 +163,22 @@ BIASED_GROUPS = {**BIASED, "renormalize": their_option("norm_topk_prob"), "group
 
 
 def moe(
-    router: Any, width: Any = NARROW, count: str = "num_experts", **more: Any
+    router: Any, width: Any = MOE_INTERMEDIATE, count: str = "num_experts", **options: Any
 ) -> dict[str, Any]:
+    """Return the template of a Mixture of Experts.
+
+    Args:
+        width: hidden width of an expert.
+        count: their option with the number of experts.
+        options: our options to add or change.
+    """
     experts = {"type": gate(), "d_ff": width}
     base = {"type": "moe", "num_experts": their_option(count), "router": router, "experts": experts}
-    return merged(base, more)
+    return merged(base, options)
 
 
 def jittered(ffn: Template, option: str) -> Template:
-    """Return a block with noise on its input if their option is not 0."""
+    """Return a template with noise on the block's input, if their option is not 0."""
     return lambda config: (
         {"type": "jittered", "jitter": noise, "ffn": ffn}
         if (noise := their_option(option)(config))
@@ -183,9 +186,10 @@ def jittered(ffn: Template, option: str) -> Template:
     )
 
 
-def shared(*width: str, **more: Any) -> Template:
-    d_ff = product_of(*width) if len(width) > 1 else their_option(*width)
-    return {"type": gate(), "d_ff": d_ff, **more}
+def shared(width: str, count: str | None = None, **options: Any) -> Template:
+    """Return the template of a gated shared expert, whose width is the product of their options."""
+    d_ff = product_of(width, count) if count else their_option(width)
+    return {"type": gate(), "d_ff": d_ff, **options}
 
 
 # -- names of weights
@@ -194,7 +198,7 @@ Names = Mapping[str, Layout]
 
 
 def _either(ours: str, *stems: str) -> dict[str, Layout]:
-    """Return the layouts of the weight and bias of a module that has one of these names."""
+    """Return the layouts of the weight and bias of a linear module that has one of these names."""
     return {
         f"{ours}.{kind}": named(*(f"{stem}.{kind}" for stem in stems))
         for kind in ("weight", "bias")
@@ -224,15 +228,15 @@ NAMES: Names = {
     **_either("shared_expert.down", *(f"{stem}.down_proj" for stem in _SHARED_EXPERTS)),
     **_either("combine.gate", "shared_expert_gate"),
 }
-"""Our name of a tensor -> its layout in the blocks of most models."""
+"""Our name of a tensor -> its layout in most blocks."""
 
 
-def fused_shared_expert(into: str, out_of: str) -> Names:
+def fused_shared_expert(gate_up: str, down: str) -> Names:
     """Return the layouts of a shared expert whose gate and up are one matrix, gate first."""
     return {
-        "shared_expert.gate.weight": rows_of(f"{into}.weight"),
-        "shared_expert.up.weight": rows_of(f"{into}.weight", 1),
-        **linear(shared_expert__down=out_of),
+        "shared_expert.gate.weight": rows_of(f"{gate_up}.weight"),
+        "shared_expert.up.weight": rows_of(f"{gate_up}.weight", 1),
+        **linear(shared_expert__down=down),
     }
 
 
@@ -246,26 +250,26 @@ def experts_by_number(up: str, down: str) -> Names:
 
 
 def with_shared(routed: str, *shared: str) -> Layout:
-    """Return the layout of routed experts followed by the shared ones; gate and up may be apart."""
+    """Return the layout of routed experts followed by shared experts, which may have gate and up apart."""
 
     def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:
-        count = hf["n_routed_experts"]
-        behind = [
-            WeightSlice(name, lambda ours, i=i: ours[count:].chunk(len(shared), 1)[i])
+        num_routed = hf["n_routed_experts"]
+        last = [
+            WeightSlice(name, lambda ours, i=i: ours[num_routed:].chunk(len(shared), 1)[i])
             for i, name in enumerate(shared)
         ]
-        return [[WeightSlice(routed, lambda ours: ours[:count]), *behind]]
+        return [[WeightSlice(routed, lambda ours: ours[:num_routed]), *last]]
 
     return layout
 
 
-# -- blocks of architectures that can also be read from files
+# -- blocks of architectures that we also read from folders
 
 _FAMILY = {family.model_type: family for family in FAMILIES}
 
 
 def of_family(model_type: str, class_name: str) -> BlockEntry:
-    """Return the block of an architecture that `weights.families` describes."""
+    """Return the entry of an architecture that `weights.families` describes."""
     family = _FAMILY[model_type]
 
     def template(config: Any) -> dict[str, Any]:
@@ -274,16 +278,22 @@ def of_family(model_type: str, class_name: str) -> BlockEntry:
     return BlockEntry(class_name, template)
 
 
-SCORE = their_word({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "scoring_func")
+SCORE = translated({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "scoring_func")
 
 
-def step_gate(config: Any, option: str) -> dict[str, Any]:
-    """Return Step-3.7's gate in its first layer; a limit of 0 means no limit."""
+def step_experts(config: Any, option: str) -> dict[str, Any]:
+    """Return the experts of Step-3.7's first layer.
+
+    Args:
+        option: their option with the limit of each layer; 0 means no limit.
+    """
     limit = (getattr(config, option) or [0])[0]
-    if not limit:
-        return {"type": "swiglu", "d_ff": config.moe_intermediate_size}
-    clamp = {"alpha": 1.0, "limit": limit, "added": 0.0, "clamp": "after"}
-    return {"type": "clamped_swiglu", "d_ff": config.moe_intermediate_size, **clamp}
+    clamp = {"alpha": 1.0, "limit": limit, "added": 0.0, "clamp": "after"} if limit else {}
+    return {
+        "type": "clamped_swiglu" if limit else "swiglu",
+        "d_ff": config.moe_intermediate_size,
+        **clamp,
+    }
 
 
 # -- blocks that several models share
@@ -321,12 +331,12 @@ DEEPSEEK_V2 = BlockEntry(
             "moe_intermediate_size", "n_shared_experts", bias=their_option("mlp_bias")
         ),
     ),
-    served={"topk_method": ("greedy", "group_limited_greedy")},
+    supported={"topk_method": ("greedy", "group_limited_greedy")},
     # A group scores as its best expert, so two chosen groups always contain the best two experts.
     small={"topk_method": "group_limited_greedy", "topk_group": 1},
 )
 CLAMPED = {
-    "type": their_word(dict.fromkeys(("silu", "swish"), "clamped_swiglu"), "hidden_act"),
+    "type": translated(dict.fromkeys(("silu", "swish"), "clamped_swiglu"), "hidden_act"),
     "alpha": 1.0,
     "limit": their_option("swiglu_limit"),
     "added": 0.0,
@@ -335,10 +345,10 @@ DEEPSEEK_V4 = BlockEntry(
     "DeepseekV4SparseMoeBlock",
     moe(
         {**BIASED, "score": SCORE},
-        WIDE,
+        INTERMEDIATE,
         "num_local_experts",
         experts=CLAMPED,
-        shared_expert={**CLAMPED, "d_ff": WIDE, "bias": their_option("mlp_bias")},
+        shared_expert={**CLAMPED, "d_ff": INTERMEDIATE, "bias": their_option("mlp_bias")},
     ),
     small={"mlp_layer_types": ["moe", "moe"]},
 )
@@ -352,8 +362,8 @@ MISTRAL = BlockEntry(
 )
 GRANITE = BlockEntry(
     "GraniteMoeMoE",
-    moe(CHOSEN, WIDE, "num_local_experts"),
-    note="its residual multiplier is the decoder's",
+    moe(SOFTMAX_OF_CHOSEN, INTERMEDIATE, "num_local_experts"),
+    note="the decoder applies its residual multiplier",
 )
 GRANITE_LAYER = GRANITE.with_changes(
     options={"shared_expert": shared("shared_intermediate_size")},
@@ -386,13 +396,13 @@ GEMMA = BlockEntry(
                 "type": "normed",
                 "input": EPS,
                 "output": EPS,
-                "experts": {"type": gate("hidden_activation"), "d_ff": NARROW},
+                "experts": {"type": gate("hidden_activation"), "d_ff": MOE_INTERMEDIATE},
             },
             "shared_expert": {
                 "type": "normed",
                 "input": EPS,
                 "output": EPS,
-                "ffn": {"type": gate("hidden_activation"), "d_ff": WIDE},
+                "ffn": {"type": gate("hidden_activation"), "d_ff": INTERMEDIATE},
             },
         },
     },
@@ -411,10 +421,10 @@ GEMMA = BlockEntry(
             output="post_feedforward_layernorm",
         ),
     },
-    served={"enable_moe_block": (True,)},
+    supported={"enable_moe_block": (True,)},
     small={"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
     unused=("self_attn.*", "input_layernorm.*", "post_attention_layernorm.*", "layer_scalar"),
-    note="the block is given the residual stream; its norm before it is that of the shared expert",
+    note="the block reads the residual stream; the norm before the layer's FFN is the shared expert's",
 )
 SWITCH_FFN = moe(
     {
@@ -437,6 +447,6 @@ SWITCH = BlockEntry(
     experts_by_number("wi", "wo"),
     small={"expert_capacity": 2, "dropout_rate": 0.0},
     in_training=jittered(merged(SWITCH_FFN, {"router": {"jitter": 0.0}}), "router_jitter_noise"),
-    wrong="in float32 its jitter multiplies the block's input in place and reaches the experts, where "
-    "the paper's is the router's alone (arXiv:2101.03961, appendix F)",
+    bug="in float32 its jitter multiplies the block's input in place and reaches the experts, but in "
+    "the paper only the router's input has jitter (arXiv:2101.03961, appendix F)",
 )

@@ -1,11 +1,10 @@
-"""The table of sparse blocks in transformers: model -> our config and the names of its weights."""
+"""Table of the sparse blocks in transformers: model -> our config and the names of its weights."""
 
 from __future__ import annotations
 
 from moe_ffn.interop.block_parts import (
     BIASED,
     BIASED_GROUPS,
-    CHOSEN,
     CLAMPED,
     DEEPSEEK,
     DEEPSEEK_V2,
@@ -16,9 +15,10 @@ from moe_ffn.interop.block_parts import (
     GPT_OSS,
     GRANITE,
     GRANITE_LAYER,
+    INTERMEDIATE,
     MISTRAL,
     MIXTRAL,
-    NARROW,
+    MOE_INTERMEDIATE,
     OLMOE,
     QWEN,
     QWEN2,
@@ -27,9 +27,9 @@ from moe_ffn.interop.block_parts import (
     SCORE,
     SIGMOID,
     SOFTMAX,
+    SOFTMAX_OF_CHOSEN,
     SWITCH,
     TRANSPOSED,
-    WIDE,
     BlockEntry,
     K,
     experts_by_number,
@@ -40,7 +40,7 @@ from moe_ffn.interop.block_parts import (
     moe,
     product_of,
     shared,
-    step_gate,
+    step_experts,
     their_option,
     with_shared,
 )
@@ -52,7 +52,7 @@ MINIMAX_GATE = {
     "limit": their_option("swiglu_limit"),
     "added": 1.0,
 }
-NEMOTRON_EXPERTS = {"type": "mlp", "activation": "relu_squared", "d_ff": NARROW}
+NEMOTRON_EXPERTS = {"type": "mlp", "activation": "relu_squared", "d_ff": MOE_INTERMEDIATE}
 
 BLOCKS: dict[str, BlockEntry | str] = {
     "afmoe": BlockEntry(
@@ -65,8 +65,8 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "aria": BlockEntry(
         "AriaTextMoELayer",
         moe(
-            {**CHOSEN, "k": their_option("moe_topk")},
-            WIDE,
+            {**SOFTMAX_OF_CHOSEN, "k": their_option("moe_topk")},
+            INTERMEDIATE,
             "moe_num_experts",
             experts={"type": "swiglu"},
             shared_expert=shared(
@@ -82,8 +82,8 @@ BLOCKS: dict[str, BlockEntry | str] = {
     ),
     "axk2": DEEPSEEK.with_changes(
         class_name="AXK2MoE",
-        wrong="experts of other groups are masked by 0, not by -inf, so that one of them is chosen before "
-        "any whose score and bias add up to less than 0 (DeepSeek-V3, arXiv:2412.19437)",
+        bug="experts of other groups are masked by 0, not by -inf, so the router prefers them to experts "
+        "whose score and bias add up to less than 0 (DeepSeek-V3, arXiv:2412.19437)",
     ),
     "bailing_hybrid": DEEPSEEK.with_changes(class_name="BailingHybridMoE"),
     "beam": BlockEntry("BeamMoE", moe(BIASED_GROUPS)),
@@ -91,11 +91,11 @@ BLOCKS: dict[str, BlockEntry | str] = {
         "Cohere2MoeSparseMoeBlock",
         moe(
             lambda c: (
-                CHOSEN
+                SOFTMAX_OF_CHOSEN
                 if c.expert_selection_fn == "softmax"
                 else {**SIGMOID, "renormalize": c.norm_topk_prob, "correction_bias": False}
             ),
-            WIDE,
+            INTERMEDIATE,
             shared_expert=if_set(
                 "num_shared_experts", shared("intermediate_size", "num_shared_experts")
             ),
@@ -105,7 +105,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
                 else {"type": "sum"}
             ),
         ),
-        served={
+        supported={
             "expert_selection_fn": ("softmax", "sigmoid"),
             "shared_expert_combination_strategy": ("average", "sum"),
         },
@@ -184,10 +184,10 @@ BLOCKS: dict[str, BlockEntry | str] = {
                 shared_expert__down="down_proj",
             ),
         },
-        served={"norm_topk_prob": (False,)},
+        supported={"norm_topk_prob": (False,)},
         small={"num_experts": 9},
-        wrong="with several tokens it mixes up the token axis and the axis of the two key tables, so tokens "
-        "get each other's experts; ours gives every token what theirs gives a single token (CDMoE, "
+        bug="with several tokens it confuses the token axis with the axis of the two key tables, so tokens "
+        "get each other's experts; ours treats every token as theirs treats a single token (CDMoE, "
         "arXiv:2412.11834)",
     ),
     "dots1": DEEPSEEK.with_changes(class_name="Dots1MoE"),
@@ -236,7 +236,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         },
         small={"moe_intermediate_size": [12, 8]},
         unused=("vision_moe.*",),
-        note="of text; tokens of images have such a pool of experts of their own, another of our blocks",
+        note="experts for text; images have separate experts of the same kind, another block here",
     ),
     "exaone_moe": BlockEntry(
         "ExaoneMoeSparseMoEBlock",
@@ -269,7 +269,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         "HunYuanMoEV1Moe",
         moe(
             {**RENORMALIZED, "k": their_option("moe_topk")},
-            WIDE,
+            INTERMEDIATE,
             shared_expert=shared("intermediate_size"),
         ),
     ),
@@ -316,13 +316,16 @@ BLOCKS: dict[str, BlockEntry | str] = {
             },
         ),
     ),
-    "jamba": BlockEntry("JambaSparseMoeBlock", moe(SOFTMAX, WIDE)),
+    "jamba": BlockEntry("JambaSparseMoeBlock", moe(SOFTMAX, INTERMEDIATE)),
     "jetmoe": BlockEntry(
         "JetMoeMoE",
         {
             "type": "biased",
             "ffn": moe(
-                CHOSEN, WIDE, "num_local_experts", experts={"type": gate("activation_function")}
+                SOFTMAX_OF_CHOSEN,
+                INTERMEDIATE,
+                "num_local_experts",
+                experts={"type": gate("activation_function")},
             ),
         },
         {
@@ -330,7 +333,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             "experts.down": named("output_linear.weight"),
             "bias": named("bias"),
         },
-        note="its mixture of attention heads is no feed-forward block",
+        note="its mixture of attention heads is not a feed-forward block",
     ),
     "kimi_linear": DEEPSEEK.with_changes(class_name="KimiLinearMoE"),
     "kolibri1": BlockEntry(
@@ -371,7 +374,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             experts={
                 "type": "input_weighted",
                 "d_ff": None,
-                "experts": {"type": gate(), "d_ff": WIDE},
+                "experts": {"type": gate(), "d_ff": INTERMEDIATE},
             },
             shared_expert=shared("intermediate_size"),
         ),
@@ -393,23 +396,22 @@ BLOCKS: dict[str, BlockEntry | str] = {
                 "zero_expert_num", {"num_copy": their_option("zero_expert_num")}, {}
             ),
         ),
-        {
-            "experts.gate_up": rows_of("experts.gate_up_proj")
-        },  # the remaining names belong to experts without a network
+        # Its remaining rows belong to zero-computation experts.
+        {"experts.gate_up": rows_of("experts.gate_up_proj")},
     ),
     "mellum": QWEN3.with_changes(class_name="MellumSparseMoeBlock"),
     "mimo_v2_flash": BlockEntry("MiMoV2FlashMoE", moe(BIASED_GROUPS, count="n_routed_experts")),
     "minimax": MIXTRAL.with_changes(class_name="MiniMaxSparseMoeBlock"),
     "minimax_m2": BlockEntry(
         "MiniMaxM2SparseMoeBlock",
-        jittered(moe(SIGMOID, WIDE, "num_local_experts"), "router_jitter_noise"),
+        jittered(moe(SIGMOID, INTERMEDIATE, "num_local_experts"), "router_jitter_noise"),
         in_training={},
     ),
     "minimax_m3_vl": BlockEntry(
         "MiniMaxM3VLSparseMoeBlock",
         moe(
             BIASED,
-            WIDE,
+            INTERMEDIATE,
             "num_local_experts",
             experts=MINIMAX_GATE,
             shared_expert={**MINIMAX_GATE, "d_ff": their_option("shared_intermediate_size")},
@@ -434,7 +436,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
                     "type": "normed",
                     "input": EPS,
                     "each": {"eps": their_option("post_norm_eps"), "scale": "before"},
-                    "experts": {"type": gate(), "d_ff": NARROW},
+                    "experts": {"type": gate(), "d_ff": MOE_INTERMEDIATE},
                 },
             },
         ),
@@ -467,7 +469,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             },
         ),
         linear(experts__into="fc1_latent_proj", experts__out_of="fc2_latent_proj"),
-        served={"mlp_hidden_act": ("relu2",)},
+        supported={"mlp_hidden_act": ("relu2",)},
     ),
     "nllb_moe": BlockEntry(
         "NllbMoeSparseMLP",
@@ -487,18 +489,18 @@ BLOCKS: dict[str, BlockEntry | str] = {
             },
         ),
         experts_by_number("fc1", "fc2"),
-        served={
+        supported={
             "second_expert_policy": ("all",),
             "batch_prioritized_routing": (False,),
             "moe_eval_capacity_token_fraction": (1.0,),
         },
         small={"expert_capacity": 4},
         in_training={},
-        note="compared with the paper's formula, evaluated with this model's experts and router; without "
+        note="compared with the paper's formula, computed with this model's experts and router, without "
         "token dropout, and with the paper's capacity 2 T / E (transformers uses the constant "
         "`expert_capacity`)",
-        wrong="it uses the 0/1 mask of first choices as expert indices, so that experts 0 and 1 "
-        "compute every token and the others none; the paper sends a token to its two best experts "
+        bug="it uses the 0/1 mask of first choices as expert indices, so that experts 0 and 1 "
+        "compute every token and the other experts none; the paper sends a token to its two best experts "
         "(arXiv:2207.04672, section 6.2)",
     ),
     "olmoe": OLMOE,
@@ -510,17 +512,17 @@ BLOCKS: dict[str, BlockEntry | str] = {
         jittered(
             moe(
                 {"type": "sparse_mixer", "k": 2, "threshold": lambda c: 2 * c.router_jitter_noise},
-                WIDE,
+                INTERMEDIATE,
                 "num_local_experts",
             ),
             "input_jitter_noise",
         ),
-        served={"num_experts_per_tok": (2,)},  # `sparsemixer` always chooses two
+        supported={"num_experts_per_tok": (2,)},  # `sparsemixer` always chooses two
         small={"router_jitter_noise": 0.3, "input_jitter_noise": 0.0},
-        note="in training compared without `jitter`",
+        note="compared in training without `jitter`",
         in_training={},
-        wrong="in training the router multiplies the tokens by noise a second time, in place, so that the "
-        "experts see it too; the published model does so once",
+        bug="in training the router multiplies the tokens by noise a second time, in place, so that the "
+        "experts see it too; the published model applies noise once",
     ),
     "qwen2_moe": QWEN2,
     "qwen3_5_moe": BlockEntry(
@@ -543,14 +545,14 @@ BLOCKS: dict[str, BlockEntry | str] = {
         moe(
             {**SIGMOID, "scale": their_option("moe_router_scaling_factor")},
             count="num_local_experts",
-            experts=lambda c: step_gate(c, "swiglu_limits"),
+            experts=lambda c: step_experts(c, "swiglu_limits"),
             shared_expert=lambda c: {
-                **step_gate(c, "swiglu_limits_shared"),
+                **step_experts(c, "swiglu_limits_shared"),
                 "d_ff": c.share_expert_dim,
                 "bias": c.mlp_bias,
             },
         ),
-        served={"hidden_act": ("silu", "swish")},
+        supported={"hidden_act": ("silu", "swish")},
         small={
             "swiglu_limits": [0.5, 0.5],
             "swiglu_limits_shared": [0.3, 0.3],
@@ -559,10 +561,10 @@ BLOCKS: dict[str, BlockEntry | str] = {
     ),
     "switch_transformers": SWITCH,
     "unlimited_ocr": DEEPSEEK_V2.with_changes(class_name="UnlimitedOcrTextMoe"),
-    "vitpose_backbone": "an image's experts are given with it, one for each data set, and each makes a part "
-    "of the output's units: there is no router",
-    "zaya": "from its second layer on, the router adds what the router of the layer before it computed, and "
-    "no block sees another layer's; the first layer is `zaya first`",
+    "vitpose_backbone": "it has no router: the data set of an image chooses its expert, which computes a "
+    "part of the output's units",
+    "zaya": "from its second layer on, the router adds the output of the previous layer's router, which a "
+    "block here does not see; the first layer is `zaya first`",
     "zaya first": BlockEntry(
         "ZayaSparseMoeBlock",
         moe(
@@ -588,7 +590,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         note="used in the first layer only",
     ),
 }
-"""Model (and block, if it has several) -> the entry of the block, or the reason why we have no such block."""
+"""Model (and block, if it has several) -> its entry, or the reason why no block of ours matches."""
 
 NO_BLOCK = {
     "bamba": "dense: it sets the number of its experts to 1",

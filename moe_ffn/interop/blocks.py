@@ -2,7 +2,7 @@
 
     ffn = moe_ffn.interop.convert_block("qwen3_moe", model.model.layers[0].mlp, model.config)
 
-`docs/reference/models.md` lists all of them with the errors of ours.
+`docs/reference/models.md` lists these blocks, and how closely ours agree with them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
         ConfigError: the name is unknown, or no block of ours computes the same.
     """
     entry = _entry(model)
-    hf = HFConfig(entry.class_name, LiveOptions(config, {}))
-    for option, values in entry.served.items():
+    hf = _hf_config(entry, config)
+    for option, values in entry.supported.items():
         hf.require(option, *values)
     return resolve(entry.ffn, config)
 
@@ -46,14 +46,10 @@ def convert_block(model: str, block: nn.Module, config: Any) -> FFNBlock:
 
     `block` is an instance of the class in the table. For other arguments and errors see `block_config`.
     """
-    entry = _entry(model)
     ffn = build_ffn(block_config(model, config), config_width(config))
     theirs = block.state_dict()
-    ours = {
-        name: tensor.to(_dtype_in(theirs)) if tensor.is_floating_point() else tensor
-        for name, tensor in ffn.state_dict().items()
-    }
-    ffn.to(_dtype_in(theirs)).load_state_dict(convert_tensors(entry, theirs, ours, config))
+    ffn.to(max(theirs.values(), key=Tensor.numel).dtype)
+    ffn.load_state_dict(convert_tensors(_entry(model), theirs, ffn.state_dict(), config))
     return ffn.train(block.training)
 
 
@@ -69,19 +65,17 @@ def _entry(model: str) -> BlockEntry:
     return entry
 
 
+def _hf_config(entry: BlockEntry, config: Any) -> HFConfig:
+    return HFConfig(entry.class_name, LiveOptions(config, {}))
+
+
 def config_width(config: Any) -> int:
-    """Return the width of the model."""
-    return next(
-        getattr(config, name) for name in ("hidden_size", "d_model") if hasattr(config, name)
-    )
-
-
-def _dtype_in(state: Mapping[str, Tensor]) -> torch.dtype:
-    return max(state.values(), key=Tensor.numel).dtype
+    """Return the model width in a live config."""
+    return config.hidden_size if hasattr(config, "hidden_size") else config.d_model
 
 
 def _layout(entry: BlockEntry, name: str) -> Layout | None:
-    """Return the layout of our tensor `name`; the names of wrapped blocks and experts are joined."""
+    """Return the layout of our tensor `name`, which may be inside wrappers of the block or of its experts."""
     inner = re.sub(r"^(experts\.)+", "experts.", name.removeprefix("ffn."))
     names = {**NAMES, **entry.names}
     return names.get(name) or names.get(name.removeprefix("ffn.")) or names.get(inner)
@@ -99,33 +93,31 @@ def convert_tensors(
 
     Args:
         theirs: weights of their block, or gradients of the weights, by their names.
-        ours: weights of our block by name; their values are not read.
+        ours: weights of our block by name; only shapes and dtypes are used.
         gradients: True if `theirs` are gradients, possibly of only some weights.
 
     Raises:
         ConfigError: a tensor of ours or of theirs has no counterpart.
     """
-    made: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, like in ours.items():
         layout = _layout(entry, name)
         if layout is None:
             raise ConfigError(f"{entry.class_name} has no tensor for our {name}")
-        options = HFConfig(entry.class_name, LiveOptions(config, {}))
-        forms = layout("", like.shape, options)
+        forms = layout("", like.shape, _hf_config(entry, config))
         pieces = next((form for form in forms if all(piece.name in theirs for piece in form)), None)
         if pieces is None:
             raise ConfigError(f"{entry.class_name} has no {forms[0][0].name} for our {name}")
-        made[name] = torch.zeros_like(like)
+        converted[name] = torch.zeros_like(like)
         for piece in pieces:
-            into = piece.part(made[name])
-            into.copy_(piece.from_hf(theirs[piece.name]).reshape(into.shape))
+            target = piece.part(converted[name])
+            target.copy_(piece.from_hf(theirs[piece.name]).reshape(target.shape))
             if piece.added and not gradients:
-                into.add_(piece.added)
+                target.add_(piece.added)
             used.add(piece.name)
-    left = [
-        n for n in theirs if n not in used and not any(re.fullmatch(p, n) for p in entry.unused)
-    ]
-    if left and not gradients:
-        raise ConfigError(f"our block has no tensor for {left[0]} of {entry.class_name}")
-    return made
+    for name in theirs:
+        is_unused = name in used or any(re.fullmatch(p, name) for p in entry.unused)
+        if not is_unused and not gradients:
+            raise ConfigError(f"our block has no tensor for {name} of {entry.class_name}")
+    return converted

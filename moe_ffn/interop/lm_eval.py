@@ -4,7 +4,7 @@
 
     lm_eval.simple_evaluate(model=HarnessModel(decoder, tokenizer), tasks=["lambada_openai"], limit=100)
 
-Every model is evaluated as it is, with its router, capacity and positions; not every model can be exported.
+Unlike an export to transformers, which not every model has, this evaluates the model itself.
 
 B requests, S tokens, V vocabulary
 """
@@ -27,20 +27,20 @@ from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.generate import Decoding, Sampling
 
 MAX_NEW_TOKENS = 256
-"""Default length of a generated answer, as in lm-eval's own models."""
+"""Default maximum length of a generated answer, as in lm-eval's own models."""
 
 
 class HarnessModel(TemplateLM):
     """A causal decoder and its tokenizer as a model of lm-eval.
 
-    Each text is preceded by an end-of-document token, as in training.
+    An end-of-document token precedes each text, as in training.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, batch_size: int = 16) -> None:
         """
         Args:
-            decoder: a decoder in evaluation mode, on the device that computes.
-            batch_size: number of requests in a batch; a batch shares the experts' capacity.
+            decoder: a decoder in evaluation mode, on the device to use.
+            batch_size: number of requests in a batch; they share the experts' capacity.
 
         Raises:
             ConfigError: the decoder is not causal.
@@ -52,22 +52,24 @@ class HarnessModel(TemplateLM):
                 "predictions; use a run with causal: true"
             )
         self.decoder = decoder
-        self.text = tokenizer  # lm-eval expects `tokenizer` to be of transformers
+        self.text_tokenizer = (
+            tokenizer  # lm-eval expects a tokenizer of transformers as `tokenizer`
+        )
         self.batch_size = batch_size
         self.max_length = decoder.max_seq_len
         self._device = decoder.embedding.weight.device
 
     @property
     def eot_token_id(self) -> int:
-        return self.text.end_of_document
+        return self.text_tokenizer.end_of_document
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        return self.text.encode(string).tolist()
+        return self.text_tokenizer.encode(string).tolist()
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        windows, owners = [], []
+        windows, owners = [], []  # owner: index of a window's request
         for owner, request in enumerate(requests):
             for window in get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
@@ -87,12 +89,12 @@ class HarnessModel(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood in nats, and whether greedy decoding produces it."""
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        # Sorted by length, so that little is padding.
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        # Sorting by length saves padding.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
         for first in range(0, len(order), self.batch_size):
-            places = order[first : first + self.batch_size]
-            rows = [self._row(*requests[place][1:]) for place in places]
+            batch = order[first : first + self.batch_size]
+            rows = [self._row(*requests[index][1:]) for index in batch]
             length = max(map(len, rows)) - 1
             ids_BS = torch.full((len(rows), length), self.eot_token_id)
             mask_BS = torch.zeros(len(rows), length, dtype=torch.bool)
@@ -100,23 +102,23 @@ class HarnessModel(TemplateLM):
                 ids_BS[row, : len(ids) - 1] = torch.tensor(ids[:-1])
                 mask_BS[row, : len(ids) - 1] = True
             output = self.decoder(ids_BS.to(self._device), mask=mask_BS.to(self._device))
-            for row, place in enumerate(places):
-                end, count = len(rows[row]) - 1, len(requests[place][2])
+            for row, index in enumerate(batch):
+                end, count = len(rows[row]) - 1, len(requests[index][2])
                 if not count:
                     continue
                 logits_SV = output.logits[row, end - count : end]
-                targets_S = torch.tensor(requests[place][2], device=self._device)
+                targets_S = torch.tensor(requests[index][2], device=self._device)
                 nats = torch.log_softmax(logits_SV.double(), -1).gather(1, targets_S[:, None])
                 is_greedy = bool((logits_SV.argmax(-1) == targets_S).all())
-                found[place] = float(nats.sum()), is_greedy
-        return found
+                results[index] = float(nats.sum()), is_greedy
+        return results
 
     def _row(self, context: list[int], continuation: list[int]) -> list[int]:
-        """Return the tokens that the model reads, and the last token, which it only predicts."""
+        """Return the last tokens of a request: as many as the model reads, and one that it only predicts."""
         if len(continuation) > self.max_length:
             raise ConfigError(
-                f"a task needs a continuation of {len(continuation)} tokens, but sequences of the model have "
-                f"at most {self.max_length} (data.seq_len); leave the task out"
+                f"a task needs a continuation of {len(continuation)} tokens, but the model reads at most "
+                f"{self.max_length} (data.seq_len); leave the task out"
             )
         return (context + continuation)[-(self.max_length + 1) :]
 
@@ -127,14 +129,14 @@ class HarnessModel(TemplateLM):
         """Generate the text after `context`, up to the first stop string in `options`."""
         until = options.get("until") or []
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-        sampled = options.get("do_sample", float(options.get("temperature") or 0) > 0)
+        do_sample = options.get("do_sample", float(options.get("temperature") or 0) > 0)
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         decoding = Decoding(
             self.decoder,
             [torch.tensor(prompt[-self.max_length :], device=self._device)],
             int(options.get("max_gen_toks") or MAX_NEW_TOKENS),
             Sampling(
-                temperature=float(options.get("temperature") or 1) * bool(sampled), top_k=None
+                temperature=float(options.get("temperature") or 1) * bool(do_sample), top_k=None
             ),
             torch.Generator(self._device).manual_seed(0),
         )
@@ -143,7 +145,7 @@ class HarnessModel(TemplateLM):
             if new[0] == self.eot_token_id:
                 break
             new_ids.append(new[0])
-            text = self.text.decode(new_ids)
+            text = self.text_tokenizer.decode(new_ids)
             if any(stop in text for stop in stops):
                 break
         return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
@@ -154,7 +156,7 @@ def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[
 
     Args:
         tasks: folders of task files, and names of tasks, groups and tags in these folders or in lm-eval.
-            Without a name all tasks of the folders are run. Code that a task file names is run.
+            Without a name, all tasks of the folders run. This also runs the code that a task file names.
 
     Returns:
         task -> `acc`, `word_perplexity` and so on, with the standard error of each as `..._stderr` if known.
@@ -166,7 +168,7 @@ def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[
     manager = TaskManager(include_path=[*folders], include_defaults=False)
     names = [task for task in tasks if task not in folders]
     if unknown := [name for name in names if name not in manager.all_tasks]:
-        manager = TaskManager(include_path=[*folders])  # takes seconds: there are thousands
+        manager = TaskManager(include_path=[*folders])  # takes seconds: lm-eval has thousands
         for name in unknown:
             if name not in manager.all_tasks:
                 hint = did_you_mean(name, manager.all_tasks)
@@ -174,10 +176,12 @@ def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[
                     f"--tasks: '{name}' is neither a folder nor a task that lm-eval knows{hint}"
                 )
     for folder in folders if not names else []:
-        found = TaskManager(include_path=folder, include_defaults=False).all_subtasks
-        if not found:
-            raise ConfigError(f"--tasks: '{folder}' has no task file of lm-eval (.yaml)")
-        names += found
+        in_folder = TaskManager(include_path=folder, include_defaults=False).all_subtasks
+        if not in_folder:
+            raise ConfigError(
+                f"--tasks: '{folder}' has no task file of lm-eval (.yaml); give another folder"
+            )
+        names += in_folder
     try:
         results: Any = simple_evaluate(
             model=model,

@@ -1,4 +1,4 @@
-"""Watch the routers of a live model, and record their decisions as `Routing` values for our metrics.
+"""Record the routing decisions of a live model as `Routing` values, for our metrics and losses.
 
 T tokens, E experts, K experts per token, B batch, S sequence
 """
@@ -36,95 +36,96 @@ def watch(model: nn.Module) -> Iterator[Passes]:
         load_balancing_loss(passes[-1]["layer_03"])
 
     The model's outputs do not change. A pass is one call of `model`; generation makes one pass for the prompt
-    and one for each further token. A pass is appended when it is complete. Ids and weights are those that the
-    experts received. They carry gradients if the model trains, so call `routing.detach()` before you keep
-    them. Padding in `attention_mask` is padding in the routing. Our blocks (`swap_ffn`) are also recorded.
+    and one for each further token. A pass is appended when it is complete. Routings have the ids and weights
+    that the experts received. They carry gradients if the model trains, so call `routing.detach()` before you
+    keep them. Padding in `attention_mask` is padding in the routing. `watch` also records our blocks
+    (`swap_ffn`).
 
-    Scores are the softmax, the sigmoid or the square root of the softplus of the router's logits: the
-    function to which the weights are proportional, or the softmax if there is none (Phi-MoE).
+    Scores are the softmax, the sigmoid or the square root of the softplus of the router's logits, whichever
+    is proportional to the weights; they are the softmax if none is (Phi-MoE).
 
     Raises:
-        ConfigError: the model has no router that can be watched, or the `attention_mask` of a pass lacks
-            values for some tokens.
+        ConfigError: the model has no router that can be watched, or the `attention_mask` of a pass does not
+            cover all tokens.
     """
     with ExitStack() as hooks:
         yield _Watcher(model, hooks).passes
 
 
 class _Watcher:
-    """Hooks in a model, and the routings that the hooks record."""
+    """The hooks of `watch`, and the routings that they record."""
 
     def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
         self.passes: Passes = []
         self._signature = inspect.signature(model.forward)
-        self._seen: dict[str, Callable[[], dict[str, Routing]]] | None = None
-        """Layer -> function that computes its routings in the current pass; None outside a pass. Routings are
-        computed after the pass, because activation checkpointing would repeat work inside a layer."""
+        self._pending: dict[str, Callable[[], dict[str, Routing]]] | None = None
+        """Layer -> function that computes its routings; None outside a pass. Routings are computed after the
+        pass, because activation checkpointing runs a layer twice."""
         self._mask_BS: Tensor | None = None
         self._length: int | None = None
         self._router_outputs: dict[str, list[tuple[Any, ...]]] = {}
         self._score: dict[str, Callable[[Tensor], Tensor]] = {}
 
-        def enter(handle: Any) -> None:
+        def register(handle: Any) -> None:
             hooks.callback(handle.remove)
 
         for name, path in routing_modules(model).items():
             module = model.get_submodule(path)
             if isinstance(module, FFNBlock):
-                enter(module.register_forward_hook(partial(self._after_block, name)))
+                register(module.register_forward_hook(partial(self._after_block, name)))
                 continue
             for sibling in model.get_submodule(path.rpartition(".")[0]).children():
                 if sibling is not module:
-                    enter(sibling.register_forward_hook(partial(self._after_sibling, name)))
+                    register(sibling.register_forward_hook(partial(self._after_sibling, name)))
             before = partial(self._before_experts, name)
-            enter(module.register_forward_pre_hook(before, with_kwargs=True))
-        enter(model.register_forward_pre_hook(self._begin, with_kwargs=True))
-        enter(model.register_forward_hook(self._end, always_call=True))
+            register(module.register_forward_pre_hook(before, with_kwargs=True))
+        register(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        register(model.register_forward_hook(self._end, always_call=True))
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        given |= given.get("kwargs", {})
-        found = (given.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states"))
-        tokens = next((value for value in found if isinstance(value, Tensor)), None)
+        arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        arguments |= arguments.get("kwargs", {})
+        inputs = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states"))
+        tokens = next((value for value in inputs if isinstance(value, Tensor)), None)
         self._length = None if tokens is None or tokens.ndim < 2 else tokens.shape[1]
-        mask = given.get("attention_mask")
+        mask = arguments.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and self._length):
             raise ConfigError(
-                "attention_mask must be (batch, sequence), 1 for real tokens, to show which tokens are "
-                "padding; leave it out if there is no padding"
+                "attention_mask must have the shape (batch, sequence), with 0 for padding; leave it out if "
+                "there is no padding"
             )
-        # In generation the mask also covers earlier tokens.
+        # In generation the mask covers earlier tokens too.
         self._mask_BS = None if mask is None else mask[:, -self._length :].bool()  # pyright: ignore[reportOptionalOperand]
-        self._seen = {}
+        self._pending = {}
         self._router_outputs.clear()
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        seen, self._seen = self._seen, None
-        if seen is None or output is None:  # None after an error
+        pending, self._pending = self._pending, None
+        if pending is None or output is None:  # None after an error
             return
         routings: dict[str, Routing] = {}
-        for make in seen.values():
-            routings |= make()
+        for compute in pending.values():
+            routings |= compute()
         self.passes.append(routings)
 
     def _after_sibling(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._seen is not None and isinstance(output, tuple):
+        if self._pending is not None and isinstance(output, tuple):
             self._router_outputs.setdefault(name, []).append(output)
 
     def _before_experts(
         self, name: str, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._seen is None:
+        if self._pending is None:
             return
         _, ids_TK, weights_TK = (*args, *kwargs.values())[:3]
         logits_TE = _logits_for(ids_TK, self._router_outputs.pop(name, []))
         if logits_TE is None or experts._is_expert_parallel:
             raise ConfigError(
                 f"the router before {type(experts).__name__} does not return its logits together with "
-                "the chosen experts, or its experts are divided among processes; watch a model on one "
-                "process whose routers return logits"
+                "the chosen experts, or the experts are divided among processes; watch a model in one "
+                "process, whose routers return logits"
             )
-        self._seen[name] = partial(self._routing, name, logits_TE, ids_TK, weights_TK)
+        self._pending[name] = partial(self._routing, name, logits_TE, ids_TK, weights_TK)
 
     def _routing(
         self, name: str, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
@@ -138,29 +139,29 @@ class _Watcher:
         return {name: routing_of_pairs(weights_TK, ids_TK.long(), logits_TE, scores_TE, context)}
 
     def _after_block(self, name: str, module: nn.Module, args: Any, output: FFNOutput) -> None:
-        if self._seen is not None:
-            self._seen[name] = partial(self._routings_of_block, name, output)
+        if self._pending is not None:
+            self._pending[name] = partial(self._routings_of_block, name, output)
 
     def _routings_of_block(self, name: str, output: FFNOutput) -> dict[str, Routing]:
-        found = prefix_names(name, output.routings)
-        own = found.get(name)
+        routings = prefix_names(name, output.routings)
+        own = routings.get(name)
         if own is not None and own.mask_T is None:
-            found[name] = replace(own, mask_T=self._context(own.num_tokens).mask)
-        return found
+            routings[name] = replace(own, mask_T=self._context(own.num_tokens).mask)
+        return routings
 
     def _context(self, num_tokens: int) -> TokenContext:
         """Return the mask and the sequence length of the tokens that reached a layer."""
         mask_T = None if self._mask_BS is None else self._mask_BS.reshape(-1)
         if mask_T is not None and len(mask_T) != num_tokens:
             raise ConfigError(
-                f"attention_mask has {len(mask_T)} tokens, but a layer received {num_tokens}; leave "
-                "it out if there is no padding"
+                f"attention_mask has {len(mask_T)} tokens, but a layer received {num_tokens}; leave the "
+                "mask out if there is no padding"
             )
         return TokenContext(mask=mask_T, sequence_length=self._length)
 
 
 def routing_modules(model: nn.Module) -> dict[str, str]:
-    """Find the modules to watch, experts of transformers or our blocks: layer name -> path in the model.
+    """Find the modules to watch, which are experts of transformers or our blocks: layer name -> module path.
 
     Raises:
         ConfigError: the model has no such module, or a layer has two.
@@ -168,13 +169,13 @@ def routing_modules(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         # Skip blocks inside our blocks: a shared expert, or the block of a mixture of depths.
-        inside = any(path.startswith(f"{outer}.") for outer in found.values())
-        if inside or not (isinstance(module, FFNBlock) or is_experts(module)):
+        is_inner = any(path.startswith(f"{outer}.") for outer in found.values())
+        if is_inner or not (isinstance(module, FFNBlock) or is_experts(module)):
             continue
         number = layer_of(path)
         if number is None or layer_name(number) in found:
             raise ConfigError(
-                f"'{path}' of {type(model).__name__} is in no numbered layer, or is the second in its "
+                f"'{path}' of {type(model).__name__} is not in a numbered layer, or is the second in its "
                 "layer; pass the submodule that is a single stack of layers"
             )
         found[layer_name(number)] = path
@@ -191,7 +192,7 @@ _SET_BY_DECORATOR = "is_concatenated"
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether transformers' `use_experts_implementation` decorates the class."""
+    """Return whether the class is decorated by transformers' `use_experts_implementation`."""
     return _SET_BY_DECORATOR in vars(module)
 
 
@@ -202,7 +203,7 @@ def layer_of(path: str) -> int | None:
 
 
 def _logits_for(ids_TK: Tensor, outputs: list[tuple[Any, ...]]) -> Tensor | None:
-    """Return the first value, (T, E), of the output tuple that contains the ids; None if no tuple does."""
+    """Return the first element, (T, E), of the output tuple that contains the ids; None if there is none."""
     for output in outputs:
         if any(value is ids_TK for value in output) and isinstance(output[0], Tensor):
             logits = output[0]
@@ -222,21 +223,21 @@ SCORES: tuple[Callable[[Tensor], Tensor], ...] = (
 def _score_function(
     logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """Find the function of `SCORES` to which the weights are proportional, per token or over all tokens."""
+    """Find the function in `SCORES` to which the weights are proportional, per token or over all tokens."""
 
-    def spread(values: Tensor, dim: int | None) -> float:
-        """Return the relative distance of the factors from their mean, averaged over tokens."""
-        mean = values.mean() if dim is None else values.mean(dim, keepdim=True)
-        return ((values - mean) / mean).abs().mean().item()
+    def spread(factors_TK: Tensor, dim: tuple[int, ...]) -> float:
+        """Return the mean relative distance of the factors from their mean over `dim`."""
+        mean = factors_TK.mean(dim, keepdim=True)
+        return ((factors_TK - mean) / mean).abs().mean().item()
 
     def misfit(score: Callable[[Tensor], Tensor]) -> float:
         factors_TK = weights_TK / score(logits_TE).gather(1, ids_TK.long())
-        within_token = spread(factors_TK, 1) if factors_TK.shape[1] > 1 else 1.0
-        return min(within_token, spread(factors_TK, None))
+        within_token = spread(factors_TK, (1,)) if factors_TK.shape[1] > 1 else 1.0
+        return min(within_token, spread(factors_TK, (0, 1)))
 
     best = min(SCORES, key=misfit)
     return best if misfit(best) < MAX_MISFIT else SCORES[0]
 
 
 MAX_MISFIT = 0.02
-"""Maximum relative spread of a factor that counts as constant; bfloat16 rounding stays below it."""
+"""Maximum relative spread of a factor that counts as constant; rounding to bfloat16 stays below it."""

@@ -1,4 +1,4 @@
-"""Replace the FFNs of a live dense model of transformers by our blocks."""
+"""Replace FFNs of a live dense model of transformers by our blocks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from moe_ffn.kernels.activations import GATE_ACTIVATIONS, GatedType
 log = logging.getLogger(__name__)
 
 GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("c_fc", "c_proj")
-"""Names of the matrices of an FFN: gate, up and down in Llama and Qwen, up and down in GPT-2."""
+"""Names of an FFN's matrices: gate, up and down in Llama and Qwen, up and down in GPT-2."""
 
 MAX_ERROR = {torch.float32: 1e-4, torch.float64: 1e-6}
-"""Maximum relative difference that rounding explains, by dtype; 0.05 for narrower dtypes."""
+"""Dtype -> maximum relative difference that rounding explains; 0.05 for other dtypes."""
 
 
 class SwappedFFN(nn.Module):
-    """One of our blocks in the place of an FFN of transformers; it returns a tensor."""
+    """One of our blocks, with the interface of an FFN of transformers: it returns a tensor."""
 
     def __init__(self, block: FFNBlock, dropout: nn.Module) -> None:
         super().__init__()
@@ -49,15 +49,15 @@ def swap_ffn(
         router = {"type": "top_k", "k": 2, "renormalize": True}
         swap_ffn(model, [1, 3], {"type": "moe", "num_experts": 8, "router": router})
 
-    FFNs as in Llama, Qwen and GPT-2 can be replaced. A dense or gated block gets the weights of the FFN and
-    computes the same; its width, biases and activation are those of the FFN, and need not be given. The
-    experts of an MoE are copies of the FFN (`moe_ffn.weights.upcycle`). They compute the same if the weights
-    of every token have the same sum, as with `renormalize: true` in the router; otherwise a warning gives the
-    difference of the outputs. Any other block starts with random weights.
+    It replaces FFNs like those of Llama, Qwen and GPT-2. A dense or gated block gets the weights of the FFN
+    and computes the same; you need not give its width, biases and activation. The experts of an MoE are
+    copies of the FFN (`moe_ffn.weights.upcycle`). They compute the same if all tokens have the same sum of
+    weights, as with `renormalize: true` in the router; otherwise a warning gives the difference of the
+    outputs. Any other block starts with random weights.
 
     The model trains and generates as before, and `watch` records the routing. Padding is routed too, as in
     transformers' sparse models. A block that reads earlier positions (`conv`) needs `use_cache=False`.
-    `from_pretrained` may not read what `save_pretrained` of the changed model writes: save the `state_dict`,
+    `from_pretrained` may not read the changed model after `save_pretrained`: save its `state_dict` instead,
     and call `swap_ffn` before you load it.
 
     Args:
@@ -66,92 +66,89 @@ def swap_ffn(
     Raises:
         ConfigError: a layer has no such FFN, or the block cannot replace it; the model is not changed.
     """
-    found = _ffns(model)
+    paths = _ffns(model)
     try:
         target = FFNConfig.model_validate(config)
     except ValidationError as error:
         raise ConfigError("\n".join(f"config.{line}" for line in explain(error))) from error
     if (why := target.unsupported(UseCase(causal=True))) is not None:
         raise ConfigError(f"swap_ffn: the model is causal, but config.{why}")
-    made: dict[str, SwappedFFN] = {}
+    new_ffns: dict[str, SwappedFFN] = {}
     changes: dict[int, float] = {}
     for layer in layers:
-        if layer not in found:
-            known = ", ".join(map(str, found))
+        if layer not in paths:
+            known = ", ".join(map(str, paths))
             raise ConfigError(
                 f"swap_ffn: layer {layer} of {type(model).__name__} has no dense FFN that can be swapped "
-                f"(one made of {' and '.join(GATED)}, or of {' and '.join(PLAIN)}); "
-                + (f"layers with one: {known}" if known else "no layer has one")
+                f"(made of {' and '.join(GATED)}, or of {' and '.join(PLAIN)}); "
+                + (f"these layers have one: {known}" if known else "no layer has one")
             )
-        path = found[layer]
-        ffn = model.get_submodule(path)
-        made[path], changes[layer] = _swapped(ffn, target, f"layer {layer}")
-    for path, swapped in made.items():
+        ffn = model.get_submodule(paths[layer])
+        new_ffns[paths[layer]], changes[layer] = _swapped(ffn, target, f"layer {layer}")
+    for path, swapped in new_ffns.items():
         model.set_submodule(path, swapped)
     if isinstance(target, MoEConfig) and (changed := [n for n in changes if changes[n] > 0]):
-        layers_changed = ", ".join(map(str, changed))
         log.warning(
             "swap_ffn: the experts of layer %s are copies of the FFN, but change its output by up to %.2g of "
             "its largest value; %s",
-            layers_changed,
+            ", ".join(map(str, changed)),
             max(changes.values()),
-            _how_to_keep(target),
+            _advice(target),
         )
 
 
-def _how_to_keep(config: MoEConfig) -> str:
+def _advice(config: MoEConfig) -> str:
     """Return advice on options with which the copied experts compute the same as the FFN."""
     # With one expert a token's weight would be constant, and the router would never learn.
     renormalizes = getattr(config.router, "renormalize", None)
     several = config.router.experts_per_token(config.num_routable) > 1
     options = ["config.router.renormalize: true"] * (renormalizes is False and several)
     options += ["config.capacity.eval_factor: null"] * (config.capacity.eval_factor is not None)
-    if not options:
-        return "train the model before you use it"
-    return f"set {' and '.join(options)} to keep it, or train the model before you use it"
+    keep = f"set {' and '.join(options)} to keep it, or " if options else ""
+    return f"{keep}train the model before you use it"
 
 
 def _ffns(model: nn.Module) -> dict[int, str]:
-    """Return layer -> path of its dense FFN; a direct child of the layer, so that no shared expert is one."""
-    found: dict[int, str] = {}
+    """Return layer -> path of its dense FFN, a direct child of the layer, which excludes shared experts."""
+    paths: dict[int, str] = {}
     for path, module in model.named_modules():
         number = re.search(r"(?:^|\.)(\d+)\.\w+$", path)
         if number is None or _matrices(module) is None:
             continue
-        if int(number[1]) in found:
+        if int(number[1]) in paths:
             raise ConfigError(
                 f"swap_ffn: '{path}' of {type(model).__name__} is the second FFN of layer {number[1]}; pass "
                 "the submodule that is a single stack of layers"
             )
-        found[int(number[1])] = path
-    return found
+        paths[int(number[1])] = path
+    return paths
 
 
 def _matrices(ffn: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]] | None:
-    """Return the weight, (out, in), and bias of each of our matrices; None if `ffn` is no known FFN."""
+    """Return the weight, (out, in), and bias of each of our matrices; None if `ffn` is not a known FFN."""
     from transformers.pytorch_utils import Conv1D
 
     for theirs, ours in ((GATED, ("gate", "up", "down")), (PLAIN, ("up", "down"))):
-        parts = [getattr(ffn, name, None) for name in theirs]
+        linears: list[Any] = [getattr(ffn, name, None) for name in theirs]
         # Exact types: a subclass may be quantised or have adapters.
-        if all(type(part) is nn.Linear for part in parts):
-            return {n: (p.weight, p.bias) for n, p in zip(ours, cast("Any", parts), strict=True)}
-        if all(type(part) is Conv1D for part in parts):
-            return {
-                n: (p.weight.t(), p.bias) for n, p in zip(ours, cast("Any", parts), strict=True)
-            }
+        for linear_type, is_transposed in ((nn.Linear, False), (Conv1D, True)):
+            if all(type(linear) is linear_type for linear in linears):
+                return {
+                    name: (linear.weight.t() if is_transposed else linear.weight, linear.bias)
+                    for name, linear in zip(ours, linears, strict=True)
+                }
     return None
 
 
 @torch.no_grad()
 def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN, float]:
-    """Return the new block, and the relative change of outputs by copied experts; 0 within rounding."""
+    """Return the new block, and the relative change of outputs if experts are copies; 0 within rounding."""
     own, block, weight = _as_block(ffn, where)
     change = 0.0
     if isinstance(target, DenseConfig | GatedConfig):
-        kept = block.state_dict()
+        weights = block.state_dict()
         block = _like(own, target, where).build(weight.shape[1])
-        block.load_state_dict(kept)
+        block.load_state_dict(weights)
     elif isinstance(target, MoEConfig):
         from moe_ffn.weights.upcycle import as_experts, upcycle  # needs YAML, which is optional
 
@@ -160,8 +157,8 @@ def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN,
         assert experts is not None
         config = _with_experts_like(experts, target)
         dense, block = block, upcycle([block], config, weight.shape[1], generator).to(weight.dtype)
-        probe = _probe(weight)
-        change = _difference(dense.eval()(probe).hidden, block.eval()(probe).hidden)
+        x = _random_tokens(weight)
+        change = _difference(dense.eval()(x).hidden, block.eval()(x).hidden)
     else:
         block = target.build(weight.shape[1])
     swapped = SwappedFFN(block, getattr(ffn, "dropout", nn.Identity()))
@@ -169,8 +166,8 @@ def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN,
     return swapped.to(weight.device, weight.dtype).train(ffn.training), 0 if is_rounding else change
 
 
-def _probe(weight: Tensor) -> Tensor:
-    """Return random tokens for an FFN with this matrix."""
+def _random_tokens(weight: Tensor) -> Tensor:
+    """Return random inputs for an FFN with this up matrix."""
     return torch.randn(8, weight.shape[1], generator=Generator().manual_seed(0)).to(weight.dtype)
 
 
@@ -180,7 +177,7 @@ def _difference(expected: Tensor, found: Tensor) -> float:
 
 
 def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FFNBlock, Tensor]:
-    """Return the config of an FFN, our block with copies of its weights on the CPU, and one of its matrices.
+    """Return the config of an FFN, our block with copies of its weights on the CPU, and its up matrix.
 
     Raises:
         ConfigError: no block of ours computes the same as the FFN.
@@ -200,7 +197,7 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
     if config is None:
         raise ConfigError(
             f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, has the activation {function}, which our "
-            "dense and gated blocks do not have"
+            "dense and gated blocks do not have; choose another layer"
         )
     block = config.build(weight.shape[1]).to(weight.dtype)
     for name, (values, bias) in matrices.items():
@@ -208,14 +205,14 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
         linear.weight.copy_(values)
         if bias is not None:
             linear.bias.copy_(bias)
-    probe = _probe(weight)
+    x = _random_tokens(weight)
     was_training = ffn.training
-    expected = ffn.eval()(probe.to(weight.device)).cpu()
+    expected = ffn.eval()(x.to(weight.device)).cpu()
     ffn.train(was_training)
-    if not _difference(expected, block(probe).hidden) <= MAX_ERROR.get(weight.dtype, 0.05):
+    if not _difference(expected, block(x).hidden) <= MAX_ERROR.get(weight.dtype, 0.05):
         raise ConfigError(
-            f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, gives other outputs than its matrices and "
-            "activation alone, so it cannot be swapped exactly; choose another layer"
+            f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, computes more than its matrices and "
+            "activation, so that no block of ours can replace it; choose another layer"
         )
     return config, block, weight
 
@@ -228,10 +225,7 @@ def _like(
     Raises:
         ConfigError: a given option differs from the FFN, so that the weights do not fit.
     """
-    given = {
-        "type": target.type,
-        **{name: getattr(target, name) for name in target.model_fields_set},
-    }
+    given = {name: getattr(target, name) for name in {"type", *target.model_fields_set}}
     for name, value in own.to_dict().items():
         if name in given and name not in _FREE and given[name] != value:
             raise ConfigError(
@@ -249,7 +243,7 @@ def _with_experts_like(experts: ExpertsConfig, target: MoEConfig) -> MoEConfig:
     """Return `target` with missing options of its experts taken from `experts`."""
     given = target.experts
     if "experts" in target.model_fields_set:
-        said = {name: getattr(given, name) for name in given.model_fields_set}
-        known = {n: v for n, v in experts.to_dict().items() if n in type(given).model_fields}
-        experts = type(given).model_validate({**known, "type": given.type, **said})
+        options = {n: v for n, v in experts.to_dict().items() if n in type(given).model_fields}
+        options |= {name: getattr(given, name) for name in {"type", *given.model_fields_set}}
+        experts = type(given).model_validate(options)
     return target.model_copy(update={"experts": experts})

@@ -1,4 +1,4 @@
-"""Our kernels as an experts implementation of transformers.
+"""Our kernels as an implementation of experts in transformers.
 
     moe_ffn.interop.register()
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="moe_ffn")
@@ -33,13 +33,13 @@ NAME = "moe_ffn"
 """The name of our kernels among transformers' implementations of experts."""
 
 _GATE = "_moe_ffn_gate"
-"""Attribute of an experts module that caches its activation and gate."""
+"""Attribute of an experts module in which we cache its activation and gate."""
 
 
 def register() -> None:
     """Register our kernels as `experts_implementation="moe_ffn"`.
 
-    It works for every model whose experts select an implementation by name: at loading, or later with
+    It works for every model whose experts select an implementation by name: at loading, or later by
     `model.set_experts_implementation("moe_ffn")`.
 
     Raises:
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return the output, (T, D), of experts of transformers for the tokens that the router sent to them.
+    """Return the output, (T, D), of an experts module of transformers.
 
     Args:
         experts: a module whose class is decorated by `use_experts_implementation`.
@@ -62,11 +62,11 @@ def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tens
     Raises:
         NotImplementedError: our kernels do not compute this class of experts; the message has the reason.
     """
-    num_tokens, num_chosen = expert_ids_TK.shape
+    num_tokens, k = expert_ids_TK.shape
     num_experts = int(experts.num_experts)
     token_ids_T = torch.arange(num_tokens, device=hidden_TD.device)
     plan = plan_of_pairs(
-        token_ids_T.repeat_interleave(num_chosen),
+        token_ids_T.repeat_interleave(k),
         expert_ids_TK.reshape(-1).clamp(max=num_experts),
         weights_TK.reshape(-1),
         num_experts,
@@ -75,13 +75,13 @@ def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tens
 
 
 def weights_of(experts: Any) -> ExpertWeights:
-    """Return the weights of an experts module as `ExpertWeights`, as views if possible.
+    """Return the weights of an experts module, as views if possible.
 
     Raises:
         NotImplementedError: see `run`.
     """
     if experts.has_post_expert_norm:
-        raise _refusal(experts, "a norm after each expert")
+        raise _unsupported(experts, "a norm after each expert")
     gated, has_bias = bool(experts.has_gate), bool(experts.has_bias)
     name = "gate_up_proj" if gated else "up_proj"
     up_EHD, down_EDF = getattr(experts, name), experts.down_proj
@@ -90,7 +90,7 @@ def weights_of(experts: Any) -> ExpertWeights:
     if experts.is_transposed:
         up_EHD, down_EDF = up_EHD.transpose(1, 2), down_EDF.transpose(1, 2)
     interleaved = gated and not experts.is_concatenated
-    # `triton` needs this copy in training; in generation, for few tokens, the copy would dominate the time.
+    # `triton` needs this copy in training; in generation, with few tokens, it would take most of the time.
     if interleaved and up_EHD.is_cuda and torch.is_grad_enabled():
         interleaved = False
         up_EHD = torch.cat([up_EHD[:, ::2], up_EHD[:, 1::2]], dim=1)
@@ -110,62 +110,64 @@ def weights_of(experts: Any) -> ExpertWeights:
 
 
 def _gate_of(experts: Any) -> tuple[Activation, GateFunction | None]:
-    """Find our activation or gate function that computes the same as the module."""
-    if (found := experts.__dict__.get(_GATE)) is None:
-        found = experts.__dict__[_GATE] = _find_gate(experts)
-    return found
+    """Return the activation or gate function of ours that computes the same as the module."""
+    if _GATE not in experts.__dict__:
+        experts.__dict__[_GATE] = _find_gate(experts)
+    return experts.__dict__[_GATE]
 
 
 @torch.no_grad()
 def _find_gate(experts: Any) -> tuple[Activation, GateFunction | None]:
     if not experts.has_gate:
-        if (found := activation_of(experts.act_fn)) is not None:
-            return found, None
-        raise _refusal(experts, f"the activation {experts.act_fn}")
-    clamps = list(_clamps_of(experts))
-    probe = _probe(max([12.0, *(1.5 * clamped.limit for clamped in clamps)]))
+        if (activation := activation_of(experts.act_fn)) is not None:
+            return activation, None
+        raise _unsupported(experts, f"the activation {experts.act_fn}")
+    clamped_gates = list(_clamped_gates(experts))
+    probe = _probe(max([12.0, *(1.5 * clamped.limit for clamped in clamped_gates)]))
     gate, up = (values.flatten() for values in torch.meshgrid(probe, probe, indexing="ij"))
     both = (
         torch.cat([gate, up]) if experts.is_concatenated else torch.stack([gate, up], -1).flatten()
     )
     out = experts._apply_gate(both[None])[0]
     for name, activation in ACTIVATIONS.items():
-        if _equal(out, activation(gate) * up):
+        if _is_close(out, activation(gate) * up):
             return name, None
-    for clamped in clamps:
-        if _equal(out, clamped(gate, up)):
+    for clamped in clamped_gates:
+        if _is_close(out, clamped(gate, up)):
             return "silu", clamped
-    raise _refusal(experts, "a custom gate")
+    raise _unsupported(experts, "a custom gate")
 
 
-def _clamps_of(experts: Any) -> Iterator[ClampedSwiGLU | ClampedGate]:
+def _clamped_gates(experts: Any) -> Iterator[ClampedSwiGLU | ClampedGate]:
     """Yield the clamped gates that the numeric attributes of the module may describe."""
     for prefix in ("", "swiglu_"):
         alpha, limit = (getattr(experts, prefix + name, None) for name in ("alpha", "limit"))
         if limit is not None and math.isfinite(limit):
-            given = {"alpha": 1.0 if alpha is None else float(alpha), "limit": float(limit)}
-            yield ClampedSwiGLU(**given)
-            yield ClampedGate(**given, added=0.0, after=False)
-            yield ClampedGate(**given, added=0.0, after=True)
+            numbers = {"alpha": 1.0 if alpha is None else float(alpha), "limit": float(limit)}
+            yield ClampedSwiGLU(**numbers)
+            yield ClampedGate(**numbers, added=0.0, after=False)
+            yield ClampedGate(**numbers, added=0.0, after=True)
 
 
 @torch.no_grad()
 def activation_of(function: Callable[[Tensor], Tensor]) -> Activation | None:
-    """Find our activation that computes the same as `function`; None if there is none."""
+    """Return the activation of ours that computes the same as `function`; None if there is none."""
     out = function(_probe())
-    return next((name for name, ours in ACTIVATIONS.items() if _equal(out, ours(_probe()))), None)
+    same = (name for name, ours in ACTIVATIONS.items() if _is_close(out, ours(_probe())))
+    return next(same, None)
 
 
-def _probe(furthest: float = 12.0) -> Tensor:
-    return torch.linspace(-furthest, furthest, 97, dtype=torch.float32)
+def _probe(limit: float = 12.0) -> Tensor:
+    """Return inputs from -limit to limit, at which functions are compared."""
+    return torch.linspace(-limit, limit, 97, dtype=torch.float32)
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
+def _is_close(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def _refusal(experts: nn.Module, what: str) -> NotImplementedError:
+def _unsupported(experts: nn.Module, feature: str) -> NotImplementedError:
     return NotImplementedError(
-        f"moe_ffn does not compute {type(experts).__name__}, which has {what}; leave this model its own "
-        "experts_implementation"
+        f"moe_ffn does not compute {type(experts).__name__}, which has {feature}; use another "
+        "experts_implementation for this model"
     )

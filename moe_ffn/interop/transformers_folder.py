@@ -1,4 +1,4 @@
-"""Routing of a text in a sparse model of transformers, which is read with its tokenizer from a folder."""
+"""Routing of a text by a sparse model of transformers, read from a folder with its tokenizer."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class RoutedText:
     """Routing decisions of a model for a text."""
 
     tokens: Sequence[bytes]
-    """The bytes of each token, or the name of a special token."""
+    """Bytes of each token, or the name of a special token."""
     routings: dict[str, Routing]
+    """Layer -> routing."""
     num_layers: int
     predictions: Sequence[tuple[bytes, float]]
-    """The most probable next token after each token, and its probability."""
+    """Most probable next token after each token, and its probability."""
 
 
 def route_text(folder: Path, text: bytes) -> RoutedText:
@@ -54,19 +55,19 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
             "--text: is not UTF-8, which the tokenizers of transformers need"
         ) from error
     config = model.config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None) or len(ids)
-    if not 0 < len(ids) <= longest:
+    max_length = getattr(config, "max_position_embeddings", None) or len(ids)
+    if not 0 < len(ids) <= max_length:
         raise ConfigError(
-            f"--text: has {len(ids)} tokens, but '{folder}' accepts 1 to {longest}; give another text"
+            f"--text: has {len(ids)} tokens, but '{folder}' accepts 1 to {max_length}; give another text"
         )
-    num_tokens = model.get_input_embeddings().num_embeddings
-    if max(ids) >= num_tokens:
+    vocab_size = model.get_input_embeddings().num_embeddings
+    if max(ids) >= vocab_size:
         raise ConfigError(
             f"'{folder / TOKENIZER_FILE}' does not fit this model: it produced token id {max(ids)}, but "
-            f"the vocabulary has {num_tokens} tokens; copy the tokenizer of this model"
+            f"the vocabulary has {vocab_size} tokens; copy the tokenizer of this model"
         )
 
-    def shown(token_id: int) -> bytes:
+    def token_bytes(token_id: int) -> bytes:
         token = tokenizer.convert_ids_to_tokens(token_id)
         if token is None:  # the embedding may have unused rows
             return f"<{token_id}>".encode()
@@ -75,16 +76,14 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
 
     with watch(model) as passes, torch.no_grad():
         logits_BSV: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits
-    best = logits_BSV[0].float().softmax(dim=-1).max(dim=-1)
+    probabilities, best_ids = logits_BSV[0].float().softmax(dim=-1).max(dim=-1)
     return RoutedText(
-        tokens=list(map(shown, ids)),
+        tokens=list(map(token_bytes, ids)),
         routings=passes[0],
         num_layers=config.num_hidden_layers,
         predictions=[
-            (shown(token_id), probability)
-            for token_id, probability in zip(
-                best.indices.tolist(), best.values.tolist(), strict=True
-            )
+            (token_bytes(best_id), probability)
+            for best_id, probability in zip(best_ids.tolist(), probabilities.tolist(), strict=True)
         ],
     )
 
@@ -96,12 +95,12 @@ def is_transformers_folder(folder: Path) -> bool:
 
 def _load_model(folder: Path) -> Any:
     transformers = import_transformers()
-    kind = (read_object(folder / CONFIG_FILE) or {}).get("model_type")
-    weight_files(folder)
+    model_type = (read_object(folder / CONFIG_FILE) or {}).get("model_type")
+    weight_files(folder)  # rejects pickles
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             use_safetensors=True,
             local_files_only=True,
@@ -110,10 +109,10 @@ def _load_model(folder: Path) -> Any:
         )
     except Exception as error:  # any type: a damaged file raises many
         raise ConfigError(
-            f"'{folder}' cannot be read as a language model of type {show(kind)} ({first_line(error)})"
+            f"'{folder}' cannot be read as a language model of type {show(model_type)} "
+            f"({first_line(error)})"
         ) from error
-    # transformers would initialise missing weights at random.
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):  # transformers initialises them at random
         raise ConfigError(
             f"'{folder}' has no weight {show(missing[0])}, which its {CONFIG_FILE} requires; download the "
             "folder again"
@@ -126,7 +125,7 @@ def _load_model(folder: Path) -> Any:
 
 
 def _load_tokenizer(folder: Path) -> tuple[Any, bool]:
-    """Return the tokenizer, and whether its tokens are bytes in GPT-2's alphabet."""
+    """Return the tokenizer, and whether it writes bytes in GPT-2's alphabet."""
     path = folder / TOKENIZER_FILE
     if kind_of(path) is None:
         raise no_tokenizer(folder)

@@ -1,6 +1,6 @@
-"""Carving: the hidden units of a dense block are divided among experts by which units are active together.
+"""Carving: units of a dense block that are active together become experts.
 
-T tokens, D model width, F hidden units, E routed experts, M units of an expert
+T tokens, D model width, F hidden units, R units that are not shared, E routed experts, M units of an expert
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _MAX_ROUNDS = 20
 class CarveConfig(InitialiserConfig, frozen=True):
     """Divide a SwiGLU block into experts by its activations (CMoE: Pei et al. 2025, arXiv:2502.04416).
 
-    The units that are active most often become a shared expert, the others are clustered by the tokens that
-    they are active for, into equally many each; the unit in the middle of a cluster is its router's row.
+    The units that are active most often become a shared expert. The others form clusters of equal size, by
+    the tokens that activate them; the unit nearest to a cluster's centre gives the expert's router row.
     """
 
     type: Literal["carve"] = "carve"
     num_experts: int = Field(default=6, ge=1, le=MAX_COUNT)
-    """Routed experts."""
+    """Number of routed experts."""
     num_shared: int = Field(default=2, ge=0, le=MAX_COUNT)
-    """Number of parts, each of an expert's size, that form the shared expert, which every token uses."""
+    """Width of the shared expert, which every token uses, in multiples of a routed expert's width."""
     k: int = Field(default=2, ge=1, le=MAX_COUNT)
-    """Routed experts per token. With all experts the output of the block does not change."""
+    """Routed experts per token. If a token uses all experts, the block's output does not change."""
     active_units: int = Field(default=10, ge=1, le=MAX_COUNT)
-    """Number of units that count as active for a token: those with the largest absolute activations."""
+    """Number of units per token that count as active; they have the largest absolute activations."""
 
     needs_text: ClassVar[bool] = True
 
@@ -108,7 +108,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
 
 @dataclass(frozen=True)
 class Partition:
-    """Assignment of every hidden unit to one expert or to the shared expert."""
+    """Division of the hidden units among the routed experts and the shared expert."""
 
     shared: Tensor
     """Units of the shared expert, int64."""
@@ -117,16 +117,17 @@ class Partition:
 
 
 def most_active(activations_TF: Tensor, num_units: int) -> Tensor:
-    """Return a mask of each token's units with the largest absolute activations, (T, F) (section 3.1)."""
-    top = activations_TF.abs().topk(min(num_units, activations_TF.shape[-1]), dim=-1).indices
-    return torch.zeros_like(activations_TF, dtype=torch.bool).scatter_(1, top, True)
+    """Return a mask, (T, F), of each token's units with the largest absolute activations (section 3.1)."""
+    units = activations_TF.abs().topk(min(num_units, activations_TF.shape[-1]), dim=-1).indices
+    return torch.zeros_like(activations_TF, dtype=torch.bool).scatter_(1, units, True)
 
 
 def partition_units(active_TF: Tensor, num_experts: int, num_shared: int) -> Partition:
-    """Choose the shared units by how often they are active, and cluster the rest evenly (section 3.2).
+    """Share the units that are active most often, and cluster the rest evenly (section 3.2).
 
-    Clusters start at the most active of the remaining units. An auction assigns equally many units to each
-    centre, the nearest first, and the centres become the means. This repeats until no unit moves.
+    The most active of the remaining units are the first centres. An auction assigns equally many units to
+    each centre, at a small total distance; then the means become the centres. This repeats until no unit
+    moves.
     """
     size = active_TF.shape[1] // (num_experts + num_shared)
     order = active_TF.float().mean(dim=0).argsort(descending=True, stable=True)
@@ -135,10 +136,9 @@ def partition_units(active_TF: Tensor, num_experts: int, num_shared: int) -> Par
     centres_ET = tokens_RT[:num_experts].clone()
     experts_R = torch.full((len(rest),), -1)
     for _ in range(_MAX_ROUNDS):
-        now_R = assign(-torch.cdist(tokens_RT, centres_ET))
-        if torch.equal(now_R, experts_R):
+        previous_R, experts_R = experts_R, assign(-torch.cdist(tokens_RT, centres_ET))
+        if torch.equal(experts_R, previous_R):
             break
-        experts_R = now_R
         centres_ET = torch.stack(
             [tokens_RT[experts_R == e].mean(dim=0) for e in range(num_experts)]
         )
@@ -152,7 +152,7 @@ def partition_units(active_TF: Tensor, num_experts: int, num_shared: int) -> Par
 def carve(
     dense: FFNBlock, config: MoEConfig, d_model: int, partition: Partition, generator: Generator
 ) -> FFNBlock:
-    """Return a layer made from the units of a SwiGLU block; with all experts active it computes the same.
+    """Make a layer from the units of a SwiGLU block; if all experts are active, it computes the same.
 
     Args:
         dense: a block without biases.
@@ -161,13 +161,13 @@ def carve(
         generator: source of the initial weights, which are then replaced.
     """
     made = cast("MoEFFN", build_block(config, dense, d_model, generator))
-    source, into = networks(dense), networks(made)
+    source, target = networks(dense), networks(made)
     assert source is not None
-    assert into is not None
+    assert target is not None
     for expert, units in enumerate(partition.experts_EM):
         up, down = _units(source, units)
-        into.up_EHD[expert].copy_(up)
-        into.down_EDF[expert].copy_(down)
+        target.up_EHD[expert].copy_(up)
+        target.down_EDF[expert].copy_(down)
     if made.shared_expert is not None:
         shared = cast("GatedFFN", made.shared_expert)
         up, down = _units(source, partition.shared)
@@ -176,8 +176,8 @@ def carve(
         shared.down.weight.copy_(down)
     up, _ = _units(source, partition.experts_EM[:, 0])
     rows = made.router.rows()
-    rows["gate.weight"].copy_(up.chunk(2)[0])
-    rows["projection.weight"].copy_(up.chunk(2)[1])
+    for name, weight in zip(("gate.weight", "projection.weight"), up.chunk(2), strict=True):
+        rows[name].copy_(weight)
     rows["slope_E"].zero_()
     return made
 

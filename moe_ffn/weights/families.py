@@ -32,7 +32,7 @@ from moe_ffn.weights.options import (
     write_shared_experts,
 )
 
-STREAM = (
+DECODER = (
     same("hidden_size", "d_model"),
     same("num_hidden_layers", "num_layers"),
     same("num_attention_heads", "attention.num_heads"),
@@ -48,7 +48,6 @@ HEADS = (
     same("head_dim", "attention.head_dim"),
     Part(read_window),
 )
-WHOLE_HEADS = Part(read_whole_heads)
 DENSE = (
     always({"sparse_layers": []}),
     same("intermediate_size", "dense.d_ff", 1),
@@ -75,14 +74,14 @@ QWEN_LAYERS = (
     SOFTMAX_TOP_K,
 )
 
-OUTSIDE = {
+OUTSIDE_LAYERS = {
     "embedding.weight": named("model.embed_tokens.weight"),
     "final_norm.weight": named("model.norm.weight"),
     "unembedding.weight": named("lm_head.weight"),
 }
 """Names of the weights outside the layers."""
 
-BLOCK = linear(
+DENSE_LAYER = linear(
     attention__query="self_attn.q_proj",
     attention__key="self_attn.k_proj",
     attention__value="self_attn.v_proj",
@@ -95,8 +94,8 @@ BLOCK = linear(
     ffn__up="mlp.up_proj",
     ffn__down="mlp.down_proj",
 )
-EXPERTS = {
-    **BLOCK,
+SPARSE_LAYER = {
+    **DENSE_LAYER,
     **linear(ffn__router__projection="mlp.gate"),
     "ffn.experts.gate_up": stacked(
         "mlp.experts.gate_up_proj",
@@ -112,19 +111,19 @@ class Family:
     """An architecture of transformers."""
 
     model_type: str
-    stream: tuple[Part, ...]
+    decoder: tuple[Part, ...]
     """Options of everything but the feed-forward blocks."""
     ffn: tuple[Part, ...]
     defaults: Mapping[str, Any]
     """Defaults of transformers for options that a config leaves out."""
-    names: Mapping[str, Layout] = field(default_factory=lambda: EXPERTS)
+    names: Mapping[str, Layout] = field(default_factory=lambda: SPARSE_LAYER)
     """Our name of a weight in a layer -> its layout in transformers."""
-    lacks: str = ""
-    """Features that our decoder lacks, so that only single blocks can be read; empty if none."""
+    missing_features: str = ""
+    """Features that our decoder lacks, so that we read only single blocks; empty if there are none."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of options in config files."""
     fill: Callable[[Options], Options] = lambda options: options
-    """Add options that this architecture always has and our model may lack; their weights are zeros."""
+    """Adds options that every model of this architecture has and ours may lack; their weights are zeros."""
 
     @property
     def architecture(self) -> str:
@@ -133,17 +132,18 @@ class Family:
 
     @property
     def is_sparse(self) -> bool:
-        return self.names is not BLOCK
+        return self.names is not DENSE_LAYER
 
 
 def _with_shared_expert(options: Options) -> Options:
-    """Add the shared expert that Qwen2-MoE always has, of 32 units, the fewest that llama.cpp packs."""
+    """Add the shared expert that Qwen2-MoE always has, with 32 units, the fewest that llama.cpp packs."""
     if "sparse.shared_expert.type" in options:
         return options
-    shared = {"type": options.get("sparse.experts.type"), "d_ff": 32, "bias": False}
     return {
         **options,
-        **{f"sparse.shared_expert.{name}": value for name, value in shared.items()},
+        "sparse.shared_expert.type": options.get("sparse.experts.type"),
+        "sparse.shared_expert.d_ff": 32,
+        "sparse.shared_expert.bias": False,
         "sparse.combine.type": "sigmoid_gate",
     }
 
@@ -167,28 +167,28 @@ BIAS = same("attention_bias", "attention.bias", False)
 FAMILIES = (
     Family(
         "llama",
-        (*STREAM, *HEADS, BIAS, WHOLE_HEADS),
+        (*DECODER, *HEADS, BIAS, Part(read_whole_heads)),
         (*DENSE, same("mlp_bias", "dense.bias", False)),
         LLAMA,
-        BLOCK,
+        DENSE_LAYER,
     ),
     Family(
         "qwen2",
-        (*STREAM, *HEADS, always({"attention.bias": "qkv"})),
+        (*DECODER, *HEADS, always({"attention.bias": "qkv"})),
         DENSE,
         QWEN,
-        BLOCK,
+        DENSE_LAYER,
     ),
     Family(
         "qwen3",
-        (*STREAM, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
+        (*DECODER, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
         DENSE,
         {**QWEN, "head_dim": 128},
-        BLOCK,
+        DENSE_LAYER,
     ),
     Family(
         "mixtral",
-        (*STREAM, *HEADS),
+        (*DECODER, *HEADS),
         (
             *ALL_SPARSE,
             same("num_local_experts", "sparse.num_experts", 1),
@@ -207,7 +207,7 @@ FAMILIES = (
             "router_jitter_noise": 0.0,
         },
         {
-            **EXPERTS,
+            **SPARSE_LAYER,
             "ffn.router.projection.weight": named(
                 "block_sparse_moe.gate.weight", "mlp.gate.weight"
             ),
@@ -223,7 +223,7 @@ FAMILIES = (
     ),
     Family(
         "qwen3_moe",
-        (*STREAM, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
+        (*DECODER, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
         (*QWEN_LAYERS, gated("sparse.experts.type", "dense.type")),
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
         aliases={"num_local_experts": "num_experts"},
@@ -231,7 +231,7 @@ FAMILIES = (
     Family(
         "olmoe",
         (
-            *STREAM,
+            *DECODER,
             KV_HEADS,
             Part(read_equal_heads),
             BIAS,
@@ -255,7 +255,7 @@ FAMILIES = (
     Family(
         "deepseek_v3",
         (
-            *STREAM,
+            *DECODER,
             only("attention_bias", False),
             only("rms_norm_eps", 1e-6),  # the norms in its attention always use it
             same("kv_lora_rank", "attention.latent.kv_rank", 1),
@@ -301,7 +301,7 @@ FAMILIES = (
             "first_k_dense_replace": 3,
         },
         {
-            **EXPERTS,
+            **SPARSE_LAYER,
             **linear(
                 attention__query__1="self_attn.q_a_layernorm",
                 attention__kv_norm="self_attn.kv_a_layernorm",
@@ -328,7 +328,7 @@ FAMILIES = (
     Family(
         "qwen2_moe",
         (
-            *STREAM,
+            *DECODER,
             *HEADS,
             Part(
                 lambda hf: {"attention.bias": "qkv" if hf["qkv_bias"] else False},
@@ -343,7 +343,7 @@ FAMILIES = (
         ),
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 16, "qkv_bias": True},
         {
-            **EXPERTS,
+            **SPARSE_LAYER,
             **linear(
                 ffn__shared_expert__gate="mlp.shared_expert.gate_proj",
                 ffn__shared_expert__up="mlp.shared_expert.up_proj",
@@ -390,7 +390,7 @@ FAMILIES = (
             "ffn.experts.down": transposed("mlp.experts.down_proj"),
             "ffn.experts.down_bias": named("mlp.experts.down_proj_bias"),
         },
-        lacks="attention sinks and sliding windows",
+        missing_features="attention sinks and sliding windows",
     ),
 )
 """Architectures, in order of preference for an export."""

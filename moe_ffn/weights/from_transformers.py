@@ -21,8 +21,8 @@ from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.config.yaml_files import nest, validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.weights.families import FAMILIES, OUTSIDE, Family
-from moe_ffn.weights.layouts import Layout, WeightSlice
+from moe_ffn.weights.families import FAMILIES, OUTSIDE_LAYERS, Family
+from moe_ffn.weights.layouts import WeightSlice
 from moe_ffn.weights.options import HFConfig, Options, Part
 from moe_ffn.weights.pretrained import (
     CONFIG_FILE,
@@ -42,7 +42,7 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Supported dtypes of safetensors; the others hold quantised weights, whose scales are separate tensors."""
+"""Supported dtypes of safetensors; quantised weights have others, and their scales are separate tensors."""
 
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
@@ -58,15 +58,16 @@ def load_transformers(folder: str | Path) -> Decoder:
     """
     folder = Path(folder)
     family, hf = _read_hf_config(folder)
-    if family.lacks:
+    if family.missing_features:
         raise ConfigError(
-            f"{hf.where}: our model has no {family.lacks}, which {family.model_type} needs; load_ffn "
-            "reads the feed-forward block of a layer"
+            f"{hf.where}: our model has no {family.missing_features}, which {family.model_type} needs; "
+            "load_ffn reads the feed-forward block of a layer"
         )
     config = config_of(family, hf)
     decoder = config.model.build_empty(config.vocab_size, config.max_seq_len)
-    weights = _read(folder, family, hf, distinct_tensors(decoder))
+    weights = _read_tensors(folder, family, hf, distinct_tensors(decoder))
     assign_weights(decoder, weights)
+    # Position tables are computed, not loaded.
     decoder.positions = config.model.positions.build(
         config.model.d_model, config.model.head_dim, config.max_seq_len
     ).to(decoder.embedding.weight.dtype)
@@ -75,7 +76,8 @@ def load_transformers(folder: str | Path) -> Decoder:
 
 def sparse_options(family: Family, hf: HFConfig) -> dict[str, Any]:
     """Return the options of the sparse block, as in YAML; for errors see `load_transformers`."""
-    return _blocks(_read_options(family.ffn, hf))[1]["sparse"]
+    _, blocks = _split_blocks(_read_options(family.ffn, hf))
+    return blocks["sparse"]
 
 
 def _read_options(parts: Iterable[Part], hf: HFConfig) -> dict[str, Any]:
@@ -96,34 +98,34 @@ def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
     if layer not in hf.layers():
         raise ConfigError(f"layer must be in [0, {len(hf.layers())}), got {layer}")
     options = _read_options(family.ffn, hf)
-    blocks = _blocks(options)[1]
+    _, blocks = _split_blocks(options)
     kind = "sparse" if layer in options["sparse_layers"] else "dense"
     config = validate(_BlockConfig, {"ffn": blocks[kind]}, hf.where)
     with torch.device("meta"):
         block = config.ffn.build(hf.count("hidden_size"))
-    expected = {f"layers.{layer}.ffn.{name}": value for name, value in block.state_dict().items()}
-    parts = tuple(f"model.layers.{layer}.{name}." for name in ("mlp", "block_sparse_moe"))
-    weights = _read(folder, family, hf, expected, parts)
-    prefix = f"layers.{layer}.ffn."
-    found = {name.removeprefix(prefix): value for name, value in weights.items()}
-    block.load_state_dict(found, assign=True)
+    ours = f"layers.{layer}.ffn."
+    expected = {ours + name: value for name, value in block.state_dict().items()}
+    theirs = tuple(f"model.layers.{layer}.{name}." for name in ("mlp", "block_sparse_moe"))
+    weights = _read_tensors(folder, family, hf, expected, theirs)
+    state = {name.removeprefix(ours): value for name, value in weights.items()}
+    block.load_state_dict(state, assign=True)
     return block.eval()
 
 
 def architecture_of(folder: Path) -> str:
-    """Return the architecture of a folder, such as `qwen3_moe`; raise ConfigError for an unsupported one."""
+    """Return the architecture of a folder, such as `qwen3_moe`; raise ConfigError if we do not support it."""
     return _read_hf_config(folder)[0].model_type
 
 
 def _read_hf_config(folder: Path) -> tuple[Family, HFConfig]:
     path, values = folder / CONFIG_FILE, read_config_json(folder)
-    found = values.get("model_type")
-    if found == MODEL_TYPE:
-        raise ConfigError(f"'{folder}' is a model of ours; moe_ffn.load_pretrained reads it")
-    family = _BY_TYPE.get(found) if isinstance(found, str) else None
+    model_type = values.get("model_type")
+    if model_type == MODEL_TYPE:
+        raise ConfigError(f"'{folder}' is a model folder of moe_ffn; use moe_ffn.load_pretrained")
+    family = _BY_TYPE.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        hint = nearest_or_all(str(found), _BY_TYPE)
-        raise ConfigError(f"'{path}': model_type {show(found)} is none that is read here{hint}")
+        hint = nearest_or_all(str(model_type), _BY_TYPE)
+        raise ConfigError(f"'{path}': model_type {show(model_type)} is not supported{hint}")
     for alias, name in family.aliases.items():
         if alias in values:
             values.setdefault(name, values[alias])
@@ -134,8 +136,9 @@ def _read_hf_config(folder: Path) -> tuple[Family, HFConfig]:
 
 
 def config_of(family: Family, hf: HFConfig) -> PretrainedConfig:
-    options = _read_options((*family.stream, *family.ffn), hf)
-    model, blocks = _blocks(options)
+    """Return our config of a model of transformers; for errors see `load_transformers`."""
+    options = _read_options((*family.decoder, *family.ffn), hf)
+    model, blocks = _split_blocks(options)
     sparse = options["sparse_layers"]
     dense = [str(layer) for layer in hf.layers() if layer not in sparse]
     model["ffn"] = blocks["sparse" if sparse else "dense"]
@@ -145,8 +148,8 @@ def config_of(family: Family, hf: HFConfig) -> PretrainedConfig:
     return validate(PretrainedConfig, {**sizes, "model": model}, hf.where)
 
 
-def _blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split options into nested options of the decoder, and those of its `sparse` and `dense` blocks."""
+def _split_blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return nested options of the decoder, and nested options of its `sparse` and `dense` block."""
     nested = nest((path, value) for path, value in options.items() if path != "sparse_layers")
     blocks = {kind: nested.pop(kind, None) for kind in ("sparse", "dense")}
     if blocks["sparse"] and (jitter := blocks["sparse"].pop("jitter", 0)):
@@ -155,8 +158,8 @@ def _blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @contextmanager
-def _open(folder: Path) -> Iterator[dict[str, Any]]:
-    """Open the weights of a folder: name -> lazy safetensors slice, which can be read in part."""
+def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
+    """Open the weights of a folder: name -> safetensors slice, which reads only the parts you index."""
     from safetensors import safe_open
 
     slices: dict[str, Any] = {}
@@ -168,27 +171,28 @@ def _open(folder: Path) -> Iterator[dict[str, Any]]:
         yield slices
 
 
-def _read(
+def _read_tensors(
     folder: Path,
     family: Family,
     hf: HFConfig,
     expected: Mapping[str, Tensor],
     prefixes: tuple[str, ...] = ("",),
 ) -> dict[str, Tensor]:
-    """Read a tensor for each entry of `expected`; only names, shapes and dtypes of `expected` are used.
+    """Read the tensors of our model.
 
     Args:
-        prefixes: prefixes of tensor names; every tensor of the files with such a prefix must be used.
+        expected: our name -> a tensor of the expected shape.
+        prefixes: every tensor of the files whose name has such a prefix must be used.
     """
-    with _open(folder) as slices:
+    with _open_weights(folder) as slices:
         pieces = {
             name: _stored_form(layout_of(family, name)(value.shape, hf), slices)
             for name, value in expected.items()
         }
         shapes = {
             piece.name: piece.part(expected[name]).shape
-            for name, found in pieces.items()
-            for piece in found
+            for name, form in pieces.items()
+            for piece in form
         }
         require_fitting(
             folder,
@@ -197,20 +201,21 @@ def _read(
             {
                 name: tuple(slices[name].get_shape())
                 for name in sorted(slices)
-                if name in shapes or (name.startswith(prefixes) and not _is_known(name, hf, slices))
+                if name in shapes
+                or (name.startswith(prefixes) and not _is_ignored(name, hf, slices))
             },
         )
         largest = pieces[max(expected, key=lambda name: expected[name].numel())][0].name
         dtype = _DTYPES.get(stored := slices[largest].get_dtype())
         if dtype is None:
             raise ConfigError(
-                f"'{folder}' has {show(largest)} as {stored}, which is quantised; give weights in a "
+                f"'{folder}' has quantised weights ({show(largest)} is {stored}); give weights in a "
                 "floating-point dtype"
             )
         return {
-            # Correction biases stay float32, as in every model.
+            # Correction biases (names end with the axis E) are float32 in every model.
             name: _assemble(
-                slices, pieces[name], value, torch.float32 if name.endswith("_E") else dtype
+                slices, pieces[name], value.shape, torch.float32 if name.endswith("_E") else dtype
             )
             for name, value in expected.items()
         }
@@ -220,21 +225,20 @@ def layout_of(
     family: Family, name: str
 ) -> Callable[[torch.Size, HFConfig], list[list[WeightSlice]]]:
     """Return the layout of one of our tensors, by its name in a decoder."""
-    if name in OUTSIDE:
-        layout: Layout = OUTSIDE[name]
-        return partial(layout, "")
-    _, layer, inside = name.split(".", 2)
-    inside = inside.replace("ffn.ffn.", "ffn.", 1)  # a wrapper that adds noise
-    return partial(family.names[inside], f"model.layers.{layer}.")
+    if name in OUTSIDE_LAYERS:
+        return partial(OUTSIDE_LAYERS[name], "")
+    _, layer, in_layer = name.split(".", 2)
+    in_layer = in_layer.replace("ffn.ffn.", "ffn.", 1)  # a jittered block contains a block
+    return partial(family.names[in_layer], f"model.layers.{layer}.")
 
 
-def _stored_form(ways: list[list[WeightSlice]], slices: Mapping[str, Any]) -> list[WeightSlice]:
-    """Return the first form of which the files have a piece, or the first form of all."""
-    return next((way for way in ways if any(p.name in slices for p in way)), ways[0])
+def _stored_form(forms: list[list[WeightSlice]], slices: Mapping[str, Any]) -> list[WeightSlice]:
+    """Return the first form with a tensor in the files; the first form if the files have none."""
+    return next((form for form in forms if any(p.name in slices for p in form)), forms[0])
 
 
-def _is_known(name: str, hf: HFConfig, slices: Mapping[str, Any]) -> bool:
-    """Return whether transformers also ignores a tensor."""
+def _is_ignored(name: str, hf: HFConfig, slices: Mapping[str, Any]) -> bool:
+    """Return whether transformers, too, ignores a tensor."""
     if name == "lm_head.weight" and hf.get("tie_word_embeddings"):
         embedding = slices.get("model.embed_tokens.weight")
         return embedding is not None and torch.equal(embedding[:], slices[name][:])
@@ -247,18 +251,18 @@ def _is_known(name: str, hf: HFConfig, slices: Mapping[str, Any]) -> bool:
 
 
 def _assemble(
-    slices: Mapping[str, Any], pieces: list[WeightSlice], shape: Tensor, dtype: torch.dtype
+    slices: Mapping[str, Any], pieces: list[WeightSlice], shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
     """Assemble one of our tensors from pieces in the files, one expert at a time."""
     first = pieces[0]
     if len(pieces) == 1 and first.order is None and first.part is WeightSlice.part:
         return slices[first.name][...].to(dtype)
-    ours = torch.empty(shape.shape, dtype=dtype)
+    ours = torch.empty(shape, dtype=dtype)
     for piece in pieces:
-        into, given = piece.part(ours), slices[piece.name]
-        if into.ndim == 3:
-            for expert, place in enumerate(into):
-                place.copy_(piece.from_hf(given[expert : expert + 1][0]))
+        target, stored = piece.part(ours), slices[piece.name]
+        if target.ndim == 3:
+            for expert, matrix in enumerate(target):
+                matrix.copy_(piece.from_hf(stored[expert : expert + 1][0]))
         else:
-            into.copy_(piece.from_hf(given[:]))
+            target.copy_(piece.from_hf(stored[:]))
     return ours

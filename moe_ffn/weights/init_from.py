@@ -36,84 +36,79 @@ class Source:
     """A trained model, from a model folder or a run."""
 
     option: str
-    """Option that named the folder; messages begin with it."""
+    """Option with which the user named the folder; messages begin with it."""
     folder: Path
     decoder: Decoder
-    """The decoder, in evaluation mode, on the CPU."""
+    """In evaluation mode, on the CPU."""
     tokenizer: Tokenizer | None
-    """The tokenizer, or None if the folder has none."""
+    """None if the folder has no tokenizer."""
     data: DataConfig | None
     """Data options of the run; None for a model folder."""
 
     @property
     def tokenizer_config(self) -> FileTokenizerConfig:
-        """Config of the tokenizer.
-
-        Raises:
-            ConfigError: the folder has no tokenizer.
-        """
-        path = self.folder / TOKENIZER_FILE
+        """Config of the tokenizer; raises ConfigError if the folder has none."""
         if self.tokenizer is None:
             raise ConfigError(f"{self.option}: {no_tokenizer(self.folder)}")
-        return FileTokenizerConfig(path=str(path))
+        return FileTokenizerConfig(path=str(self.folder / TOKENIZER_FILE))
 
     def require_same_tokens(self, tokenizer: Tokenizer) -> None:
-        """Raise ConfigError if a token id means another text in `tokenizer`."""
-        known, ours = self.decoder.embedding.num_embeddings, tokenizer.vocab_size
-        advice = "use a folder of the same tokenizer"
+        """Raise ConfigError if a token id stands for different text in `tokenizer`."""
+        num_embeddings = self.decoder.embedding.num_embeddings
+        advice = "use a folder with the same tokenizer"
         if self.tokenizer is not None:
             advice = (
                 "use its own: --data.tokenizer '{type: file, path: "
                 f"{self.folder / TOKENIZER_FILE}}}'"
             )
-        if known != ours:
+        if num_embeddings != tokenizer.vocab_size:
             raise ConfigError(
-                f"{self.option}: '{self.folder}' knows {known:,} tokens, and the tokenizer of this run has "
-                f"{ours:,}; {advice}"
+                f"{self.option}: the model in '{self.folder}' has {num_embeddings:,} tokens, but the "
+                f"tokenizer of this run has {tokenizer.vocab_size:,}; {advice}"
             )
         if self.tokenizer is None:
             return
         pairs = zip(self.tokenizer.token_bytes, tokenizer.token_bytes, strict=True)
-        for number, (theirs, mine) in enumerate(pairs):
-            if theirs != mine:
+        for token_id, (theirs, ours) in enumerate(pairs):
+            if theirs != ours:
                 raise ConfigError(
-                    f"{self.option}: token {number} is {theirs!r:.40} in the tokenizer of '{self.folder}' "
-                    f"but {mine!r:.40} in that of this run, so the embeddings would belong to other tokens; "
-                    f"{advice}"
+                    f"{self.option}: token {token_id} is {theirs!r:.40} in the tokenizer of '{self.folder}' "
+                    f"but {ours!r:.40} in the tokenizer of this run, so the embeddings would belong to other "
+                    f"tokens; {advice}"
                 )
 
 
 def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source:
-    """Read the model of a model folder, or the best weights of a run.
+    """Read the model in a model folder, or the best weights of a run.
 
     Args:
-        option: option that named the folder, for messages.
+        option: as in `Source`.
 
     Raises:
-        ConfigError: the folder is neither a model nor a run, is damaged, or names untrusted code.
+        ConfigError: the folder is neither a model folder nor a run, is damaged, or names untrusted code.
     """
     path = expand_path(folder, option)
-    if kind_of(path) != "a folder":
-        what = kind_of(path) or "not there"
-        raise ConfigError(f"{option}: '{path}' is {what}; give the folder of a model or of a run")
+    if (kind := kind_of(path)) != "a folder":
+        raise ConfigError(
+            f"{option}: '{path}' is {kind or 'not there'}; give the folder of a model or of a run"
+        )
     try:
         with accepting_code(trust_code):
             data = saved_config(path / CONFIG_FILE).data if is_run(path) else None
-            place = path if data is None else path / MODEL_FOLDER
-            if is_model_folder(place):
-                decoder = load_pretrained(place, trust_code=trust_code)
-                has_one = kind_of(place / TOKENIZER_FILE) is not None
-                tokenizer = load_tokenizer(place) if has_one else None
+            model_folder = path if data is None else path / MODEL_FOLDER
+            if is_model_folder(model_folder):
+                decoder = load_pretrained(model_folder, trust_code=trust_code)
+                has_tokenizer = kind_of(model_folder / TOKENIZER_FILE) is not None
+                tokenizer = load_tokenizer(model_folder) if has_tokenizer else None
                 return Source(option, path, decoder, tokenizer, data)
             if data is not None:
                 saved = load_model(path)
                 return Source(option, path, saved.decoder, saved.tokenizer, data)
     except ConfigError as error:
         raise type(error)(f"{option}: {error}") from error
-    fix = "give one that `moe_ffn.save_pretrained` or a training run has written"
+    fix = "give a folder that `moe_ffn.save_pretrained` or a training run wrote"
     raise ConfigError(
-        f"{option}: '{path}' is neither the folder of a model of ours nor of a run; "
-        f"{of_library(path) or fix}"
+        f"{option}: '{path}' is neither a model folder of moe_ffn nor a run; {of_library(path) or fix}"
     )
 
 
@@ -126,67 +121,60 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
         decoder: the model to start; only names and shapes of its weights are read.
 
     Raises:
-        ConfigError: a weight has the same name and another shape.
+        ConfigError: two weights have the same name but different shapes.
     """
-    found, wanted = source.decoder.state_dict(), distinct_tensors(decoder)
-    other = tuple(_parts_of_another_type(source.decoder.config, decoder.config))
-    taken = {name: found[name] for name in wanted if name in found and not name.startswith(other)}
-    if wrong := [name for name, value in taken.items() if value.shape != wanted[name].shape]:
-        name, more = wrong[0], f", and {len(wrong) - 1} more do not fit" if wrong[1:] else ""
-        differ = _changes_of_one_type(source.decoder, decoder)
+    theirs, ours = source.decoder.state_dict(), distinct_tensors(decoder)
+    retyped = tuple(_retyped_weights(source.decoder.config, decoder.config))
+    taken = {name: theirs[name] for name in ours if name in theirs and not name.startswith(retyped)}
+    changes = _changed_options(source.decoder, decoder)
+    if misfits := [name for name, value in taken.items() if value.shape != ours[name].shape]:
+        name, more = misfits[0], f", and {len(misfits) - 1} more do not fit" if misfits[1:] else ""
+        old, new = source.decoder.config.to_dict(), decoder.config.to_dict()
+        sections = tuple(_retyped(old, new, "model."))
+        causes = {k: values for k, values in changes.items() if not k.startswith(sections)}
         values = (
             f"{k} is {show_value(old)} there and {show_value(new)} here"
-            for k, (old, new) in differ.items()
+            for k, (old, new) in causes.items()
         )
-        flags = (f"--{k} {flag_value(old)}" for k, (old, _) in differ.items())
-        fix = f": {', '.join(values)}; give {' '.join(flags)}" if differ else ""
+        flags = (f"--{k} {flag_value(old)}" for k, (old, _) in causes.items())
+        fix = f": {', '.join(values)}; give {' '.join(flags)}" if causes else ""
         raise ConfigError(
-            f"{source.option}: {name} is {tuple(found[name].shape)} in '{source.folder}' and "
-            f"{tuple(wanted[name].shape)} in this model{more}{fix}"
+            f"{source.option}: {name} is {tuple(theirs[name].shape)} in '{source.folder}' and "
+            f"{tuple(ours[name].shape)} in this model{more}{fix}"
         )
-    new = [name for name in wanted if name not in taken]
+    new = [name for name in ours if name not in taken]
     left = [name for name in distinct_tensors(source.decoder) if name not in taken]
     lines = [
-        f"{source.option}: of {len(taken) + len(new)} tensors {len(taken)} are those of {source.folder}, "
-        f"{sum(value.numel() for value in taken.values()):,} numbers"
+        f"{source.option}: {len(taken)} of {len(ours)} tensors come from {source.folder} "
+        f"({sum(value.numel() for value in taken.values()):,} numbers)"
     ]
     lines += [f"  new:  {name}" for name in _by_layer(new)]
     lines += [f"  left: {name}" for name in _by_layer(left)]
-    lines += [
-        f"  {key} is {show(new)} (was {show(old)})"
-        for key, (old, new) in _changes(source.decoder, decoder).items()
-    ]
+    lines += [f"  {key} is {show(new)} (was {show(old)})" for key, (old, new) in changes.items()]
     if source.tokenizer is None:
-        lines.append(f"  it has no {TOKENIZER_FILE}: its token ids may mean other text")
+        lines.append(f"  it has no {TOKENIZER_FILE}: its token ids may stand for other text")
     return taken, lines
 
 
-def _parts_of_another_type(before: DecoderConfig, now: DecoderConfig) -> Iterator[str]:
+def _retyped_weights(before: DecoderConfig, now: DecoderConfig) -> Iterator[str]:
     """Yield the prefix of weight names of each part whose `type` differs."""
-    old, new = before.layer_ffns(), now.layer_ffns()
-    for layer, (ours, theirs) in enumerate(zip(old, new, strict=False)):
-        yield from _of_another_type(ours.to_dict(), theirs.to_dict(), f"layers.{layer}.ffn.")
-    yield from _of_another_type(before.positions.to_dict(), now.positions.to_dict(), "positions.")
+    for layer, (old, new) in enumerate(zip(before.layer_ffns(), now.layer_ffns(), strict=False)):
+        yield from _retyped(old.to_dict(), new.to_dict(), f"layers.{layer}.ffn.")
+    yield from _retyped(before.positions.to_dict(), now.positions.to_dict(), "positions.")
 
 
-def _changes_of_one_type(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
-    """Return the options in which two models differ, without parts whose `type` differs."""
-    other = tuple(_of_another_type(source.config.to_dict(), decoder.config.to_dict(), ""))
-    other = tuple(f"model.{prefix}" for prefix in other)
-    return {k: v for k, v in _changes(source, decoder).items() if not k.startswith(other)}
-
-
-def _of_another_type(old: Any, new: Any, prefix: str) -> Iterator[str]:
+def _retyped(old: Any, new: Any, prefix: str) -> Iterator[str]:
+    """Yield the path, with a dot at its end, of each section of options whose `type` differs."""
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         return
     if old.get("type") != new.get("type"):
         yield prefix
         return
     for key in old.keys() & new.keys():
-        yield from _of_another_type(old[key], new[key], f"{prefix}{key}.")
+        yield from _retyped(old[key], new[key], f"{prefix}{key}.")
 
 
-def _changes(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
+def _changed_options(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
     """Return the options in which two models differ: dotted name -> (old, new)."""
     old, new = (
         flatten({"model": model.config.to_dict(), "data": {"seq_len": model.max_seq_len}})
@@ -211,15 +199,15 @@ def written_lines(
     folder: Path, decoder: Decoder, tokenizer: Tokenizer | None, *, replaces: bool
 ) -> list[str]:
     """Report a model folder that was written, and the command that starts a run from it."""
-    instead = ", in place of the model that was there" if replaces else ""
-    lines = [f"written: '{folder}', a model folder of moe_ffn{instead}"]
+    replacing = ", replacing the model that was there" if replaces else ""
+    lines = [f"written: '{folder}', a model folder of moe_ffn{replacing}"]
     default = TrainConfig().data.tokenizer.build(())
     own = default if tokenizer is None else tokenizer
     if own.vocab_size != decoder.embedding.num_embeddings:
         has = f"its tokenizer has {own.vocab_size:,}" if tokenizer else "it has no tokenizer"
         return [
             *lines,
-            f"no run begins with it: it knows {decoder.embedding.num_embeddings:,} tokens, and {has}",
+            f"no run can start from it: it has {decoder.embedding.num_embeddings:,} tokens, but {has}",
         ]
     options: dict[str, Any] = {"init_from": str(folder)}
     options |= {f"model.{key}": value for key, value in decoder.config.to_short_dict().items()}
@@ -228,4 +216,4 @@ def written_lines(
     if own.token_bytes != default.token_bytes:
         options["data.tokenizer"] = {"type": "file", "path": str(folder / TOKENIZER_FILE)}
     flags = (f"--{key} {flag_value(value)}" for key, value in options.items())
-    return [*lines, f"a run begins with it by:\n  {command('train')} {' '.join(flags)}"]
+    return [*lines, f"start a run from it:\n  {command('train')} {' '.join(flags)}"]

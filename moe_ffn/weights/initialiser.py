@@ -1,4 +1,4 @@
-"""The interface of initialisers, and shared helpers: decoders with other blocks, inputs of blocks.
+"""Base of the initialisers, and their shared helpers: decoders with other blocks, inputs of blocks.
 
 B sequences, S tokens of each, D model width
 """
@@ -51,7 +51,7 @@ class InitialiserConfig(TaggedConfig, frozen=True):
 
 def layer_blocks(decoder: Decoder) -> list[tuple[FFNConfig, FFNBlock]]:
     """Return (config, feed-forward block) of each layer."""
-    blocks = [cast("Block", layer).ffn for layer in decoder.layers]
+    blocks = (cast("Block", layer).ffn for layer in decoder.layers)
     return list(zip(decoder.config.layer_ffns(), blocks, strict=True))
 
 
@@ -67,7 +67,7 @@ def build_block(config: FFNConfig, like: FFNBlock, d_model: int, generator: Gene
 
 @contextmanager
 def prefix_errors(prefix: str = "method.") -> Iterator[None]:
-    """Prefix the option in a ConfigError, so that it reads as typed."""
+    """Prefix the option in a ConfigError, so that it reads as the user typed it."""
     try:
         yield
     except ConfigError as error:
@@ -92,9 +92,9 @@ def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock
     with prefix_errors("method: "):
         config = validate(DecoderConfig, options)
     replaced = {id(cast("Block", decoder.layers[i]).ffn): block for i, (_, block) in blocks.items()}
-    made = copy.deepcopy(decoder, replaced)  # `replaced` substitutes these blocks for copies
-    made.config = config
-    return made
+    result = copy.deepcopy(decoder, replaced)  # deepcopy takes the new blocks from its memo
+    result.config = config
+    return result
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def block_inputs(
     """Run a decoder on a text; yield the tokens and the context that one feed-forward block receives."""
     inputs: list[tuple[Tensor, TokenContext]] = []
     ffn = cast("Block", decoder.layers[layer]).ffn
-    handle = ffn.register_forward_pre_hook(lambda _, given: inputs.append(given))
+    handle = ffn.register_forward_pre_hook(lambda _, args: inputs.append(args))
     try:
         for ids in ids_BS.split(_BATCH_SIZE):
             decoder(ids)
@@ -114,12 +114,13 @@ def block_inputs(
 
 
 def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNConfig, MoEFFN]]:
-    """Return (config with fewer experts, block) of each sparse layer; the width of experts is unchanged.
+    """Return (config with fewer experts of the same width, block) of each sparse layer.
 
     Raises:
-        ConfigError: no layer is sparse, a layer has fewer experts, or a router does not support so few.
+        ConfigError: no layer is sparse, a layer has fewer experts than `num_experts`, or a router does not
+            support so few.
     """
-    found: dict[int, tuple[FFNConfig, MoEFFN]] = {}
+    resized: dict[int, tuple[FFNConfig, MoEFFN]] = {}
     for layer, (config, block) in enumerate(layer_blocks(decoder)):
         if not isinstance(config, MoEConfig) or config.expert_stack is None:
             continue
@@ -132,12 +133,12 @@ def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNCon
                 f"method.num_experts ({num_experts}) must not exceed the experts of layer {layer} "
                 f"({config.num_experts}); give fewer"
             )
-        found[layer] = smaller, cast("MoEFFN", block)
-    if not found:
+        resized[layer] = smaller, cast("MoEFFN", block)
+    if not resized:
         types = {ffn.type for ffn in decoder.config.layer_ffns() if ffn.router_infos()}
         why = f", and experts of type {types.pop()!r} cannot be removed" if types else ""
         raise ConfigError(
             f"method.type: no layer of this model is of type 'moe'{why}; use upcycle or carve first, or take "
             "another model"
         )
-    return found
+    return resized

@@ -16,7 +16,7 @@ from moe_ffn.weights.options import HFConfig
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """A tensor of transformers ("theirs") that is a part of one of our tensors ("ours")."""
+    """A tensor of transformers ("theirs") that holds a part of one of our tensors ("ours")."""
 
     name: str
     part: Callable[[Tensor], Tensor] = lambda ours: ours
@@ -35,13 +35,13 @@ class WeightSlice:
     def to_hf(self, ours: Tensor) -> Tensor:
         if self.order is None:
             return ours
-        dimension, places = self.order
-        return ours.index_select(dimension, places.argsort().to(ours.device))
+        dimension, indices = self.order
+        return ours.index_select(dimension, indices.argsort().to(ours.device))
 
 
 Layout = Callable[[str, torch.Size, HFConfig], list[list[WeightSlice]]]
-"""(prefix of their names, shape of ours, their options) -> possible forms, each a list of slices. The first
-form is the one that is written."""
+"""(prefix of their names, shape of ours, their options) -> the forms in which files may store our tensor,
+each a list of slices. An export writes the first form."""
 
 
 def named(*names: str) -> Layout:
@@ -54,30 +54,30 @@ def zero_centered(name: str) -> Layout:
     return lambda prefix, shape, their: [[WeightSlice(prefix + name, added=1.0)]]
 
 
-def stacked(fused: str, *each: str) -> Layout:
-    """Return the layout of stacked experts: one tensor per expert (and per gate and up), or one tensor.
+def stacked(fused: str, *per_expert: str) -> Layout:
+    """Return the layout of stacked experts, which files store as tensors per expert or as a single tensor.
 
     Args:
         fused: name of the single tensor.
-        each: names of the tensors of an expert, with `{}` for its number.
+        per_expert: names of the tensors of an expert, gate before up, with `{}` for its number.
     """
 
-    def rows(expert: int, place: int, of: int) -> Callable[[Tensor], Tensor]:
-        return lambda ours: ours[expert].chunk(of, dim=0)[place]
-
     def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:
-        by_expert = [
-            WeightSlice(prefix + name.format(expert), rows(expert, place, len(each)))
+        slices = [
+            WeightSlice(
+                prefix + name.format(expert),
+                lambda ours, expert=expert, i=i: ours[expert].chunk(len(per_expert))[i],
+            )
             for expert in range(shape[0])
-            for place, name in enumerate(each)
+            for i, name in enumerate(per_expert)
         ]
-        return [by_expert, [WeightSlice(prefix + fused)]]
+        return [slices, [WeightSlice(prefix + fused)]]
 
     return layout
 
 
 def halves(first: str, second: str) -> Layout:
-    """Return the layout of gate and up of all experts in two tensors."""
+    """Return the layout of stacked experts whose gates and ups are two tensors."""
     return lambda prefix, shape, their: [
         [
             WeightSlice(prefix + name, lambda ours, i=i: ours.chunk(2, 1)[i])
@@ -86,15 +86,19 @@ def halves(first: str, second: str) -> Layout:
     ]
 
 
-def rows_of(name: str, place: int = 0) -> Layout:
-    """Return the layout of a tensor that is a block of rows of theirs, number `place`, for reading only."""
+def rows_of(name: str, index: int = 0) -> Layout:
+    """Return the layout, for reading only, of block `index` of equally many rows of a larger tensor."""
     return lambda prefix, shape, their: [
-        [WeightSlice(prefix + name, rows=slice(place * shape[0], (place + 1) * shape[0]))]
+        [WeightSlice(prefix + name, rows=slice(index * shape[0], (index + 1) * shape[0]))]
     ]
 
 
 def interleaved(name: str, is_transposed: bool) -> Layout:
-    """Return the layout of (in, out) matrices in which columns of gate and up alternate, as in GPT-OSS."""
+    """Return the layout of gate and up with alternating columns, as in GPT-OSS.
+
+    Args:
+        is_transposed: True for matrices, which are (in, out); False for biases.
+    """
 
     def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:
         columns = torch.arange(shape[1]).view(-1, 2).T.flatten()
@@ -113,23 +117,26 @@ def _transpose(ours: Tensor) -> Tensor:
     return ours.mT
 
 
-def rotary(stem: str, num_heads: str | None, plain_width: str) -> Layout:
+def rotary(stem: str, heads_option: str | None, plain_option: str) -> Layout:
     """Return the layout of a projection whose last rows, per head or in total, are rotated by RoPE.
 
     DeepSeek-V3 rotates neighbouring units (0, 1), (2, 3), ...; our decoder, and theirs without
     `rope_interleave`, rotate unit i with unit i + half.
+
+    Args:
+        heads_option: their option with the number of heads; None if the heads share the rotated rows.
+        plain_option: their option with the number of rows that are not rotated.
     """
 
     def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:
-        heads = hf.count(num_heads) if num_heads else 1
-        plain, rotary = hf.count(plain_width), hf.count("qk_rope_head_dim")
-        piece = WeightSlice(prefix + stem + ".weight")
+        heads = hf.count(heads_option) if heads_option else 1
+        plain, rotated = hf.count(plain_option), hf.count("qk_rope_head_dim")
+        order = None
         if hf["rope_interleave"]:
-            rows_Hd = torch.arange(heads * (plain + rotary)).view(heads, -1)
-            last_Hd = rows_Hd[:, plain:].unflatten(1, (-1, 2)).mT.flatten(1)
-            places = torch.cat([rows_Hd[:, :plain], last_Hd], dim=1).flatten()
-            piece = WeightSlice(piece.name, order=(0, places))
-        return [[piece]]
+            rows_Hd = torch.arange(heads * (plain + rotated)).view(heads, -1)
+            rotated_Hd = rows_Hd[:, plain:].unflatten(1, (-1, 2)).mT.flatten(1)
+            order = 0, torch.cat([rows_Hd[:, :plain], rotated_Hd], dim=1).flatten()
+        return [[WeightSlice(f"{prefix}{stem}.weight", order=order)]]
 
     return layout
 

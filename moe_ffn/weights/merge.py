@@ -1,6 +1,6 @@
 """Merging: experts with similar router logits become one expert, the mean of their weights.
 
-T tokens, D model width, E experts, F hidden units, P matrices into them
+T tokens, D model width, E experts, F hidden units, G experts of a group
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from moe_ffn.weights.prune import prune_experts
 class MergeConfig(InitialiserConfig, frozen=True):
     """Merge each expert into the most similar of the most used experts, by router logits (M-SMoE).
 
-    Li et al. 2023, arXiv:2310.01334: hidden units are aligned with those of the most used expert of a group.
-    Then weights and router rows are averaged, weighted by how often each expert is chosen.
+    Li et al. 2023, arXiv:2310.01334: hidden units are aligned with the most used expert of each group. Then
+    weights and router rows are averaged, weighted by how often each expert is chosen.
     """
 
     type: Literal["merge"] = "merge"
@@ -78,19 +78,19 @@ class MergeConfig(InitialiserConfig, frozen=True):
 
 
 def group_experts(counts_E: Tensor, products_EE: Tensor, num_groups: int) -> list[list[int]]:
-    """Return groups of experts; the first of each is one of the most used, the rest are most similar to it.
+    """Group each expert with the most similar of the most used experts, which comes first in its group.
 
     Args:
         counts_E: how often each expert was chosen.
-        products_EE: products of router logits summed over tokens; their cosine is the similarity.
+        products_EE: products of two experts' router logits, summed over tokens; the similarity is the cosine.
     """
     norms_E = products_EE.diagonal().clamp(min=torch.finfo(torch.float64).tiny).sqrt()
-    likeness_EE = products_EE / norms_E / norms_E.unsqueeze(-1)
+    similarity_EE = products_EE / norms_E / norms_E.unsqueeze(-1)
     order = counts_E.argsort(descending=True, stable=True).tolist()
     leaders = sorted(order[:num_groups])
     groups = {leader: [leader] for leader in leaders}
     for expert in sorted(order[num_groups:]):
-        groups[leaders[int(likeness_EE[expert, leaders].argmax())]].append(expert)
+        groups[leaders[int(similarity_EE[expert, leaders].argmax())]].append(expert)
     return list(groups.values())
 
 
@@ -106,16 +106,16 @@ def merge_experts(
     """Return a block with one expert per group, which has the group's mean weights and mean router row.
 
     The new block computes the same function if the weights of every token have the same sum, and one of two
-    conditions holds. Either all experts of the layer are equal up to the order of their hidden units. Or the
-    experts of each group are, with equal router rows, all groups have m experts, and k, a multiple of m,
+    conditions holds. Either all experts of the layer are equal up to the order of their hidden units. Or all
+    groups have m experts, which are equal in this sense and in their router rows, and k, a multiple of m,
     becomes k / m. Otherwise the function changes: with an unchanged k a token reaches other experts, and in
     a softmax over all experts the logit of a merged expert would have to grow by log m.
 
     Args:
         block: a routed Mixture of Experts.
         config: config of the new block, with as many experts as there are groups.
-        groups: experts of each group; hidden units are aligned with those of the first.
-        counts_E: weights of the mean; experts of a group that was never chosen weigh the same.
+        groups: experts of each group; hidden units are aligned with the group's first expert.
+        counts_E: weights of the mean; in a group that was never chosen, all experts weigh the same.
         generator: source of the initial weights, which are then replaced.
 
     Raises:
@@ -123,47 +123,42 @@ def merge_experts(
     """
     leaders = torch.tensor([group[0] for group in groups])
     made = prune_experts(block, config, d_model, leaders, generator)
-    source, into = networks(block), networks(made)
-    if source is None or into is None:
+    source, target = networks(block), networks(made)
+    if source is None or target is None:
         raise ConfigError(
             "method.type: the experts are of a custom type, whose units cannot be aligned; use prune"
         )
     rows, made_rows = block.router.rows(), made.router.rows()
-    for place, group in enumerate(groups):
-        share_G = _shares(counts_E[list(group)])
+    for index, group in enumerate(groups):
+        counts_G = counts_E[list(group)]
+        counts_G = counts_G if counts_G.any() else torch.ones_like(counts_G)
+        share_G = counts_G.double() / counts_G.sum()
         for name, value in made_rows.items():
-            value[place] = _mean(rows[name][list(group)], share_G)
+            value[index] = _weighted_mean(rows[name][list(group)], share_G)
         aligned = [_aligned(source, expert, group[0]) for expert in group]
-        for target, values in zip(into.parameters, zip(*aligned, strict=True), strict=True):
-            if target is not None:
-                target[place] = _mean(torch.stack(values), share_G)
+        for parameter, values in zip(target.parameters, zip(*aligned, strict=True), strict=True):
+            if parameter is not None:
+                parameter[index] = _weighted_mean(torch.stack(values), share_G)
     return made
 
 
-def _shares(counts_G: Tensor) -> Tensor:
-    counts_G = counts_G if counts_G.any() else torch.ones_like(counts_G)
-    return counts_G.double() / counts_G.sum()
-
-
-def _mean(values: Tensor, share_G: Tensor) -> Tensor:
-    """Return the weighted mean over the first axis."""
+def _weighted_mean(values: Tensor, share_G: Tensor) -> Tensor:
+    """Return the weighted mean over the first axis, G."""
     return torch.tensordot(share_G, values.double(), dims=1).to(values.dtype)
 
 
 def _aligned(weights: ExpertWeights, expert: int, leader: int) -> list[Tensor | None]:
-    """Return the weights of an expert, with its units permuted to be most similar to those of `leader`."""
-    parts = 2 if weights.gated else 1
+    """Return the weights of an expert, with its units in the order of the similar units of `leader`."""
+    num_matrices = 2 if weights.gated else 1  # into the hidden units
 
     def units(number: int) -> Tensor:
-        into = weights.up_EHD[number].chunk(parts)
-        return F.normalize(
-            torch.cat([*into, weights.down_EDF[number].t()], dim=-1).double(), dim=-1
-        )
+        matrices = *weights.up_EHD[number].chunk(num_matrices), weights.down_EDF[number].t()
+        return F.normalize(torch.cat(matrices, dim=-1).double(), dim=-1)
 
     order = torch.arange(weights.d_ff)
     if expert != leader:
         order = _best_assignment(units(leader) @ units(expert).t())
-    rows = torch.cat([order + part * weights.d_ff for part in range(parts)])
+    rows = torch.cat([order + i * weights.d_ff for i in range(num_matrices)])
     up_bias, down_bias = weights.up_bias_EH, weights.down_bias_ED
     return [
         weights.up_EHD[expert][rows],
@@ -173,7 +168,7 @@ def _aligned(weights: ExpertWeights, expert: int, leader: int) -> list[Tensor | 
     ]
 
 
-def _best_assignment(likeness_FF: Tensor) -> Tensor:
+def _best_assignment(similarity_FF: Tensor) -> Tensor:
     """Return the column of each row, int64 (F,), in the one-to-one assignment with the largest sum."""
     try:
         from scipy.optimize import linear_sum_assignment
@@ -181,4 +176,4 @@ def _best_assignment(likeness_FF: Tensor) -> Tensor:
         raise ConfigError(
             f"method.type: merge needs scipy; install with: {install('studies')}"
         ) from error
-    return torch.from_numpy(linear_sum_assignment(likeness_FF.numpy(), maximize=True)[1])
+    return torch.from_numpy(linear_sum_assignment(similarity_FF.numpy(), maximize=True)[1])

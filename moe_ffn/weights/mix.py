@@ -21,10 +21,10 @@ from moe_ffn.weights.upcycle import experts_like, upcycle
 
 
 class MixConfig(InitialiserConfig, frozen=True):
-    """Make experts from the blocks of N dense models, average all other weights, add a new router (BTX).
+    """Make experts from the blocks of several dense models, and average all other weights (BTX).
 
     Sukhbaatar et al. 2024, Branch-Train-MiX, arXiv:2403.07816. The models are branches of one model, trained
-    on different texts. If the models are equal, the result is that of `upcycle`.
+    on different texts. The router is new. Equal models give the same result as `upcycle`.
     """
 
     type: Literal["mix"] = "mix"
@@ -39,7 +39,7 @@ class MixConfig(InitialiserConfig, frozen=True):
         self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
     ) -> Decoder:
         if len(sources) < 2:
-            raise ConfigError("--source: names 1 folder, and method.type 'mix' takes two or more")
+            raise ConfigError("--source: names 1 folder, but method.type 'mix' takes two or more")
         first = sources[0]
         for number, other in enumerate(sources[1:], start=2):
             _require_same(first, other, number)
@@ -52,7 +52,7 @@ class MixConfig(InitialiserConfig, frozen=True):
             target = experts_like(
                 config, d_model, num_experts, self.granularity, self.router, layer
             )
-            blocks = [of_source[layer][1] for of_source in layers]
+            blocks = [source_layers[layer][1] for source_layers in layers]
             with prefix_errors():
                 made[layer] = target, upcycle(blocks, target, d_model, generator)
         if not made:
@@ -81,6 +81,6 @@ def _require_same(first: Decoder, other: Decoder, number: int) -> None:
     )
     for key, (one, another) in differences(ours, theirs).items():
         raise ConfigError(
-            f"--source: mixed models must have the same architecture, but {key} is {show(one)} in the "
-            f"first and {show(another)} in number {number}; leave one of them out"
+            f"--source: mixed models must have the same architecture, but {key} is {show(one)} in model 1 "
+            f"and {show(another)} in model {number}; leave one of them out"
         )

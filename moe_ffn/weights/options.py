@@ -33,10 +33,11 @@ class HFConfig:
         return self.values.get(key, default)
 
     def count(self, key: str, least: int = 1) -> int:
-        """Return an option that must be a whole number."""
         value = self[key]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 10**9:
-            raise ConfigError(f"{self.where}: {key} is {show(value)}; give a whole number")
+            raise ConfigError(
+                f"{self.where}: {key} is {show(value)}; give a whole number from {least} to 10^9"
+            )
         return value
 
     def layers(self) -> range:
@@ -46,14 +47,14 @@ class HFConfig:
             raise ConfigError(f"{self.where}: num_hidden_layers is {count}; give at most 10000")
         return range(count)
 
-    def require(self, key: str, *served: Any) -> None:
-        """Raise ConfigError if the option has a value that our model cannot express."""
-        if key in self.values and self[key] not in served:
-            raise self.error(f"{key} is {show(self[key])}", " or ".join(map(show, served)))
+    def require(self, key: str, *supported: Any) -> None:
+        """Raise ConfigError if the option has a value that our model does not support."""
+        if key in self.values and self[key] not in supported:
+            raise self.error(f"{key} is {show(self[key])}", " or ".join(map(show, supported)))
 
-    def error(self, what: str, served: str) -> ConfigError:
+    def error(self, problem: str, supported: str) -> ConfigError:
         return ConfigError(
-            f"{self.where}: {what}, which our model does not support; supported: {served}"
+            f"{self.where}: {problem}, which our model does not support; supported: {supported}"
         )
 
 
@@ -62,13 +63,13 @@ class Part:
     """A group of options that can be read and written."""
 
     read: Callable[[HFConfig], Options]
-    """Return our options for those of a `config.json`, or raise ConfigError."""
+    """Returns our options for a `config.json`; raises ConfigError for an option that we do not support."""
     write: Callable[[Options], Mapping[str, Any]] = lambda options: {}
-    """Return the options of a `config.json` for ours; the result is read back and compared."""
+    """Returns the options of a `config.json` for ours, which an export reads back and compares."""
 
 
 def same(hf_key: str, key: str, fallback: Any = None) -> Part:
-    """Map one option under two names.
+    """Map an option that only has different names.
 
     Args:
         fallback: value to write if our option is missing or has another type.
@@ -87,14 +88,14 @@ def always(options: Options) -> Part:
     return Part(lambda hf: options)
 
 
-def only(hf_key: str, *served: Any) -> Part:
+def only(hf_key: str, *supported: Any) -> Part:
     """Accept only these values of their option; write the first one."""
 
     def read(hf: HFConfig) -> Options:
-        hf.require(hf_key, *served)
+        hf.require(hf_key, *supported)
         return {}
 
-    return Part(read, lambda options: {hf_key: served[0]})
+    return Part(read, lambda options: {hf_key: supported[0]})
 
 
 ACTIVATIONS = {
@@ -109,17 +110,17 @@ ACTIVATIONS = {
 """Their activation of a gate -> the type of our gated block."""
 
 
-def gated(*key: str) -> Part:
+def gated(*keys: str) -> Part:
     """Map `hidden_act`, which all blocks of a model share, to types of gated blocks."""
 
     def read(hf: HFConfig) -> Options:
         hf.require("hidden_act", *ACTIVATIONS)
-        return dict.fromkeys(key, ACTIVATIONS[hf["hidden_act"]])
+        return dict.fromkeys(keys, ACTIVATIONS[hf["hidden_act"]])
 
     def write(options: Options) -> dict[str, Any]:
-        found = options.get(key[0])
-        names = [name for name, type_ in ACTIVATIONS.items() if type_ == found]
-        return {"hidden_act": names[0] if names else "silu"}
+        ours = options.get(keys[0])
+        names = (name for name, block_type in ACTIVATIONS.items() if block_type == ours)
+        return {"hidden_act": next(names, "silu")}
 
     return Part(read, write)
 
@@ -174,7 +175,7 @@ def read_equal_heads(hf: HFConfig) -> Options:
 
 
 def require_kv_heads(hf: HFConfig) -> Options:
-    """Require as many key-value heads as heads, as latent attention has."""
+    """Require as many key-value heads as query heads, as in latent attention."""
     hf.require("num_key_value_heads", None, hf["num_attention_heads"])
     return {}
 
@@ -230,11 +231,11 @@ def read_shared_experts(hf: HFConfig) -> Options:
 
 
 def write_shared_experts(options: Options) -> dict[str, Any]:
-    width, of_one = (options.get(f"sparse.{part}.d_ff", 1) for part in ("shared_expert", "experts"))
-    return {"n_shared_experts": max(round(width / of_one), 1)}
+    shared, routed = (options.get(f"sparse.{key}.d_ff", 1) for key in ("shared_expert", "experts"))
+    return {"n_shared_experts": max(round(shared / routed), 1)}
 
 
 def write_dense_width(options: Options) -> dict[str, Any]:
-    """Write the hidden width of dense layers; a model without dense layers also needs a number."""
+    """Write the hidden width of dense layers; transformers needs a number even if no layer is dense."""
     width = options.get("dense.d_ff") or options.get("sparse.experts.d_ff") or 1
     return {"intermediate_size": width}

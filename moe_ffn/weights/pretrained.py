@@ -3,7 +3,7 @@
     moe_ffn.save_pretrained(decoder, "models/mine", tokenizer)
     decoder = moe_ffn.load_pretrained("models/mine")
 
-Large weights are split into several files with an index, named as Hugging Face names them.
+Large weights are split into several files with an index, named as on Hugging Face.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 MIN_FILE_BYTES, WEIGHTS_SHARE = 2**28, 1 / 8
-"""Minimum size of a weight file in bytes, and its share of all weights; one file is in memory at a time."""
+"""Maximum size of a weight file: bytes or share of all weights, whichever is larger. One file is in memory at
+a time."""
 
 
 class PretrainedConfig(Config, frozen=True):
     """The content of `config.json` in a model folder."""
 
     model_type: Literal["moe_ffn"] = "moe_ffn"
-    """Name of this library, which other libraries do not read."""
+    """Name of this library, so that other libraries reject the folder."""
     vocab_size: int = Field(ge=1, le=MAX_COUNT)
     """Number of tokens in the vocabulary."""
     max_seq_len: int = Field(ge=1, le=MAX_COUNT)
     """Maximum number of tokens in a sequence."""
     model: DecoderConfig
-    """The decoder."""
+    """Options of the decoder."""
 
     def build(self) -> Decoder:
         return self.model.build(self.vocab_size, self.max_seq_len)
@@ -73,8 +74,8 @@ def save_pretrained(
     """Write a decoder and its tokenizer as a model folder, replacing a model folder that exists.
 
     Raises:
-        ConfigError: the folder holds something else, cannot be written, or the model has adapters of peft;
-            nothing is changed in these cases.
+        ConfigError: the folder holds other files or cannot be written, or the model has adapters of peft;
+            then nothing changes.
     """
     if any(type(module).__module__.split(".")[0] == "peft" for module in decoder.modules()):
         raise ConfigError(
@@ -93,8 +94,8 @@ def write_model_folder(
     """Write a model folder, with a copy of the code that its config names.
 
     Args:
-        decoder: the model; its names and shapes are read, its weights are not.
-        weights: tensors by name; the tensors of one file are read at a time.
+        decoder: the model; only its config, and the names and shapes of its weights, are used.
+        weights: tensors by name, read one file at a time.
 
     Raises:
         ConfigError: see `save_pretrained`.
@@ -118,19 +119,23 @@ def write_model_folder(
 
 
 @contextmanager
-def naming_failures(path: Path, what: str, advice: str) -> Iterator[None]:
-    """Turn an error of a disk or of safetensors into a ConfigError that names the path."""
+def naming_failures(path: Path, action: str, advice: str) -> Iterator[None]:
+    """Turn an error of the file system or of safetensors into a ConfigError that names the path.
+
+    Args:
+        action: `read` or `written`.
+    """
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         why = reason(error) if isinstance(error, OSError) else first_line(error)
-        raise ConfigError(f"'{path}' cannot be {what} ({why}); {advice}") from error
+        raise ConfigError(f"'{path}' cannot be {action} ({why}); {advice}") from error
 
 
 def require_replaceable(folder: Path) -> bool:
-    """Return whether a model folder would be replaced; raise ConfigError if other files would be lost."""
+    """Return whether writing replaces a model folder; raise ConfigError if it would delete other files."""
     if (kind := kind_of(folder)) is None:
         return False
     others = [folder.name]
@@ -149,15 +154,16 @@ def require_replaceable(folder: Path) -> bool:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """List a folder, or raise ConfigError if it is not readable."""
+    """List a folder; raise ConfigError if it is not readable."""
     with naming_failures(folder, "read", "fix its permissions"):
         return list(folder.iterdir())
 
 
 def save_tensors(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str], Tensor]) -> None:
-    """Write tensors of these sizes in bytes, with an index if they need several files.
+    """Write tensors, with an index if they need several files.
 
     Args:
+        sizes: name -> bytes.
         tensor: returns a tensor by name; the tensors of one file are in memory at a time.
     """
     from safetensors.torch import save_file
@@ -171,14 +177,13 @@ def save_tensors(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str],
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             places |= dict.fromkeys(names, file)
         # Safetensors rejects tensors that share memory, so each gets its own copy.
-        found = {
+        copies = {
             name: tensor(name).detach().clone(memory_format=torch.contiguous_format)
             for name in names
         }
-        save_file(found, folder / file, metadata={"format": "pt"})
-        shutil.copymode(
-            folder / CONFIG_FILE, folder / file
-        )  # safetensors makes it readable only by its owner
+        save_file(copies, folder / file, metadata={"format": "pt"})
+        # Safetensors makes the file readable only by its owner.
+        shutil.copymode(folder / CONFIG_FILE, folder / file)
     if places:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         write_file(folder, INDEX_FILE, json.dumps(index, indent=2) + "\n")
@@ -221,7 +226,7 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
 
 
 def distinct_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """Return the tensors to write, each once, under its first name."""
+    """Return the tensors of a decoder by name, tied ones once, under their first name."""
     tied = tied_names(decoder)
     return {name: value for name, value in decoder.state_dict().items() if name not in tied}
 
@@ -229,10 +234,9 @@ def distinct_tensors(decoder: Decoder) -> dict[str, Tensor]:
 def assign_weights(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
     """Assign tensors to a decoder without copying them; tied weights stay tied."""
     tied = tied_names(decoder)
-    decoder.load_state_dict(
-        {**weights, **{n: weights[first] for n, first in tied.items()}}, assign=True
-    )
-    for name, first in tied.items():  # assigning makes separate parameters
+    aliases = {name: weights[first] for name, first in tied.items()}
+    decoder.load_state_dict({**weights, **aliases}, assign=True)
+    for name, first in tied.items():  # `assign` makes separate parameters
         owner, _, attribute = name.rpartition(".")
         setattr(decoder.get_submodule(owner), attribute, decoder.get_parameter(first))
     dtype = decoder.embedding.weight.dtype
@@ -256,33 +260,33 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 def no_tokenizer(folder: str | Path) -> ConfigError:
     return ConfigError(
-        f"'{folder}' has no {TOKENIZER_FILE}, so text cannot become tokens; put one there"
+        f"'{folder}' has no {TOKENIZER_FILE}, which turns text into tokens; put one there"
     )
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """Read the `config.json` of a model of any library, or raise ConfigError."""
+    """Read the `config.json` of a model of any library; raise ConfigError if it is missing or damaged."""
     if kind_of(folder) != "a folder":
         raise ConfigError(
             f"'{folder}' is {kind_of(folder) or 'not there'}; give the folder of a model"
         )
-    found = read_object(folder / CONFIG_FILE)
-    if found is None:
-        of_run = folder / MODEL_FOLDER
-        hint = f"; that of this run is '{of_run}'" if kind_of(of_run) == "a folder" else ""
+    values = read_object(folder / CONFIG_FILE)
+    if values is None:
+        in_run = folder / MODEL_FOLDER
+        hint = f"; the model of this run is in '{in_run}'" if kind_of(in_run) == "a folder" else ""
         raise ConfigError(
-            f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged{hint}"
+            f"'{folder}' is not a model folder: its {CONFIG_FILE} is missing or damaged{hint}"
         )
-    return found
+    return values
 
 
 def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
     path = folder / CONFIG_FILE
     if (kind := read_config_json(folder).get("model_type")) != MODEL_TYPE:
         raise ConfigError(
-            f"'{path}': model_type is {show(kind)}, and only '{MODEL_TYPE}' is read here; "
-            f"moe_ffn.weights.load_transformers reads models of transformers, and {command('convert')} makes "
-            "such folders of them"
+            f"'{path}': model_type is {show(kind)}, not '{MODEL_TYPE}'; "
+            f"moe_ffn.weights.load_transformers reads models of transformers, and {command('convert')} "
+            "converts them"
         )
     with accepting_code(trust_code), only_trusted_code(folder):
         return read_config(path, PretrainedConfig)
@@ -292,24 +296,21 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the weight files; raise ConfigError if one is missing, or if all are pickles."""
     if kind_of(folder / WEIGHTS_FILE) == "a file":
         return [folder / WEIGHTS_FILE]
-    index = read_object(folder / INDEX_FILE)
-    places = index.get("weight_map") if index else None
-    if places is None:
+    weight_map = (read_object(folder / INDEX_FILE) or {}).get("weight_map")
+    if not isinstance(weight_map, dict):
         pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-        why = (
-            f"; '{pickles[0].name}' is a pickle, which may run code and is never read"
-            if pickles
-            else ""
+        why = f"; '{pickles[0].name}' is a pickle, which may run code" if pickles else ""
+        raise ConfigError(
+            f"'{folder}' has neither {WEIGHTS_FILE} nor an intact {INDEX_FILE}{why}; give weights as "
+            "safetensors"
         )
-        raise ConfigError(f"'{folder}' has neither {WEIGHTS_FILE} nor a whole {INDEX_FILE}{why}")
-    names = [*places.values()] if isinstance(places, dict) else []
-    for name in names:
+    for name in weight_map.values():
         if Path(str(name)).name != name:
             raise ConfigError(
-                f"'{folder / INDEX_FILE}' names {show(name)}, which is no file in this folder; "
+                f"'{folder / INDEX_FILE}' names {show(name)}, which is not a file in this folder; "
                 "copy the folder again"
             )
-    files = [folder / name for name in dict.fromkeys(names)]
+    files = [folder / name for name in dict.fromkeys(weight_map.values())]
     for file in files:
         if kind_of(file) != "a file":
             raise ConfigError(
@@ -324,21 +325,21 @@ def require_fitting(
     expected: Mapping[str, Sequence[int]],
     found: Mapping[str, Sequence[int]],
 ) -> None:
-    """Raise ConfigError if the tensors of a folder have other names or shapes than a model's.
+    """Raise ConfigError if names or shapes of the tensors in a folder differ from those of a model.
 
     Args:
-        model: the model, in messages.
+        model: name of the model in messages.
         expected, found: shapes by name.
     """
-    for problem, names in (
-        ("lacks", [name for name in expected if name not in found]),
-        (f"has what {model} lacks,", [name for name in found if name not in expected]),
+    for verb, names, where in (
+        ("lacks", [name for name in expected if name not in found], ""),
+        ("has", [name for name in found if name not in expected], f", which {model} lacks"),
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ConfigError(
-                f"'{folder}' {problem} {show(names[0])}{more}: its {CONFIG_FILE} is that of another model; "
-                "copy the config and the weights of one model"
+                f"'{folder}' {verb} {show(names[0])}{more}{where}: its {CONFIG_FILE} belongs to another "
+                "model; copy the config and the weights of one model"
             )
     for name, shape in expected.items():
         if tuple(found[name]) != tuple(shape):
@@ -365,13 +366,15 @@ def _no_init_weights() -> Iterator[None]:
     The meta device is no alternative: buffers such as rotary tables are computed, not loaded.
     """
     deterministic: Any = torch.utils.deterministic
-    filled = deterministic.fill_uninitialized_memory  # with NaN, in deterministic mode
+    fill = (
+        deterministic.fill_uninitialized_memory
+    )  # True: deterministic mode fills tensors with NaN
     deterministic.fill_uninitialized_memory = False
     try:
         with _SkipInit():
             yield
     finally:
-        deterministic.fill_uninitialized_memory = filled
+        deterministic.fill_uninitialized_memory = fill
 
 
 class _SkipInit(TorchFunctionMode):
@@ -381,7 +384,7 @@ class _SkipInit(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A fill with an explicit generator is reproducible: it computes a buffer that is not saved.
+        # A fill with its own generator computes a buffer that is not saved.
         if func in self._FILLS and args and kwargs.get("generator") is None:
             return args[0]
         return func(*args, **kwargs)

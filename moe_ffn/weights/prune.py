@@ -1,4 +1,4 @@
-"""Pruning: the least important experts of each layer are removed.
+"""Pruning: remove the least important experts of each layer.
 
 T tokens, D model width, E experts, N pairs
 """
@@ -34,8 +34,8 @@ Criterion = Literal["reap", "frequency", "random"]
 class PruneConfig(InitialiserConfig, frozen=True):
     """Keep the experts that are most important on a text, with their router rows.
 
-    `reap`: mean of g ||f|| over the tokens of an expert, the router weight times the norm of the expert's
-    output (Lasby et al. 2025, arXiv:2510.13999). `frequency`: number of tokens of an expert.
+    `reap`: mean of g ||f|| over the tokens of an expert, with router weight g and expert output f
+    (Lasby et al. 2025, arXiv:2510.13999). `frequency`: number of tokens of an expert.
     """
 
     type: Literal["prune"] = "prune"
@@ -73,16 +73,16 @@ def observe_use(
     """Measure the experts of a layer on a text.
 
     Returns:
-        the number of pairs that each expert computed, int64 (E,); and the mean of g ||f|| over these pairs,
+        the number of pairs that each expert computed, int64 (E,); and the mean of g ||f|| over its pairs,
         float64 (E,), 0 for an expert without pairs.
 
     Raises:
-        ConfigError: the experts are of a custom type, whose single outputs are not available.
+        ConfigError: the experts are of a custom type, whose separate outputs are not available.
     """
     weights = networks(block)
     if weights is None:
         raise ConfigError(
-            f"method.by: the experts of layer {layer} are of a custom type, whose single outputs are not "
+            f"method.by: the experts of layer {layer} are of a custom type, whose separate outputs are not "
             "available; use random"
         )
     counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
@@ -118,13 +118,13 @@ def prune_experts(
     """Return a block with some experts of `block`.
 
     The output for a token that chose no removed expert is unchanged if its weights do not depend on experts
-    that it did not choose: renormalised weights, a softmax after the choice, and sigmoids. A softmax over all
-    experts distributes the share of removed experts over the others.
+    that it did not choose: renormalised weights, a softmax over the chosen experts, and sigmoids. A softmax
+    over all experts gives the share of removed experts to the others.
 
     Args:
         block: a routed Mixture of Experts.
         config: config of the new block, with fewer experts.
-        kept: the experts to keep, in their new order, int64; all experts without a network are kept.
+        kept: ids of the experts to keep, in their new order, int64; zero-computation experts always stay.
         generator: source of the initial weights, which are then replaced.
     """
     made = cast("MoEFFN", build_block(config, block, d_model, generator))
@@ -132,9 +132,9 @@ def prune_experts(
     num_routable = next(iter(rows.values())).shape[0]
     routed = torch.cat([kept, torch.arange(block.num_experts, num_routable)])
     state = dict(block.state_dict())
-    stacked = {id(parameter) for parameter in block.experts.innermost.parameters()}
+    stacked = {id(p) for p in block.experts.innermost.parameters()}  # their first axis is E
     for name, parameter in block.named_parameters():
-        if id(parameter) in stacked:  # stacked over experts
+        if id(parameter) in stacked:
             state[name] = state[name][kept]
     state |= {f"router.{name}": value[routed] for name, value in rows.items()}
     made.load_state_dict(state)

@@ -1,8 +1,8 @@
-"""Write our decoder as a folder of transformers, in the architecture with the same routing.
+"""Export our decoder to a folder of transformers, in the architecture with the same routing.
 
     moe_ffn.weights.export_transformers(decoder, "models/exported", tokenizer)
 
-The options to write are read back, which finds every option that transformers cannot express.
+An export reads its own options back, which finds every option that transformers cannot express.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from moe_ffn.weights.pretrained import (
 
 @dataclass(frozen=True)
 class Export:
-    """Description of one of our models for transformers."""
+    """A model of ours, described for transformers."""
 
     family: Family
     config: PretrainedConfig
-    """Our config, read back from the written options."""
+    """Our config, read back from `options`."""
     options: Mapping[str, Any]
-    """Options of transformers, as written."""
+    """Options of transformers, for `config.json`."""
     notes: tuple[str, ...]
-    """Remarks: reason for the architecture, options left out or added, libraries that read it differently."""
+    """Remarks: why not another architecture, and options left out or added."""
 
     @property
-    def theirs(self) -> HFConfig:
+    def hf_config(self) -> HFConfig:
         return HFConfig(self.family.model_type, {**self.family.defaults, **self.options})
 
 
@@ -64,7 +64,7 @@ def export_transformers(
 ) -> Export:
     """Write a decoder as a folder that `AutoModelForCausalLM.from_pretrained` reads, with equal logits.
 
-    The architecture is the one with the same routing; each expert has its own tensors.
+    Each expert has its own tensors.
 
     Raises:
         ConfigError: transformers cannot express an option, or `folder` exists or cannot be written; nothing
@@ -73,15 +73,13 @@ def export_transformers(
     folder = Path(folder).absolute()
     export = choose_architecture(decoder)
     sizes, makers = _their_tensors(decoder, export)
-    dtype = str(decoder.embedding.weight.dtype).removeprefix("torch.")
-    end = None if tokenizer is None else tokenizer.end_of_document
     config = {
         **export.options,
         "model_type": export.family.model_type,
         "architectures": [export.family.architecture],
-        "dtype": dtype,
+        "dtype": str(decoder.embedding.weight.dtype).removeprefix("torch."),
         "bos_token_id": None,
-        "eos_token_id": end,
+        "eos_token_id": None if tokenizer is None else tokenizer.end_of_document,
         "pad_token_id": None,
     }
     texts = {CONFIG_FILE: config, **_their_tokenizer(tokenizer, decoder.max_seq_len)}
@@ -102,12 +100,13 @@ def require_absent(folder: Path) -> None:
 
 
 def choose_architecture(decoder: Decoder) -> Export:
-    """Choose the first architecture, in the order of `FAMILIES`, that has all options of a decoder.
+    """Choose the first architecture in `FAMILIES` that has all options of a decoder.
 
-    The options to write are read back, and an architecture is rejected if an option comes back different.
+    The options are written and read back; an architecture is rejected if an option comes back different.
 
     Raises:
-        ConfigError: there is no such architecture; the message names an option that the nearest one lacks.
+        ConfigError: no architecture has all options; the message names one that the nearest architecture
+            lacks.
     """
     ours, left_out = options_of(decoder.config)
     sizes = {
@@ -117,48 +116,50 @@ def choose_architecture(decoder: Decoder) -> Export:
     rejected: dict[str, list[tuple[str, Any, Any]]] = {}
     problem = ""
     for family in FAMILIES:
-        if family.lacks or family.is_sparse != bool(ours["sparse_layers"]):
+        if family.missing_features or family.is_sparse != bool(ours["sparse_layers"]):
             continue
         filled = family.fill(ours)
-        values: dict[str, Any] = {**sizes}
-        for part in (*family.stream, *family.ffn):
-            values |= part.write(filled)
+        written: dict[str, Any] = {**sizes}
+        for part in (*family.decoder, *family.ffn):
+            written |= part.write(filled)
         try:
-            config = config_of(family, HFConfig(family.model_type, {**family.defaults, **values}))
+            config = config_of(family, HFConfig(family.model_type, {**family.defaults, **written}))
         except ConfigError as error:
             problem = str(error)
             continue
         read, _ = options_of(config.model)
         if not (different := _differences(filled, read)):
             notes = [
-                f"{name} has {path}: {json.dumps(there)}, this model {json.dumps(value)}"
-                for name, [(path, value, there), *_] in rejected.items()
+                f"{name} has {path}: {json.dumps(theirs)}, this model {json.dumps(value)}"
+                for name, [(path, value, theirs), *_] in rejected.items()
             ]
             if added := sorted(_path(path) for path in filled if ours.get(path) != filled[path]):
-                notes.append(f"zeros are written for what this model lacks: {', '.join(added)}")
+                notes.append(
+                    f"this model lacks {', '.join(added)}; the export has zero weights there"
+                )
             notes += [f"{path} acts only in training and is left out" for path in left_out]
-            return Export(family, config, values, tuple(notes))
+            return Export(family, config, written, tuple(notes))
         rejected[family.model_type] = different
     if not rejected:
         raise ConfigError(
             f"no architecture of transformers has all options of this model: {problem}"
         )
     nearest = min(rejected, key=lambda name: len(rejected[name]))
-    path, value, there = rejected[nearest][0]
+    path, value, theirs = rejected[nearest][0]
     raise ConfigError(
         f"model.{path} ({json.dumps(value)}) has no equal in transformers: {nearest}, the nearest "
-        f"architecture there, has {json.dumps(there)}; train with that"
+        f"architecture, has {json.dumps(theirs)}; train with that value"
     )
 
 
 def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
-    """Return the flat options of a model, as `families.py` names them, with null replaced by actual values.
+    """Return the flat options of a model, as `families.py` names them, with computed widths for null.
 
     Returns:
-        the options, and the paths of given options that are left out because they act only in training.
+        the options, and the paths of options that are set but left out, because they act only in training.
 
     Raises:
-        ConfigError: two sparse layers differ, or two dense ones.
+        ConfigError: two sparse layers differ, or two dense layers.
     """
     attention = config.attention
     head_dim = attention.head_width(config.d_model)
@@ -171,23 +172,27 @@ def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
     for layer, ffn in enumerate(config.layer_ffns()):
         kind = "sparse" if ffn.router_infos() else "dense"
         block = _block_options(ffn, config.d_model)
-        first, before = seen.setdefault(kind, (layer, block))
-        if different := _differences(before, block):
+        first_layer, first_block = seen.setdefault(kind, (layer, block))
+        if different := _differences(first_block, block):
             path, one, other = different[0]
             raise ConfigError(
-                f"model.ffn.{path} is {json.dumps(one)} in layer {first} and {json.dumps(other)} in "
-                f"layer {layer}, and architectures of transformers have one block for all {kind} layers; "
-                "train with one"
+                f"model.ffn.{path} is {json.dumps(one)} in layer {first_layer} and {json.dumps(other)} in "
+                f"layer {layer}, but transformers has one block for all {kind} layers; train with one value"
             )
         if kind == "sparse":
             sparse.append(layer)
         flat |= {f"{kind}.{path}": value for path, value in block.items()}
-    left_out = {path for path in flat if _acts_in_training_alone(path)}
-    given = [_path(path) for path in flat if path in left_out and _is_given(path, flat[path])]
-    kept = {
-        path: value for path, value in flat.items() if value is not None and path not in left_out
+    exported = {
+        path: value
+        for path, value in flat.items()
+        if value is not None and not _is_training_only(path)
     }
-    return {**kept, "sparse_layers": sparse}, given
+    left_out = [
+        _path(path)
+        for path, value in flat.items()
+        if value and _is_training_only(path) and _last(path) in ("dropout", "jitter", "factor")
+    ]
+    return {**exported, "sparse_layers": sparse}, left_out
 
 
 def _block_options(ffn: FFNConfig, d_model: int) -> dict[str, Any]:
@@ -206,25 +211,26 @@ def _block_options(ffn: FFNConfig, d_model: int) -> dict[str, Any]:
     return {path: value for path, value in flat.items() if value is not None}
 
 
-_TRAINING = {"dropout", "jitter", "backend", "multiple_of", "activation_checkpointing"}
+_TRAINING_ONLY = {"dropout", "jitter", "backend", "multiple_of", "activation_checkpointing"}
 """Last parts of option paths that do not change outputs in evaluation."""
 
 
-def _acts_in_training_alone(path: str) -> bool:
+def _is_training_only(path: str) -> bool:
     if path.startswith("sparse.capacity."):
-        return path.rpartition(".")[2] not in ("eval_factor", "per_sequence")
-    return path != "attention.dropout" and path.rpartition(".")[2] in _TRAINING
+        return _last(path) not in ("eval_factor", "per_sequence")
+    # Attention of transformers has dropout too.
+    return path != "attention.dropout" and _last(path) in _TRAINING_ONLY
 
 
-def _is_given(path: str, value: Any) -> bool:
-    return bool(value) and path.rpartition(".")[2] in ("dropout", "jitter", "factor")
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _differences(ours: Options, theirs: Options) -> list[tuple[str, Any, Any]]:
-    """Return (path, our value, their value) of each difference; those of a `type` come first."""
-    found = differences(ours, theirs)
-    paths = sorted(found, key=lambda path: (path != "sparse_layers", not path.endswith("type")))
-    return [(_path(path), *found[path]) for path in paths]
+    """Return (path, our value, their value) of each difference; different layers and types come first."""
+    values = differences(ours, theirs)
+    paths = sorted(values, key=lambda path: (path != "sparse_layers", not path.endswith("type")))
+    return [(_path(path), *values[path]) for path in paths]
 
 
 def _path(path: str) -> str:
@@ -238,19 +244,19 @@ def _path(path: str) -> str:
 def _their_tensors(
     decoder: Decoder, export: Export
 ) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
-    """Return the sizes of their tensors in bytes, and functions that make them; missing ones are zeros."""
+    """Return the sizes of their tensors in bytes, and functions that make them; weights we lack are zeros."""
     config = export.config
     empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
     dtype = decoder.embedding.weight.dtype
-    # The inner block of a block with noise is written.
+    # A jittered block contains the block to export.
     ours = {name.replace(".ffn.ffn.", ".ffn.", 1): t for name, t in decoder.state_dict().items()}
     sizes: dict[str, int] = {}
     makers: dict[str, Callable[[], Tensor]] = {}
     for name, shape in distinct_tensors(empty).items():
-        found = ours[name] if name in ours else torch.zeros(shape.shape, dtype=dtype)
-        for piece in layout_of(export.family, name)(shape.shape, export.theirs)[0]:
-            sizes[piece.name] = piece.part(shape).numel() * found.element_size()
-            makers[piece.name] = partial(_part, piece, found)
+        tensor = ours[name] if name in ours else torch.zeros(shape.shape, dtype=dtype)
+        for piece in layout_of(export.family, name)(shape.shape, export.hf_config)[0]:
+            sizes[piece.name] = piece.part(shape).numel() * tensor.element_size()
+            makers[piece.name] = partial(_part, piece, tensor)
     return sizes, makers
 
 

@@ -1,4 +1,4 @@
-"""Upcycling: experts are copies of a trained dense block, whole or in shards, partly redrawn.
+"""Upcycling: experts are copies of a trained dense block or of its shards, with some units reinitialised.
 
 E experts, D model width, F hidden width of an expert, G shards of a dense block, P matrices into the hidden
 units (2 with a gate)
@@ -49,7 +49,7 @@ from moe_ffn.weights.initialiser import (
 )
 
 _PROBES = 1024
-"""Number of random tokens that estimate the mean sum of a token's weights."""
+"""Number of random tokens from which the mean sum of a token's weights is estimated."""
 
 
 class UpcycleConfig(InitialiserConfig, frozen=True):
@@ -64,12 +64,12 @@ class UpcycleConfig(InitialiserConfig, frozen=True):
     num_experts: int = Field(default=8, ge=1, le=MAX_COUNT)
     """Number of experts of a layer, a multiple of `granularity`."""
     router: RouterConfig = TopKRouterConfig(renormalize=True)
-    """Router of the experts. The model's outputs are unchanged if the weights of every token have the same
-    sum, as renormalised weights do."""
+    """Router of the experts. The model's outputs do not change if all tokens have the same sum of weights, as
+    with renormalised weights."""
     granularity: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Number of shards that the dense block is cut into; each expert is one shard."""
     redraw: float = Field(default=0.0, ge=0, le=1)
-    """Share of each expert's hidden units that are reinitialised; 0.5 in the paper."""
+    """Share of each expert's hidden units to reinitialise; 0.5 in the paper."""
     layers: str = ":"
     """Layers that become sparse, as a Python slice: `1::2` is every other layer."""
 
@@ -114,12 +114,12 @@ def experts_like(
     """Return the config of a layer whose experts are shards of a dense block.
 
     Raises:
-        ConfigError: no expert type matches the block, or the router does not support so many experts.
+        ConfigError: no expert type computes the block, or the router does not support this number of experts.
     """
     experts = as_experts(dense, d_model)
     if experts is None:
         raise ConfigError(
-            f"method.layers: the block of layer {layer} is of type '{dense.type}', which no kind of expert "
+            f"method.layers: the block of layer {layer} is of type '{dense.type}', which no type of expert "
             "computes; leave that layer out, or use a model with dense or gated blocks"
         )
     options = experts.to_dict()
@@ -134,7 +134,7 @@ def experts_like(
         return validate(MoEConfig, given)
 
 
-_EXPERTS: dict[type[FFNConfig], type[ExpertsConfig]] = {
+_EXPERTS_OF_BLOCK: dict[type[FFNConfig], type[ExpertsConfig]] = {
     DenseConfig: MLPExpertsConfig,
     GatedConfig: GatedExpertsConfig,
     ClampedSwiGLUConfig: ClampedSwiGLUExpertsConfig,
@@ -145,13 +145,13 @@ _EXPERTS: dict[type[FFNConfig], type[ExpertsConfig]] = {
 
 def as_experts(config: FFNConfig, d_model: int) -> ExpertsConfig | None:
     """Return the config of experts that compute the same network as this block; None if there is none."""
-    kind = _EXPERTS.get(type(config))
-    if kind is None or not isinstance(config, HiddenWidthConfig):
+    experts = _EXPERTS_OF_BLOCK.get(type(config))
+    if experts is None or not isinstance(config, HiddenWidthConfig):
         return None
-    options = {name: value for name, value in config if name in kind.model_fields}
-    if kind is not GatedExpertsConfig:
+    options = {name: value for name, value in config if name in experts.model_fields}
+    if experts is not GatedExpertsConfig:
         del options["type"]
-    return kind.model_validate({**options, "d_ff": config.width(d_model)})
+    return experts.model_validate({**options, "d_ff": config.width(d_model)})
 
 
 def upcycle(
@@ -164,45 +164,45 @@ def upcycle(
     """Return a layer of experts made from dense blocks: copy c is a copy of block c % len(blocks).
 
     If experts have 1 / G of a block's width, expert e is shard e % G of copy e // G. The router rows within a
-    copy are equal, so that the k chosen experts are whole copies. `down` is multiplied by G / t, with t the
-    sum of a token's weights. A layer made from one block computes the same as the block if t is equal for all
-    tokens and nothing is dropped or redrawn. Otherwise t is the mean over random tokens from N(0, 1).
+    copy are equal, so that the k chosen experts are complete copies. `down` is multiplied by G / t, where t
+    is the mean sum of a token's weights. A layer made from one block computes the same as the block if the
+    sum is equal for all tokens, and nothing is dropped or reinitialised.
 
     Args:
         blocks: dense or gated blocks of one config.
         config: config of the layer; its experts have the activation and biases of the blocks.
-        generator: source of the router's weights, and of redrawn units.
-        redraw: share of hidden units of each expert that are reinitialised.
+        generator: source of the router's weights, and of reinitialised units.
+        redraw: share of each expert's hidden units to reinitialise.
 
     Raises:
-        ConfigError: the experts are of another type or size than shards of these blocks.
+        ConfigError: the experts do not have the type or size of shards of these blocks.
     """
     made = build_block(config, blocks[0], d_model, generator)
-    found, into = [networks(block) for block in blocks], networks(made)
-    if into is None or config.shared_expert is not None or config.zero_computation.total:
+    weights, target = [networks(block) for block in blocks], networks(made)
+    if target is None or config.shared_expert is not None or config.zero_computation.total:
         raise ConfigError(
             "upcycling makes only routed experts: leave shared_expert and zero_computation out, and use "
             "experts of type mlp or of a gated type"
         )
-    sources = [network for network in found if network is not None]
-    if len(sources) < len(found) or any(_kind(s) != _kind(into) for s in sources):
+    sources = [source for source in weights if source is not None]
+    if len(sources) < len(weights) or any(_function(s) != _function(target) for s in sources):
         raise ConfigError(
-            f"experts.type: the experts compute {_words(into)}, but the dense block computes "
-            f"{_words(found[0])}; use the experts that `as_experts` returns for its config"
+            f"experts.type: the experts compute {_describe(target)}, but the dense block computes "
+            f"{_describe(weights[0])}; use the experts that `as_experts` returns for its config"
         )
-    shards, rest = divmod(sources[0].d_ff, into.d_ff)
+    shards, rest = divmod(sources[0].d_ff, target.d_ff)
     num_copies, left_over = divmod(config.num_experts, max(shards, 1))
     k = config.router.experts_per_token(config.num_routable)
     if rest:
         raise ConfigError(
-            f"experts.d_ff ({into.d_ff}) must divide the width of the dense block ({sources[0].d_ff}), "
+            f"experts.d_ff ({target.d_ff}) must divide the width of the dense block ({sources[0].d_ff}), "
             "which is cut into shards of this width"
         )
     if left_over or num_copies % len(sources):
         raise ConfigError(
             f"num_experts ({config.num_experts}) must be a multiple of {shards * len(sources)}: each of "
             f"{len(sources)} dense blocks (width {sources[0].d_ff}) is cut into {shards} shards of width "
-            f"{into.d_ff}"
+            f"{target.d_ff}"
         )
     if k % shards:
         raise ConfigError(
@@ -214,24 +214,23 @@ def upcycle(
     with torch.no_grad():
         for expert in range(config.num_experts):
             source = sources[expert // shards % len(sources)]
-            _copy_shard(source, into, expert, expert % shards, redraw, generator)
-        into.down_EDF.mul_(scale)
-        if into.down_bias_ED is not None:  # each shard adds it
-            into.down_bias_ED.mul_(scale / shards)
+            _copy_shard(source, target, expert, expert % shards, redraw, generator)
+        target.down_EDF.mul_(scale)
+        if target.down_bias_ED is not None:  # each shard adds it
+            target.down_bias_ED.mul_(scale / shards)
         if shards > 1:
             for rows in router.rows().values():
                 rows.copy_(rows[torch.arange(len(rows)) // shards * shards])
     return made
 
 
-def _kind(weights: ExpertWeights | None) -> tuple[object, ...] | None:
-    if weights is None:
-        return None
+def _function(weights: ExpertWeights) -> tuple[object, ...]:
+    """Return a value that is equal for networks that differ only in size and weights."""
     biases = weights.up_bias_EH is not None, weights.down_bias_ED is not None
     return weights.activation, weights.gated, weights.gate_function, biases
 
 
-def _words(weights: ExpertWeights | None) -> str:
+def _describe(weights: ExpertWeights | None) -> str:
     if weights is None:
         return "something else"
     gate = "gated " if weights.gated else ""
@@ -240,12 +239,12 @@ def _words(weights: ExpertWeights | None) -> str:
 
 @torch.no_grad()
 def total_weight(router: Router, d_model: int, generator: Generator) -> float:
-    """Return the mean, over random tokens of unit variance, of the sum of a token's weights.
+    """Return the mean sum of a token's weights, over random tokens from N(0, 1).
 
     Raises:
         ConfigError: the router chooses no expert for these tokens.
     """
-    # Without padding or token ids: if a router decides by those, the sum is the same for all tokens.
+    # Routers that choose by token id have the same sum for every token, so any ids do.
     x_TD = torch.randn(_PROBES, d_model, generator=generator, dtype=torch.float64)
     ids_T = torch.arange(_PROBES)
     routing = (
@@ -261,29 +260,28 @@ def total_weight(router: Router, d_model: int, generator: Generator) -> float:
 
 def _copy_shard(
     source: ExpertWeights,
-    into: ExpertWeights,
+    target: ExpertWeights,
     expert: int,
     shard: int,
     redraw: float,
     generator: Generator,
 ) -> None:
     """Copy the units of one shard of a dense block into an expert, and reinitialise some of them."""
-    units = slice(shard * into.d_ff, (shard + 1) * into.d_ff)
+    units = slice(shard * target.d_ff, (shard + 1) * target.d_ff)
     matrices = _by_unit(source.up_EHD[0], source)[:, units].clone()
     down = source.down_EDF[0][:, units].clone()
-    drawn = torch.randperm(into.d_ff, generator=generator)[: round(redraw * into.d_ff)]
+    drawn = torch.randperm(target.d_ff, generator=generator)[: round(redraw * target.d_ff)]
     if len(drawn):
         for matrix in matrices:
             matrix[drawn] = _drawn_like(matrix[drawn], generator)
         down[:, drawn] = _drawn_like(down[:, drawn], generator)
-    _by_unit(into.up_EHD[expert], into).copy_(matrices)
-    into.down_EDF[expert].copy_(down)
-    if into.up_bias_EH is not None and source.up_bias_EH is not None:
-        _by_unit(into.up_bias_EH[expert], into).copy_(
-            _by_unit(source.up_bias_EH[0], source)[:, units]
-        )
-    if into.down_bias_ED is not None and source.down_bias_ED is not None:
-        into.down_bias_ED[expert].copy_(source.down_bias_ED[0])
+    _by_unit(target.up_EHD[expert], target).copy_(matrices)
+    target.down_EDF[expert].copy_(down)
+    if target.up_bias_EH is not None and source.up_bias_EH is not None:
+        up_bias = _by_unit(source.up_bias_EH[0], source)[:, units]
+        _by_unit(target.up_bias_EH[expert], target).copy_(up_bias)
+    if target.down_bias_ED is not None and source.down_bias_ED is not None:
+        target.down_bias_ED[expert].copy_(source.down_bias_ED[0])
 
 
 def _by_unit(rows: Tensor, weights: ExpertWeights) -> Tensor:

@@ -59,7 +59,7 @@ def test_a_folder_of_transformers_becomes_ours_and_theirs_again(tmp_path: Path) 
     assert layers == "  3 layers of width 32: moe, 6 experts (swiglu), top_k k=3, swiglu"
     assert written == f"written: '{tmp_path}/ours', a model folder of moe_ffn"
     assert without.startswith(f"without a tokenizer: '{tmp_path}/theirs' has no tokenizer.json")
-    assert cannot == "no run begins with it: it knows 97 tokens, and it has no tokenizer"
+    assert cannot == "no run can start from it: it has 97 tokens, but it has no tokenizer"
     ours = moe_ffn.load_pretrained(tmp_path / "ours")
     torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-4, rtol=0)
 
@@ -91,13 +91,13 @@ def test_a_run_begins_with_what_was_converted_by_the_printed_command(tmp_path: P
 
     *_, written, before, command = convert(theirs, tmp_path / "ours").stdout.splitlines()
 
-    assert written.endswith("a model folder of moe_ffn, in place of the model that was there")
-    assert before == "a run begins with it by:"
+    assert written.endswith("a model folder of moe_ffn, replacing the model that was there")
+    assert before == "start a run from it:"
     words = shlex.split(command.removeprefix("  moe-ffn train "))
     tiny = options(tmp_path, trainer__max_steps="1", sample__num_tokens="0")
     pairs = zip(tiny[::2], tiny[1::2], strict=True)
     besides = [word for pair in pairs if not pair[0].startswith("--model.") for word in pair]
     done = run_here(*words, *besides)
     assert done.code == 0, done.stderr
-    assert re.search(r"init_from: of (\d+) tensors \1 are those of ", done.stdout)
+    assert re.search(r"init_from: (\d+) of \1 tensors come from ", done.stdout)
     assert " (was " not in done.stdout.replace("data.seq_len is 16 (was 48)", "")

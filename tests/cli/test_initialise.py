@@ -59,7 +59,7 @@ def test_a_run_begins_where_the_upcycled_one_ended(
     dense: Result, sparse: Path, run_train: RunTrain, tmp_path: Path
 ) -> None:
     *_, before, command = (sparse.parent / "printed.txt").read_text().splitlines()
-    assert before == "a run begins with it by:"
+    assert before == "start a run from it:"
     words = shlex.split(command.removeprefix("  moe-ffn train "))
     assert words[:6] == [
         *("--init_from", str(sparse), "--model.d_model", "16", "--model.num_layers", "2")
@@ -68,7 +68,7 @@ def test_a_run_begins_where_the_upcycled_one_ended(
     done = run_train(tmp_path, *words, *STILL)
 
     assert done.code == 0, done.stderr
-    assert f"init_from: of 20 tensors 20 are those of {sparse}, " in done.stdout
+    assert f"init_from: 20 of 20 tensors come from {sparse} " in done.stdout
     assert "  new: " not in done.stdout
     assert loss_of(done) == pytest.approx(loss_of(dense), abs=1e-5)
 
@@ -116,7 +116,7 @@ def test_a_run_without_a_checkpoint_begins_with_the_folder_again(
 
     assert again.code == 0, again.stderr
     assert "from the start" in again.stdout
-    assert f"init_from: of 20 tensors 20 are those of {sparse}, " in again.stdout
+    assert f"init_from: 20 of 20 tensors come from {sparse} " in again.stdout
     assert (
         loss_of(done) == json.loads((done.folder / "summary.json").read_text())["validation_loss"]
     )

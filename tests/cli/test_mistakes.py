@@ -62,7 +62,7 @@ MISTAKES = {
     "compare run --baselin a": "--baselin: unknown; did you mean '--baseline'?",
     # convert
     "convert none new": "'none' is not there; give the folder of a model",
-    "convert bert new": "'bert/config.json': model_type 'bert' is none that is read here; known: ...",
+    "convert bert new": "'bert/config.json': model_type 'bert' is not supported; known: ...",
     "convert dense new": 'model.ffn.type ("dense") has no equal in transformers: ...',
     "convert dense new --trust_code": "--trust_code: unknown; did you mean '--trust-code'?",
     # dashboard
@@ -78,7 +78,7 @@ MISTAKES = {
         "'run/model' is a model folder, which does not name a text; give one with --data"
     ),
     "evaluate untold --data text.txt": (
-        "'untold' has no tokenizer.json, so text cannot become tokens; put one there"
+        "'untold' has no tokenizer.json, which turns text into tokens; put one there"
     ),
     "evaluate theirs --data text.txt": (
         "'theirs' is no run: it has no config.yaml; it is a model of transformers: moe-ffn convert theirs "
@@ -107,7 +107,9 @@ MISTAKES = {
     "evaluate small --data text.txt": (
         "'small': its tokenizer.json has 257 tokens and its model 200; put back the tokenizer of this model"
     ),
-    "evaluate run --tasks empty": "--tasks: 'empty' has no task file of lm-eval (.yaml)...",
+    "evaluate run --tasks empty": (
+        "--tasks: 'empty' has no task file of lm-eval (.yaml); give another folder..."
+    ),
     # generate
     "generate run --prompt aaaaaaaaaaaaaaaaa": (
         "--prompt: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a shorter text"
@@ -128,7 +130,7 @@ MISTAKES = {
     ),
     "initialise --source sparse --output study": "...which is not part of a model folder...",
     "initialise --source sparse --output new --method.type mix": (
-        "...--source: names 1 folder, and method.type 'mix' takes two or more..."
+        "...--source: names 1 folder, but method.type 'mix' takes two or more..."
     ),
     "initialise --source none --output new": (
         "--source: 'none' is not there; give the folder of a model or of a run"

@@ -93,7 +93,10 @@ def dense(folder: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "pickle": (pickled, "'pytorch_model.bin' is a pickle, which may run code and is never read"),
+    "pickle": (
+        pickled,
+        "'pytorch_model.bin' is a pickle, which may run code; give weights as safetensors",
+    ),
     "unknown": (with_config(model_type="mixtrol"), "`mixtrol` but Transformers does not recognize"),
     "truncated": (truncated, "cannot be read as a language model of type 'qwen3_moe' ("),
     "deeper": (with_config(num_hidden_layers=4), "has no weight 'model.layers.3"),

@@ -162,7 +162,7 @@ class Changed:
 SERVED = [
     (model, option, values)
     for model, entry in COMPARED.items()
-    for option, values in entry.served.items()
+    for option, values in entry.supported.items()
 ]
 
 
@@ -232,8 +232,8 @@ def test_a_live_block_becomes_one_of_ours() -> None:
 
 REFUSED = {
     "vitpose_backbone": "moe_ffn has no block that matches the sparse block of vitpose_backbone: "
-    "an image's experts are given "
-    "with it, one for each data set, and each makes a part of the output's units: there is no router",
+    "it has no router: the data "
+    "set of an image chooses its expert, which computes a part of the output's units",
     "qwen4_moe": "'qwen4_moe' is not a known model of transformers with a sparse block; did you "
     "mean 'qwen3_moe'?",
 }

@@ -188,7 +188,7 @@ def test_two_stacks_of_layers_are_refused() -> None:
 def test_a_mask_that_does_not_say_what_is_padding_is_refused() -> None:
     model = routed("mixtral")
     with (
-        pytest.raises(ConfigError, match=r"attention_mask must be \(batch, sequence\)"),
+        pytest.raises(ConfigError, match=r"attention_mask must have the shape \(batch, sequence\)"),
         watch(model),
     ):
         model(input_ids=IDS_BS, attention_mask=torch.zeros(2, 1, 6, 6))

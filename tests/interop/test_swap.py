@@ -163,7 +163,7 @@ def test_any_other_block_begins_with_weights_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("family", "layers", "config", "sentence"),
     [
-        ("llama", [0, 2], "swiglu", "^swap_ffn: layer 2 of LlamaForCausalLM .*; layers with one: 0, 1$"),
+        ("llama", [0, 2], "swiglu", "^swap_ffn: layer 2 of Llama.*; these layers have one: 0, 1$"),
         ("qwen2_moe", [0], "swiglu", "layer 0 of Qwen2MoeForCausalLM has no dense FFN that can "
          "be swapped .*; no layer has one"),
         ("llama", [0], "geglu", "config.type is 'geglu', but the FFN of layer 0 has 'swiglu'"),
@@ -195,5 +195,5 @@ def test_an_ffn_that_does_more_than_its_matrices_say_is_refused() -> None:
     mlp = model.model.layers[0].mlp
     plain = copy.copy(mlp.forward)
     mlp.forward = lambda x: 2 * plain(x)
-    with pytest.raises(ConfigError, match="LlamaMLP, gives other outputs than its matrices"):
+    with pytest.raises(ConfigError, match="LlamaMLP, computes more than its matrices"):
         swap_ffn(model, [0], "swiglu")

@@ -110,8 +110,8 @@ def test_what_is_none_of_our_experts_is_named() -> None:
     with pytest.raises(NotImplementedError) as caught:
         weights_of(gate_that(lambda gate, up: gate.sin() * up, limit=7.0))
     assert str(caught.value) == (
-        "moe_ffn does not compute MixtralExperts, which has a custom gate; leave this model its own "
-        "experts_implementation"
+        "moe_ffn does not compute MixtralExperts, which has a custom gate; use another "
+        "experts_implementation for this model"
     )
 
 

@@ -107,7 +107,7 @@ def test_a_tied_matrix_may_be_there_twice_but_not_be_another(tmp_path: Path) -> 
     assert_close(logits(load_transformers(tmp_path)), logits(theirs))
 
     with_weights(tmp_path, lambda w: w.update({head: w[head] + 1}))
-    with pytest.raises(ConfigError, match=r"has what qwen2 lacks, 'lm_head.weight': "):
+    with pytest.raises(ConfigError, match=r"has 'lm_head.weight', which qwen2 lacks: "):
         load_transformers(tmp_path)
 
 
@@ -148,7 +148,9 @@ def test_a_block_needs_nothing_of_the_model_around_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"layer must be in \[0, 3\), got 3"):
         load_ffn(tmp_path, 3)
     with_weights(tmp_path, lambda w: w.update({"model.layers.1.mlp.more.weight": torch.ones(3)}))
-    with pytest.raises(ConfigError, match=r"has what deepseek_v3 lacks, 'model.layers.1.mlp.more"):
+    with pytest.raises(
+        ConfigError, match=r"has 'model.layers.1.mlp.more\S+, which deepseek_v3 lacks"
+    ):
         load_ffn(tmp_path, 1)
     assert load_ffn(tmp_path, 2).routers()
 
@@ -175,13 +177,13 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "kv heads": ("deepseek_v3", {"num_key_value_heads": 2}, "supported: None or 4"),
     "activation": ("qwen3", {"hidden_act": "relu2"}, "hidden_act is 'relu2', which"),
     "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is given"),
-    "no number": ("llama", {"hidden_size": "wide"}, "hidden_size is 'wide'; give a whole number"),
+    "no number": ("llama", {"hidden_size": "wide"}, "hidden_size is 'wide'; give a whole number from 1"),
     "endless": ("olmoe", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; give at"),
     "no list": ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1, which our model does"),
     "no rotation": ("qwen2", {"rope_parameters": {"rope_theta": "x"}}, "positions.base: must be a"),
     "too many": ("olmoe", {"num_experts_per_tok": 9}, "router.k (9) must not exceed num_experts"),
     "unknown": (
-        "llama", {"model_type": "lama"}, "model_type 'lama' is none that is read here; did you mean 'llama'?"
+        "llama", {"model_type": "lama"}, "model_type 'lama' is not supported; did you mean 'llama'?"
     ),
 }  # fmt: skip
 
@@ -220,7 +222,7 @@ GATE = "model.layers.2.mlp.experts.4.gate_proj.weight"
 DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "a missing expert": (lambda w: [w.pop(GATE), w.pop(Q)], f"lacks '{Q}' and 1 more: its config.json"),
     "one too many": (
-        lambda w: w.update(more=torch.ones(1)), "has what olmoe lacks, 'more': its config.json"
+        lambda w: w.update(more=torch.ones(1)), "has 'more', which olmoe lacks: its config.json"
     ),
     "another shape of an expert": (
         lambda w: w.update({GATE: torch.ones(3, 32)}),
@@ -228,7 +230,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "quantised": (
         lambda w: w.update({n: v.to(torch.float8_e4m3fn) for n, v in w.items()}),
-        "as F8_E4M3, which is quantised; give weights in a floating-point dtype",
+        " is F8_E4M3); give weights in a floating-point dtype",
     ),
 }  # fmt: skip
 

@@ -81,7 +81,7 @@ def test_what_is_taken_new_and_left_is_said(
     first, *lines = lines
     assert sorted(line.split()[1] for line in lines if line.startswith("  new:")) == sorted(new)
     assert sorted(line.split()[1] for line in lines if line.startswith("  left:")) == sorted(left)
-    assert first.endswith(f"{sum(value.numel() for value in weights.values()):,} numbers")
+    assert first.endswith(f"({sum(value.numel() for value in weights.values()):,} numbers)")
     own = source.decoder.state_dict()
     for name, value in weights.items():
         assert torch.equal(value, own[name])
@@ -98,7 +98,7 @@ def test_options_that_differ_are_said(folder: Callable[..., str]) -> None:
 
     assert "  model.ffn.router.k is 1 (was 2)" in lines
     assert "  data.seq_len is 32 (was 16)" in lines
-    assert lines[-1] == "  it has no tokenizer.json: its token ids may mean other text"
+    assert lines[-1] == "  it has no tokenizer.json: its token ids may stand for other text"
 
 
 @pytest.mark.parametrize(
@@ -152,14 +152,14 @@ def test_tokens_that_mean_other_text_are_refused(folder: Callable[..., str]) -> 
     source.require_same_tokens(bpe)
     with pytest.raises(
         ConfigError,
-        match=rf"'.*saved' knows {bpe.vocab_size} tokens, and the tokenizer of this run has 257; use its "
+        match=rf"'.*saved' has {bpe.vocab_size} tokens, but the tokenizer of this run has 257; use its "
         r"own: --data.tokenizer '\{type: file, path: .*saved/tokenizer.json\}'",
     ):
         source.require_same_tokens(BytesTokenizer())
     assert other.vocab_size == bpe.vocab_size
     with pytest.raises(
         ConfigError,
-        match=r"token \d+ is b'.*' in the tokenizer of '.*' but b'.*' in that of this run",
+        match=r"token \d+ is b'.*' in the tokenizer of '.*' but b'.*' in the tokenizer of this run",
     ):
         source.require_same_tokens(other)
 
@@ -167,10 +167,10 @@ def test_tokens_that_mean_other_text_are_refused(folder: Callable[..., str]) -> 
 NO_MODELS: list[tuple[dict[str, str] | str | None, str]] = [
     (None, r"init_from: '.*saved' is not there; give the folder of a model or of a run"),
     ("a file", r"init_from: '.*saved' is a file; give the folder of a model or of a run"),
-    ({}, r"'.*saved' is neither the folder of a model of ours nor of a run; give one that"),
+    ({}, r"'.*saved' is neither a model folder of moe_ffn nor a run; give a folder that"),
     (
         {"config.json": '{"model_type": "mixtral"}'},
-        r"nor of a run; it is a model of transformers: .*convert .*saved NEW makes a model folder",
+        r"nor a run; it is a model of transformers: .*convert .*saved NEW makes a model folder",
     ),
     (
         {"config.yaml": to_yaml(TrainConfig())},

@@ -424,7 +424,7 @@ def test_experts_follow_the_one_that_the_router_scores_alike() -> None:
 @pytest.mark.parametrize(
     ("method", "ffn", "message"),
     [
-        ({"type": "upcycle"}, "identity", "layer 0 is of type 'identity', which no kind of expert"),
+        ({"type": "upcycle"}, "identity", "layer 0 is of type 'identity', which no type of expert"),
         ({"type": "upcycle", "layers": "7"}, "swiglu", r"method.layers \(7\) selects none of the 2"),
         ({"type": "upcycle", "layers": "a"}, "swiglu", "method.layers 'a' must be a layer"),
         ({"type": "upcycle", "granularity": 5}, "swiglu", r"method.granularity \(5\) must .* \(24\)"),
@@ -459,5 +459,5 @@ def test_mistakes_are_named(method: dict[str, Any], ffn: str, message: str) -> N
 
 def test_models_that_differ_are_not_mixed() -> None:
     sources = [decoder_of(DENSE["swiglu"]), decoder_of(DENSE["swiglu"], num_layers=3)]
-    with pytest.raises(ConfigError, match="num_layers is 2 in the first and 3 in number 2"):
+    with pytest.raises(ConfigError, match="num_layers is 2 in model 1 and 3 in model 2"):
         MixConfig().initialise(sources, None, seeded())

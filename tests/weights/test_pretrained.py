@@ -176,12 +176,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a run": (
         lambda f: ((f / CONFIG).unlink(), (f / "model").mkdir()),
-        "is no model folder: its config.json is missing or damaged; that of this run is '",
+        "is not a model folder: its config.json is missing or damaged; the model of this run is in '",
     ),
     "of another library": (
         lambda f: change(f, model_type="mixtral"),
-        "model_type is 'mixtral', and only 'moe_ffn' is read here; moe_ffn.weights.load_transformers reads "
-        "models of transformers, and moe-ffn convert makes such folders of them",
+        "model_type is 'mixtral', not 'moe_ffn'; moe_ffn.weights.load_transformers reads models of "
+        "transformers, and moe-ffn convert converts them",
     ),
     "another width": (
         lambda f: change_model(f, d_model=64),
@@ -189,15 +189,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another name": (
         lambda f: rename_weight(f / WEIGHTS),
-        "lacks 'embedding.weight': its config.json is that of another model",
+        "lacks 'embedding.weight': its config.json belongs to another model",
     ),
     "no weights": (
         lambda f: (f / WEIGHTS).unlink(),
-        "has neither model.safetensors nor a whole model.safetensors.index.json",
+        "has neither model.safetensors nor an intact model.safetensors.index.json",
     ),
     "a pickle": (
         lambda f: ((f / WEIGHTS).unlink(), (f / "pytorch_model.bin").touch()),
-        "'pytorch_model.bin' is a pickle, which may run code and is never read",
+        "'pytorch_model.bin' is a pickle, which may run code; give weights as safetensors",
     ),
 }
 
@@ -229,15 +229,15 @@ def test_an_index_is_held_to_its_files(tmp_path: Path, monkeypatch: pytest.Monke
             moe_ffn.load_pretrained(folder)
         return str(caught.value)
 
-    assert "names '../x', which is no file in this folder" in given(more="../x")
-    assert "names ['x'], which is no file in this folder" in given(more=["x"])
+    assert "names '../x', which is not a file in this folder" in given(more="../x")
+    assert "names ['x'], which is not a file in this folder" in given(more=["x"])
     (folder / first).unlink()
     assert f"lacks '{first}', which {index.name} names; copy it too" in given()
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     moe_ffn.save_pretrained(decoder_of(), tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"has no tokenizer.json, so text cannot become tokens"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer.json, which turns text into tokens"):
         moe_ffn.load_tokenizer(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"is not there; give the folder of a model"):
         moe_ffn.load_pretrained(tmp_path / "other")

@@ -100,8 +100,8 @@ OURS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "default": (
         {"ffn": moe()}, "qwen2_moe",
-        "zeros are written for what this model lacks: ffn.combine.type, ffn.shared_expert.bias, "
-        "ffn.shared_expert.d_ff, ffn.shared_expert.type",
+        "this model lacks ffn.combine.type, ffn.shared_expert.bias, ffn.shared_expert.d_ff, "
+        "ffn.shared_expert.type; the export has zero weights there",
     ),
     "renormalised": ({"ffn": moe(router__renormalize=True)}, "mixtral", ""),
     "softmax after": ({"ffn": moe(router__softmax="after")}, "mixtral", ""),
@@ -197,8 +197,8 @@ NO_EQUAL = "has no equal in transformers"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "router bias": (
         {"ffn": moe(router__renormalize=True, router__bias=True)},
-        f"ffn.router.bias (true) {NO_EQUAL}: mixtral, the nearest architecture there, has false; train with "
-        "that",
+        f"ffn.router.bias (true) {NO_EQUAL}: mixtral, the nearest architecture, has false; train with that "
+        "value",
     ),
     "capacity": ({"ffn": moe(capacity__eval_factor=2.0)}, f"ffn.capacity.eval_factor (2.0) {NO_EQUAL}"),
     "router": ({"ffn": moe(router={"type": "hash"})}, f'ffn.router.type ("hash") {NO_EQUAL}'),
@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sum": ({"ffn": moe(shared_expert=SHARED)}, f'ffn.combine.type ("sum") {NO_EQUAL}: qwen2_moe'),
     "shared width": (
         {"attention": LATENT, "ffn": moe(router=SIGMOID, shared_expert=SHARED)},
-        f"ffn.shared_expert.d_ff (20) {NO_EQUAL}: deepseek_v3, the nearest architecture there, has 24",
+        f"ffn.shared_expert.d_ff (20) {NO_EQUAL}: deepseek_v3, the nearest architecture, has 24",
     ),
     "plain": ({"ffn": "dense"}, f'ffn.type ("dense") {NO_EQUAL}: llama'),
     "post-norm": ({"norm_placement": "post"}, f'norm_placement ("post") {NO_EQUAL}: llama'),
@@ -214,8 +214,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder": ({"causal": False}, f"causal (false) {NO_EQUAL}"),
     "two blocks": (
         {"ffn": moe(), "ffn_at": {"2": moe(num_experts=3)}},
-        "ffn.num_experts is 5 in layer 0 and 3 in layer 2, and architectures of transformers have one block "
-        "for all sparse layers; train with one",
+        "ffn.num_experts is 5 in layer 0 and 3 in layer 2, but transformers has one block for all sparse "
+        "layers; train with one value",
     ),
     "dense above": (
         {"attention": LATENT, "ffn": moe(router=SIGMOID), "ffn_at": {"2": {"type": "swiglu", "d_ff": 24}}},
