@@ -261,7 +261,7 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
 
 
 def _last_step(row: Row, start: ResumePoint) -> int:
-    return start.validated_step if row.is_of_validation else start.step
+    return start.validated_step if row.is_validation else start.step
 
 
 def _cut(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
