@@ -109,7 +109,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "--optimizer.type sgd"
     ),
     "--optimizer.type sgd --optimizer.momentum 0 --optimizer.nesterov true": (
-        "optimizer: nesterov (true) needs a momentum, got momentum 0; give one, such as 0.9"
+        "optimizer: nesterov (true) needs a momentum above 0, got momentum 0; give one, such as 0.9"
     ),
     "--optimizer.schedule.warmup_steps 9 --optimizer.schedule.warmup_fraction 0.1": (
         "optimizer.schedule: warmup_steps (9) and warmup_fraction (0.1) both set the length of the warm-up; "

@@ -364,7 +364,7 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
     rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), start, {"facts.json": FACTS})
 
     rows = read_lines(folder / "metrics.jsonl", Row)
-    assert [(row.step, row.is_of_validation) for row in rows] == [(4, False), (4, True), (8, False)]
+    assert [(row.step, row.is_validation) for row in rows] == [(4, False), (4, True), (8, False)]
     kept = {
         n: list(read_lines(folder / f"{n}.jsonl", Line)) for n in ("samples", "alarms", "resumes")
     }
