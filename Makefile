@@ -6,7 +6,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 TRAIN := $(VENV)/.installed-train
 DEV := $(VENV)/.installed-dev
-# What is imported is compiled then; compiling all of torch here would take as long as fetching it.
+# Python compiles a module when it is first imported and keeps the bytecode; compiling all of torch at once would take
+# as long as fetching it. Many containers forbid that with this variable: every process would compile torch and lightning again.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint requirements.lock
 # By path, or a clone called moe_ffn in the current folder would shadow the package.
 EDITABLE := --config-settings editable_mode=compat

@@ -5,13 +5,13 @@
     ffn = build_ffn({"type": "moe", "num_experts": 8}, d_model=512)
     output = ffn(x)  # output.hidden, output.routing
 
-Below are the names that a user of the layers needs. Every router, kind of expert and block is in
-`moe_ffn.routing`, `moe_ffn.experts` and `moe_ffn.ffn`; losses and rules are in `moe_ffn.balancing`.
+This module exports the most common names. All blocks, routers and kinds of experts are in `moe_ffn.ffn`,
+`moe_ffn.routing` and `moe_ffn.experts`; losses and bias rules are in `moe_ffn.balancing`.
 """
 
 from typing import TYPE_CHECKING
 
-# Before anything imports torch.
+# This must be imported before torch.
 from moe_ffn.config import environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # isort: split
@@ -85,7 +85,6 @@ __all__ = [
     "train",
 ]
 
-
 _LAZY = {
     "load_run": "moe_ffn.runs.reader",
     "train": "moe_ffn.cli.train",
@@ -93,7 +92,6 @@ _LAZY = {
         ("load_pretrained", "load_tokenizer", "save_pretrained"), "moe_ffn.weights.pretrained"
     ),
 }
-"""Imported on first use: they need YAML and tokenizers, which a user of the layers may lack."""
-
+"""Names imported on first use: they need PyYAML and tokenizers, which the layers alone do not."""
 
 __getattr__, __dir__ = lazy_names(__name__, _LAZY)

@@ -40,7 +40,7 @@ def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
 def plan_of_pairs(
     token_ids_N: Tensor, expert_ids_N: Tensor, weights_N: Tensor, num_experts: int
 ) -> Plan:
-    """Return the plan of pairs sorted by token; pairs with expert id `num_experts` are not computed."""
+    """Return the plan for pairs in token order; pairs with expert id `num_experts` are not computed."""
     order_N, offsets_E = sort_by_expert(expert_ids_N, num_experts)
     return Plan(
         token_ids_N=token_ids_N.index_select(0, order_N),
@@ -51,10 +51,10 @@ def plan_of_pairs(
 
 
 def unsorted_plan(routing: Routing, num_experts: int) -> Plan:
-    """The pairs in the router's order; `offsets_E` is empty, so nothing has length E.
+    """Return a plan in the router's order, for experts that are table rows and need no sorting.
 
-    For experts that are rows of a table, which need no sorting. Pairs that are not computed have weight 0
-    and expert id 0.
+    `offsets_E` is empty, because with millions of experts no tensor should have one entry per expert. Pairs
+    that are not computed have weight 0 and expert id 0.
     """
     uncomputed_N = routing.uncomputed_N | (routing.expert_ids_N >= num_experts)
     return Plan(
@@ -68,10 +68,10 @@ def unsorted_plan(routing: Routing, num_experts: int) -> Plan:
 
 
 class Dispatched(ABC):
-    """Dispatched tokens; other work can overlap with their transfer until `rows` is called."""
+    """Dispatched tokens; other work can overlap with their transfer until `rows` waits for it."""
 
     plan: Plan
-    """Pairs of this rank's experts; its `token_ids_N` are indices into `rows`."""
+    """Pairs of this rank's experts; its `token_ids_N` are indices into the result of `rows`."""
 
     @abstractmethod
     def rows(self) -> Tensor:
@@ -83,7 +83,7 @@ class Dispatched(ABC):
 
 
 class Dispatcher(ABC):
-    """Sends tokens to the ranks of their experts, and the outputs back."""
+    """Sends tokens to the ranks of their experts, and returns the outputs."""
 
     @abstractmethod
     def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched: ...

@@ -1,4 +1,4 @@
-"""Reading and writing of regular files: writes are atomic, reads follow links, pipes and devices raise."""
+"""Functions that read and write regular files: writes are atomic, reads follow links, pipes raise."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _FSYNC_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP}
 
 
 def reason(error: OSError) -> str:
-    """Return the system's message without number and path, such as `No space left on device`."""
+    """Return the system's message without error number and path, such as `No space left on device`."""
     return error.strerror or str(error) or type(error).__name__
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of the file at `path`, or of a link's target; None if nothing is there.
+    """Return `a file`, `a folder`, `a pipe`, `a socket` or `a device`; None if nothing is at `path`.
 
-    The kind is `a file`, `a folder`, `a pipe`, `a socket` or `a device`.
+    Links are followed.
 
     Raises:
         OSError: the kind cannot be determined.
@@ -59,7 +59,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
-    """Open a regular file. Reading follows links; writing does not, and never changes their targets.
+    """Open a regular file. Reading follows links; opening a link for writing fails.
 
     Raises:
         OSError: `path` is not a regular file, or cannot be opened.
@@ -106,10 +106,10 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file for writing and reading that replaces `path` when the block ends.
+    """Yield a file for writing and reading that replaces `path` when the `with` block ends.
 
-    Until then, and after an error or a killed process, `path` is unchanged. On return the content is synced
-    to disk. A link itself is replaced, not its target. A pipe or a device raises OSError.
+    Until then, and after an error or a killed process, `path` is unchanged. The content is synced to disk
+    before it replaces `path`. A link is replaced, not its target. A pipe or a device raises OSError.
     """
     _require_file(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
@@ -128,23 +128,23 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder that replaces `path` when the block ends.
+    """Yield a new folder that replaces `path` when the `with` block ends.
 
     After an error `path` is unchanged. A process that is killed between the two renames leaves the old folder
     as `.NAME.*.old.unfinished`, which `remove_unfinished` restores.
     """
     make_folder(path.parent)
-    mark = secrets.token_hex(4)
-    new, old = (path.with_name(f".{path.name}.{mark}{kind}{UNFINISHED}") for kind in ("", ".old"))
+    token = secrets.token_hex(4)
+    new, old = (path.with_name(f".{path.name}.{token}{kind}{UNFINISHED}") for kind in ("", ".old"))
     new.mkdir()
     try:
         yield new
-        for place in new.rglob("*"):
-            if place.is_file():
-                with place.open("rb") as file:
+        for inner in new.rglob("*"):
+            if inner.is_file():
+                with inner.open("rb") as file:
                     os.fsync(file.fileno())
             else:
-                sync_folder(place)
+                sync_folder(inner)
         sync_folder(new)
         if path.exists():
             path.rename(old)
@@ -162,7 +162,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def split_into_files(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
-    """Return names in their order, split into files of at most `max_bytes`; a larger one has its own file."""
+    """Split names, in order, into files of at most `max_bytes`; a larger entry has its own file."""
     files: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -181,22 +181,22 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove unfinished files of killed processes, and restore a folder that one was replacing."""
+    """Remove the unfinished files of killed processes, and restore a folder that one was replacing."""
     for path in folder.glob(f".*{UNFINISHED}"):
         with suppress(OSError):
             if kind_of(path) != "a folder":
                 path.unlink()
                 continue
             name, _, kind = path.name.removesuffix(UNFINISHED)[1:].rpartition(".")
-            place = folder / name.rpartition(".")[0]
-            if kind == "old" and not place.exists():
-                path.rename(place)
+            replaced = folder / name.rpartition(".")[0]
+            if kind == "old" and not replaced.exists():
+                path.rename(replaced)
             else:
                 shutil.rmtree(path)
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the entries of `folder` to disk."""
+    """Sync the directory entries of `folder` to disk."""
     if os.name == "nt":  # Windows cannot open a folder
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -226,7 +226,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def parse_object(content: bytes | str) -> dict[str, Any] | None:
-    """Return a JSON object; None if `content` is anything else, or is nested a thousand levels deep."""
+    """Return a JSON object; None if `content` is anything else, or is nested too deep."""
     try:
         value = json.loads(content if isinstance(content, str) else content.decode())
     except (ValueError, RecursionError):
@@ -239,16 +239,18 @@ QUIET_SECONDS = 600.0
 
 
 class WriteFailures:
-    """Reports when a file can no longer be written, and when it can again."""
+    """Logs a warning when a file can no longer be written, and when it can be written again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._failed_at = float("-inf")
-        self._is_reported = False  # the failure is reported, the recovery not yet
+        self._is_reported = (
+            False  # True from the report of a failure until the report of the recovery
+        )
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Report an OSError and continue; the caller keeps its data for the next attempt."""
+        """Report an OSError instead of raising it; the caller keeps its data for the next attempt."""
         try:
             yield
         except OSError as error:
@@ -268,5 +270,5 @@ class WriteFailures:
             self._is_reported = False
             self._report("can be written again")
 
-    def _report(self, what: str) -> None:
-        log.warning("disk: '%s' %s", self.path, what)
+    def _report(self, state: str) -> None:
+        log.warning("disk: '%s' %s", self.path, state)

@@ -27,15 +27,15 @@ _CELL, _LEFT = 11, 30
 """Pixels of a cell in a drawing, and of the labels to its left."""
 
 
-def card(title: str, facts: Mapping[str, str], *parts: str) -> str:
-    """Return a card: a title, facts as name -> value, and parts that are HTML already."""
-    shown = "".join(
+def card(title: str, facts: Mapping[str, str], *html: str) -> str:
+    """Return a card: a title, facts as name -> value, and pieces of HTML below."""
+    cells = "".join(
         f'<span style="white-space:nowrap"><span style="opacity:.7">{escape(name)}</span> '
         f"<b>{escape(value)}</b></span>"
         for name, value in facts.items()
     )
-    row = f'<div style="display:flex;flex-wrap:wrap;gap:0 1.2em">{shown}</div>'
-    return f'<div style="{_CARD}"><b>{escape(title)}</b>{row}{"".join(parts)}</div>'
+    row = f'<div style="display:flex;flex-wrap:wrap;gap:0 1.2em">{cells}</div>'
+    return f'<div style="{_CARD}"><b>{escape(title)}</b>{row}{"".join(html)}</div>'
 
 
 def note(text: str) -> str:
@@ -43,20 +43,20 @@ def note(text: str) -> str:
 
 
 def folded(title: str, text: str) -> str:
-    """Return preformatted text that the reader opens."""
-    shown = f'<pre style="font-size:12px;margin:.3em 0 0;white-space:pre-wrap">{escape(text)}</pre>'
-    return f'<details style="font-size:12px"><summary>{escape(title)}</summary>{shown}</details>'
+    """Return preformatted text, folded until the reader opens it."""
+    body = f'<pre style="font-size:12px;margin:.3em 0 0;white-space:pre-wrap">{escape(text)}</pre>'
+    return f'<details style="font-size:12px"><summary>{escape(title)}</summary>{body}</details>'
 
 
 def link(path: str, title: str) -> str:
-    """Return a link to a file; a notebook finds it from its own folder."""
+    """Return a link to a file; a relative path starts at the notebook's folder."""
     return f'<a href="{escape(quote(path))}" style="color:inherit">{escape(title)}</a>'
 
 
-def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of the indices below `count`, evenly spread from the first to the last."""
-    shown = min(most, count)
-    return [place * (count - 1) // max(shown - 1, 1) for place in range(shown)]
+def spread(count: int, max_items: int) -> list[int]:
+    """Return at most `max_items` indices below `count`, evenly spread from the first to the last."""
+    num_items = min(max_items, count)
+    return [index * (count - 1) // max(num_items - 1, 1) for index in range(num_items)]
 
 
 def load_table(loads: Mapping[str, Sequence[float]]) -> str:
@@ -67,12 +67,12 @@ def load_table(loads: Mapping[str, Sequence[float]]) -> str:
     """
     widest = max(map(len, loads.values()))
     names, cells = list(loads), ""
-    for name in (names[place] for place in spread(len(names), MAX_ROWS)):
-        load = loads[name]
+    for row in spread(len(names), MAX_ROWS):
+        name, load = names[row], loads[names[row]]
         ordered = sorted(load, reverse=True) if widest > MAX_COLUMNS else load
-        times = [ordered[place] * len(load) for place in spread(len(load), MAX_COLUMNS)]
+        ratios = [ordered[column] * len(load) for column in spread(len(load), MAX_COLUMNS)]
         cells += f'<span style="grid-column:1;padding-right:.5em">{escape(name)}</span>'
-        cells += "".join(map(_load_cell, times))
+        cells += "".join(map(_load_cell, ratios))
     order = "sorted by load" if widest > MAX_COLUMNS else "in order"
     columns = f"auto repeat({min(widest, MAX_COLUMNS)},2.2em)"
     style = "display:grid;justify-content:start;gap:1px;margin-top:.4em;font-size:12px;text-align:center"
@@ -80,37 +80,37 @@ def load_table(loads: Mapping[str, Sequence[float]]) -> str:
     return f'<div style="{style};grid-template-columns:{columns}">{cells}</div>{note(text)}'
 
 
-def _load_cell(times: float) -> str:
-    """Return a cell for a load of `times` the even share; four times has the full colour."""
-    colour, depth = (ABOVE, (times - 1) / 3) if times > 1 else (BELOW, 1 - times)
-    return f'<span style="background:{colour}{round(200 * min(depth, 1)):02x}">{times:.1f}</span>'
+def _load_cell(ratio: float) -> str:
+    """Return a cell for a load over the even share; the colour is strongest at 4 and at 0."""
+    colour, depth = (ABOVE, (ratio - 1) / 3) if ratio > 1 else (BELOW, 1 - ratio)
+    return f'<span style="background:{colour}{round(200 * min(depth, 1)):02x}">{ratio:.1f}</span>'
 
 
 def routing_map(pairs: Sequence[tuple[int, int, float, bool]], load_E: Sequence[float]) -> str:
-    """Return a drawing of the experts (rows) of the first tokens (columns), and the load of each expert.
+    """Return a drawing of the experts (rows) that the first tokens (columns) chose, and of each expert's load.
 
     Args:
-        pairs: token, expert, weight, and whether the pair was dropped.
-        load_E: share of the pairs of each expert.
+        pairs: (token, expert, weight, dropped) of each pair.
+        load_E: each expert's share of the pairs.
     """
     by_load = sorted(range(len(load_E)), key=lambda expert: -load_E[expert])
     row_of = {expert: row for row, expert in enumerate(sorted(by_load[:MAX_EXPERTS]))}
-    seen = [pair for pair in pairs if pair[0] < MAX_TOKENS and pair[1] in row_of]
-    columns = 1 + max((token for token, *_ in seen), default=0)
-    largest = max((weight for _, _, weight, _ in seen), default=1) or 1
+    visible = [pair for pair in pairs if pair[0] < MAX_TOKENS and pair[1] in row_of]
+    columns = 1 + max((token for token, *_ in visible), default=0)
+    largest = max((weight for _, _, weight, _ in visible), default=1) or 1
     squares: dict[str, str] = {}
-    for token, expert, weight, is_dropped in seen:
+    for token, expert, weight, is_dropped in visible:
         level = max(0, min(3, int(4 * weight / largest)))
         style = f'fill="none" stroke="{ABOVE}"' if is_dropped else f'opacity="{(level + 1) / 4}"'
         corner = f"M{_LEFT + token * _CELL + 1} {row_of[expert] * _CELL + 1}"
         squares[style] = squares.get(style, "") + f"{corner}h9v9h-9z"
-    bars, texts = "", ""
+    bars, labels = "", ""
     left, highest = _LEFT + columns * _CELL + 8, max(load_E) or 1
     for expert, row in row_of.items():
         top, width = row * _CELL, 60 * load_E[expert] / highest
         bars += f"M{left} {top + 2}h{width:.1f}v7H{left}z"
-        texts += f'<text x="2" y="{top + 9}">{expert}</text>'
-        texts += f'<text x="{left + 64}" y="{top + 9}">{100 * load_E[expert]:.1f}%</text>'
+        labels += f'<text x="2" y="{top + 9}">{expert}</text>'
+        labels += f'<text x="{left + 64}" y="{top + 9}">{100 * load_E[expert]:.1f}%</text>'
     even, height = left + 60 / len(load_E) / highest, len(row_of) * _CELL
     rows = (
         "Rows are experts"
@@ -119,7 +119,7 @@ def routing_map(pairs: Sequence[tuple[int, int, float, bool]], load_E: Sequence[
     )
     text = (
         f"{rows}, columns the first tokens. A darker square is a larger weight, a hollow one a dropped pair. "
-        "Bars: share of the pairs of each expert; the dashed line is the even share."
+        "Bars: each expert's share of the pairs; the dashed line is the even share."
     )
     drawn = [f'<path {style} d="{path}"/>' for style, path in sorted(squares.items())]
     size = f'width="{left + 104}" height="{height}" viewBox="0 0 {left + 104} {height}"'
@@ -127,19 +127,19 @@ def routing_map(pairs: Sequence[tuple[int, int, float, bool]], load_E: Sequence[
     style = "display:block;margin-top:.4em;max-width:100%;height:auto;font:9px system-ui,sans-serif"
     return (
         f'<svg {size} role="img" aria-label="{label}" style="{style}"><g fill="{BELOW}">{"".join(drawn)}'
-        f'<path d="{bars}" opacity=".6"/></g><g fill="currentColor">{texts}</g>'
+        f'<path d="{bars}" opacity=".6"/></g><g fill="currentColor">{labels}</g>'
         f'<path d="M{even:.1f} 0v{height}" stroke="currentColor" stroke-dasharray="2 2"/></svg>{note(text)}'
     )
 
 
 def curve(values: Sequence[float], name: str) -> str:
-    """Return a small line through the finite values and its two ends; empty without values."""
+    """Return a small line through the finite values, labelled with both ends; empty without values."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
-    kept = [finite[place] for place in spread(len(finite), 80)]
-    low, high, step = min(kept), max(kept), 200 / max(len(kept) - 1, 1)
-    heights = [36 - 32 * (value - low) / ((high - low) or 1) for value in kept]
+    points = [finite[index] for index in spread(len(finite), 80)]
+    low, high, step = min(points), max(points), 200 / max(len(points) - 1, 1)
+    heights = [36 - 32 * (value - low) / ((high - low) or 1) for value in points]
     line = "L".join(f"{step * n:.0f} {height:.1f}" for n, height in enumerate(heights))
     text = f"{name}: {finite[0]:.3f} to {finite[-1]:.3f}"
     return (

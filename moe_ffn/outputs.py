@@ -5,6 +5,7 @@ T tokens (batch and sequence flattened), E experts, N (token, expert) pairs, S s
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NoReturn, Protocol, Self
 
@@ -17,11 +18,11 @@ from moe_ffn import html_repr
 def summarize(value: Any) -> str:
     """Describe a dataclass on one line: `TokenContext(mask=bool[2, 16] on cpu)`.
 
-    Fields that are None are omitted. It reads no tensor values.
+    Fields that are None are omitted; tensor values are not read.
     """
-    items = [(field.name, getattr(value, field.name)) for field in fields(value)]
-    parts = [f"{name}={brief(item)}" for name, item in items if item is not None]
-    return f"{type(value).__name__}({', '.join(parts)})"
+    items = ((field.name, getattr(value, field.name)) for field in fields(value))
+    shown = (f"{name}={brief(item)}" for name, item in items if item is not None)
+    return f"{type(value).__name__}({', '.join(shown)})"
 
 
 def brief(value: object) -> str:
@@ -35,25 +36,23 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-"""Valid dtypes of token ids."""
-
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _DTYPES = {
     "mask": ((torch.bool,), "bool, True for real tokens", "bool"),
-    "token_ids": (INTEGERS, "integers", "long"),
+    "token_ids": (_INTEGERS, "integers", "long"),
     "expert_ids": ((torch.int64,), "int64", "long"),
 }
 """Field of a context -> valid dtypes, their description, and the tensor method that converts to them."""
 
 
 class TokenHistory(Protocol):
-    """Values of earlier tokens, stored while a decoder computes only the new tokens; see `KVCache`."""
+    """Values of earlier tokens, which a decoder stores to compute only the new ones; see `KVCache`."""
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
         """Return the values of the previous `reach` tokens followed by `new`, and store the new values.
 
         Args:
-            owner: the calling module; its second call in a pass has a buffer of its own.
+            owner: the calling module; each of its calls in a forward pass has a separate buffer.
             new: values of the new tokens, (B, S, ...).
             reach: number of previous tokens.
 
@@ -83,18 +82,19 @@ class TokenContext:
     routers choose."""
 
     history: TokenHistory | None = None
-    """Values of earlier tokens, if `x` (B, S, d_model) continues sequences. None: sequences begin in `x`."""
+    """Values of earlier tokens, if `x` (B, S, d_model) continues sequences. None: sequences start in `x`."""
 
     def __repr__(self) -> str:
         return summarize(self)
 
     def __post_init__(self) -> None:
-        # torch rebuilds contexts from placeholders, so wrong types are left to `check_input`.
-        for name, (dtypes, wanted, method) in _DTYPES.items():
+        # `check_input` rejects other types: torch rebuilds contexts from placeholder objects.
+        for name, (dtypes, description, method) in _DTYPES.items():
             value = getattr(self, name)
             if isinstance(value, Tensor) and value.dtype not in dtypes:
                 raise ValueError(
-                    f"TokenContext.{name} must be {wanted}, but is {value.dtype}; use {name}.{method}()"
+                    f"TokenContext.{name} must be {description}, but is {value.dtype}; "
+                    f"use {name}.{method}()"
                 )
         if isinstance(self.sequence_length, bool):
             raise TypeError("TokenContext.sequence_length must be an int, but is of type bool")
@@ -120,7 +120,7 @@ class Routing:
     """int64, the expert of each pair, in [0, E)."""
 
     weights_N: Tensor
-    """float32 (or wider), the factor of the expert's output."""
+    """float32 (or wider), the factor that multiplies the expert's output."""
 
     dropped_N: Tensor
     """bool, True for pairs that exceed the capacity of their expert; they are not computed."""
@@ -135,8 +135,8 @@ class Routing:
     """S; the position of token t in its sequence is t % S."""
 
     mask_T: Tensor | None = None
-    """bool, True for real tokens; None if all are real. Pairs of padding are in the list, so that shapes do
-    not depend on the data, but they are neither computed nor counted."""
+    """bool, True for real tokens; None if all are real. Padding has pairs too, so that shapes do not depend
+    on the data, but they are neither computed nor counted."""
 
     logits_TE: Tensor | None = None
     """float32 (or wider), the router's scores before any normalisation. None if there are too many experts
@@ -154,22 +154,29 @@ class Routing:
             f"sequence_length={self.sequence_length}",
             f"num_experts={self.num_experts}",
             f"num_pairs={len(self.token_ids_N)}",
-            *self._counted(),
-            f"{_dtype_name(self.weights_N)} on {self.weights_N.device}",
         ]
+        with suppress(RuntimeError):  # a fake tensor, or one on the meta device, has no values
+            if self.mask_T is not None:
+                parts.append(f"num_real_tokens={int(self.num_real_tokens)}")
+            num_real = int(self.active_N.sum())
+            if num_real < len(self.token_ids_N):
+                parts.append(f"num_real_pairs={num_real}")
+            share = int((self.dropped_N & self.active_N).sum()) / max(num_real, 1)
+            parts.append(f"dropped={share:.1%}")
+        parts.append(f"{_dtype_name(self.weights_N)} on {self.weights_N.device}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str | None:
         """Experts of the first tokens and load of each expert, drawn for a notebook; None without values."""
         try:
-            selected_N = self.active_N
-            first_N = selected_N & (self.token_ids_N < html_repr.MAX_TOKENS)
+            active_N = self.active_N
+            shown_N = active_N & (self.token_ids_N < html_repr.MAX_TOKENS)
             columns = (self.token_ids_N, self.expert_ids_N, self.weights_N, self.dropped_N)
-            pairs = list(zip(*(column[first_N].tolist() for column in columns), strict=True))
-            counts_E = torch.bincount(self.expert_ids_N[selected_N], minlength=self.num_experts)
+            pairs = list(zip(*(column[shown_N].tolist() for column in columns), strict=True))
+            counts_E = torch.bincount(self.expert_ids_N[active_N], minlength=self.num_experts)
             load_E = (counts_E / counts_E.sum().clamp(min=1)).tolist()
-            dropped = int((self.dropped_N & selected_N).sum())
-        except RuntimeError:  # there are no values: a fake tensor, or one on the meta device
+            dropped = int((self.dropped_N & active_N).sum())
+        except RuntimeError:  # a fake tensor, or one on the meta device, has no values
             return None
         facts = {
             "tokens": f"{self.num_tokens:,}",
@@ -180,24 +187,9 @@ class Routing:
         drawing = html_repr.routing_map(pairs, load_E)
         return html_repr.card(type(self).__name__, facts, drawing)
 
-    def _counted(self) -> list[str]:
-        """Return the counts in `__repr__`; reads the values of the tensors."""
-        parts: list[str] = []
-        try:
-            if self.mask_T is not None:
-                parts.append(f"num_real_tokens={int(self.num_real_tokens)}")
-            num_real = int(self.active_N.sum())
-            if num_real < len(self.token_ids_N):
-                parts.append(f"num_real_pairs={num_real}")
-            share = int((self.dropped_N & self.active_N).sum()) / max(num_real, 1)
-            parts.append(f"dropped={share:.1%}")
-        except RuntimeError:  # there are no values: a fake tensor, or one on the meta device
-            pass
-        return parts
-
     @property
     def is_pairs_only(self) -> bool:
-        """True if (T, E) tables would be too large; only the chosen pairs are stored."""
+        """True if the routing has no (T, E) tables, because they would be too large."""
         return self.scores_TE is None
 
     @property
@@ -224,19 +216,19 @@ class Routing:
         """bool, True for the pairs that no expert computes: dropped, padding, or not chosen."""
         return self.dropped_N if self.mask_T is None else self.dropped_N | ~self.active_N
 
-    def require(self, table: Literal["logits_TE", "scores_TE"], needed_by: str) -> Tensor:
+    def require(self, name: Literal["logits_TE", "scores_TE"], needed_by: str) -> Tensor:
         """Return `logits_TE` or `scores_TE`.
 
         Raises:
             ValueError: the router returns no tables; the message names `needed_by`, a loss or a metric.
         """
-        found = self.logits_TE if table == "logits_TE" else self.scores_TE
-        if found is None:
+        table_TE = getattr(self, name)
+        if table_TE is None:
             raise ValueError(
-                f"{needed_by} needs {table}, a number for each expert and token, which this router does "
+                f"{needed_by} needs {name}, a number for each expert and token, which this router does "
                 f"not return for its {self.num_experts} experts"
             )
-        return found
+        return table_TE
 
     def detach(self) -> Self:
         """Return a copy with detached tensors, which metrics may store."""
@@ -250,7 +242,7 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class VariableKRouting(Routing):
-    """Routing with a number of chosen pairs that depends on the data.
+    """Routing in which the number of experts per token depends on the data.
 
     The router lists the maximum number of pairs, so that shapes do not depend on the data.
     """
@@ -273,7 +265,7 @@ class VariableKRouting(Routing):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SparsityTargetRouting(VariableKRouting):
-    """Routing of a router whose number of experts per token is steered by a rule (ReLU routing)."""
+    """Routing of a router whose mean number of experts per token a rule controls (ReLU routing)."""
 
     target_k: float
     """Experts per token that the sparsity rule aims for."""
@@ -289,7 +281,7 @@ class NoisyRouting(Routing):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PairsOnlyRouting(Routing):
-    """Routing among too many experts for (T, E) tables (product keys); losses use the listed pairs."""
+    """Routing with too many experts for (T, E) tables (product keys); losses use the listed pairs."""
 
     logits_N: Tensor
     """float32 (or wider), the score of each pair before any normalisation."""
@@ -300,14 +292,14 @@ class PairsOnlyRouting(Routing):
 
 @dataclass(frozen=True)
 class Plan:
-    """The pairs to compute: the row that each expert reads, and the weight of its result.
+    """The (token, expert) pairs to compute, with the input row and the weight of each.
 
     Pairs are sorted by expert, except in a plan of `dispatch.unsorted_plan`. Pairs that are not computed
     (dropped, or padding) follow `offsets_E[-1]` with weight 0, so that shapes do not depend on the data.
     """
 
     token_ids_N: Tensor
-    """int64, the row of `x_TD` that each pair reads, and the row of the output that it adds to."""
+    """int64, the row of `x_TD` that each pair reads, and the row of the output to which it adds."""
 
     weights_N: Tensor
     """Factor of each result; carries the router's gradient."""
@@ -329,7 +321,7 @@ class Plan:
 
 
 _NOT_A_TENSOR = (
-    "a block returns an FFNOutput, which is no tensor; use its .hidden, as in x + ffn(x).hidden"
+    "a block returns an FFNOutput, which is not a tensor; use its .hidden, as in x + ffn(x).hidden"
 )
 
 
@@ -375,8 +367,8 @@ class FFNOutput:
     __radd__ = __add__
 
     @classmethod
-    def __torch_function__(cls, *given: object) -> NoReturn:
-        """Raise when an output is passed to a torch function; torch then calls this method."""
+    def __torch_function__(cls, *args: object) -> NoReturn:
+        """Raise; torch calls this method if an output is passed to a torch function."""
         raise TypeError(_NOT_A_TENSOR)
 
 

@@ -5,8 +5,8 @@
     def test_my_block():
         check_ffn("my_blocks.py:LowRankConfig", d_model=64)
 
-Training runs the same checks on every custom part before its first step. A check runs a copy of the part on a
-few random tokens; it changes neither the part nor torch's random state.
+Training runs the same checks on every custom part before the first step. A check runs a copy of the part on a
+few random tokens, and changes neither the part nor torch's random state.
 
 B sequences, S positions, T = B*S tokens, D model width, E experts
 """
@@ -37,7 +37,7 @@ Part = TypeVar("Part", bound=TaggedConfig)
 
 _BATCH, _LENGTH = 2, 8
 _MAX_LENGTH = 512
-"""Length of the sequences for the causality check, since some parts look far ahead, or in chunks."""
+"""Sequence length of the causality check, because some parts look far ahead, or in chunks."""
 
 
 def check_ffn(
@@ -50,10 +50,10 @@ def check_ffn(
     """Check a feed-forward block: its output and routings, the gradient of its routers, and its causality.
 
     Args:
-        ffn: a built block, or an argument of `build_ffn`, whose config is checked too, such as `num_params`
-            and `unsupported`.
-        d_model: D; needed unless `ffn` is a block with this attribute.
-        causal: True if the block is for a causal model; outputs must not depend on later tokens.
+        ffn: a built block, or an argument of `build_ffn`; then its config is checked too, such as
+            `num_params` and `unsupported`.
+        d_model: D; required unless `ffn` is a block with this attribute.
+        causal: True if the block is for a causal model, so that outputs must not depend on later tokens.
         seq_len: maximum length of the test sequences.
 
     Raises:
@@ -92,7 +92,7 @@ def check_router(
         router: config of the router, or its options, or its `type`.
         d_model: D.
         num_experts: E.
-        causal: True if the router is for a causal model; choices must not depend on later tokens.
+        causal: True if the router is for a causal model, so that choices must not depend on later tokens.
         seq_len: maximum length of the test sequences.
 
     Raises:
@@ -145,7 +145,7 @@ def isolated_rng(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One part under test, and the properties of its model."""
+    """A part under test, and the properties of its model."""
 
     name: str
     """Name of the part, which begins every message."""
@@ -153,8 +153,8 @@ class Trial:
     d_model: int
     seq_len: int = _MAX_LENGTH
     causal: bool = True
-    way_out: str = "pass causal=False"
-    """Advice for using the part in a model that is not causal."""
+    noncausal_advice: str = "pass causal=False"
+    """Advice in messages for a model that is not causal."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -164,6 +164,7 @@ class Trial:
         return min(_LENGTH, self.seq_len)
 
     def random(self, *shape: int) -> Tensor:
+        """Return the same normal numbers at each call."""
         generator = torch.Generator().manual_seed(0)
         return torch.randn(*shape, generator=generator).to(self.device)
 
@@ -171,62 +172,66 @@ class Trial:
         return self.random(_BATCH, self.length, self.d_model)
 
     def token_ids_BS(self) -> Tensor:
-        """Return ids that differ within a sequence, so that mixed-up ids change the output."""
+        """Return ids that alternate within a sequence, so that misplaced ids change the output."""
         ids_S = torch.arange(self.length, device=self.device) % 2
         return ids_S.expand(_BATCH, self.length)
 
     # -- requirements
 
-    def error(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.name}: {what}")
+    def error(self, message: str) -> ConfigError:
+        return ConfigError(f"{self.name}: {message}")
 
-    def require(self, found: Any, kind: type[Kind], who: str, hint: str = "") -> Kind:
-        if isinstance(found, kind):
-            return found
-        raise self.error(f"{who} returned {show_value(found)}, but has to return {_a(kind)}{hint}")
+    def require(self, value: Any, kind: type[Kind], function: str, hint: str = "") -> Kind:
+        """Return `value`, the result of `function`, if it is of this kind; otherwise raise."""
+        if isinstance(value, kind):
+            return value
+        raise self.error(
+            f"{function} returned {show_value(value)}, but must return {_a(kind)}{hint}"
+        )
 
     def built(self, built: Any, kind: type[Kind]) -> Kind:
+        """Return the result of `build`, on the device, if it is of this kind; otherwise raise."""
         module = self.require(built, kind, "build")
         return module.to(self.device) if isinstance(module, nn.Module) else module
 
-    def require_like(self, found: Any, x: Tensor, who: str) -> Tensor:
-        """Return `found` if it is a finite tensor with the shape and dtype of `x`; otherwise raise."""
-        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (x.shape, x.dtype):
-            raise self.error(f"{who} is {show_value(found)}, but has to be like x, {show_value(x)}")
-        if not found.isfinite().all():
-            raise self.error(f"{who} holds NaN or infinity, though x is random of size 1")
-        return found
+    def require_like(self, value: Any, x: Tensor, name: str) -> Tensor:
+        """Return `value` if it is a finite tensor with the shape and dtype of `x`; otherwise raise."""
+        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (x.shape, x.dtype):
+            raise self.error(f"{name} is {show_value(value)}, but must be like x, {show_value(x)}")
+        if not value.isfinite().all():
+            raise self.error(f"{name} contains NaN or infinity, although x is finite")
+        return value
 
     def require_arguments(self, module: nn.Module, *names: str, optional: bool = False) -> None:
         """Raise if `forward` cannot be called with these arguments."""
         try:
             inspect.signature(module.forward).bind(*names)
         except TypeError:
-            wanted = ", ".join(["self", *names]) + ("=None" if optional else "")
+            arguments = ", ".join(["self", *names]) + ("=None" if optional else "")
             raise self.error(
-                f"{type(module).__name__}.forward has to take {' and '.join(names)}; write "
-                f"def forward({wanted})"
+                f"{type(module).__name__}.forward must take {' and '.join(names)}; write "
+                f"def forward({arguments})"
             ) from None
 
     def require_gradient(
-        self, value: Tensor, by: Sequence[Tensor], who: str, of: str, advice: str
+        self, output: Tensor, inputs: Sequence[Tensor], name: str, inputs_name: str, advice: str
     ) -> None:
-        """Raise if a value has no nonzero gradient with respect to any tensor of `by`.
+        """Raise if an output has no nonzero gradient with respect to any of the inputs.
 
         Args:
-            value: tensor computed from `by` with gradients.
-            by: tensors to differentiate with respect to.
-            who: name of the value in the message.
-            of: name of `by` in the message.
+            output: tensor computed from `inputs` with gradients.
+            inputs: tensors to differentiate with respect to.
+            name: name of `output` in the message.
+            inputs_name: name of `inputs` in the message.
             advice: end of the message.
         """
         grads: tuple[Tensor | None, ...] = (None,)
-        if value.requires_grad:
-            direction = self.random(*value.shape)
-            grads = torch.autograd.grad(value, by, direction, allow_unused=True)
-        least = 1e-6 * value.detach().abs().max()
-        if not any(grad is not None and grad.abs().max() > least for grad in grads):
-            raise self.error(f"{who} has no gradient with respect to {of}; {advice}")
+        if output.requires_grad:
+            direction = self.random(*output.shape)
+            grads = torch.autograd.grad(output, inputs, direction, allow_unused=True)
+        minimum = 1e-6 * output.detach().abs().max()
+        if not any(grad is not None and grad.abs().max() > minimum for grad in grads):
+            raise self.error(f"{name} has no gradient with respect to {inputs_name}; {advice}")
 
     def require_routing(self, routing: Any, num_experts: int | None = None) -> Routing:
         """Return `routing` if it is a Routing with correct shapes and ids; otherwise raise."""
@@ -244,25 +249,25 @@ class Trial:
         if isinstance(routing, PairsOnlyRouting):
             shapes["logits_N"] = N
         for name, shape in shapes.items():
-            found = getattr(routing, name)
-            # Routers with too many experts for (T, E) tables have None.
-            if found is not None and tuple(found.shape) != shape:
+            value = getattr(routing, name)
+            # Tables are None if there are too many experts for them.
+            if value is not None and tuple(value.shape) != shape:
                 raise self.error(
-                    f"its routing has {name} of shape {tuple(found.shape)}, expected {shape}"
+                    f"its routing has {name} of shape {tuple(value.shape)}, expected {shape}"
                 )
         if routing.logits_TE is None and not isinstance(routing, PairsOnlyRouting):
-            wanted = f"PairsOnlyRouting.logits_N, expected of shape {N}"
+            missing = f"PairsOnlyRouting.logits_N, expected of shape {N}"
             if not routing.is_pairs_only:
-                wanted = f"logits_TE, its scores before any normalisation, expected of shape {TE}"
-            raise self.error(f"its routing has no {wanted}")
+                missing = f"logits_TE, its scores before any normalisation, expected of shape {TE}"
+            raise self.error(f"its routing has no {missing}")
         if routing.scores_TE is not None and (routing.scores_TE < 0).any():
             raise self.error(
-                "its routing has scores_TE below 0, but they are what a softmax or the like makes of "
-                "logits_TE; routing_of_pairs takes the logits first, then the scores"
+                "its routing has scores_TE below 0, but they must be normalised logits_TE, such as their "
+                "softmax; routing_of_pairs takes the logits first, then the scores"
             )
         for name, expected in {"num_tokens": num_tokens, "num_experts": num_experts}.items():
-            if (found := getattr(routing, name)) != expected:
-                raise self.error(f"its routing has {name} {show_value(found)}, expected {expected}")
+            if (value := getattr(routing, name)) != expected:
+                raise self.error(f"its routing has {name} {show_value(value)}, expected {expected}")
         for name, end in {"token_ids_N": num_tokens, "expert_ids_N": num_experts}.items():
             ids = getattr(routing, name)
             if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
@@ -273,17 +278,17 @@ class Trial:
                 token for token in range(num_tokens) for _ in range(k)
             ]:
                 raise self.error(
-                    f"its routing has pairs_per_token {show_value(k)}, but token_ids_N are not every "
-                    "token so many times"
+                    f"its routing has pairs_per_token {show_value(k)}, but token_ids_N does not list every "
+                    "token this many times, in order"
                 )
         return routing
 
     def require_causal(self, config: FFNConfig | RouterConfig) -> None:
-        """Raise if the model is causal and the part's config says that the part is not."""
+        """Raise if the model is causal but, according to its config, the part is not."""
         if self.causal and (unsupported := config.unsupported(UseCase(causal=True))):
             raise self.error(
                 f"{unsupported.reason}, so a causal model could see the tokens it must predict; "
-                f"{unsupported.advice}, or {self.way_out}"
+                f"{unsupported.advice}, or {self.noncausal_advice}"
             )
 
     def require_blind_to_future(
@@ -310,22 +315,22 @@ class Trial:
                 torch.manual_seed(0)  # the same dropout and noise for every token
                 return call(x, ids)
 
-            once = seeded(x, ids)
-            if not torch.equal(once, seeded(x, ids)):
+            outputs = seeded(x, ids)
+            if not torch.equal(outputs, seeded(x, ids)):
                 continue  # the part has a state, so outputs are not comparable
             for first in (length // 2, length - 1):
-                later_x, later_ids = x.clone(), ids.clone()
-                later_x[:, first:] = 10 - 10 * x[:, first:]
-                later_ids[:, first:] = 1
-                before = once[:, :first]
-                moved = (seeded(later_x, later_ids)[:, :first] - before).abs()
-                if moved.max() <= 1e-3 * before.abs().max() + 1e-6:
+                changed_x, changed_ids = x.clone(), ids.clone()
+                changed_x[:, first:] = 10 - 10 * x[:, first:]
+                changed_ids[:, first:] = 1
+                before = outputs[:, :first]
+                difference = (seeded(changed_x, changed_ids)[:, :first] - before).abs()
+                if difference.max() <= 1e-3 * before.abs().max() + 1e-6:
                     continue
-                at = int(moved.flatten(2).amax(dim=(0, 2)).argmax())
+                position = int(difference.flatten(2).amax(dim=(0, 2)).argmax())
                 raise self.error(
-                    f"its output at position {at} changes when tokens from position {first} on do"
+                    f"its output at position {position} changes when tokens from position {first} on do"
                     f"{' (in training)' if training else ''}, so a causal model could see the "
-                    f"tokens it must predict; use only earlier tokens, or {self.way_out}"
+                    f"tokens it must predict; use only earlier tokens, or {self.noncausal_advice}"
                 )
 
     def require_same_alone(
@@ -334,7 +339,7 @@ class Trial:
         call: Callable[[Tensor, Tensor], Tensor],
         alone: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        """Raise if a block or router for cached decoding computes a token differently in a pass of its own.
+        """Raise if a block or router for cached decoding computes a token differently on its own.
 
         Args:
             module: the part.
@@ -343,50 +348,36 @@ class Trial:
         """
         x, ids = self.x(), self.token_ids_BS()
         module.eval()
-        whole = call(x, ids)
-        if self.length > 1 and torch.equal(whole, call(x, ids)):  # otherwise the part adds noise
-            tokens = zip(x[:1].split(1, 1), ids[:1].split(1, 1), strict=True)
-            self.require_equal(whole, torch.cat([alone(*token) for token in tokens], 1))
-
-    def require_equal(self, whole: Tensor, alone: Tensor) -> None:
-        """Raise if tokens computed one at a time (1, S, ...) differ from the first sequence of `whole`."""
-        moved_S = (alone - whole[:1]).abs().flatten(2).amax(dim=(0, 2))
-        if moved_S.max() > 1e-3 * whole.abs().max() + 1e-6:
+        outputs = call(x, ids)
+        if self.length == 1 or not torch.equal(outputs, call(x, ids)):  # or the part adds noise
+            return
+        tokens = zip(x[:1].split(1, 1), ids[:1].split(1, 1), strict=True)
+        outputs_alone = torch.cat([alone(*token) for token in tokens], 1)
+        difference_S = (outputs_alone - outputs[:1]).abs().flatten(2).amax(dim=(0, 2))
+        if difference_S.max() > 1e-3 * outputs.abs().max() + 1e-6:
             raise self.error(
-                "its config does not refuse UseCase(cached=True), but the token at position "
-                f"{int(moved_S.argmax())} has another output alone than in its sequence, so generated text "
-                "would be wrong; say so in unsupported(use_case), or leave is_tokenwise or supports_cache "
-                "out"
+                "its config supports UseCase(cached=True), but the output of the token at position "
+                f"{int(difference_S.argmax())} changes if it is computed alone, so generated text would be "
+                "wrong; return a reason from unsupported(use_case), or remove is_tokenwise or supports_cache"
             )
 
     # -- checks of each kind of part
 
     def ffn(self, config: FFNConfig, where: str = "") -> None:
-        """Check the block of a config, and the config.
-
-        Args:
-            config: config of the block.
-            where: place of the block, for the message on miscounted parameters.
-        """
+        """Check the block of a config, and the config; `where` names its layer in messages."""
         if (stack := config.expert_stack) is not None:
-            built = stack.build(self.d_model)
-            self.experts(built, self.d_model, stack.num_experts)
+            self.experts(stack.build(self.d_model), self.d_model, stack.num_experts)
         block = self.built(config.build(self.d_model), FFNBlock)
-        found = sum(parameter.numel() for parameter in block.parameters())
+        num_built = sum(parameter.numel() for parameter in block.parameters())
         self.block(block, config)
-        if found != (counted := config.num_params(self.d_model)):
-            raise miscounted(self.name + where, counted, found, config, self.d_model)
+        if num_built != (counted := config.num_params(self.d_model)):
+            raise miscounted(self.name + where, counted, num_built, config, self.d_model)
         config.num_active_params(self.d_model)
         config.flops_per_token(self.d_model, self.seq_len)
         config.describe()
 
     def block(self, block: FFNBlock, config: FFNConfig | None) -> None:
-        """Check a built block; this changes its parameters.
-
-        Args:
-            block: the block.
-            config: config of the block; None if unknown.
-        """
+        """Check a built block, whose parameters it changes; `config` is None if unknown."""
         self.require_arguments(block, "x", "context", optional=True)
         x, context = self.x(), TokenContext(token_ids=self.token_ids_BS())
         for training in (False, True):
@@ -395,7 +386,7 @@ class Trial:
             self.require_like(output.hidden, x, "hidden")
             if not isinstance(output.routings, dict):
                 raise self.error(
-                    f"routings is {show_value(output.routings)}, but has to be a dict, as in "
+                    f"routings is {show_value(output.routings)}, but must be a dict, as in "
                     "FFNOutput(hidden, {'routing': routing})"
                 )
             for routing in output.routings.values():
@@ -424,7 +415,6 @@ class Trial:
                 self.require_router_to_learn(router, lambda: block(x, context).hidden, "hidden")
 
     def router(self, config: RouterConfig, num_experts: int) -> None:
-        """Check the router of a config, and the config."""
         router = self.built(config.build(self.d_model, num_experts), Router)
         self.require_arguments(router, "x_TD", "context")
 
@@ -462,31 +452,25 @@ class Trial:
             )
 
     def require_router_to_learn(
-        self, router: nn.Module, call: Callable[[], Tensor], who: str
+        self, router: nn.Module, call: Callable[[], Tensor], name: str
     ) -> None:
-        """Raise if a router has parameters but the value of `call` has no gradient for any of them."""
+        """Raise if a router has parameters but `call`, whose output is `name`, has no gradient for them."""
         parameters = [p for p in router.parameters() if p.requires_grad]
         if not parameters:
             return
         with torch.enable_grad():
-            value = call()
+            output = call()
         self.require_gradient(
-            value,
+            output,
             parameters,
-            who,
+            name,
             "the parameters of its router",
             "weights_N must be computed from them without detach() or no_grad(), and not be a constant; for "
             "a fixed router set learns: ClassVar[bool] = False in its config",
         )
 
     def experts(self, experts: Any, width: int, num_experts: int) -> None:
-        """Check built experts.
-
-        Args:
-            experts: the experts.
-            width: width of their input and output.
-            num_experts: E.
-        """
+        """Check built experts; `width` is the width of their input and output."""
         experts = self.built(experts, Experts).eval()
         self.require_arguments(experts, "x_TD", "plan")
         x_TD = self.random(_BATCH * self.length, width)
@@ -496,21 +480,21 @@ class Trial:
         plan_function = unsorted_plan if experts.are_embeddings else make_plan
         plan = plan_function(pairs, num_experts)
         move_off_zero(experts)
-        who = "what its experts return"
+        name = "the output of its experts"
         with torch.enable_grad():
             weights_N = plan.weights_N.clone().requires_grad_()
             y_TD = experts.run(x_TD, replace(plan, weights_N=weights_N))
-        y_TD = self.require_like(y_TD, x_TD, who)
+        y_TD = self.require_like(y_TD, x_TD, name)
         self.require_gradient(
             y_TD,
             [weights_N],
-            who,
+            name,
             "plan.weights_N, through which the router learns",
             "multiply each pair's result by its weight",
         )
         dropped = replace(pairs, dropped_N=torch.ones_like(pairs.dropped_N))
         y_TD = experts.run(x_TD, plan_function(dropped, num_experts))
-        self.require_like(y_TD, x_TD, f"{who} of a plan that drops every pair")
+        self.require_like(y_TD, x_TD, f"{name} for a plan that drops every pair")
 
 
 @dataclass(frozen=True)
@@ -532,21 +516,21 @@ class _History:
 
 
 def miscounted(
-    name: str, counted: int, found: int, ffn: FFNConfig | None, d_model: int
+    name: str, counted: int, num_built: int, ffn: FFNConfig | None, d_model: int
 ) -> ConfigError:
-    """Return the error for a part whose config counts `counted` parameters, but which has `found`.
+    """Return the error for a part whose module has another number of parameters than `num_params` returns.
 
     Args:
         name: name of the part.
         counted: result of `num_params`.
-        found: number of parameters of the module.
+        num_built: number of parameters of the module.
         ffn: config of the part, if it is a feed-forward block; the message names its miscounted experts.
         d_model: D.
     """
     cause = "" if ffn is None else _miscounted_experts(ffn, d_model)
     return ConfigError(
-        f"{name}: num_params says {counted:,}, but {found:,} parameters are built{cause}; correct "
-        "num_params, which the model table, facts.json and matched widths rely on"
+        f"{name}: num_params returns {counted:,}, but the module has {num_built:,} parameters{cause}; "
+        "correct num_params, which the model table, facts.json and matched widths rely on"
     )
 
 
@@ -558,17 +542,17 @@ def _miscounted_experts(ffn: FFNConfig, d_model: int) -> str:
     if (stack := ffn.expert_stack) is None:
         return ""
     counted = stack.num_params(d_model)
-    found = sum(parameter.numel() for parameter in stack.build(d_model).parameters())
-    if found == counted:
+    num_built = sum(parameter.numel() for parameter in stack.build(d_model).parameters())
+    if num_built == counted:
         return ""
     return (
-        f", since of its experts ('{stack.config.type}') params_per_expert and shared_params say {counted:,} "
-        f"and {found:,} are built"
+        f", because params_per_expert and shared_params of its experts ('{stack.config.type}') give "
+        f"{counted:,}, but they have {num_built:,}"
     )
 
 
 def move_off_zero(module: nn.Module) -> None:
-    """Add a small number to every parameter, since a zero gate would hide the layers behind it."""
+    """Add a small number to every parameter, because a zero gate would hide the layers behind it."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.add_(0.03)
@@ -582,5 +566,6 @@ def show_value(value: Any) -> str:
 
 
 def _a(kind: type) -> str:
-    name = "None" if kind is type(None) else kind.__name__
-    return name if name == "None" else f"{'an' if name[0] in 'AEFIO' else 'a'} {name}"
+    if kind is type(None):
+        return "None"
+    return f"{'an' if kind.__name__[0] in 'AEFIO' else 'a'} {kind.__name__}"

@@ -47,7 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(item, "callspec", None) is None or "kernels" in item.path.parts:
             continue
-        if item.callspec.params.get("backend") == "triton":  # pyright: ignore[reportAttributeAccessIssue]
+        params = item.callspec.params  # pyright: ignore[reportAttributeAccessIssue]
+        if params.get("backend") == "triton" or params.get("backends") == ["triton"]:
             item.add_marker("slow")
             on_gpu = torch.cuda.is_available()
             item.add_marker(pytest.mark.skipif(on_gpu, reason="these layers are on the CPU"))

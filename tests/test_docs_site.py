@@ -20,6 +20,9 @@ from moe_ffn.runs.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+sys.path.append(str(DOCS / "_ext"))
+from generated import with_tables  # noqa: E402
+
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
 WRITTEN = [name for name in PAGES if not name.startswith("docs/studies/")]
 """Pages that a person writes; programs write those of the studies."""
@@ -203,6 +206,13 @@ def test_every_option_named_in_a_page_exists(name: str) -> None:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_page_is_short(name: str) -> None:
     assert len(PAGES[name].read_text(encoding="utf-8").splitlines()) <= 250
+
+
+@pytest.mark.parametrize("name", ["metrics", "programs", "options/index"])
+def test_the_tables_in_a_page_are_those_of_the_code(name: str) -> None:
+    text = (DOCS / "reference" / f"{name}.md").read_text(encoding="utf-8")
+    assert "<!-- table: " in text
+    assert with_tables(text) == text, "`python docs/_ext/generated.py` writes the tables"
 
 
 # -- the site

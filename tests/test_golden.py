@@ -33,10 +33,10 @@ def names(*patterns: str) -> list[str]:
     return sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in found)
 
 
-TRAINED = names("*.yaml", "routers/*.yaml", "models/small/*.yaml")
+TRAINED = names("*.yaml", "blocks/*.yaml", "models/small/*.yaml")
 PUBLISHED = names("models/*.yaml")
 """Models that are too large to train here; only their sizes are frozen."""
-REPORTED = ["dense", "moe", "moe_capacity", "routers/mixture_of_depths"]
+REPORTED = ["dense", "moe", "moe_capacity", "blocks/mixture_of_depths"]
 RESUMED = [*REPORTED, "models/small/deepseek_v3", "vanilla_2017"]
 """The last two add a state: a correction bias, and the random numbers of dropout."""
 EXPORTED = ["models/small/mixtral", "models/small/qwen2_moe", "moe", "swiglu"]
@@ -49,7 +49,7 @@ TOLERANCES = {
 """Logged names whose values are frozen -> the relative difference that another processor may make; of
 it a tenth in the first step, where no rounding has moved a token yet."""
 STEPS = 3
-STEPS_ALIKE = {"routers/balanced_assignment": 2}
+STEPS_ALIKE = {"blocks/balanced_assignment": 2}
 """Steps that are compared of a config if not all: rounding, which differs between processors, decides some
 of the auction's choices, and the third step of this config depends on them by more than the tolerance."""
 ONE_PAIR = {"moe_capacity": 1.7}

@@ -130,7 +130,7 @@ def test_a_block_shows_its_size_and_cost(name: str) -> None:
     text = text_of(config.build(D_MODEL)._repr_html_())
     assert text.startswith(config.describe())
     assert f" parameters {config.num_params(D_MODEL):,} " in text
-    assert f" used by a token {config.num_active_params(D_MODEL):,} " in text
+    assert f" active parameters {config.num_active_params(D_MODEL):,} " in text
     assert f" FLOPs per token {config.flops_per_token(D_MODEL, 1024):,} " in text
 
 

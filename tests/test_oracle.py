@@ -2,7 +2,7 @@
 
 The registries drive the parameters, so a newly registered router, kind of experts or backend is
 tested by being registered. Routers, limits and experts meet in the plan alone, so the quick suite crosses
-every two of them, on every backend; `make test-slow` crosses all four.
+every two of them; `make test-slow` crosses all three. Backends share one result of the oracle, which is slow.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -90,6 +90,11 @@ LIMITS = {
 }
 
 HARDEST = "padding_and_capacity_0.5"
+
+BACKEND_GROUPS = {"cpu": [name for name in BACKENDS if name != "triton"], "triton": ["triton"]}
+"""Backends that a test compares with one result of the oracle."""
+
+every_backend = pytest.mark.parametrize("backends", BACKEND_GROUPS.values(), ids=BACKEND_GROUPS)
 
 # float64 rounds at 1e-16 and float32 at 1e-7; both sums here have tens of terms of size one.
 PRECISION = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -249,58 +254,51 @@ def plain_dense(ffn: Any, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def check_against_oracle(gradients: Any) -> Callable[..., None]:
-    """Output, gradients and computed pairs of a layer against those of the oracle."""
+    """Compare outputs, gradients and computed pairs of equal layers, one per backend, with the oracle's."""
 
-    def check(moe: MoEFFN, limit: Limit, x: Tensor, mask: Tensor) -> None:
-        reference = copy.deepcopy(moe).double()
-        x_reference = x.detach().double().clone().requires_grad_()
+    def check(moes: dict[str, MoEFFN], limit: Limit, x: Tensor, mask: Tensor) -> None:
+        reference = copy.deepcopy(next(iter(moes.values()))).double()
+        x_reference = x.double().requires_grad_()
         expected, computed = oracle(reference, x_reference, mask, limit)
         expected_gradients = gradients(reference, x_reference, expected)
+        for backend, moe in moes.items():
+            dtype = next(moe.parameters()).dtype
+            x_backend = x.to(dtype, copy=True).requires_grad_()
+            torch.manual_seed(SEED)
+            token_ids = TOKEN_IDS[: x.shape[0], : x.shape[1]]
+            output = moe(x_backend, TokenContext(mask if limit.padded else None, token_ids))
+            got_gradients = gradients(moe, x_backend, output.hidden)
 
-        x = x.detach().clone().requires_grad_()
-        torch.manual_seed(SEED)
-        token_ids = TOKEN_IDS[: x.shape[0], : x.shape[1]]
-        output = moe(x, TokenContext(mask if limit.padded else None, token_ids))
-        got_gradients = gradients(moe, x, output.hidden)
-
-        tolerance = PRECISION[x.dtype]
-        assert output.routing is not None
-        assert output.routing.computed_N.nonzero().flatten().tolist() == computed
-        torch.testing.assert_close(
-            output.hidden.double(),
-            expected,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda m: f"y: {m}",
-        )
-        assert set(got_gradients) == set(expected_gradients)
-        for name, gradient in got_gradients.items():
-            assert gradient is not None, name
-            wanted = expected_gradients[name]
-            wanted = torch.zeros_like(gradient).double() if wanted is None else wanted
-            torch.testing.assert_close(
-                gradient.double(),
-                wanted,
-                rtol=tolerance,
-                atol=tolerance,
-                msg=lambda m, name=name: f"d/d {name}: {m}",
-            )
+            assert output.routing is not None
+            assert output.routing.computed_N.nonzero().flatten().tolist() == computed, backend
+            assert_near(output.hidden, expected, f"y of {backend}", PRECISION[dtype])
+            assert set(got_gradients) == set(expected_gradients), backend
+            for name, gradient in got_gradients.items():
+                assert gradient is not None, (backend, name)
+                wanted = expected_gradients[name]
+                wanted = torch.zeros_like(gradient).double() if wanted is None else wanted
+                assert_near(gradient, wanted, f"d/d {name} of {backend}", PRECISION[dtype])
 
     return check
 
 
-@pytest.fixture
-def compare(
-    build_moe: Any, tokens_and_mask: Any, dtype_of: Any, check_against_oracle: Any
-) -> Callable[..., None]:
-    """A layer with this backend, limit and options, on two short sequences, against the oracle."""
+def assert_near(got: Tensor, wanted: Tensor, name: str, tolerance: float) -> None:
+    torch.testing.assert_close(
+        got.double(), wanted, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}"
+    )
 
-    def compare(backend: str, limit: Limit, **options: Any) -> None:
-        moe = build_moe(backend, capacity=limit.capacity, **options)
-        if moe.router.correction_bias_E is not None:
-            moe.router.correction_bias_E += torch.tensor([0.1, -0.2, 0.0, 0.3])
-        x, mask = tokens_and_mask(dtype_of(backend), limit.padded)
-        check_against_oracle(moe, limit, x, mask)
+
+@pytest.fixture
+def compare(build_moe: Any, tokens_and_mask: Any, check_against_oracle: Any) -> Callable[..., None]:
+    """Compare a layer with these backends, limit and options, on two short sequences, with the oracle."""
+
+    def compare(backends: list[str], limit: Limit, **options: Any) -> None:
+        moes = {name: build_moe(name, capacity=limit.capacity, **options) for name in backends}
+        for moe in moes.values():
+            if moe.router.correction_bias_E is not None:
+                moe.router.correction_bias_E += torch.tensor([0.125, -0.25, 0.0, 0.375])
+        x, mask = tokens_and_mask(torch.float32, limit.padded)
+        check_against_oracle(moes, limit, x, mask)
 
     return compare
 
@@ -317,45 +315,68 @@ def _same_noise_in_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "uniform_", uniform_)
 
 
-def _crossed() -> Iterator[Any]:
-    """Routers x limits x experts x backends; quick are those with one usual one among the first three."""
-    usual = ("top_k-k2", HARDEST, "mlp-sigmoid-bias")
-    for names in itertools.product(ROUTERS, LIMITS, EXPERTS, BACKENDS):
-        router, limit, experts, backend = names
-        if (backend, experts) in NO_KERNEL:
-            continue
-        num_unusual = sum(a != b for a, b in zip(names[:3], usual, strict=True))
-        values = (ROUTERS[router], LIMITS[limit], EXPERTS[experts], backend)
-        marks = [pytest.mark.slow] if num_unusual > (1 if experts in NEAR_ANOTHER else 2) else []
-        yield pytest.param(*values, id="-".join(names), marks=marks)
+USUAL = ("top_k-k2", HARDEST, "mlp-sigmoid-bias")
 
 
-@pytest.mark.parametrize(("router", "limit", "experts", "backend"), list(_crossed()))
-def test_output_and_every_gradient_equal_the_double_loop(
-    router: dict[str, Any], experts: dict[str, Any], limit: Limit, backend: str, compare: Any
+def is_quick(router: str, limit: str, experts: str) -> bool:
+    """True if one of the three is the usual one, two where the experts are NEAR_ANOTHER."""
+    num_unusual = sum(a != b for a, b in zip((router, limit, experts), USUAL, strict=True))
+    return num_unusual <= (1 if experts in NEAR_ANOTHER else 2)
+
+
+CROSSED = [*itertools.product(ROUTERS, LIMITS, EXPERTS)]
+
+
+def compare_crossed(
+    compare: Any, backends: list[str], router: str, limit: str, experts: str
 ) -> None:
-    compare(backend, limit, router=router, experts=experts)
+    backends = [backend for backend in backends if (backend, experts) not in NO_KERNEL]
+    if backends:
+        compare(backends, LIMITS[limit], router=ROUTERS[router], experts=EXPERTS[experts])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@every_backend
+@pytest.mark.parametrize(
+    ("router", "limit", "experts"),
+    [pytest.param(*names, id="-".join(names)) for names in CROSSED if is_quick(*names)],
+)
+def test_output_and_every_gradient_equal_the_double_loop(
+    router: str, limit: str, experts: str, backends: list[str], compare: Any
+) -> None:
+    compare_crossed(compare, backends, router, limit, experts)
+
+
+@pytest.mark.slow
+@every_backend
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_so_they_do_with_the_other_experts(
+    router: str, limit: str, backends: list[str], compare: Any
+) -> None:
+    for names in CROSSED:
+        if names[:2] == (router, limit) and not is_quick(*names):
+            compare_crossed(compare, backends, *names)
+
+
+@every_backend
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("combine", CombineConfig.members)
 @pytest.mark.parametrize("shared", ["dense", "swiglu"])
 def test_a_shared_expert_joins_the_routed_ones_at_every_token(
-    shared: str, combine: str, limit: Limit, backend: str, compare: Any
+    shared: str, combine: str, limit: Limit, backends: list[str], compare: Any
 ) -> None:
-    compare(backend, limit, shared_expert=shared, combine=combine)
+    compare(backends, limit, shared_expert=shared, combine=combine)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@every_backend
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("router", ["top_k", "relu", "expert_choice"])
 def test_experts_without_computation_stand_beside_the_others(
-    router: str, limit: Limit, backend: str, compare: Any
+    router: str, limit: Limit, backends: list[str], compare: Any
 ) -> None:
     kinds = {"num_zero": 1, "num_copy": 2, "num_constant": 2}
     options = {"type": router, "k": 3}
-    compare(backend, limit, num_experts=2, router=options, zero_computation=kinds)
+    compare(backends, limit, num_experts=2, router=options, zero_computation=kinds)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
@@ -380,36 +401,40 @@ EXTREMES: dict[str, tuple[Limit, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@every_backend
 @pytest.mark.parametrize("name", EXTREMES)
-def test_extreme_layers_equal_the_double_loop(name: str, backend: str, compare: Any) -> None:
+def test_extreme_layers_equal_the_double_loop(name: str, backends: list[str], compare: Any) -> None:
     limit, options = EXTREMES[name]
-    compare(backend, limit, **options)
+    compare(backends, limit, **options)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@every_backend
 def test_one_token_equals_the_double_loop(
-    backend: str, build_moe: Any, tokens_and_mask: Any, dtype_of: Any, check_against_oracle: Any
+    backends: list[str], build_moe: Any, tokens_and_mask: Any, check_against_oracle: Any
 ) -> None:
-    x, mask = tokens_and_mask(dtype_of(backend), padded=False)
-    check_against_oracle(build_moe(backend), Limit(), x[:1, :1], mask[:1, :1])
+    x, mask = tokens_and_mask(torch.float32, padded=False)
+    moes = {name: build_moe(name) for name in backends}
+    check_against_oracle(moes, Limit(), x[:1, :1], mask[:1, :1])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@every_backend
 def test_an_expert_without_tokens_gets_a_zero_gradient_not_a_missing_one(
-    backend: str, build_moe: Any, dtype_of: Any, check_against_oracle: Any
+    backends: list[str], build_moe: Any, dtype_of: Any, check_against_oracle: Any
 ) -> None:
-    moe = build_moe(backend, router={"type": "top_k", "k": 1}, experts={"bias": True})
-    with torch.no_grad():  # positive tokens: expert 2 has the only positive logit
-        (weight,) = moe.router.parameters()
-        weight.fill_(-1)[2] = 1
-    x = torch.rand(3, 4, D_MODEL, dtype=dtype_of(backend)) + 0.1
-    output = moe(x)
-    assert output.routing is not None
-    assert output.routing.expert_ids_N.unique().tolist() == [2]
-    check_against_oracle(moe, Limit(), x, torch.ones(3, 4, dtype=torch.bool))
-    for name, parameter in moe.experts.named_parameters():
-        assert parameter.grad is not None, name
-        idle = parameter.grad[[0, 1, 3]]
-        assert idle.count_nonzero() == 0, name
-        assert parameter.grad[2].count_nonzero() > 0, name
+    options = {"router": {"type": "top_k", "k": 1}, "experts": {"bias": True}}
+    moes = {name: build_moe(name, **options) for name in backends}
+    x = torch.rand(3, 4, D_MODEL) + 0.1
+    for backend, moe in moes.items():
+        with torch.no_grad():  # positive tokens: expert 2 has the only positive logit
+            (weight,) = moe.router.parameters()
+            weight.fill_(-1)[2] = 1
+        output = moe(x.to(dtype_of(backend)))
+        assert output.routing is not None
+        assert output.routing.expert_ids_N.unique().tolist() == [2]
+    check_against_oracle(moes, Limit(), x, torch.ones(3, 4, dtype=torch.bool))
+    for backend, moe in moes.items():
+        for name, parameter in moe.experts.named_parameters():
+            assert parameter.grad is not None, (backend, name)
+            idle = parameter.grad[[0, 1, 3]]
+            assert idle.count_nonzero() == 0, (backend, name)
+            assert parameter.grad[2].count_nonzero() > 0, (backend, name)

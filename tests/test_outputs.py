@@ -150,6 +150,6 @@ def test_an_output_used_as_a_tensor_names_hidden() -> None:
     ]
     for use in uses:
         with pytest.raises(
-            TypeError, match=r"is no tensor; use its \.hidden, as in x \+ ffn\(x\)\.hidden$"
+            TypeError, match=r"is not a tensor; use its \.hidden, as in x \+ ffn\(x\)\.hidden$"
         ):
             use(ffn(x))

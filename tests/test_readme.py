@@ -181,7 +181,7 @@ def test_every_command_succeeds(
         shown = "swiglu-seed1"
     elif module == "moe_ffn.cli.sweep":  # one of the configs stands for all
         assert len([*Path().glob(arguments[0])]) > 15
-        arguments = ["configs/routers/relu.yaml", *arguments[1:], *TINY]
+        arguments = ["configs/blocks/relu.yaml", *arguments[1:], *TINY]
         shown = "compare runs/every_router"
     elif module == "moe_ffn.cli.compare":
         named = ["--run.output_dir", arguments[0], "--run.name", "top_k"]
@@ -277,7 +277,11 @@ def test_the_cost_of_the_swap_is_that_of_the_configs():
 
 
 def test_the_rows_about_other_libraries_are_those_of_the_page():
-    rows = README.partition("## Beside other libraries\n\n")[2].partition("\n\n")[0].splitlines()
+    rows = (
+        README.partition("## Compared with other libraries\n\n")[2]
+        .partition("\n\n")[0]
+        .splitlines()
+    )
     page = (ROOT / "docs" / "reference" / "libraries.md").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 11
     assert set(rows) <= set(page)

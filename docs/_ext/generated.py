@@ -1,6 +1,8 @@
-"""Tables of the reference, made from the code when the site is built.
+"""Tables of the reference, made from the code.
 
-A comment in a page, such as `<!-- generated: options data -->`, becomes a table. A code host hides it.
+When the site is built, a comment such as `<!-- generated: options data -->` becomes a table. Short tables
+are in the page itself, below a comment such as `<!-- table: metrics run -->`, so that a code host shows them.
+`python docs/_ext/generated.py` writes these, and a test compares them with the code.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -38,6 +41,12 @@ ROOTS: dict[str, type[Config]] = {
 
 OWN_PAGES = {"FFNConfig": "ffn", "RouterConfig": "router", "ExpertsConfig": "experts"}
 """Families with a page of their own, to which other pages link."""
+
+OWN_PATHS = ["model.ffn", "model.ffn.router", "model.ffn.experts"]
+"""Sections of these families."""
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+OPTIONS = REFERENCE / "options"
 
 UNITS = re.compile(
     r"(?:Least |Largest |Maximum |Minimum |Peak )?(?:[Nn]umber of )?(?:newest |additional )?"
@@ -145,6 +154,31 @@ def unit(meaning: str) -> str:
     return found[1].lower() if found else ""
 
 
+PAGES = {
+    **{path: path.rpartition(".")[2] for path in OWN_PATHS},
+    "parallel": "trainer",
+    "checkpoints": "run",
+    "logging": "run",
+    "sample": "run",
+}
+"""Section -> the page with its options, if it has another name."""
+
+
+def sections() -> str:
+    """Return what each section configures, and the command that lists its options."""
+    tree = option_tree(TrainConfig, TrainConfig().to_dict())
+    names = list(TrainConfig.model_fields)
+    after_model = names.index("model") + 1
+    names[after_model:after_model] = OWN_PATHS
+    rows = []
+    for name in names:
+        page = PAGES.get(name, name)
+        exists = (OPTIONS / f"{page}.md").is_file()
+        shown = f"[`{name}`]({page}.md)" if exists else f"`{name}`"
+        rows.append([shown, prose(find(tree, name).meaning), f"`moe-ffn train --help {name}`"])
+    return table(["section", "what it configures", "command that lists its options"], rows)
+
+
 # -- programs
 
 
@@ -192,6 +226,10 @@ def description(text: str) -> Iterator[str]:
             yield prose(block).replace(r"\|", "|") + "\n"
 
 
+def program_table() -> str:
+    return table(["program", "what it does"], ([f"`moe-ffn {n}`", m] for n, m in PROGRAMS.items()))
+
+
 def programs() -> str:
     names = [*PROGRAMS, "experiments.benchmark.__main__", "experiments.overhead"]
     return "\n".join(program(name).replace(".__main__", "") for name in names)
@@ -222,10 +260,11 @@ def metrics(kind: str) -> str:
 # -- Sphinx
 
 
-KINDS: dict[str, Callable[..., str]] = {
-    "options": options,
+KINDS: dict[str, Callable[..., str]] = {"options": options, "programs": programs}
+TABLES: dict[str, Callable[..., str]] = {
     "metrics": metrics,
-    "programs": programs,
+    "programs": program_table,
+    "sections": sections,
 }
 
 
@@ -234,6 +273,16 @@ def expand(text: str) -> str:
     return re.sub(
         r"^<!-- generated: (\w+) ?(.*?) -->$",
         lambda found: KINDS[found[1]](*found[2].split()),
+        text,
+        flags=re.MULTILINE,
+    )
+
+
+def with_tables(text: str) -> str:
+    """Replace the table below each comment by that of the code."""
+    return re.sub(
+        r"^(<!-- table: (\w+) ?(.*?) -->\n\n)(?:\|.*\n)*\n*",
+        lambda found: f"{found[1]}{TABLES[found[2]](*found[3].split())}\n",
         text,
         flags=re.MULTILINE,
     )
@@ -276,3 +325,8 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", on_docstring, priority=100)  # before napoleon
     app.connect("autodoc-skip-member", on_skip_member)
     return {"parallel_read_safe": True}
+
+
+if __name__ == "__main__":
+    for path in REFERENCE.rglob("*.md"):
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Balancing of experts: losses, which are pure functions of a Routing, and rules that update a bias."""
+"""Load balancing: losses, which are pure functions of a Routing, and rules that update a router's bias."""

@@ -21,23 +21,23 @@ from moe_ffn.outputs import Routing
 
 
 class BiasRuleConfig(TaggedConfig, frozen=True):
-    """Updates the correction bias of routers towards balance, once per optimizer step, without a loss.
+    """Rule that moves the correction bias of routers towards balance, once per optimizer step.
 
-    Rules have no state: the bias belongs to the router, and the sums to the trainer.
+    A rule has no state: the router owns the bias, and the trainer the sums.
     """
 
     @property
     def advice(self) -> str | None:
-        """Option to change if routers stay unbalanced, with its current value; None if there is no option."""
+        """Advice for routers that stay unbalanced: an option and its current value; None if there is none."""
         return None
 
     @abstractmethod
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
-        """Return (E,), to be summed over the batches of a step; the router chose with `bias_E`."""
+        """Return (E,) values to sum over the batches of a step; the router used `bias_E` for this batch."""
 
     @abstractmethod
     def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
-        """Return the bias of the next step from the sum over `num_batches` batches."""
+        """Return the next step's bias from the sum of `observe` over `num_batches` batches."""
 
 
 class SignRuleConfig(BiasRuleConfig, frozen=True):
@@ -51,7 +51,7 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
     rate: float = Field(default=1e-3, gt=0)
     """Change of an expert's bias per optimizer step."""
     centre: bool = False
-    """Subtract from each change of the biases its mean over the experts, as torchtitan does."""
+    """Subtract the mean over the experts from each update of the biases, as torchtitan does."""
 
     @property
     def advice(self) -> str:
@@ -62,11 +62,11 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
 
     def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
         # mean - n as the integer sum - E * n, so that rounding cannot change the sign.
-        ahead_E = observed_E.sum() - len(observed_E) * observed_E
-        move_E = self.rate * ahead_E.sign().to(bias_E.dtype)
+        deficit_E = observed_E.sum() - len(observed_E) * observed_E
+        update_E = self.rate * deficit_E.sign().to(bias_E.dtype)
         if self.centre:
-            move_E = move_E - move_E.mean()
-        return bias_E + move_E
+            update_E = update_E - update_E.mean()
+        return bias_E + update_E
 
 
 class QuantileRuleConfig(BiasRuleConfig, frozen=True):
@@ -89,18 +89,18 @@ class QuantileRuleConfig(BiasRuleConfig, frozen=True):
         k = len(routing.token_ids_N) // max(num_tokens, 1)
         if num_tokens == 0 or k == num_experts:  # no choice: keep the bias
             return -bias_E
-        needed_T1 = (scores_TE + bias_E).topk(k + 1, dim=-1).values[:, -1:]
-        excess_TE = scores_TE - needed_T1
+        cutoff_T1 = (scores_TE + bias_E).topk(k + 1, dim=-1).values[:, -1:]
+        excess_TE = scores_TE - cutoff_T1
         if routing.mask_T is not None:
             excess_TE = excess_TE.masked_fill(~routing.mask_T.unsqueeze(-1), -torch.inf)
         num_real = routing.num_real_tokens
-        share = (num_real * k // num_experts).clamp(max=num_tokens - 1)
-        quantile_E = excess_TE.sort(dim=0, descending=True).values[share]
+        rank = (num_real * k // num_experts).clamp(max=num_tokens - 1)
+        quantile_E = excess_TE.sort(dim=0, descending=True).values[rank]
         return torch.where(quantile_E.isfinite(), quantile_E, -bias_E).to(bias_E.dtype)
 
     def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
-        fresh_E = -observed_E / num_batches
-        moved_E = self.ema * bias_E + (1 - self.ema) * fresh_E
+        target_E = -observed_E / num_batches
+        moved_E = self.ema * bias_E + (1 - self.ema) * target_E
         return moved_E - moved_E.mean()
 
 
@@ -122,8 +122,8 @@ def sparsity_weight_after(weight: Tensor, density: Tensor, factor: float) -> Ten
 
     Args:
         weight: weight of the current step.
-        density: experts per token over `SparsityTargetRouting.target_k`, averaged over the step's batches,
-            ranks and layers; above 1 the sparsity is below its target, 1 - k / E.
+        density: experts per token divided by `SparsityTargetRouting.target_k`, averaged over the step's
+            batches, ranks and layers; above 1 the sparsity is below its target, 1 - k / E.
         factor: multiplies the weight if the density is above 1, and divides it if below.
     """
     return weight * factor ** (density - 1).sign()

@@ -1,4 +1,4 @@
-"""Balancing losses: unweighted pure functions of Routings, their table, and their weights.
+"""Balancing losses as unweighted pure functions of Routings, their table, and their weights.
 
 To add a loss, add its function, its entry in `BALANCING_LOSSES` and its weight in `BalancingWeights`. The
 objective, the metric rows and the report read the table.
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from moe_ffn.balancing.pairs_only import (
     entropy_of_list,
-    importance_of_list,
-    load_balance_of_list,
-    logsumexp_of_list,
+    importance_from_pairs,
+    load_balance_from_pairs,
+    logsumexp_from_pairs,
 )
 from moe_ffn.balancing.sums import (
     check_routing,
@@ -59,7 +59,7 @@ class BalancingWeights(Config, frozen=True):
     router_z: float = Field(default=0.001, ge=0)
     """Weight of the router z-loss, which keeps logits small (ST-MoE)."""
     router_entropy: float = Field(default=0.0, ge=0)
-    """Weight of the mean entropy of a token's scores, without which top-p routers use ever more experts."""
+    """Weight of the mean entropy of a token's scores; without it, top-p routers use more and more experts."""
 
 
 @takes_routing
@@ -74,7 +74,7 @@ def load_balancing_loss(routing: Routing) -> Tensor:
         Scalar; 0 if no token is real.
     """
     if routing.is_pairs_only:
-        return load_balance_of_list(routing)
+        return load_balance_from_pairs(routing)
     scores_E = sum_of_scores(routing, "load_balance")
     return load_times_scores(pairs_per_expert(routing), scores_E, routing.num_real_tokens)
 
@@ -82,8 +82,8 @@ def load_balancing_loss(routing: Routing) -> Tensor:
 def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
     """Return `load_balancing_loss` over the tokens of all layers, as in Hugging Face.
 
-    It is for comparison with models trained this way: two layers that collapse onto opposite halves of their
-    experts look balanced. Hugging Face's value is k times larger.
+    Use it only to compare with models trained this way: two layers that collapse onto opposite halves of
+    their experts look balanced. Hugging Face's value is k times larger.
 
     Raises:
         ValueError: there is no layer, or the layers differ in their number of experts.
@@ -98,22 +98,20 @@ def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
             f"load_balance_pooled needs equally many experts in every layer, got {sizes}; "
             "use load_balance"
         )
-    load_E = sum(pairs_per_expert(routing) for routing in layers)
-    scores_E = sum(sum_of_scores(routing, "load_balance_pooled") for routing in layers)
+    load_LE = torch.stack([pairs_per_expert(routing) for routing in layers])
+    scores_LE = torch.stack([sum_of_scores(routing, "load_balance_pooled") for routing in layers])
     num_tokens = sum(routing.num_real_tokens for routing in layers)
-    assert isinstance(load_E, Tensor)
-    assert isinstance(scores_E, Tensor)
-    return load_times_scores(load_E, scores_E, num_tokens)
+    return load_times_scores(load_LE.sum(0), scores_LE.sum(0), num_tokens)
 
 
 @takes_routing
 def sequence_load_balancing_loss(routing: Routing) -> Tensor:
     """Return the mean of the sequences' load-balancing losses (DeepSeek-V3, section 2.1.2).
 
-    The loss is for balance within every sequence. Sequences with only padding do not count.
+    It asks for balance within every sequence. Sequences of padding alone do not count.
     """
     if routing.is_pairs_only:
-        return load_balance_of_list(routing, by_sequence=True)
+        return load_balance_from_pairs(routing, by_sequence=True)
     length = max(routing.sequence_length, 1)
     pairs_BE = pairs_per_sequence(routing)
     real_TE = real_only(normalized_scores(routing, "load_balance_sequence"), routing)
@@ -147,7 +145,7 @@ def importance_cv2_loss(routing: Routing) -> Tensor:
     It is 0 at balance, and includes the weights of dropped pairs.
     """
     if routing.is_pairs_only:
-        mean, variance = importance_of_list(routing)
+        mean, variance = importance_from_pairs(routing)
         return variance / mean.square().clamp(min=torch.finfo(mean.dtype).tiny)
     weights_N = torch.where(routing.active_N, routing.weights_N, 0)
     importance_E = weights_N.new_zeros(routing.num_experts)
@@ -178,7 +176,7 @@ def router_z_loss(routing: Routing) -> Tensor:
     For a `PairsOnlyRouting` the logsumexp is over the logits of the listed pairs.
     """
     if isinstance(routing, PairsOnlyRouting):
-        return mean_over_tokens(logsumexp_of_list(routing).square(), routing)
+        return mean_over_tokens(logsumexp_from_pairs(routing).square(), routing)
     logits_TE = routing.require("logits_TE", "router_z")
     return mean_over_tokens(logits_TE.logsumexp(dim=-1).square(), routing)
 
@@ -187,7 +185,7 @@ def router_z_loss(routing: Routing) -> Tensor:
 def router_entropy_loss(routing: Routing) -> Tensor:
     """Return the mean entropy of a token's normalised scores, in nats, between 0 and log E.
 
-    Without this loss, top-p routing uses ever more experts (Huang et al. 2024, arXiv:2403.07652, equation 6).
+    Without it, top-p routing uses more and more experts (Huang et al. 2024, arXiv:2403.07652, equation 6).
     """
     if routing.is_pairs_only:
         return entropy_of_list(routing)
@@ -207,7 +205,7 @@ def relu_sparsity_loss(routing: Routing) -> Tensor:
     """
     if not isinstance(routing, SparsityTargetRouting):
         raise ValueError(
-            "relu_sparsity needs a SparsityTargetRouting, with a target_k, such as router.type 'relu' returns"
+            "relu_sparsity needs a SparsityTargetRouting, which router.type 'relu' returns"
         )
     scores_TE = routing.require("scores_TE", "relu_sparsity")
     pairs_E = pairs_per_expert(routing).to(scores_TE.dtype)
@@ -230,7 +228,7 @@ class StepTotals:
     """Real tokens of each sparse layer."""
 
     num_parts: int
-    """Batches times ranks. Lightning averages over these parts, so each part's loss is multiplied by this."""
+    """Batches times ranks. Lightning averages over these, so each loss is multiplied by this number."""
 
 
 def count_step(
@@ -241,7 +239,7 @@ def count_step(
     """Return the totals of a step.
 
     Args:
-        batches: routings by layer of each batch on this rank.
+        batches: routings by layer, for each batch on this rank.
         reduce: function that sums a tensor over the ranks.
         num_ranks: number of ranks.
     """
@@ -287,13 +285,9 @@ def _without_tables(routers: Routers) -> str:
 
 
 def _not_poolable(routers: Routers) -> str:
-    return _without_tables(routers) or _of_different_sizes(routers)
-
-
-def _of_different_sizes(routers: Routers) -> str:
     sizes = sorted({num_experts for _, _, num_experts in routers})
-    if len(sizes) < 2:
-        return ""
+    if (objection := _without_tables(routers)) or len(sizes) < 2:
+        return objection
     return (
         f"needs equally many experts in every layer, got {', '.join(map(str, sizes))}; use "
         "objective.load_balance"
@@ -308,16 +302,16 @@ class BalancingLoss:
     """Unweighted loss; its arguments depend on `scope`."""
 
     scope: Literal["layer", "model", "step"] = "layer"
-    """`layer`: the function of one Routing, averaged over layers. Pooled layers could collapse onto opposite
-    halves unnoticed, and a sum would change the meaning of a weight with the depth. `model`: the function of
-    the list of all layers' Routings. `step`: the function of a Routing and its layer's counts over all
-    batches and ranks of the optimizer step, averaged over layers."""
+    """`layer`: the function takes one Routing, and the loss is its mean over layers. (Pooled layers could
+    collapse onto opposite halves unnoticed, and with a sum the effect of a weight would depend on the depth.)
+    `model`: the function takes the Routings of all layers. `step`: the function takes a Routing and its
+    layer's counts over all batches and ranks of the step, and the loss is its mean over layers."""
 
     concerns: Callable[[Routing], bool] = lambda _: True
     """Return True for layers that contribute to the loss."""
 
     always_shown: bool = False
-    """Compute and log the loss also if its weight is 0."""
+    """Compute and log the loss even if its weight is 0."""
 
     moved_by_rule: bool = False
     """True if a rule sets the weight at each step; otherwise the weight is an option."""
@@ -326,7 +320,7 @@ class BalancingLoss:
     """Return the reason why routers cannot have this loss, with an alternative; empty if they can."""
 
     note: str = ""
-    """Sentence on how to read the curve of the loss."""
+    """Sentence that explains the curve of the loss."""
 
     def value(
         self, routings: Mapping[str, Routing], totals: StepTotals | None = None

@@ -1,4 +1,4 @@
-"""Balancing losses and usage of routings without (T, E) tables (product keys), computed from their pairs.
+"""Balancing losses and expert usage of routings without (T, E) tables (product keys), from their pairs alone.
 
 No tensor here has length E. The pairs of one expert form a group, and there are at most N groups.
 
@@ -24,7 +24,7 @@ class Groups:
     ids_N: Tensor
     """int64, the group of each pair, below N."""
     is_first_N: Tensor
-    """bool, True at one real pair of each group."""
+    """bool, True for one real pair of each group."""
     active_N: Tensor
     shares_N: Tensor
     """Each pair's weight over the sum of its token's weights; 0 for pairs that are not real."""
@@ -57,20 +57,20 @@ def _shares(routing: Routing) -> Tensor:
     return weights_N / divisor(totals_T)[routing.token_ids_N]
 
 
-def load_balance_of_list(routing: Routing, *, by_sequence: bool = False) -> Tensor:
+def load_balance_from_pairs(routing: Routing, *, by_sequence: bool = False) -> Tensor:
     """Return Switch's E * sum_i f_i P_i of the batch, or its mean over sequences, from the pairs alone.
 
     f_i is as in `load_balancing_loss`; P_i is the mean over tokens of expert i's share of a token's weights.
-    The loss is 1 at balance, too.
+    The loss is 1 at balance too.
     """
     groups = groups_of(routing, by_sequence=by_sequence)
     length = max(routing.sequence_length, 1) if by_sequence else max(routing.num_tokens, 1)
     counts_N = groups.sums(torch.ones_like(groups.shares_N))[groups.ids_N]
     # E / (pairs * tokens) * sum over pairs of (number of pairs in the pair's group) * (share of the pair).
-    part_N = routing.token_ids_N // length
+    sequence_ids_N = routing.token_ids_N // length
     zeros_B = counts_N.new_zeros(routing.num_tokens // length)
-    products_B = zeros_B.index_add(0, part_N, counts_N * groups.shares_N)
-    pairs_B = zeros_B.index_add(0, part_N, groups.active_N.to(zeros_B.dtype))
+    products_B = zeros_B.index_add(0, sequence_ids_N, counts_N * groups.shares_N)
+    pairs_B = zeros_B.index_add(0, sequence_ids_N, groups.active_N.to(zeros_B.dtype))
     tokens_B = torch.full_like(zeros_B, length)
     if routing.mask_T is not None:
         tokens_B = routing.mask_T.view(-1, length).sum(dim=1).to(zeros_B.dtype)
@@ -78,7 +78,7 @@ def load_balance_of_list(routing: Routing, *, by_sequence: bool = False) -> Tens
     return losses_B.sum() / (tokens_B > 0).sum().clamp(min=1)
 
 
-def importance_of_list(routing: Routing) -> tuple[Tensor, Tensor]:
+def importance_from_pairs(routing: Routing) -> tuple[Tensor, Tensor]:
     """Return the mean and the sample variance of the experts' summed weights, 0 for unused experts."""
     num_experts, groups = routing.num_experts, groups_of(routing)
     importance_N = groups.sums(routing.weights_N)
@@ -89,7 +89,7 @@ def importance_of_list(routing: Routing) -> tuple[Tensor, Tensor]:
     return mean, squares / max(num_experts - 1, 1)
 
 
-def logsumexp_of_list(routing: PairsOnlyRouting) -> Tensor:
+def logsumexp_from_pairs(routing: PairsOnlyRouting) -> Tensor:
     """Return the logsumexp over the logits of each token's pairs, (T,)."""
     logits_N = routing.logits_N
     lowest_T = logits_N.new_full((routing.num_tokens,), -torch.inf)

@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def takes_routing(function: F) -> F:
-    """Check the first argument of a function of a Routing with `check_routing`."""
+    """Decorate a function of a Routing so that `check_routing` checks its first argument."""
 
     @wraps(function)
     def checked(routing: Routing, *args: Any, **kwargs: Any) -> Any:
@@ -29,16 +29,16 @@ def takes_routing(function: F) -> F:
     return cast("F", checked)
 
 
-def check_routing(value: object, taker: str) -> None:
-    """Raise TypeError if `value` is no Routing; most often it is None, from a dense block."""
+def check_routing(value: object, function_name: str) -> None:
+    """Raise TypeError if `value` is not a Routing; most often it is None, from a dense block."""
     if isinstance(value, Routing):
         return
     got = f"a value of type {type(value).__name__}"
     if value is None:
-        got = "None, the routing of a block that routes nothing"
+        got = "None, the routing of a block without a router"
     elif isinstance(value, FFNOutput):
         got = "an FFNOutput; use output.routing"
-    raise TypeError(f"{taker} takes a Routing, but got {got}")
+    raise TypeError(f"{function_name} takes a Routing, but got {got}")
 
 
 def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
@@ -49,7 +49,7 @@ def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
 
 def divisor(sums: Tensor) -> Tensor:
     """Return non-negative sums as divisors, clamped above 0."""
-    # The bound is larger than the smallest number, so that gradients divided by it do not overflow.
+    # The bound is above the smallest number, so that gradients divided by it do not overflow.
     limits = torch.finfo(sums.dtype)
     return sums.clamp(min=limits.tiny / limits.eps)
 
@@ -62,7 +62,7 @@ def finite_log(values: Tensor) -> Tensor:
 def cv_squared(values_E: Tensor) -> Tensor:
     """Return the squared coefficient of variation, sample variance / mean^2; 0 for a single value.
 
-    Tutel and fastmoe use the sample variance, too.
+    Tutel and fastmoe also use the sample variance.
     """
     tiny = torch.finfo(values_E.dtype).tiny
     variance = values_E.var(correction=min(len(values_E) - 1, 1))
@@ -95,7 +95,7 @@ def normalized_scores(routing: Routing, needed_by: str = "normalized_scores") ->
 
 def token_entropy(scores_TE: Tensor) -> Tensor:
     """Return the entropy of each token's normalised scores, (T,), in nats."""
-    # Not `special.entr`: its gradient is infinite at score 0, which ReLU returns, and becomes NaN.
+    # Not `special.entr`: its gradient is infinite at score 0, which ReLU returns, and then becomes NaN.
     return -(scores_TE * finite_log(scores_TE)).sum(dim=-1)
 
 

@@ -1,6 +1,6 @@
-"""The programs: `moe-ffn train` and the others; `python -m moe_ffn.cli train` is the same.
+"""The programs of the console command `moe-ffn`, also run as `python -m moe_ffn.cli`.
 
-They need more packages than the layers do. Importing this package names the missing ones and exits.
+They need more packages than the layers. If one is missing, importing this package names it and exits.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The console command: `moe-ffn train`, and the other programs; `python -m moe_ffn.cli train` is the same."""
+"""Entry point of the console command `moe-ffn` and of `python -m moe_ffn.cli`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, sho
 
 PROGRAMS = {
     "demo": "show where each token of a text goes, with a small trained model",
-    "train": "train a Transformer language model whose feed-forward block is one word of YAML",
-    "initialise": "make a model from trained ones: dense into sparse, or with fewer experts",
-    "pruning": "show the loss of a model as experts are removed",
+    "train": "train a Transformer language model; one word of YAML chooses its feed-forward block",
+    "initialise": "make a model from trained ones: a sparse one from dense ones, or one with fewer experts",
+    "pruning": "measure the loss of a model as experts are removed",
     "generate": "continue a prompt with a run's best weights",
     "evaluate": "measure a trained model on a text, or on tasks of lm-eval",
-    "report": "write the page of a run, or of several runs in the same plots",
+    "report": "write the page of a run, or a page that compares several runs",
     "which": "find the feed-forward block that suits a corpus, within a given time",
-    "compare": "compare runs that exist: losses with intervals, differences, cost",
+    "compare": "compare existing runs: losses with intervals, differences, cost",
     "sweep": "train the runs of a study, several at a time, or resume them",
     "study_page": "write the page of a study from the results of its runs",
-    "plan": "compare the ways to divide a model among GPUs",
+    "plan": "compare the layouts of a model on several GPUs",
     "trace": "show which experts each token of a text goes to, layer by layer",
     "inspect": "show what the feed-forward blocks of a run store, unit by unit and expert by expert",
     "convert": "convert a model to or from a folder of transformers",
-    "dashboard": "make a workspace in wandb that shows the runs",
+    "dashboard": "make a wandb workspace for the runs of a project",
 }
-"""Module of this package -> its line in the help."""
+"""Program, a module of this package -> its line in the help."""
 
 
 def main() -> int:
@@ -54,18 +54,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def help_page() -> str:
-    programs = [f"  {name:10}   {meaning}" for name, meaning in PROGRAMS.items()]
-    return "\n".join(
-        [
-            "usage:  moe-ffn PROGRAM ...",
-            "",
-            *programs,
-            "",
-            "  --version   print the versions of this package, torch and Python, and stop",
-            "",
-            "moe-ffn PROGRAM --help shows the options of a program.",
-        ]
-    )
+    programs = "\n".join(f"  {name:10}   {meaning}" for name, meaning in PROGRAMS.items())
+    return f"""usage:  moe-ffn PROGRAM ...
+
+{programs}
+
+  --version   print the versions of this package, torch and Python, and stop
+
+moe-ffn PROGRAM --help shows the options of a program."""
 
 
 if __name__ == "__main__":

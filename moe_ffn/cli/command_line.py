@@ -1,7 +1,7 @@
-"""Options by path: from YAML files and `--model.ffn.type moe` to one config, and the pages of `--help`.
+"""Options by path: YAML files and `--model.ffn.type moe` become one config; also the pages of `--help`.
 
-argparse parses the named flags, PyYAML parses files and values, and pydantic validates the merged options.
-A `type` may name a class in a user's file, so no parser can be built from the types.
+argparse parses the flags of a program, PyYAML parses files and values, and pydantic validates the merged
+options. argparse cannot know all options, since a `type` may name a class in a user's file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ EVERYTHING = "all"
 HOW_TO_SET = """\
 Options by path, with their current values. Each is both a key of the YAML file and a flag:
 --model.ffn.num_experts 16 is `model: {ffn: {num_experts: 16}}`. Values are parsed as YAML. A new
-`type` drops the options of the old one."""
+`type` drops the options of the old type."""
 
 COMMON_OPTIONS = (
     "model.ffn.type",
@@ -71,24 +71,19 @@ def parse_config(
     command: str,
     add_flags: Callable[[Parser], object] = lambda parser: None,
 ) -> RootConfig:
-    """Return only the config of `parse_flags`."""
+    """Return the config of `parse_flags`, without the flags."""
     return parse_flags(argv, root, command, add_flags)[1]
 
 
 def parse_flags(
-    argv: Sequence[str],
-    root: type[RootConfig],
-    command: str,
-    add_flags: Callable[[Parser], object],
+    argv: Sequence[str], root: type[RootConfig], command: str, add_flags: Callable[[Parser], object]
 ) -> tuple[Namespace, RootConfig]:
-    """Return the flags, and the config of defaults, `--config` files and dotted overrides.
+    """Return the flags, and the config merged from defaults, `--config` files and dotted overrides.
 
-    Later overrides win.
-
-    Answers `--help`, `--version`, `--print-config` and `--print-schema` itself, and exits.
+    `--help`, `--version`, `--print-config` and `--print-schema` print their answer and exit.
 
     Args:
-        add_flags: adds the flags of the program, which `--help` lists.
+        add_flags: adds the program's own flags to the parser.
 
     Raises:
         ConfigError: one line per mistake.
@@ -131,11 +126,11 @@ def parse_flags(
         raise SystemExit(0)
     options = root().to_dict()
     for path in flags.config:
-        given = read_yaml(Path(path), where=f"--config {path}")
-        if {"arms", "grid"} & {*given} - {*root.model_fields}:
+        from_file = read_yaml(Path(path), where=f"--config {path}")
+        if {"arms", "grid"} & {*from_file} - {*root.model_fields}:
             sweep = f"{errors.command('sweep')} --config {path}"
             raise ConfigError(f"--config {path}: is a study; its runs are trained by {sweep}")
-        options = merge(options, given)
+        options = merge(options, from_file)
     options = merge(options, overrides_of(rest, root, parser))
     if flags.help is not None:
         print_help(option_tree(root, options), parser.format_help(), flags.help)
@@ -150,17 +145,17 @@ def parse_flags(
 
 
 def overrides_of(arguments: Sequence[str], root: type[Config], parser: Parser) -> dict[str, Any]:
-    """Parse the arguments that are not flags of the program.
+    """Parse the dotted overrides, which argparse has left.
 
     Raises:
         ConfigError: an argument is not an option, and is similar to a flag or has no value.
     """
-    for word, after in zip(arguments, [*arguments[1:], "--"], strict=False):
-        name, is_given, _ = word.partition("=")
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
+        name, has_value, _ = argument.partition("=")
         if not name.startswith("--") or name[2:].partition(".")[0] in root.model_fields:
             continue
         hint = parser.nearest_flag(name)
-        if not hint and not is_given and after.startswith("--"):
+        if not hint and not has_value and following.startswith("--"):
             hint = nearest_options(name[2:], option_tree(root, root().to_dict()))
             hint = hint or "; --help lists the options"
         if hint:
@@ -179,11 +174,11 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             is_file = flag.endswith((".yaml", ".yml"))
             hint = f"--config {flag}" if is_file else "an option such as --model.ffn.type swiglu"
             if overrides and not is_file and not flag.startswith("-"):
-                hint += "; a list is one value, as in --data.corpus.paths '[README.md, docs]'"
+                hint += "; write a list as one value: --data.corpus.paths '[README.md, docs]'"
             raise ConfigError(f"'{flag}': expected {hint}")
         if not has_value:
             if not remaining or remaining[0].startswith("--"):
-                raise ConfigError(f"--{path}: needs a value, as in --{path} VALUE")
+                raise ConfigError(f"--{path}: needs a value: --{path} VALUE")
             value = remaining.pop(0)
         overrides.append((path, parse_value(value, where=f"--{path}")))
     return nest(overrides)
@@ -192,14 +187,14 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 # -- help pages
 
 Line = tuple[str, str]
-"""Unwrapped text and its style."""
+"""Unwrapped text and its rich style."""
 
 
 def print_help(tree: Option, usage: str, section: str = "") -> None:
     """Print the short page, or a section with the values in `tree`.
 
     Args:
-        usage: usage of the program, printed first.
+        usage: usage of the program, printed above the page.
         section: a path, `all`, or empty for the short page.
 
     Raises:
@@ -211,7 +206,7 @@ def print_help(tree: Option, usage: str, section: str = "") -> None:
             known = ", ".join([*(child.name for child in tree.children()), EVERYTHING])
             hint = nearest_options(section, tree) or f"; known: {known}"
             raise ConfigError(f"--help {section}: unknown{hint}")
-        lines = _page_of(option.switched_on())
+        lines = _section_page(option.switched_on())
     elif section:
         lines = [line for child in tree.children() for line in (*_section(child), ("", ""))]
     else:
@@ -220,8 +215,7 @@ def print_help(tree: Option, usage: str, section: str = "") -> None:
     if usage:
         console.print(Text(usage), soft_wrap=True)  # argparse has wrapped it
     for text, style in lines:
-        for part in wrap(text, console.width).split("\n"):
-            console.print(Text(part, style=style), soft_wrap=True)
+        console.print(Text(wrap(text, console.width), style=style), soft_wrap=True)
 
 
 def _overview(tree: Option) -> list[Line]:
@@ -242,33 +236,31 @@ def _section(option: Option) -> list[Line]:
     title = (f"{option.path}: {option.meaning}", "bold")
     leaves = list(option.leaves())
     if leaves == [option]:
-        return [title, *_options([replace(option, meaning="")])]  # the title has its meaning
+        return [title, *_options([replace(option, meaning="")])]  # the title has the meaning
     return [title, *_options(leaves)]
 
 
-def _page_of(option: Option) -> list[Line]:
-    """Return a section, and the types that it can have with their options."""
+def _section_page(option: Option) -> list[Line]:
+    """Return a section, and its possible types with their options."""
     lines = _section(option)
     if option.family is not None:
         choice = f"Types and their options; --{option.path}.type NAME selects one"
         lines.append((f"\n{choice}", "bold"))
         for member, names in members_of(option.family).items():
-            of_type = replace(option, value={"type": names[0]}).options_of(member)
-            takes = [
-                f"{child.name} {_in_short(child)}" for child in of_type if child.name != "type"
-            ]
+            options = replace(option, value={"type": names[0]}).options_of(member)
+            defaults = [f"{o.name} {_short_value(o)}" for o in options if o.name != "type"]
             lines.append((f"  {', '.join(names)}", "cyan"))
             lines.append((f"      {first_sentence(member)}", "dim"))
-            if takes:
-                lines.append((f"      Options: {', '.join(takes)}.", "dim"))
-    if families := [below.path for below in option.everything() if below.family is not None]:
+            if defaults:
+                lines.append((f"      Options: {', '.join(defaults)}.", "dim"))
+    if families := [below.path for below in option.descendants() if below.family is not None]:
         lines.append(("\nSections with several types", "bold"))
         lines += [(f"  --help {path}", "") for path in families]
     return lines
 
 
-def _in_short(option: Option) -> str:
-    """Format a value; for a section, its type."""
+def _short_value(option: Option) -> str:
+    """Format a value; for a section, only its type."""
     if isinstance(option.value, Mapping) and option.config is not None:
         return str(option.value.get("type", "(a section)"))
     return show_value(option.value)

@@ -5,7 +5,7 @@
     moe-ffn compare docs/studies/gating          a folder with a table of results, or the table
     moe-ffn compare runs/gating --html gating.html
 
-Nothing is trained; moe-ffn sweep does that. Unfinished and damaged runs are listed and left out, and the
+Nothing is trained; use moe-ffn sweep for that. Unfinished and damaged runs are listed and left out, and the
 exit code is then 1.
 """
 
@@ -30,18 +30,17 @@ EXIT_LEFT_OUT = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(argv or ["--help"])
-    if options.html is not None:
-        check_output("--html", options.html, OPENING)
-    gathered = gather(options.paths)
-    comparison = compare(gathered, options.baseline)
+    args = _parser().parse_args(argv or ["--help"])
+    check_output("--html", args.html, OPENING)
+    gathered = gather(args.paths)
+    comparison = compare(gathered, args.baseline)
     print_comparison(Console(), comparison)
-    if options.html is not None:
+    if args.html is not None:
         # Imported here, since the tables do not need plotly.
         from moe_ffn.report.comparison_page import comparison_html
 
-        write_output("--html", options.html, comparison_html(gathered, comparison, options.html))
-        print(f"written: {options.html}")
+        write_output("--html", args.html, comparison_html(gathered, comparison, args.html))
+        print(f"written: {args.html}")
     for why in gathered.left_out.values():
         log.warning("left out: %s", printable(why))
     return EXIT_LEFT_OUT if gathered.left_out else 0
@@ -54,21 +53,24 @@ def _parser() -> Parser:
         type=Path,
         nargs="+",
         metavar="FOLDER",
-        help="folder of a run, folder that holds runs or results.jsonl, or a results.jsonl",
+        help="folder of a run, folder that holds runs or a results.jsonl, or a results.jsonl",
     )
     parser.add_argument(
         "--baseline",
         metavar="ARM",
-        help="the arm that the others are compared with (default: the study's baseline, or the first arm)",
+        help="arm to compare the other arms with (default: the study's baseline, or the first arm)",
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with plots that opens from disk"
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write a page with plots, which opens from disk",
     )
     return parser
 
 
 def compare(gathered: Gathered, baseline: str | None = None) -> Comparison:
-    """Return the comparison; an error message gives the number of runs that are left out."""
+    """Return the comparison; an error message includes the number of runs that are left out."""
     try:
         return gathered.compare(baseline)
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """Convert a run or a model folder to a folder of transformers, or a folder of transformers to a model folder.
 
     moe-ffn convert runs/NAME models/exported
-    moe-ffn convert models/theirs models/ours
+    moe-ffn convert models/qwen models/imported
 
 SOURCE decides the direction.
 """
@@ -38,19 +38,19 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
     parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
-    given = parser.parse_args(argv)
-    if is_run(given.source) or is_model_folder(given.source):
-        _export(given.source, given.target, trust_code=given.trust_code)
+    args = parser.parse_args(argv)
+    if is_run(args.source) or is_model_folder(args.source):
+        _export(args.source, args.target, trust_code=args.trust_code)
     else:
-        _import(given.source, given.target)
+        _import(args.source, args.target)
     return 0
 
 
 def _export(source: Path, target: Path, *, trust_code: bool) -> None:
     require_absent(target)  # before a large model is read
-    found = read_source(str(source), "SOURCE", trust_code=trust_code)
-    _say_read(source, "moe_ffn", found.decoder, found.tokenizer)
-    export = export_transformers(found.decoder, target, found.tokenizer)
+    model = read_source(str(source), "SOURCE", trust_code=trust_code)
+    _print_source(source, "moe_ffn", model.decoder, model.tokenizer)
+    export = export_transformers(model.decoder, target, model.tokenizer)
     print(f"written: '{target}', {export.family.architecture} of transformers")
     for note in export.notes:
         print(f"  {note}")
@@ -59,25 +59,26 @@ def _export(source: Path, target: Path, *, trust_code: bool) -> None:
 def _import(source: Path, target: Path) -> None:
     replaces = require_replaceable(target.absolute())
     decoder = load_transformers(source)
-    tokenizer = None
+    tokenizer, problem = None, ""
     try:
         tokenizer = load_tokenizer(source)
-        without = ""
     except ConfigError as error:
-        without = f"without a tokenizer: {error}"
-    _say_read(source, f"{architecture_of(source)} of transformers", decoder, tokenizer)
+        problem = f"without a tokenizer: {error}"
+    _print_source(source, f"{architecture_of(source)} of transformers", decoder, tokenizer)
     save_pretrained(decoder, target, tokenizer)
-    if without:
-        print(without)
+    if problem:
+        print(problem)
     print("\n".join(written_lines(target, decoder, tokenizer, replaces=replaces)))
 
 
-def _say_read(source: Path, what: str, decoder: Decoder, tokenizer: Tokenizer | None) -> None:
+def _print_source(
+    source: Path, model_type: str, decoder: Decoder, tokenizer: Tokenizer | None
+) -> None:
     config = decoder.config
     count = sum(parameter.numel() for parameter in decoder.parameters())
     dtype = str(decoder.embedding.weight.dtype).removeprefix("torch.")
     blocks = ", ".join(dict.fromkeys(ffn.describe() for ffn in config.layer_ffns()))
-    print(f"read: '{source}', {what}, {count:,} parameters in {dtype}")
+    print(f"read: '{source}', {model_type}, {count:,} parameters in {dtype}")
     print(f"  {config.num_layers} layers of width {config.d_model}: {blocks}")
     if tokenizer is not None:
         print(f"  a tokenizer of {tokenizer.vocab_size:,} tokens")

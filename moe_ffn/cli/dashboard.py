@@ -1,5 +1,5 @@
-"""Make a workspace in wandb that shows the runs of a project: training, efficiency and routing, grouped by
-the type of the feed-forward block.
+"""Make a wandb workspace for the runs of a project: training, efficiency and routing, grouped by the type of
+the feed-forward block.
 """
 
 from __future__ import annotations
@@ -16,46 +16,41 @@ _NOT_IN_NAMES = "/\\#?%:"
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse_options(argv)
+    args = parse_options(argv)
     # Imported here, so that a mistake in the options is reported before wandb loads.
     from moe_ffn.report.dashboard import build_workspace, save, to_json
 
-    workspace = build_workspace(options.entity, options.project)
-    print(to_json(workspace) if options.json else save(workspace))
+    workspace = build_workspace(args.entity, args.project)
+    print(to_json(workspace) if args.json else save(workspace))
     return 0
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Return `entity`, `project` and `json`.
-
-    Raises:
-        ConfigError: one sentence that names the option.
-    """
+    """Return `entity`, `project` and `json`; raise ConfigError for a mistake."""
     parser = Parser(
         prog=command("dashboard"),
         description=__doc__,
-        epilog="Each call saves a new view in the project's list of saved views and prints its URL. "
-        "Existing views never change.",
+        epilog="Each call saves a new view in the project and prints its URL. Existing views never change.",
     )
     add = parser.add_argument
-    add("--entity", required=True, metavar="E", help="the user or team that owns the project")
-    add("--project", required=True, metavar="P", help="the project that the runs are in")
+    add("--entity", required=True, metavar="E", help="user or team that owns the project")
+    add("--project", required=True, metavar="P", help="project that holds the runs")
     add(
         "--json",
         action="store_true",
         help="print the request and send nothing; needs neither a key nor a network",
     )
-    options = parser.parse_args(argv)
-    for name in ("entity", "project"):
-        given = getattr(options, name)
-        is_name = given.isprintable() and given == given.strip() != ""
-        if not is_name or set(given) & set(_NOT_IN_NAMES):
+    args = parser.parse_args(argv)
+    for option in ("entity", "project"):
+        name = getattr(args, option)
+        is_valid = name.isprintable() and name == name.strip() != ""
+        if not is_valid or set(name) & set(_NOT_IN_NAMES):
             raise ConfigError(
-                f"--{name} ({given!r}) is not a name as in https://wandb.ai/ENTITY/PROJECT: a name is not "
-                f"empty, has no space at its ends and none of {' '.join(_NOT_IN_NAMES)}"
+                f"--{option} ({name!r}) must be a name as in https://wandb.ai/ENTITY/PROJECT: not empty, "
+                f"without spaces at its ends, and without {' '.join(_NOT_IN_NAMES)}"
             )
     if importlib.util.find_spec("wandb_workspaces") is None:
         raise ConfigError(
             f"the dashboard needs wandb-workspaces; install with: {install('dashboard')}"
         )
-    return options
+    return args

@@ -2,7 +2,8 @@
 
     moe-ffn demo --text "import os"
 
-No training and no download: the experts of each token are printed, layer by layer, and written as a page.
+The experts of each token are printed, layer by layer, and written as a page. This needs no training and no
+download.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TEXT = "def area(width, height):\n    return width * height\n"
 INTRO = (
     "A small language model, trained on the source of Python's standard library, reads a text. Each row is a "
     "token. In each of the 4 layers a router sends it to 2 of 8 experts: 2 .62 is expert 2 with weight 0.62. "
-    "A colour stands for an expert, so equal colours down a column are tokens that share one."
+    "A colour stands for an expert, so tokens of the same colour in a column share an expert."
 )
 
 NEXT = f"""To go further:
@@ -42,26 +43,26 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--text",
         default=TEXT,
-        help="the text (default: a few lines of Python); - reads standard input",
+        help="text to trace (default: a few lines of Python); - reads standard input",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("demo.html"),
         metavar="FILE",
-        help="page to write (default: demo.html); only a page of this program is replaced",
+        help="page to write (default: demo.html); only a page of moe_ffn is overwritten",
     )
-    given = parser.parse_args(argv)
-    check_output("--output", given.output, OPENING)
-    text = read_text(given.text)
+    args = parser.parse_args(argv)
+    check_output("--output", args.output, OPENING)
+    text = read_text(args.text)
     if not text.strip():
-        raise ConfigError("--text: has only white space; give some text, as in --text 'import os'")
+        raise ConfigError("--text: has only white space; give some text: --text 'import os'")
     trace = trace_folder(MODEL, text, None, trust_code=False)
-    # Without the guesses, all layers fit into a terminal of 80 columns.
+    # Without the predictions, all layers fit into a terminal of 80 columns.
     trace = replace(trace, tokens=tuple(replace(t, prediction=None) for t in trace.tokens))
-    write_output("--output", given.output, page(trace, INTRO))
+    write_output("--output", args.output, page(trace, INTRO))
     console = Console(highlight=False, markup=False)
     console.print(f"{INTRO}\n")
     console.print(table(trace, console.width))
-    print(f"\nThe same as a page: {given.output}\n\n{NEXT}")
+    print(f"\nThe same as a page: {args.output}\n\n{NEXT}")
     return 0

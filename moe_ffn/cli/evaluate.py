@@ -1,11 +1,11 @@
-"""Measure the loss of a trained model on a text (in nats, as perplexity and in bits per byte), the routing of
-its sparse layers, and tasks of lm-eval.
+"""Evaluate a trained model on a text or on tasks of lm-eval. On a text: loss (in nats, as perplexity and in
+bits per byte), and the routing of the sparse layers.
 
 moe-ffn evaluate runs/NAME [--data FILE] [--stride N] [--json FILE]
 
 The default text is the run's validation split, in the windows of its validations. The text of --data is read
-whole, and each token but the first is predicted once. To evaluate another validation split, name its corpus
-(--data.corpus.type text --data.corpus.paths books) or a config that names it (--data config.yaml).
+whole, and each token except the first is predicted once. To evaluate on another validation split, name its
+corpus (--data.corpus.type text --data.corpus.paths books) or a config that names it (--data config.yaml).
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from moe_ffn.training.evaluation import Evaluation, evaluate, strided_batches
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 
-_OF_ANOTHER = ("corpus", "validation_percent", "validation_tokens", "cache_dir")
+_DATA_CONFIG_KEYS = ("corpus", "validation_percent", "validation_tokens", "cache_dir")
 """Options that `--data config.yaml` sets; tokenizer and window length come from the model."""
 
 
 class _Options(Config, frozen=True):
-    """Options that are given by a dotted path."""
+    """Root of the dotted options."""
 
     data: DataConfig = DataConfig()
 
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder with its tokenizer and the settings for its evaluation."""
+    """A decoder with its tokenizer and the settings of its evaluation."""
 
     folder: Path
     decoder: Decoder
@@ -80,93 +80,93 @@ def main(argv: Sequence[str]) -> int:
         "--data",
         type=Path,
         metavar="FILE",
-        help="a text, a folder of texts or a file of tokens (.bin, .npy), read whole; or a config (.yaml); "
-        "--data.seq_len, --data.batch_size and so on are as in training",
+        help="text, folder of texts or file of tokens (.bin, .npy), read whole; or a config (.yaml); "
+        "--data.seq_len, --data.batch_size and so on work as in training",
     )
     parser.add_argument(
         "--stride",
         type=whole(1),
         metavar="N",
-        help="tokens between the starts of two windows, 1 to data.seq_len: a smaller stride gives each token "
-        "more context and takes longer (default: data.seq_len)",
+        help="tokens between the starts of two windows, 1 to data.seq_len (default: data.seq_len); a smaller "
+        "stride gives each token more context and takes longer",
     )
     parser.add_argument(
         "--tasks",
         metavar="NAMES",
-        help="tasks of lm-eval, separated by commas: names, or folders of task files",
+        help="tasks of lm-eval, separated by commas: names or folders of task files",
     )
     parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the figures to a file"
+        "--json", type=Path, metavar="FILE", help="also write the results to a JSON file"
     )
-    words, options = _split(argv)
-    given = parser.parse_args(words)
-    overrides = parse_overrides(options).get("data", {})
-    device = device_of(given.device)
-    if given.tasks is not None and importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(f"--tasks: lm-eval is not installed: {install('eval')}")
-    if given.json is not None:
-        check_output("--json", given.json, "{")
-    names_text = given.data is not None or "corpus" in overrides
-    if is_model_folder(given.folder):
-        if not names_text and given.tasks is None:
+    flags, dotted_options = _split(argv)
+    args = parser.parse_args(flags)
+    overrides = parse_overrides(dotted_options).get("data", {})
+    device = device_of(args.device)
+    if args.tasks is not None and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(f"--tasks: lm-eval is not installed; install with: {install('eval')}")
+    check_output("--json", args.json, "{")
+    names_text = args.data is not None or "corpus" in overrides
+    if is_model_folder(args.folder):
+        if not names_text and args.tasks is None:
             raise ConfigError(
-                f"'{given.folder}' is a model folder, which does not name a text; give one with --data"
+                f"'{args.folder}' is a model folder, which does not name a text; give one with --data"
             )
-        model = of_model_folder(given.folder, device, trust_code=given.trust_code)
+        model = read_model_folder(args.folder, device, trust_code=args.trust_code)
     else:
-        check_has_weights(given.folder)
-        model = of_run(load_run(given.folder, trust_code=given.trust_code), device)
-    config = data_config(model, given.data, overrides)
+        check_has_weights(args.folder)
+        model = model_of_run(load_run(args.folder, trust_code=args.trust_code), device)
+    config = data_config(model, args.data, overrides)
     console = Console(highlight=False)
-    written: dict[str, Any] = {"model": str(given.folder)}
-    if names_text or given.tasks is None:
-        what, batches = text_of(model, config, given.data, given.stride)
-        found = evaluate(
+    results: dict[str, Any] = {"model": str(args.folder)}
+    if names_text or args.tasks is None:
+        description, batches = windows_of_text(model, config, args.data, args.stride)
+        evaluation = evaluate(
             model.decoder,
             batches,
             model.tokenizer.byte_lengths,
             masked_fraction=model.masked_fraction,
             precision=model.precision,
         )
-        print_evaluation(console, f"{what}; {model.precision} on {device}", found)
-        written |= {"data": what, "precision": model.precision, **found.to_dict()}
-    if given.tasks is not None:
+        title = f"{description}; {model.precision} on {device}"
+        print_evaluation(console, title, evaluation)
+        results |= {"data": description, "precision": model.precision, **evaluation.to_dict()}
+    if args.tasks is not None:
         from moe_ffn.interop.lm_eval import HarnessModel, evaluate_tasks
 
         harness = HarnessModel(model.decoder, model.tokenizer, config.batch_size)
-        written["tasks"] = evaluate_tasks(harness, given.tasks.split(","))
-        console.print(task_table(written["tasks"]))
-    if given.json is not None:
-        write_output("--json", given.json, json.dumps(plain_values(written), indent=2) + "\n")
-        print(f"written: {given.json}")
+        results["tasks"] = evaluate_tasks(harness, args.tasks.split(","))
+        console.print(task_table(results["tasks"]))
+    if args.json is not None:
+        write_output("--json", args.json, json.dumps(plain_values(results), indent=2) + "\n")
+        print(f"written: {args.json}")
     return 0
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split off `--data.KEY VALUE`, since the parser would read the value as the folder."""
-    words: list[str] = []
-    options: list[str] = []
+    """Split off `--data.KEY VALUE`, since argparse would read the value as the folder."""
+    flags: list[str] = []
+    dotted_options: list[str] = []
     remaining = list(argv)
     while remaining:
-        word = remaining.pop(0)
-        if not word.startswith("--data."):
-            words.append(word)
+        argument = remaining.pop(0)
+        if not argument.startswith("--data."):
+            flags.append(argument)
             continue
-        options.append(word)
-        if "=" not in word and remaining and not remaining[0].startswith("--"):
-            options.append(remaining.pop(0))
-    return words, options
+        dotted_options.append(argument)
+        if "=" not in argument and remaining and not remaining[0].startswith("--"):
+            dotted_options.append(remaining.pop(0))
+    return flags, dotted_options
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the named device; without a name a GPU if there is one, otherwise the CPU."""
+    """Return the named device; None: a GPU if there is one, otherwise the CPU."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         empty = torch.empty(0, device=name)
-        empty.tolist()  # fails on the device meta, which has no values
+        empty.tolist()  # fails on the meta device, which has no values
         return empty.device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
@@ -177,7 +177,7 @@ def device_of(name: str | None) -> torch.device:
 # -- the model
 
 
-def of_model_folder(folder: Path, device: torch.device, *, trust_code: bool) -> Model:
+def read_model_folder(folder: Path, device: torch.device, *, trust_code: bool) -> Model:
     tokenizer = load_tokenizer(folder)
     decoder = load_pretrained(folder, trust_code=trust_code).to(device)
     if tokenizer.vocab_size > decoder.embedding.num_embeddings:
@@ -190,14 +190,13 @@ def of_model_folder(folder: Path, device: torch.device, *, trust_code: bool) -> 
             f"'{folder}' has model.causal (false), but no masked fraction (objective.masked_fraction); give "
             "the run that it comes from"
         )
-    bits = 8 * decoder.embedding.weight.element_size()
-    is_bf16 = decoder.embedding.weight.dtype == torch.bfloat16
-    precision = "bf16-true" if is_bf16 else f"{bits}-true"
+    dtype = decoder.embedding.weight.dtype
+    precision = "bf16-true" if dtype == torch.bfloat16 else f"{8 * dtype.itemsize}-true"
     return Model(folder, decoder, tokenizer, ObjectiveConfig().masked_fraction, precision, None)
 
 
-def of_run(run: Run, device: torch.device) -> Model:
-    """Return the best weights of a run, in the precision of its training."""
+def model_of_run(run: Run, device: torch.device) -> Model:
+    """Return the best weights of a run, in its training precision."""
     decoder, precision = run.model.to(device), run.facts.precision or run.config.trainer.precision
     if precision in ("bf16-true", "16-true"):
         decoder = decoder.to(torch.bfloat16 if precision == "bf16-true" else torch.float16)
@@ -213,7 +212,7 @@ def data_config(model: Model, path: Path | None, overrides: Mapping[str, Any]) -
     if "tokenizer" in overrides:
         raise ConfigError("--data.tokenizer: comes from the model; leave it out")
     if path is not None and "corpus" in overrides:
-        raise ConfigError("--data and --data.corpus name two texts; give one of them")
+        raise ConfigError("--data and --data.corpus name two texts; give only one of them")
     seq_len = model.decoder.max_seq_len
     options: dict[str, Any] = (
         {"seq_len": seq_len} if model.run is None else model.run.config.data.to_dict()
@@ -221,14 +220,13 @@ def data_config(model: Model, path: Path | None, overrides: Mapping[str, Any]) -
     if is_config(path):
         section = read_yaml(path, where=f"--data {path}").get("data", {})
         other = validate(_Options, {"data": section}).data.to_dict()
-        options |= {key: other[key] for key in _OF_ANOTHER}
+        options |= {key: other[key] for key in _DATA_CONFIG_KEYS}
     config = validate(_Options, {"data": merge(options, overrides)}).data
     if config.seq_len > seq_len:
         raise ConfigError(
             f"data.seq_len ({config.seq_len}) must not exceed the model's {seq_len} tokens; lower it"
         )
-    own = None if model.run is None else model.run.config.data
-    if own is not None and _is_same_text(config, own):
+    if model.run is not None and _is_same_text(config, model.run.config.data):
         return config
     file = FileTokenizerConfig(path=str(model.folder / TOKENIZER_FILE))
     return config.model_copy(update={"tokenizer": file})
@@ -242,60 +240,60 @@ def _is_same_text(one: DataConfig, other: DataConfig) -> bool:
     return (one.corpus, one.validation_percent) == (other.corpus, other.validation_percent)
 
 
-def text_of(
+def windows_of_text(
     model: Model, config: DataConfig, path: Path | None, stride: int | None
 ) -> tuple[str, Iterable[Batch]]:
     """Return a description and the windows of the text in `path`, or of the validation split of the corpus.
 
     Raises:
-        ConfigError: the text cannot be read or is too short, or the windows do not suit the model.
+        ConfigError: the text cannot be read or is too short, or the model does not support the windows.
     """
     step = config.seq_len if stride is None else stride
     if step > config.seq_len:
         raise ConfigError(f"--stride ({step}) must not exceed data.seq_len ({config.seq_len})")
     if stride is not None and not model.decoder.config.causal:
         raise ConfigError(
-            "--stride: the model predicts masked tokens (model.causal: false), for which a stride has no "
-            "meaning; leave it out"
+            "--stride: cannot be used with a model that predicts masked tokens (model.causal: false); leave "
+            "it out"
         )
     if path is not None and not is_config(path):
-        tokens, what = tokens_of_path(path, model.tokenizer, "--data"), f"{path}"
+        tokens, description = tokens_of_path(path, model.tokenizer, "--data"), f"{path}"
     else:
         run = model.run
         if run is not None and _is_same_text(config, run.config.data):
             data = prepare_data(run, "give a text with --data")
         else:
             data = prepare(config)
-        what = "validation split"
+        description = "validation split"
         if stride is None:
-            what += f", {config.validation_tokens:,} tokens at most as in training"
-            return what, validation_batches(config, data)
+            description += f", at most {config.validation_tokens:,} tokens, as in training"
+            return description, validation_batches(config, data)
         tokens = data.validation[:]
     length = min(config.seq_len, len(tokens) - 1)
-    what += f", windows of {length} tokens {min(step, length)} apart"
-    return what, strided_batches(tokens, config.seq_len, step, config.batch_size)
+    description += f", windows of {length} tokens {min(step, length)} apart"
+    return description, strided_batches(tokens, config.seq_len, step, config.batch_size)
 
 
 # -- output
 
 
-def print_evaluation(console: Console, what: str, found: Evaluation) -> None:
-    loss, bits = found.loss, found.bits_per_byte
-    lines = (
-        what,
-        f"loss           {loss:.4f} nats per token",
-        f"perplexity     {number(found.perplexity, '.4g')}",
-        f"bits per byte  {bits:.4f}",
-        f"predicted      {found.num_tokens:,} tokens, {found.num_bytes:,} bytes of text",
+def print_evaluation(console: Console, title: str, evaluation: Evaluation) -> None:
+    console.print(
+        f"{title}\n"
+        f"loss           {evaluation.loss:.4f} nats per token\n"
+        f"perplexity     {number(evaluation.perplexity, '.4g')}\n"
+        f"bits per byte  {evaluation.bits_per_byte:.4f}\n"
+        f"predicted      {evaluation.num_tokens:,} tokens, {evaluation.num_bytes:,} bytes of text",
+        markup=False,
+        soft_wrap=True,
     )
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    if found.routing:
+    if evaluation.routing:
         console.print()
-        console.print(routing_table(found.routing))
+        console.print(routing_table(evaluation.routing))
 
 
 def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
-    """Return a table with a row for each sparse layer; a cell is empty if the layer lacks the value."""
+    """Return a table with a row per sparse layer; a cell is empty if the layer does not have the value."""
     used = LAYER_METRICS["experts_used"]
     columns: dict[str, Callable[[Mapping[str, Tensor]], str]] = {
         "experts": lambda values: str(len(values["load"])),
@@ -315,9 +313,9 @@ def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
         table.add_column(name, justify="right")
     for layer, values in routing.items():
         cells = [""] * len(columns)
-        for place, cell in enumerate(columns.values()):
+        for index, format_cell in enumerate(columns.values()):
             with suppress(KeyError):
-                cells[place] = cell(values)
+                cells[index] = format_cell(values)
         table.add_row(short_name(layer), *cells)
     return table
 
@@ -326,14 +324,14 @@ def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
 
 
 def task_table(tasks: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return a table with a row for each measure of each task, with the standard error of lm-eval."""
+    """Return a table with a row per metric of each task, with lm-eval's standard error."""
     table = Table(box=None, pad_edge=False)
-    for name in ("task", "measure", "value", "standard error"):
-        table.add_column(name, justify="left" if name in ("task", "measure") else "right")
+    for name in ("task", "metric", "value", "standard error"):
+        table.add_column(name, justify="left" if name in ("task", "metric") else "right")
     for task, values in tasks.items():
         for key, value in values.items():
             if "_stderr" not in key:
-                name, comma, filtered = key.partition(",")
-                error = values.get(f"{name}_stderr{comma}{filtered}")
+                name, comma, filter_name = key.partition(",")
+                error = values.get(f"{name}_stderr{comma}{filter_name}")
                 table.add_row(task, key, f"{value:.4f}", "" if error is None else f"{error:.4f}")
     return table

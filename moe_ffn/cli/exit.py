@@ -1,4 +1,4 @@
-"""Exit codes of the programs: mistakes end in a few lines on stderr, signals without a traceback."""
+"""Exit codes of the programs; mistakes print a few lines to stderr, signals print no traceback."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from moe_ffn.kernels.memory import out_of_memory
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
-"""Too many steps in a row had to be skipped."""
+"""Too many consecutive steps were skipped."""
 EXIT_SIGNAL = 128
-"""Added to the signal's number, as in a shell: 130 for Ctrl-C, 143 for SIGTERM."""
+"""Added to the number of the signal, as in a shell: 130 for Ctrl-C, 143 for SIGTERM."""
 EXIT_INTERRUPTED = EXIT_SIGNAL + 2
 
 EXIT_GRACE_SECONDS = 20.0
 """Seconds a silent rank waits before it exits."""
 
 MAX_LINES = 6
-"""Maximum number of lines for mistakes; the first mistakes often cause the later ones."""
+"""Maximum number of lines for mistakes, since the first mistakes often cause the later ones."""
 
-_ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_EXIT_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 """Signals that kill the process by default; Windows has no SIGHUP."""
 
 
@@ -39,7 +39,7 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
     Ctrl-C, SIGTERM and SIGHUP end it without a traceback, and half-written files are removed.
 
     Returns:
-        the exit code of `main`, or that of a SystemExit.
+        The exit code of `main`, or of a SystemExit.
     """
     set_up_logging()
     prepare_streams()
@@ -69,7 +69,7 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
 def prepare_streams() -> None:
     """Escape characters that a stream cannot encode; replace a closed stream by the null device."""
     for name in ("COLUMNS", "LINES"):
-        if not os.environ.get(name, "1").strip("0"):  # rich would print nothing to a width of 0
+        if not os.environ.get(name, "1").strip("0"):  # rich would print nothing at a width of 0
             del os.environ[name]
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -80,7 +80,7 @@ def prepare_streams() -> None:
 
 
 def _report(error: ConfigError) -> None:
-    """Log the first mistakes, once per machine, since a file may be missing on only one of them."""
+    """Log the first mistakes, once per machine, since a file may be missing on one machine only."""
     lines = [shorten(line, 600) for line in str(error).split("\n")]
     if len(lines) > MAX_LINES:
         rest = len(lines) - (MAX_LINES - 1)
@@ -95,8 +95,8 @@ def _report(error: ConfigError) -> None:
 
 @contextmanager
 def _signals_as_exits() -> Iterator[None]:
-    """Raise SystemExit at the signals of `_ENDING`, so that `finally` blocks run."""
-    before = {signum: signal.signal(signum, _exit) for signum in _ENDING}
+    """Raise SystemExit at the signals of `_EXIT_SIGNALS`, so that `finally` blocks run."""
+    before = {signum: signal.signal(signum, _exit) for signum in _EXIT_SIGNALS}
     try:
         yield
     finally:
@@ -113,5 +113,5 @@ def announce_import(*packages: str) -> None:
 
     Call this after the options are checked, so that mistakes and `--help` do not log it.
     """
-    if awaited := [name for name in packages if name not in sys.modules]:
-        LOGGER.info("importing %s ...", " and ".join(awaited))
+    if not_imported := [name for name in packages if name not in sys.modules]:
+        LOGGER.info("importing %s ...", " and ".join(not_imported))

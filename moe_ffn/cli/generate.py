@@ -3,10 +3,10 @@
 moe-ffn generate runs/NAME --prompt "def " [--trace]
 
 The text is printed token by token; the speed is logged to stderr. A prompt may have up to data.seq_len
-tokens, the length of the training sequences. A longer text is continued from its last data.seq_len tokens,
-which are recomputed for each new token, and that is slow.
+tokens, the length of the training sequences. Beyond that length, each new token is predicted from the last
+data.seq_len tokens. They are recomputed every time, which is slow.
 
-On a terminal control characters are printed as escapes; a file or a pipe gets the text unchanged.
+A terminal shows control characters as escapes; a file or a pipe gets the text unchanged.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.console import Console
 from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.base import help_texts
 from moe_ffn.config.errors import ConfigError, command, printable
+from moe_ffn.config.option_tree import show_value
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_value, validate
 from moe_ffn.experts.base import compile_kernels
@@ -41,38 +42,33 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("generate"), description=__doc__)
     parser.add_run()
     parser.add_argument(
-        "--seed", type=whole(most=2**63 - 1), default=0, help="seed of the sampling (default: 0)"
+        "--seed", type=whole(most=2**63 - 1), default=0, help="seed for sampling (default: 0)"
     )
-    parser.add_argument(
-        "--prompt", help="text to continue (default: the prompt of the run's samples)"
-    )
+    parser.add_argument("--prompt", help="text to continue (default: prompt of the run's samples)")
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="stop before this text; may be repeated",
+        help="stop before this text; may be given several times",
     )
     parser.add_argument(
-        "--trace", action="store_true", help="then print the experts of every token"
+        "--trace", action="store_true", help="print the experts of every token at the end"
     )
     helps = help_texts(SampleConfig)
-    for name, field in SampleConfig.model_fields.items():
-        if name not in ("prompt", "stop"):
-            flag = f"--{name.replace('_', '-')}"
-            default = "null" if field.default is None else str(field.default)
-            parser.add_argument(flag, default=default, help=helps[name])
-    options = vars(parser.parse_args(argv))
-    folder, seed, prompt, stop, traces, trust_code = (
-        options.pop(name) for name in ("run", "seed", "prompt", "stop", "trace", "trust_code")
-    )
-    values = {name: parse_value(value, f"--{name}") for name, value in options.items()}
+    numeric = [name for name in SampleConfig.model_fields if name not in ("prompt", "stop")]
+    for name in numeric:
+        default = show_value(SampleConfig.model_fields[name].default)
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=helps[name])
+    args = parser.parse_args(argv)
+    folder, prompt = args.run, args.prompt
     # A prompt such as `12` or `null` is text; the other values are numbers or null.
-    sample = validate(SampleConfig, {**values, "prompt": prompt, "stop": stop})
+    values = {name: parse_value(getattr(args, name), f"--{name}") for name in numeric}
+    sample = validate(SampleConfig, {**values, "prompt": prompt, "stop": args.stop})
     check_has_weights(folder)
     if prompt is None:
-        prompt = own_prompt(folder)
-    with accepting_code(trust_code):
+        prompt = latest_prompt(folder)
+    with accepting_code(args.trust_code):
         run = load_model(folder)
     if not run.config.model.causal:
         raise ConfigError(
@@ -82,22 +78,23 @@ def main(argv: Sequence[str]) -> int:
     ids = encode_text(run.tokenizer, prompt, run.decoder.max_seq_len, "--prompt")
     outputs: list[tuple[DecoderOutput, int]] = []
 
-    def keep(output: DecoderOutput, num_new: int) -> None:
+    def record(output: DecoderOutput, num_new: int) -> None:
         check_routes(folder, run.config.model, output.routings)
         outputs.append((output, num_new))
 
     compile_kernels(run.decoder, torch.device("cpu"))
-    began = time.perf_counter()
-    pieces = stream_texts(run.decoder, run.tokenizer, [ids], sample, seed, keep if traces else None)
+    observe = record if args.trace else None
+    start = time.perf_counter()
+    pieces = stream_texts(run.decoder, run.tokenizer, [ids], sample, args.seed, observe)
     new_ids: list[int] = []
     for _, token_id, piece in pieces:
-        _show(piece if new_ids else prompt + piece)
+        _print_text(piece if new_ids else prompt + piece)
         new_ids.append(token_id)
-    seconds = time.perf_counter() - began
-    _show("\n" if new_ids else f"{prompt}\n")
+    seconds = time.perf_counter() - start
+    _print_text("\n" if new_ids else f"{prompt}\n")
     if new_ids:
-        speed = f"{len(new_ids)} tokens in {seconds:.2f} s, {len(new_ids) / seconds:.1f} tokens/s"
-        log.info(speed)
+        speed = len(new_ids) / seconds
+        log.info("%d tokens in %.2f s, %.1f tokens/s", len(new_ids), seconds, speed)
     if outputs:
         console = Console(highlight=False)
         trace = trace_of_decoder(folder, run.config.model, run.tokenizer, ids + new_ids, outputs)
@@ -106,12 +103,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _show(text: str) -> None:
+def _print_text(text: str) -> None:
     print(printable(text, also="\n\t") if sys.stdout.isatty() else text, end="", flush=True)
 
 
-def own_prompt(folder: Path) -> str:
-    """Return the prompt of the latest sample of a run.
+def latest_prompt(folder: Path) -> str:
+    """Return the prompt of a run's latest sample.
 
     Raises:
         ConfigError: the run has no samples.

@@ -1,4 +1,4 @@
-"""Make a model from trained ones without training, and write it as a model folder.
+"""Make a model from trained models without training, and write it as a model folder.
 
 moe-ffn initialise --source runs/dense --output models/sparse --method.type upcycle
 
@@ -26,24 +26,25 @@ from moe_ffn.weights import InitialiserConfig, UpcycleConfig
 from moe_ffn.weights.init_from import Source, read_source, written_lines
 from moe_ffn.weights.pretrained import require_replaceable, save_pretrained
 
-_COMPARED_SEQUENCES = 8
+_NUM_COMPARED = 8
+"""Number of sequences on which the logits of both models are compared."""
 
 
 class CalibrationConfig(Config, frozen=True):
-    """Text that calibrates a method."""
+    """Text on which a method computes statistics of the source."""
 
     data: DataConfig | None = None
-    """Text and sequence length, with the tokenizer of the source; null: the data of the source's run."""
+    """Text and sequence length; the tokenizer is the source's; null: the data of the source's run."""
     num_tokens: int = Field(default=65_536, ge=1, le=MAX_COUNT)
     """Tokens of the training split to read, in whole sequences."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of random numbers and of the choice of sequences."""
+    """Seed for random numbers and for the choice of sequences."""
 
     def prepared(self, source: Source) -> tuple[DataConfig, PreparedData]:
-        """Return the text as tokens of the source, in sequences no longer than the source's.
+        """Return data options with sequences no longer than the source's, and the text in its tokens.
 
         Raises:
-            ConfigError: there is no text, it cannot be read, or the source has no tokenizer.
+            ConfigError: no text is given, it cannot be read, or the source has no tokenizer.
         """
         config = self.data
         if config is not None:
@@ -52,7 +53,7 @@ class CalibrationConfig(Config, frozen=True):
             config = source.data
         else:
             raise ConfigError(
-                f"data: '{source.folder}' does not name its training text; give a text, as in "
+                f"data: '{source.folder}' does not name its training text; give a text, such as "
                 "--data.corpus '{type: text, paths: [FOLDER]}', or the folder of a run as the source"
             )
         seq_len = min(config.seq_len, source.decoder.max_seq_len)
@@ -73,7 +74,7 @@ class CalibrationConfig(Config, frozen=True):
 
 
 class InitialiseConfig(CalibrationConfig, frozen=True):
-    """Options for making a model from trained ones."""
+    """Options for making a model from trained models."""
 
     method: InitialiserConfig = UpcycleConfig()
     """Method that makes the new model."""
@@ -104,11 +105,13 @@ def main(argv: Sequence[str]) -> int:
             first.require_same_tokens(other.tokenizer)
     ids_BS = config.ids(*config.prepared(first)) if method.needs_text else None
     with torch.no_grad():
-        made = method.initialise([source.decoder for source in sources], ids_BS, config.generator)
-    save_pretrained(made, flags.output, first.tokenizer)
+        new_model = method.initialise(
+            [source.decoder for source in sources], ids_BS, config.generator
+        )
+    save_pretrained(new_model, flags.output, first.tokenizer)
     for line in (
-        *_facts(first.decoder, made, ids_BS, config.generator),
-        *written_lines(flags.output, made, first.tokenizer, replaces=replaces),
+        *_compare(first.decoder, new_model, ids_BS, config.generator),
+        *written_lines(flags.output, new_model, first.tokenizer, replaces=replaces),
     ):
         print(line)
     return 0
@@ -121,27 +124,27 @@ def _add_flags(parser: Parser) -> None:
         action="extend",
         default=[],
         metavar="FOLDER",
-        help="the trained model: a model folder, or a run (its best weights); several for mix",
+        help="trained model: a model folder, or a run (its best weights); several for mix",
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="the model folder to write")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="model folder to write")
     parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
 
 
 @torch.no_grad()
-def _facts(
-    source: Decoder, made: Decoder, ids_BS: Tensor | None, generator: Generator
+def _compare(
+    source: Decoder, new_model: Decoder, ids_BS: Tensor | None, generator: Generator
 ) -> list[str]:
-    """Report the size of the new model, and how far its logits are from those of the first source."""
+    """Return lines that compare the sizes and the logits of the new model and the first source."""
     sizes = source.embedding.num_embeddings, source.max_seq_len
-    old, new = source.config, made.config
+    old, new = source.config, new_model.config
     if ids_BS is None:
-        shape = (_COMPARED_SEQUENCES, min(128, sizes[1]))
+        shape = (_NUM_COMPARED, min(128, sizes[1]))
         ids_BS = torch.randint(sizes[0], shape, generator=generator)
-    ids_BS = ids_BS[:_COMPARED_SEQUENCES]
-    before, after = source(ids_BS).logits, made(ids_BS).logits
+    ids_BS = ids_BS[:_NUM_COMPARED]
+    before, after = source(ids_BS).logits, new_model(ids_BS).logits
     return [
         f"parameters         {old.num_params(*sizes):,} -> {new.num_params(*sizes):,}",
         f"active parameters  {old.num_active_params(*sizes):,} -> {new.num_active_params(*sizes):,}",
-        f"logits             differ by up to {(after - before).abs().max():.2g}; the mean magnitude of the "
-        f"source's is {before.abs().mean():.2g}",
+        f"logits             differ by up to {(after - before).abs().max():.2g}; the source's mean magnitude "
+        f"is {before.abs().mean():.2g}",
     ]

@@ -1,4 +1,4 @@
-"""Log lines of the programs: one logger, `moe_ffn`, written to stderr for people."""
+"""Logging of the programs: one logger, `moe_ffn`, which writes plain messages to stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOGGER = logging.getLogger("moe_ffn")
 
 
 class _Formatter(logging.Formatter):
-    """Write only the message; an error begins with `error: `, or with the `prefix` of its log record."""
+    """Format only the message; an error begins with `error: `, or with the `prefix` of its log record."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
@@ -22,7 +22,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[Any]):
-    """Write to the current `sys.stderr`, which may be replaced later."""
+    """Handler that writes to the current `sys.stderr`, even if that is replaced later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Handler(logging.StreamHandler[Any]):
 
 
 def set_up_logging() -> None:
-    """Show the package's log from level INFO; ranks other than the first show only errors."""
+    """Show the package's log from level INFO on the first rank, and only errors on other ranks."""
     if not any(isinstance(handler, _Handler) for handler in LOGGER.handlers):
         LOGGER.addHandler(_Handler())
         LOGGER.propagate = False

@@ -1,4 +1,4 @@
-"""Shared parts of all command lines: the parser, numbers, files to write, wrapped text."""
+"""Shared parts of all command lines: the parser, numbers, output files, wrapped text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_ffn.files import reason, write_whole
 
 
 def whole_number(text: str, least: int = 0, most: int = MAX_COUNT) -> int | None:
-    """Parse a text of the digits 0 to 9; None if it is not a number within the limits."""
+    """Parse the digits 0 to 9 as a number; None if `text` is not a whole number within the limits."""
     # `int` accepts other digits too, and is slow for very long numbers.
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         return None
@@ -31,7 +31,7 @@ def whole_number(text: str, least: int = 0, most: int = MAX_COUNT) -> int | None
 
 
 def whole(least: int = 0, most: int = MAX_COUNT) -> Callable[[str], int]:
-    """Return an argparse type: whole numbers from `least` to `most`."""
+    """Return an argparse type for whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
         number = whole_number(text, least, most)
@@ -45,18 +45,20 @@ def whole(least: int = 0, most: int = MAX_COUNT) -> Callable[[str], int]:
 
 
 def layer_numbers(text: str) -> list[int]:
-    """Parse `0,3` to [0, 3]; an argparse type."""
-    parts = [whole_number(part.strip()) for part in text.split(",")]
-    layers = [part for part in parts if part is not None]
-    if len(layers) < len(parts):
-        raise argparse.ArgumentTypeError(
-            f"must be numbers of layers separated by commas, as in 0,3, got '{text}'"
-        )
+    """Parse `0,3` as [0, 3]; an argparse type."""
+    layers: list[int] = []
+    for part in text.split(","):
+        layer = whole_number(part.strip())
+        if layer is None:
+            raise argparse.ArgumentTypeError(
+                f"must be layer numbers separated by commas, such as 0,3, got '{text}'"
+            )
+        layers.append(layer)
     return layers
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that handles `--version`, raises ConfigError for a mistake, and breaks no word in its help."""
+    """Parser with `--version`, `-v` and `-q`; it raises ConfigError for a mistake and splits no word."""
 
     def __init__(self, **options: Any) -> None:
         """Take the options of `argparse.ArgumentParser`."""
@@ -68,17 +70,14 @@ class Parser(argparse.ArgumentParser):
             version=versions(),
             help="print the versions of moe_ffn, torch and Python",
         )
-        for flags, meaning in (
-            (("-v", "--verbose"), "more"),
-            (("-q", "--quiet"), "only errors"),
-        ):
+        for flags, shown in ((("-v", "--verbose"), "more"), (("-q", "--quiet"), "only errors")):
             self.add_argument(
                 *flags,
                 action=SetLevel,
                 nargs=0,
-                dest=argparse.SUPPRESS,  # the parsed options have no such value
+                dest=argparse.SUPPRESS,  # adds no value to the parsed arguments
                 default=argparse.SUPPRESS,
-                help=f"log {meaning}",
+                help=f"log {shown}",
             )
 
     def add_run(self) -> None:
@@ -94,7 +93,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse a command line that has only fixed options.
+        """Parse a command line without dotted options.
 
         Raises:
             ConfigError: there is a mistake; an unknown flag is reported first, with a similar flag.
@@ -102,17 +101,13 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         for word in takewhile("--".__ne__, words):
             flag = word.partition("=")[0]
-            if re.fullmatch(r"-{1,2}[^\W\d][\w.-]*", flag) and flag not in (
-                "-h",
-                "-v",
-                "-q",
-                *self._flags,
-            ):
+            looks_like_flag = re.fullmatch(r"-{1,2}[^\W\d][\w.-]*", flag)
+            if looks_like_flag and flag not in ("-h", "-v", "-q", *self._flags):
                 raise ConfigError(f"{flag}: unknown{nearest_or_all(flag, self._flags)}")
         return super().parse_args(words, namespace)
 
     def nearest_flag(self, typed: str) -> str:
-        """Return `"; did you mean '--resume'?"` for `--resum`; empty if no flag is similar."""
+        """Return `"; did you mean '--resume'?"` for `--resum`; an empty string if no flag is similar."""
         return did_you_mean(typed, self._flags, cutoff=0.8)
 
     @property
@@ -134,25 +129,24 @@ class _Formatter(argparse.HelpFormatter):
 
 def versions() -> str:
     """Return `moe_ffn 0.2.0, torch 2.13.0, Python 3.11.4`."""
-    found = {"moe_ffn": "(not installed)", "torch": ""}
-    for package in found:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from a checkout that is not installed
-            continue
-    packages = ", ".join(f"{package} {number}" for package, number in found.items())
-    return f"{packages}, Python {platform.python_version()}"
+    try:
+        own_version = version("moe_ffn")
+    except PackageNotFoundError:  # run from a checkout
+        own_version = "(not installed)"
+    return f"moe_ffn {own_version}, torch {version('torch')}, Python {platform.python_version()}"
 
 
-def check_output(option: str, path: Path, opening: str) -> None:
-    """Check that `write_output` can write this file, without writing it.
+def check_output(option: str, path: Path | None, opening: str) -> None:
+    """Check that `write_output` can write this file, without writing it; None passes.
 
     Args:
-        opening: first characters of the output. An existing file that begins otherwise is not overwritten.
+        opening: first characters of the output. An existing file with another beginning is not overwritten.
 
     Raises:
         ConfigError: the file cannot be written, or another file would be lost.
     """
+    if path is None:
+        return
     try:
         if path.is_dir():
             raise IsADirectoryError(21, "Is a directory")
@@ -165,7 +159,7 @@ def check_output(option: str, path: Path, opening: str) -> None:
                         f"{option}: '{path}' exists and was not made by this program; choose another "
                         "file, or remove it"
                     )
-        # Permission bits do not decide: root may write anywhere but in a read-only file system.
+        # Permission bits are no proof: root may write anywhere except in a read-only file system.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -187,11 +181,11 @@ def _cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
 
 
 _MIN_WIDTH = 30
-"""Characters that the second of two columns needs."""
+"""Minimum width of the second of two columns, in characters."""
 
 
 def wrap(text: str, width: int) -> str:
-    """Wrap `text`, aligning the continuation of each long line with the start of its text.
+    """Wrap `text`, and align the continuation of a long line with the start of its text.
 
     In a line of two columns (`  --name VALUE   meaning`) the text is the second column. Successive lines
     without indentation form one paragraph. A word longer than the width is not split.

@@ -1,4 +1,4 @@
-"""Plan a model on several GPUs: memory of a GPU, traffic and time of a step, for each layout.
+"""Plan the training of a model on several GPUs: memory per GPU, traffic and time of a step, for each layout.
 
 moe-ffn plan --model.d_model 4096 --model.num_layers 32 --data.batch_size 64 --gpus 64 --gpu h100
 """
@@ -20,25 +20,18 @@ from moe_ffn.config.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.html import OPENING, compact
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_parts import check_counts
-from moe_ffn.runs.planner import (
-    DEVICES,
-    EFFICIENCY,
-    Device,
-    LayoutPlan,
-    plan_layouts,
-)
+from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, LayoutPlan, plan_layouts
 
 MAX_RANKS = 2**16
-MAX_REFUSED = 3
-"""Maximum number of layouts shown that do not fit; those that need the least memory are shown."""
+MAX_TOO_LARGE = 3
+"""Maximum number of layouts to show that do not fit; those that need the least memory are shown."""
 
 
 def main(argv: Sequence[str]) -> int:
     flags, config = parse_flags(argv, TrainConfig, command("plan"), _add_flags)
     check_counts(config)
     device = device_of(flags)
-    if flags.plot is not None:
-        check_output("--plot", flags.plot, OPENING)
+    check_output("--plot", flags.plot, OPENING)
     plans = plan_layouts(config, flags.gpus, device, flags.efficiency)
     if flags.plot is not None:
         write_output("--plot", flags.plot, _page(plans))
@@ -49,12 +42,12 @@ def main(argv: Sequence[str]) -> int:
     )
     say(
         f"{params} parameters, {active} of them active; {flags.gpus} x {device.name}, "
-        f"{compact(plans[0].tokens)} tokens a step",
+        f"{compact(plans[0].tokens)} tokens per step",
         highlight=False,
     )
     say(plan_table(plans, flags.efficiency))
-    if (left_out := len(plans) - len(shown(plans))) > 0:
-        say(f"{left_out} more layouts do not fit")
+    if num_hidden := len(plans) - len(shown(plans)):
+        say(f"{num_hidden} more layouts do not fit")
     say(verdict(plans), highlight=False, soft_wrap=True)
     if flags.plot is not None:
         say(f"written: {flags.plot}", highlight=False, soft_wrap=True)
@@ -68,7 +61,7 @@ def _add_flags(parser: Parser) -> None:
         type=whole(1, MAX_RANKS),
         default=8,
         metavar="N",
-        help="number of GPUs, with one process each (%(default)s)",
+        help="number of GPUs, each with one process (%(default)s)",
     )
     add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
     for name, (field, _, meaning) in _OVERRIDES.items():
@@ -78,14 +71,14 @@ def _add_flags(parser: Parser) -> None:
         "--efficiency",
         type=_number(1.0),
         default=EFFICIENCY,
-        metavar="SHARE",
-        help="share of the published FLOPs and bandwidths that is reached in practice (%(default)s)",
+        metavar="FRACTION",
+        help="fraction of the published FLOPs and bandwidths that is reached in practice (%(default)s)",
     )
     add(
         "--plot",
         type=Path,
         metavar="FILE",
-        help="write a page with the memory of the layouts as bars",
+        help="also write a page with a bar chart of the memory of each layout",
     )
 
 
@@ -93,13 +86,13 @@ _OVERRIDES = {
     "memory-gb": (
         "memory_bytes",
         1e9,
-        "memory of a GPU, 1e9 bytes, instead of the published figure",
+        "memory of a GPU in 1e9 bytes, instead of the published figure",
     ),
-    "tflops": ("flops", 1e12, "its speed in dense bfloat16 products, 1e12 FLOPs a second"),
-    "link-gb-s": ("link", 1e9, "its bandwidth to GPUs of the same machine, 1e9 bytes a second"),
-    "network-gb-s": ("network", 1e9, "its bandwidth to other machines, 1e9 bytes a second"),
+    "tflops": ("flops", 1e12, "its dense bfloat16 speed in 1e12 FLOPs per second"),
+    "link-gb-s": ("link", 1e9, "its bandwidth to GPUs of the same machine in 1e9 bytes per second"),
+    "network-gb-s": ("network", 1e9, "its bandwidth to other machines in 1e9 bytes per second"),
 }
-"""Flag -> field of the device that it replaces, unit, and help."""
+"""Flag -> the field of `Device` that it overrides, the unit, and the help text."""
 
 
 def _number(most: float) -> Callable[[str], float]:
@@ -116,7 +109,7 @@ def _number(most: float) -> Callable[[str], float]:
 
 
 def device_of(flags: Namespace) -> Device:
-    """Return the named device, with published figures replaced by the given flags."""
+    """Return the named device; given flags override its published figures."""
     if flags.gpu not in DEVICES:
         raise ConfigError(f"--gpu: unknown '{flags.gpu}'{nearest_or_all(flags.gpu, DEVICES)}")
     units = {field: unit for field, unit, _ in _OVERRIDES.values()} | {"per_machine": 1}
@@ -130,7 +123,7 @@ def device_of(flags: Namespace) -> Device:
 def shown(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
     """Return the layouts that fit, and the first few that do not."""
     fitting = [plan for plan in plans if plan.fits]
-    return [*fitting, *[plan for plan in plans if not plan.fits][:MAX_REFUSED]]
+    return [*fitting, *[plan for plan in plans if not plan.fits][:MAX_TOO_LARGE]]
 
 
 def plan_table(plans: Sequence[LayoutPlan], efficiency: float) -> Table:
@@ -144,7 +137,7 @@ def plan_table(plans: Sequence[LayoutPlan], efficiency: float) -> Table:
         "the traffic of tokens. Published or given figures: a GPU has "
         f"{device.memory_bytes / 1e9:.3g} GB, computes {device.flops / 1e12:.0f} TFLOP/s, and sends "
         f"{device.link / 1e9:.0f} GB/s to the {device.per_machine} GPUs of its machine and "
-        f"{device.network / 1e9:.0f} GB/s to others; {efficiency:.0%} of the speeds is reached",
+        f"{device.network / 1e9:.0f} GB/s to others; {efficiency:.0%} of these speeds is reached",
         caption_justify="left",
         box=None,
         padding=(0, 1, 0, 0),
@@ -170,7 +163,7 @@ def plan_table(plans: Sequence[LayoutPlan], efficiency: float) -> Table:
 
 
 def verdict(plans: Sequence[LayoutPlan]) -> str:
-    """Name the fastest layout that fits, its bottleneck, and the memory that an unsharded layout needs."""
+    """Name the fastest layout that fits, its bottleneck, and the memory of an unsharded layout."""
     best, limit = plans[0], plans[0].device.memory_bytes
     if not best.fits:
         return (
@@ -179,21 +172,21 @@ def verdict(plans: Sequence[LayoutPlan]) -> str:
         )
     layout = best.layout
     option = f"parallel: {{data: {layout.data}, shard: {layout.shard}, expert: {layout.expert}}}"
-    waits = "the products"
+    bottleneck = "the products"
     if best.overlapped_seconds > best.compute_seconds:
-        waits = (
+        bottleneck = (
             f"the traffic of weights and gradients ({best.overlapped_seconds:.3g} s, the products take "
             f"{best.compute_seconds:.3g})"
         )
-    tokens = f", {best.token_seconds:.3g} s for tokens to travel" if best.token_seconds else ""
-    plain = next((p for p in plans if not p.layout.is_sharded), None)
-    lacks = ""
-    if plain is not None and not plain.fits:
-        lacks = f"; a whole copy on each GPU would take {plain.memory.total / 1e9:.0f} GB"
+    tokens = f", {best.token_seconds:.3g} s for the traffic of tokens" if best.token_seconds else ""
+    unsharded = next((p for p in plans if not p.layout.is_sharded), None)
+    note = ""
+    if unsharded is not None and not unsharded.fits:
+        note = f"; a whole copy on each GPU would take {unsharded.memory.total / 1e9:.0f} GB"
     return (
-        f"{option}: {best.seconds:.3g} s a step, bound by {waits}{tokens}; "
+        f"{option}: {best.seconds:.3g} s per step, bound by {bottleneck}{tokens}; "
         f"{best.tokens_per_second:,.0f} tokens/s; {best.memory.total / 1e9:.1f} of "
-        f"{limit / 1e9:.0f} GB{lacks}"
+        f"{limit / 1e9:.0f} GB{note}"
     )
 
 

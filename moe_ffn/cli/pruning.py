@@ -37,26 +37,25 @@ class PruningConfig(CalibrationConfig, frozen=True):
     num_experts: Annotated[list[Annotated[int, Field(ge=1, le=MAX_COUNT)]], Field(min_length=1)] = (
         Field(default=[6, 4, 2])
     )
-    """Numbers of experts to keep in each layer; each is a row of the table."""
+    """Numbers of experts to keep in each layer; each gets a row of the table."""
     methods: Annotated[list[Method], Field(min_length=1)] = Field(
         default=["reap", "frequency", "merge", "random"]
     )
-    """Methods that choose or merge experts; each is a column of the table."""
+    """Methods that choose or merge experts; each gets a column of the table."""
     num_draws: int = Field(default=5, ge=1, le=MAX_COUNT)
-    """Number of draws of the random method; the table has their mean and standard deviation."""
+    """Number of draws of the random method; the table shows their mean and standard deviation."""
 
 
 def main(argv: Sequence[str]) -> int:
     flags, config = parse_flags(argv, PruningConfig, command("pruning"), _add_flags)
     if flags.source is None:
         raise ConfigError("--source FOLDER is required: a model or a run with experts")
-    if flags.json is not None:
-        check_output("--json", flags.json, "{")
+    check_output("--json", flags.json, "{")
     source = read_source(flags.source, "--source", trust_code=flags.trust_code)
     if not source.decoder.config.causal:
         raise ConfigError(
-            f"--source: '{source.folder}' predicts masked tokens (model.causal false), so that its loss "
-            "depends on the mask; use a run with causal: true"
+            f"--source: '{source.folder}' predicts masked tokens (model.causal: false), so its loss depends "
+            "on the mask; use a run with causal: true"
         )
     data_config, data = config.prepared(source)
     ids_BS = config.ids(data_config, data)
@@ -74,19 +73,21 @@ def main(argv: Sequence[str]) -> int:
             ]
             for name in config.methods
         }
-    whole = loss_of(source.decoder)
+    source_loss = loss_of(source.decoder)
     stacks = [ffn.expert_stack for ffn in source.decoder.config.layer_ffns()]
-    most = max(stack.num_experts for stack in stacks if stack is not None)
-    Console(highlight=False).print(_table(whole, most, losses))
+    all_experts = max(stack.num_experts for stack in stacks if stack is not None)
+    Console(highlight=False).print(_table(source_loss, all_experts, losses))
     if flags.json is not None:
-        found = {"num_experts": most, "loss": whole, "losses": losses}
-        write_output("--json", flags.json, json.dumps(found) + "\n")
+        results = {"num_experts": all_experts, "loss": source_loss, "losses": losses}
+        write_output("--json", flags.json, json.dumps(results) + "\n")
     return 0
 
 
 def _add_flags(parser: Parser) -> None:
-    parser.add_argument("--source", metavar="FOLDER", help="model folder, or folder of a run")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the losses to a file")
+    parser.add_argument("--source", metavar="FOLDER", help="model folder or folder of a run")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the losses to a JSON file"
+    )
     parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
 
 
@@ -101,17 +102,19 @@ def _generators(config: PruningConfig, name: Method) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(config.seed + draw) for draw in range(draws)]
 
 
-def _table(whole: float, most: int, losses: dict[int, dict[str, list[float]]]) -> Table:
-    names = list(next(iter(losses.values())))
-    table = Table(title=f"validation loss, nats per token; {whole:.4f} with all {most} experts")
-    for title in ("experts", "removed", *names):
-        table.add_column(title, justify="right")
+def _table(
+    source_loss: float, all_experts: int, losses: dict[int, dict[str, list[float]]]
+) -> Table:
+    title = f"validation loss, nats per token; {source_loss:.4f} with all {all_experts} experts"
+    table = Table(title=title)
+    for column in ("experts", "removed", *next(iter(losses.values()))):
+        table.add_column(column, justify="right")
     for num_experts, by_method in losses.items():
-        cells = [_cell(found) for found in by_method.values()]
-        table.add_row(str(num_experts), f"{1 - num_experts / most:.0%}", *cells)
+        removed = f"{1 - num_experts / all_experts:.0%}"
+        table.add_row(str(num_experts), removed, *map(_mean_and_deviation, by_method.values()))
     return table
 
 
-def _cell(found: list[float]) -> str:
-    mean = f"{statistics.fmean(found):.4f}"
-    return mean if len(found) == 1 else f"{mean} ± {statistics.stdev(found):.4f}"
+def _mean_and_deviation(losses: list[float]) -> str:
+    mean = f"{statistics.fmean(losses):.4f}"
+    return mean if len(losses) == 1 else f"{mean} ± {statistics.stdev(losses):.4f}"

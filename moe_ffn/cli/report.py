@@ -4,7 +4,7 @@
     moe-ffn report runs/a runs/b          compares the runs in runs/report.html
     moe-ffn report --watch runs/NAME      updates the page until the run has ended
 
-Runs that differ only in their seeds are one arm.
+Runs that differ only in their seeds form one arm.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ def main(argv: Sequence[str]) -> int:
         "--output",
         type=Path,
         metavar="FILE",
-        help="page to write (default: report.html in the run, or in the folder that holds the first of "
-        "several runs)",
+        help="page to write (default: report.html in the run, or for several runs next to the first one)",
     )
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="write the page again whenever a file of a run changes, until all runs have ended",
+        help="rewrite the page whenever a file of a run changes, until all runs have ended",
     )
     parser.add_argument(
         "--every",
@@ -40,22 +39,21 @@ def main(argv: Sequence[str]) -> int:
         metavar="SECONDS",
         help="seconds between two checks of --watch (default: 10)",
     )
-    options = parser.parse_args(argv)
-    if not 0.1 <= options.every <= 86_400:
-        raise ConfigError(f"--every: must be seconds, from 0.1 to 86400, got {options.every}")
-    if options.output is not None:
-        check_output("--output", options.output, OPENING)
-    output = options.output or default_output(options.runs)
-    if options.watch:
-        watch(options.runs, output, options.every, lambda text: print(text, flush=True))
+    args = parser.parse_args(argv)
+    if not 0.1 <= args.every <= 86_400:
+        raise ConfigError(f"--every: must be from 0.1 to 86400 seconds, got {args.every}")
+    check_output("--output", args.output, OPENING)
+    output = args.output or default_output(args.runs)
+    if args.watch:
+        watch(args.runs, output, args.every, lambda text: print(text, flush=True))
         return 0
-    write_report(options.runs, output)
+    write_report(args.runs, output)
     print(output)
     return 0
 
 
 def default_output(folders: Sequence[Path]) -> Path:
-    """Return the path of the page: in the run, or in the folder that holds the first of several runs."""
+    """Return the path of the page: in the run, or for several runs next to the first one."""
     first = folders[0]
     is_one = len({folder.resolve() for folder in folders}) == 1
     return (first if is_one else first.resolve().parent) / "report.html"

@@ -1,4 +1,4 @@
-"""The results of a run, printed and in `summary.json`, and the tables that are printed before a run."""
+"""Results of a run, printed and in `summary.json`, and the tables that are printed before training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 MAX_COACTIVATION_EXPERTS = 64
 """Maximum number of experts of a layer whose co-activation matrix is in the summary."""
 
-
 MAX_WINDOWS = 1024
 """Maximum number of window losses in a summary; a bootstrap needs no more."""
 
@@ -65,7 +64,7 @@ def summary_of(callbacks: RunCallbacks, unigram_loss: float) -> dict[str, Any]:
 
 
 def window_losses(losses_N: Tensor) -> list[float]:
-    """Return the mean loss of each of N windows, or of groups of neighbours, to 5 digits."""
+    """Return the losses of N windows to 5 digits, or means of neighbours if N exceeds `MAX_WINDOWS`."""
     size = -(-len(losses_N) // MAX_WINDOWS) or 1
     return [round(part.mean().item(), 5) for part in losses_N.split(size)]
 
@@ -73,14 +72,13 @@ def window_losses(losses_N: Tensor) -> list[float]:
 def print_results(
     console: Console, folder: Path, summary: Mapping[str, Any], callbacks: RunCallbacks
 ) -> None:
-    """Print the numbers of a `summary_of`, the load of every expert, a sample, and where the results are."""
+    """Print the numbers of a `summary_of`, the load of every expert, a sample, and the run's folder."""
     loss, unigram_loss = summary["validation_loss"], summary["unigram_loss"]
     samples, routing = callbacks.samples, plain_values(summary["routing"])
 
     def say(text: str, style: str = "") -> None:
-        console.print(
-            Text(text, style=style), soft_wrap=True
-        )  # a Text, so that brackets are not markup
+        # As a Text, brackets are not markup.
+        console.print(Text(text, style=style), soft_wrap=True)
 
     warn = partial(say, style="yellow")
     say(
@@ -101,13 +99,14 @@ def print_results(
         warn(f"not judged yet: {sentence}")
     if routing:
         console.print()
-        lists = {layer: values for layer, values in routing.items() if "experts_used" in values}
-        if loads := {layer: values for layer, values in routing.items() if layer not in lists}:
+        # Routers of many experts list pairs, and have no load of every expert.
+        listed = {layer: values for layer, values in routing.items() if "experts_used" in values}
+        if loads := {layer: values for layer, values in routing.items() if layer not in listed}:
             console.print(load_table(loads, console.width))
-            say(expert_use(loads))
+            say(unused_experts(loads))
             say(_LEGEND)
-        if lists:
-            say(use_of_lists(lists))
+        if listed:
+            say(listed_expert_use(listed))
     if samples.last:
         say("\nSample:")
         prompt = Text(printable(samples.prompt, also="\n\t"), style="bold")
@@ -125,7 +124,7 @@ def write_summary(folder: Path, summary: Mapping[str, Any], callbacks: RunCallba
         write_whole(folder / "sample.txt", callbacks.samples.prompt + callbacks.samples.last)
     if callbacks.profile.text:
         write_whole(folder / "profile.txt", callbacks.profile.text)
-    else:  # from before the run was resumed
+    else:  # of the run before it was resumed
         (folder / "profile.txt").unlink(missing_ok=True)
     write_whole(folder / SUMMARY_FILE, json.dumps(plain_values(summary), indent=2) + "\n")
 
@@ -156,27 +155,27 @@ _LEGEND = f"MaxVio: {LAYER_METRICS['max_violation'].formula}; entropy in nats"
 
 
 def model_table(config: TrainConfig, vocab_size: int) -> Table:
-    """Return the model as a table: layers, FFN types, parameters, FLOPs and tokens per step."""
+    """Return a table of the model: layers, FFN types, parameters, FLOPs and tokens per step."""
     model, seq_len = config.model, config.data.seq_len
     d_model, attention = model.d_model, model.attention
     table = Table(title="Model", title_justify="left", box=None, pad_edge=False)
     table.add_column("part")
-    table.add_column("what")
+    table.add_column("type")
     for name in ("parameters", "active", "FLOPs/token"):
         table.add_column(name, justify="right")
 
-    def add(part: str, what: str, params: int, active: int, flops: int, count: int = 1) -> None:
-        table.add_row(part, what, *(compact(count * size) for size in (params, active, flops)))
+    def add(part: str, kind: str, params: int, active: int, flops: int, count: int = 1) -> None:
+        table.add_row(part, kind, *(compact(count * size) for size in (params, active, flops)))
 
     embeddings = vocab_size * d_model * (1 if model.tie_embeddings else 2)
-    embeddings += 0 if model.causal else d_model  # of the mask
-    what = f"{vocab_size} x {d_model}, {'tied' if model.tie_embeddings else 'untied'}"
-    output_flops = linear_flops(d_model, vocab_size)  # an embedding lookup costs none
-    add("embeddings, output", what, embeddings, embeddings, output_flops)
-    what = attention.describe()
+    embeddings += 0 if model.causal else d_model  # the mask embedding
+    kind = f"{vocab_size} x {d_model}, {'tied' if model.tie_embeddings else 'untied'}"
+    output_flops = linear_flops(d_model, vocab_size)  # the lookup of an embedding has no FLOPs
+    add("embeddings, output", kind, embeddings, embeddings, output_flops)
+    kind = attention.describe()
     params = attention.num_params(d_model, model.norm)
     flops = attention.flops_per_token(d_model, seq_len, model.causal)
-    add(f"attention x {model.num_layers}", what, params, params, flops, count=model.num_layers)
+    add(f"attention x {model.num_layers}", kind, params, params, flops, count=model.num_layers)
     for ffn, layers in _equal_neighbours(model.layer_ffns()):
         span = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         params, active = ffn.num_params(d_model), ffn.num_active_params(d_model)
@@ -208,7 +207,7 @@ def describe_data(data: PreparedData) -> str:
 def load_table(routing: Mapping[str, Mapping[str, Any]], width: int = 80) -> Table:
     """Return a table of each expert's share of the (token, expert) pairs in the validation, in percent.
 
-    If `width` has no room for every expert: the busiest, the median, the idlest, and the number unused.
+    If `width` is too small for every expert, show the busiest, the median, the idlest and the number unused.
     """
     rows = expert_rows(routing)
 
@@ -219,14 +218,14 @@ def load_table(routing: Mapping[str, Mapping[str, Any]], width: int = 80) -> Tab
             table.add_column(name, justify="right", min_width=4)
         for row in rows:
             texts = [Text(text, style=_STYLES.get(kind, "")) for text, kind in cells(row)]
-            absent = [""] * (len(columns) - len(texts))
-            table.add_row(row.layer, *texts, *absent, *row.measures)
+            padding = [""] * (len(columns) - len(texts))
+            table.add_row(row.layer, *texts, *padding, *row.measures)
         return table
 
     num_experts = max(len(row.shares) for row in rows)
     every_expert = table([str(expert) for expert in range(num_experts)], lambda row: row.shares)
-    has_room = Console(width=1_000_000).measure(every_expert).maximum <= width
-    return every_expert if has_room else table(EXTREMES, lambda row: row.extremes)
+    fits = Console(width=1_000_000).measure(every_expert).maximum <= width
+    return every_expert if fits else table(EXTREMES, lambda row: row.extremes)
 
 
 _STYLES = {"high": "yellow", "low": "yellow", "none": "bold red"}
@@ -234,8 +233,8 @@ _STYLES = {"high": "yellow", "low": "yellow", "none": "bold red"}
 MAX_NAMED_EXPERTS = 6
 
 
-def expert_use(routing: Mapping[str, Mapping[str, Any]]) -> str:
-    """List the experts without a token on the validation split, one line per layer that has any."""
+def unused_experts(routing: Mapping[str, Mapping[str, Any]]) -> str:
+    """List the experts without a token on the validation split, one line per layer with such experts."""
     lines: list[str] = []
     for layer, values in routing.items():
         load = values["load"]
@@ -243,16 +242,17 @@ def expert_use(routing: Mapping[str, Mapping[str, Any]]) -> str:
         if summary is None:
             lines.append(f"  layer {short_name(layer)}: not measured")
         elif summary.unused:
-            named = [str(expert) for expert in summary.unused[:MAX_NAMED_EXPERTS]]
-            rest = ["..."] if len(summary.unused) > len(named) else []
+            names = [str(expert) for expert in summary.unused[:MAX_NAMED_EXPERTS]]
+            if len(summary.unused) > len(names):
+                names.append("...")
             count = f"{len(summary.unused)} of {len(load)}"
-            lines.append(f"  layer {short_name(layer)}: {count} ({', '.join([*named, *rest])})")
+            lines.append(f"  layer {short_name(layer)}: {count} ({', '.join(names)})")
     if lines:
         return "\n".join(["experts without a token on the validation split", *lines])
     return "every expert is used on the validation split" if routing else ""
 
 
-def use_of_lists(routing: Mapping[str, Mapping[str, Any]]) -> str:
+def listed_expert_use(routing: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the share of experts that a validation batch used, per layer whose router lists pairs."""
     lines = (
         f"  layer {short_name(layer)}: {percent(float(values['experts_used']), 2)}%, usage "
@@ -263,7 +263,7 @@ def use_of_lists(routing: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _equal_neighbours(ffns: list[FFNConfig]) -> Iterator[tuple[FFNConfig, list[int]]]:
-    """Yield each block with the consecutive layers that have it."""
+    """Yield each block and the consecutive layers that have it."""
     for _, items in groupby(enumerate(ffns), key=lambda item: item[1].to_dict()):
         layers, blocks = zip(*items, strict=True)
         yield blocks[0], list(layers)

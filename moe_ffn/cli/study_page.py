@@ -5,9 +5,9 @@
     moe-ffn study_page --leaderboard leaderboard.md
 
 The result of each run becomes a line of docs/studies/NAME/results.jsonl. The page, docs/studies/NAME.md, is
-made from this table and the study's file, so that it can be made again without the runs. All figures are in
-docs/studies/NAME/figures.html. The table of studies, docs/studies/README.md, gets a row. --output sets
-another folder than docs/studies. --leaderboard writes one page on the arms of all studies in that folder,
+made from this table and the study's file, so it can be rewritten without the runs. All figures are in
+docs/studies/NAME/figures.html. The table of studies, docs/studies/README.md, gets a row. --output replaces
+docs/studies by another folder. --leaderboard writes a page that ranks the arms of all studies in that folder,
 with a table for each training budget.
 """
 
@@ -53,33 +53,33 @@ def main(argv: Sequence[str]) -> int:
         "--leaderboard",
         type=Path,
         metavar="FILE",
-        help="then write the page that ranks the arms of all studies in the folder of the pages",
+        help="also write a page that ranks the arms of all studies in the folder of the pages",
     )
-    options = parser.parse_args(argv)
-    if not options.studies and options.leaderboard is None:
-        parser.error("give the file of a study, or --leaderboard FILE")
-    if options.runs is not None and len(options.studies) > 1:
+    args = parser.parse_args(argv)
+    if not args.studies and args.leaderboard is None:
+        raise ConfigError("give the file of a study, or --leaderboard FILE")
+    if args.runs is not None and len(args.studies) > 1:
         raise ConfigError("--runs: needs exactly one study, got several; give one")
-    for file in options.studies:
+    for file in args.studies:
         study = StudyConfig.read(file)
-        folder = options.output / study.name
-        if options.runs is not None:
-            keep(options.runs, study, file, folder)
+        folder = args.output / study.name
+        if args.runs is not None:
+            add_results(args.runs, study, file, folder)
         if not folder.is_dir():
             raise ConfigError(
                 f"'{folder}' does not exist: there are no results of '{study.name}' yet; train its runs, "
                 f"{command('sweep')} --config {file}, and give --runs runs/{study.name}"
             )
-        found = gather([folder])
-        require_planned(study, file, found)
+        gathered = gather([folder])
+        require_planned(study, file, gathered)
         # Other people read the page, so it must not contain the path of this clone.
         here, path = Path.cwd().resolve(), file.resolve()
-        seen = path.relative_to(here) if path.is_relative_to(here) else file
-        page = study_page(study, found.results, found.step_seconds, seen.as_posix())
-        for path in page.write(options.output):
+        shown = path.relative_to(here) if path.is_relative_to(here) else file
+        page = study_page(study, gathered.results, gathered.step_seconds, shown.as_posix())
+        for path in page.write(args.output):
             print(f"written: {path}")
-    if options.leaderboard is not None:
-        write_leaderboard(options.output, options.leaderboard)
+    if args.leaderboard is not None:
+        write_leaderboard(args.output, args.leaderboard)
     return 0
 
 
@@ -96,17 +96,17 @@ def write_leaderboard(studies: Path, page: Path) -> None:
     print(f"written: {page}")
 
 
-def require_planned(study: StudyConfig, file: Path, found: Gathered) -> None:
-    """Raise a ConfigError if the options of a result differ from those that the study plans.
+def require_planned(study: StudyConfig, file: Path, gathered: Gathered) -> None:
+    """Raise a ConfigError if a result has other options than the study plans.
 
     Overrides of the sweep's command line, stored in the study next to the results, count as planned. An
     option that a result lacks was added in a later version, and is ignored.
     """
-    seeds = dict.fromkeys([*study.seeds, *(result.seed for result in found.results)])
-    overrides = found.study.overrides if found.study else {}
+    seeds = dict.fromkeys([*study.seeds, *(result.seed for result in gathered.results)])
+    overrides = gathered.study.overrides if gathered.study else {}
     runs = study.model_copy(update={"seeds": [*seeds], "overrides": overrides}).planned_runs()
     planned = {(run.arm, run.seed): run.config.to_dict() for run in runs}
-    for result in found.results:
+    for result in gathered.results:
         now = planned.get((result.arm, result.seed), result.config)
         for path, old, new in differing(result.config, now):
             if old is not None or path in flatten(result.config):
@@ -116,27 +116,24 @@ def require_planned(study: StudyConfig, file: Path, found: Gathered) -> None:
                 )
 
 
-def keep(runs: Path, study: StudyConfig, file: Path, folder: Path) -> None:
+def add_results(runs: Path, study: StudyConfig, file: Path, folder: Path) -> None:
     """Add the results of the finished runs of a study to the table in `folder`, replacing older ones.
 
     Raises:
-        ConfigError: no run is of the study, or a run has other options than planned; nothing is written.
+        ConfigError: no run belongs to the study, or a run has other options than planned; nothing is written.
     """
-    found = gather([runs])
+    gathered = gather([runs])
     arms = study.arm_names
-    ours = [result for result in found.results if result.main_arm in arms]
-    others = [result.name for result in found.results if result.main_arm not in arms]
-    if not ours:
+    results = [result for result in gathered.results if result.main_arm in arms]
+    others = [result.name for result in gathered.results if result.main_arm not in arms]
+    if not results:
         raise ConfigError(
             f"--runs: '{runs}' holds no run of '{file}': {others[0]} belongs to none of its arms, "
             f"{', '.join(arms)}; give the folder of its runs"
         )
-    found = replace(found, results=ours)
-    require_planned(study, file, found)
-    left_out = [
-        *found.left_out.values(),
-        *(f"{name} belongs to no arm of '{file}'" for name in others),
-    ]
-    for why in left_out:
+    ours = replace(gathered, results=results)
+    require_planned(study, file, ours)
+    not_of_study = [f"{name} belongs to no arm of '{file}'" for name in others]
+    for why in (*gathered.left_out.values(), *not_of_study):
         log.warning("left out: %s", printable(why))
-    found.write(folder)
+    ours.write(folder)

@@ -3,16 +3,16 @@
     moe-ffn sweep --config study.yaml
     moe-ffn sweep dense.yaml moe.yaml --name first --seeds 0 1 2
 
-A study is a YAML file with `arms` (a name, and options of moe-ffn train by dotted path), a `grid` (an option,
-and its values), or both:
+A study is a YAML file with `arms` (name: options of moe-ffn train by dotted path), a `grid` (option: values),
+or both:
 
     arms: {dense: {model.ffn: dense}, moe: {model.ffn: moe}}
     grid: {optimizer.learning_rate: [0.001, 0.003]}
     seeds: [0, 1, 2]
 
-Other options are those of moe-ffn train, for all runs. The runs are in runs/NAME/. The same command, given
-again, skips finished runs, resumes interrupted runs and retries failed runs. An unfinished run with other
-options is moved to runs/NAME/unfinished/.
+Other options of moe-ffn train apply to all runs. The runs are in runs/NAME/. If you repeat the command, it
+skips finished runs, resumes interrupted runs and retries failed runs. An unfinished run with other options is
+moved to runs/NAME/unfinished/.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ from rich.text import Text
 
 from moe_ffn.cli.command_line import overrides_of
 from moe_ffn.cli.parser import Parser, whole
-from moe_ffn.config.errors import (
-    ConfigError,
-    command,
-    did_you_mean,
-    install,
-    printable,
-    show,
-)
+from moe_ffn.config.errors import ConfigError, command, did_you_mean, install, printable, show
 from moe_ffn.config.trust import FLAG, HELP, accepting_code
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.files import write_whole
@@ -61,10 +54,10 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
     flags, rest = parser.parse_known_args(argv or ["--help"])
-    # As an argparse positional they would swallow the value of an option that argparse does not know.
-    files = [Path(word) for word in takewhile(lambda word: not word.startswith("-"), rest)]
+    # As argparse positionals, the files would swallow the value of an option that argparse does not know.
+    files = [Path(argument) for argument in takewhile(lambda text: not text.startswith("-"), rest)]
     study = read_study(flags, files, overrides_of(rest[len(files) :], TrainConfig, parser))
-    runs = chosen(study.planned_runs(), flags.seeds, flags.only)
+    runs = select_runs(study.planned_runs(), flags.seeds, flags.only)
     for corpus in {repr(c): c for c in (run.config.data.corpus for run in runs)}.values():
         corpus.require_files()  # once, before any run starts
     with accepting_code(flags.trust_code):
@@ -89,18 +82,18 @@ def _parser() -> Parser:
         description=__doc__,
     )
     parser.add_argument(
-        "--config", type=Path, metavar="STUDY", help="the study, a YAML file as above"
+        "--config", type=Path, metavar="STUDY", help="YAML file of the study, as above"
     )
     parser.add_argument(
         "--name",
-        help="folder of the runs in run.output_dir; by default the stem of the study's file",
+        help="folder of the runs in run.output_dir (default: name of the study's file)",
     )
     parser.add_argument(
         "--seeds",
         nargs="+",
         type=whole(most=2**63 - 1),
         metavar="N",
-        help="run each arm with these seeds only, and no tuning",
+        help="run each arm only with these seeds, and without tuning runs",
     )
     parser.add_argument("--only", nargs="+", metavar="RUN", help="train only these runs, ARM-seedN")
     parser.add_argument(
@@ -108,28 +101,27 @@ def _parser() -> Parser:
         type=whole(1, 1000),
         default=1,
         metavar="N",
-        help="number of runs to train at a time (default: 1)",
+        help="number of runs to train at once (default: 1)",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print every run with its budget, and train none"
+        "--dry-run", action="store_true", help="print every run with its budget; train nothing"
     )
     parser.add_argument(
         "--time",
         action="store_true",
-        help="do not train; measure the step time of all arms in alternation, with as many threads as a run "
-        "would have",
+        help="do not train; time the steps of all arms in alternation, with as many threads as a run has",
     )
     parser.add_argument(FLAG, action="store_true", help=HELP)
     return parser
 
 
-def chosen(
+def select_runs(
     runs: Sequence[PlannedRun], seeds: Sequence[int] | None, names: Sequence[str] | None
 ) -> list[PlannedRun]:
-    """Return the runs with these seeds, without tuning, and with these names; None is all.
+    """Return the runs with these seeds and names; `seeds` leaves out tuning runs, None selects all.
 
     Raises:
-        ConfigError: there is no run of a name.
+        ConfigError: no run has one of the names.
     """
     if seeds is not None:
         runs = [run for run in runs if run.seed in seeds and not run.tuning]
@@ -137,9 +129,9 @@ def chosen(
     for name in names or ():
         if name not in by_name:
             of_arm = [run.name for run in runs if run.arm == name]
-            known = f"; the runs of that arm are {', '.join(of_arm)}" if of_arm else ""
-            known = known or did_you_mean(name, by_name) or "; --dry-run lists the runs"
-            raise ConfigError(f"--only: there is no run {show(name)}{known}")
+            hint = f"; the runs of that arm are {', '.join(of_arm)}" if of_arm else ""
+            hint = hint or did_you_mean(name, by_name) or "; --dry-run lists the runs"
+            raise ConfigError(f"--only: there is no run {show(name)}{hint}")
     return [run for run in runs if names is None or run.name in names]
 
 
@@ -151,57 +143,55 @@ def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> 
     """
     if bool(files) == bool(flags.config):
         raise ConfigError(
-            f"give one study, {command('sweep')} --config study.yaml, or the config files of its arms "
-            f"first: {command('sweep')} dense.yaml moe.yaml; --help shows a study"
+            f"give one study, {command('sweep')} --config study.yaml, or the config files of its arms, "
+            f"{command('sweep')} dense.yaml moe.yaml; --help shows a study"
         )
-    given = {} if flags.name is None else {"name": flags.name}
+    from_flags = {} if flags.name is None else {"name": flags.name}
     seeds: list[int] = flags.seeds or []
     if len({*seeds}) < len(seeds):
         raise ConfigError(f"--seeds: {statistics.mode(seeds)} is given twice")
     if flags.config:
-        study = StudyConfig.read(flags.config, given, overrides)
-        # In addition to the seeds of the file, so that the study in the folder lists all.
+        study = StudyConfig.read(flags.config, from_flags, overrides)
+        # The seeds of the file are kept, so that the study in the folder lists all seeds.
         return study.model_copy(update={"seeds": [*dict.fromkeys([*study.seeds, *seeds])]})
     if seeds:
-        given["seeds"] = seeds
+        from_flags["seeds"] = seeds
     arms: dict[str, Any] = {}
     for file in files:
         if file.stem in arms:
             raise ConfigError(
-                f"two config files are called '{file.stem}'; an arm is named by its file; rename one"
+                f"two config files are called '{file.stem}'; an arm is named after its file; rename one"
             )
         arms[file.stem] = options = read_yaml(file, where=f"'{file}'")
         if {"arms", "grid"} & {*options}:
             raise ConfigError(f"'{file}' is a study; give it as --config {file}")
-    options = {"name": f"sweep-{datetime.now():%Y%m%d-%H%M%S}", "arms": arms, **given}
+    options = {"name": f"sweep-{datetime.now():%Y%m%d-%H%M%S}", "arms": arms, **from_flags}
     return validate(StudyConfig, options | {"overrides": overrides})
 
 
 # -- the plan
 
-
 _LEGEND = (
-    "active: parameters that one token passes through; FLOPs: forward, for one token; FLOPs of training: "
-    "three times that, for all tokens"
+    "active: parameters that one token uses; FLOPs: forward, for one token; train FLOPs: three times that, "
+    "for all tokens"
 )
 
 
 def print_plan(sweep: Sweep) -> None:
-    """Print every run with its budget, and how close solved widths are to their target."""
+    """Print every run with its budget, and how close matched widths come to their target."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
-    parts = [
-        f"{part}\n{name}" for part in ("model", "FFNs") for name in ("params", "active", "FLOPs")
+    costs = [
+        f"{part}\n{cost}" for part in ("model", "FFNs") for cost in ("params", "active", "FLOPs")
     ]
-    for name in ("", "run", "state", *parts, "train\ntokens", "train\nFLOPs"):
-        is_text = name in ("run", "state")
-        justify = "left" if is_text else "right"
+    for name in ("", "run", "state", *costs, "train\ntokens", "train\nFLOPs"):
+        justify = "left" if name in ("run", "state") else "right"
         table.add_column(name, justify=justify, no_wrap=name != "run", overflow="fold")
     notes: dict[str, None] = {}
     for index, job in enumerate(sweep.jobs):
         config, budget = job.run.config, Budget.of(job.run.config)
         notes |= {f"{job.run.arm}: {note}": None for note in config.notes()}
         cells = [str(index), job.name, _state(job), *_cells(budget.model), *_cells(budget.ffn)]
-        cells += [short(budget.tokens), short(budget.training_flops)]
+        cells += [si_format(budget.tokens), si_format(budget.training_flops)]
         table.add_row(*map(Text, cells))
     console = Console(highlight=False)
     console.print(table)
@@ -210,12 +200,12 @@ def print_plan(sweep: Sweep) -> None:
     total = sum(job.flops for job in sweep.jobs)
     num_done = len(sweep.jobs_in("finished"))
     console.print(
-        f"{len(sweep.jobs)} runs, {num_done} of them done; {short(total)} FLOPs of training in all"
+        f"{len(sweep.jobs)} runs, {num_done} of them done; {si_format(total)} FLOPs of training in all"
     )
 
 
 def _cells(cost: Cost) -> list[str]:
-    return [short(cost.params), short(cost.active_params), short(cost.flops_per_token)]
+    return [*map(si_format, (cost.params, cost.active_params, cost.flops_per_token))]
 
 
 def _state(job: Job) -> str:
@@ -224,20 +214,20 @@ def _state(job: Job) -> str:
     return "begun" if run_folder.is_run(job.run.folder) else ""
 
 
-def short(number: float) -> str:
+def si_format(number: float) -> str:
     """Format with three digits and an SI prefix: `1.25M`."""
-    letters = iter("kMGTPE")
-    letter = ""
+    prefixes = iter("kMGTPE")
+    prefix = ""
     while abs(number) >= 999.5:
-        number, letter = number / 1000, next(letters)
-    return f"{number:.3g}{letter}"
+        number, prefix = number / 1000, next(prefixes)
+    return f"{number:.3g}{prefix}"
 
 
 # -- time
 
 
 def use_threads_of_a_run(num_at_once: int) -> None:
-    """Use as many threads here as a run of such a sweep has, so that its steps take as long."""
+    """Use as many threads here as a run of such a sweep has, so that step times are comparable."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_of_a_run(num_at_once))
 
@@ -246,30 +236,26 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
     """Time the training step of each arm and write `timing.json`, which comparisons read."""
     times = time_arms(runs, on_round=log.info)
     if not times:
-        raise ConfigError("--time: tuning runs are not timed; name other runs")
+        raise ConfigError("--time: tuning runs are not timed; select other runs")
     baseline = times.get(study.baseline or "") or next(iter(times.values()))
     table = Table(box=None, pad_edge=False)
     for name in ("arm", "ms/step", "quartiles", "tokens/s", "speed"):
         table.add_column(name, justify="left" if name == "arm" else "right", overflow="fold")
-    for arm, time_of_arm in times.items():
-        speed = time_of_arm.tokens_per_second
+    for arm, timing in times.items():
+        speed = timing.tokens_per_second
         ratio = speed / baseline.tokens_per_second
-        low, high = (f"{seconds * 1000:,.1f}" for seconds in time_of_arm.quartiles)
-        cells = [f"{time_of_arm.seconds_per_step * 1000:,.1f}", f"{low} to {high}"]
+        low, high = (f"{seconds * 1000:,.1f}" for seconds in timing.quartiles)
+        cells = [f"{timing.seconds_per_step * 1000:,.1f}", f"{low} to {high}"]
         cells += [f"{speed:,.0f}", f"{ratio:.2f}"]
         table.add_row(*map(Text, [arm, *cells]))
     console = Console(highlight=False)
     console.print(table)
-    name = next(arm for arm, found in times.items() if found is baseline)
+    name = next(arm for arm, timing in times.items() if timing is baseline)
     path = runs[0].folder.parent / TIMING_FILE
     with run_folder.explaining(f"'{path}' cannot be written"):
         write_whole(path, json.dumps(timing_file(times), indent=2) + "\n")
-    console.print(
-        Text(
-            f"ms/step: median and quartiles of the rounds; speed: tokens/s relative to '{name}'; written: "
-            f"{path}"
-        )
-    )
+    legend = f"ms/step: median and quartiles of the rounds; speed: tokens/s relative to '{name}'"
+    console.print(Text(f"{legend}; written: {path}"))
     return 0
 
 
@@ -277,7 +263,7 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
 
 
 def share_plotly(folder: Path) -> None:
-    """Write plotly's script next to the runs, so that their pages need not contain it."""
+    """Write plotly's script next to the runs, so that the pages need not contain it."""
     from moe_ffn.report.plots import share_script
 
     with run_folder.explaining(f"'{folder}' cannot be written"):
@@ -299,6 +285,6 @@ def train(sweep: Sweep) -> int:
     for job in failed:
         log.warning("%s: %s", job.name, printable(job.problem))
     if len(failed) < len(sweep.jobs):
-        needs = "" if find_spec("scipy") else f" (needs scipy; {install('studies')})"
-        print(f"\ncompare them: {command('compare')} {folder}{needs}")
+        note = "" if find_spec("scipy") else f" (needs scipy; {install('studies')})"
+        print(f"\ncompare them: {command('compare')} {folder}{note}")
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""Show the experts that each token of a text goes to, layer by layer.
+"""Show which experts each token of a text goes to, layer by layer.
 
 moe-ffn trace runs/NAME --text "import os" [--html FILE]
 
@@ -38,22 +38,22 @@ from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_to
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("trace"), description=__doc__)
     parser.add_run()
-    parser.add_argument("--text", required=True, help="the text; - reads standard input")
-    parser.add_argument("--layers", type=layer_numbers, help="only these layers, as in 0,3")
+    parser.add_argument("--text", required=True, help="text to trace; - reads standard input")
+    parser.add_argument("--layers", type=layer_numbers, help="only these layers, such as 0,3")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
-    given = parser.parse_args(argv)
-    if not (is_model_folder(given.run) or is_transformers_folder(given.run)):
-        check_has_weights(given.run)
-    text = read_text(given.text)  # waits for standard input, so after a look at the folder
-    if given.html is not None:
-        check_output("--html", given.html, OPENING)
-    trace = trace_folder(given.run, text, given.layers, trust_code=given.trust_code)
-    if given.html is not None:
-        write_output("--html", given.html, page(trace))
+    args = parser.parse_args(argv)
+    if not (is_model_folder(args.run) or is_transformers_folder(args.run)):
+        check_has_weights(args.run)
+    text = read_text(
+        args.text
+    )  # after the check of the folder, since it may wait for standard input
+    check_output("--html", args.html, OPENING)
+    trace = trace_folder(args.run, text, args.layers, trust_code=args.trust_code)
     console = Console(highlight=False)
     console.print(table(trace, console.width))
-    if given.html is not None:
-        print(f"\nwritten: {given.html}")
+    if args.html is not None:
+        write_output("--html", args.html, page(trace))
+        print(f"\nwritten: {args.html}")
     return 0
 
 
@@ -68,31 +68,33 @@ def trace_folder(
             outputs = [(decoder(torch.tensor([ids])), len(ids))]
         return trace_of_decoder(folder, decoder.config, tokenizer, ids, outputs, layers)
     if is_transformers_folder(folder):
-        return _of_transformers(folder, text, layers)
+        return _trace_transformers(folder, text, layers)
     with accepting_code(trust_code):
         return trace_text(folder, text, layers)
 
 
-def _of_transformers(folder: Path, text: bytes, layers: list[int] | None) -> TextTrace:
-    found = route_text(folder, text)
-    numbers = {layer_number(name) for name in found.routings}
-    dense = {f"layer {n}": "dense" for n in range(found.num_layers) if n not in numbers}
+def _trace_transformers(folder: Path, text: bytes, layers: list[int] | None) -> TextTrace:
+    routed = route_text(folder, text)
+    sparse = {layer_number(name) for name in routed.routings}
+    dense = {f"layer {n}": "dense" for n in range(routed.num_layers) if n not in sparse}
     return trace_of(
         folder,
-        list(map(visible, found.tokens)),
-        found.routings,
-        visits_by_layer(found.routings, []),
-        [Prediction(visible(token), probability) for token, probability in found.predictions],
+        list(map(visible, routed.tokens)),
+        routed.routings,
+        visits_by_layer(routed.routings, []),
+        [Prediction(visible(token), probability) for token, probability in routed.predictions],
         dense,
         {},
         layers,
     )
 
 
-def read_text(given: str) -> bytes:
+def read_text(argument: str) -> bytes:
     """Return the bytes of `--text`; `-` reads standard input."""
-    # Python decodes bytes of an argument that are not UTF-8 as surrogates.
-    text = sys.stdin.buffer.read() if given == "-" else given.encode("utf-8", "surrogateescape")
+    if argument == "-":
+        text = sys.stdin.buffer.read()
+    else:  # Python decodes argument bytes that are not UTF-8 as surrogates
+        text = argument.encode("utf-8", "surrogateescape")
     if not text:
-        raise ConfigError("--text: is empty; give some text, as in --text 'import os'")
+        raise ConfigError("--text: is empty; give some text: --text 'import os'")
     return text

@@ -1,4 +1,4 @@
-"""Train a Transformer language model whose feed-forward block is one word of YAML.
+"""Train a Transformer language model; one word of YAML chooses its feed-forward block.
 
 moe-ffn train --help
 """
@@ -33,13 +33,13 @@ from moe_ffn.runs.reader import Run, load_run
 log = logging.getLogger(__name__)
 
 NEWEST = ""
-"""The value of `--resume` given without a run."""
+"""Value of `--resume` without a run."""
 
 DEFAULT_TIME = "about 3 minutes on 2 CPU cores"
 """Duration of the default run, as measured in docs/default_run.json."""
 
 DECIDES_TIME = ("init_from", "model", "data", "objective", "optimizer", "trainer", "parallel")
-"""Sections of the config that decide how long a run takes."""
+"""Sections of the config that determine how long a run takes."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def first_line(config: TrainConfig, resume: Resume | None = None) -> str:
-    """Return what a run will do, and how long that takes if it is the default run."""
+    """Return a description of the run to train, with its duration if it is the default run."""
     model, data, trainer = config.model, config.data, config.trainer
     blocks = " and ".join(dict.fromkeys(ffn.describe() for ffn in model.layer_ffns()))
     layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)} with {blocks}"
@@ -72,8 +72,8 @@ def first_line(config: TrainConfig, resume: Resume | None = None) -> str:
     active = model.num_active_params(*data.text_sizes)
     used = f" ({compact(active)} used by a token)" if active != params else ""
     tokens = data.batch_size * data.seq_len * trainer.accumulate_grad_batches
-    usual = TrainConfig()
-    is_default = all(getattr(config, part) == getattr(usual, part) for part in DECIDES_TIME)
+    default = TrainConfig()
+    is_default = all(getattr(config, part) == getattr(default, part) for part in DECIDES_TIME)
     time = DEFAULT_TIME if is_default and resume is None else "the first steps show the time left"
     verb = "training" if resume is None else f"resuming {resume.folder}"
     return printable(
@@ -83,16 +83,16 @@ def first_line(config: TrainConfig, resume: Resume | None = None) -> str:
 
 
 def train(options: Mapping[str, Any] | str | Path) -> Run:
-    """Train a run as `moe-ffn train` does, and return it.
+    """Train a run like `moe-ffn train`, and return it.
 
         ffn = {"type": "moe", "num_experts": 16}
         run = moe_ffn.train({"model": {"ffn": ffn}, "trainer": {"max_steps": 200}})
         run.summary.validation_loss
 
-    Of several processes, only the first returns; the others exit.
+    With several ranks, only the first returns; the other ranks exit.
 
     Args:
-        options: options nested as in YAML, or the path of a YAML file; the others keep their defaults.
+        options: options nested as in YAML, or the path of a YAML file; other options keep their defaults.
 
     Raises:
         ConfigError: one line per mistake in the options.
@@ -107,8 +107,8 @@ def train(options: Mapping[str, Any] | str | Path) -> Run:
 
 
 def _train(config: TrainConfig, resume: Resume | None) -> Path:
-    """Import what training needs, and train a run; see `training_run.train`."""
-    # Before lightning is imported, which reads the same variables.
+    """Check the environment and the config, import Lightning, and train; see `training_run.train`."""
+    # Before the import of Lightning, which reads the same variables.
     check_environment(config.trainer.num_nodes)
     with explaining_custom_errors():
         check_counts(config)
@@ -120,7 +120,7 @@ def _train(config: TrainConfig, resume: Resume | None) -> Path:
 
 
 def take_flags(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return `resume` (None, NEWEST or a folder) and `trust_code`, and the remaining arguments."""
+    """Return the flags `resume` (None, NEWEST or a folder) and `trust_code`, and the remaining arguments."""
     parser = Parser(add_help=False)
     _add_flags(parser)
     return parser.parse_known_args(argv)
@@ -132,8 +132,8 @@ def _add_flags(parser: Parser) -> None:
         nargs="?",
         const=NEWEST,
         metavar="RUN",
-        help="resume the run in this folder, or the newest unfinished run, from its newest intact checkpoint "
-        "and with its own options",
+        help="resume the run in this folder, or the newest unfinished run, with its own options and from its "
+        "newest intact checkpoint",
     )
     parser.add_argument(trust.FLAG, action="store_true", help=f"with --resume: {trust.HELP}")
 
@@ -146,20 +146,20 @@ def find_resume(run: str, argv: Sequence[str]) -> Resume:
     """Return the run to resume, with its own options updated by the given ones.
 
     Args:
-        run: folder of the run, or NEWEST: the run `run.name` if that is given, otherwise the unfinished run
-            in `run.output_dir` that was written last.
+        run: folder of the run, or NEWEST: the run `run.name` if that is given, otherwise the most recently
+            written unfinished run in `run.output_dir`.
 
     Raises:
         ConfigError: there is no such run, or it is finished, or it names untrusted code.
     """
     folder = Path(run).expanduser() if run else _newest(parse(argv))
     run_folder.check_is_run(folder)
-    # As one word: after `--config FILE` the first word of `argv` would be read as another file.
-    given = [f"--config={folder / run_folder.CONFIG_FILE}", *argv]
+    # With `=`, since after `--config FILE` the start of `argv` would be read as another file.
+    arguments = [f"--config={folder / run_folder.CONFIG_FILE}", *argv]
     if any(word.partition("=")[0] in ("-h", "--help") for word in argv):
-        parse(given)  # exits, and runs no custom code
+        parse(arguments)  # exits, and runs no custom code
     own = saved_config(folder / run_folder.CONFIG_FILE)
-    return resume_with(parse(given), own, folder, is_named=bool(run))
+    return resume_with(parse(arguments), own, folder, is_named=bool(run))
 
 
 def _newest(config: TrainConfig) -> Path:
@@ -167,25 +167,23 @@ def _newest(config: TrainConfig) -> Path:
     if config.run.name is not None:
         return run_folder.named_run_folder(config)
     try:
-        runs = (
-            [path for path in parent.iterdir() if run_folder.is_run(path)]
-            if parent.exists()
-            else []
-        )
+        runs = [path for path in parent.iterdir() if run_folder.is_run(path)]
+    except FileNotFoundError:
+        runs = []
     except OSError as error:
         raise ConfigError(f"run.output_dir: '{parent}' cannot be read ({reason(error)})") from error
     unfinished = [
         p for p in runs if not run_folder.is_finished(p) and not run_folder.is_trained_here(p)
     ]
     if not unfinished:
-        what = "has no unfinished run (except those training now)" if runs else "has no run"
-        raise ConfigError(f"--resume: '{parent}' {what}; name one, as in --resume runs/my-run")
+        problem = "has no unfinished run (except runs training now)" if runs else "has no run"
+        raise ConfigError(f"--resume: '{parent}' {problem}; name one: --resume runs/my-run")
     return max(unfinished, key=_last_written)
 
 
 def _last_written(folder: Path) -> tuple[float, str]:
     times = [0.0]
-    for place in (folder, folder / run_folder.CHECKPOINTS_FOLDER):
+    for parent in (folder, folder / run_folder.CHECKPOINTS_FOLDER):
         with suppress(OSError):  # removed meanwhile, or not readable
-            times += [path.stat().st_mtime for path in place.iterdir() if path.exists()]
+            times += [path.stat().st_mtime for path in parent.iterdir() if path.exists()]
     return max(times), folder.name

@@ -14,13 +14,7 @@ import torch
 from rich.console import Console
 
 from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
-from moe_ffn.cli.results import (
-    describe_data,
-    model_table,
-    print_results,
-    summary_of,
-    write_summary,
-)
+from moe_ffn.cli.results import describe_data, model_table, print_results, summary_of, write_summary
 from moe_ffn.config.environment import is_first_rank
 from moe_ffn.config.errors import ConfigError, command, first_line
 from moe_ffn.config.import_path import explaining_custom_errors
@@ -81,9 +75,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
 
     with explaining_custom_errors():
         data = prepare(config.data)
-        run_prompt(
-            config.sample, data, config.data.seq_len
-        )  # checks the prompt before the folder is made
+        run_prompt(config.sample, data, config.data.seq_len)  # raises before the folder is made
         torch.manual_seed(config.seed)
         module = assemble.build_module(config, data, hardware.layout)
         check_num_params(module.decoder)
@@ -97,26 +89,24 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
             stack.enter_context(locked_by_first_rank(resume.folder))
             start = announce_resume_point(resume, data, module, say)
         if start.checkpoint is None:
-            begin_with(source or read_initial_weights(config), data, module, say)
+            load_initial_weights(source or read_initial_weights(config), data, module, say)
         source = None  # frees the second copy of the weights
         precision = hardware.precision
-        if (
-            resume is not None and config.trainer.precision == "auto"
-        ):  # keep the precision of the first start
-            known = Facts.read(resume.folder / run_folder.FACTS_FILE).precision
-            precision = known or precision
+        if resume is not None and config.trainer.precision == "auto":
+            # Keep the precision of the first start.
+            precision = Facts.read(resume.folder / run_folder.FACTS_FILE).precision or precision
         say(f"precision {precision}")
         run_id = start.run_id or run_folder.new_run_id()
         facts = assemble.run_facts(config, data, precision, run_id)
-        files = files_of_a_new_run(config, data, facts)
+        files = initial_files(config, data, facts)
         folder = open_folder(config, resume, start, files)
         if resume is None:
             stack.enter_context(locked_by_first_rank(folder))
 
         loggers, wandb_line = assemble.make_loggers(config, folder, facts) if is_main else ([], "")
-        ranks = [hardware.layout.describe()] if hardware.layout.num_ranks > 1 else []
-        code = custom_code.describe_code(files, folder) if resume is None else ()
-        for line in (*ranks, wandb_line, *code, f"writing to {folder}/\n"):
+        layout_line = [hardware.layout.describe()] if hardware.layout.num_ranks > 1 else []
+        code_lines = custom_code.describe_code(files, folder) if resume is None else ()
+        for line in (*layout_line, wandb_line, *code_lines, f"writing to {folder}/\n"):
             say(line)
         callbacks = assemble.make_callbacks(config, data, folder, run_id)
         trainer = assemble.build_trainer(
@@ -130,7 +120,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
             if callbacks.validation.last_step != trainer.global_step:
                 trainer.validate(module, datamodule=token_data, verbose=False)
         if is_main:
-            finish(config, data, module, trainer, callbacks, loggers, console)
+            finish(config, data, module, trainer, callbacks, loggers, console, say)
     return folder
 
 
@@ -139,8 +129,10 @@ def read_initial_weights(config: TrainConfig) -> Source | None:
     return None if config.init_from is None else read_source(config.init_from, "init_from")
 
 
-def begin_with(source: Source | None, data: PreparedData, module: LanguageModel, say: Say) -> None:
-    """Replace the random initial weights of a model by those of `init_from`."""
+def load_initial_weights(
+    source: Source | None, data: PreparedData, module: LanguageModel, say: Say
+) -> None:
+    """Replace the random weights of a model by the weights of `init_from`, if it is set."""
     if source is not None:
         source.require_same_tokens(data.tokenizer)
         weights, lines = fit_weights(source, module.decoder)
@@ -156,7 +148,7 @@ def locked_by_first_rank(folder: Path) -> AbstractContextManager[None]:
 def announce_resume_point(
     resume: Resume, data: PreparedData, module: LanguageModel, say: Say
 ) -> ResumePoint:
-    """Find and print the step from which the run is resumed; change no files.
+    """Find and print the step at which the run resumes, without changing a file.
 
     Raises:
         ConfigError: the run cannot be resumed.
@@ -171,10 +163,10 @@ def announce_resume_point(
     return start
 
 
-def files_of_a_new_run(
+def initial_files(
     config: TrainConfig, data: PreparedData, facts: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the initial files of a run, name -> text: options, facts, tokenizer, documents, code."""
+    """Return name -> text of the files of a new run: options, facts, tokenizer, documents, code."""
     return {
         run_folder.CONFIG_FILE: to_yaml(custom_code.portable_options(config)),
         run_folder.FACTS_FILE: json.dumps(facts, indent=2) + "\n",
@@ -189,7 +181,7 @@ def open_folder(
 ) -> Path:
     """Make the folder of a new run, or rewind the folder of a resumed run to its checkpoint.
 
-    Only the first rank writes; other ranks of a new run get `run.output_dir`.
+    Only the first rank writes; for a new run, the other ranks get `run.output_dir`.
     """
     if not is_first_rank():
         return Path(config.run.output_dir) if resume is None else resume.folder
@@ -211,9 +203,9 @@ def exiting_with_code(
 ) -> Iterator[None]:
     """Turn a signal, divergence or a lost rank into a message and the documented exit code.
 
-    The loggers are closed at the end, and the page of a failed run is written. With several ranks only the
-    first exits with that code: if another rank failed first, Lightning would kill the first rank before its
-    files are closed.
+    At the end, the loggers are closed, and the page of a failed run is written. After a signal or divergence,
+    only the first rank exits with that code: if another rank failed first, Lightning would kill the first
+    rank before its files are closed.
     """
     folder = callbacks.checkpoints.folder.parent
     is_main, status = trainer.is_global_zero, "failed"
@@ -227,25 +219,21 @@ def exiting_with_code(
     except Diverged as error:
         if is_main:
             saved = newest_first(folder / run_folder.CHECKPOINTS_FOLDER)
-            left = (
-                f"the last good checkpoint is {saved[0]}"
-                if saved
-                else "no checkpoint was saved before"
-            )
+            last = f"the last good checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
             advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
-            for line in (error, f"{left}; {advice.against('loss_spike', None)}"):
+            for line in (error, f"{last}; {advice.against('loss_spike', None)}"):
                 log.error("%s", line, extra={"prefix": "diverged"})
         raise SystemExit(EXIT_DIVERGED if is_main else 0) from None
     except RuntimeError as error:
         if (lost := lost_rank(error, trainer)) is None:
             raise
         if is_main:
-            how = resume_hint(folder, callbacks.checkpoints)
-            log.error("%s, at step %d; %s", lost, trainer.global_step, how)
+            hint = resume_hint(folder, callbacks.checkpoints)
+            log.error("%s, at step %d; %s", lost, trainer.global_step, hint)
         raise SystemExit(EXIT_FAILED) from None
     except SystemExit:  # Lightning raises it at a second Ctrl-C
-        how = resume_hint(folder, callbacks.checkpoints)
-        say(f"interrupted at step {trainer.global_step}; {how}")
+        hint = resume_hint(folder, callbacks.checkpoints)
+        say(f"interrupted at step {trainer.global_step}; {hint}")
         raise SystemExit(EXIT_INTERRUPTED) from None
     finally:
         try:
@@ -263,10 +251,11 @@ def finish(
     callbacks: assemble.RunCallbacks,
     loggers: list[assemble.Logger],
     console: Console,
+    say: Say,
 ) -> None:
     """Write and print the results.
 
-    If the last weights or the model cannot be written, there is no summary, so that `--resume` can finish
+    If the last weights or the model cannot be written, no summary is written, so that `--resume` can finish
     the run.
 
     Raises:
@@ -279,36 +268,35 @@ def finish(
             "trainer.max_time": config.trainer.max_time,
         }
         why = " or ".join(name for name, limit in limits.items() if limit is not None)
-        line = f"ended after step {trainer.global_step} of {max_steps} ({why})"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(f"ended after step {trainer.global_step} of {max_steps} ({why})")
     targets = validation_batches(config.data, data).targets
     summary = summary_of(callbacks, unigram_loss(data.train, targets, data.tokenizer.vocab_size))
-    lost = ""
+    failure = ""
     if problem := callbacks.checkpoints.problem:
-        lost = f"the weights of step {trainer.global_step} are not saved ({problem})"
+        failure = f"the weights of step {trainer.global_step} are not saved ({problem})"
     else:
         try:
             write_model(folder, config, data, module)
             write_summary(folder, summary, callbacks)
         except ConfigError as error:
-            lost = f"the model is not written: {error}"
+            failure = f"the model is not written: {error}"
         except OSError as error:
-            lost = f"the summary is not written ({reason(error)})"
+            failure = f"the summary is not written ({reason(error)})"
     has_page = add_report(folder)
     print_results(console, folder, summary, callbacks)
     files = [callbacks.steps.alarm_log.file, callbacks.samples.file]
     files += [logger.file for logger in loggers if isinstance(logger, MetricsFile)]
-    lacking = [str(file.path.relative_to(folder)) for file in files if not file.is_complete]
+    incomplete = [str(file.path.relative_to(folder)) for file in files if not file.is_complete]
     if callbacks.checkpoints.lacks_best:
-        lacking.append(f"{run_folder.CHECKPOINTS_FOLDER}/{BEST_NAME}")
-    if lost:
-        lost += f"; fix that, then: {command('train')} --resume {folder}"
+        incomplete.append(f"{run_folder.CHECKPOINTS_FOLDER}/{BEST_NAME}")
+    if failure:
+        failure += f"; fix that, then: {command('train')} --resume {folder}"
     elif not has_page:
-        lost = f"the page is not written; fix that, then: {command('report')} {folder}"
-    elif lacking:
-        lost = f"could not write the last entries of {', '.join(lacking)}"
-    if lost:
-        log.error("%s", lost)
+        failure = f"the page is not written; fix that, then: {command('report')} {folder}"
+    elif incomplete:
+        failure = f"could not write the last entries of {', '.join(incomplete)}"
+    if failure:
+        log.error("%s", failure)
         raise SystemExit(EXIT_FAILED)
 
 
@@ -318,13 +306,13 @@ def write_model(
     """Write the best weights as a model folder inside the run's folder; other failures are warnings.
 
     Raises:
-        ConfigError: the disk rejected a write.
+        ConfigError: a file cannot be written.
     """
     tokenizer, decoder = data.tokenizer, module.decoder
     try:
         weights = read_weights(folder, config, tokenizer, decoder)
         write_model_folder(folder / run_folder.MODEL_FOLDER, decoder, weights, tokenizer)
-    except Exception as error:  # any type: an error of a custom block must not fail a finished run
+    except Exception as error:  # an error in a custom block must not fail a finished run
         if isinstance(error, ConfigError) and error.__cause__ is not None:
             raise
         log.warning("no %s folder: %s", run_folder.MODEL_FOLDER, first_line(error))
@@ -334,11 +322,11 @@ def add_report(folder: Path) -> bool:
     """Write the page of a run that has ended; a failure is a warning.
 
     Returns:
-        False if the disk rejected a write.
+        False if the file cannot be written.
     """
     try:
         write_report([folder], folder / run_folder.REPORT_FILE, has_ended=True)
-    except Exception as error:  # any type: an error of the page must not fail a finished run
+    except Exception as error:  # an error in the page must not fail a finished run
         cause = error.__cause__
         why = reason(cause) if isinstance(cause, OSError) else first_line(error)
         log.warning("%s: %s", run_folder.REPORT_FILE, why)

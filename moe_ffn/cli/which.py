@@ -4,9 +4,9 @@
     moe-ffn which --resume runs/which
 
 Two dense blocks and four mixtures of experts with equal FLOPs per token are trained on the text in three
-rounds. After each round the better half stays; the last round compares the best dense block with the best
-mixture over five seeds. The answer names the block to use, its gain with an interval, its cost, and a config
-for moe-ffn train. It is printed and written to which.html in the folder of the runs.
+rounds. Each round keeps the better half; the last round compares the best dense block with the best mixture
+over five seeds. The answer names the block to use, its gain with an interval, its cost, and a config for
+moe-ffn train. It is printed and written to which.html in the folder of the runs.
 """
 
 from __future__ import annotations
@@ -29,37 +29,30 @@ from moe_ffn.runs.config import not_a_folder_name
 from moe_ffn.runs.folder import CONFIG_FILE, explaining
 from moe_ffn.studies.statistics import t_quantile
 from moe_ffn.studies.sweep import in_words
-from moe_ffn.studies.which import (
-    PAGE_FILE,
-    QUESTION_FILE,
-    ROUNDS,
-    Answer,
-    Question,
-    Search,
-)
+from moe_ffn.studies.which import PAGE_FILE, QUESTION_FILE, ROUNDS, Answer, Question, Search
 from moe_ffn.training.monitoring.hardware import num_cores
 
 
 def main(argv: Sequence[str]) -> int:
-    flags = _parser().parse_args(argv or ["--help"])
-    t_quantile(0.975, 4)  # raises now, not after an hour, if scipy is missing
+    args = _parser().parse_args(argv or ["--help"])
+    t_quantile(0.975, 4)  # if scipy is missing, raises now and not after an hour
     say = partial(print, flush=True)
-    folder, question = _begin(flags)
+    folder, question = _begin(args)
     if question is None:
-        use_threads_of_a_run(flags.jobs)
-        say("timing candidates to choose their width")
-        question = Question.measured(flags.data, flags.minutes, flags.jobs, say)
+        use_threads_of_a_run(args.jobs)
+        say("timing the candidates to choose their width")
+        question = Question.measured(args.data, args.minutes, args.jobs, say)
         with explaining(f"'{folder}' cannot be written", "choose another --name"):
             make_folder(folder)
             write_whole(folder / QUESTION_FILE, to_yaml(question))
-    runs = sum(each.num_runs for each in ROUNDS)
+    num_runs = sum(each.num_runs for each in ROUNDS)
+    duration = in_words(60 * question.minutes)
     say(
-        f"{runs} runs of width {question.width} in {folder}/, {question.jobs} at a time, about "
-        f"{in_words(60 * question.minutes)}; Ctrl-C stops them, {command('which')} --resume {folder} goes on"
+        f"{num_runs} runs of width {question.width} in {folder}/, {question.jobs} at a time, about "
+        f"{duration}; Ctrl-C stops them; to resume: {command('which')} --resume {folder}"
     )
     share_plotly(folder)
-    found = Search(question, folder, say).run()
-    show(found)
+    show(Search(question, folder, say).run())
     return 0
 
 
@@ -72,7 +65,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--data", nargs="+", metavar="PATH", help="text files, folders or globs")
     parser.add_argument(
-        "--minutes", type=whole(1, 100_000), metavar="M", help="time for all runs, on this machine"
+        "--minutes", type=whole(1, 100_000), metavar="M", help="time for all runs on this machine"
     )
     parser.add_argument(
         "--name", default="which", help="folder of the runs in runs/ (default: which)"
@@ -82,37 +75,38 @@ def _parser() -> Parser:
         type=whole(1, 1000),
         default=1 if torch.cuda.is_available() else num_cores(),
         metavar="N",
-        help="number of runs to train at a time (default: one for each core, or one with a GPU)",
+        help="number of runs to train at once (default: one per core, or one with a GPU)",
     )
     parser.add_argument("--resume", type=Path, metavar="FOLDER", help="resume a search")
     return parser
 
 
-def _begin(flags: Any) -> tuple[Path, Question | None]:
-    """Return the folder of the runs, and the question if there is one to resume.
+def _begin(args: Any) -> tuple[Path, Question | None]:
+    """Return the folder of the runs, and with `--resume` the question of the search.
 
     Raises:
-        ConfigError: the flags do not fit together, or the folder is taken.
+        ConfigError: the flags contradict each other, or the folder exists.
     """
-    if flags.resume is not None:
-        if flags.data or flags.minutes:
-            raise ConfigError("--resume: gives the text and the time; remove --data and --minutes")
-        if not (flags.resume / QUESTION_FILE).is_file():
+    if args.resume is not None:
+        if args.data or args.minutes:
             raise ConfigError(
-                f"--resume: '{flags.resume}' has no {QUESTION_FILE}; give the folder of a search, such as "
+                "--resume: the search has its text and time; remove --data and --minutes"
+            )
+        file = args.resume / QUESTION_FILE
+        if not file.is_file():
+            raise ConfigError(
+                f"--resume: '{args.resume}' has no {QUESTION_FILE}; give the folder of a search, such as "
                 "runs/which"
             )
-        where = f"'{flags.resume / QUESTION_FILE}'"
-        options = read_yaml(flags.resume / QUESTION_FILE, where)
-        return flags.resume, validate(Question, options, where)
+        return args.resume, validate(Question, read_yaml(file, f"'{file}'"), f"'{file}'")
     for flag in ("data", "minutes"):
-        if not getattr(flags, flag):
+        if not getattr(args, flag):
             raise ConfigError(
-                f"--{flag}: required; {command('which')} --data my_corpus/ --minutes 60"
+                f"--{flag}: is required: {command('which')} --data my_corpus/ --minutes 60"
             )
-    if problem := not_a_folder_name(flags.name):
+    if problem := not_a_folder_name(args.name):
         raise ConfigError(f"--name: {problem}")
-    folder = Path("runs", flags.name)
+    folder = Path("runs", args.name)
     if folder.exists():
         raise ConfigError(
             f"--name: '{folder}' exists; resume it with --resume {folder}, or choose another name"
@@ -120,12 +114,13 @@ def _begin(flags: Any) -> tuple[Path, Question | None]:
     return folder, None
 
 
-def show(found: Answer) -> None:
+def show(answer: Answer) -> None:
     """Print the answer and write its page."""
-    from moe_ffn.report.comparison_page import comparison_html  # plotly, which only the page needs
+    # Imported here, since only the page needs plotly.
+    from moe_ffn.report.comparison_page import comparison_html
 
-    page = found.folder / PAGE_FILE
-    write_output("--name", page, comparison_html(found.gathered, found.comparison, page))
+    page = answer.folder / PAGE_FILE
+    write_output("--name", page, comparison_html(answer.gathered, answer.comparison, page))
     print()
-    print_comparison(Console(), found.comparison)
-    print(f"\npage: {page}\ntrain it: {command('train')} --config {found.folder / CONFIG_FILE}")
+    print_comparison(Console(), answer.comparison)
+    print(f"\npage: {page}\ntrain it: {command('train')} --config {answer.folder / CONFIG_FILE}")

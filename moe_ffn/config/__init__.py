@@ -5,8 +5,8 @@ errors.py       `ConfigError`, `Unsupported`, and the texts of messages
 yaml_files.py   YAML files and `--key value`, merged
 option_tree.py  all options with their defaults, as `--help` shows them
 import_path.py  classes from a user's file, `type: my_file.py:MyConfig`
-trust.py        asks before code from elsewhere runs
+trust.py        rejects custom code that the user has not trusted
 sizes.py        hidden widths, and counts of parameters and FLOPs
-lazy.py         names of a package that are imported on first use
-environment.py  variables that launchers of several processes set
+lazy.py         package attributes that are imported on first use
+environment.py  variables that torchrun, SLURM and Lightning set for each process
 """

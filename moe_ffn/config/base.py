@@ -1,7 +1,7 @@
-"""The base of every configuration: typed, frozen, strict, and open to custom classes.
+"""Base classes of all configs: typed, frozen, strict, and open to custom classes.
 
 A config class is defined above the module that it builds. It computes the size and the cost of that module,
-and tells whether the module is causal.
+and says for which use cases the module is unsupported.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from moe_ffn.config.import_path import FileTag, import_class, tag_of
 MAX_COUNT = 10**9
 """Upper bound of every count and width; a larger number is surely a typo, and would overflow later."""
 
-
 FAMILY_KEY = "x-family"
-"""Key of a schema that names a family instead of its members."""
+"""Key of a JSON schema that refers to a family by name; `json_schema` replaces it."""
 
 
 class Config(BaseModel, frozen=True):
@@ -53,9 +52,12 @@ class Config(BaseModel, frozen=True):
         validate_default=True,
     )
 
+    rejected_options: ClassVar[frozenset[str]] = frozenset()
+    """Inherited options that this class rejects; the help leaves them out."""
+
     @model_validator(mode="wrap")
     @classmethod
-    def _choose_class_and_refuse_unknown_keys(
+    def _choose_class_and_reject_unknown_keys(
         cls, data: Any, handler: ModelWrapValidatorHandler[Self]
     ) -> Any:
         if isinstance(data, BaseModel):
@@ -79,8 +81,8 @@ class Config(BaseModel, frozen=True):
         if section in known and rest:
             nested = f"{section}: {{{rest.replace('.', ': {')}: ...{'}' * key.count('.')}"
             return _mistake(shorten(key), f"is one key with a dot; nest it: {nested}", data)
-        hint = nearest_or_all(key, known)
-        return _mistake(shorten(key), f"unknown{hint}", data, kind=UNKNOWN_KEY)
+        message = f"unknown{nearest_or_all(key, known)}"
+        return _mistake(shorten(key), message, data, kind=UNKNOWN_KEY)
 
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
@@ -92,12 +94,11 @@ class Config(BaseModel, frozen=True):
 
     @classmethod
     def class_for(cls, data: Mapping[Any, Any]) -> type[Config]:
-        """Return the class that validates `data`: at the root of a family a member, otherwise this class."""
+        """Return the class that validates `data`: a member for the root of a family, otherwise this class."""
         return cls
 
     @classmethod
     def known_keys(cls) -> Iterable[str]:
-        """Keys of this config."""
         return cls.model_fields
 
     @classmethod
@@ -151,7 +152,7 @@ class TaggedConfig(Config, frozen=True):
     """
 
     type: str
-    """The member of the family: a known name, or `my_file.py:ClassName` or `module:ClassName` for a custom
+    """Member of the family: a known name, or `my_file.py:ClassName` or `module:ClassName` for a custom
     class."""
 
     members: ClassVar[dict[str, type[TaggedConfig]]]
@@ -173,8 +174,8 @@ class TaggedConfig(Config, frozen=True):
             owner = cls.members.get(tag, cls)
             if (owner.__module__, owner.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise TypeError(
-                    f"{cls.__name__} would take the type '{tag}' from {owner.__name__}; give it a "
-                    "Literal of its own, or `type: str` to name it by its import path"
+                    f"{cls.__name__}.type: '{tag}' is already the type of {owner.__name__}; choose another "
+                    "Literal, or annotate `type: str` to use the import path"
                 )
             cls.members[tag] = cls
 
@@ -201,19 +202,21 @@ class TaggedConfig(Config, frozen=True):
     def class_for(cls, data: Mapping[Any, Any]) -> type[Config]:
         tag = data.get("type")
         if not cls.is_family_root():
-            own = get_args(cls.model_fields["type"].annotation)
-            if own and "type" in data and tag not in own:
+            own_tags = get_args(cls.model_fields["type"].annotation)
+            if own_tags and "type" in data and tag not in own_tags:
                 # Report this mistake alone: the options belong to another class.
-                tags = " or ".join(map(repr, own))
+                tags = " or ".join(map(repr, own_tags))
                 raise errors_at(cls, {"type": f"must be one of {tags}, got {show(tag)}"}, data)
             return cls
         if isinstance(tag, str) and tag in cls.members:
             return cls.members[tag]
         known = ", ".join(sorted(cls.members))
         if tag is None:
-            near = [key for key in map(str, data) if key != "type" and did_you_mean("type", [key])]
-            slip = f", but there is '{near[0]}'" if near else ""
-            message = f"missing{slip}; one of: {known}, or my_file.py:ClassName"
+            similar = [
+                key for key in map(str, data) if key != "type" and did_you_mean("type", [key])
+            ]
+            hint = f", but there is '{similar[0]}'" if similar else ""
+            message = f"missing{hint}; one of: {known}, or my_file.py:ClassName"
             raise errors_at(cls, {"type": message}, data)
         if isinstance(tag, str) and ":" in tag:
             try:
@@ -221,7 +224,7 @@ class TaggedConfig(Config, frozen=True):
             except ConfigError as error:
                 raise errors_at(cls, {"type": str(error)}, data) from error
         if isinstance(tag, str) and tag.endswith(".py"):
-            message = f"{show(tag)} is a file; name a class in it, as in {tag}:ClassName"
+            message = f"{show(tag)} is a file; name a class in it: {tag}:ClassName"
         elif not isinstance(tag, str):
             message = f"must be a name, got {show(tag)}; known: {known}"
         else:
@@ -232,8 +235,8 @@ class TaggedConfig(Config, frozen=True):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        # A family may contain itself (an MoE's shared expert is an FFN), and pydantic would expand it
-        # without end; `json_schema` puts each family in `$defs` once.
+        # A family may contain itself (an MoE's shared expert is an FFN), so pydantic would expand it
+        # forever; `json_schema` puts each family in `$defs` once.
         if cls.is_family_root():
             return {FAMILY_KEY: cls.__name__}
         return super().__get_pydantic_json_schema__(core_schema, handler)
@@ -242,13 +245,13 @@ class TaggedConfig(Config, frozen=True):
 def help_texts(cls: type[Config]) -> dict[str, str]:
     """Return the help text of each option of `cls`: its `description`, or the docstring under it.
 
-    The docstrings are read from the source on demand: pydantic's `use_attribute_docstrings` took half of
-    the time of `import moe_ffn`.
+    The docstrings are read from the source on demand: pydantic's `use_attribute_docstrings` doubles the
+    time of `import moe_ffn`.
     """
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        own = _docstrings(base)
-        texts |= {name: own.get(name, "") for name in inspect.get_annotations(base)}
+        docstrings = _docstrings(base)
+        texts |= {name: docstrings.get(name, "") for name in inspect.get_annotations(base)}
     return {
         name: field.description or texts.get(name, "") for name, field in cls.model_fields.items()
     }
@@ -256,7 +259,7 @@ def help_texts(cls: type[Config]) -> dict[str, str]:
 
 @cache
 def _docstrings(cls: type) -> dict[str, str]:
-    """Return the docstrings under the fields of `cls`; empty without source code, as in a shell."""
+    """Return field -> the docstring under it; empty without source code, as for a class from a shell."""
     if not issubclass(cls, Config):
         return {}
     try:
@@ -265,11 +268,9 @@ def _docstrings(cls: type) -> dict[str, str]:
         return {}
     body = getattr(tree.body[0], "body", [])
     texts: dict[str, str] = {}
-    for above, below in pairwise(body):
-        match above, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                value=ast.Constant(value=str(text))
-            ):
+    for statements in pairwise(body):
+        match statements:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                 texts[name] = inspect.cleandoc(text)
             case _:
                 pass
@@ -287,7 +288,7 @@ def require_count(value: object, name: str) -> None:
 
 
 def describe_options(config: Config, without: Iterable[str] = ()) -> str:
-    """Format options as `k=2, scale=1.0` for a module's repr, without those that are null, false or 0."""
+    """Format options as `k=2, scale=1.0` for a module's repr; null, false and 0 are left out."""
     values = {name: value for name, value in config if value and name not in without}
     return ", ".join(
         f"{name}=({describe_options(value)})" if isinstance(value, Config) else f"{name}={value}"
@@ -328,13 +329,13 @@ def json_schema(root: type[Config]) -> dict[str, Any]:
         if name not in definitions:
             definitions[name] = {}  # before its members, which may refer back to it
             family = families[name]
-            named = [define(member) for member in dict.fromkeys(family.members.values())]
-            own = {
+            members = [define(member) for member in dict.fromkeys(family.members.values())]
+            custom_class = {
                 "type": "object",
                 "required": ["type"],
                 "properties": {"type": {"type": "string", "pattern": ":"}},
             }
-            definitions[name] = {"anyOf": [*named, {"enum": list(family.members)}, own]}
+            definitions[name] = {"anyOf": [*members, {"enum": list(family.members)}, custom_class]}
         rest = {key: resolve(value) for key, value in node.items() if key != FAMILY_KEY}
         return {"$ref": f"#/$defs/{name}", **rest}
 

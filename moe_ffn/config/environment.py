@@ -15,13 +15,15 @@ from moe_ffn.config.errors import ConfigError
 
 
 def _require_folders_of_torch() -> None:
-    """Exit with code 2 if the current folder or a folder for temporary files is missing."""
-    problem = "the current folder was removed, and torch cannot be imported in it; cd to another"
+    """Exit with code 2 if the current folder or every folder for temporary files is missing."""
+    problem = (
+        "the current folder was removed, and torch cannot be imported in it; cd to another one"
+    )
     try:
         os.getcwd()  # noqa: PTH109 - Path.cwd() is the same
         problem = (
-            "TMPDIR: no folder for temporary files can be written, and torch cannot be imported without; "
-            "make room in /tmp, or set TMPDIR to another folder"
+            "TMPDIR: no folder for temporary files is writable, and torch needs one; make room in /tmp, or "
+            "set TMPDIR to another folder"
         )
         tempfile.gettempdir()
     except FileNotFoundError:
@@ -43,11 +45,11 @@ class Launcher(NamedTuple):
     rank: str
     size: str
     """Variable with the number of processes."""
-    further: tuple[str, ...]
+    other: tuple[str, ...]
 
     @property
     def variables(self) -> tuple[str, ...]:
-        return (self.rank, self.size, *self.further)
+        return (self.rank, self.size, *self.other)
 
 
 TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
@@ -55,7 +57,7 @@ SLURM = Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", ("SLURM_LOCALID", "SLUR
 LIGHTNING = Launcher("lightning", "LOCAL_RANK", "WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT"))
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-"""Variables that hold a rank; Lightning reads the first that is set, whatever launcher it detects."""
+"""Variables that hold a rank; Lightning reads the first that is set, whichever launcher it detects."""
 VARIABLES = {
     *(name for launcher in (TORCHRUN, SLURM) for name in launcher.variables),
     "NODE_RANK",
@@ -82,29 +84,30 @@ def is_under_torchrun() -> bool:
 
 
 def check_environment(num_nodes: int) -> None:
-    """Check the variables by which Lightning detects a launcher; call this before importing lightning.
+    """Check the variables from which Lightning detects a launcher; call this before importing lightning.
 
     Args:
         num_nodes: number of machines of the run.
 
     Raises:
-        ConfigError: a variable has a value that no launcher sets, or the launcher's others are missing.
+        ConfigError: a variable has a value that no launcher sets, or another variable of the launcher is
+            missing.
     """
     for name in _NUMBERS & os.environ.keys():
         if not (os.environ[name].isdecimal() and len(os.environ[name]) < 10):
-            raise _refusal("a launcher of processes sets a whole number; set one", name)
+            raise _launch_error("a launcher sets a whole number; set one", name)
     launcher, node = _launcher(), _node_rank()
     if launcher in (None, LIGHTNING) and _number(node) >= max(num_nodes, 1):
-        raise _refusal(f"trainer.num_nodes is {num_nodes}; raise it", node)
+        raise _launch_error(f"trainer.num_nodes is {num_nodes}; raise it", node)
     if launcher is None:
         return
     missing = [name for name in launcher.variables if name not in os.environ]
     if missing and os.environ.get(launcher.size) != "1":
         why = f"{launcher.name} sets {' and '.join(missing)} too; start the run with it"
-        raise _refusal(why, *launcher.variables, *_RANKS, "TORCHELASTIC_RUN_ID")
+        raise _launch_error(why, *launcher.variables, *_RANKS, "TORCHELASTIC_RUN_ID")
     if _number(launcher.rank) >= _number(launcher.size):
         why = f"{launcher.rank} must be less than {launcher.size}; correct it"
-        raise _refusal(why, *launcher.variables, *_RANKS)
+        raise _launch_error(why, *launcher.variables, *_RANKS)
 
 
 def processes_here() -> int | None:
@@ -117,7 +120,7 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
     """Check that the launcher started one process for each device.
 
     Args:
-        num_devices: devices of each machine.
+        num_devices: number of devices per machine.
         num_nodes: number of machines.
 
     Raises:
@@ -132,11 +135,11 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
                 f"torchrun started {size} processes, but {train} (trainer.devices, which a resumed run "
                 "keeps); give --trainer.devices auto"
             )
-        give = f"give --trainer.devices and --trainer.num_nodes whose product is {size}"
-        raise _refusal(f"{train}; {give}", *launcher.variables, *_RANKS)
+        fix = f"give --trainer.devices and --trainer.num_nodes whose product is {size}"
+        raise _launch_error(f"{train}; {fix}", *launcher.variables, *_RANKS)
     first = next((name for name in _RANKS if name in os.environ), None)
     if first is not None and _number(first) >= num_processes:
-        raise _refusal(train, first)
+        raise _launch_error(f"{train}; set a smaller rank", first)
 
 
 def _launcher() -> Launcher | None:
@@ -152,7 +155,7 @@ def _launcher() -> Launcher | None:
 
 
 def _node_rank() -> str:
-    """Return the variable that Lightning reads for the rank of this machine."""
+    """Return the name of the variable that Lightning reads for the rank of this machine."""
     return "NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"
 
 
@@ -160,8 +163,8 @@ def _number(name: str) -> int:
     return int(os.environ.get(name, "0"))
 
 
-def _refusal(why: str, *names: str) -> LaunchError:
-    """Build an error that shows each variable of `names` that is set."""
+def _launch_error(why: str, *names: str) -> LaunchError:
+    """Return an error that shows each variable of `names` that is set."""
     given = [name for name in dict.fromkeys(names) if name in os.environ]
     values = ", ".join(f"{name} is '{os.environ[name]}'" for name in given)
     return LaunchError(f"{values} in the environment, but {why}, or unset {' '.join(given)}")

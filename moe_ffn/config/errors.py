@@ -1,4 +1,4 @@
-"""User errors, one sentence each: the key, what is wrong, and the fix to type."""
+"""Errors in user input, one sentence each: the key or file, the mistake, and the fix."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class UseCase:
     cached: bool = False
     """A decoder in evaluation computes only new tokens; earlier ones are in its cache."""
     history: bool = True
-    """With `cached`: earlier tokens are in `TokenContext.history`."""
+    """With `cached`: `TokenContext.history` gives access to earlier tokens."""
     device: str | None = None
-    """Kind of device that computes, `cpu` or `cuda`; None: unknown."""
+    """Device type, `cpu` or `cuda`; None: unknown."""
     num_ranks: int = 1
     """Ranks among which the experts are divided."""
 
 
 class HasRequirements(Protocol):
-    """A config, or another value, that may refuse a use case."""
+    """A config or another value that may not support every use case."""
 
     def unsupported(self, use_case: UseCase) -> Unsupported | None: ...
 
@@ -62,7 +62,7 @@ class HasRequirements(Protocol):
 def first_unsupported(
     parts: Mapping[str, HasRequirements], use_case: UseCase
 ) -> Unsupported | None:
-    """Return the first reason among the parts of a config; the keys are their options."""
+    """Return the first reason why a part of a config is unsupported; `parts` maps option -> config."""
     for option, part in parts.items():
         if unsupported := part.unsupported(use_case):
             return unsupported.inside(option)
@@ -70,7 +70,7 @@ def first_unsupported(
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name most similar to `name`; None if every similarity is below `cutoff` (0 to 1)."""
+    """Return the known name most similar to `name`; None if none reaches the similarity `cutoff` (0 to 1)."""
     near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=1, cutoff=cutoff)
     return near[0] if near else None
 
@@ -164,7 +164,7 @@ def first_line(error: BaseException) -> str:
 def expand_path(path: str, key: str) -> Path:
     """Replace `~` in a path; raise a ConfigError that names the key if that fails."""
     if "\0" in path:
-        raise ConfigError(f"{key}: {path!r} contains a NUL character, which a path cannot")
+        raise ConfigError(f"{key}: {path!r} contains a NUL character; remove it")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # `~somebody` who does not exist
@@ -172,7 +172,7 @@ def expand_path(path: str, key: str) -> Path:
 
 
 _ROOT = Path(__file__).resolve().parents[2]
-"""Folder of the clone or of the installed packages."""
+"""Root of the clone, or the folder of the installed packages."""
 
 
 def command(program: str) -> str:
@@ -206,9 +206,8 @@ _RULES = {
     "string_too_short": "must not be empty",
 }
 
-
 _MAX_LINE_LENGTH = 480
-"""Maximum length of a message; that of a custom class may have any length."""
+"""Maximum length of a message, since a custom class may raise one of any length."""
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 200

@@ -1,6 +1,6 @@
 """Import of custom classes, `my_file.py:MyConfig`, and a record of the code that was run.
 
-A file is read once, so that the bytes that are hashed and permitted are those that run. Cached bytecode is
+A file is read once, so the bytes that are hashed and permitted are the bytes that run. Cached bytecode is
 ignored.
 """
 
@@ -52,7 +52,7 @@ class Code:
 
     @property
     def is_file(self) -> bool:
-        """True for a path, False for an installed module."""
+        """True for a path, False for the name of a module."""
         return self.where.endswith(".py")
 
     @cached_property
@@ -69,10 +69,10 @@ class Code:
 
 
 _run: dict[str, Code] = {}
-"""Code that was run, even if it failed, by the name of its module."""
+"""Module name -> code that was run, even if it raised an error."""
 
 _imported: dict[str, Code] = {}
-"""Code of the latest import, by the part of the tag before the colon."""
+"""Part of the tag before the colon -> code of its latest import."""
 
 _permit: ContextVar[Callable[[Code], None]] = ContextVar("_permit", default=lambda code: None)
 
@@ -92,10 +92,7 @@ def permitting_imports(permit: Callable[[Code], None]) -> Iterator[None]:
 
 
 class FileTag(str):
-    """`my_file.py:ClassName` in a YAML file; a string that equals this text.
-
-    A relative path is relative to the folder of the YAML file.
-    """
+    """`my_file.py:ClassName` in a YAML file, whose relative paths start at the folder of that file."""
 
     __slots__ = ("resolved",)
 
@@ -117,29 +114,26 @@ def is_file_tag(text: str) -> bool:
 def import_class(tag: str, family: type[Class]) -> type[Class]:
     """Import the subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
 
-    Importing logs a warning and runs the code of the module, unless `permitting_imports` forbids it. The
-    code prints to stderr.
+    Importing logs a warning and runs the code of the module, unless `permitting_imports` forbids it.
+    Output of the code goes to stderr.
 
     Raises:
         ConfigError: the import failed, or `tag` names no subclass of `family`, or a method is missing.
     """
     where, _, name = tag.rpartition(":")
     code = find_code(where)
-    with (
-        explaining_custom_errors(f"importing '{where}'"),
-        contextlib.redirect_stdout(sys.stderr),
-    ):
+    with explaining_custom_errors(f"importing '{where}'"), contextlib.redirect_stdout(sys.stderr):
         module = (_import_file if code.is_file else _import_module)(code)
-        found = getattr(module, name, None)
+        cls = getattr(module, name, None)
     _imported[where] = code
-    if found is None:
+    if cls is None:
         raise ConfigError(f"'{where}' has no '{name}'{did_you_mean(name, vars(module))}")
-    if not (isinstance(found, type) and issubclass(found, family)):
-        raise ConfigError(f"'{tag}' must be a subclass of {family.__name__}, got {found!r}")
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+    if not (isinstance(cls, type) and issubclass(cls, family)):
+        raise ConfigError(f"'{tag}' must be a subclass of {family.__name__}, got {cls!r}")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
         raise ConfigError(f"'{tag}' must define {missing}")
-    return found
+    return cls
 
 
 def find_code(where: str) -> Code:
@@ -162,20 +156,20 @@ def find_code(where: str) -> Code:
     except (OSError, ValueError) as error:  # ValueError: a NUL character
         why = reason(error) if isinstance(error, OSError) else first_line(error)
         if isinstance(error, FileNotFoundError):
-            why += "; a relative path is relative to the YAML file that names it, or, in an option, to the"
-            why += " current folder"
+            why += "; a relative path starts at the folder of the YAML file that names it, or, in an option, "
+            why += "at the current folder"
         raise ConfigError(f"importing '{where}' failed: {type(error).__name__}: {why}") from error
 
 
 def file_of_module(name: str) -> Path | None:
-    """Return the source file of a module without importing its packages."""
+    """Return the source file of a module, without importing its parent packages."""
     try:
         dotted, *rest = name.split(".")
         spec = importlib.util.find_spec(dotted)
         for part in rest:
             dotted = f"{dotted}.{part}"
-            places = None if spec is None else spec.submodule_search_locations
-            spec = importlib.machinery.PathFinder.find_spec(dotted, places or [])
+            folders = None if spec is None else spec.submodule_search_locations
+            spec = importlib.machinery.PathFinder.find_spec(dotted, folders or [])
     except (ImportError, ValueError):
         return None
     if spec is None or not spec.has_location or spec.origin is None:
@@ -186,7 +180,7 @@ def file_of_module(name: str) -> Path | None:
 def _import_module(code: Code) -> ModuleType:
     name = code.where
     if name not in sys.modules:
-        _ask(code)
+        _permit_and_warn(code)
     if name.partition(".")[0] != PACKAGE:
         _run.setdefault(name, code)
     return importlib.import_module(name)
@@ -197,9 +191,9 @@ def _import_file(code: Code) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, code.where)
-    assert spec is not None, "a path that ends in .py is that of a source file"
+    assert spec is not None, "a path that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
-    _ask(code)
+    _permit_and_warn(code)
     sys.modules[name] = module
     _run[name] = code
     try:
@@ -210,7 +204,7 @@ def _import_file(code: Code) -> ModuleType:
     return module
 
 
-def _ask(code: Code) -> None:
+def _permit_and_warn(code: Code) -> None:
     _permit.get()(code)
     log.warning("importing %r, which runs its code", code.where)
 
@@ -224,13 +218,13 @@ def is_custom_class(cls: type) -> bool:
 
 
 def imported_code(tag: str) -> Code | None:
-    """Return the code that was run for a tag; None if none was run, or for a class of this package."""
+    """Return the code that a tag ran; None if it ran none, or names a class of this package."""
     where = tag.rpartition(":")[0]
     return None if where.partition(".")[0] == PACKAGE else _imported.get(where)
 
 
 def tag_of(cls: type) -> str:
-    """Return the tag that imports a class."""
+    """Return the `type` that imports a class."""
     code = _run.get(cls.__module__)
     return f"{cls.__module__ if code is None else code.where}:{cls.__qualname__}"
 
@@ -242,52 +236,51 @@ def tag_of(cls: type) -> str:
 def explaining_custom_errors(culprit: str = "") -> Iterator[None]:
     """Turn an error of custom code, `sys.exit` included, into a ConfigError that names its file and line.
 
-    Ctrl-C and exits after a signal are raised unchanged. Without a `culprit`, so is an error that passed
-    through no custom code.
+    Ctrl-C and exits after a signal are raised unchanged. Without a `culprit`, so is an error whose traceback
+    has no custom code.
 
     Args:
-        culprit: name of what failed; by default the custom file in the traceback.
+        culprit: subject of the message; by default the custom file in the traceback.
     """
     try:
         yield
     except (ConfigError, GeneratorExit):
         raise
     except BaseException as error:
-        place = _place(error.__traceback__)
-        who = culprit or (f"'{place.filename}'" if place else "")
-        if _is_of_a_signal(error) or not who:
+        frame = _custom_frame(error.__traceback__)
+        culprit = culprit or (f"'{frame.filename}'" if frame else "")
+        if _is_signal_exit(error) or not culprit:
             raise
-        raise ConfigError(f"{who} failed: {_describe(error)}") from error
+        raise ConfigError(f"{culprit} failed: {_describe(error)}") from error
 
 
 def _describe(error: BaseException) -> str:
     """Format an error as `ZeroDivisionError: division by zero (own.py, line 3, in build)`."""
+    kind = type(error).__name__
     if isinstance(error, ValidationError):
         text = explain(error)[0]
     else:
-        text = (
-            f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
-        )
+        text = f"{kind}: {first_line(error)}" if str(error) else kind
     if isinstance(error, SyntaxError):  # its text has the line
         return text
-    place = _place(error.__traceback__)
-    if place is None:
+    frame = _custom_frame(error.__traceback__)
+    if frame is None:
         return text
-    within = "" if place.name == "<module>" else f", in {place.name}"
-    return f"{text} ({Path(place.filename).name}, line {place.lineno}{within})"
+    function = "" if frame.name == "<module>" else f", in {frame.name}"
+    return f"{text} ({Path(frame.filename).name}, line {frame.lineno}{function})"
 
 
-def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
+def _custom_frame(trace: TracebackType | None) -> traceback.FrameSummary | None:
     """Return the innermost line of custom code in a traceback."""
-    found = None
+    innermost = None
     for frame, line in traceback.walk_tb(trace):
         code = _run.get(str(frame.f_globals.get("__name__")))
         if code is not None:
-            found = traceback.FrameSummary(code.where, line, frame.f_code.co_name)
-    return found
+            innermost = traceback.FrameSummary(code.where, line, frame.f_code.co_name)
+    return innermost
 
 
-def _is_of_a_signal(error: BaseException) -> bool:
+def _is_signal_exit(error: BaseException) -> bool:
     """Return True for Ctrl-C, or an exit after a signal, whose code is above 128."""
     exited = isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128
     return exited or isinstance(error, KeyboardInterrupt)

@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, because they need optional libraries."""
+"""Package attributes that are imported on first use, because they need optional libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def lazy_names(
     package: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and the `__dir__` of a package.
+    """Return `__getattr__` and `__dir__` for a package whose attributes are imported on first use.
 
     Args:
         package: its `__name__`.

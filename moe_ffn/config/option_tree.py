@@ -1,4 +1,4 @@
-"""Options of a config as a tree: every option by its dotted path, with its value and meaning."""
+"""Tree of the options of a config: each with its dotted path, value and help text."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Option:
     """Dotted path, `model.ffn.router.k`."""
     annotation: Any
     value: Any
-    """Value in YAML; for a section a mapping, or the name of its type."""
+    """Value as in YAML; for a section a mapping, or the name of its type."""
     meaning: str
+    """Help text."""
 
     @property
     def name(self) -> str:
@@ -33,7 +34,7 @@ class Option:
 
     @property
     def declared(self) -> type[Config] | None:
-        """Config class in the annotation, the root of a family included; None for a plain value."""
+        """Config class in the annotation, perhaps the root of a family; None for a plain value."""
         is_union = get_origin(self.annotation) in (Union, UnionType)
         for candidate in get_args(self.annotation) if is_union else [self.annotation]:
             if isinstance(candidate, type) and issubclass(candidate, Config):
@@ -42,20 +43,20 @@ class Option:
 
     @property
     def family(self) -> type[TaggedConfig] | None:
-        """Family of the value; None for a fixed class or a plain value."""
-        found = self.declared
-        if found is None or not issubclass(found, TaggedConfig) or not found.is_family_root():
+        """Root of the value's family; None for a fixed class or a plain value."""
+        root = self.declared
+        if root is None or not issubclass(root, TaggedConfig) or not root.is_family_root():
             return None
-        return found
+        return root
 
     @property
     def type(self) -> Any:
-        """`type` of a section."""
+        """The `type` of a section."""
         return self.value.get("type") if isinstance(self.value, Mapping) else self.value
 
     @property
     def is_custom(self) -> bool:
-        """True for a custom class; `--help` does not run its code."""
+        """True for a custom class, whose code `--help` does not run."""
         return self.family is not None and isinstance(self.type, str) and ":" in self.type
 
     @property
@@ -77,10 +78,11 @@ class Option:
             raise ConfigError("\n".join(lines)) from error
 
     def children(self) -> list[Option]:
-        """Options of a section in order; empty for a plain value or an unknown type."""
+        """Return the options of a section in order; empty for a plain value or an unknown type."""
         if self.is_custom:
             text = "Its options are not listed, since --help runs no custom code; --print-config shows them."
-            return [Option(self._below("type"), None, self.type, f"{self.meaning} {text}".lstrip())]
+            path = self._path_of("type")
+            return [Option(path, None, self.type, f"{self.meaning} {text}".lstrip())]
         try:
             config = self.config
         except ConfigError:
@@ -89,8 +91,10 @@ class Option:
 
     def options_of(self, config: type[Config]) -> list[Option]:
         """Return the options of this section for the class `config`."""
-        fields, meanings = [], help_texts(config)
+        options, meanings = [], help_texts(config)
         for name, field in config.model_fields.items():
+            if name in config.rejected_options:
+                continue
             value = self.value.get(name) if isinstance(self.value, Mapping) else None
             if value is None:
                 value = REQUIRED if field.is_required() else field.get_default()
@@ -101,39 +105,39 @@ class Option:
                 meaning = f"{first_sentence(config)} One of: {known}.".lstrip()
             elif get_origin(field.annotation) is Literal:
                 meaning += f" One of: {', '.join(map(str, get_args(field.annotation)))}."
-            fields.append(Option(self._below(name), field.annotation, value, meaning))
-        return fields
+            options.append(Option(self._path_of(name), field.annotation, value, meaning))
+        return options
 
     def switched_on(self) -> Option:
         """Return a null section with its defaults; any other option unchanged."""
         is_off = self.value is None and self.family is None and self.declared is not None
         return replace(self, value={}) if is_off else self
 
-    def everything(self) -> Iterator[Option]:
-        """All options and sections below this one."""
+    def descendants(self) -> Iterator[Option]:
+        """Yield all options and sections below this one."""
         for child in self.children():
             yield child
-            yield from child.everything()
+            yield from child.descendants()
 
     def leaves(self) -> Iterator[Option]:
-        """All options at and below this one, without sections.
+        """Yield all options at and below this one, without sections.
 
         Raises:
             ConfigError: a section names an unknown type.
         """
-        for option in (self, *self.everything()):
+        for option in (self, *self.descendants()):
             if not option.children() and option.config is None:
                 yield option
 
     def find(self, path: str) -> Option | None:
-        """Find the option or section at a path below this one, also inside null sections."""
+        """Return the option or section at a path below this one, also inside null sections."""
         option: Option | None = self
         for name in path.split("."):
-            below = [] if option is None else option.switched_on().children()
-            option = next((child for child in below if child.name == name), None)
+            children = [] if option is None else option.switched_on().children()
+            option = next((child for child in children if child.name == name), None)
         return option
 
-    def _below(self, name: str) -> str:
+    def _path_of(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
 
 
@@ -142,7 +146,7 @@ def option_tree(root: type[Config], options: Mapping[str, Any]) -> Option:
 
 
 def members_of(family: type[TaggedConfig]) -> dict[type[TaggedConfig], list[str]]:
-    """Return the classes of a family, each with its type names."""
+    """Return class -> its `type` names, for the members of a family."""
     members: dict[type[TaggedConfig], list[str]] = {}
     for name, member in family.members.items():
         members.setdefault(member, []).append(name)
@@ -150,7 +154,7 @@ def members_of(family: type[TaggedConfig]) -> dict[type[TaggedConfig], list[str]
 
 
 def first_sentence(config: type[Config]) -> str:
-    """First line of a config's docstring; empty without one (`python -OO`)."""
+    """Return the first line of a config's docstring as a sentence; empty without one (`python -OO`)."""
     lines = (config.__doc__ or "").strip().splitlines()
     return f"{lines[0].rstrip('.')}." if lines else ""
 
@@ -162,7 +166,6 @@ def show_value(value: Any) -> str:
 
 
 # -- unknown names
-
 
 ALSO_CALLED = {
     "bs": "batch_size",
@@ -194,40 +197,40 @@ ALSO_CALLED = {
     "warmup": "warmup_fraction",
     "wd": "weight_decay",
 }
-"""Name of an option in other programs and papers -> last part of its path here."""
+"""Name of an option in other programs and papers -> its name here."""
 
-NOT_OF_THE_TRAINER = {
+_FIXED_TRAINER_ARGUMENTS = {
     "barebones": "the loggers and checkpoints of a run are its result",
-    "callbacks": "they are objects; write a program with moe_ffn.runs.assemble",
+    "callbacks": "a config cannot hold them; write a program with moe_ffn.runs.assemble",
     "enable_checkpointing": "the best and the last weights are always kept",
     "enable_model_summary": "the model table replaces it",
     "enable_progress_bar": "the progress display replaces it",
-    "logger": "use logging",
-    "num_sanity_val_steps": "the first validation comes soon enough",
-    "overfit_batches": "give data.corpus a small text",
-    "plugins": "they are objects; write a program with moe_ffn.runs.assemble",
+    "logger": "use the section logging",
+    "num_sanity_val_steps": "a mistake in validation shows at the first validation",
+    "overfit_batches": "to overfit, give data.corpus a small text",
+    "plugins": "a config cannot hold them; write a program with moe_ffn.runs.assemble",
     "sync_batchnorm": "no block has a BatchNorm; a custom block may use torch.nn.SyncBatchNorm",
     "use_distributed_sampler": "each rank already reads its share of each batch",
 }
-"""Argument of `lightning.Trainer` without an option here -> reason."""
+"""Argument of `lightning.Trainer` that is not an option here -> reason or alternative."""
 
 
 def explain_unknown(path: str, message: str, tree: Option) -> str:
     """Return the message about a path that is not an option of `tree`.
 
     Args:
-        message: the message of the path's own section, which may suggest a similar name.
+        message: message of the section that rejected the key; it may suggest a similar name.
     """
-    if named := _type_of_that_name(path, tree):
-        return named
-    if found := _same_name(path, tree):
-        return f"unknown{suggest(found)}"
-    if why := NOT_OF_THE_TRAINER.get(path.removeprefix("trainer.")):
+    if type_hint := _hint_for_type_name(path, tree):
+        return type_hint
+    if same_name := _same_name(path, tree):
+        return f"unknown{suggest(same_name)}"
+    if why := _FIXED_TRAINER_ARGUMENTS.get(path.removeprefix("trainer.")):
         return f"is set by the program itself; {why}"
     if "did you mean" in message:
         return message
-    if of_another_type := _of_another_type(path, tree):
-        return of_another_type
+    if other_type := _hint_for_other_type(path, tree):
+        return other_type
     near = nearest_options(path, tree)
     return f"unknown{near}" if near else message
 
@@ -237,40 +240,43 @@ def nearest_options(typed: str, tree: Option) -> str:
 
     Empty if no option has this name or a similar one.
     """
-    near = nearest(typed.rpartition(".")[2], (option.name for option in tree.everything()))
+    near = nearest(typed.rpartition(".")[2], (option.name for option in tree.descendants()))
     return suggest(_same_name(typed, tree) or (_same_name(near, tree) if near else []))
 
 
-def _type_of_that_name(typed: str, tree: Option) -> str:
-    """Explain that an unknown key is a type of its section, `{type: latent, width: 16, experts: {...}}`."""
+def _hint_for_type_name(typed: str, tree: Option) -> str:
+    """Explain that an unknown key is a type of its section: `{type: latent, width: 16, experts: {...}}`."""
     section, name = _section_of(typed, tree)
     if section is None or section.family is None or name not in section.family.members:
         return ""
     value = section.value.get(name) if isinstance(section.value, Mapping) else None
-    takes = [f"type: {name}"]
+    given = "..." if isinstance(value, Mapping) else show_value(value)
+    keys = [f"type: {name}"]
     for child in replace(section, value={"type": name}).children():
         if child.value == REQUIRED:
-            takes.append(
-                f"{child.name}: {'...' if isinstance(value, Mapping) else show_value(value)}"
-            )
+            keys.append(f"{child.name}: {given}")
         elif child.family is section.family:
-            takes.append(f"{child.name}: {{...}}")
-    return f"unknown; '{name}' is a type: --{section.path} '{{{', '.join(takes)}}}'"
+            keys.append(f"{child.name}: {{...}}")
+    return f"unknown; '{name}' is a type: --{section.path} '{{{', '.join(keys)}}}'"
 
 
 def _section_of(typed: str, tree: Option) -> tuple[Option | None, str]:
-    """Split a path into its section, None for an unknown one or the root, and the key in the section."""
+    """Split a path into its section (None for the root or an unknown section) and the key in the section."""
     path, _, name = typed.rpartition(".")
     return (tree.find(path) if path else None), name
 
 
-def _of_another_type(typed: str, tree: Option) -> str:
+def _hint_for_other_type(typed: str, tree: Option) -> str:
     """Name the types of the section that have this option; empty if there is none."""
     section, name = _section_of(typed, tree)
     if section is None or section.family is None:
         return ""
     path, members = section.path, section.family.members
-    types = [type_ for type_, member in members.items() if name in member.known_keys()]
+    types = [
+        tag
+        for tag, member in members.items()
+        if name in member.known_keys() and name not in member.rejected_options
+    ]
     if not types:
         return ""
     return (
@@ -280,10 +286,10 @@ def _of_another_type(typed: str, tree: Option) -> str:
 
 
 def _same_name(typed: str, tree: Option) -> list[str]:
-    """Return the options named like the last part of `typed`: in its section, or anywhere, shortest first."""
+    """Return paths with the name at the end of `typed`: in its section, else anywhere, shortest first."""
     section, _, name = typed.replace("-", "_").rpartition(".")
     names = (name, ALSO_CALLED.get(name))
-    paths = [option.path for option in tree.everything() if option.name in names]
+    paths = [option.path for option in tree.descendants() if option.name in names]
     inside = [path for path in paths if section and path.startswith(f"{section}.")]
     return sorted(inside or paths, key=lambda path: path.count("."))
 
@@ -291,15 +297,15 @@ def _same_name(typed: str, tree: Option) -> list[str]:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Return dotted key -> (value before, value now) for every difference of two nested mappings."""
-    found: dict[str, tuple[Any, Any]] = {}
+    """Return dotted key -> (value before, value now) wherever two nested mappings differ."""
+    changes: dict[str, tuple[Any, Any]] = {}
     for key in [*before, *(key for key in now if key not in before)]:
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found |= differences(old, new, f"{prefix}{key}.")
+            changes |= differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            found[f"{prefix}{key}"] = (old, new)
-    return found
+            changes[f"{prefix}{key}"] = (old, new)
+    return changes
 
 
 def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Default hidden widths, exact shares, and parameters and FLOPs of a matrix."""
+"""Default hidden widths, exact fractions, and the parameters and FLOPs of a linear layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Budget = Literal["total_params", "active_params", "flops_per_token"]
 class MatchConfig(Config, frozen=True):
     """Hidden width at which the block costs as much as another block.
 
-    The budget is that of the layer's whole block, however deep in the config the width is.
+    The cost is always that of the layer's whole block, however deep in the config the width is.
     `moe_ffn.ffn.match.solve_widths` replaces this config by a number.
     """
 
@@ -35,7 +35,7 @@ class MatchConfig(Config, frozen=True):
 
 
 def _number_or_match(value: Any, _: object) -> Any:
-    # pydantic's union would complain about both members for a wrong number.
+    # For a wrong number, pydantic would report an error for each member of the union.
     if isinstance(value, Mapping):
         return MatchConfig.model_validate(value)
     return (
@@ -47,26 +47,25 @@ _Width = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]
 _WIDTH = TypeAdapter(_Width)
 
 HiddenWidth = Annotated[_Width | MatchConfig | None, WrapValidator(_number_or_match)]
-"""The option `d_ff`: a number, a match with another block's budget, or null for a default."""
+"""Option `d_ff`: a number, a match with another block's budget, or null for a default."""
 
 
 def given_width(d_ff: int | MatchConfig | None) -> int | None:
     """Return the hidden width; None for a default.
 
     Raises:
-        ConfigError: `d_ff` is a match that is not solved yet.
+        ConfigError: `d_ff` is an unsolved match.
     """
     if isinstance(d_ff, MatchConfig):
         raise ConfigError(
             f"d_ff: matches the {d_ff.match} of '{d_ff.of.type}', but is not solved yet; "
-            "`ffn, match = moe_ffn.solve_widths(ffn, d_model, seq_len)` puts a number in its place"
+            "`ffn, match = moe_ffn.solve_widths(ffn, d_model, seq_len)` replaces it by a number"
         )
     return d_ff
 
 
 MAX_SHARE = 10**9
-"""Upper bound of a share and of its denominator; products with a number of pairs fit into int64."""
-
+"""Upper bound of a share and of its denominator, so that a share times a number of pairs fits into int64."""
 
 _MAX_DEFAULT_WIDTH = 10 * MAX_COUNT
 
@@ -93,7 +92,7 @@ def _exact_share(factors: tuple[float, ...], parts: int) -> tuple[int, int]:
     return share.numerator, share.denominator
 
 
-# Dynamo cannot trace fractions. As `torch.compiler.assume_constant_result`, without importing the compiler.
+# Dynamo cannot trace fractions. This is `torch.compiler.assume_constant_result` without its slow import.
 vars(_exact_share)["_dynamo_marked_constant"] = True
 
 Counts = TypeVar("Counts", int, Tensor)
@@ -107,19 +106,19 @@ def ceil_of_share(counts: Counts, share: tuple[int, int]) -> Counts:
 
 
 def gated_width(d_model: float, multiple_of: int = 8) -> int:
-    """Return the hidden width at which a gated block has as many parameters as a dense one of 4 * d_model.
+    """Return the hidden width that gives a gated block the parameters of a dense block of width 4 * d_model.
 
-    A gated block has three matrices instead of two, so 2/3 of the width: 8/3 * d_model (Shazeer 2020,
-    section 4).
+    A gated block has three matrices instead of two, so it gets 2/3 of the width: 8/3 * d_model (Shazeer
+    2020, section 4).
     """
     return round_width(8 * d_model / 3, multiple_of)
 
 
 def round_width(width: float, multiple_of: int = 8) -> int:
-    """Round to a positive multiple of `multiple_of`; matrix products are faster at such widths.
+    """Round to a positive multiple of `multiple_of`, which makes matrix products faster.
 
     Raises:
-        ConfigError: the width exceeds any memory, as with a tiny `router.k`.
+        ConfigError: no memory could hold this width, which a tiny `router.k` may give.
     """
     if width > _MAX_DEFAULT_WIDTH:
         raise ConfigError(
@@ -134,11 +133,11 @@ def linear_params(d_in: int, d_out: int, bias: bool) -> int:
 
 
 TRAINING_FLOPS = 3
-"""FLOPs of a training step divided by those of its forward pass; a backward pass costs two forward passes."""
+"""FLOPs of a training step relative to its forward pass; the backward pass costs as much as two of them."""
 
 
 def linear_flops(d_in: int, d_out: int) -> int:
-    """Forward FLOPs for one token: a multiply and an add per weight. Training costs three times that."""
+    """Return the forward FLOPs of one token: a multiplication and an addition per weight."""
     return 2 * d_in * d_out
 
 

@@ -1,8 +1,8 @@
 """Trust in custom code of a run's folder: the user ran it before, or gave `--trust-code`.
 
 A config on the command line is the user's own. A run's folder may come from another person, and reading its
-`config.yaml` runs the code that the file names. Therefore the sha256 of each code file of the user's runs is
-stored outside the runs, in a file per hash, which needs no lock.
+`config.yaml` runs the code that the file names. Therefore the sha256 of each code file that the user has
+trained with is stored outside the runs. One file per hash needs no lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _accepting: ContextVar[bool] = ContextVar("_accepting", default=False)
 
 
 class UntrustedCodeError(ConfigError):
-    """Code in a run's folder that this user has neither run nor trusted."""
+    """A run's folder names code that this user has neither run nor trusted."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def only_trusted_code(folder: Path) -> Iterator[None]:
     Raises:
         UntrustedCodeError: the run names untrusted code, which was not run.
     """
-    refused: list[Code] = []
+    untrusted: list[Code] = []
 
     def permit(code: Code) -> None:
         if is_trusted(code):
@@ -51,20 +51,20 @@ def only_trusted_code(folder: Path) -> Iterator[None]:
         if _accepting.get():
             trust([code])
             return
-        refused.append(code)
+        untrusted.append(code)
         raise ConfigError(f"'{code.where}' is not trusted")
 
     try:
         with permitting_imports(permit):
             yield
     except ConfigError as error:
-        if not refused:
+        if not untrusted:
             raise
-        named = ", ".join(
-            f"'{code.where}' (sha256 {code.sha256[:16]}...)" for code in dict.fromkeys(refused)
+        names = ", ".join(
+            f"'{code.where}' (sha256 {code.sha256[:16]}...)" for code in dict.fromkeys(untrusted)
         )
         raise UntrustedCodeError(
-            f"'{folder}' names code that none of your runs started with: {named}; read it, and if you "
+            f"'{folder}' names code that none of your runs started with: {names}; read it, and if you "
             f"trust it add {FLAG}"
         ) from error
 
@@ -78,7 +78,7 @@ def is_trusted(code: Code) -> bool:
 
 
 def trust(codes: Iterable[Code]) -> None:
-    """Remember trusted code; if that cannot be written, the user is asked again."""
+    """Remember code as trusted; if the disk rejects that, the next run needs `--trust-code` again."""
     folder = _folder()
     for code in codes:
         if folder is None or code.path is None:
@@ -90,9 +90,10 @@ def trust(codes: Iterable[Code]) -> None:
 
 def _folder() -> Path | None:
     """Return the folder of the trusted hashes (XDG base directories); None for a user without a home."""
-    given = os.environ.get("XDG_STATE_HOME", "")
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
     try:
-        state = Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "state"
+        if not state.is_absolute():
+            state = Path.home() / ".local" / "state"
     except RuntimeError:
         return None
     return state / PACKAGE / "trusted_code"

@@ -1,4 +1,4 @@
-"""YAML files and values, merged and validated into one config, and written back."""
+"""YAML files and values: read, merged, validated into one config, and written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_ffn.files import reason
 RootConfig = TypeVar("RootConfig", bound=Config)
 
 _MAX_BYTES = 100_000
-"""Maximum size of a config; sixty layers that all differ fit."""
+"""Maximum size of a config; sixty different layers fit."""
 
 
 def validate(root: type[RootConfig], options: Mapping[str, Any], where: str = "") -> RootConfig:
@@ -32,7 +32,7 @@ def validate(root: type[RootConfig], options: Mapping[str, Any], where: str = ""
     A warning is logged before the code of a custom class runs.
 
     Args:
-        where: name of the file or model with the options; each line begins with it.
+        where: name of the file or model that holds the options; each line of the message begins with it.
     """
     try:
         with explaining_custom_errors():
@@ -46,13 +46,13 @@ def validate(root: type[RootConfig], options: Mapping[str, Any], where: str = ""
         raise ConfigError("\n".join(prefix + line for line in explain(error, unknown))) from error
 
 
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `above` into `below`, mapping by mapping.
+def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `update` into `base`, mapping by mapping.
 
     A mapping with another `type` replaces the old one, so that no option of the old type remains.
     """
-    merged = dict(below)
-    for key, new in above.items():
+    merged = dict(base)
+    for key, new in update.items():
         old = _as_options(merged.get(key)) if isinstance(new, Mapping | str) else None
         if old is None:
             merged[key] = new
@@ -60,15 +60,15 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
             # `ffn: moe` keeps the options of an MoE that is already there.
             merged[key] = merged[key] if new == old.get("type") else new
         else:
-            swapped = "type" in old and new.get("type", old["type"]) != old["type"]
-            merged[key] = new if swapped else merge(old, new)
+            is_other_type = "type" in old and new.get("type", old["type"]) != old["type"]
+            merged[key] = new if is_other_type else merge(old, new)
     return merged
 
 
 def nest(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Nest (dotted key, value) pairs; later ones win.
+    """Nest (dotted key, value) pairs; a later pair overrides an earlier one.
 
-    An option inside a mapping wins over the mapping, in any order: `--model.ffn.d_ff 64 --model.ffn swiglu`
+    An option inside a mapping overrides the mapping in any order: `--model.ffn.d_ff 64 --model.ffn swiglu`
     sets both.
     """
     result: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def nest(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _as_options(value: Any) -> Mapping[str, Any] | None:
-    """Return the options of a mapping, or of `swiglu`, short for `{type: swiglu}`; None for anything else."""
+    """Return a mapping unchanged, and `swiglu` as `{type: swiglu}`; None for any other value."""
     if isinstance(value, str):
         return {"type": value}
     return value if isinstance(value, Mapping) else None
@@ -94,7 +94,7 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{where}: {reason(error)}") from error
     if len(content) > _MAX_BYTES:
-        raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
+        raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, so it is not a config")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -105,17 +105,17 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must hold a YAML mapping, got {type(options).__name__}")
     try:
-        return _with_folder(options, path.parent)
+        return _with_file_tags(options, path.parent)
     except RecursionError as error:
-        raise ConfigError(f"{where}: is nested too deep, or contains itself") from error
+        raise ConfigError(f"{where}: is nested too deeply, or contains itself") from error
 
 
-def _with_folder(value: Any, folder: Path) -> Any:
-    """Turn each `file.py:ClassName` among the values of a YAML file into a FileTag."""
+def _with_file_tags(value: Any, folder: Path) -> Any:
+    """Replace each value `file.py:ClassName` of a YAML file by a `FileTag`."""
     if isinstance(value, dict):
-        return {key: _with_folder(item, folder) for key, item in value.items()}
+        return {key: _with_file_tags(item, folder) for key, item in value.items()}
     if isinstance(value, list):
-        return [_with_folder(item, folder) for item in value]
+        return [_with_file_tags(item, folder) for item in value]
     return FileTag(value, folder) if isinstance(value, str) and is_file_tag(value) else value
 
 
@@ -132,11 +132,11 @@ def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
     except UntrustedCodeError:
         raise
     except ConfigError as error:
-        named = (
+        lines = (
             line if line.startswith(f"'{path}'") else f"'{path}': {line}"
             for line in str(error).splitlines()
         )
-        raise ConfigError("\n".join(named)) from error
+        raise ConfigError("\n".join(lines)) from error
 
 
 def to_yaml(options: Config | Mapping[str, Any]) -> str:
@@ -156,9 +156,9 @@ def flag_value(value: Any) -> str:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Parse a flag's value as YAML; mappings and lists need brackets, so that text may contain `: `.
+    """Parse a flag's value as YAML; mappings and lists need brackets.
 
-    The value of `--sample.prompt "def f(x):"` is text, not a mapping.
+    Hence the value of `--sample.prompt "def f(x):"` is text, not a mapping.
     """
     if text.lstrip()[:1] in ("{", "[", '"', "'"):
         return parse_yaml(text, where)
@@ -170,24 +170,20 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse plain values from YAML; raise a ConfigError that begins with `where` for anything else."""
-    if len(text) > _MAX_BYTES:
-        raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
+    """Parse YAML of plain values; for anything else raise a ConfigError that begins with `where`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" (line {mark.line + 1})" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "cannot be read"
+        problem = getattr(error, "problem", None) or "unreadable"
         raise ConfigError(f"{where}: is not valid YAML{line}: {shorten(problem, 120)}") from error
     except RecursionError as error:
-        raise ConfigError(f"{where}: is nested too deep") from error
+        raise ConfigError(f"{where}: is nested too deeply") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # PyYAML raises these for a key that is a list, `!!bool maybe`, or a number of ten thousand digits.
         problem = shorten(first_line(error), 120)
-        raise ConfigError(
-            f"{where}: is not valid YAML: a value cannot be read: {problem}"
-        ) from error
+        raise ConfigError(f"{where}: is not valid YAML: unreadable value: {problem}") from error
 
 
 class _Loader(yaml.SafeLoader):
@@ -210,7 +206,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
-"""Types of values in a config. Other tags, such as `!!python/object`, are rejected."""
+"""YAML types of values in a config. Other tags, such as `!!python/object`, are rejected."""
 
 _Loader.yaml_constructors = {
     tag: construct
@@ -224,7 +220,7 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, rule) for tag, rule in rules if not tag.endswith(_YAML_1_1_SURPRISES)]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-# The numbers of YAML 1.2, where `1:00` is text and not sixty.
+# Numbers as in YAML 1.2, where `1:00` is text instead of 60.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789")
 )

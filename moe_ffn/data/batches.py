@@ -1,6 +1,6 @@
-"""Batches as pure functions of their index, so a resumed run reads the same batches.
+"""Batches as pure functions of their index, so that a resumed run reads the same batches.
 
-B sequences per batch, S tokens per sequence. A window is a sequence and its next token: S + 1 tokens.
+B sequences per batch, S tokens per sequence. A window is a sequence and the token after it: S + 1 tokens.
 """
 
 from __future__ import annotations
@@ -19,48 +19,45 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.token_files import TokenRow
 
 
-def require_window(seq_len: int, num_tokens: int, of: str) -> None:
-    """Raise ConfigError if `num_tokens` is too small for one window; `of` names the tokens."""
+def require_window(seq_len: int, num_tokens: int, text_name: str) -> None:
+    """Raise ConfigError if a text of `num_tokens` is too short for one window."""
     if num_tokens < seq_len + 1:
         raise ConfigError(
-            f"data.seq_len ({seq_len}) must be shorter than {of} ({num_tokens} tokens): lower "
+            f"data.seq_len ({seq_len}) must be shorter than {text_name} ({num_tokens} tokens): lower "
             "data.seq_len, give more text, or change data.validation_percent"
         )
 
 
 def require_equal_shares(batch_size: int, world_size: int) -> None:
-    """Raise ConfigError if the ranks cannot take equal parts of every batch."""
+    """Raise ConfigError if the ranks cannot take equal shares of every batch."""
     if batch_size % world_size:
-        more = (batch_size // world_size + 1) * world_size
+        next_multiple = (batch_size // world_size + 1) * world_size
         raise ConfigError(
             f"data.batch_size ({batch_size}) must be divisible by the number of ranks "
-            f"({world_size}): it counts the sequences of all ranks together; give {more}, or change the ranks"
+            f"({world_size}): it counts the sequences of all ranks together; give {next_multiple}, or change "
+            "the number of ranks"
         )
 
 
 def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
-    """Return the number of windows in an epoch: one less than fit, so that it can start at any offset."""
+    """Return the windows per epoch: one less than fit, so that an epoch can start at any offset."""
     return max(1, (num_tokens + 1) // (seq_len + 1) - 1)
 
 
 MAX_LISTED = 1 << 22
-"""Windows per epoch above which the order is computed on demand instead of stored in memory."""
+"""Windows per epoch above which their order is computed on demand instead of stored in memory."""
 
 
 @dataclass(frozen=True)
 class EpochStarts:
-    """First token of each window of an epoch, in training order; a slice is an int64 array."""
+    """First token of each window of an epoch, in training order; slicing returns an int64 array."""
 
-    num_windows: int
     window: int
     offset: int
     order: np.ndarray | FeistelOrder
 
-    def __len__(self) -> int:
-        return self.num_windows
-
-    def __getitem__(self, places: slice) -> np.ndarray:
-        return self.order[places] * self.window + self.offset
+    def __getitem__(self, indices: slice) -> np.ndarray:
+        return self.order[indices] * self.window + self.offset
 
 
 @lru_cache(maxsize=2)  # a batch may span two epochs
@@ -73,14 +70,14 @@ def epoch_starts(num_tokens: int, seq_len: int, seed: int, epoch: int) -> EpochS
     count = windows_per_epoch(num_tokens, seq_len)
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     offset = int(random.integers(num_tokens - count * window, endpoint=True))
-    if count > MAX_LISTED:
-        return EpochStarts(count, window, offset, FeistelOrder.drawn(count, random))
-    return EpochStarts(count, window, offset, random.permutation(count))
+    is_long = count > MAX_LISTED
+    order = FeistelOrder.drawn(count, random) if is_long else random.permutation(count)
+    return EpochStarts(window, offset, order)
 
 
 @dataclass(frozen=True)
 class FeistelOrder:
-    """Random permutation of 0 to `count` - 1 that computes any slice on its own.
+    """Random permutation of 0 to `count` - 1 that computes a slice without computing the rest.
 
     A Feistel network permutes all numbers of 2 * `half_bits` bits. A result of `count` or more is permuted
     again until it is smaller (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite
@@ -96,24 +93,24 @@ class FeistelOrder:
         keys = random.integers(2**64, size=_ROUNDS, dtype=np.uint64, endpoint=False)
         return cls(count, max(1, -(-(count - 1).bit_length() // 2)), tuple(keys))
 
-    def __getitem__(self, places: slice) -> np.ndarray:
-        values = self._permuted(np.arange(*places.indices(self.count), dtype=np.uint64))
+    def __getitem__(self, indices: slice) -> np.ndarray:
+        values = self._permute(np.arange(*indices.indices(self.count), dtype=np.uint64))
         while (outside := values >= self.count).any():
-            values[outside] = self._permuted(values[outside])
+            values[outside] = self._permute(values[outside])
         return values.astype(np.int64)
 
-    def _permuted(self, values: np.ndarray) -> np.ndarray:
+    def _permute(self, values: np.ndarray) -> np.ndarray:
         bits, mask = np.uint64(self.half_bits), np.uint64((1 << self.half_bits) - 1)
         left, right = values >> bits, values & mask
         for key in self.keys:
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
+            left, right = right, left ^ (_mix(right ^ key) & mask)
         return (left << bits) | right
 
 
 _ROUNDS = 6
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def _mix(values: np.ndarray) -> np.ndarray:
     """Mix the bits of each uint64, as the last step of SplitMix64 does (Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -121,7 +118,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def spread_starts(num_tokens: int, seq_len: int, count: int) -> np.ndarray:
-    """Return the first token of at most `count` evenly spaced windows, (num_windows,) int64."""
+    """Return the first token of each of at most `count` evenly spaced windows, (num_windows,) int64."""
     count = min(count, num_tokens // (seq_len + 1))
     return np.arange(count, dtype=np.int64) * num_tokens // count
 
@@ -132,22 +129,19 @@ class Batch:
 
     input_ids: Tensor
     """(B, S) int64."""
-
     target_ids: Tensor
     """(B, S) int64: `input_ids` shifted by one token."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Batches:
-    """Windows of a split."""
+    """Batches of one split."""
 
     tokens: np.ndarray | TokenRow
     """(num_tokens,) of any integer type."""
-
     seq_len: int
     batch_size: int
     """Sequences per batch, summed over all ranks; the last batch of a validation may have fewer."""
-
     split: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -166,9 +160,7 @@ class TrainBatches(_Batches):
     """Endless sequence of training batches; each depends only on the fields and its index.
 
     An epoch visits each of its windows once. Its order and offset are drawn from (seed, epoch). A batch may
-    span two epochs.
-
-    Rank r of W reads the sequences [r*B/W, (r+1)*B/W) of each batch.
+    span two epochs. Rank r of W reads the sequences [r*B/W, (r+1)*B/W) of each batch.
     """
 
     seed: int
@@ -190,13 +182,13 @@ class TrainBatches(_Batches):
         rows = self.batch_size // self.world_size
         first = index * self.batch_size + self.rank * rows
         end = first + rows
-        parts = []
+        starts = []
         while first < end:
-            epoch, place = divmod(first, self.windows_per_epoch)
-            starts = epoch_starts(len(self.tokens), self.seq_len, self.seed, epoch)
-            parts.append(starts[place : place + end - first])
-            first += len(parts[-1])
-        return self._batch(np.concatenate(parts))
+            epoch, window = divmod(first, self.windows_per_epoch)
+            of_epoch = epoch_starts(len(self.tokens), self.seq_len, self.seed, epoch)
+            starts.append(of_epoch[window : window + end - first])
+            first += len(starts[-1])
+        return self._batch(np.concatenate(starts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +197,6 @@ class ValidationBatches(_Batches):
 
     num_tokens: int
     """Tokens to predict, rounded down to whole sequences; at least one sequence."""
-
     split: ClassVar[str] = "validation"
 
     def __len__(self) -> int:
@@ -220,12 +211,12 @@ class ValidationBatches(_Batches):
 
     @property
     def _starts(self) -> np.ndarray:
-        wanted = max(1, self.num_tokens // self.seq_len)
-        return spread_starts(len(self.tokens), self.seq_len, wanted)
+        num_windows = max(1, self.num_tokens // self.seq_len)
+        return spread_starts(len(self.tokens), self.seq_len, num_windows)
 
     @property
     def sha256(self) -> str:
-        """Digest of all windows in order; equal for validations of the same windows."""
+        """Digest of all windows in order; equal digests mean that losses are comparable."""
         windows = np.ascontiguousarray(self._windows(self._starts), dtype="<u4")
         return hashlib.sha256(f"{windows.shape} ".encode() + windows.tobytes()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Cache folders that appear atomically and contain checksums of their files."""
+"""Cache folders that are written atomically and contain checksums of their files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, reason, sha256_of
 
 _META = "meta.json"
+
 _DIGEST = "sha256"
 """Key of the digest of all other keys."""
-
-_SIZES = "sizes"
-"""Key of the file sizes in bytes."""
 
 _SEALED_NS = 946_684_800 * 10**9
 """Modification time that `seal` sets, 2000-01-01; a later write changes it."""
 
 _ABANDONED_SECONDS = 86_400
-"""Age of the last write at which an unfinished folder counts as abandoned."""
+"""Time since the last write after which an unfinished folder counts as abandoned."""
 
 
 @contextlib.contextmanager
@@ -35,7 +33,7 @@ def building(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` if the block ends without an error.
 
     The block must call `seal` at its end, and must write inside `writing`. If another process was faster and
-    its folder is intact, that folder stays. Abandoned temporary folders are removed.
+    its folder is intact, its folder is kept. Abandoned temporary folders are removed.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -71,7 +69,7 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
     values = {
         **meta,
         "files": {path.name: sha256_of(path) for path in paths},
-        _SIZES: {path.name: path.stat().st_size for path in paths},
+        "sizes": {path.name: path.stat().st_size for path in paths},
     }
     for path in paths:
         os.utime(path, ns=(_SEALED_NS, _SEALED_NS))
@@ -79,21 +77,20 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
-    """Return the values that `seal` wrote; None if the folder is missing or has changed.
+    """Return the metadata that `seal` wrote; None if the folder is missing or has changed.
 
-    A file is hashed only if its size or time changed after `seal`.
+    A file is hashed only if its size or modification time changed after `seal`.
 
     Args:
-        only: name of the only file to check; None for all.
+        only: name of the only file to check; None checks all.
     """
     meta = read_object(folder / _META)
     try:
         if meta is None or meta.pop(_DIGEST) != _digest(meta):
             return None
         digests = meta["files"] if only is None else {only: meta["files"][only]}
-        sizes = meta.get(_SIZES, {})
         intact = all(
-            _is_as_sealed(folder / name, sizes.get(name)) or sha256_of(folder / name) == digest
+            _is_as_sealed(folder / name, meta["sizes"][name]) or sha256_of(folder / name) == digest
             for name, digest in digests.items()
         )
     except (OSError, KeyError):
@@ -115,14 +112,14 @@ def _remove_abandoned(cache_dir: Path) -> None:
 
 
 def _publish(built: Path, folder: Path) -> None:
-    # Nothing is synced: after a power cut, `read_meta` finds the damage and the folder is built again.
+    # No fsync is needed: after a power cut, `read_meta` finds the damage and the folder is built again.
     try:
         built.replace(folder)
     except OSError:
         if kind_of(folder) != "a folder":
             raise
         # Another process was faster, or the folder is damaged. Files are replaced one by one, so that the
-        # folder always exists. Two processes may do this at once, because both built the same files.
+        # folder always exists. Two processes may do this at once, since both built the same files.
         if read_meta(folder) is None:
             for file in sorted(built.iterdir(), key=lambda file: file.name == _META):
                 file.replace(folder / file.name)
@@ -132,7 +129,7 @@ def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _is_as_sealed(path: Path, size: int | None) -> bool:
+def _is_as_sealed(path: Path, size: int) -> bool:
     with open_file(path) as file:
-        found = os.fstat(file.fileno())
-    return found.st_size == size and found.st_mtime_ns == _SEALED_NS
+        stat = os.fstat(file.fileno())
+    return stat.st_size == size and stat.st_mtime_ns == _SEALED_NS

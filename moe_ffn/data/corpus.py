@@ -34,10 +34,8 @@ class Document:
 
     name: str
     """Name that determines the split; need not be unique."""
-
     blocks: Iterable[bytes]
-    """Text in order; can be iterated once."""
-
+    """Text in order; can be iterated only once."""
     split: Split | None = None
     """Split of this document; None derives it from the name."""
 
@@ -61,14 +59,14 @@ class CorpusConfig(TaggedConfig, frozen=True):
         """Return all documents, in the same order at every call.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: there is no document.
         """
 
     def require_files(self) -> None:
-        """Raise ConfigError if a named file is missing. Does not read files."""
+        """Raise ConfigError if a file that the config names is missing; read no file."""
 
     def stamp(self) -> str | None:
-        """Return a digest of the names, sizes and times of all files; None for a corpus without files.
+        """Return a digest of the names, sizes and modification times of all files; None without files.
 
         A corpus with the same stamp is not read again.
         """
@@ -85,7 +83,7 @@ class StdlibConfig(CorpusConfig, frozen=True):
     type: Literal["stdlib"] = "stdlib"
 
     def documents(self) -> Iterator[Document]:
-        """Return the source files, without tests and data-like modules."""
+        """Return the source files, without tests, tkinter and tables of data."""
         for name, path in self._files():
             yield Document(name, file_blocks(path))
 
@@ -103,16 +101,16 @@ class StdlibConfig(CorpusConfig, frozen=True):
         return sorted((path.relative_to(root).as_posix(), path) for path in paths)
 
 
-def _listed(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
 Paths = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     Field(strict=False, min_length=1),
-    BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]),
+    BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...]),
 ]
-"""Files, folders and globs; a single one need not be a list."""
+"""Files, folders and globs; a single path needs no list."""
 
 
 class TextConfig(CorpusConfig, frozen=True):
@@ -126,15 +124,14 @@ class TextConfig(CorpusConfig, frozen=True):
     .parquet), use type hf_dataset."""
 
     def require_files(self) -> None:
-        for given in self.paths:
-            for _ in files_of(given):
-                break
+        for path in self.paths:
+            next(files_of(path), None)
 
     def documents(self) -> Iterator[Document]:
         """Return the text files that `paths` name, each once.
 
-        The name of a document is its path below the folder or below the fixed part of the glob, so moving a
-        corpus does not change its split.
+        The name of a document is its path below the folder or below the fixed part of the glob, so that
+        moving a corpus does not change its split.
 
         Raises:
             ConfigError: a path is missing, a named file is not text, or there is no text at all.
@@ -151,10 +148,10 @@ PATHS_KEY = "data.corpus.paths"
 def text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[Document]:
     """Implement `TextConfig.documents`; `key` names the option in messages."""
     files = _distinct_files(paths, key)
-    reasons = [_not_plain_text(file.path) for file in files]
-    for file, why in zip(files, reasons, strict=True):
-        if why and (file.is_given or all(reasons)):
-            raise ConfigError(f"{key}: '{file.path}' {why}")
+    problems = [_format_problem(file.path) for file in files]
+    for file, problem in zip(files, problems, strict=True):
+        if problem and (file.is_given or all(problems)):
+            raise ConfigError(f"{key}: '{file.path}' {problem}")
     num_bytes = 0
     for file in files:
         size = _text_size(file.path)
@@ -174,8 +171,8 @@ def text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[Docum
 
 def _distinct_files(paths: Sequence[str], key: str) -> list[_File]:
     files: dict[Path, _File] = {}
-    for given in paths:
-        for file in files_of(given, key):
+    for path in paths:
+        for file in files_of(path, key):
             files.setdefault(file.path.resolve(), file)
     return list(files.values())
 
@@ -198,55 +195,55 @@ class _File:
     """True for a file that the user named, False for one found in a folder or by a glob."""
 
 
-def files_of(given: str, key: str = PATHS_KEY) -> Iterator[_File]:
-    """Yield the files that one path names: a file, the files in a folder, or the matches of a glob."""
-    path = expand_path(given, key)
+def files_of(pattern: str, key: str = PATHS_KEY) -> Iterator[_File]:
+    """Yield the files of one path: the file, the files in the folder, or the matches of the glob."""
+    path = expand_path(pattern, key)
     if _is_file(path):
         yield _File(path, path.name, is_given=True)
         return
     if path.is_dir():
-        root, found = path, _files_below(path)
+        root, matches = path, _files_below(path)
     elif path.exists():
-        raise ConfigError(f"{key}: '{given}' is neither a file nor a folder")
+        raise ConfigError(f"{key}: '{pattern}' is neither a file nor a folder")
     elif glob.has_magic(str(path)):
         num_fixed = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
         root = Path(*path.parts[:num_fixed])
-        found = _matching(root, path.parts[num_fixed:])
-        if not found:
+        matches = _glob(root, path.parts[num_fixed:])
+        if not matches:
             raise ConfigError(
-                f"{key}: '{given}' matches no file; '**' searches folders within folders"
+                f"{key}: '{pattern}' matches no file; '**' searches folders within folders"
             )
     else:
         raise ConfigError(
-            f"{key}: '{given}' does not exist, or is a link that leads nowhere (looked in "
-            f"'{Path.cwd()}'); check the spelling"
+            f"{key}: '{pattern}' does not exist, or is a broken link (looked in '{Path.cwd()}'); check the "
+            "spelling"
         )
-    for name in sorted({file.relative_to(root).as_posix() for file in found}):
+    for name in sorted({file.relative_to(root).as_posix() for file in matches}):
         yield _File(root / name, name, is_given=False)
 
 
 _SETTLED_SECONDS = 2.0
-"""Age below which a file may change again without a new modification time."""
+"""Age of a file below which a further change may leave its modification time the same."""
 
 
 def _stamp(files: Collection[tuple[str, Path]]) -> str | None:
-    """Implement `CorpusConfig.stamp`; None if a file changed just now or is gone."""
+    """Implement `CorpusConfig.stamp`; None if a file has just changed or vanished."""
     digest = hashlib.sha256()
-    settled = time.time() - _SETTLED_SECONDS
+    newest = time.time() - _SETTLED_SECONDS
     for name, path in files:
         try:
-            found = path.stat()
+            stat = path.stat()
         except OSError:
             return None
-        if found.st_mtime > settled:
+        if stat.st_mtime > newest:
             return None
-        facts = [name, str(path.absolute()), found.st_size, found.st_mtime_ns]
+        facts = [name, str(path.absolute()), stat.st_size, stat.st_mtime_ns]
         digest.update(json.dumps(facts).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
-def _matching(root: Path, parts: Sequence[str]) -> list[Path]:
-    """Return the files below `root` that match a glob; hidden files only if the glob contains the dot."""
+def _glob(root: Path, parts: Sequence[str]) -> list[Path]:
+    """Return the files below `root` that match a glob; hidden files only if the glob names their dot."""
     if parts[-1] == "**":  # `**` alone matches only folders
         parts = [*parts, "*"]
     with_hidden = any(part.startswith(".") for part in parts if part != "..")
@@ -262,15 +259,15 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _files_below(folder: Path, skip: Collection[str] = ()) -> Iterator[Path]:
-    """Yield regular files below `folder`, in any order, without hidden files, linked folders and `skip`."""
+    """Yield regular files below `folder`, in any order; hidden files, linked folders and `skip` left out."""
 
     def raise_unreadable(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise unreadable(error.filename, error) from error
 
-    for where, folders, files in os.walk(folder, onerror=raise_unreadable):
+    for parent, folders, files in os.walk(folder, onerror=raise_unreadable):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        paths = (Path(where) / name for name in files if not name.startswith("."))
+        paths = (Path(parent) / name for name in files if not name.startswith("."))
         yield from filter(_is_file, paths)
 
 
@@ -286,8 +283,8 @@ def unreadable(path: Path | str, error: OSError) -> ConfigError:
     return ConfigError(f"data.corpus: '{path}' cannot be read ({reason(error)})")
 
 
-def _not_plain_text(path: Path) -> str:
-    """Return why a file with this name is not plain text, with advice; empty if it may be text."""
+def _format_problem(path: Path) -> str:
+    """Return why a file with this suffix is not plain text, and the fix; empty if it may be text."""
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
         return f"is compressed ({suffix}); unpack it first"
@@ -337,17 +334,18 @@ def blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def text_boundary(text: bytes, at: int, reach: int = BLOCK_BYTES) -> int:
-    """Return the last line end up to `at`; failing that within `reach`, the last end of a character or 0."""
+    """Return the last line end up to `at`; if none is within `reach` bytes, the last end of a character."""
     line_end = text.rfind(b"\n", max(0, at - reach), at) + 1
     if line_end:
         return line_end
-    if at < len(text) and not _continues(text[at]):
+    if at < len(text) and not _is_continuation(text[at]):
         return at
-    while at > 0 and _continues(text[at - 1]):
+    while at > 0 and _is_continuation(text[at - 1]):
         at -= 1
     # The byte before `at` ends a character, or starts one that extends past the original position.
     return at - 1 if at > 0 and text[at - 1] >= 0xC0 else at
 
 
-def _continues(byte: int) -> bool:
+def _is_continuation(byte: int) -> bool:
+    """Return True for a byte of UTF-8 that does not start a character."""
     return byte & 0xC0 == 0x80

@@ -1,4 +1,4 @@
-"""Corpora from Hugging Face data sets."""
+"""Corpora from Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -15,44 +15,41 @@ from moe_ffn.data.corpus import CorpusConfig, Document, Split, blocks
 
 
 class HFDatasetConfig(CorpusConfig, frozen=True):
-    """A data set read by Hugging Face `datasets`; each row is one document."""
+    """A dataset read by Hugging Face `datasets`; each row is one document."""
 
     type: Literal["hf_dataset"] = "hf_dataset"
 
     path: str = Field(min_length=1)
     """Name on the hub (`roneneldan/TinyStories`), folder written by `save_to_disk`, local folder, or file
     (.json, .jsonl, .ndjson, .csv, .parquet or .txt)."""
-
     name: str | None = None
-    """The configuration of a data set that has several (`wikitext-2-raw-v1`)."""
-
+    """Configuration of a dataset that has several (`wikitext-2-raw-v1`)."""
     split: str = Field(default="train", min_length=1)
     """Split to train on; without `validation_split`, some of its rows are used for validation."""
-
     validation_split: str | None = Field(default=None, min_length=1)
     """Split to validate on; by default `data.validation_percent` percent of the rows of `split`."""
-
     text_column: str = "text"
-    """The column that holds the text."""
+    """Column that holds the text."""
 
     def documents(self) -> Iterator[Document]:
         """Return rows as documents, named by their index; a missing text is empty.
 
         Raises:
-            ConfigError: `datasets` cannot find or read the data set.
+            ConfigError: `datasets` cannot find or read the dataset.
         """
         if self.validation_split is not None and self.validation_split == self.split:
             raise ConfigError(
                 f"data.corpus.validation_split ('{self.split}') must differ from data.corpus.split; "
                 f"leave it out to validate on a part of '{self.split}'"
             )
-        loaded: list[tuple[Any, Split | None]] = [(self._rows("split", self.split), None)]
+        train = self._rows("split", self.split)
+        splits: list[tuple[Any, Split | None]] = [(train, None)]
         if self.validation_split is not None:
             validation = self._rows("validation_split", self.validation_split)
-            loaded = [(loaded[0][0], "train"), (validation, "validation")]
+            splits = [(train, "train"), (validation, "validation")]
         return (
-            Document(str(index), blocks(io.BytesIO((text or "").encode())), side)
-            for rows, side in loaded
+            Document(str(index), blocks(io.BytesIO((text or "").encode())), split)
+            for rows, split in splits
             for index, text in enumerate(
                 text for batch in rows.iter(_ROWS_AT_ONCE) for text in batch[self.text_column]
             )
@@ -62,11 +59,10 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
         """Return the text column of a split; `key` is the option that named the split."""
         rows, column = self._load(key, split), self.text_column
         if column not in rows.column_names:
-            known = ", ".join(rows.column_names)
             hint = did_you_mean(column, rows.column_names)
             raise ConfigError(
                 f"data.corpus.text_column: '{self.path}' has no column '{column}'{hint}; available: "
-                f"{known}"
+                f"{', '.join(rows.column_names)}"
             )
         kind = getattr(rows.features[column], "dtype", "a nested type")
         if kind not in ("string", "large_string"):
@@ -89,18 +85,15 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
             return datasets.load_dataset(str(local) if local.is_dir() else path, name, split=split)
         except ConfigError:
             raise
-        except Exception as error:  # `datasets` passes on the errors of its readers
+        except Exception as error:  # `datasets` raises errors of its readers, of any type
             cause: BaseException = error
             while cause.__cause__ is not None:  # the first cause has the most precise message
                 cause = cause.__cause__
-            what = first_line(cause)
-            if "nknown split" in what:
-                raise ConfigError(
-                    f"data.corpus.{key}: '{path}' has no '{split}': {what}"
-                ) from error
-            raise ConfigError(
-                f"data.corpus.path: '{path}' cannot be loaded ({type(error).__name__}: {what})"
-            ) from error
+            why = first_line(cause)
+            message = f"path: '{path}' cannot be loaded ({type(error).__name__}: {why})"
+            if "nknown split" in why:
+                message = f"{key}: '{path}' has no '{split}': {why}"
+            raise ConfigError(f"data.corpus.{message}") from error
 
 
 _READERS = {
@@ -129,7 +122,7 @@ def _import_datasets() -> Any:
 
 
 def _pick_split(saved: Any, split: str, path: str, key: str) -> Any:
-    """Return one split of `saved`, the Dataset or DatasetDict from `load_from_disk`."""
+    """Return a split of the Dataset or DatasetDict that `load_from_disk` returned."""
     splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
     if split not in splits:
         known = ", ".join(map(str, splits))

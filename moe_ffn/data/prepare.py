@@ -1,4 +1,4 @@
-"""Preparation of a corpus: text is encoded once and its token ids are memory-mapped."""
+"""Preparation of a corpus: text is encoded once, and its token ids are memory-mapped."""
 
 from __future__ import annotations
 
@@ -33,39 +33,33 @@ class DataConfig(Config, frozen=True):
 
     corpus: CorpusConfig = StdlibConfig()
     """Source of the text."""
-
     tokenizer: TokenizerConfig = BytesConfig()
-    """Rule that cuts text into token ids."""
-
+    """Rule that turns text into token ids."""
     seq_len: int = Field(default=256, ge=1, le=MAX_COUNT)
     """Tokens per sequence."""
-
     batch_size: int = Field(default=16, ge=1, le=MAX_COUNT)
     """Sequences per forward pass, summed over all ranks."""
-
     validation_percent: int = Field(default=5, ge=1, le=50)
-    """Percent of the documents to keep for validation; their share of the text may differ."""
-
+    """Percent of the documents to hold out for validation; their share of the text may differ."""
     validation_tokens: int = Field(default=131_072, ge=1, le=MAX_COUNT)
     """Number of tokens to predict in each validation, in sequences spread evenly over the split."""
-
     cache_dir: str = Field(default="~/.cache/moe_ffn", min_length=1)
-    """Folder that keeps the encoded tokens between runs."""
+    """Folder that caches the encoded tokens between runs."""
 
     @property
     def text_sizes(self) -> tuple[int, int]:
-        """Vocabulary size (at most) and sequence length, with which a decoder is built."""
+        """Largest possible vocabulary size, and sequence length, for building a decoder."""
         return self.tokenizer.max_vocab_size, self.seq_len
 
 
 _FORMAT = 2
-"""Version in the cache key; raise it if the same corpus and config would give other files."""
+"""Version in the cache key; increment it when the same corpus and config give other files."""
 
 _TOKENIZER_TRAINING_BYTES = 256 << 20
-"""Bytes of a corpus above which a tokenizer is trained on every n-th piece only."""
+"""Size of a corpus in bytes above which a tokenizer is trained only on every n-th piece."""
 
 _ENCODED_AT_ONCE = 1 << 20
-"""Bytes of text per batch of pieces, which a tokenizer may spread over cores."""
+"""Bytes of text per call of the tokenizer, which may spread them over cores."""
 
 
 @dataclass
@@ -74,32 +68,26 @@ class SplitSize:
 
     num_documents: int = 0
     """Documents with some text in this split."""
-
     num_bytes: int = 0
     num_tokens: int = 0
-    """Tokens, including an end of document for each document that ends in this split."""
+    """Tokens, including an end-of-document token for each document that ends in this split."""
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
-    """Two splits of a corpus as token ids, each document followed by an end of document."""
+    """Both splits of a corpus as token ids; an end-of-document token follows each document."""
 
     train: np.memmap | TokenRow
     """(num_tokens,) uint16, or uint32 for a vocabulary above 65,536; token files keep their own dtype."""
-
     validation: np.memmap | TokenRow
     """(num_tokens,) of the same dtype."""
-
     tokenizer: Tokenizer
     train_size: SplitSize
     validation_size: SplitSize
-
     documents: Documents
-    """Documents that were read; `moe_ffn.data.split.changed` compares them with another run."""
-
+    """Documents that were read; `moe_ffn.data.split.changed` compares them with those of another run."""
     notes: tuple[str, ...]
     """Sentences about unusual properties of the split."""
-
     folder: Path
     """Folder in the cache with both splits and the tokenizer, or folder of the first token file."""
 
@@ -150,7 +138,7 @@ def prepare(config: DataConfig) -> PreparedData:
 
 
 def validation_batches(config: DataConfig, data: PreparedData) -> ValidationBatches:
-    """Return the batches of every validation and of the unigram baseline."""
+    """Return the batches of every validation; the unigram baseline predicts the same tokens."""
     return ValidationBatches(
         data.validation,
         seq_len=config.seq_len,
@@ -174,7 +162,7 @@ def _read_and_build(config: DataConfig, cache_dir: Path) -> tuple[Documents, Pat
 
 
 _KNOWN = "known_corpora"
-"""Folder in the cache: stamp of a corpus -> documents that were read."""
+"""Folder in the cache with a file per corpus: its stamp names the file, which lists its documents."""
 
 
 def _known_documents(cache_dir: Path, stamp: str | None) -> Documents | None:
@@ -188,28 +176,28 @@ def _known_documents(cache_dir: Path, stamp: str | None) -> Documents | None:
 
 
 def _from_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
-    """Return data that reads token files in place. Reads only enough to identify the files."""
+    """Return data that reads the token files in place; read only enough here to identify the files."""
     tokenizer = config.tokenizer.build(())
     dtype = files.dtype or tokenizer.dtype
     train = TokenRow.of(files.train, dtype)
-    seen = train.seen()
+    digests = train.digests()
     if files.validation is None:
         cut = len(train) * (100 - config.validation_percent) // 100
         train, validation = train.part(0, cut), train.part(cut, len(train))
     else:
         validation = TokenRow.of(files.validation, dtype)
-        seen += validation.seen()
+        digests += validation.digests()
     for split, row in (("train", train), ("validation", validation)):
         require_window(config.seq_len, len(row), f"the {split} split")
-    for file in seen:
+    for file in digests:
         if file.largest >= tokenizer.vocab_size:
             raise ConfigError(
                 f"data.corpus: '{file.path}' holds the token {file.largest}, but data.tokenizer has a "
                 f"vocabulary of {tokenizer.vocab_size}; give the tokenizer that made the file: "
                 "data.tokenizer {type: file, path: tokenizer.json}"
             )
-    digests = tuple((file.path.name, file.sha256) for file in seen)
-    known = json.dumps([digests, len(train), files.validation is None])
+    named_digests = tuple((file.path.name, file.sha256) for file in digests)
+    identity = json.dumps([named_digests, len(train), files.validation is None])
     return PreparedData(
         train=train,
         validation=validation,
@@ -217,9 +205,9 @@ def _from_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
         train_size=SplitSize(num_tokens=len(train)),
         validation_size=SplitSize(num_tokens=len(validation)),
         documents=Documents(
-            corpus_sha256=hashlib.sha256(known.encode()).hexdigest(),
+            corpus_sha256=hashlib.sha256(identity.encode()).hexdigest(),
             count=len(digests),
-            digests=digests if len(digests) <= MAX_NAMED else None,
+            digests=named_digests if len(digests) <= MAX_NAMED else None,
         ),
         notes=(),
         folder=files.train[0].parent,
@@ -237,7 +225,7 @@ def cached_validation(config: DataConfig, corpus_sha256: str) -> np.ndarray | No
 
 
 def _key(config: DataConfig, corpus_sha256: str) -> str:
-    """Return the digest of everything that determines the tokens: content and names, tokenizer, split."""
+    """Return a digest of all that determines the tokens: content and names, tokenizer, split."""
     parts = {
         "format": _FORMAT,
         "corpus": corpus_sha256,
@@ -273,7 +261,7 @@ def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, folder: Path) -> dict
     end_of_document = np.array([tokenizer.end_of_document], dtype=tokenizer.dtype)
     for batch in _batched(pieces):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
-        # Files are closed before more text is read, so that read errors are not reported as write errors.
+        # No text is read inside `writing`, so that read errors are not reported as write errors.
         with writing(folder), contextlib.ExitStack() as stack:
             files = {
                 split: stack.enter_context((folder / f"{split}.bin").open("ab")) for split in sizes

@@ -1,4 +1,4 @@
-"""Corpora of token ids: several files form one sequence, of which only slices are read."""
+"""Corpora of token ids: several files form one sequence, from which only slices are read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.data.corpus import (
-    CorpusConfig,
-    Document,
-    Paths,
-    TokenFiles,
-    files_of,
-    unreadable,
-)
+from moe_ffn.data.corpus import CorpusConfig, Document, Paths, TokenFiles, files_of, unreadable
 
 SUFFIXES = (".bin", ".npy")
 
@@ -31,14 +24,11 @@ class TokensConfig(CorpusConfig, frozen=True):
     """
 
     type: Literal["tokens"] = "tokens"
-
     train: Paths
     """Files, folders or globs, relative to the current folder. Files of a folder or glob are read in the
     order of their names, and only if they end in .bin or .npy."""
-
     validation: Paths | None = None
     """Validation files; null takes the last data.validation_percent percent of the tokens of `train`."""
-
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
     """Dtype of files without a header; null takes uint16, or uint32 for a vocabulary above 65,536."""
 
@@ -56,18 +46,18 @@ class TokensConfig(CorpusConfig, frozen=True):
         return TokenFiles(self._files("train", self.train), validation, dtype)
 
     def _files(self, key: str, paths: Sequence[str]) -> tuple[Path, ...]:
-        found = {
+        files = {
             file.path.resolve(): file.path
             for given in paths
             for file in files_of(given, f"data.corpus.{key}")
             if file.is_given or file.path.suffix in SUFFIXES
         }
-        if not found:
+        if not files:
             raise ConfigError(
                 f"data.corpus.{key}: {', '.join(map(repr, paths))} has no token file "
                 f"({' or '.join(SUFFIXES)}); name one"
             )
-        return tuple(found.values())
+        return tuple(files.values())
 
 
 @dataclass(frozen=True)
@@ -99,7 +89,7 @@ class TokenRow:
         Raises:
             ConfigError: a file cannot be read, or is not a one-dimensional array of ids.
         """
-        return cls([_look_at(path, dtype) for path in paths])
+        return cls([_open_tokens(path, dtype) for path in paths])
 
     def part(self, start: int, stop: int) -> TokenRow:
         return TokenRow(self.files, self.start + start, self.start + stop)
@@ -107,8 +97,8 @@ class TokenRow:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def __getitem__(self, places: slice) -> np.ndarray:
-        start, stop, step = places.indices(len(self))
+    def __getitem__(self, indices: slice) -> np.ndarray:
+        start, stop, step = indices.indices(len(self))
         return self._read(self.start + start, self.start + max(stop, start))[::step]
 
     def _read(self, start: int, stop: int) -> np.ndarray:
@@ -117,21 +107,21 @@ class TokenRow:
         while start < stop:
             file, end = self.files[number], min(stop, self._ends[number])
             first = start - (self._ends[number] - file.num_tokens)
-            parts.append(_tokens(file, first, end - start))
+            parts.append(_read_tokens(file, first, end - start))
             start, number = end, number + 1
         return parts[-1] if len(parts) == 2 else np.concatenate(parts)
 
-    def seen(self) -> list[SeenFile]:
-        """Return a digest of each file, from blocks that are spread over it.
+    def digests(self) -> list[FileDigest]:
+        """Return a digest of each file, computed from blocks that are spread over it.
 
-        Reading billions of tokens at every start would take minutes. A replaced, cut or extended file gets
-        another digest. A change of a single token may go unnoticed.
+        Reading billions of tokens at every start would take minutes. A replaced, truncated or extended file
+        gets another digest, but a change of a single token may go unnoticed.
         """
-        return [_seen(file) for file in self.files]
+        return [_digest(file) for file in self.files]
 
 
 @dataclass(frozen=True)
-class SeenFile:
+class FileDigest:
     """Identity of a token file: a digest of its size and of blocks that are spread over it."""
 
     path: Path
@@ -140,10 +130,10 @@ class SeenFile:
     """Largest id in these blocks; -1 for an empty file."""
 
 
-def _look_at(path: Path, dtype: np.dtype[Any]) -> _File:
+def _open_tokens(path: Path, dtype: np.dtype[Any]) -> _File:
     try:
         if path.suffix == ".npy":
-            return _look_at_array(path)
+            return _open_array(path)
         size = path.stat().st_size
     except OSError as error:
         raise unreadable(path, error) from error
@@ -155,7 +145,7 @@ def _look_at(path: Path, dtype: np.dtype[Any]) -> _File:
     return _File(path, dtype, 0, size // dtype.itemsize)
 
 
-def _look_at_array(path: Path) -> _File:
+def _open_array(path: Path) -> _File:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
@@ -168,28 +158,30 @@ def _look_at_array(path: Path) -> _File:
     return _File(path, array.dtype, array.offset, len(array))
 
 
-def _tokens(file: _File, first: int, count: int) -> np.ndarray:
-    # Read instead of mapped: page faults for every window would be slower and fill memory.
+def _read_tokens(file: _File, first: int, count: int) -> np.ndarray:
+    # Read, not memory-mapped: page faults for every window would be slower and fill memory.
     offset = file.header + first * file.dtype.itemsize
     try:
-        found = np.fromfile(file.path, dtype=file.dtype, count=count, offset=offset)
+        tokens = np.fromfile(file.path, dtype=file.dtype, count=count, offset=offset)
     except OSError as error:
         raise unreadable(file.path, error) from error
-    if len(found) != count:
-        raise ConfigError(f"data.corpus: '{file.path}' was cut short while it was read")
-    return found
+    if len(tokens) != count:
+        raise ConfigError(
+            f"data.corpus: '{file.path}' was truncated while it was read; start again"
+        )
+    return tokens
 
 
 _BLOCK, _NUM_BLOCKS = 4096, 16
-"""Tokens per block, and blocks per file, for `SeenFile`."""
+"""Tokens per block, and blocks per file, of a `FileDigest`."""
 
 
-def _seen(file: _File) -> SeenFile:
+def _digest(file: _File) -> FileDigest:
     digest, largest = hashlib.sha256(f"{file.dtype.str} {file.num_tokens} ".encode()), -1
     last = max(file.num_tokens - _BLOCK, 0)
-    for first in sorted({last * place // (_NUM_BLOCKS - 1) for place in range(_NUM_BLOCKS)}):
-        block = _tokens(file, first, min(_BLOCK, file.num_tokens - first))
+    for first in sorted({last * index // (_NUM_BLOCKS - 1) for index in range(_NUM_BLOCKS)}):
+        block = _read_tokens(file, first, min(_BLOCK, file.num_tokens - first))
         digest.update(block.tobytes())
         if len(block):
             largest = max(largest, int(block.max()))
-    return SeenFile(file.path, digest.hexdigest(), largest)
+    return FileDigest(file.path, digest.hexdigest(), largest)

@@ -23,21 +23,21 @@ from moe_ffn.files import read_object, reason
 class Tokenizer(ABC):
     """Fixed vocabulary of byte strings, and the rule that splits text into them.
 
-    Encoding is lossless: the bytes of the tokens, joined, equal the input, valid UTF-8 or not.
+    Encoding is lossless: the joined bytes of the tokens equal the input, even if it is not UTF-8.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], end_of_document: int) -> None:
         self.token_bytes = tuple(token_bytes)
-        """The bytes of each token; empty for the end of document."""
+        """Bytes of each token; empty for the end-of-document token."""
         self.end_of_document = end_of_document
-        """Id that ends every document; `encode` never returns it."""
+        """Id of the token that ends every document; `encode` never returns it."""
         self.byte_lengths = np.array([len(token) for token in self.token_bytes], dtype=np.int64)
         """Number of bytes per token, (vocab_size,), which turns loss per token into bits per byte."""
         self.byte_lengths.flags.writeable = False
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, including the end of document."""
+        """Number of token ids, including the end-of-document token."""
         return len(self.token_bytes)
 
     @property
@@ -47,28 +47,28 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """Return the ids of each text as in token files, (num_tokens,) of `dtype`."""
+        """Return the ids of each text, (num_tokens,) of `dtype`."""
 
     def encode(self, text: str | bytes) -> Tensor:
         """Return the ids of `text` for a model, int64 (num_tokens,)."""
         return torch.from_numpy(self.encode_batch([text])[0].astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD; the end of document adds nothing.
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD, the end of document is empty.
 
         Raises:
             ValueError: an id is not in the vocabulary.
         """
-        places = list(ids.tolist() if isinstance(ids, Tensor) else ids)
-        outside = [place for place in places if not 0 <= place < self.vocab_size]
+        ids = list(ids.tolist() if isinstance(ids, Tensor) else ids)
+        outside = [token_id for token_id in ids if not 0 <= token_id < self.vocab_size]
         if outside:
             raise ValueError(f"ids must lie in [0, {self.vocab_size}), got {outside[0]}")
-        text = b"".join(self.token_bytes[place] for place in places)
+        text = b"".join(self.token_bytes[token_id] for token_id in ids)
         return text.decode("utf-8", errors="replace")
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, which the config's `restore` reads."""
+        """Return plain values for JSON, which `TokenizerConfig.restore` reads."""
 
     def to_hugging_face(self) -> dict[str, Any] | None:
         """Return the content of a Hugging Face `tokenizer.json`; None if there is no equivalent."""
@@ -80,15 +80,15 @@ def _as_bytes(text: str | bytes) -> bytes:
 
 
 class TokenizerConfig(TaggedConfig, frozen=True):
-    """Rule that cuts text into token ids."""
+    """Rule that turns text into token ids."""
 
     @property
     def max_vocab_size(self) -> int:
-        """Maximum number of token ids by the options; the default is 256 bytes and an end of document."""
+        """Largest possible vocabulary size; by default 256 bytes and an end-of-document token."""
         return 257
 
     def identity(self) -> dict[str, Any]:
-        """Return plain values that differ if the same text would give other tokens."""
+        """Return plain values that determine the tokens of a text; part of the cache key."""
         return self.to_dict()
 
     @abstractmethod
@@ -97,20 +97,20 @@ class TokenizerConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def restore(self, values: Mapping[str, Any]) -> Tokenizer:
-        """Restore a tokenizer from its `to_dict`; ConfigError for another kind."""
+        """Restore a tokenizer from its `to_dict`; raise ConfigError if it is of another type."""
 
 
-def _require_kind(values: Mapping[str, Any], kind: str) -> None:
-    """Raise ConfigError if stored `values` come from another kind of tokenizer."""
-    if values.get("type") != kind:
+def _require_type(values: Mapping[str, Any], tag: str) -> None:
+    """Raise ConfigError if stored `values` come from another type of tokenizer."""
+    if values.get("type") != tag:
         raise ConfigError(
-            f"data.tokenizer.type: '{kind}', but the stored tokenizer is '{values.get('type')}'; "
+            f"data.tokenizer.type: '{tag}', but the stored tokenizer is '{values.get('type')}'; "
             "use the config it was stored with"
         )
 
 
 class BytesConfig(TokenizerConfig, frozen=True):
-    """Each byte is a token: 256 bytes and an end of document, 257 ids; nothing to train."""
+    """Each byte is a token: 256 bytes and an end-of-document token; nothing to train."""
 
     type: Literal["bytes"] = "bytes"
 
@@ -118,7 +118,7 @@ class BytesConfig(TokenizerConfig, frozen=True):
         return BytesTokenizer()
 
     def restore(self, values: Mapping[str, Any]) -> Tokenizer:
-        _require_kind(values, "bytes")
+        _require_type(values, "bytes")
         return BytesTokenizer()
 
 
@@ -136,7 +136,7 @@ class BytesTokenizer(Tokenizer):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return a byte-pair encoding without merges."""
-        level = {
+        byte_level = {
             "type": "ByteLevel",
             "add_prefix_space": False,
             "trim_offsets": True,
@@ -147,20 +147,19 @@ class BytesTokenizer(Tokenizer):
         return {
             "version": "1.0",
             "added_tokens": [end],
-            "pre_tokenizer": level,
-            "decoder": level,
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
             "model": {"type": "BPE", "vocab": {**_alphabet(), _END: 256}, "merges": []},
         }
 
 
 class BPEConfig(TokenizerConfig, frozen=True):
-    """Byte-pair encoding over bytes (GPT-2's kind), trained on the training split."""
+    """Byte-level BPE as in GPT-2, trained on the training split."""
 
     type: Literal["bpe"] = "bpe"
 
     vocab_size: int = Field(default=4096, ge=512, le=2**24)
-    """Vocabulary size to learn, including the 256 bytes and the end of document; smaller if the text is too
-    short."""
+    """Vocabulary size, including the 256 bytes and the end-of-document token; a short text may give fewer."""
 
     @property
     def max_vocab_size(self) -> int:
@@ -170,12 +169,12 @@ class BPEConfig(TokenizerConfig, frozen=True):
         return train_bpe(text, self.vocab_size)
 
     def restore(self, values: Mapping[str, Any]) -> Tokenizer:
-        _require_kind(values, "bpe")
+        _require_type(values, "bpe")
         return BPETokenizer(values.get("tokenizer", {}))
 
 
 class FileTokenizerConfig(TokenizerConfig, frozen=True):
-    """A byte-level BPE that was trained elsewhere, such as GPT-2's, or in an earlier run."""
+    """A byte-level BPE that was trained elsewhere, such as GPT-2's, or by an earlier run."""
 
     type: Literal["file"] = "file"
 
@@ -204,10 +203,10 @@ def read_tokenizer(path: Path, where: str) -> Tokenizer:
     """Read a tokenizer.json of Hugging Face or of a run's folder.
 
     Args:
-        where: beginning of an error message.
+        where: beginning of error messages.
 
     Raises:
-        ConfigError: the file is missing, damaged, or another kind of tokenizer.
+        ConfigError: the file is missing, damaged, or of another type of tokenizer.
     """
     try:
         values = read_object(path)
@@ -230,13 +229,12 @@ _STORED = "data.tokenizer: the stored tokenizer of type 'bpe'"
 _PROBE = "The Café\u00a0 costs  1,50\u20ac\r\n\tor e\u0301 ".encode()
 """Text with capitals, repeated and outer spaces, and characters that a normalizer would change."""
 
-_NOT_UTF8 = re.compile(
-    "([\udc80-\udcff]+)"
-)  # bytes that are not UTF-8, decoded with `surrogateescape`
+_NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
+"""Runs of bytes that are not UTF-8, as `surrogateescape` decodes them."""
 
 
 def train_bpe(text: Iterable[bytes], vocab_size: int) -> BPETokenizer:
-    """Train a tokenizer with at most `vocab_size` tokens: end of document, 256 bytes, and merges."""
+    """Train a tokenizer of at most `vocab_size` tokens: end of document, 256 bytes, and merges."""
     tokenizers = _import_tokenizers()
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -252,16 +250,16 @@ def train_bpe(text: Iterable[bytes], vocab_size: int) -> BPETokenizer:
 
 
 class BPETokenizer(Tokenizer):
-    """Trained byte-pair encoding; text that looks like the end-of-document token is encoded as text."""
+    """Trained byte-pair encoding; the text `<|endoftext|>` is encoded as text, not as the special token."""
 
     def __init__(self, definition: Mapping[str, Any], where: str = _STORED) -> None:
         """Read the content of a byte-level `tokenizer.json` of Hugging Face.
 
         Args:
-            where: beginning of an error message.
+            where: beginning of error messages.
 
         Raises:
-            ConfigError: the content is damaged, loses text, or is another kind of tokenizer.
+            ConfigError: the content is damaged, loses text, or is of another type of tokenizer.
         """
         tokenizers = _import_tokenizers()
         try:
@@ -295,22 +293,23 @@ class BPETokenizer(Tokenizer):
             )
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        # Each text alternates between UTF-8 at even places and runs of other bytes at odd places.
-        pieces = [
+        # The parts of a text alternate: UTF-8 at even indices, runs of other bytes at odd indices.
+        parts_of_texts = [
             _NOT_UTF8.split(_as_bytes(text).decode("utf-8", "surrogateescape")) for text in texts
         ]
-        utf8 = [piece for parts in pieces for piece in parts[::2]]
+        utf8 = [part for parts in parts_of_texts for part in parts[::2]]
         encoded = iter(self._bpe.encode_batch_fast(utf8, add_special_tokens=False))
 
         def ids(parts: list[str]) -> Iterator[Sequence[int]]:
-            for place, part in enumerate(parts):
-                if place % 2 == 0:
+            for index, part in enumerate(parts):
+                if index % 2 == 0:
                     yield next(encoded).ids
                 else:
                     yield [self._id_of_byte[ord(character) - 0xDC00] for character in part]
 
         return [
-            np.array(list(chain.from_iterable(ids(parts))), dtype=self.dtype) for parts in pieces
+            np.fromiter(chain.from_iterable(ids(parts)), dtype=self.dtype)
+            for parts in parts_of_texts
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -324,12 +323,12 @@ def _bytes_of(token: str, byte_of: Mapping[str, int], where: str) -> bytes:
     if token == _END:
         return b""
     if not set(token) <= byte_of.keys():
-        raise ConfigError(f"{where} has the token {show(token)}, which is not written as bytes")
+        raise ConfigError(f"{where} has the token {show(token)}, which is not byte-level")
     return bytes(byte_of[character] for character in token)
 
 
 def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
-    """Return the bytes of a token as any `tokenizer.json` writes it.
+    """Return the bytes of a token of any `tokenizer.json`.
 
     Args:
         byte_level: characters stand for bytes, as in GPT-2; otherwise U+2581 is a space and `<0xE2>` a byte.
@@ -344,15 +343,15 @@ def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """Return character -> byte of GPT-2's alphabet.
+    """Return character -> byte for the alphabet of GPT-2's tokens.
 
-    `tokenizers` writes tokens in this alphabet: a printable Latin-1 byte is its own character, the 68 other
-    bytes are U+0100 onwards (https://github.com/openai/gpt-2, `bytes_to_unicode`).
+    A printable Latin-1 byte is its own character; the 68 other bytes are U+0100 onwards
+    (https://github.com/openai/gpt-2, `bytes_to_unicode`).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)).difference(printable))
     alphabet = {chr(value): value for value in printable}
-    return alphabet | {chr(0x100 + place): value for place, value in enumerate(others)}
+    return alphabet | {chr(0x100 + index): value for index, value in enumerate(others)}
 
 
 def _import_tokenizers() -> Any:

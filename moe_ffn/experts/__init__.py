@@ -1,6 +1,6 @@
 """Kinds of experts; each weight stacks the E experts of a layer. Each file has related kinds.
 
-To add a kind, add a file to this folder and an import to this one.
+To add a kind, add a file to this folder and import its config in this `__init__.py`.
 """
 
 from moe_ffn.experts.base import Experts as Experts

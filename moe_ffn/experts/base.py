@@ -21,16 +21,17 @@ from moe_ffn.outputs import Plan
 class ExpertsConfig(TaggedConfig, frozen=True):
     """Config of the E experts of a layer.
 
-    By default each of a token's `experts_per_token` experts gets an equal part of the dense block's width, so
-    that a layer costs as much as the dense block.
+    By default, a token's `experts_per_token` experts divide the width of the dense block equally, so that a
+    layer costs as much as the dense block.
 
-    For custom experts, subclass this in any file; define `build`, `params_per_expert` and `flops_per_pair`.
-    YAML names the class as `experts: {type: my_module:MyConfig}`; see `docs/howto/custom_experts.md`.
+    For custom experts, subclass this in your own file and define `build`, `params_per_expert` and
+    `flops_per_pair`. YAML names the class as `experts: {type: my_module:MyConfig}`; see
+    `docs/howto/custom_experts.md`.
     """
 
     divides_over_ranks: ClassVar[bool] = False
     """True if the module can compute with its rank's part of distributed weights. The first axis of every
-    weight must be the expert, so experts share no weights."""
+    weight must count experts, so experts share no weights."""
     reads_input: ClassVar[bool] = True
     """False if an expert's output is the same for every token."""
 
@@ -54,11 +55,11 @@ class ExpertsConfig(TaggedConfig, frozen=True):
         return d_model
 
     def shared_params(self, d_model: int, experts_per_token: float) -> int:
-        """Return the number of parameters that all experts of a layer share; every token uses them."""
+        """Return the number of parameters that the experts of a layer share; every token uses them."""
         return 0
 
     def shared_flops_per_token(self, d_model: int, experts_per_token: float) -> int:
-        """Return the forward FLOPs of the matrix products that a token needs once for all its experts."""
+        """Return the forward FLOPs of the matrix products that run once per token, not once per expert."""
         return 0
 
     def wrapper_flops_per_token(self, d_model: int) -> int:
@@ -66,7 +67,7 @@ class ExpertsConfig(TaggedConfig, frozen=True):
         return 0
 
     def with_fixed_width(self, d_model: int, experts_per_token: float) -> ExpertsConfig:
-        """Return a config with the current width, independent of later `experts_per_token`."""
+        """Return a config that keeps the current width if `experts_per_token` changes."""
         return self
 
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
@@ -105,7 +106,7 @@ class Experts(nn.Module, ABC):
         return y_TD
 
     def run(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        """Run all three steps, if every expert is on this rank; return (T, D)."""
+        """Run all three steps when every expert is on this rank; return (T, D)."""
         return self.after_combine(self(self.before_dispatch(x_TD), plan))
 
     def weights(self) -> ExpertWeights | None:
@@ -114,9 +115,9 @@ class Experts(nn.Module, ABC):
 
 
 def compile_kernels(model: nn.Module, device: torch.device) -> None:
-    """Compile the CPU kernels for a model with experts, unless this machine has them.
+    """Compile the CPU kernels if a model needs them and the machine does not have them yet.
 
-    Call it before timing; otherwise the first step compiles them.
+    Call this before timing; otherwise the first step compiles them.
     """
     if device.type == "cpu" and any(isinstance(part, Experts) for part in model.modules()):
         unavailable_reason()

@@ -22,9 +22,9 @@ from moe_ffn.outputs import Plan
 class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
     """Experts of one or two vectors each, for the router `product_key`, which chooses among very many.
 
-    A token reads only the rows of its own experts. Gradients are dense, as large as the tables, because the
-    optimizers here do not support sparse gradients. Like other embeddings, the tables have no weight decay,
-    and AdamW updates them if the optimizer is Muon.
+    A token reads only the rows of its own experts. Gradients are dense and as large as the tables, because
+    the optimizers here do not support sparse gradients. Like other embeddings, the tables have no weight
+    decay, and AdamW updates them if the optimizer is Muon.
     """
 
     num_tables: ClassVar[int]
@@ -44,19 +44,6 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
             "set parallel.expert to 1; parallel.shard divides the tables",
         )
 
-    def require_memory(self, d_model: int, num_experts: int) -> None:
-        """Check that the tables fit into memory.
-
-        Raises:
-            ConfigError: the tables are too large.
-        """
-        require_table_memory(
-            num_experts * self.num_tables,
-            d_model,
-            f"num_experts ({num_experts}): experts of type '{self.type}' and width {d_model}",
-            "lower num_experts or d_model",
-        )
-
 
 class EmbeddingExperts(Experts):
     """Experts that are table rows, looked up for each pair."""
@@ -66,7 +53,12 @@ class EmbeddingExperts(Experts):
 
     def __init__(self, config: EmbeddingExpertsConfig, d_model: int, num_experts: int) -> None:
         super().__init__()
-        config.require_memory(d_model, num_experts)
+        require_table_memory(
+            num_experts * config.num_tables,
+            d_model,
+            f"num_experts ({num_experts}): experts of type '{config.type}' and width {d_model}",
+            "lower num_experts or d_model",
+        )
         self.config = config
 
     def extra_repr(self) -> str:
@@ -76,8 +68,8 @@ class EmbeddingExperts(Experts):
 class SingleNeuronExpertsConfig(EmbeddingExpertsConfig, frozen=True):
     """PEER's experts of one hidden unit, e_i(x) = act(u_i . x) v_i.
 
-    He 2024, "Mixture of A Million Experts" (arXiv:2407.04153), section 2. In the paper, 8 queries choose 16
-    of 1,024^2 experts each, and beat dense blocks and mixtures of large experts at 6e18 and 2e19 FLOPs.
+    He 2024, "Mixture of A Million Experts" (arXiv:2407.04153), section 2. In the paper, 8 queries per token
+    choose 16 of 1,024^2 experts each; at 6e18 and 2e19 FLOPs this beats dense blocks and larger experts.
     """
 
     num_tables: ClassVar[int] = 2
@@ -114,7 +106,7 @@ class SingleNeuronExperts(EmbeddingExperts):
 
 
 class ValueExpertsConfig(EmbeddingExpertsConfig, frozen=True):
-    """The values of a product-key memory: e_i = v_i, for every token.
+    """Values of a product-key memory: e_i(x) = v_i, independent of x.
 
     Lample et al. 2019, "Large Memory Layers with Product Keys" (arXiv:1907.05242), section 3.1.
     """
@@ -142,17 +134,17 @@ class ValueExperts(EmbeddingExperts):
 
 
 def expert_of_each_pair(plan: Plan, num_experts: int) -> Tensor:
-    """Return int64 (N,), the expert of each pair of a plan, sorted or listed."""
+    """Return int64 (N,), the expert of each pair of a sorted or an unsorted plan."""
     if plan.expert_ids_N is not None:
         return plan.expert_ids_N
-    places_N = torch.arange(len(plan.token_ids_N), device=plan.token_ids_N.device)
-    ids_N = torch.searchsorted(plan.offsets_E.long(), places_N, right=True)
-    return ids_N.clamp(max=num_experts - 1)  # the last pairs may be uncomputed ones, with weight 0
+    ranks_N = torch.arange(len(plan.token_ids_N), device=plan.token_ids_N.device)
+    ids_N = torch.searchsorted(plan.offsets_E.long(), ranks_N, right=True)
+    return ids_N.clamp(max=num_experts - 1)  # for pairs after the last offset, which have weight 0
 
 
 def dot_with_token(rows_ND: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
     """Return (N,), the dot product of each pair's row with its token."""
-    if plan.pairs_per_token is not None:  # avoids a copy of the token for each of its rows
+    if plan.pairs_per_token is not None:  # avoids one copy of the token per pair
         rows_TKD = rows_ND.unflatten(0, (-1, plan.pairs_per_token))
         return torch.einsum("tkd,td->tk", rows_TKD, x_TD).flatten()
     return torch.einsum("nd,nd->n", rows_ND, x_TD.index_select(0, plan.token_ids_N))

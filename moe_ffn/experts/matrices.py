@@ -44,8 +44,8 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
     divides_over_ranks: ClassVar[bool] = True
 
     d_ff: HiddenWidth = None
-    """Hidden width of one expert; by default the dense block's width over the experts per token. With
-    `{match: active_params, of: {type: dense, d_ff: 512}}` the width is solved for the cost of that block."""
+    """Hidden width of one expert; by default the width of the dense block / experts per token.
+    `{match: active_params, of: {type: dense, d_ff: 512}}` gives the whole block the cost of that block."""
     bias: bool = False
     """Add a bias to every matrix."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -59,8 +59,8 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
 
     def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
         width = self.width(d_model, experts_per_token)
-        into = (self.num_matrices - 1) * linear_params(d_model, width, self.bias)
-        return into + linear_params(width, d_model, self.bias)
+        input_params = (self.num_matrices - 1) * linear_params(d_model, width, self.bias)
+        return input_params + linear_params(width, d_model, self.bias)
 
     def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
         return self.num_matrices * linear_flops(d_model, self.width(d_model, experts_per_token))
@@ -81,9 +81,7 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
 class MatrixExperts(Experts):
     """Experts that run on a backend of `moe_ffn.kernels`."""
 
-    config: Any
-    """Config of the experts, of their own config class."""
-
+    config: Any  # each subclass has its own config class
     activation: Activation
     down: nn.Parameter
     """(E, D, F)"""
@@ -169,7 +167,7 @@ class ThreeMatrixExpertsConfig(GateOptions, MatrixExpertsConfig, frozen=True):
 class GatedExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
     """Gated experts: down(act(gate x) * up x). The type names the gate's activation, as in `GatedConfig`.
 
-    By default a token's experts have a total width of 8/3 * d_model.
+    By default, a token's experts have a total width of 8/3 * d_model.
     """
 
     type: GatedType = "swiglu"
@@ -180,9 +178,9 @@ class GatedExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
 
 
 class ClampedSwiGLUExpertsConfig(ClampOptions, ThreeMatrixExpertsConfig, frozen=True):
-    """The gated experts of GPT-OSS (arXiv:2508.10925): clamped SwiGLU with 1 added to the linear part.
+    """Experts with GPT-OSS's gate (arXiv:2508.10925): clamped SwiGLU with 1 added to the linear part.
 
-    Other options give the gates of later models, such as DeepSeek-V4.
+    Other values of the options give the gates of later models, such as DeepSeek-V4.
     """
 
     type: Literal["clamped_swiglu"] = "clamped_swiglu"
@@ -197,7 +195,7 @@ class SoftCappedSwiGLUExpertsConfig(SoftCapOptions, ThreeMatrixExpertsConfig, fr
 class GatedExperts(MatrixExperts):
     """E networks down(act(gate x) * up x).
 
-    `gate_up` (E, 2 F, D) has the rows of the gate before those of up; `gate` and `up` are views of it.
+    `gate_up` (E, 2 F, D) has the gate's rows first, then the rows of up; `gate` and `up` are views of it.
     """
 
     def __init__(

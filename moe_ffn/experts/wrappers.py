@@ -1,11 +1,10 @@
-"""Wrappers around experts: a narrower space, norms, or weights on the input.
+"""Experts that wrap other experts, and add a narrower space, norms, or weights on the input.
 
 T tokens, D model width, N (token, expert) pairs, R rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -24,7 +23,7 @@ from moe_ffn.outputs import Plan
 
 
 class ExpertsWrapperConfig(ExpertsConfig, frozen=True):
-    """Experts inside a wrapper; costs are the sum of the inner experts' and the wrapper's own."""
+    """Config of experts that wrap other experts; costs include those of the inner experts."""
 
     # A factory, because `GatedExpertsConfig` is complete only after all blocks are imported.
     experts: ExpertsConfig = Field(default_factory=GatedExpertsConfig)
@@ -103,8 +102,8 @@ class LatentExpertsConfig(ExpertsWrapperConfig, frozen=True):
     """Experts in a narrower space: y = W_out sum_i w_i E_i(W_in x); router and shared expert read x.
 
     LatentMoE (Elango et al. 2026, arXiv:2601.18089), tested up to 95 B parameters and 1 T tokens; Nemotron 3.
-    The weights of an expert, and the tokens that ranks exchange, are d_model / width times smaller. At equal
-    cost, except for the two projections, a layer can have that many times more experts and experts per token.
+    The weights of an expert, and the tokens that ranks exchange, are d_model / width times smaller. Not
+    counting the projections, that many times more experts and experts per token cost the same.
     """
 
     type: Literal["latent"] = "latent"
@@ -118,7 +117,8 @@ class LatentExpertsConfig(ExpertsWrapperConfig, frozen=True):
 
     def own_params(self, d_model: int) -> int:
         into = linear_params(d_model, self.width, self.bias)
-        return into + linear_params(self.width, d_model, self.bias)
+        out_of = linear_params(self.width, d_model, self.bias)
+        return into + out_of
 
     def own_flops(self, d_model: int) -> int:
         return 2 * linear_flops(d_model, self.width)
@@ -180,20 +180,23 @@ class NormedExpertsConfig(ExpertsWrapperConfig, frozen=True):
 
     type: Literal["normed"] = "normed"
     input: InnerNormConfig | None = None
-    """Norm of the experts' input; router and shared expert read tokens without this norm (Gemma 4)."""
+    """Norm of the experts' input; router and shared expert read the tokens without it (Gemma 4)."""
     each: InnerNormConfig | None = None
     """Norm of each expert's output before weighting; all experts share one scale (Muse Spark)."""
     output: InnerNormConfig | None = None
     """Norm of the weighted sum of the experts (Gemma 4)."""
 
     @model_validator(mode="after")
-    def _check_that_each_expert_is_weighted_here(self) -> NormedExpertsConfig:
-        kinds = [config.type for config in _chain(self.experts)]
-        if self.each is not None and "input_weighted" in kinds:
-            raise ValueError(
-                "each normalises outputs before they are weighted, but experts.type ('input_weighted') "
-                "weights inputs; write {type: input_weighted, experts: {type: normed, ...}}"
-            )
+    def _reject_each_with_weighted_inputs(self) -> NormedExpertsConfig:
+        inner = self.experts
+        while isinstance(inner, ExpertsWrapperConfig):
+            if self.each is not None and inner.type == "input_weighted":
+                raise ValueError(
+                    "each normalises outputs before they are weighted, but experts.type "
+                    "('input_weighted') weights inputs; write {type: input_weighted, experts: {type: "
+                    "normed, ...}}"
+                )
+            inner = inner.experts
         return self
 
     def own_params(self, d_model: int) -> int:
@@ -211,7 +214,6 @@ class NormedExperts(ExpertsWrapper):
         self, config: NormedExpertsConfig, d_model: int, num_experts: int, experts_per_token: float
     ) -> None:
         super().__init__(config.experts.build(d_model, num_experts, experts_per_token))
-        self.weighs_here = config.each is not None
         self.input = build_norm(config.input, d_model)
         self.each = build_norm(config.each, config.dispatch_width(d_model))
         self.output = build_norm(config.output, d_model)
@@ -223,7 +225,7 @@ class NormedExperts(ExpertsWrapper):
         return self.output(super().after_combine(y_TD))
 
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        if not self.weighs_here:
+        if isinstance(self.each, nn.Identity):
             return self.experts(x_TD, plan)
         y_ND = self.each(self.experts(*rows_of_pairs(x_TD, plan)))
         return combine(y_ND, x_TD, plan.token_ids_N, plan.weights_N)
@@ -238,7 +240,7 @@ class InputWeightedExpertsConfig(ExpertsWrapperConfig, frozen=True):
     type: Literal["input_weighted"] = "input_weighted"
 
     @model_validator(mode="after")
-    def _check_that_experts_read_their_input(self) -> InputWeightedExpertsConfig:
+    def _reject_experts_without_input(self) -> InputWeightedExpertsConfig:
         if not (kind := self.experts.innermost).reads_input:
             raise ValueError(
                 f"type 'input_weighted' weights the input of experts, but experts of type '{kind.type}' "
@@ -262,24 +264,14 @@ class InputWeightedExperts(ExpertsWrapper):
 
 
 def rows_of_pairs(x_RD: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
-    """Return a copy of the token of each pair, (N, D), and the plan of these rows, with weights 1."""
+    """Return a copy of each pair's token, (N, D), and a plan with one pair of weight 1 per copy."""
     rows_ND = x_RD.index_select(0, plan.token_ids_N)
-    places_N = torch.arange(rows_ND.shape[0], device=x_RD.device)
-    ones_N = torch.ones_like(plan.weights_N)
-    pairs_per_token = None if plan.pairs_per_token is None else 1
+    row_ids_N = torch.arange(rows_ND.shape[0], device=x_RD.device)
     pairs = replace(
         plan,
-        token_ids_N=places_N,
-        weights_N=ones_N,
-        pair_ids_N=places_N,
-        pairs_per_token=pairs_per_token,
+        token_ids_N=row_ids_N,
+        weights_N=torch.ones_like(plan.weights_N),
+        pair_ids_N=row_ids_N,
+        pairs_per_token=None if plan.pairs_per_token is None else 1,
     )
     return rows_ND, pairs
-
-
-def _chain(config: ExpertsConfig) -> Iterator[ExpertsConfig]:
-    """Yield experts and the experts inside them, outermost first."""
-    yield config
-    while isinstance(config, ExpertsWrapperConfig):
-        config = config.experts
-        yield config

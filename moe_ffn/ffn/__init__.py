@@ -1,6 +1,6 @@
-"""Feed-forward blocks behind one interface. Each file has one family of blocks: its config and its module.
+"""Feed-forward blocks behind one interface. Each file has the config and the module of one family.
 
-To add a block, add a file to this folder and an import to this one.
+To add a block, add a file to this folder and import its config in this `__init__.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def build_ffn(config: Mapping[str, Any] | str | FFNConfig, d_model: int) -> FFNB
         build_ffn("swiglu", d_model=512)
 
     Raises:
-        ConfigError: the config has mistakes (one line each, with the key), or the block exceeds the memory.
+        ConfigError: the config has mistakes (one line each, with the key), or the block does not fit into
+            memory.
 
     """
     require_count(d_model, "d_model")

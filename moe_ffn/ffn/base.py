@@ -1,6 +1,6 @@
 """Interface of every feed-forward block: `FFNConfig` builds an `FFNBlock`.
 
-Custom blocks may also use the functions here: they name routings, check inputs and flatten tokens.
+The functions that name routings, check inputs and flatten tokens are for custom blocks too.
 
 T tokens
 """
@@ -53,7 +53,7 @@ class RouterInfo:
     """Fraction of the tokens that reach the router: below 1 inside a mixture of depths."""
 
     experts: ExpertsConfig | None = None
-    """Config of the experts; None if the router chooses a whole block, or if a custom block omits it."""
+    """Config of the experts; None if the router chooses whole blocks, or if a custom block omits it."""
 
     path: str = ""
     """Dotted path from the queried config to the router's block, such as `ffn`; empty for the config's own
@@ -66,11 +66,11 @@ class RouterInfo:
 
     def expert_names(self) -> tuple[str, ...]:
         """Return each expert's id, with a prefix if the expert has no network: `7`, `copy8`."""
-        words = [""] * self.num_networks + self.zero_computation.words()
-        return tuple(f"{word}{number}" for number, word in enumerate(words))
+        kinds = [""] * self.num_networks + self.zero_computation.kinds()
+        return tuple(f"{kind}{number}" for number, kind in enumerate(kinds))
 
     def inside(self, option: str) -> Self:
-        """Return the info with `option`, the outer config's key for this block, in front of its path."""
+        """Prefix the path with `option.`, the key of this block in the outer config."""
         return replace(self, path=f"{option}.{self.path}" if self.path else option)
 
 
@@ -97,17 +97,18 @@ class ExpertStack:
         """Return the forward FLOPs for one token.
 
         Args:
-            pairs_per_token: experts that process the token.
-            rows_per_token: input rows of the experts per token.
+            pairs_per_token: number of experts that process the token.
+            rows_per_token: input rows per token; the experts' shared weights process each row once.
         """
-        pair = self.config.flops_per_pair(d_model, self.experts_per_token)
+        per_pair = self.config.flops_per_pair(d_model, self.experts_per_token)
         shared = self.config.shared_flops_per_token(d_model, self.experts_per_token)
-        return round(pairs_per_token * pair + rows_per_token * shared)
+        return round(pairs_per_token * per_pair + rows_per_token * shared)
 
     def params_of(self, num_experts: float, d_model: int) -> int:
         """Return the number of parameters of `num_experts` experts and their shared weights."""
-        own = self.config.params_per_expert(d_model, self.experts_per_token)
-        return round(num_experts * own) + self.config.shared_params(d_model, self.experts_per_token)
+        per_expert = self.config.params_per_expert(d_model, self.experts_per_token)
+        shared = self.config.shared_params(d_model, self.experts_per_token)
+        return round(num_experts * per_expert) + shared
 
 
 class FFNConfig(TaggedConfig, frozen=True):
@@ -122,7 +123,7 @@ class FFNConfig(TaggedConfig, frozen=True):
         return {}
 
     def inner_blocks(self) -> dict[str, FFNConfig]:
-        """Return the options that are blocks, by name."""
+        """Return the blocks among the options, by name."""
         return {option: value for option, value in self if isinstance(value, FFNConfig)}
 
     @property
@@ -131,10 +132,10 @@ class FFNConfig(TaggedConfig, frozen=True):
         return None
 
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
-        """Return the reason why this block cannot serve a use case, and what to use instead; None if it can.
+        """Return the reason why this block cannot serve a use case, and the fix; None if it can.
 
-        By default the first reason of an inner part. Override it to allow cached decoding: the base class
-        cannot know whether a block mixes tokens.
+        The default is the first reason of an inner config. Override it to allow cached decoding: the base
+        class cannot know whether a block mixes tokens.
         """
         unsupported = first_unsupported(inner_configs(self), use_case)
         if unsupported is None and use_case.cached:
@@ -157,9 +158,9 @@ class FFNConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
-        """Return the forward FLOPs of the matrix products for one token of a sequence of `seq_len` tokens.
+        """Return the forward FLOPs of the matrix products, per token of a sequence of `seq_len` tokens.
 
-        A training step costs three times as many.
+        A training step needs three times as many.
         """
 
     def describe(self) -> str:
@@ -179,15 +180,14 @@ PlaceExperts = Callable[[Experts, int], Dispatcher]
 
 MatchConfig.model_rebuild(_types_namespace={"FFNConfig": FFNConfig})
 
-
-SHOWN_SEQ_LEN = 1024
-"""Sequence length of the FLOPs that a notebook shows; it matters to blocks that choose among tokens."""
+_SHOWN_SEQ_LEN = 1024
+"""Sequence length for the FLOPs shown in notebooks; those of a soft MoE, for example, depend on it."""
 
 
 class FFNBlock(nn.Module, ABC):
     """Maps (..., d_model) to (..., d_model), and returns its routings with the output.
 
-    `forward` stores no statistics in the module.
+    The module stores no statistics.
     """
 
     if TYPE_CHECKING:
@@ -216,22 +216,22 @@ class FFNBlock(nn.Module, ABC):
         return {}
 
     def _repr_html_(self) -> str:
-        """Type, size and cost, for a notebook; the cost of a block that keeps its `config` and `d_model`."""
+        """Type, size and, for blocks with attributes `config` and `d_model`, cost; for a notebook."""
         facts = {"parameters": f"{sum(parameter.numel() for parameter in self.parameters()):,}"}
         config, d_model = getattr(self, "config", None), getattr(self, "d_model", None)
         if isinstance(config, FFNConfig) and isinstance(d_model, int):
             facts |= {
-                "used by a token": f"{config.num_active_params(d_model):,}",
-                "FLOPs per token": f"{config.flops_per_token(d_model, SHOWN_SEQ_LEN):,}",
-                "width": f"{d_model:,}",
+                "active parameters": f"{config.num_active_params(d_model):,}",
+                "FLOPs per token": f"{config.flops_per_token(d_model, _SHOWN_SEQ_LEN):,}",
+                "d_model": f"{d_model:,}",
             }
         title = config.describe() if isinstance(config, FFNConfig) else type(self).__name__
         return html_repr.card(title, facts, html_repr.folded("modules", repr(self)))
 
     def place_experts(self, place: PlaceExperts) -> None:
-        """Divide the experts among ranks with `place`, and use the dispatcher that it returns from then on.
+        """Divide the experts among ranks with `place`, and keep the dispatcher that it returns.
 
-        By default this calls `place_experts` of every inner block.
+        The default implementation does so in every inner block.
         """
         for block in self.children():
             if isinstance(block, FFNBlock):
@@ -270,13 +270,13 @@ def prefix_names(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
 def check_input(
     x: Tensor, context: TokenContext | None, d_model: int, block: nn.Module | None = None
 ) -> None:
-    """Raise if a block cannot transform an input; every block calls this first. It reads no tensor values.
+    """Raise if a block cannot process an input; every block calls this first. No tensor values are read.
 
     Args:
         x: input of the block.
         context: context of `x`.
-        d_model: width that the block was built for.
-        block: the block, whose class name begins the message.
+        d_model: width of the block.
+        block: the block; its class name begins the message.
 
     Raises:
         TypeError: `x`, `context` or a field of `context` has the wrong type.
@@ -361,7 +361,7 @@ def _check_context(context: TokenContext, leading_shape: torch.Size, device: tor
 def without_padding(x: Tensor, context: TokenContext | None) -> Tensor:
     """Return `x` (..., d_model) with zeros for padding.
 
-    Padding may contain NaN, which would reach the gradients of the weights as 0 * NaN.
+    Otherwise NaN in padding would reach the gradients of the weights as 0 * NaN.
     """
     if context is None or context.mask is None:
         return x

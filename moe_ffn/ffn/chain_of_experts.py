@@ -32,7 +32,7 @@ from moe_ffn.routing.base import Router
 class ChainOfExpertsConfig(FFNConfig, frozen=True):
     """Chain of experts: each round feeds the output of the previous round to the same experts.
 
-    Wang et al. 2025 (arXiv:2506.18945): two rounds of 4 experts reach a loss of 1.12 on mathematics, and one
+    In Wang et al. 2025 (arXiv:2506.18945), two rounds of 4 experts reach a loss of 1.12 on mathematics, one
     round of 8 experts 1.20. The rounds share everything in `ffn` except the router's weights.
     """
 
@@ -56,11 +56,11 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
         return self.ffn.num_params(d_model) + self._params_of_later_routers(d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        """Return the number of active parameters of a token that every round sends to different experts."""
+        """Return the active parameters of a token that goes to different experts in every round."""
         stack = self.ffn.expert_stack
-        chosen = min(self.rounds * stack.experts_per_token, stack.num_experts)
-        more = stack.params_of(chosen, d_model) - stack.num_active_params(d_model)
-        return self.ffn.num_active_params(d_model) + more + self._params_of_later_routers(d_model)
+        num_chosen = min(self.rounds * stack.experts_per_token, stack.num_experts)
+        later = stack.params_of(num_chosen, d_model) - stack.num_active_params(d_model)
+        return self.ffn.num_active_params(d_model) + later + self._params_of_later_routers(d_model)
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         return self.rounds * self.ffn.flops_per_token(d_model, seq_len)
@@ -84,8 +84,9 @@ class ChainOfExpertsFFN(FFNBlock):
         self.d_model = d_model
         self.ffn = cast("MoEFFN", config.ffn.build(d_model))
         router, num_routable = config.ffn.router, config.ffn.num_routable
-        later = (router.build(d_model, num_routable) for _ in range(config.rounds - 1))
-        self.later_routers = nn.ModuleList(later)
+        self.later_routers = nn.ModuleList(
+            router.build(d_model, num_routable) for _ in range(config.rounds - 1)
+        )
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
@@ -104,7 +105,7 @@ class ChainOfExpertsFFN(FFNBlock):
     def rounds(
         self, context: TokenContext | None
     ) -> Iterator[tuple[str, Router, TokenContext | None]]:
-        """Yield (name, router, context) of each round; only the first context keeps `expert_ids`."""
+        """Yield (name, router, context) of each round; only the first context has `expert_ids`."""
         for name, router in self.routers().items():
             yield name, router, context
             context = None if context is None else replace(context, expert_ids=None)

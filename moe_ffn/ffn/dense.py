@@ -1,4 +1,4 @@
-"""Dense blocks: two matrices, three with a gate, two convolutions over positions, or none.
+"""Dense blocks: two matrices, three matrices with a gate, two convolutions over positions, or nothing.
 
 T tokens, B sequences, S tokens of a sequence, D model width
 """
@@ -32,7 +32,7 @@ from moe_ffn.outputs import FFNOutput, TokenContext
 
 
 class IdentityConfig(FFNConfig, frozen=True):
-    """No feed-forward block: its output is zero, for ablations."""
+    """A block whose output is zero, for ablations."""
 
     type: Literal["identity"] = "identity"
 
@@ -53,8 +53,8 @@ class HiddenWidthConfig(FFNConfig, frozen=True):
     """Options of blocks with a hidden width."""
 
     d_ff: HiddenWidth = None
-    """Hidden width. By default 4 * d_model, or 8/3 * d_model (rounded) with a gate, for equal cost. With
-    `{match: active_params, of: {type: dense, d_ff: 512}}` the width is solved for the cost of that block."""
+    """Hidden width. By default 4 * d_model, or 8/3 * d_model (rounded) with a gate, for equal cost.
+    `{match: active_params, of: {type: dense, d_ff: 512}}` gives the block the cost of that block."""
     bias: bool = False
     """Add a bias to all matrices."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -70,15 +70,15 @@ class HiddenWidthConfig(FFNConfig, frozen=True):
 
     def num_params(self, d_model: int) -> int:
         width = self.width(d_model)
-        into = (self.num_matrices - 1) * linear_params(d_model, width, self.bias)
-        return into + linear_params(width, d_model, self.bias)
+        input_params = (self.num_matrices - 1) * linear_params(d_model, width, self.bias)
+        return input_params + linear_params(width, d_model, self.bias)
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         return self.num_matrices * linear_flops(d_model, self.width(d_model))
 
 
 class DenseConfig(HiddenWidthConfig, frozen=True):
-    """Two matrices and an activation between them (Vaswani et al. 2017, section 3.3)."""
+    """Two matrices with an activation between them (Vaswani et al. 2017, section 3.3)."""
 
     type: Literal["dense"] = "dense"
     activation: Activation = "gelu"
@@ -92,7 +92,7 @@ class GatedBlockConfig(GateOptions, HiddenWidthConfig, frozen=True):
     """Options of all gated blocks."""
 
     multiple_of: int = Field(default=8, ge=1, le=MAX_COUNT)
-    """The default hidden width is rounded to a multiple of this."""
+    """Round the default hidden width to a multiple of this number."""
 
     num_matrices: ClassVar[int] = 3
 
@@ -130,7 +130,7 @@ class SoftCappedSwiGLUConfig(SoftCapOptions, GatedBlockConfig, frozen=True):
 
 
 class ConvConfig(HiddenWidthConfig, frozen=True):
-    """Two 1-D convolutions over positions; with kernel size 1 they equal the dense block.
+    """Two 1-D convolutions over positions; with kernel size 1, the same as the dense block.
 
     Vaswani et al. 2017, section 3.3: "another way of describing this is as two convolutions with
     kernel size 1".
@@ -140,7 +140,7 @@ class ConvConfig(HiddenWidthConfig, frozen=True):
     kernel_size: int = Field(default=3, ge=1, le=MAX_COUNT)
     """Number of positions in the kernel of each convolution."""
     causal: bool = True
-    """Read only the current and earlier positions. False centres the kernel; causal models reject it."""
+    """Read only the current and earlier positions. False centres the kernel, which causal models reject."""
     activation: Activation = "gelu"
     """Element-wise function between the two convolutions."""
 
@@ -171,7 +171,7 @@ class ConvConfig(HiddenWidthConfig, frozen=True):
 
 
 class IdentityFFN(FFNBlock):
-    """Returns zero, so that a sublayer with a residual connection is the identity."""
+    """Returns zero, so a sublayer with a residual connection is the identity."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -189,8 +189,7 @@ class IdentityFFN(FFNBlock):
 class HiddenWidthFFN(FFNBlock):
     """A block with a hidden width; subclasses define `hidden` or `transform`."""
 
-    config: Any
-    """Config of the block, of the block's own config class."""
+    config: Any  # each subclass has its own config class
     down: Any
     """The last matrix, or convolution."""
 
@@ -211,7 +210,7 @@ class HiddenWidthFFN(FFNBlock):
 
     @property
     def values_FD(self) -> Tensor:
-        """Vector that each hidden unit adds to the output of its own token."""
+        """Vector that each hidden unit adds to the output of its token."""
         return self.down.weight.t()
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
@@ -295,8 +294,8 @@ class _PositionConv(nn.Module):
         super().__init__()
         size = config.kernel_size
         self.linear = nn.Linear(size * d_in, d_out, bias=config.bias)
-        after = 0 if config.causal else (size - 1) // 2
-        self.padding = (size - 1 - after, after)
+        num_later = 0 if config.causal else (size - 1) // 2
+        self.padding = (size - 1 - num_later, num_later)
         self.kernel_size = size
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -310,6 +309,6 @@ class _PositionConv(nn.Module):
         return self.linear(torch.cat(windows, dim=-1))
 
     def weight_of_position(self) -> Tensor:
-        """Return the part of the weight, (out, in), that maps a position's input to its own output."""
+        """Return the part of the weight, (out, in), that maps a position to itself."""
         d_in = self.linear.in_features // self.kernel_size
         return self.linear.weight.narrow(1, self.padding[0] * d_in, d_in)

@@ -1,4 +1,4 @@
-"""Equal budgets: hidden widths with which a block costs as much as another block."""
+"""Hidden widths that make a block cost as much as another block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_MISMATCH = 0.02
 _MULTIPLE, _MULTIPLE_TOLERANCE = 8, 0.005
 """Kernels are faster with multiples of 8, so a multiple is preferred if its cost is within 0.5 %."""
 
-_WORDS: dict[Budget, str] = {
+_UNITS: dict[Budget, str] = {
     "total_params": "parameters",
     "active_params": "active parameters",
     "flops_per_token": "FLOPs per token",
@@ -28,25 +28,25 @@ _WORDS: dict[Budget, str] = {
 
 @dataclass(frozen=True)
 class WidthMatch:
-    """A solved hidden width, and the cost of the block with it."""
+    """A solved hidden width, and the resulting cost of the block."""
 
     options: tuple[str, ...]
     """Dotted paths of the options with this width."""
     budget: Budget
     width: int
     wanted: int
-    """Cost of the block to match."""
+    """Cost of the other block."""
     got: int
-    """Cost of the block with this width."""
+    """Cost of this block with this width."""
 
     @property
     def mismatch(self) -> float:
-        """Relative difference from the budget; above 0 if the block costs more."""
+        """Relative difference in cost; above 0 if this block costs more."""
         return self.got / self.wanted - 1
 
     def __str__(self) -> str:
         return (
-            f"{', '.join(self.options)}: {self.width} gives {self.got:,} {_WORDS[self.budget]} where "
+            f"{', '.join(self.options)}: {self.width} gives {self.got:,} {_UNITS[self.budget]} where "
             f"{self.wanted:,} are wanted ({self.mismatch:+.2%})"
         )
 
@@ -62,8 +62,8 @@ def solve_widths(
             seq_len=1024,
         )
 
-    The configs count the costs of both whole blocks. All matched widths of a block get the same number: a
-    multiple of 8 if its cost is within 0.5 % of the budget, otherwise the number with the nearest cost.
+    Costs are those of the whole blocks, as their configs count them. All matched widths of a block get the
+    same number: a multiple of 8 if its cost is within 0.5 % of the budget, otherwise the best number.
 
     Args:
         seq_len: tokens per sequence; only some FLOPs, such as those of a soft MoE, depend on it.
@@ -82,12 +82,12 @@ def solve_widths(
         ffn = FFNConfig.model_validate(ffn)
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error))) from error
-    found = dict(_matches(ffn, option))
-    if not found:
+    matches = dict(_matches(ffn, option))
+    if not matches:
         return ffn, None
-    (first, match), *others = found.items()
-    for other, its_match in others:
-        if its_match != match:
+    (first, match), *others = matches.items()
+    for other, other_match in others:
+        if other_match != match:
             raise ConfigError(
                 f"{other} and {first} have different budgets, but a block has only one; give both the same "
                 "`match` and `of`, or set one of them to a number"
@@ -96,24 +96,22 @@ def solve_widths(
     def cost(block: FFNConfig) -> int:
         if match.match == "flops_per_token":
             return block.flops_per_token(d_model, seq_len)
-        return (
-            block.num_params(d_model)
-            if match.match == "total_params"
-            else block.num_active_params(d_model)
-        )
+        if match.match == "total_params":
+            return block.num_params(d_model)
+        return block.num_active_params(d_model)
 
     other_block, _ = solve_widths(cast("FFNConfig", match.of), d_model, seq_len, f"{first}.of")
     wanted = cost(other_block)
     if wanted < 1:
         raise ConfigError(
-            f"{first}.of: '{other_block.type}' has no {_WORDS[match.match]} to match; give another block"
+            f"{first}.of: '{other_block.type}' has no {_UNITS[match.match]} to match; give another block"
         )
     width = _nearest(lambda width: cost(_with_width(ffn, width)), wanted)
     solved = _with_width(ffn, width)
-    result = WidthMatch(tuple(found), match.match, width, wanted, cost(solved))
+    result = WidthMatch(tuple(matches), match.match, width, wanted, cost(solved))
     if abs(result.mismatch) > MAX_MISMATCH:
         raise ConfigError(
-            f"{first}: no width gives about {wanted:,} {_WORDS[match.match]}: the nearest, {width}, gives "
+            f"{first}: no width gives about {wanted:,} {_UNITS[match.match]}: the nearest, {width}, gives "
             f"{result.got:,} ({result.mismatch:+.1%}, at most {MAX_MISMATCH:.0%} is accepted); match a "
             f"larger block in {first}.of, or give this one fewer experts or a smaller shared expert"
         )
@@ -129,12 +127,14 @@ def _nearest(cost: Callable[[int], int], wanted: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if cost(middle) <= wanted else (low, middle)
 
-    def miss(width: int) -> int:
+    def error(width: int) -> int:
         return abs(cost(width) - wanted)
 
     below = low // _MULTIPLE * _MULTIPLE
-    multiple = min(max(below, _MULTIPLE), below + _MULTIPLE, key=miss)
-    return multiple if miss(multiple) <= _MULTIPLE_TOLERANCE * wanted else min(low, high, key=miss)
+    multiple = min(max(below, _MULTIPLE), below + _MULTIPLE, key=error)
+    return (
+        multiple if error(multiple) <= _MULTIPLE_TOLERANCE * wanted else min(low, high, key=error)
+    )
 
 
 def _matches(value: Any, path: str) -> Iterator[tuple[str, MatchConfig]]:

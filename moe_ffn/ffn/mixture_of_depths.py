@@ -1,4 +1,4 @@
-"""Mixture of depths: some tokens pass through a block, the rest skip it.
+"""Mixture of depths: some tokens pass through a block, and the rest skip it.
 
 B sequences, S tokens per sequence, M maximum number of chosen tokens per sequence, D model width
 """
@@ -52,8 +52,8 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
             )
         if self.share >= 1:
             raise ValueError(
-                f"router.type ('{self.router.type}') sends {self.share:g} of the tokens through the "
-                "block, so it leaves none out; use 'expert_choice' with score: sigmoid, 'relu' or "
+                f"router.type ('{self.router.type}') sends every token through the block ({self.share:g} "
+                "per token); to skip some, use 'expert_choice' with score: sigmoid, 'relu' or "
                 "'expert_threshold', with k below 1"
             )
         self.router.check_num_experts(1)
@@ -72,7 +72,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
                 )
             if any(info.capacity.is_limited for info in self.ffn.router_infos().values()):
                 return Unsupported(
-                    "ffn.capacity grows with the number of tokens chosen, later ones among them",
+                    "ffn.capacity depends on the number of chosen tokens, including later ones",
                     "set ffn.capacity.factor and eval_factor to null",
                 )
         parts = {"router": self.router, "ffn": self.ffn}
@@ -99,13 +99,9 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         router = self.router.flops_per_token(d_model, 1)
-        share, inner_length = self.inner_tokens(seq_len)
-        return router + round(share * self.ffn.flops_per_token(d_model, inner_length))
-
-    def inner_tokens(self, seq_len: int) -> tuple[float, int]:
-        """Return the share of tokens that enter the inner block, and their number per sequence."""
         share = self.router.pairs_per_token(1, seq_len)
-        return share, max(round(share * seq_len), 1)
+        inner_length = max(round(share * seq_len), 1)
+        return router + round(share * self.ffn.flops_per_token(d_model, inner_length))
 
     def describe(self) -> str:
         return f"{self.router.describe()} of ({self.ffn.describe()})"
@@ -136,17 +132,16 @@ class MixtureOfDepthsFFN(FFNBlock):
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         weights_BS, chosen_BS = by_sequence(routing)
-        width = None
+        max_chosen = None
         if needs_static_shapes(x_TD):
-            width = self.router.max_tokens(chosen_BS.shape[1])
-        x_BMD, picked_BM, inner_context = pick(x_TD, flat, chosen_BS, width)
+            max_chosen = self.router.max_tokens(chosen_BS.shape[1])
+        x_BMD, position_BM, inner_context = gather_chosen(x_TD, flat, chosen_BS, max_chosen)
         inner = self.ffn(x_BMD, inner_context)
-        weights_BM1 = torch.where(chosen_BS, weights_BS, 0).gather(1, picked_BM).unsqueeze(-1)
-        passed_BMD = weights_BM1 * inner.hidden
-        shape = (*chosen_BS.shape, x.shape[-1])
-        hidden = torch.zeros(shape, dtype=passed_BMD.dtype, device=x.device)
-        index_BMD = repeat(picked_BM, "b m -> b m d", d=x.shape[-1])
-        hidden = hidden.scatter_add(1, index_BMD, passed_BMD).to(x.dtype)
+        weights_BM1 = torch.where(chosen_BS, weights_BS, 0).gather(1, position_BM).unsqueeze(-1)
+        weighted_BMD = weights_BM1 * inner.hidden
+        hidden = weighted_BMD.new_zeros(*chosen_BS.shape, x.shape[-1])
+        index_BMD = repeat(position_BM, "b m -> b m d", d=x.shape[-1])
+        hidden = hidden.scatter_add(1, index_BMD, weighted_BMD).to(x.dtype)
         return FFNOutput(
             hidden.reshape(x.shape),
             {OWN_ROUTING: routing} | prefix_names("inner", inner.routings),
@@ -160,39 +155,38 @@ class MixtureOfDepthsFFN(FFNBlock):
         return {OWN_ROUTING: self.router} | prefix_names("inner", self.ffn.routers())
 
 
-def pick(
-    x_TD: Tensor, flat: TokenContext, chosen_BS: Tensor, width: int | None = None
+def gather_chosen(
+    x_TD: Tensor, flat: TokenContext, chosen_BS: Tensor, max_chosen: int | None = None
 ) -> tuple[Tensor, Tensor, TokenContext]:
     """Gather the chosen tokens of each sequence, in order, and pad each sequence to M tokens.
 
     Args:
-        width: M; None: the largest number of chosen tokens in a sequence of `chosen_BS`.
+        max_chosen: M; None: the largest number of chosen tokens in a sequence of `chosen_BS`.
 
     Returns:
-        x (B, M, D); the position of each token in `x_TD`'s sequence, (B, M); the context of the inner block.
+        x (B, M, D); the position of each token in its sequence, (B, M); the context of the inner block.
     """
     length = chosen_BS.shape[1]
     # Chosen tokens first; the stable sort keeps the order of both parts.
     order_BS = (~chosen_BS).to(torch.uint8).argsort(dim=1, stable=True)
-    if width is None:
-        width = int(chosen_BS.sum(dim=1).max()) if chosen_BS.numel() else 0
-    picked_BM = order_BS[:, :width]
-    mask_BM = chosen_BS.gather(1, picked_BM)
+    if max_chosen is None:
+        max_chosen = int(chosen_BS.sum(dim=1).max()) if chosen_BS.numel() else 0
+    position_BM = order_BS[:, :max_chosen]
+    mask_BM = chosen_BS.gather(1, position_BM)
     ids_BM = flat.token_ids
     if ids_BM is not None:
-        ids_BM = rearrange(ids_BM, "(b s) -> b s", s=length).gather(1, picked_BM)
-    index_BMD = repeat(picked_BM, "b m -> b m d", d=x_TD.shape[-1])
+        ids_BM = rearrange(ids_BM, "(b s) -> b s", s=length).gather(1, position_BM)
+    index_BMD = repeat(position_BM, "b m -> b m d", d=x_TD.shape[-1])
     x_BMD = rearrange(x_TD, "(b s) d -> b s d", s=length).gather(1, index_BMD)
     # A padding token could overflow in the block, and infinity times weight 0 is NaN.
     x_BMD = x_BMD.masked_fill(~mask_BM.unsqueeze(-1), 0)
-    return x_BMD, picked_BM, TokenContext(mask=mask_BM, token_ids=ids_BM)
+    return x_BMD, position_BM, TokenContext(mask=mask_BM, token_ids=ids_BM)
 
 
 def by_sequence(routing: Routing) -> tuple[Tensor, Tensor]:
     """Return each token's weight, and True if it was chosen, both (B, S), from a routing to one expert."""
-    chosen_T = torch.zeros(routing.num_tokens, dtype=torch.bool, device=routing.token_ids_N.device)
-    ids_N = routing.token_ids_N
-    chosen_T = chosen_T.scatter(0, ids_N, routing.computed_N)
-    weights_T = routing.weights_N.new_zeros(routing.num_tokens).scatter(0, ids_N, routing.weights_N)
+    ids_N, computed_N, weights_N = routing.token_ids_N, routing.computed_N, routing.weights_N
+    chosen_T = computed_N.new_zeros(routing.num_tokens).scatter(0, ids_N, computed_N)
+    weights_T = weights_N.new_zeros(routing.num_tokens).scatter(0, ids_N, weights_N)
     shape = (-1, max(routing.sequence_length, 1))
     return weights_T.view(shape), chosen_T.view(shape)

@@ -1,4 +1,4 @@
-"""The routed Mixture of Experts; it joins routing, capacity, dispatch and experts.
+"""The routed Mixture of Experts, made of a router, a capacity limit, a dispatcher and experts.
 
 T tokens, D model width, N (token, expert) pairs, R rows
 """
@@ -58,7 +58,7 @@ class MoEConfig(FFNConfig, frozen=True):
 
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
-        options, moved = _without_moved(super()._as_mapping(data))
+        options, moved = _without_moved_options(super()._as_mapping(data))
         if moved:
             raise errors_at(cls, moved, data)
         return options
@@ -68,7 +68,7 @@ class MoEConfig(FFNConfig, frozen=True):
         self._check_router()
         if self.shared_expert is None and self.combine != SumConfig():
             raise ValueError(
-                f"combine.type ('{self.combine.type}') joins a shared expert, but shared_expert is "
+                f"combine.type ('{self.combine.type}') adds a shared expert, but shared_expert is "
                 "null; set shared_expert: swiglu, or leave combine out"
             )
         if self.shared_expert is not None and self.shared_expert.router_infos():
@@ -140,14 +140,11 @@ class MoEConfig(FFNConfig, frozen=True):
             shared = self.shared_expert.flops_per_token(d_model, seq_len)
             shared += self.combine.flops_per_token(d_model)
         router = self.router.flops_per_token(d_model, self.num_routable)
-        around = self.experts.wrapper_flops_per_token(d_model)
-        routed = self.routed_flops_per_token(d_model, seq_len)
-        return routed + shared + router + around + self.zero_computation.flops_per_token(d_model)
-
-    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
+        wrapper = self.experts.wrapper_flops_per_token(d_model)
         pairs = self.router.pairs_per_token(self.num_routable, seq_len)
         pairs *= self.num_experts / self.num_routable
-        return self.expert_stack.flops_per_token(d_model, pairs)
+        routed = self.expert_stack.flops_per_token(d_model, pairs)
+        return routed + shared + router + wrapper + self.zero_computation.flops_per_token(d_model)
 
     def describe(self) -> str:
         return f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.router.describe()}"
@@ -161,7 +158,7 @@ class MoEConfig(FFNConfig, frozen=True):
 
 
 class MoEFFN(FFNBlock):
-    """Each token's output is the weighted sum of a few experts (Shazeer et al. 2017, arXiv:1701.06538).
+    """Each token's output is a weighted sum over a few experts (Shazeer et al. 2017, arXiv:1701.06538).
 
     flatten -> route -> limit -> plan -> dispatch -> experts -> combine -> add experts without a network
     -> add the shared expert. `experts.wrappers` adds norms, a narrower space or weights on the input.
@@ -192,7 +189,7 @@ class MoEFFN(FFNBlock):
         return self.run_experts(routing, x_TD.view_as(x), context)
 
     def run_experts(self, routing: Routing, x: Tensor, context: TokenContext | None) -> FFNOutput:
-        """Run the experts of a routing, and add up their weighted outputs.
+        """Run the experts of a routing, and sum their weighted outputs.
 
         Args:
             routing: routing to `num_routable` experts.
@@ -202,38 +199,28 @@ class MoEFFN(FFNBlock):
         x_TD = x.reshape(-1, self.d_model)
         routing = self.capacity.drop_over_capacity(routing, training=self.training)
         plan = self.make_plan(routing, self.num_experts)
-        sent = self.dispatcher.dispatch(self._own_experts.before_dispatch(x_TD), plan)
-        shared = self._shared(x, context)  # overlaps with the exchange of tokens
-        y_TD = self._own_experts.after_combine(sent.combine(self.experts(sent.rows(), sent.plan)))
-        y_TD = self._with_zero_computation(y_TD, x_TD, routing)
+        sent = self.dispatcher.dispatch(self._unwrapped_experts.before_dispatch(x_TD), plan)
+        # Computed here, so that it overlaps with the exchange of tokens.
+        shared = None if self.shared_expert is None else self.shared_expert(x, context).hidden
+        y_TD = sent.combine(self.experts(sent.rows(), sent.plan))
+        y_TD = self._unwrapped_experts.after_combine(y_TD)
+        if self.zero_computation is not None:
+            y_TD = y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
         output = FFNOutput(y_TD.to(x.dtype).view_as(x), {OWN_ROUTING: routing})
         return self._with_shared(output, shared, x, context)
 
     def refuse_vmap(self, x: Tensor) -> None:
-        """Raise on tensors batched by torch.func.vmap, which only experts that are table rows support.
-
-        Raises:
-            ValueError: `x` or a parameter is batched.
-        """
+        """Raise ValueError for tensors batched by torch.func.vmap, unless the experts are table rows."""
         if is_transform_on() and not self.experts.are_embeddings:
             refuse_vmap(x, self.parameters())
 
     @property
-    def _own_experts(self) -> Experts:
-        """The experts, unwrapped from the adapters of peft."""
+    def _unwrapped_experts(self) -> Experts:
+        """The experts without the adapters that peft wraps around them."""
         experts: Any = self.experts
         while not isinstance(experts, Experts):
             experts = experts.base_layer
         return experts
-
-    def _shared(self, x: Tensor, context: TokenContext | None) -> Tensor | None:
-        return None if self.shared_expert is None else self.shared_expert(x, context).hidden
-
-    def _with_zero_computation(self, y_TD: Tensor, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Add the outputs of the experts without a network to `y_TD`."""
-        if self.zero_computation is None:
-            return y_TD
-        return y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
 
     def _with_shared(
         self, output: FFNOutput, shared: Tensor | None, x: Tensor, context: TokenContext | None
@@ -241,10 +228,10 @@ class MoEFFN(FFNBlock):
         """Add the output of the shared expert to the routed output."""
         if shared is None:
             return output
-        routed, joined = self.combine(output.hidden, shared, x)
+        routed, weighted_shared = self.combine(output.hidden, shared, x)
         mask = None if context is None else context.mask
-        shares = {OWN_ROUTING: share_of_norms(joined, routed, mask)}
-        return replace(output, hidden=routed + joined, shared_shares=shares)
+        shares = {OWN_ROUTING: share_of_norms(weighted_shared, routed, mask)}
+        return replace(output, hidden=routed + weighted_shared, shared_shares=shares)
 
     def place_experts(self, place: PlaceExperts) -> None:
         self.dispatcher = place(self.experts.innermost, self.num_experts)
@@ -277,33 +264,33 @@ _MOVED = {
 """Old option -> its replacement."""
 
 _OLD_DEFAULTS = (None, False, "output")
-"""Values of the old options, with 0, that older runs recorded and that are ignored."""
+"""Old default values, which older runs recorded and which are ignored; False includes 0."""
 
 
-def _without_moved(options: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
-    """Remove the old names from the options of a mixture.
+def _without_moved_options(options: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
+    """Remove the old options of a mixture.
 
     Returns:
-        The other options, and an error message for each old name that does not have its default value.
+        The current options, and an error message for each old option whose value is not its default.
     """
-    kept, sentences = dict(options), dict[str, str]()
-    found = {name: kept.pop(name) for name in _MOVED if name in kept}
-    norms = kept.pop("norms", None)
+    current, messages = dict(options), dict[str, str]()
+    old = {name: current.pop(name) for name in _MOVED if name in current}
+    norms = current.pop("norms", None)
     if isinstance(norms, Mapping):
-        found |= {f"norms.{place}": norm for place, norm in norms.items()}
+        old |= {f"norms.{place}": norm for place, norm in norms.items()}
     elif norms is not None:
-        found["norms.experts_input"] = norms
-    for name, value in found.items():
+        old["norms.experts_input"] = norms
+    for name, value in old.items():
         if name in _MOVED and value not in _OLD_DEFAULTS:
             value = {"width": value} if name == "latent" and type(value) is int else value
             is_shown = isinstance(value, Mapping) or name == "jitter"
-            fix = _MOVED[name].replace("VALUE", _text(value) if is_shown else "...")
-            sentences[name] = f"has moved; write {fix}"
-    return kept, sentences
+            fix = _MOVED[name].replace("VALUE", _as_yaml(value) if is_shown else "...")
+            messages[name] = f"has moved; write {fix}"
+    return current, messages
 
 
-def _text(value: Any) -> str:
+def _as_yaml(value: Any) -> str:
     """Format a value as YAML on one line, a mapping without its braces."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_text(inner)}" for key, inner in value.items())
+        return ", ".join(f"{key}: {_as_yaml(inner)}" for key, inner in value.items())
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,7 +1,7 @@
 """N-gram memory: adds table rows, looked up by a hash of the last few tokens, to the output of another block.
 
-B sequences, S tokens per sequence, L the same with earlier tokens, D model width, N length of the longest
-n-gram, H tables for each n, M total width of a token's rows
+B sequences, S tokens per sequence, L = S + earlier tokens, D model width, N length of the longest n-gram,
+H tables for each n, M total width of a token's rows
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
     In the paper a model of 27 B parameters scores 3.4 points more on MMLU, 5.0 on BBH and 3.0 on HumanEval
     than a mixture of experts with equal parameters and FLOPs.
 
-    The block needs token ids. Two differences from the paper: it does not merge the ids of tokens that differ
-    only in case or accents, and it adds the memory to the output of `ffn`, not before attention.
+    The block needs token ids. It differs from the paper in two ways: it does not merge the ids of tokens that
+    differ only in case or accents, and it adds the memory to the output of `ffn`, not before attention.
     """
 
     type: Literal["ngram_memory"] = "ngram_memory"
     max_order: int = Field(default=3, ge=2, le=32)
     """N, the length of the longest n-gram; each length from 2 to N has its own tables."""
     num_heads: int = Field(default=8, ge=1, le=1024)
-    """Tables for each length, so that n-grams that collide in one table differ in the others."""
+    """Tables for each length; n-grams that collide in one table rarely collide in the others."""
     num_rows: int = Field(default=4096, ge=1, le=MAX_COUNT)
-    """Minimum number of rows of a table; the tables have the first distinct primes from this number on."""
+    """Minimum number of rows of a table. The sizes of the tables are the first primes from this number on."""
     row_width: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Width of a row; d_model / (2 * num_heads) by default, as in the paper."""
     kernel_size: int = Field(default=4, ge=1, le=1024)
     """Tokens in the kernel of the convolution: the current one, and every N-th one before it."""
     rate_scale: float = Field(default=5.0, gt=0, le=1e6)
-    """Factor of the table rows; with Adam, the tables learn this much faster than other parameters."""
+    """Factor that multiplies the table rows; with Adam, the tables learn faster by this factor."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the hash function; layers with equal seeds share the function."""
 
@@ -95,13 +95,12 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
         return read + self._params_without_tables(d_model) + self.ffn.num_active_params(d_model)
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
-        ours = 2 * linear_flops(self.memory_width(d_model), d_model)
-        return ours + self.ffn.flops_per_token(d_model, seq_len)
+        projections = 2 * linear_flops(self.memory_width(d_model), d_model)
+        return projections + self.ffn.flops_per_token(d_model, seq_len)
 
     def describe(self) -> str:
-        return (
-            f"memory of {self.max_order}-grams, {self.num_rows} rows, beside {self.ffn.describe()}"
-        )
+        memory = f"{self.max_order}-gram memory, {self.num_rows} rows"
+        return f"{memory}, added to {self.ffn.describe()}"
 
     def _params_without_tables(self, d_model: int) -> int:
         """Return the number of parameters of keys, values, three norms and the convolution."""
@@ -112,8 +111,8 @@ class NgramMemoryConfig(WrapperConfig, frozen=True):
 class NgramMemoryFFN(WrapperFFN):
     """y = f(x) + v + SiLU(conv(RMSNorm(v))) with v = sigmoid(RMSNorm(x) . RMSNorm(W_K e) / sqrt(D)) W_V e.
 
-    Cheng et al. 2026 (arXiv:2601.07372), section 2.3. e is the output of `NgramTables` for the token; the
-    convolution is initialised to zero. (The authors' demo also takes the signed square root of the score.)
+    Cheng et al. 2026 (arXiv:2601.07372), section 2.3. e is the output of `NgramTables` for the token, and the
+    convolution is initialised to zero. The authors' demo also takes the signed square root of the score.
     """
 
     def __init__(self, config: NgramMemoryConfig, d_model: int) -> None:
@@ -140,8 +139,8 @@ class NgramMemoryFFN(WrapperFFN):
             )
         check_dtype(x, self.key.weight)
         output = self.ffn(x, context)
-        read = self.read(x, context)
-        return replace(output, hidden=output.hidden + read.to(x.dtype).view_as(x))
+        memory = self.read(x, context).to(x.dtype).view_as(x)
+        return replace(output, hidden=output.hidden + memory)
 
     def read(self, x: Tensor, context: TokenContext) -> Tensor:
         """Return the output of the memory, (B, S, D), zero for padding."""
@@ -165,8 +164,8 @@ class NgramMemoryFFN(WrapperFFN):
 class NgramTables(nn.Module):
     """Looks up a token's n-grams, n = 2 .. N, in H tables each, and concatenates the rows.
 
-    An n-gram reads row (XOR over i < n of a_i * id_(t - i)) mod P of a table with P rows, P prime, with odd
-    factors a_i drawn from the seed (arXiv:2601.07372, section 2.2). Ids count from 1; 0 is padding.
+    An n-gram reads row (XOR over i < n of a_i * id_(t - i)) mod P of a table with P rows. P is prime, and the
+    odd factors a_i are drawn with the seed (arXiv:2601.07372, section 2.2). Ids count from 1; 0 is padding.
     """
 
     def __init__(self, config: NgramMemoryConfig, d_model: int) -> None:
@@ -174,7 +173,7 @@ class NgramTables(nn.Module):
         self.config = config
         self.sizes = config.table_sizes
         # Python guarantees that `random()` reproduces its numbers. A factor below 2**31 times an id below
-        # 2**32 does not overflow int64.
+        # 2**32 fits into int64.
         draw = Random(config.seed).random
         self.factors = tuple(2 * int(draw() * 2**30) + 1 for _ in range(config.max_order))
         num_rows, width = sum(self.sizes), config.width_of_row(d_model)
@@ -189,21 +188,21 @@ class NgramTables(nn.Module):
 
     def forward(self, ids_BS: Tensor, history: TokenHistory | None) -> Tensor:
         """Return the rows of each token, (B, S, M); ids count from 1, and 0 is padding."""
-        rows_BSM = self.rows(self.places(ids_BS, history)).flatten(-2)
+        rows_BSM = self.rows(self.row_ids(ids_BS, history)).flatten(-2)
         return self.config.rate_scale * rows_BSM
 
-    def places(self, ids_BS: Tensor, history: TokenHistory | None) -> Tensor:
-        """Return the indices of the rows to read, int64 (B, S, (N - 1) H), in the concatenated tables."""
+    def row_ids(self, ids_BS: Tensor, history: TokenHistory | None) -> Tensor:
+        """Return the rows to read, int64 (B, S, (N - 1) H), as indices into the concatenated tables."""
         reach, length = len(self.factors) - 1, ids_BS.shape[1]
         ids_BL = _window(self, ids_BS, reach, history)
-        mixed_BS = self.factors[0] * ids_BS
+        hash_BS = self.factors[0] * ids_BS
         tables = zip(self.sizes, accumulate(self.sizes, initial=0), strict=False)
-        places: list[Tensor] = []
+        row_ids: list[Tensor] = []
         for back in range(1, reach + 1):
-            mixed_BS = mixed_BS ^ (self.factors[back] * ids_BL.narrow(1, reach - back, length))
+            hash_BS = hash_BS ^ (self.factors[back] * ids_BL.narrow(1, reach - back, length))
             heads = islice(tables, self.config.num_heads)
-            places += [mixed_BS.remainder(size) + first for size, first in heads]
-        return torch.stack(places, dim=-1)
+            row_ids += [hash_BS.remainder(size) + first for size, first in heads]
+        return torch.stack(row_ids, dim=-1)
 
     def extra_repr(self) -> str:
         return describe_options(self.config, without=["type", "ffn", "row_width", "kernel_size"])
@@ -221,30 +220,30 @@ class ShortConv(nn.Module):
     def forward(self, v_BSD: Tensor, history: TokenHistory | None) -> Tensor:
         reach, length = (len(self.taps_KD) - 1) * self.dilation, v_BSD.shape[1]
         v_BLD = _window(self, self.norm(v_BSD).to(v_BSD.dtype), reach, history)
-        taken = [
+        terms = [
             tap_D * v_BLD.narrow(1, reach - back * self.dilation, length)
             for back, tap_D in enumerate(self.taps_KD)
         ]
-        return F.silu(sum(taken[1:], taken[0]))
+        return F.silu(sum(terms[1:], terms[0]))
 
     def extra_repr(self) -> str:
         return f"kernel_size={len(self.taps_KD)}, dilation={self.dilation}"
 
 
 def _window(owner: nn.Module, new: Tensor, reach: int, history: TokenHistory | None) -> Tensor:
-    """Return `TokenHistory.window`; without a history, the new tokens with zeros in front."""
+    """Return `TokenHistory.window`; without a history, zeros followed by the new tokens."""
     if history is not None:
         return history.window(owner, new, reach)
     # Not `len(new)`: torch.export would record it as a constant.
-    before = new.new_zeros(new.shape[0], reach, *new.shape[2:])
-    return torch.cat([before, new], dim=1)
+    zeros = new.new_zeros(new.shape[0], reach, *new.shape[2:])
+    return torch.cat([zeros, new], dim=1)
 
 
 @cache
-def primes_from(least: int, how_many: int) -> tuple[int, ...]:
-    """Return the first `how_many` primes from `least` on."""
-    return tuple(islice(filter(_is_prime, count(max(least, 2))), how_many))
+def primes_from(minimum: int, num_primes: int) -> tuple[int, ...]:
+    """Return the first `num_primes` primes that are at least `minimum`."""
 
+    def is_prime(number: int) -> bool:
+        return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
-def _is_prime(number: int) -> bool:
-    return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+    return tuple(islice(filter(is_prime, count(max(minimum, 2))), num_primes))

@@ -17,7 +17,7 @@ from moe_ffn.config.sizes import linear_flops, linear_params
 
 
 class CombineConfig(TaggedConfig, frozen=True):
-    """Rule that adds the output of the shared expert to the output of the routed experts."""
+    """Rule that adds the shared expert's output to the routed output."""
 
     @abstractmethod
     def build(self, d_model: int, experts_per_token: float) -> Combine: ...
@@ -59,7 +59,7 @@ class AverageConfig(CombineConfig, frozen=True):
 
     type: Literal["average"] = "average"
     k: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Weight of the routed output; by default the number of experts per token, and 1 in Cohere 2."""
+    """Weight of the routed output: by default the number of experts per token; 1 in Cohere 2."""
 
     def build(self, d_model: int, experts_per_token: float) -> Combine:
         return Average(experts_per_token if self.k is None else self.k)
@@ -81,7 +81,7 @@ class ResidualConfig(CombineConfig, frozen=True):
 
 
 class Combine(nn.Module, ABC):
-    """Weights the routed and the shared output; the block's output is their sum."""
+    """Weights the routed and the shared output, which the block then adds."""
 
     @abstractmethod
     def forward(self, routed: Tensor, shared: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,11 +127,11 @@ class Residual(Combine):
 def share_of_norms(shared: Tensor, routed: Tensor, mask: Tensor | None) -> Tensor:
     """Return the shared expert's fraction of the output, a scalar in [0, 1], without gradient.
 
-    The mean over real tokens of |shared| / (|shared| + |routed|), with Euclidean norms of both weighted
-    outputs, (..., d_model); 0 if no token is real.
+    It is the mean over real tokens of |shared| / (|shared| + |routed|), with Euclidean norms of the weighted
+    outputs, (..., d_model). It is 0 if no token is real.
     """
     dtype = torch.promote_types(shared.dtype, torch.float32)
-    # Not `no_grad`: torch.export turns it into a subgraph, and cannot load a subgraph whose result is unused.
+    # Not `no_grad`: torch.export makes it a subgraph, and cannot load a subgraph with an unused result.
     shared_T, routed_T = (
         torch.linalg.vector_norm(value.detach(), dim=-1, dtype=dtype).flatten()
         for value in (shared, routed)

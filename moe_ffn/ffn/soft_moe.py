@@ -1,4 +1,4 @@
-"""Soft MoE: experts process slots, which are weighted means of all tokens.
+"""Soft MoE, a mixture without a router.
 
 B sequences, S tokens per sequence, D model width, E experts, P slots of all experts
 """
@@ -24,7 +24,7 @@ from moe_ffn.outputs import FFNOutput, Plan, TokenContext
 
 
 class SoftMoEConfig(FFNConfig, frozen=True):
-    """Soft MoE: experts process slots, which are weighted means of all tokens.
+    """Soft MoE: experts process slots, which are weighted means of all tokens of a sequence.
 
     Puigcerver et al. 2023 (arXiv:2308.00951). Every token reaches every expert, so there is no routing.
     """
@@ -33,9 +33,10 @@ class SoftMoEConfig(FFNConfig, frozen=True):
     num_experts: int = Field(default=8, ge=1, le=MAX_COUNT)
     """E, the number of experts."""
     slots_per_expert: int = Field(default=32, ge=1, le=MAX_COUNT)
-    """Slots per expert and sequence; with as many slots as tokens, the cost is that of top-1 routing."""
+    """Slots per expert and sequence. With as many slots as tokens, the experts cost as much as with top-1
+    routing."""
     experts: ExpertsConfig = GatedExpertsConfig()
-    """Kind of network of each expert; by default as wide as the dense block."""
+    """Kind of network of each expert; by default each is as wide as the dense block."""
 
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
         if use_case.causal or use_case.cached:
@@ -64,12 +65,11 @@ class SoftMoEConfig(FFNConfig, frozen=True):
         return self.expert_stack.num_params(d_model) + d_model * self.num_slots + 1
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
-        # Three products with all slots: the logits, the sums into the slots, and the sums out of them.
+        # Three products of tokens and slots: the logits, the means into slots and the means out of slots.
         mixing = 3 * linear_flops(d_model, self.num_slots)
         slots = self.num_slots / seq_len
-        around = round(slots * self.experts.wrapper_flops_per_token(d_model))
-        routed = self.expert_stack.flops_per_token(d_model, slots, rows_per_token=slots)
-        return mixing + around + routed
+        wrapper = round(slots * self.experts.wrapper_flops_per_token(d_model))
+        return mixing + wrapper + self.expert_stack.flops_per_token(d_model, slots, slots)
 
     def describe(self) -> str:
         return (
@@ -108,12 +108,12 @@ class SoftMoEFFN(FFNBlock):
         mask_BS1 = torch.ones_like(x_BSD[..., :1], dtype=torch.bool)
         if flat.mask is not None:
             mask_BS1 = rearrange(flat.mask, "(b s) -> b s 1", s=length)
-        mixed_BS1 = mask_BS1 & x_BSD.isfinite().all(dim=-1, keepdim=True)
+        included_BS1 = mask_BS1 & x_BSD.isfinite().all(dim=-1, keepdim=True)
         # Not -inf: in a sequence of padding alone, the softmax would be NaN.
-        least = torch.finfo(dtype).min
-        dispatch_BSP = logits_BSP.masked_fill(~mixed_BS1, least).softmax(dim=1) * mixed_BS1
-        mixed_BSD = x_BSD.to(dtype).masked_fill(~mixed_BS1, 0)
-        slots_BPD = einsum(dispatch_BSP, mixed_BSD, "b s p, b s d -> b p d")
+        lowest = torch.finfo(dtype).min
+        dispatch_BSP = logits_BSP.masked_fill(~included_BS1, lowest).softmax(dim=1) * included_BS1
+        included_BSD = x_BSD.to(dtype).masked_fill(~included_BS1, 0)
+        slots_BPD = einsum(dispatch_BSP, included_BSD, "b s p, b s d -> b p d")
         y_BPD = self.run_experts(slots_BPD.to(x.dtype))
         combine_BSP = logits_BSP.softmax(dim=-1) * mask_BS1
         hidden = einsum(combine_BSP, y_BPD.to(dtype), "b s p, b p d -> b s d")
@@ -124,26 +124,19 @@ class SoftMoEFFN(FFNBlock):
         return f"num_experts={self.num_experts}, {slots}, d_model={self.d_model}"
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """Return the logits of tokens and slots, (B, S, P), float32 or wider."""
+        """Return a logit for each token and slot, (B, S, P), float32 or wider."""
         dtype = torch.float64 if x_BSD.dtype == torch.float64 else torch.float32
         with without_autocast(x_BSD):
             slots_PD = self.scale.to(dtype) * F.normalize(self.slots_PD.to(dtype), dim=-1)
             return F.linear(F.normalize(x_BSD.to(dtype), dim=-1), slots_PD)
 
     def run_experts(self, slots_BPD: Tensor) -> Tensor:
-        """Run each expert on its slots of every sequence, (B, P, D), with a plan made without a router."""
-        num_sequences = slots_BPD.shape[0]
-        num_slots = num_sequences * self.slots_per_expert
-        device = slots_BPD.device
-        slots_ND = rearrange(slots_BPD, "b (e p) d -> (e b p) d", e=self.num_experts)
-        ends_E = torch.arange(1, self.num_experts + 1, device=device) * num_slots
-        ids_N = torch.arange(self.num_experts * num_slots, device=device)
-        plan = Plan(
-            token_ids_N=ids_N,
-            weights_N=torch.ones(self.num_experts * num_slots, device=device),
-            offsets_E=ends_E.to(torch.int32),
-            pair_ids_N=ids_N,
-        )
-        y_ND = self.experts.run(slots_ND, plan)
-        p = self.slots_per_expert
-        return rearrange(y_ND, "(e b p) d -> b (e p) d", e=self.num_experts, p=p)
+        """Run each expert on its slots of every sequence; return (B, P, D)."""
+        device, num_experts, p = slots_BPD.device, self.num_experts, self.slots_per_expert
+        num_rows = slots_BPD.shape[0] * p  # of one expert
+        slots_ND = rearrange(slots_BPD, "b (e p) d -> (e b p) d", p=p)
+        ends_E = torch.arange(1, num_experts + 1, device=device) * num_rows
+        ids_N = torch.arange(num_experts * num_rows, device=device)
+        weights_N = torch.ones(num_experts * num_rows, device=device)
+        y_ND = self.experts.run(slots_ND, Plan(ids_N, weights_N, ends_E.to(torch.int32), ids_N))
+        return rearrange(y_ND, "(e b p) d -> b (e p) d", e=num_experts, p=p)

@@ -1,4 +1,4 @@
-"""Blocks around another block: they add input noise, norms or a learned output vector."""
+"""Blocks that wrap another block, and add input noise, norms or a learned output vector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moe_ffn.routing.base import Router, jittered
 
 
 class WrapperConfig(FFNConfig, frozen=True):
-    """A block around another block; routings keep their names."""
+    """Config of a block that wraps another block; routings keep their names."""
 
     ffn: FFNConfig = MoEConfig()
     """The inner block."""
@@ -91,7 +91,7 @@ class JitteredConfig(WrapperConfig, frozen=True):
     """Multiply the input by noise from U(1 - jitter, 1 + jitter); `router.jitter` affects the router only."""
 
     @model_validator(mode="after")
-    def _check_that_no_router_has_noise_too(self) -> JitteredConfig:
+    def _reject_jitter_of_routers(self) -> JitteredConfig:
         for info in self.router_infos().values():
             router = info.router
             if self.jitter and isinstance(router, LinearRouterConfig) and router.jitter:
@@ -145,7 +145,7 @@ class BiasedFFN(WrapperFFN):
 
 
 class NormedConfig(WrapperConfig, frozen=True):
-    """A block between RMS norms; each norm is off by default, and `{}` is a norm with default options.
+    """A block between RMS norms; both are off by default, and `{}` is a norm with default options.
 
     A.X K1 and Gemma 4 have such norms around the mixture, Gemma 4 also around its shared expert.
     """

@@ -16,7 +16,7 @@ from moe_ffn.outputs import Routing
 
 
 class ZeroComputationConfig(Config, frozen=True):
-    """Experts without a network, which a router may choose like other experts, at almost no cost.
+    """Experts without a network, which the router can choose like other experts, at almost no cost.
 
     MoE++ (Jin et al. 2024, arXiv:2410.07348); the copy expert is LongCat-Flash's identity expert.
     """
@@ -32,7 +32,7 @@ class ZeroComputationConfig(Config, frozen=True):
     def total(self) -> int:
         return self.num_zero + self.num_copy + self.num_constant
 
-    def words(self) -> list[str]:
+    def kinds(self) -> list[str]:
         """Return the kind of each expert, ordered by expert id."""
         return ["zero"] * self.num_zero + ["copy"] * self.num_copy + ["const"] * self.num_constant
 
@@ -40,9 +40,8 @@ class ZeroComputationConfig(Config, frozen=True):
         return self.num_constant * (d_model + linear_params(d_model, 2, bias=False))
 
     def flops_per_token(self, d_model: int) -> int:
-        return self.num_constant * linear_flops(d_model, 2) + linear_flops(
-            self.num_constant, d_model
-        )
+        mixing = self.num_constant * linear_flops(d_model, 2)
+        return mixing + linear_flops(self.num_constant, d_model)
 
 
 class ZeroComputationExperts(nn.Module):
@@ -83,10 +82,9 @@ class ZeroComputationExperts(nn.Module):
 def weights_of(routing: Routing, first: int) -> Tensor:
     """Return each token's weights for the experts from id `first` on, (T, Z); 0 for pairs not computed."""
     num_zero_computation = routing.num_experts - first
-    here_N = routing.computed_N & (routing.expert_ids_N >= first)
-    place_N = routing.token_ids_N * num_zero_computation + (routing.expert_ids_N - first)
-    flat = routing.weights_N.new_zeros(routing.num_tokens * num_zero_computation)
-    flat = flat.index_add(
-        0, place_N.masked_fill(~here_N, 0), routing.weights_N.masked_fill(~here_N, 0)
-    )
+    skipped_N = routing.uncomputed_N | (routing.expert_ids_N < first)
+    cell_N = routing.token_ids_N * num_zero_computation + (routing.expert_ids_N - first)
+    weights_N = routing.weights_N.masked_fill(skipped_N, 0)
+    flat = weights_N.new_zeros(routing.num_tokens * num_zero_computation)
+    flat = flat.index_add(0, cell_N.masked_fill(skipped_N, 0), weights_N)
     return rearrange(flat, "(t z) -> t z", z=num_zero_computation)

@@ -1,10 +1,10 @@
-"""Activations, and the gates of gated blocks: as functions, by name, and as options."""
+"""Activations and gates: their functions, names and options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,6 @@ GATE_ACTIVATIONS: dict[GatedType, Activation] = {
 }
 """The variants of Shazeer 2020, "GLU Variants Improve Transformer" (arXiv:2002.05202)."""
 
-assert set(GATE_ACTIVATIONS) == set(get_args(GatedType))
-
 
 def relu_squared(x: Tensor) -> Tensor:
     return x.relu().square()
@@ -49,7 +47,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
     "silu": F.silu,
-    "relu_squared": relu_squared,  # no lambda, which cannot be pickled
+    "relu_squared": relu_squared,  # not a lambda, which cannot be pickled
     "sigmoid": torch.sigmoid,
     "identity": identity,
 }
@@ -70,11 +68,11 @@ class ClampedSwiGLU:
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """`ClampedSwiGLU` with another number in place of 1, or with the gate clamped after its activation.
+    """`ClampedSwiGLU` that adds another number than 1, or clamps the gate after its activation.
 
-    (min(max(up, -limit), limit) + added) * h. h = g * sigmoid(alpha * g) with g = min(gate, limit), or, with
-    `after`, h = min(gate * sigmoid(alpha * gate), limit). With `added` 0 and alpha 1, the first is the gate
-    of `deepseek_v4` in transformers, the second the gate of `step3p7`.
+    (min(max(up, -limit), limit) + added) * h, where h = g * sigmoid(alpha * g), g = min(gate, limit), or,
+    with `after`, h = min(gate * sigmoid(alpha * gate), limit). With `added` 0 and alpha 1, the first is the
+    gate of `deepseek_v4` in transformers, the second the gate of `step3p7`.
     """
 
     alpha: float
@@ -85,7 +83,7 @@ class ClampedGate:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if not self.after:
             gate = gate.clamp(max=self.limit)
-        # F.silu saves one tensor for backward, the product of two factors saves two.
+        # F.silu saves one tensor for backward; a product of two factors saves two.
         hidden = F.silu(gate) if self.alpha == 1 else gate * (self.alpha * gate).sigmoid()
         if self.after:
             hidden = hidden.clamp(max=self.limit)
@@ -95,7 +93,7 @@ class ClampedGate:
 
 @dataclass(frozen=True)
 class SoftCappedSwiGLU:
-    """cap(gate, gate_cap) * sigmoid(gate) * cap(up, up_cap), cap(x, c) = c * tanh(x / c): bounded and smooth.
+    """cap(gate, gate_cap) * sigmoid(gate) * cap(up, up_cap) with cap(x, c) = c * tanh(x / c).
 
     The gate of `inkling2` in transformers.
     """
@@ -108,12 +106,12 @@ class SoftCappedSwiGLU:
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(x / cap): within (-cap, cap), nearly x for small x."""
+    """Return cap * tanh(x / cap), which is within (-cap, cap), and nearly x for small x."""
     return cap * (x / cap).tanh()
 
 
 GateFunction = ClampedSwiGLU | ClampedGate | SoftCappedSwiGLU
-"""Replacement of act(gate) * up."""
+"""Function of gate and up that replaces act(gate) * up."""
 
 
 class GateOptions(Config, frozen=True):
@@ -125,7 +123,7 @@ class GateOptions(Config, frozen=True):
 
     @property
     def gate_function(self) -> GateFunction | None:
-        """Replacement of act(gate) * up; None for act(gate) * up."""
+        """Function of gate and up that replaces act(gate) * up, if any."""
         return None
 
 
@@ -138,7 +136,7 @@ class ClampOptions(GateOptions, frozen=True):
     alpha: float = Field(default=1.702, gt=0, le=MAX_COUNT)
     """Slope inside the sigmoid; 1 makes it SiLU."""
     limit: float = Field(default=7.0, gt=0, le=MAX_COUNT)
-    """Bound of the gate from above, and of the linear part on both sides."""
+    """Upper bound of the gate, and bound of the linear part on both sides."""
     added: float = Field(default=1.0, ge=-MAX_COUNT, le=MAX_COUNT)
     """Number added to the clamped linear part; 0 in DeepSeek-V4."""
     clamp: Literal["before", "after"] = "before"

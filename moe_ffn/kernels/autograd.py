@@ -1,4 +1,4 @@
-"""Autograd of operators with their own backward pass.
+"""Autograd of operators with a hand-written backward pass.
 
 T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, H rows of the first
 matrix
@@ -21,7 +21,7 @@ def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, back
         forward: (x, weights_N, the four parameters, other tensors, options, dtype, keep) -> y, and the first
             product (N, H) in `dtype`, with 0 rows unless `keep`.
         backward: (grad_y, the same tensors, first product, the same options, dtype, wanted) -> the gradients
-            of the first six tensors, empty if not wanted.
+            of the first six tensors; empty tensors for those not wanted.
         num_tensors: number of tensor arguments of both operators, some of which may be None.
         backend: name of the backend, for error messages.
     """
@@ -40,9 +40,11 @@ def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, back
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         *options, keep = inputs[num_tensors:]
-        assert keep, "the first product of a forward pass that needs gradients is kept"
+        assert keep, "backward needs the first product"
         ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # else torch makes zeros as large as the first product
+        ctx.set_materialize_grads(
+            False
+        )  # otherwise torch makes zeros as large as the first product
         ctx.save_for_backward(*inputs[:num_tensors], output[1])
         ctx.options = options
 

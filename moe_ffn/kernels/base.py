@@ -1,4 +1,4 @@
-"""Signature of every backend, weights of experts, and helpers of all backends.
+"""Signature of the backends, weights of experts, and functions that backends share.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix: F
 without a gate; 2 F with one, the F gate rows first, then the F up rows
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a distributed tensor; other tensors unchanged."""
+    """Return this rank's part of a distributed tensor; return any other tensor unchanged."""
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def is_distributed(value: object) -> TypeGuard[DTensor]:
-    """Return True for a tensor that is divided over ranks."""
+    """Return True for a tensor that is divided among ranks."""
     if type(value) in (Tensor, nn.Parameter) or not isinstance(value, Tensor):
         return False
-    # This import takes seconds. `hasattr(value, "to_local")` would fail under torch.compile.
+    # Imported here, because it takes seconds. `hasattr(value, "to_local")` would fail under torch.compile.
     from torch.distributed.tensor import DTensor
 
     return isinstance(value, DTensor)
@@ -49,7 +49,7 @@ class ExpertWeights:
     """E parallel MLPs: down(act(up x)), or down(act(gate x) * up x) if gated.
 
     Matrices are (out, in), as in `nn.Linear`. Absent biases are None. Gate and up are one matrix, because one
-    large product is faster than two small products.
+    large product is faster than two small ones.
     """
 
     activation: Activation
@@ -63,7 +63,7 @@ class ExpertWeights:
     gate_function: GateFunction | None = None
     """Function of gate and up that replaces act(gate x) * up x."""
     interleaved: bool = False
-    """True if rows of gate and up alternate, as in GPT-OSS; otherwise all rows of the gate come first."""
+    """True if the rows of gate and up alternate, as in GPT-OSS; otherwise all rows of the gate come first."""
 
     def __repr__(self) -> str:
         return summarize(self)
@@ -91,14 +91,8 @@ class ExpertWeights:
 
     def with_parameters(self, *parameters: Any) -> ExpertWeights:
         """Return the same experts with other tensors, in the order of `parameters`."""
-        up_EHD, down_EDF, up_bias_EH, down_bias_ED = parameters
-        return replace(
-            self,
-            up_EHD=up_EHD,
-            down_EDF=down_EDF,
-            up_bias_EH=up_bias_EH,
-            down_bias_ED=down_bias_ED,
-        )
+        names = ("up_EHD", "down_EDF", "up_bias_EH", "down_bias_ED")
+        return replace(self, **dict(zip(names, parameters, strict=True)))
 
     @property
     def num_experts(self) -> int:
@@ -118,8 +112,10 @@ class ExpertWeights:
         if not self.gated:
             hidden = act(up_NH)
         else:
-            alternating = up_NH[..., ::2], up_NH[..., 1::2]
-            gate, up = alternating if self.interleaved else up_NH.chunk(2, dim=-1)
+            if self.interleaved:
+                gate, up = up_NH[..., ::2], up_NH[..., 1::2]
+            else:
+                gate, up = up_NH.chunk(2, dim=-1)
             hidden = act(gate) * up if self.gate_function is None else self.gate_function(gate, up)
         return F.dropout(hidden, self.dropout) if self.dropout else hidden
 
@@ -129,37 +125,12 @@ Backend = Callable[[Tensor, Plan, ExpertWeights], Tensor]
 
 
 def combine(y_ND: Tensor, x_TD: Tensor, token_ids_N: Tensor, weights_N: Tensor) -> Tensor:
-    """Return the weighted sum of each token's results, computed in at least float32."""
+    """Return the weighted sum of each token's rows of `y_ND`, computed in at least float32."""
     weighted_ND = y_ND * weights_N.unsqueeze(-1)
     if x_TD.shape[0] == 1:  # faster when decoding one token at a time
         return weighted_ND.sum(dim=0, keepdim=True).to(x_TD.dtype)
     sums_TD = torch.zeros(x_TD.shape, dtype=weighted_ND.dtype, device=x_TD.device)
     return sums_TD.index_add_(0, token_ids_N, weighted_ND).to(x_TD.dtype)
-
-
-def outside_graphs(backend: Backend) -> Backend:
-    """Keep a backend out of the graphs of torch.compile.
-
-    Its shapes depend on the load of each expert, so it would be recompiled at every step.
-
-    Raises:
-        ValueError: under torch.export.
-    """
-
-    @wraps(backend)
-    def run(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-        if torch.compiler.is_compiling():
-            sentence = f"experts.backend '{backend.__name__}' {NOT_IN_GRAPHS}"
-            if is_transform_on():
-                sentence = TRANSFORMS_NOT_IN_GRAPHS
-            if torch.compiler.is_exporting():
-                raise ValueError(sentence)
-            torch._dynamo.graph_break(msg=sentence)  # the message of `fullgraph=True`
-            # A decorator would import torch's compiler, which takes about a second.
-            return torch.compiler.disable(backend)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
-        return backend(x_TD, plan, weights)
-
-    return run
 
 
 # -- derivatives
@@ -170,54 +141,40 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-NOT_BY_TRANSFORMS = (
+NO_TRANSFORMS = (
     "does not support torch.func, forward-mode differentiation or is_grads_batched, because its backward "
     "pass is hand-written; set experts.backend to 'loop', which supports them"
 )
-"""Reason of backends whose derivatives would omit the experts, or fail deep inside torch."""
-
-
-NOT_IN_GRAPHS = (
-    "copies the loads of the experts to the host, which torch.export and torch.compile(fullgraph=True) "
-    "cannot capture; set experts.backend to 'auto'"
-)
-"""Reason of backends that cannot be part of a graph."""
-
-
-TRANSFORMS_NOT_IN_GRAPHS = (
-    "experts under a torch.func transform cannot be compiled into the graph; call torch.compile without "
-    "fullgraph=True"
-)
-"""Reason of all backends under a torch.func transform inside torch.compile."""
+"""Error of backends whose derivatives would omit the experts, or fail deep inside torch."""
 
 
 def refuse_vmap(
     x: Tensor,
     parameters: Iterable[Tensor | None],
-    what: str = "experts, because the sizes of their products depend on the data",
+    reason: str = "experts, because the sizes of their products depend on the data",
 ) -> None:
-    """Raise early on tensors batched by torch.func.vmap; routing would fail deep inside torch.
+    """Raise for tensors batched by torch.func.vmap, before routing fails deep inside torch.
 
     Args:
         x: input of a sparse block.
         parameters: parameters of the block.
-        what: part of the block that does not support vmap, for the message.
+        reason: part of the block that does not support vmap, and why.
 
     Raises:
         ValueError: `x` or a parameter is batched.
     """
-    if torch.compiler.is_compiling():  # compiled blocks run the experts in eager mode, which checks
+    if torch.compiler.is_compiling():  # the experts run in eager mode and check there
         return
     if any(t is not None and is_batched(t) for t in (x, *parameters)):
         raise ValueError(
-            f"torch.func.vmap does not work with {what}; add a leading axis to x instead"
+            f"torch.func.vmap does not work with {reason}; add a leading axis to x instead"
         )
 
 
 def no_second_derivative(backend: str) -> RuntimeError:
-    """Return the error for differentiating a backend's own backward pass.
+    """Return the error for differentiating a hand-written backward pass.
 
-    Without this error torch would silently omit the experts from the second derivative.
+    Without this error, torch would silently omit the experts from the second derivative.
     """
     return RuntimeError(
         f"experts.backend '{backend}' has no second derivative, which create_graph=True needs; set "
@@ -226,7 +183,7 @@ def no_second_derivative(backend: str) -> RuntimeError:
 
 
 def refuse_more_derivatives(backend: str, grad: Tensor) -> None:
-    """Raise in a backend's own backward pass if it is differentiated again, or if gradients are batched.
+    """Raise in a hand-written backward pass that is differentiated again, or whose gradients are batched.
 
     `once_differentiable` is not enough: torch skips its error if only d/dx is computed.
 
@@ -236,7 +193,7 @@ def refuse_more_derivatives(backend: str, grad: Tensor) -> None:
     if torch.is_grad_enabled():
         raise no_second_derivative(backend)
     if is_batched(grad):
-        raise RuntimeError(f"experts.backend '{backend}' {NOT_BY_TRANSFORMS}")
+        raise RuntimeError(f"experts.backend '{backend}' {NO_TRANSFORMS}")
 
 
 def dropout_mask(
@@ -248,9 +205,9 @@ def dropout_mask(
     """
     if not weights.dropout:
         return None
-    kept = 1 - weights.dropout
+    keep_prob = 1 - weights.dropout
     mask_NF = torch.empty(num_rows, weights.d_ff, dtype=dtype, device=device)
-    return mask_NF.bernoulli_(kept).div_(kept)
+    return mask_NF.bernoulli_(keep_prob).div_(keep_prob)
 
 
 # -- dtypes
@@ -259,7 +216,7 @@ def dropout_mask(
 def check_dtype(x: Tensor, weight: Tensor | None) -> None:
     """Raise if the dtypes of `x` and the weights differ, except under autocast, which converts both.
 
-    All blocks and backends use this rule. It does not apply to quantised weights.
+    All blocks and backends use this rule. Quantised weights are not checked.
 
     Raises:
         ValueError: the dtypes differ.
@@ -278,11 +235,11 @@ CPU_CAPABILITIES = {
     torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
     torch.float16: ("amx_fp16", "avx512_fp16"),
 }
-"""Dtype -> capabilities with which a CPU multiplies it faster than float32; one of them is enough."""
+"""Dtype -> CPU capabilities, any one of which makes its products faster than float32 products."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of products: autocast's dtype if autocast is on, else the dtype of `x`.
+    """Return the dtype of products: autocast's dtype if autocast is on, otherwise the dtype of `x`.
 
     torch applies autocast neither to `grouped_mm` nor to our operators.
     """
@@ -293,8 +250,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def product_dtype_on_cpu(dtype: torch.dtype) -> torch.dtype:
     """Return `dtype`, or float32 if this CPU only emulates it, at a fraction of float32's speed."""
-    wanted = CPU_CAPABILITIES.get(dtype)
-    if wanted is None or any(_capabilities().get(name) for name in wanted):
+    names = CPU_CAPABILITIES.get(dtype)
+    if names is None or any(_capabilities().get(name) for name in names):
         return dtype
     return torch.float32
 
@@ -319,9 +276,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 def has_no_data(x: Tensor) -> bool:
     """Return True for a tensor without data: on `meta`, or a FakeTensor."""
-    module = sys.modules.get(
-        "torch._subclasses.fake_tensor"
-    )  # if not loaded, there are no FakeTensors
+    # There are no FakeTensors before this module is imported.
+    module = sys.modules.get("torch._subclasses.fake_tensor")
     return x.is_meta or (module is not None and isinstance(x, module.FakeTensor))
 
 
@@ -331,7 +287,7 @@ def needs_static_shapes(x: Tensor) -> bool:
 
 
 def is_dispatch_mode_on() -> bool:
-    """Return True if a mode such as FlopCounterMode intercepts torch's operators, which ours would hide."""
+    """Return True if a mode such as FlopCounterMode counts torch's operators; our C++ would bypass it."""
     return _get_current_dispatch_mode() is not None
 
 

@@ -1,7 +1,7 @@
 """Backend `cpu`: compiled kernels if there is a compiler, otherwise the loop over experts.
 
 In graphs of torch.compile and torch.export, and for tensors without data, the backend is one torch operator.
-Eager mode calls the kernels without that operator, which saves some microseconds.
+Eager mode calls the kernels directly, which saves some microseconds.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix
 """
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from moe_ffn.kernels.activations import Activation, ClampedSwiGLU, GateFunction
 from moe_ffn.kernels.autograd import register
 from moe_ffn.kernels.base import (
-    NOT_BY_TRANSFORMS,
+    NO_TRANSFORMS,
     ExpertWeights,
     autograd_in_operators,
     compute_dtype,
@@ -56,11 +56,11 @@ def is_compiled(weights: ExpertWeights) -> bool:
 def unsupported_reason(x_TD: Tensor, weights: ExpertWeights) -> str | None:
     """Return the reason why `cpu` cannot run these tokens; None if it can."""
     if x_TD.device.type == "cpu":
-        return NOT_BY_TRANSFORMS if is_transform_on() else None
+        return NO_TRANSFORMS if is_transform_on() else None
     return f"is for tensors on the CPU, but x is on {x_TD.device}; use 'auto'"
 
 
-# -- an autograd function around either implementation
+# -- the autograd function of both implementations
 
 
 class Inputs(NamedTuple):
@@ -75,7 +75,7 @@ class Inputs(NamedTuple):
     pair_ids_N: Tensor
     dropout_NF: Tensor | None
     options: ExpertWeights
-    """Options of the experts; its tensors are not used."""
+    """Options of the experts; the tensors in it are not used."""
     dtype: torch.dtype
     """Dtype of the saved first product, and of products if this CPU supports it natively."""
 
@@ -90,14 +90,14 @@ class Implementation(NamedTuple):
     forward: Callable[[Inputs, Tensor | None], Tensor]
     """(inputs, kept_NH) -> y_TD; writes the first product to `kept_NH` unless it is None."""
     backward: Callable[[Inputs, Tensor, Tensor, Sequence[bool]], Gradients]
-    """(inputs, kept_NH, grad_y_TD, wanted) -> the wanted gradients; always includes that of `weights_N`."""
+    """(inputs, kept_NH, grad_y_TD, wanted) -> the wanted gradients; C++ always adds that of `weights_N`."""
 
 
 def run(implementation: Implementation, x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Run experts of any dtype.
 
-    An expert without tokens gets a zero gradient. The first product (N, H) and the dropout mask are saved for
-    backward.
+    An expert without tokens gets a zero gradient. The first product (N, H) and the dropout mask are saved
+    for backward.
     """
     weights_N, parameters = plan.weights_N[: int(plan.offsets_E[-1])], weights.parameters
     if needs_gradient(x_TD, weights_N, *parameters):
@@ -136,7 +136,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_more_derivatives("cpu", grads[0])
-        # Read once: under activation checkpointing each read recomputes them.
+        # Read once: under activation checkpointing, each read recomputes the tensors.
         x_TD, weights_N, *parameters, ids_N, offsets_E, pair_ids_N, dropout_NF, kept_NH = (
             ctx.saved_tensors
         )
@@ -163,7 +163,7 @@ def native(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def _layer(inputs: Inputs) -> tuple[Any, ...]:
-    """Return the first arguments of both operators."""
+    """Return the arguments that both C++ operators share."""
     dtype = product_dtype_on_cpu(inputs.dtype)
     if dtype == torch.float16:  # the operators have no float16 products
         dtype = torch.float32
@@ -229,8 +229,8 @@ _lock = Lock()
 def empty_gradient(weight: Tensor) -> Tensor:
     """Return an uninitialised, contiguous tensor like `weight`.
 
-    A large tensor reuses the memory of an earlier gradient of the same weight, if no tensor uses it any more.
-    This memory is freed with the weight.
+    A large tensor reuses the memory of an earlier gradient of the same weight once no tensor uses it. This
+    memory is freed with the weight.
     """
     size = weight.numel() * weight.itemsize
     if size < LARGE_BYTES:
@@ -239,8 +239,8 @@ def empty_gradient(weight: Tensor) -> Tensor:
         if weight not in _buffers:
             _buffers[weight] = []
         buffers: list[bytearray] = _buffers[weight]
-        # Every storage over a buffer has a reference to it. Unused buffers have only two references: the
-        # list's and the argument's. A loop variable would be a third.
+        # Every storage in a buffer holds a reference to it. An unused buffer has two references, from the
+        # list and from the argument of `getrefcount`. A loop variable would be a third.
         in_use = [sys.getrefcount(buffers[i]) > 2 for i in range(len(buffers))]
         if all(in_use):
             in_use.append(False)
@@ -250,7 +250,7 @@ def empty_gradient(weight: Tensor) -> Tensor:
         return bytes_B[start : start + size].view(weight.dtype).view(weight.shape)
 
 
-# -- without a compiled kernel
+# -- without compiled kernels
 
 
 def loop_on_cpu(
@@ -289,14 +289,14 @@ def _loop_backward(
         ]
         y_TD = _run_inputs(inputs, *leaves)  # pyright: ignore[reportArgumentType]
         needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        found = iter(torch.autograd.grad(y_TD, needed, grad_y_TD))
+        grads = iter(torch.autograd.grad(y_TD, needed, grad_y_TD))
     return tuple(
-        next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves
+        next(grads) if leaf is not None and leaf.requires_grad else None for leaf in leaves
     )
 
 
 LOOP = Implementation(_loop_forward, _loop_backward)
-"""`loop` for the operator; it does not use the first product."""
+"""The loop over experts; it does not use the first product."""
 
 
 # -- the operator
@@ -347,11 +347,11 @@ _OPTIONS = "str activation, float[]? gate, bool gated, bool interleaved, ScalarT
     mutates_args=(),
     schema=f"({_INPUTS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)",
 )
-def experts(*given: Any) -> tuple[Tensor, Tensor]:
+def experts(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return y_TD and the first product (N, H), with 0 rows unless `keep`."""
-    *arguments, keep = given
-    x_TD, weights_N, up_EHD, *_ = arguments
-    implementation, inputs = _read(*arguments)
+    *common, keep = arguments
+    x_TD, weights_N, up_EHD, *_ = common
+    implementation, inputs = _parse(*common)
     kept_NH = x_TD.new_zeros(len(weights_N) if keep else 0, up_EHD.shape[1], dtype=inputs.dtype)
     y_TD = implementation.forward(inputs, kept_NH[: len(inputs.weights_N)] if keep else None)
     return y_TD, kept_NH
@@ -363,23 +363,23 @@ def experts(*given: Any) -> tuple[Tensor, Tensor]:
     schema=f"(Tensor grad_y, {_INPUTS}, Tensor kept, {_OPTIONS}, bool[] wanted) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def experts_backward(grad_y_TD: Tensor, *given: Any) -> tuple[Tensor, ...]:
+def experts_backward(grad_y_TD: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the first six inputs of `experts`; empty if not wanted."""
-    *tensors, kept_NH, activation, gate, gated, interleaved, dtype, wanted = given
-    arguments = [*tensors, activation, gate, gated, interleaved, dtype]
-    implementation, inputs = _read(*arguments)
+    *tensors, kept_NH, activation, gate, gated, interleaved, dtype, wanted = arguments
+    common = [*tensors, activation, gate, gated, interleaved, dtype]
+    implementation, inputs = _parse(*common)
     num_computed = len(inputs.weights_N)
-    found = implementation.backward(inputs, kept_NH[:num_computed], grad_y_TD, wanted)
+    computed = implementation.backward(inputs, kept_NH[:num_computed], grad_y_TD, wanted)
     grads = [
         grad if want and grad is not None else grad_y_TD.new_empty(0)
-        for grad, want in zip(found, wanted, strict=True)
+        for grad, want in zip(computed, wanted, strict=True)
     ]
     if wanted[1]:
         grads[1] = F.pad(grads[1], (0, len(tensors[1]) - num_computed))
     return tuple(grads)
 
 
-def _read(
+def _parse(
     x_TD: Tensor,
     weights_N: Tensor,
     up_EHD: Tensor,

@@ -24,19 +24,16 @@ _GPU_CAPACITY = re.compile(r"total capacity of ([\d.]+ \w+)")
 
 
 def memory_limit() -> int | None:
-    """Return the number of bytes that the machine, the container and the process limit allow.
-
-    None on Windows, where the number is not known.
-    """
+    """Return the bytes that the machine, the container and the process limit allow; None on Windows."""
     if not hasattr(os, "sysconf"):
         return None
     import resource
 
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     container = [path.read_text().strip() for path in _CGROUP_LIMITS if path.is_file()]
-    own, _ = resource.getrlimit(resource.RLIMIT_AS)
+    process, _ = resource.getrlimit(resource.RLIMIT_AS)
     limits = [machine, *(int(text) for text in container if text.isdigit())]  # `max`: no limit
-    return min(limits if own == resource.RLIM_INFINITY else [*limits, own])
+    return min(limits if process == resource.RLIM_INFINITY else [*limits, process])
 
 
 def gigabytes(num_bytes: int) -> str:
@@ -60,13 +57,13 @@ def out_of_memory(error: BaseException) -> str:
     if found := _GPU_CAPACITY.search(text):
         available = f", and the GPU has {found[1]}"
     tried = _TRIED_BYTES.search(text)
-    more = f"{gigabytes(int(tried[1]))} more" if tried else "what it asked for"
-    return f"out of memory: the program did not get {more}{available}"
+    more = f"{gigabytes(int(tried[1]))} more" if tried else "the requested memory"
+    return f"out of memory: could not allocate {more}{available}"
 
 
 @contextmanager
 def refusing_absurd_sizes(what: str) -> Iterator[None]:
-    """Turn out-of-memory and recursion errors into a ConfigError that begins with `what`."""
+    """Turn out-of-memory and recursion errors into a ConfigError that begins with `what`, the part built."""
     try:
         yield
     except RecursionError as error:
@@ -77,30 +74,22 @@ def refusing_absurd_sizes(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {sentence}; make it smaller") from error
 
 
-def require_memory(num_bytes: int, what: str, advice: str) -> None:
-    """Raise if a size exceeds the memory limit, before an allocation makes the system kill the process.
+def require_table_memory(num_rows: int, width: int, what: str, advice: str) -> None:
+    """Raise if a table of the default dtype exceeds the memory limit, so that the system does not kill us.
 
     Args:
-        num_bytes: size to allocate.
-        what: beginning of the message, such as `num_experts (16777216): the tables of experts`.
+        num_rows, width: shape of the table.
+        what: beginning of the message, such as `num_experts (16777216): experts of type 'value'`.
         advice: end of the message.
 
     Raises:
-        ConfigError: the size exceeds the limit.
+        ConfigError: the table is for the CPU and exceeds the limit.
     """
-    limit = memory_limit()
+    if torch.get_default_device().type != "cpu":  # `meta` uses no memory, and a GPU has its own
+        return
+    limit, num_bytes = memory_limit(), num_rows * width * torch.get_default_dtype().itemsize
     if limit is not None and num_bytes > limit:
         raise ConfigError(
             f"{what} take {gigabytes(num_bytes)}, and this process may have {gigabytes(limit)} of memory; "
             f"{advice}"
         )
-
-
-def require_table_memory(num_rows: int, width: int, what: str, advice: str) -> None:
-    """Call `require_memory` for a table of the default dtype, if the default device is the CPU.
-
-    Raises:
-        ConfigError: the table exceeds the limit.
-    """
-    if torch.get_default_device().type == "cpu":  # `meta` uses no memory, and a GPU its own
-        require_memory(num_rows * width * torch.get_default_dtype().itemsize, what, advice)

@@ -1,4 +1,4 @@
-"""Backends by name, and the choice of one: by the user, or automatically."""
+"""Table of backends, and the choice of `auto`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_ffn.kernels.base import (
     is_transform_on,
     refuse_vmap,
 )
-from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_refusal, loop
+from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_unsupported_reason, loop
 from moe_ffn.kernels.triton import backend as triton
 from moe_ffn.outputs import Plan
 
@@ -28,19 +28,19 @@ BACKENDS: dict[str, Backend] = {
 }
 """Backends by name; a test compares each with a double loop over tokens and experts."""
 
-REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
+_UNSUPPORTED_REASONS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
     "cpu": cpu.unsupported_reason,
-    "grouped_mm": grouped_mm_refusal,
+    "grouped_mm": grouped_mm_unsupported_reason,
     "triton": triton.unsupported_reason,
 }
-"""Backend -> reason why it cannot run these tokens and weights, or None. Unlisted backends run all."""
+"""Backend -> function that returns why it cannot run these tokens and weights, or None if it can."""
 
 BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
 """Device type of each backend that supports only one."""
 
 
 def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) -> Tensor:
-    """Run the experts on a plan with the named backend, or with the best one for `auto`; return (T, D).
+    """Run the experts on a plan with a backend of this name, or with the best one for `auto`; return (T, D).
 
     Raises:
         ValueError: the named backend does not support this device, dtype or width; `x_TD` and the weights
@@ -59,15 +59,18 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
 
 
 def unsupported_reason(backend: str, x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    return REFUSALS[backend](x_TD, weights) if backend in REFUSALS else None
+    reason = _UNSUPPORTED_REASONS.get(backend)
+    return None if reason is None else reason(x_TD, weights)
 
 
 def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
-    """Return the name of the backend that `auto` picks."""
+    """Return the name of the backend that `auto` chooses."""
     if is_transform_on():
         return "loop"
     if x_TD.device.type == "cpu":
         return "cpu"
-    candidates = ("triton", "grouped_mm") if x_TD.device.type == "cuda" else ()
-    usable = (name for name in candidates if unsupported_reason(name, x_TD, weights) is None)
-    return next(usable, "loop")
+    if x_TD.device.type == "cuda":
+        for name in ("triton", "grouped_mm"):
+            if unsupported_reason(name, x_TD, weights) is None:
+                return name
+    return "loop"

@@ -17,15 +17,36 @@ from moe_ffn.kernels.base import (
     combine,
     compute_dtype,
     is_forward_mode,
-    outside_graphs,
+    is_transform_on,
 )
 from moe_ffn.outputs import Plan
 
 
-@outside_graphs
 def loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """Run experts one by one: a gather, two products per expert, a scatter; reads the offsets on the host."""
-    return run_loop(x_TD, plan, weights)
+    """Run experts one by one: a gather, two products per expert, and a scatter.
+
+    The sizes of the products depend on the loads, which are copied to the host. torch.compile leaves the loop
+    out of its graphs, because it would recompile them at every step.
+
+    Raises:
+        ValueError: under torch.export.
+    """
+    if not torch.compiler.is_compiling():
+        return run_loop(x_TD, plan, weights)
+    message = (
+        "experts.backend 'loop' copies the loads of the experts to the host, which torch.export and "
+        "torch.compile(fullgraph=True) cannot capture; set experts.backend to 'auto'"
+    )
+    if is_transform_on():
+        message = (
+            "experts under a torch.func transform cannot be compiled into the graph; call torch.compile "
+            "without fullgraph=True"
+        )
+    if torch.compiler.is_exporting():
+        raise ValueError(message)
+    torch._dynamo.graph_break(msg=message)  # the error under `fullgraph=True`
+    # Not a decorator: it would import torch's compiler, which takes about a second.
+    return torch.compiler.disable(run_loop)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
 
 
 def run_loop(
@@ -37,11 +58,11 @@ def run_loop(
 ) -> Tensor:
     """Run `loop` in a given dtype, with a given dropout mask.
 
-    An expert without tokens multiplies an empty slice, so that its gradient is zero; DDP and FSDP would hang
-    on a missing gradient. Without gradients such experts are skipped.
+    An expert without tokens multiplies an empty slice, so that its gradient is zero: DDP and FSDP would hang
+    if it were missing. Without gradients, such experts are skipped.
 
     Args:
-        dtype: dtype of the weights and products; None: as autocast decides.
+        dtype: dtype of the weights and products; None: the dtype of the weights, or autocast's.
         dropout_NF: factor of each hidden unit, from `dropout_mask`.
     """
     ends = plan.offsets_E.tolist()
@@ -50,7 +71,7 @@ def run_loop(
     if not torch.is_grad_enabled():
         experts = [expert for expert in experts if sizes[expert]]
         sizes = [sizes[expert] for expert in experts]
-    # Skip the pairs that are not computed; with ReLU or top-p routing they may be most of the list.
+    # Skip the pairs that are not computed, which are most pairs with ReLU or top-p routing.
     token_ids_N, weights_N = plan.token_ids_N[: ends[-1]], plan.weights_N[: ends[-1]]
     if not sizes:
         return torch.zeros_like(x_TD)
@@ -70,7 +91,7 @@ def _linear_per_expert(
 ) -> Tensor:
     weight_E, bias_E = weight_EOI, bias_EO
     if torch.is_grad_enabled():
-        # Not `weight_EOI[expert]`: each such gradient would be as large as the weights of all experts.
+        # Not `weight_EOI[expert]`: the gradient of each index would be as large as all experts' weights.
         weight_E, bias_E = weight_EOI.unbind(), None if bias_EO is None else bias_EO.unbind()
     outputs = [
         F.linear(input_NI, weight_E[expert], None if bias_E is None else bias_E[expert])
@@ -98,15 +119,15 @@ def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
             output_NO = output_NO + bias_EO.to(dtype)[expert_ids_N]
         return torch.where(computed_N1, output_NO, 0)
 
-    # grouped_mm does not initialise rows after the last offset, in its output and its gradient. `where`
-    # before and after each product replaces them by zeros.
+    # grouped_mm does not initialise rows after the last offset, neither in its output nor in its gradient.
+    # `where` before and after each product replaces them by zeros.
     x_ND = torch.where(computed_N1, x_TD.to(dtype)[plan.token_ids_N], 0)
     up_NH = linear(x_ND, weights.up_EHD, weights.up_bias_EH)
     y_ND = linear(weights.activate(up_NH), weights.down_EDF, weights.down_bias_ED)
     return combine(y_ND, x_TD, plan.token_ids_N, plan.weights_N)
 
 
-def grouped_mm_refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
+def grouped_mm_unsupported_reason(x_TD: Tensor, weights: ExpertWeights) -> str | None:
     """Return why `F.grouped_mm` does not support this dtype, width or transform; None if it does."""
     if is_forward_mode():
         return (
@@ -114,10 +135,10 @@ def grouped_mm_refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
             "which has one"
         )
     dtype = compute_dtype(x_TD)
-    rows = (weights.d_model, weights.d_ff)
-    if dtype in supported_dtypes() and all(row * dtype.itemsize % ROW_BYTES == 0 for row in rows):
+    widths = (weights.d_model, weights.d_ff)
+    if dtype in supported_dtypes() and all(w * dtype.itemsize % ROW_BYTES == 0 for w in widths):
         return None
-    dtypes = ", ".join(str(dtype) for dtype in supported_dtypes())
+    dtypes = ", ".join(map(str, supported_dtypes()))
     advice = "'auto'" if torch.compiler.is_compiling() else "'loop'"  # `loop` cannot be in a graph
     return (
         f"takes {dtypes} and rows that are a multiple of {ROW_BYTES} bytes, but got {dtype} "

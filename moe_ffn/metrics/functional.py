@@ -18,23 +18,23 @@ from moe_ffn.outputs import FFNOutput, PairsOnlyRouting, Routing
 
 
 def _require_tensors(function: str, advice: str, *values: object) -> None:
-    """Raise TypeError if a value is a `Routing` or a list; `advice` names what to use instead."""
+    """Raise TypeError if a value is a list or a routing; `advice` says what to use instead of a routing."""
     for value in values:
         if isinstance(value, list | tuple | Routing | FFNOutput):
-            is_routed = isinstance(value, Routing | FFNOutput)
+            hint = "use torch.tensor(...)" if isinstance(value, list | tuple) else advice
             raise TypeError(
-                f"{function} takes tensors, but got a value of type {type(value).__name__}; "
-                f"{advice if is_routed else 'use torch.tensor(...)'}"
+                f"{function} takes tensors, but got a value of type {type(value).__name__}; {hint}"
             )
 
 
 # -- load
 
 
-def _floating(load_E: Tensor, function: str) -> Tensor:
-    """Return the load; counts become float64, which represents them exactly."""
-    advice = "LoadMetrics measures the load of a Routing, over many batches"
-    _require_tensors(function, advice, load_E)
+def _as_floating(load_E: Tensor, function: str) -> Tensor:
+    """Return the load as floating point; counts become float64, which represents them exactly."""
+    _require_tensors(
+        function, "LoadMetrics measures the load of a Routing, over many batches", load_E
+    )
     return load_E if load_E.dtype.is_floating_point else load_E.double()
 
 
@@ -42,9 +42,9 @@ def max_violation(load_E: Tensor) -> Tensor:
     """Return MaxVio = (max - mean) / mean of the load: 0 at balance, E - 1 if one expert has all tokens.
 
     Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy" (arXiv:2408.15664), section 4.1.
-    Leading axes are kept.
+    Reduces only the last axis.
     """
-    load_E = _floating(load_E, "max_violation")
+    load_E = _as_floating(load_E, "max_violation")
     mean = load_E.mean(dim=-1)
     tiny = torch.finfo(load_E.dtype).tiny
     return (load_E.amax(dim=-1) - mean) / mean.clamp(min=tiny)
@@ -52,7 +52,7 @@ def max_violation(load_E: Tensor) -> Tensor:
 
 def load_cv(load_E: Tensor) -> Tensor:
     """Return the coefficient of variation, standard deviation / mean: 0 at balance, sqrt(E - 1) at worst."""
-    load_E = _floating(load_E, "load_cv")
+    load_E = _as_floating(load_E, "load_cv")
     tiny = torch.finfo(load_E.dtype).tiny
     return load_E.std(dim=-1, correction=0) / load_E.mean(dim=-1).clamp(min=tiny)
 
@@ -60,24 +60,24 @@ def load_cv(load_E: Tensor) -> Tensor:
 def load_entropy(load_E: Tensor) -> Tensor:
     """Return the entropy of the load over log E: 1 at balance, 0 if one expert has all tokens.
 
-    Leading axes are kept. A single expert gives 1, and a load of zeros nan.
+    Reduces only the last axis. A single expert gives 1; a load of zeros gives nan.
     """
-    load_E = _floating(load_E, "load_entropy")
+    load_E = _as_floating(load_E, "load_entropy")
     share_E = load_E / load_E.sum(dim=-1, keepdim=True)
     entropy = torch.special.entr(share_E).sum(dim=-1)
     return entropy / math.log(load_E.shape[-1]) if load_E.shape[-1] > 1 else entropy + 1
 
 
 def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
-    """Return MaxVio of the load of each rank, with the experts split over the ranks in order.
+    """Return MaxVio over ranks; the load of a rank is the sum over its experts, which are split in order.
 
-    Expert parallelism waits for the busiest rank, so a step takes 1 + MaxVio times as long as at balance. nan
-    if `num_ranks` does not divide the number of experts.
+    Expert parallelism waits for the busiest rank, so the experts take 1 + MaxVio times as long as at balance.
+    Returns nan if `num_ranks` does not divide the number of experts.
 
     Raises:
         ConfigError: `num_ranks` is not a whole number of at least 1.
     """
-    load_E = _floating(load_E, "rank_max_violation")
+    load_E = _as_floating(load_E, "rank_max_violation")
     require_count(num_ranks, "num_ranks")
     if load_E.shape[-1] % num_ranks:
         return load_E.new_tensor(torch.nan)
@@ -88,9 +88,9 @@ def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
 
 
 def top1_margin(scores_TE: Tensor) -> Tensor:
-    """Return the best minus the second-best normalised score, (T,), a measure of the router's confidence.
+    """Return the best minus the second-best normalised score, (T,): how confident the router is.
 
-    nan with a single expert.
+    Returns nan for a single expert.
     """
     _require_tensors("top1_margin", "use routing.scores_TE, normalised to sum to 1", scores_TE)
     if scores_TE.shape[-1] == 1:
@@ -101,17 +101,23 @@ def top1_margin(scores_TE: Tensor) -> Tensor:
 
 @takes_routing
 def logit_max(routing: Routing) -> Tensor:
-    """Return the largest finite |logit| of a real token, a scalar; `nonfinite_tokens` counts the others."""
+    """Return the largest finite |logit| of a real token, a scalar; `nonfinite_tokens` counts other tokens."""
     if isinstance(routing, PairsOnlyRouting):
-        sizes_N = routing.logits_N.abs()
-        counted_N = sizes_N.isfinite() & routing.active_N
-        return torch.where(counted_N, sizes_N, 0).max() if len(sizes_N) else sizes_N.sum()
-    sizes_TE = routing.require("logits_TE", "logit_max").abs()
-    ignored_TE = ~sizes_TE.isfinite()
+        magnitudes_N = routing.logits_N.abs()
+        counted_N = magnitudes_N.isfinite() & routing.active_N
+        return (
+            torch.where(counted_N, magnitudes_N, 0).max()
+            if len(magnitudes_N)
+            else magnitudes_N.sum()
+        )
+    magnitudes_TE = routing.require("logits_TE", "logit_max").abs()
+    ignored_TE = ~magnitudes_TE.isfinite()
     if routing.mask_T is not None:
         ignored_TE = ignored_TE | ~routing.mask_T.unsqueeze(-1)
     return (
-        sizes_TE.masked_fill(ignored_TE, 0).flatten().max() if sizes_TE.numel() else sizes_TE.sum()
+        magnitudes_TE.masked_fill(ignored_TE, 0).flatten().max()
+        if magnitudes_TE.numel()
+        else magnitudes_TE.sum()
     )
 
 
@@ -121,10 +127,10 @@ def nonfinite_tokens(routing: Routing) -> Tensor:
     # A sum of logits is finite only if each logit is; a sum that overflows counts as infinite too.
     if isinstance(routing, PairsOnlyRouting):
         zeros_T = routing.logits_N.new_zeros(routing.num_tokens)
-        broken_T = ~zeros_T.index_add(0, routing.token_ids_N, routing.logits_N).isfinite()
+        nonfinite_T = ~zeros_T.index_add(0, routing.token_ids_N, routing.logits_N).isfinite()
     else:
-        broken_T = ~routing.require("logits_TE", "nonfinite_tokens").sum(dim=-1).isfinite()
-    return (broken_T if routing.mask_T is None else broken_T & routing.mask_T).sum()
+        nonfinite_T = ~routing.require("logits_TE", "nonfinite_tokens").sum(dim=-1).isfinite()
+    return (nonfinite_T if routing.mask_T is None else nonfinite_T & routing.mask_T).sum()
 
 
 # -- chosen experts
@@ -143,7 +149,7 @@ def chosen_experts(routing: Routing) -> Tensor:
 
 @takes_routing
 def coactivation_counts(routing: Routing) -> Tensor:
-    """Return the number of tokens that chose each pair of experts, int64 (E, E); diagonal: each one."""
+    """Return the number of tokens that chose each pair of experts, int64 (E, E); the diagonal counts each one."""
     chosen_TE = chosen_experts(routing).float()
     # float32 counts exactly up to 16 million tokens, the bfloat16 of autocast only up to 256.
     with torch.autocast(chosen_TE.device.type, enabled=False):
@@ -151,7 +157,7 @@ def coactivation_counts(routing: Routing) -> Tensor:
 
 
 def coactivation(counts_EE: Tensor) -> Tensor:
-    """Return the share of expert i's tokens that also chose expert j, (E, E); 1 on the diagonal of used ones.
+    """Return the share of expert i's tokens that also chose expert j, (E, E); rows of unused experts are 0.
 
     Muennighoff et al. 2024, "OLMoE" (arXiv:2409.02060), section 5.2.
     """
@@ -160,13 +166,13 @@ def coactivation(counts_EE: Tensor) -> Tensor:
 
 
 def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
-    """Return the share of tokens whose experts changed between two looks at the same tokens.
+    """Return the share of tokens whose experts changed between two routings of the same tokens.
 
     Muennighoff et al. 2024 (arXiv:2409.02060), section 5.1, call the unchanged share router saturation.
 
     Args:
-        before_TE: `chosen_experts` of the earlier look, bool (T, E).
-        after_TE: `chosen_experts` of the later look, bool (T, E).
+        before_TE: `chosen_experts` of the earlier routing, bool (T, E).
+        after_TE: `chosen_experts` of the later routing, bool (T, E).
 
     Raises:
         ValueError: the shapes differ.
@@ -174,8 +180,8 @@ def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
     _require_tensors("churn", "use chosen_experts(routing)", before_TE, after_TE)
     if before_TE.shape != after_TE.shape:
         raise ValueError(
-            f"churn compares two looks at the same tokens and experts, got {tuple(before_TE.shape)} and "
-            f"{tuple(after_TE.shape)}"
+            f"churn compares two routings of the same tokens and experts, but got shapes "
+            f"{tuple(before_TE.shape)} and {tuple(after_TE.shape)}"
         )
     return (before_TE != after_TE).any(dim=-1).float().mean()
 
@@ -193,16 +199,18 @@ def idle_steps(before_E: Tensor, load_E: Tensor, num_steps: int) -> Tensor:
 # -- language model
 
 
-WORSE_THAN_UNIGRAM = "worse than the unigram model, which only counts tokens: too short, or broken"
-"""Remark on a run whose validation loss is above `unigram_loss`."""
+WORSE_THAN_UNIGRAM = (
+    "worse than the unigram model, which only counts tokens: the run is too short or broken"
+)
+"""Remark on a validation loss above `unigram_loss`."""
 
 
 class _Tokens(Protocol):
-    """Row of token ids whose slices are arrays: an array, or files that are read on demand."""
+    """Sequence of token ids whose slices are arrays: an array, or files that are read on demand."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, places: slice, /) -> Any: ...
+    def __getitem__(self, index: slice, /) -> Any: ...
 
 
 def unigram_loss(train_tokens: _Tokens, validation_targets: _Tokens, vocab_size: int) -> float:

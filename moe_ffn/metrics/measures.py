@@ -21,10 +21,7 @@ from moe_ffn.balancing.sums import (
     real_only,
     token_entropy,
 )
-from moe_ffn.metrics.functional import (
-    coactivation_counts,
-    rank_max_violation,
-)
+from moe_ffn.metrics.functional import coactivation_counts, rank_max_violation
 from moe_ffn.outputs import Routing
 
 
@@ -57,7 +54,7 @@ class Statistic:
     """Tensor that is summed over batches and ranks, or reduced to its maximum."""
 
     name: str
-    of: Callable[[LayerBatch], Tensor]
+    from_batch: Callable[[LayerBatch], Tensor]
     axes: Literal["", "E", "EE"] = ""
     dtype: torch.dtype = torch.float32
     reduce: Literal["sum", "max"] = "sum"
@@ -68,7 +65,7 @@ class Statistic:
 
     def add(self, before: Tensor, batch: LayerBatch) -> Tensor:
         """Return the value after one more batch."""
-        value = self.of(batch).to(before.dtype)
+        value = self.from_batch(batch).to(before.dtype)
         return before.maximum(value) if self.reduce == "max" else before + value
 
 
@@ -78,13 +75,13 @@ class Measure:
 
     value: Callable[..., Tensor]
     """Function of the values of `statistics`, in this order. Returns nan if the metric does not apply to a
-    layer, as `capacity_used` without a capacity."""
+    layer, such as `capacity_used` without a capacity."""
     statistics: tuple[Statistic, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowEnd:
-    """Values of one layer at the end of a training row, for metrics that no single batch determines."""
+    """State of one layer at the end of a training row, for metrics that no single batch determines."""
 
     load_E: Tensor
     """Each expert's share of the (token, expert) pairs of the row."""
@@ -102,10 +99,10 @@ class RowEnd:
 
 
 def counted(
-    name: str, of: Callable[[LayerBatch], Tensor], axes: Literal["", "E", "EE"] = ""
+    name: str, from_batch: Callable[[LayerBatch], Tensor], axes: Literal["", "E", "EE"] = ""
 ) -> Statistic:
     """Return a statistic that sums int64 counts."""
-    return Statistic(name, of, axes, torch.int64)
+    return Statistic(name, from_batch, axes, torch.int64)
 
 
 PAIRS = counted("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
@@ -118,16 +115,18 @@ CHOSEN_TOGETHER = counted("counts_EE", lambda b: coactivation_counts(b.routing),
 
 def per_token(name: str, function: Callable[[Routing], Tensor]) -> Measure:
     """Return the mean over all real tokens of `function`, which returns the mean over one batch."""
-    return summed(name, lambda batch: function(batch.routing) * batch.num_tokens)
+    return averaged(name, lambda batch: function(batch.routing) * batch.num_tokens)
 
 
-def summed(name: str, of: Callable[[LayerBatch], Tensor], over: Statistic = TOKENS) -> Measure:
-    """Return the sum over batches, divided by the number of tokens or another count."""
-    total = Statistic(name, of)
-    return Measure(lambda total, num: total / num.clamp(min=1), (total, over))
+def averaged(
+    name: str, from_batch: Callable[[LayerBatch], Tensor], count: Statistic = TOKENS
+) -> Measure:
+    """Return the sum of `from_batch` over batches, divided by the number of tokens or another count."""
+    total = Statistic(name, from_batch)
+    return Measure(lambda total, num: total / num.clamp(min=1), (total, count))
 
 
-def load_of_pairs(pairs_E: Tensor) -> Tensor:
+def load_from_counts(pairs_E: Tensor) -> Tensor:
     """Return each expert's share of the pairs; zeros without pairs."""
     return pairs_E / pairs_E.sum().clamp(min=1)
 
@@ -155,7 +154,7 @@ def entropy_of_mean(scores_E: Tensor) -> Tensor:
 
 
 def shared_shares(batch: LayerBatch) -> Tensor:
-    """Return the shared expert's share of the output norm times the tokens; nan without a shared expert."""
+    """Return the shared expert's share of the output norm times the tokens; nan without one."""
     return batch.num_tokens * (torch.nan if batch.shared_share is None else batch.shared_share)
 
 
@@ -165,7 +164,7 @@ def load_balance(batch: LayerBatch) -> Tensor:
     return load_times_scores(pairs_E, scores_E, batch.num_tokens) * batch.num_tokens
 
 
-def rank_violation_of_row(row: RowEnd) -> Tensor | None:
+def row_rank_violation(row: RowEnd) -> Tensor | None:
     """Return MaxVio over ranks of the load of a row; None with a single rank."""
     if row.num_ranks == 1:
         return None

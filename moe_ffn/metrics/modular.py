@@ -52,8 +52,8 @@ class _RoutingMetrics(Metric):
         check_routing(routing, f"{name}.update")
         if routing.num_experts != self.num_experts:
             raise ValueError(
-                f"{name} was made for num_experts {self.num_experts}, but the routing has "
-                f"{routing.num_experts}"
+                f"{name} has num_experts {self.num_experts}, but the routing has {routing.num_experts}; "
+                "create one for each layer"
             )
         if routing.is_pairs_only != self.is_pairs_only:
             kinds = ("PairsOnlyRouting", "a routing with (T, E) tables")
@@ -68,7 +68,7 @@ class _RoutingMetrics(Metric):
             setattr(self, statistic.name, statistic.add(before, batch))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return key -> value; nan if a metric does not apply, as `capacity_used` without a capacity."""
+        """Return key -> value; nan if a metric does not apply, such as `capacity_used` without a capacity."""
         metrics = self._metrics()
         return compute(metrics, {s.name: getattr(self, s.name) for s in statistics_of(metrics)})
 
@@ -79,7 +79,7 @@ class _RoutingMetrics(Metric):
 class LoadMetrics(_RoutingMetrics):
     """Metrics computed from counts of pairs, such as `load`; cheap enough for every batch.
 
-    Counts are summed before ratios are taken, so MaxVio measures lasting imbalance and not the noise of one
+    Counts are summed before ratios are taken, so MaxVio measures lasting imbalance, not the noise of one
     batch. `capacity_used` is nan unless `update` gets `expert_capacity`, such as
     `layer.capacity.expert_capacity(routing, training=True)`.
     """
@@ -107,7 +107,7 @@ class ListMetrics(_RoutingMetrics):
 
 
 class CoactivationMetrics(_RoutingMetrics):
-    """Co-activation of each pair of experts; has an (E, E) state and needs a matrix product per batch."""
+    """Co-activation of each pair of experts; the state is (E, E), and each batch costs a matrix product."""
 
     measured = ("validation",)
 
@@ -147,12 +147,12 @@ class LanguageMetrics(Metric):
         self.num_bytes += num_bytes.sum()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Any:
-        # Converting the model, as for bf16-true, may move these sums to a device but must not round them.
+        # Converting the model, for example to bf16-true, may move these sums but must not round them.
         return super()._apply(lambda value: value.to(fn(value).device), exclude_state)
 
     @property
     def loss_so_far(self) -> Tensor:
-        """Loss of this rank since the last reset in nats per token, a scalar; nan before the first batch.
+        """Loss of this rank since the last reset, nats per token; nan before the first batch.
 
         Does not wait for other ranks.
         """

@@ -15,7 +15,7 @@ LOAD_SCALE = {
     "load-double": (0.5, "#f2a25c"),
     "load-most": (1.0, "#8f2d04"),
 }
-"""Role -> (place on the colour scale of loads, colour); place 1 is four times the even share."""
+"""Role -> (position on the colour scale of loads, colour); position 1 is four times the even share."""
 
 LOAD_OPTIONS: dict[str, Any] = {
     "bar": {
@@ -30,14 +30,14 @@ LOAD_OPTIONS: dict[str, Any] = {
 """Options of `heat_figure` for loads as multiples of the even share, the same for all layers and runs."""
 
 TITLE_HEIGHT = 44
-"""Pixels of a figure's title; the page has a heading instead, and subtracts them."""
+"""Pixels of a figure's title; a page has a heading instead and subtracts them."""
 
 _PALE = {"gridcolor": "#ebf0f8", "linecolor": "#ebf0f8", "zerolinecolor": "#ebf0f8"}
 TEMPLATE = {
     "layout": {"font": {"color": "#2a3f5f"}, "xaxis": _PALE, "yaxis": _PALE},
     "data": {"heatmap": [{"colorbar": {"outlinewidth": 0}}]},
 }
-"""Used part of `plotly_white`; the whole template would double the time to make a figure."""
+"""The part of `plotly_white` that is used; the whole template would double the time to build a figure."""
 
 
 def heat_figure(
@@ -63,8 +63,8 @@ def heat_figure(
         height: pixels without the title; None derives it from the number of rows.
         trace_options: more options of `go.Heatmap`.
     """
-    # The bar lies above the plot, so that the plot has the whole width of a phone.
-    wide_bar = {
+    # The bar is above the plot, so that the plot has the full width of a phone.
+    top_bar = {
         "orientation": "h",
         "x": 0.5,
         "y": 1.0,
@@ -79,13 +79,13 @@ def heat_figure(
         x=list(x),
         y=list(y),
         z=z,
-        colorbar=wide_bar,
+        colorbar=top_bar,
         hovertemplate=f"{hover}<extra></extra>",
         **trace_options,
     )
-    plain = {"showgrid": False, "zeroline": False}
-    x_options = {"title": {"text": axes[0]}, **plain}
-    y_options = {"title": axis_title(axes[1]), "autorange": "reversed", **plain}
+    no_grid = {"showgrid": False, "zeroline": False}
+    x_options = {"title": {"text": axes[0]}, **no_grid}
+    y_options = {"title": axis_title(axes[1]), "autorange": "reversed", **no_grid}
     names = [row for row in y if isinstance(row, str)]
     if names:
         y_options["type"] = "category"

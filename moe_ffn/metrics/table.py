@@ -1,7 +1,7 @@
-"""Tables of all metrics: key, definition, healthy values and computation of each.
+"""Tables of all metrics, with the key, definition, healthy values and computation of each.
 
 Rows, wandb, the report, the dashboard, the results at the end of a run and docs/reference/metrics.md read
-these tables. A new routing metric needs an entry in `LAYER_METRICS` and, if it is new, a function in
+these tables. A new routing metric needs an entry in `LAYER_METRICS`, and usually a function in
 `metrics.functional`.
 
 T tokens, E experts, B sequences
@@ -39,15 +39,15 @@ from moe_ffn.metrics.measures import (
     Measure,
     RowEnd,
     Statistic,
+    averaged,
     capacity_used,
     counted,
     entropy_of_mean,
     load_balance,
-    load_of_pairs,
+    load_from_counts,
     per_token,
-    rank_violation_of_row,
+    row_rank_violation,
     shared_shares,
-    summed,
 )
 
 Measured = Literal["every batch", "last step", "validation", "row", "probe"]
@@ -60,8 +60,8 @@ WHERE: dict[Measured, str] = {
     "probe": "P",
 }
 """Batches that a metric of a sparse layer covers: all training steps (T), the last step of a row (L), a probe
-batch (P), validation (V). Cheap metrics cover every batch. Metrics of single tokens cost several percent of a
-small model's step, so they cover only the last step of a row."""
+batch (P), validation (V). Cheap metrics cover every batch. Per-token metrics would cost several percent of a
+small model's step on every batch, so they cover only the last step of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Metric:
     """Rows that contain a metric of the whole model."""
     measure: Measure | None = None
     """Its computation from routings with tables; None for a metric of the model or with a `row_end`."""
-    of_list: Measure | None = None
+    pairs_only_measure: Measure | None = None
     """Its computation from a `PairsOnlyRouting`; None if it has none."""
     row_end: Callable[[RowEnd], Tensor | None] | None = None
     """Its computation at the end of a row; returns None if the metric does not apply to the layer."""
@@ -124,12 +124,12 @@ def _table(*metrics: Metric) -> dict[str, Metric]:
     return {metric.key: metric for metric in metrics}
 
 
-OF_LIST = "a router that lists pairs (`product_key`)"
+PAIRS_ONLY = "a router that lists pairs (`product_key`)"
 
 
 def _for_both(measure: Measure) -> dict[str, Any]:
     """Return the options of a metric with the same computation for both kinds of routing."""
-    return {"measure": measure, "of_list": measure}
+    return {"measure": measure, "pairs_only_measure": measure}
 
 
 def _value_of(statistic: Statistic) -> Measure:
@@ -145,7 +145,7 @@ LAYER_METRICS = _table(
         formula="each expert's share of the (token, expert) pairs, before dropping",
         healthy="1 / E each",
         measured="every batch",
-        measure=Measure(load_of_pairs, (PAIRS,)),
+        measure=Measure(load_from_counts, (PAIRS,)),
     ),
     Metric(
         key="max_violation",
@@ -157,7 +157,7 @@ LAYER_METRICS = _table(
         healthy_range=(0, 1),
         source="[2024](https://arxiv.org/abs/2408.15664)",
         measured="every batch",
-        measure=Measure(lambda pairs_E: max_violation(load_of_pairs(pairs_E)), (PAIRS,)),
+        measure=Measure(lambda pairs_E: max_violation(load_from_counts(pairs_E)), (PAIRS,)),
         label="MaxVio",
     ),
     Metric(
@@ -168,7 +168,7 @@ LAYER_METRICS = _table(
         formula="standard deviation of the experts' loads over their mean",
         healthy="near 0; at most sqrt(E / k - 1)",
         measured="every batch",
-        measure=Measure(lambda pairs_E: load_cv(load_of_pairs(pairs_E)), (PAIRS,)),
+        measure=Measure(lambda pairs_E: load_cv(load_from_counts(pairs_E)), (PAIRS,)),
     ),
     Metric(
         key="dropped_fraction",
@@ -182,7 +182,7 @@ LAYER_METRICS = _table(
         measure=Measure(
             lambda pairs_E, num_dropped: num_dropped / pairs_E.sum().clamp(min=1), (PAIRS, DROPPED)
         ),
-        of_list=Measure(
+        pairs_only_measure=Measure(
             lambda num_pairs, num_dropped: num_dropped / num_pairs.clamp(min=1),
             (NUM_PAIRS, DROPPED),
         ),
@@ -196,8 +196,8 @@ LAYER_METRICS = _table(
         formula="entropy of p, the router's distribution over experts, mean over tokens: low if the "
         "router is sure",
         healthy="falls from log E as the router decides",
-        measure=summed("entropies", lambda b: token_entropy(b.scores_TE).sum()),
-        of_list=per_token("entropies", entropy_of_list),
+        measure=averaged("entropies", lambda b: token_entropy(b.scores_TE).sum()),
+        pairs_only_measure=per_token("entropies", entropy_of_list),
         label="entropy",
     ),
     Metric(
@@ -228,8 +228,8 @@ LAYER_METRICS = _table(
         title="Churn",
         quantity="changed tokens",
         unit="share",
-        formula="share of the probe's tokens whose experts changed since the last look, "
-        "`logging.churn_every_n_steps` or more steps before",
+        formula="share of the probe batch's tokens whose experts changed since the previous probe, at least "
+        "`logging.churn_every_n_steps` steps earlier",
         healthy="falls towards 0; the unchanged share is called saturation",
         source="[OLMoE](https://arxiv.org/abs/2409.02060)",
         measured="probe",
@@ -255,7 +255,7 @@ LAYER_METRICS = _table(
         formula="best minus second best of a token's normalised scores, mean over tokens",
         healthy="grows from 0 as the router decides",
         requires="at least two experts",
-        measure=summed("top1_margins", lambda b: top1_margin(b.scores_TE).sum()),
+        measure=averaged("top1_margins", lambda b: top1_margin(b.scores_TE).sum()),
     ),
     Metric(
         key="shared_share",
@@ -265,7 +265,7 @@ LAYER_METRICS = _table(
         formula="norm of the shared expert's output over the sum of both norms, mean over tokens",
         healthy="neither 0 nor 1",
         requires="a shared expert",
-        **_for_both(summed("shared_shares", shared_shares)),
+        **_for_both(averaged("shared_shares", shared_shares)),
     ),
     Metric(
         key="capacity_used",
@@ -277,7 +277,7 @@ LAYER_METRICS = _table(
         requires="a capacity",
         measured="every batch",
         measure=Measure(capacity_used, (PAIRS, DROPPED, TOTAL_CAPACITY)),
-        of_list=Measure(capacity_used, (NUM_PAIRS, DROPPED, TOTAL_CAPACITY)),
+        pairs_only_measure=Measure(capacity_used, (NUM_PAIRS, DROPPED, TOTAL_CAPACITY)),
     ),
     Metric(
         key="experts_per_token",
@@ -287,7 +287,9 @@ LAYER_METRICS = _table(
         healthy="k; for top-p and ReLU routers, their target",
         measured="every batch",
         measure=Measure(lambda pairs_E, num: pairs_E.sum() / num.clamp(min=1), (PAIRS, TOKENS)),
-        of_list=Measure(lambda num_pairs, num: num_pairs / num.clamp(min=1), (NUM_PAIRS, TOKENS)),
+        pairs_only_measure=Measure(
+            lambda num_pairs, num: num_pairs / num.clamp(min=1), (NUM_PAIRS, TOKENS)
+        ),
         label="experts",
     ),
     Metric(
@@ -297,10 +299,10 @@ LAYER_METRICS = _table(
         unit="dimensionless",
         formula="MaxVio of each sequence, mean over sequences",
         healthy="higher than MaxVio if experts specialise by text",
-        measure=summed(
+        measure=averaged(
             "sequence_violations",
             lambda b: max_violation(b.pairs_BE.float()).clamp(min=0).sum(),
-            over=SEQUENCES,
+            count=SEQUENCES,
         ),
     ),
     Metric(
@@ -308,11 +310,11 @@ LAYER_METRICS = _table(
         title="MaxVio over ranks",
         quantity="MaxVio",
         unit="dimensionless",
-        formula="MaxVio of the load of each rank, with the experts split over the ranks in order",
-        healthy="near 0; with expert parallelism the experts of a step take 1 + this times as long",
+        formula="MaxVio over ranks; the load of a rank is the sum over its experts, which are split in order",
+        healthy="near 0; with expert parallelism, the experts take 1 + this times as long",
         requires="several ranks",
         measured="row",
-        row_end=rank_violation_of_row,
+        row_end=row_rank_violation,
     ),
     Metric(
         key="coactivation",
@@ -356,8 +358,8 @@ LAYER_METRICS = _table(
         unit="dimensionless",
         formula="Switch loss of the layer before its weight, computed for each batch and rank",
         healthy="1",
-        measure=summed("load_balance", load_balance),
-        of_list=per_token("load_balance", load_balancing_loss),
+        measure=averaged("load_balance", load_balance),
+        pairs_only_measure=per_token("load_balance", load_balancing_loss),
     ),
     Metric(
         key="router_z",
@@ -371,10 +373,10 @@ LAYER_METRICS = _table(
     ),
     Metric(
         key="nonfinite_tokens",
-        title="Tokens without a finite score",
+        title="Tokens with non-finite logits",
         quantity="tokens",
         unit="count",
-        formula="tokens that reached the router with NaN or infinity",
+        formula="tokens with a NaN or infinite router logit",
         healthy="0",
         healthy_range=(0, 0),
         measured="every batch",
@@ -388,20 +390,20 @@ LAYER_METRICS = _table(
         formula="share of the experts that some token of a batch chose, mean over batches",
         healthy="near min(1, pairs / E)",
         source="[2019](https://arxiv.org/abs/1907.05242)",
-        requires=OF_LIST,
-        of_list=per_token("experts_used", lambda r: num_used(r) / r.num_experts),
+        requires=PAIRS_ONLY,
+        pairs_only_measure=per_token("experts_used", lambda r: num_used(r) / r.num_experts),
         label="experts used",
     ),
     Metric(
         key="usage_kl",
-        title="Usage from uniform",
+        title="Divergence from uniform usage",
         quantity="KL divergence",
         unit="nats",
         formula="KL divergence of the experts' shares of a batch's weights from 1 / E, mean over batches",
         healthy="small compared with log E; at least log(E / pairs) if pairs are fewer than experts",
         source="[2019](https://arxiv.org/abs/1907.05242)",
-        requires=OF_LIST,
-        of_list=per_token("usage_kl", usage_kl),
+        requires=PAIRS_ONLY,
+        pairs_only_measure=per_token("usage_kl", usage_kl),
     ),
 )
 """Metrics of each sparse layer, in the order of the pages."""
@@ -439,7 +441,7 @@ RUN_METRICS = _table(
         key="tokens_per_second",
         title="Throughput",
         unit="tokens per second",
-        formula="tokens of the row over its seconds, all ranks together, validations left out",
+        formula="tokens of the row over its seconds without validation, all ranks together",
         healthy="steady",
         rows=("train",),
     ),
@@ -499,10 +501,10 @@ def measured_in(*measured: Measured, is_pairs_only: bool = False) -> list[Metric
     Args:
         is_pairs_only: for a `PairsOnlyRouting`, see `Routing.is_pairs_only`.
     """
-    found = [metric for metric in LAYER_METRICS.values() if metric.measured in measured]
+    metrics = [metric for metric in LAYER_METRICS.values() if metric.measured in measured]
     if is_pairs_only:
-        found = [replace(metric, measure=metric.of_list) for metric in found]
-    return [metric for metric in found if metric.measure is not None]
+        metrics = [replace(metric, measure=metric.pairs_only_measure) for metric in metrics]
+    return [metric for metric in metrics if metric.measure is not None]
 
 
 def statistics_of(metrics: Iterable[Metric]) -> list[Statistic]:
@@ -522,5 +524,5 @@ def compute(metrics: Iterable[Metric], sums: Mapping[str, Tensor]) -> dict[str, 
 
 def compute_row_end(row: RowEnd) -> dict[str, Tensor]:
     """Return the value of each metric with a `row_end` that applies to the layer."""
-    found = {m.key: m.row_end(row) for m in LAYER_METRICS.values() if m.row_end is not None}
-    return {key: value for key, value in found.items() if value is not None}
+    values = {m.key: m.row_end(row) for m in LAYER_METRICS.values() if m.row_end is not None}
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,1 +1,1 @@
-"""The Transformer: attention, positions, norms, KV cache, generation."""
+"""The Transformer: attention, positions, norms, KV cache and generation."""

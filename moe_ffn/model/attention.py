@@ -28,16 +28,16 @@ class LatentConfig(Config, frozen=True):
     kv_rank: int = Field(default=512, ge=1, le=MAX_COUNT)
     """Width of the latent vector of keys and values, which the model's `norm` normalises."""
     query_rank: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Width of the normalised latent vector of queries; null: project queries from the token directly."""
+    """Width of the normalised latent vector of queries; null: queries have no latent vector."""
     rotated_dim: int = Field(default=64, ge=1, le=MAX_COUNT)
-    """Width of the part of each query and key that is rotated (RoPE), in addition to head_dim; all heads
-    share this part of the key."""
+    """Width of the rotated (RoPE) part of each query and key, in addition to head_dim; all heads share this
+    part of the key."""
     value_dim: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Width of a value head; head_dim by default."""
+    """Width of the values of a head; head_dim by default."""
 
 
 class AttentionConfig(Config, frozen=True):
-    """Self-attention; with fewer key-value heads than query heads, grouped-query attention."""
+    """Self-attention; grouped-query attention if there are fewer key-value heads than query heads."""
 
     num_heads: int = Field(default=4, ge=1, le=MAX_COUNT)
     """Query heads; must divide d_model, unless head_dim is given."""
@@ -49,10 +49,9 @@ class AttentionConfig(Config, frozen=True):
     """Normalise queries and keys with the model's `norm` before rotation. head: each head by itself (Qwen3,
     arXiv:2505.09388); all: all heads together (OLMoE, arXiv:2409.02060)."""
     bias: bool | Literal["qkv"] = False
-    """Add a bias to the four projections; qkv: only to those of queries, keys and values (Qwen2,
-    arXiv:2407.10671)."""
+    """Add a bias to the four projections; qkv: to all but the output (Qwen2, arXiv:2407.10671)."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention, such as `{kv_rank: 512}`; null: ordinary keys and values."""
+    """Options of multi-head latent attention, such as `{kv_rank: 512}`; null: ordinary keys and values."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an attention weight in training."""
 
@@ -113,11 +112,11 @@ class AttentionConfig(Config, frozen=True):
         )
 
     def biases(self, d_model: int) -> tuple[bool, ...]:
-        """Return for each of `projections` whether it has a bias; the last one is the output projection."""
+        """Return True for each of `projections` that has a bias; the last one is the output projection."""
         return (*[bool(self.bias)] * (len(self.projections(d_model)) - 1), self.bias is True)
 
     def widths(self, d_model: int) -> tuple[int, int]:
-        """Return the total width of all query heads, and of all key heads or value heads."""
+        """Return the total width of all query heads, and of all key (or value) heads."""
         head_dim = self.head_width(d_model)
         return self.num_heads * head_dim, self.kv_heads * head_dim
 
@@ -129,25 +128,24 @@ class AttentionConfig(Config, frozen=True):
         return widths[self.norm_qk]
 
     def num_params(self, d_model: int, norm: NormConfig) -> int:
-        each = zip(self.projections(d_model), self.biases(d_model), strict=True)
-        matrices = sum(linear_params(*widths, bias) for widths, bias in each)
+        projections = zip(self.projections(d_model), self.biases(d_model), strict=True)
+        matrices = sum(linear_params(*widths, bias) for widths, bias in projections)
         return matrices + sum(map(norm.num_params, self.normed_widths(d_model)))
 
     def flops_per_token(self, d_model: int, seq_len: int, causal: bool = True) -> int:
         """Return forward FLOPs per token; a causal token attends to (seq_len + 1) / 2 tokens on average."""
         matrices = sum(linear_flops(*widths) for widths in self.projections(d_model))
-        scored = mixed = self.head_width(d_model)
+        key_dim = value_dim = self.head_width(d_model)
         if self.latent is not None:
-            scored += self.latent.rotated_dim
-            mixed = max(
-                scored, self.latent.value_dim or mixed
-            )  # `_attend` pads values to the width of keys
+            key_dim += self.latent.rotated_dim
+            # `_attend` pads values to the width of keys.
+            value_dim = max(key_dim, self.latent.value_dim or value_dim)
         attended = (seq_len + 1) / 2 if causal else seq_len
-        return matrices + round(2 * self.num_heads * (scored + mixed) * attended)
+        return matrices + round(2 * self.num_heads * (key_dim + value_dim) * attended)
 
 
 class SelfAttention(nn.Module):
-    """Computes softmax(q k^T / sqrt(d)) v over all tokens, or over the tokens up to each one if causal."""
+    """Computes softmax(q k^T / sqrt(d)) v over all tokens, or if causal, over each token and earlier ones."""
 
     def __init__(
         self, config: AttentionConfig, d_model: int, causal: bool, norm: NormConfig
@@ -158,9 +156,9 @@ class SelfAttention(nn.Module):
         self.num_kv_heads = config.kv_heads
         self.dropout = config.dropout
         self.norms_heads = config.norm_qk == "head"
-        each = zip(config.projections(d_model), config.biases(d_model), strict=True)
+        projections = zip(config.projections(d_model), config.biases(d_model), strict=True)
         self.query, self.key, self.value, self.output = (
-            nn.Linear(*widths, bias=bias) for widths, bias in each
+            nn.Linear(*widths, bias=bias) for widths, bias in projections
         )
         self.query_norm = self.key_norm = None
         if widths := config.normed_widths(d_model):
@@ -177,8 +175,8 @@ class SelfAttention(nn.Module):
 
         Args:
             positions: encoding that rotates queries and keys, if it is rotary.
-            mask_BS: True for real tokens; real tokens do not attend to padding, padding attends to itself.
-            cache: keys and values of earlier tokens; those of the new tokens are added.
+            mask_BS: True for real tokens, which do not attend to padding; a padding token attends to itself.
+            cache: keys and values of earlier tokens; the new keys and values are appended.
         """
         query = self._heads(self.query(x_BSD), self.num_heads, self.query_norm)
         key = self._heads(self.key(x_BSD), self.num_kv_heads, self.key_norm)
@@ -186,11 +184,11 @@ class SelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         query, key = positions.rotate(query), positions.rotate(key)
         if cache is not None:
-            kept_key, kept_value = cache.extend(key, value)
+            cached_key, cached_value = cache.extend(key, value)
             if not cache.new.is_first:
-                mixed = _attend_cached(query, kept_key, kept_value, cache.new.seen)
-                return self.output(rearrange(mixed, "b h s d -> b s (h d)"))
-            mask_BS = None  # padding comes last, where no token looks
+                attended = _attend_cached(query, cached_key, cached_value, cache.new.attn_mask)
+                return self.output(rearrange(attended, "b h s d -> b s (h d)"))
+            mask_BS = None  # padding comes last, so no real token attends to it
         return self.output(_attend(query, key, value, mask_BS, self.causal, dropout))
 
     def _heads(self, x_BSD: Tensor, num_heads: int, norm: nn.Module | None) -> Tensor:
@@ -204,8 +202,7 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention: projects keys and values from one normalised latent vector per token.
 
     A key concatenates its projection from the latent vector and a rotated vector that all heads share. Scores
-    are divided by the square root of the sum of both widths (DeepSeek-V2, arXiv:2405.04434, equations 9 to
-    19).
+    are divided by the square root of the sum of both widths (DeepSeek-V2, arXiv:2405.04434, equations 9-19).
     """
 
     def __init__(
@@ -245,10 +242,11 @@ class LatentAttention(nn.Module):
         plain, rotated = query.tensor_split([self.head_dim], dim=-1)
         rotated, shared_key = positions.rotate(rotated), positions.rotate(shared_key[:, None])
         if cache is not None:
-            (kept,) = cache.extend(torch.cat([latent[:, None], shared_key], dim=-1))
+            (cached,) = cache.extend(torch.cat([latent[:, None], shared_key], dim=-1))
             if not cache.new.is_first:
-                return self.output(self._attend_latents(plain, rotated, kept, cache.new.seen))
-            mask_BS = None  # padding comes last, where no token looks
+                attn_mask = cache.new.attn_mask
+                return self.output(self._attend_latents(plain, rotated, cached, attn_mask))
+            mask_BS = None  # padding comes last, so no real token attends to it
         key_value = rearrange(self.kv_up(latent), "b s (h d) -> b h s d", h=heads)
         key, value = key_value.tensor_split([self.head_dim], dim=-1)
         query = torch.cat([plain, rotated], dim=-1)
@@ -257,7 +255,7 @@ class LatentAttention(nn.Module):
         return self.output(_attend(query, key, value, mask_BS, self.causal, dropout))
 
     def _attend_latents(
-        self, plain: Tensor, rotated: Tensor, kept: Tensor, seen: Tensor | None
+        self, plain: Tensor, rotated: Tensor, cached: Tensor, attn_mask: Tensor | None
     ) -> Tensor:
         """Return the attention of new tokens, (B, S, H d), without projecting cached latent vectors c.
 
@@ -265,14 +263,14 @@ class LatentAttention(nn.Module):
         ("absorbed", section 2.1.2).
 
         Args:
-            kept: each latent vector, followed by its rotated key, (B, 1, L, kv_rank + rotated_dim).
+            cached: latent vector of each token and its rotated key, (B, 1, L, kv_rank + rotated_dim).
         """
         up_HdR = rearrange(self.kv_up.weight, "(h d) r -> h d r", h=self.num_heads)
         key_HdR, value_HdR = up_HdR.tensor_split([self.head_dim], dim=1)
         query = torch.cat([plain @ key_HdR, rotated], dim=-1)
         scale = (plain.shape[-1] + rotated.shape[-1]) ** -0.5
-        mixed = _attend_cached(query, kept, kept, seen, scale)[..., : self.kv_rank]
-        return rearrange(mixed @ value_HdR.mT, "b h s d -> b s (h d)")
+        attended = _attend_cached(query, cached, cached, attn_mask, scale)[..., : self.kv_rank]
+        return rearrange(attended @ value_HdR.mT, "b h s d -> b s (h d)")
 
 
 def _attend(
@@ -281,9 +279,9 @@ def _attend(
     """Return the attention output of whole sequences, (B, S, H d); arguments are (B, H, S, d)."""
     width = value.shape[-1]
     if key.shape[-1] > width:
-        # Fused kernels require equal widths; without a fused kernel, memory is quadratic in the length.
+        # Fused kernels require equal widths; other kernels need memory quadratic in the length.
         value = F.pad(value, (0, key.shape[-1] - width))
-    mixed = F.scaled_dot_product_attention(
+    attended = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -292,29 +290,29 @@ def _attend(
         dropout_p=dropout,
         enable_gqa=key.shape[1] != query.shape[1],
     )
-    return rearrange(mixed[..., :width], "b h s d -> b s (h d)")
+    return rearrange(attended[..., :width], "b h s d -> b s (h d)")
 
 
 def _attend_cached(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
     """Return the attention of new tokens to all cached tokens, (B, H, S, d), with grouped queries."""
     num_heads, num_new, groups = query.shape[1], query.shape[2], query.shape[1] // key.shape[1]
-    # The query heads of a group become more rows of one head, so that keys need not be repeated.
+    # The query heads of a group become rows of one head, so that keys need not be repeated.
     query = query.reshape(len(query), key.shape[1], groups * num_new, query.shape[-1])
-    if seen is not None and num_new > 1:
-        seen = seen.repeat(1, 1, groups, 1)
-    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
-    return mixed.reshape(len(mixed), num_heads, num_new, mixed.shape[-1])
+    if attn_mask is not None and num_new > 1:
+        attn_mask = attn_mask.repeat(1, 1, groups, 1)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=scale)
+    return attended.reshape(len(attended), num_heads, num_new, attended.shape[-1])
 
 
 def attention_mask(mask_BS: Tensor, causal: bool) -> Tensor:
-    """Return the mask of allowed attention, bool (B, 1, S, S).
+    """Return the `attn_mask` of a padded batch, True where a token may attend, bool (B, 1, S, S).
 
     Every token may attend to itself, since the softmax of a padding token's row would otherwise be NaN.
     """
     length = mask_BS.shape[-1]
-    seen = torch.ones(length, length, dtype=torch.bool, device=mask_BS.device)
-    itself = torch.eye(length, dtype=torch.bool, device=mask_BS.device)
-    allowed = ((seen.tril() if causal else seen) & mask_BS[:, None, :]) | itself
+    ones = torch.ones(length, length, dtype=torch.bool, device=mask_BS.device)
+    diagonal = torch.eye(length, dtype=torch.bool, device=mask_BS.device)
+    allowed = ((ones.tril() if causal else ones) & mask_BS[:, None, :]) | diagonal
     return allowed[:, None]

@@ -1,4 +1,4 @@
-"""KV cache, and values of earlier tokens for feed-forward blocks, so that only new tokens are computed.
+"""KV cache, which also stores values of earlier tokens for feed-forward blocks; only new tokens are computed.
 
 B batch, H heads, C capacity, S new tokens, L tokens including the new ones, R earlier tokens, d width
 """
@@ -17,13 +17,13 @@ class NewTokens:
     """Positions of the tokens of a forward pass in their sequences."""
 
     positions: slice | Tensor
-    """Slice for all rows, or positions of each row, int64 (B, S), if rows have different lengths."""
+    """A slice for all rows, or int64 (B, S) if rows have different lengths."""
     end: int
     """L of the longest row."""
     is_first: bool
     """True if the cache was empty, so that the forward pass computes whole sequences."""
-    seen: Tensor | None
-    """Tokens that each new token may attend to, bool (B or 1, 1, S, L); None if no mask is needed."""
+    attn_mask: Tensor | None
+    """True where a new token may attend, bool (B or 1, 1, S, L); None if no mask is needed."""
 
 
 _Call = tuple[nn.Module, int]
@@ -31,13 +31,13 @@ _Call = tuple[nn.Module, int]
 
 
 class LayerCache:
-    """Keys and values of one layer, and the last few values that its feed-forward block reads again."""
+    """Keys and values of one layer, and the most recent values that its feed-forward block reads again."""
 
     new: NewTokens
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._kept: list[Tensor] = []
+        self._cached: list[Tensor] = []
         self._last: dict[_Call, Tensor] = {}
         self._windows: dict[_Call, Tensor] = {}
 
@@ -47,20 +47,20 @@ class LayerCache:
 
     def extend(self, *new: Tensor) -> list[Tensor]:
         """Append tensors (B, H, S, d) to the cached ones; return views of all tokens, (B, H, L, d)."""
-        if not self._kept:
-            # Zeros, not empty memory: masked tokens have weight 0, but 0 times NaN would be NaN.
-            self._kept = [x.new_zeros(*x.shape[:2], self.capacity, x.shape[-1]) for x in new]
+        if not self._cached:
+            # Zeros, not uninitialised memory: masked tokens have weight 0, but 0 times NaN would be NaN.
+            self._cached = [x.new_zeros(*x.shape[:2], self.capacity, x.shape[-1]) for x in new]
         positions, end = self.new.positions, self.new.end
-        for kept_BHCd, x_BHSd in zip(self._kept, new, strict=True):
+        for cached_BHCd, x_BHSd in zip(self._cached, new, strict=True):
             if isinstance(positions, slice):
-                kept_BHCd[:, :, positions] = x_BHSd
+                cached_BHCd[:, :, positions] = x_BHSd
             else:
                 rows_B1 = torch.arange(len(positions), device=positions.device).unsqueeze(-1)
-                kept_BHCd[rows_B1, :, positions] = x_BHSd.transpose(1, 2)
-        return [kept_BHCd[:, :, :end] for kept_BHCd in self._kept]
+                cached_BHCd[rows_B1, :, positions] = x_BHSd.transpose(1, 2)
+        return [cached_BHCd[:, :, :end] for cached_BHCd in self._cached]
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
-        """See `TokenHistory`; `end` discards values that are no longer needed."""
+        """See `TokenHistory`; `end` discards the values that are no longer needed."""
         call = (owner, sum(other is owner for other, _ in self._windows))
         if call not in self._last:
             self._last[call] = new.new_zeros(len(new), reach, *new.shape[2:])
@@ -68,7 +68,7 @@ class LayerCache:
         return self._windows[call]
 
     def end(self, counts: Sequence[int]) -> None:
-        """Store the last values of each row, up to its number of real tokens; padding follows these."""
+        """Store the last values of each row up to its last real token; padding comes after it."""
         for call, window in self._windows.items():
             rows_B1 = torch.arange(len(window), device=window.device).unsqueeze(-1)
             ends_B1 = torch.tensor(counts, device=window.device).unsqueeze(-1)
@@ -77,18 +77,18 @@ class LayerCache:
         self._windows.clear()
 
     def keep(self, rows: Tensor) -> None:
-        self._kept = [kept_BHCd[rows.to(kept_BHCd.device)] for kept_BHCd in self._kept]
+        self._cached = [cached_BHCd[rows.to(cached_BHCd.device)] for cached_BHCd in self._cached]
         self._last = {call: last[rows.to(last.device)] for call, last in self._last.items()}
 
 
 class KVCache:
-    """Preallocated keys and values of every layer; for latent attention, the latent vectors.
+    """Preallocated keys and values of every layer, or latent vectors for latent attention.
 
         cache = decoder.new_cache(batch_size=2, capacity=512)
         decoder(prompts_BS, mask_BS, cache=cache)  # shorter prompts are padded on the right
         decoder(next_B1, cache=cache)
 
-    The real token j of a row has position j, whatever the lengths of other rows.
+    Real token j of a row has position j, independent of the other rows.
     """
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
@@ -99,7 +99,7 @@ class KVCache:
         self._counts = [0] * batch_size
 
     def begin(self, token_ids: Tensor, mask: Tensor | None) -> NewTokens:
-        """Return the positions of new tokens (B, S). Call `end` after all layers have cached them.
+        """Start a forward pass over new tokens (B, S); call `end` after all layers have cached them.
 
         Raises:
             ValueError: the tokens do not fit into the cache, or padding comes before a real token.
@@ -121,29 +121,28 @@ class KVCache:
             counts_B1 = mask.sum(dim=-1, keepdim=True)
             if not torch.equal(mask, torch.arange(num_new, device=mask.device) < counts_B1):
                 raise ValueError(
-                    "mask must have the real tokens of each row first, and its padding after them, if there "
-                    "is a cache"
+                    "mask: with a cache, the real tokens of each row must come first; pad on the right"
                 )
             self._counts = counts_B1.flatten().tolist()
-        new = self._place(longest, end, token_ids.device)
+        new = self._new_tokens(longest, end, token_ids.device)
         for layer in self.layers:
             layer.begin(new)
         return new
 
-    def _place(self, longest: int, end: int, device: torch.device) -> NewTokens:
+    def _new_tokens(self, longest: int, end: int, device: torch.device) -> NewTokens:
         is_first, num_new = longest == 0, end - longest
         if all(length == longest for length in self.lengths):
             positions_S = torch.arange(longest, end, device=device)
-            seen = None if is_first or num_new == 1 else _seen(positions_S, end)[None, None]
-            return NewTokens(slice(longest, end), end, is_first, seen)
+            needs_mask = not is_first and num_new > 1
+            attn_mask = _causal_mask(positions_S, end)[None, None] if needs_mask else None
+            return NewTokens(slice(longest, end), end, is_first, attn_mask)
         lengths_B1 = torch.tensor(self.lengths, device=device).unsqueeze(-1)
         positions_BS = lengths_B1 + torch.arange(num_new, device=device)
-        return NewTokens(positions_BS, end, False, _seen(positions_BS, end).unsqueeze(1))
+        return NewTokens(positions_BS, end, False, _causal_mask(positions_BS, end).unsqueeze(1))
 
     def end(self) -> None:
         """Add the tokens of `begin` to the lengths, after all layers have cached them."""
-        counted = zip(self.lengths, self._counts, strict=True)
-        self.lengths = [length + count for length, count in counted]
+        self.lengths = [sum(pair) for pair in zip(self.lengths, self._counts, strict=True)]
         for layer in self.layers:
             layer.end(self._counts)
 
@@ -154,6 +153,6 @@ class KVCache:
             layer.keep(torch.tensor(rows, dtype=torch.int64))
 
 
-def _seen(positions: Tensor, end: int) -> Tensor:
+def _causal_mask(positions: Tensor, end: int) -> Tensor:
     """Return the causal mask of tokens at `positions`, bool (..., L)."""
     return torch.arange(end, device=positions.device) <= positions.unsqueeze(-1)

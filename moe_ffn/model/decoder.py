@@ -32,7 +32,7 @@ from moe_ffn.routing.base import Router
 
 
 def _string_keys(value: Any) -> Any:
-    """Convert keys to strings, since YAML reads the layer `0:` as a number."""
+    """Convert keys to strings, since YAML reads the key `0:` as a number."""
     return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
 
 
@@ -44,11 +44,11 @@ class DecoderConfig(Config, frozen=True):
     num_layers: int = Field(default=4, ge=1, le=10_000)
     """Number of layers, each with attention and a feed-forward block."""
     causal: bool = True
-    """Predict the next token from earlier tokens; false: predict masked tokens from both sides."""
+    """Predict the next token from earlier tokens; false: predict masked tokens from tokens on both sides."""
     ffn: FFNConfig = MoEConfig()
     """The feed-forward block of every layer."""
     ffn_at: Annotated[dict[str, FFNConfig], BeforeValidator(_string_keys)] = Field(default={})
-    """Blocks of other layers, by Python slice: {"0": {type: dense}, "1::2": {type: moe}}; the last match
+    """Blocks of some layers, by Python slice: {"0": {type: dense}, "1::2": {type: moe}}; the last match
     wins."""
     attention: AttentionConfig = AttentionConfig()
     """Self-attention."""
@@ -67,10 +67,10 @@ class DecoderConfig(Config, frozen=True):
     """Multiply token embeddings by sqrt(d_model), as in the original Transformer."""
     activation_checkpointing: Literal["ffn", "block"] | bool = False
     """Activations to recompute in the backward pass, to save memory. ffn: those of the feed-forward blocks,
-    which are the largest part; block or true: all of each layer but its input."""
+    which are the largest part; block or true: all of each layer except its input."""
 
     @model_validator(mode="after")
-    def _check_parts_against_each_other(self) -> DecoderConfig:
+    def _check_parts_fit_together(self) -> DecoderConfig:
         if self.attention.head_dim is None and self.d_model % self.attention.num_heads:
             raise ValueError(
                 f"attention.num_heads ({self.attention.num_heads}) must divide d_model ({self.d_model}), "
@@ -95,18 +95,18 @@ class DecoderConfig(Config, frozen=True):
         return [ffn for _, ffn in self.ffns_by_option()]
 
     def ffns_by_option(self) -> list[tuple[str, FFNConfig]]:
-        """Return (option, config) of each layer's feed-forward block; options are `ffn` or `ffn_at.1::2`."""
-        layers = [("ffn", self.ffn)] * self.num_layers
-        for where, ffn in self.ffn_at.items():
-            chosen = range(self.num_layers)[parse_slice(where)]
-            if not chosen:
+        """Return (option, config) of each layer's block; options are such as `ffn` or `ffn_at.1::2`."""
+        ffns = [("ffn", self.ffn)] * self.num_layers
+        for layers, ffn in self.ffn_at.items():
+            indices = range(self.num_layers)[parse_slice(layers)]
+            if not indices:
                 raise ValueError(
-                    f"ffn_at '{where}' names none of the {self.num_layers} layers "
+                    f"ffn_at '{layers}' names none of the {self.num_layers} layers "
                     f"(0 to {self.num_layers - 1})"
                 )
-            for layer in chosen:
-                layers[layer] = (f"ffn_at.{where}", ffn)
-        return layers
+            for index in indices:
+                ffns[index] = (f"ffn_at.{layers}", ffn)
+        return ffns
 
     def with_solved_widths(
         self, seq_len: int, prefix: str = ""
@@ -119,7 +119,7 @@ class DecoderConfig(Config, frozen=True):
         Raises:
             ConfigError: a width cannot be solved; see `solve_widths`.
         """
-        blocks = {"ffn": self.ffn} | {f"ffn_at.{where}": ffn for where, ffn in self.ffn_at.items()}
+        blocks = {"ffn": self.ffn} | {f"ffn_at.{key}": ffn for key, ffn in self.ffn_at.items()}
         solved = {
             option: solve_widths(ffn, self.d_model, seq_len, prefix + option)
             for option, ffn in blocks.items()
@@ -127,7 +127,7 @@ class DecoderConfig(Config, frozen=True):
         matches = tuple(match for _, match in solved.values() if match is not None)
         if not matches:
             return self, ()
-        ffn_at = {where: solved[f"ffn_at.{where}"][0] for where in self.ffn_at}
+        ffn_at = {key: solved[f"ffn_at.{key}"][0] for key in self.ffn_at}
         return self.model_copy(update={"ffn": solved["ffn"][0], "ffn_at": ffn_at}), matches
 
     def router_infos(self) -> dict[str, RouterInfo]:
@@ -152,15 +152,15 @@ class DecoderConfig(Config, frozen=True):
         """Return a newly initialised module for sequences of up to `max_seq_len` tokens.
 
         Args:
-            on_layer: called with each block before the next one is built.
+            on_layer: called with each layer before the next one is built.
         """
         return Decoder(self, vocab_size, max_seq_len, on_layer)
 
     def build_empty(self, vocab_size: int, max_seq_len: int) -> Decoder:
-        """Return the module on torch's meta device, which has shapes but no memory.
+        """Return the module on torch's meta device, whose tensors have shapes but no values.
 
         Raises:
-            ConfigError: a part reads values of a tensor while it is built; the message has the line of code.
+            ConfigError: a part reads values of a tensor while it is built; the message names the line.
         """
         try:
             with torch.device("meta"):
@@ -170,9 +170,9 @@ class DecoderConfig(Config, frozen=True):
                 raise
             torch_folder = str(Path(torch.__file__).parent)
             frames = extract_tb(error.__traceback__)
-            place = [f for f in frames if not f.filename.startswith(torch_folder)][-1]
+            culprit = [f for f in frames if not f.filename.startswith(torch_folder)][-1]
             raise ConfigError(
-                f"{place.filename}, line {place.lineno}, reads the values of a tensor, but "
+                f"{culprit.filename}, line {culprit.lineno}, reads the values of a tensor, but "
                 "parallel.shard, parallel.expert and moe-ffn plan build the model without values first "
                 f"({str(error).splitlines()[0]}); compute it from plain Python numbers"
             ) from error
@@ -187,14 +187,14 @@ class DecoderConfig(Config, frozen=True):
         return ffn + self._params_without_ffn(vocab_size, max_seq_len)
 
     def flops_per_token(self, vocab_size: int, seq_len: int) -> int:
-        """Return the forward FLOPs of matrix products per token; training costs three times as many."""
+        """Return the forward FLOPs of matrix products per token."""
         ffn = sum(ffn.flops_per_token(self.d_model, seq_len) for ffn in self.layer_ffns())
         attention = self.attention.flops_per_token(self.d_model, seq_len, self.causal)
         attention *= self.num_layers
         return ffn + attention + linear_flops(self.d_model, vocab_size)
 
     def num_norm_params(self) -> int:
-        """Return the parameters of all norms: two per layer, and with pre-norm a final one."""
+        """Return the number of parameters of all norms: two per layer, and with pre-norm a final one."""
         num_norms = 2 * self.num_layers + (self.norm_placement == "pre")
         return num_norms * self.norm.num_params(self.d_model)
 
@@ -208,7 +208,7 @@ class DecoderConfig(Config, frozen=True):
         )
 
 
-# -- names of routings in a model: `layer_03`; `layer_03/inner` for a block inside the block of that layer;
+# -- names of routings: `layer_03`; `layer_03/inner` for a block inside the block of that layer;
 # `layer_03/round_2` for a later round of a chain of experts
 
 _NAME = re.compile(r"layer_(\d{1,9})((?:/\w+)*)")
@@ -230,7 +230,7 @@ def layer_number(name: str) -> int:
 
 
 def is_inner(name: str) -> bool:
-    """Return true if the routing is of a block inside another block; a later round is not."""
+    """Return True for the routing of a block inside another block; a later round is not inside."""
     return any(not part.startswith("round_") for part in name.split("/")[1:])
 
 
@@ -256,11 +256,11 @@ def parse_slice(text: str) -> slice:
     return slice(*numbers)
 
 
-def _build_apart(ffn: FFNConfig, d_model: int) -> FFNBlock:
+def _build_with_own_seed(ffn: FFNConfig, d_model: int) -> FFNBlock:
     """Build a block whose weights are drawn from a separate random generator.
 
     However many numbers the block draws, the rest of the model gets the same initial weights. Two models with
-    one seed therefore differ only in their feed-forward blocks.
+    the same seed therefore differ only in their feed-forward blocks.
     """
     seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     with torch.random.fork_rng(devices=[]):
@@ -271,7 +271,7 @@ def _build_apart(ffn: FFNConfig, d_model: int) -> FFNBlock:
 class Block(nn.Module):
     """A layer: attention and a feed-forward block, each added to the residual stream.
 
-    Pre-norm is x + f(norm(x)), which does not normalise the residual stream (Xiong et al. 2020); post-norm is
+    Pre-norm is x + f(norm(x)) and leaves the residual stream unnormalised (Xiong et al. 2020); post-norm is
     norm(x + f(x)) (Vaswani et al. 2017).
     """
 
@@ -280,7 +280,7 @@ class Block(nn.Module):
         self.pre_norm = config.norm_placement == "pre"
         self.attention = config.attention.build(config.d_model, config.causal, config.norm)
         self.attention_norm = config.norm.build(config.d_model)
-        self.ffn = _build_apart(ffn, config.d_model)
+        self.ffn = _build_with_own_seed(ffn, config.d_model)
         self.ffn_norm = config.norm.build(config.d_model)
         self.recomputes_ffn = config.activation_checkpointing == "ffn"
         self.dropout = nn.Dropout(config.dropout)
@@ -312,14 +312,12 @@ class DecoderOutput:
     """Logits of a decoder, and the routings of its tokens."""
 
     logits: Tensor
-    """Logits of the next token at each position, (B, S, V); of the token itself if not causal."""
-
+    """Logits of the next token at each position, (B, S, V); if not causal, of the token itself."""
     routings: dict[str, Routing]
-    """Routing of each sparse layer, by name: `layer_03`, `layer_03/inner` for a sparse block inside a mixture
-    of depths, and `layer_03/round_2` for a later round of a chain of experts."""
-
+    """Name -> routing of each sparse layer: `layer_03`, `layer_03/inner` for a sparse block inside a mixture
+    of depths, `layer_03/round_2` for a later round of a chain of experts."""
     shared_shares: dict[str, Tensor] = field(default_factory=dict)
-    """Fraction of the output from shared experts, under the names of `routings`; see `FFNOutput`."""
+    """Fraction of the output from shared experts, with the names of `routings`; see `FFNOutput`."""
 
     def __repr__(self) -> str:
         names = list(self.routings)
@@ -384,13 +382,13 @@ class Decoder(nn.Module):
             token_ids: integers (B, S), S at most `max_seq_len`; a model that is not causal also accepts
                 `mask_token_id`, which equals the vocabulary size.
             mask: bool (B, S), True for real tokens; None if there is no padding.
-            cache: a cache from `new_cache`; the tokens follow those in the cache and are added to it.
+            cache: result of `new_cache`; the tokens continue the cached ones and are appended to them.
             replay: routing name -> experts of each token, int64 (B, S, K), as from `recorded_experts`;
-                routers compute weights for these experts instead of choosing.
+                routers compute weights for these experts instead of choosing experts.
 
         Raises:
             TypeError, ValueError: a shape or a dtype is wrong, the sequence is longer than `max_seq_len`, or
-                an id is not in the vocabulary (on a GPU, CUDA raises its own error for such an id).
+                an id is not in the vocabulary (on a GPU, CUDA raises its own error for that).
         """
         _check_batch(token_ids, mask)
         if token_ids.shape[-1] > self.max_seq_len:
@@ -406,19 +404,19 @@ class Decoder(nn.Module):
         if cache is not None:
             if torch.is_grad_enabled():
                 raise ValueError(
-                    "a cache has no gradient: call the model under torch.no_grad(), or without a cache"
+                    "a cache has no gradient: call the model inside torch.no_grad(), or without a cache"
                 )
             positions = self.positions.at(cache.begin(token_ids, mask).positions)
-        x = positions.embed(self._embed(token_ids) * self.embedding_scale)
-        x = self.dropout(x)
+        x = self.dropout(positions.embed(self._embed(token_ids) * self.embedding_scale))
         routings: dict[str, Routing] = {}
         shared_shares: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if cache is None:
                 output = self._run(layer, x, contexts[index])
             else:
-                kept = cache.layers[index]
-                output = layer(x, positions, replace(contexts[index], history=kept), kept)
+                layer_cache = cache.layers[index]
+                context = replace(contexts[index], history=layer_cache)
+                output = layer(x, positions, context, layer_cache)
             x = output.hidden
             routings |= prefix_names(layer_name(index), output.routings)
             shared_shares |= prefix_names(layer_name(index), output.shared_shares)
@@ -430,7 +428,7 @@ class Decoder(nn.Module):
         """Return an empty KV cache for `forward`.
 
         Args:
-            capacity: largest number of tokens of a sequence; at most `max_seq_len`, which is the default.
+            capacity: maximum number of tokens of a sequence; by default and at most `max_seq_len`.
 
         Raises:
             ValueError: the model does not support a cache; see `DecoderConfig.unsupported`.
@@ -441,47 +439,47 @@ class Decoder(nn.Module):
         return KVCache(len(self.layers), batch_size, capacity)
 
     def expert_capacities(self, routings: Mapping[str, Routing]) -> dict[str, Tensor]:
-        """Return the expert capacity of each layer that limits it, in pairs per expert, for a batch."""
-        found: dict[str, Tensor] = {}
+        """Return the capacity for a batch, in pairs per expert, of each layer that limits it."""
+        capacities: dict[str, Tensor] = {}
         for name, info in self.config.router_infos().items():
             if name in routings:
                 capacity = info.capacity.expert_capacity(routings[name], training=self.training)
-                found |= {} if capacity is None else {name: capacity}
-        return found
+                capacities |= {} if capacity is None else {name: capacity}
+        return capacities
 
     def recorded_experts(self, output: DecoderOutput) -> dict[str, Tensor]:
         """Return routing name -> experts of each token, int64 (B, S, K), for `replay`.
 
-        Routers that cannot replay are left out; in a replay they choose again.
+        Routers that cannot replay are left out; during a replay they choose again.
         """
         shape = output.logits.shape[:2]
         return {
             name: output.routings[name].expert_ids_N.reshape(*shape, -1)
             for name, router in self.routers().items()
-            if _takes_replay(name, router)
+            if _can_replay(name, router)
         }
 
     def _replaying(self, context: TokenContext, replay: Mapping[str, Tensor]) -> list[TokenContext]:
         """Return the context of each layer, with its recorded experts."""
-        taken = {name for name, router in self.routers().items() if _takes_replay(name, router)}
+        known = {name for name, router in self.routers().items() if _can_replay(name, router)}
         infos = self.config.router_infos()
         for name, expert_ids in replay.items():
-            if name not in taken:
-                known = f"those of {', '.join(sorted(taken))}" if taken else "none of this model"
+            if name not in known:
+                names = ", ".join(sorted(known)) or "none in this model"
                 raise ValueError(
-                    f"replay: '{name}' has no router that takes recorded experts; {known} do"
+                    f"replay: '{name}' has no router that can replay; routers that can: {names}"
                 )
             num_experts = infos[name].num_experts
             if expert_ids.numel() and not 0 <= expert_ids.min() <= expert_ids.max() < num_experts:
                 raise ValueError(
-                    f"replay: the experts of '{name}' must lie in [0, {num_experts}), but reach from "
+                    f"replay: the experts of '{name}' must lie in [0, {num_experts}), but range from "
                     f"{int(expert_ids.min())} to {int(expert_ids.max())}"
                 )
         names = map(layer_name, range(len(self.layers)))
         return [replace(context, expert_ids=replay.get(name)) for name in names]
 
     def routers(self) -> dict[str, Router]:
-        """Return the routers behind `DecoderOutput.routings`, under the same names."""
+        """Return name -> router, with the names of `DecoderOutput.routings`."""
         routers: dict[str, Router] = {}
         for index, layer in enumerate(self.layers):
             routers |= prefix_names(layer_name(index), cast("Block", layer).ffn.routers())
@@ -496,7 +494,7 @@ class Decoder(nn.Module):
         except IndexError as error:
             num_ids = self.mask_token_id + (self.mask_embedding is not None)
             raise ValueError(
-                f"token_ids must lie in [0, {num_ids}), but reach from {int(token_ids.min())} to "
+                f"token_ids must lie in [0, {num_ids}), but range from {int(token_ids.min())} to "
                 f"{int(token_ids.max())}"
             ) from error
         if self.mask_embedding is None:
@@ -510,8 +508,8 @@ class Decoder(nn.Module):
         return layer(x, self.positions, context)
 
 
-def _takes_replay(name: str, router: Router) -> bool:
-    """Return true if a router can replay; routers of inner blocks and later rounds always choose again."""
+def _can_replay(name: str, router: Router) -> bool:
+    """Return True if a router can replay; routers of inner blocks and later rounds always choose again."""
     return router.replays and "/" not in name
 
 
@@ -525,9 +523,7 @@ def _recomputed(module: nn.Module, *inputs: Any) -> FFNOutput:
 def _check_batch(token_ids: Tensor, mask: Tensor | None) -> None:
     """Raise an error unless both are tensors (B, S); `TokenContext` checks their dtypes."""
     for name, value in (("token_ids", token_ids), ("mask", mask)):
-        if value is None and name == "mask":
-            continue
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) and not (value is None and name == "mask"):
             raise TypeError(f"{name} must be a torch.Tensor, but is of type {type(value).__name__}")
     if token_ids.ndim != 2:
         raise ValueError(f"token_ids must be (batch, sequence), but has {tuple(token_ids.shape)}")

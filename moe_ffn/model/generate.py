@@ -1,4 +1,4 @@
-"""Generation of tokens, one at a time.
+"""Autoregressive generation of tokens.
 
 R rows, S sequence, V vocabulary
 """
@@ -21,12 +21,12 @@ class Sampling(Config, frozen=True):
     """Options for sampling the next token from the logits."""
 
     temperature: float = Field(default=0.8, ge=0)
-    """Divides the logits; 0: always the most probable token."""
+    """Divisor of the logits; 0: always take the most probable token."""
     top_k: int | None = Field(default=50, ge=1, le=MAX_COUNT)
     """Number of most probable tokens to sample from; None: all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751, section 3.1): after `top_k`, sample from the
-    smallest set of most probable tokens with this total probability; None: from all."""
+    smallest set of most probable tokens with at least this total probability; None: from all."""
 
     def choose(self, logits_RV: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Sample the next token of each row, int64 (R,).
@@ -37,23 +37,21 @@ class Sampling(Config, frozen=True):
         logits_RV = logits_RV.float()
         best_R1, ids_R1 = logits_RV.max(dim=-1, keepdim=True)
         if not best_R1.isfinite().all():
-            worst = best_R1[~best_R1.isfinite()][0]
-            raise RuntimeError(f"the model's largest logit is {worst}: there is no next token")
+            largest = best_R1[~best_R1.isfinite()][0]
+            raise RuntimeError(f"the model's largest logit is {largest}: there is no next token")
         if self.temperature == 0:
             return ids_R1.squeeze(-1)
         if self.top_k is not None and self.top_k < logits_RV.shape[-1]:
             least_R1 = logits_RV.topk(self.top_k).values[:, -1:]
             logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -torch.inf)
-        # Subtract the largest logit first, in float64: a tiny temperature would make logits infinite, and
-        # their softmax NaN.
+        # Subtract the largest logit first, and divide in float64: a tiny temperature would make logits
+        # infinite, and their softmax NaN.
         scaled_RV = (logits_RV - best_R1).double() / self.temperature
         probs_RV = scaled_RV.float().softmax(-1)
         if self.top_p is not None and self.top_p < 1:
             sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
-            before_RV = (
-                sorted_RV.cumsum(-1) - sorted_RV
-            )  # total probability of more probable tokens
-            sorted_RV = sorted_RV.masked_fill(before_RV >= self.top_p, 0)
+            more_probable_RV = sorted_RV.cumsum(-1) - sorted_RV
+            sorted_RV = sorted_RV.masked_fill(more_probable_RV >= self.top_p, 0)
             probs_RV = probs_RV.scatter(-1, order_RV, sorted_RV)
         return torch.multinomial(probs_RV, 1, generator=generator).squeeze(-1)
 
@@ -61,9 +59,9 @@ class Sampling(Config, frozen=True):
 class Decoding:
     """Generation for several prompts in one batch: `for new_ids in decoding`.
 
-    At temperature 0 each row is continued as it would be alone. With a KV cache, a step computes only the new
-    tokens. Without one, every step computes whole sequences again, which is slower. This concerns rows longer
-    than `max_seq_len`, which continue from their last `max_seq_len` tokens, and models that do not support a
+    At temperature 0, each row is continued as it would be alone. With a KV cache, a step computes only the
+    new tokens. Without it, every step computes whole sequences again, which is slower: for rows longer than
+    `max_seq_len`, which continue from their last `max_seq_len` tokens, and for models that do not support a
     cache (`DecoderConfig.unsupported`), whose rows are computed one by one.
     """
 
@@ -80,9 +78,9 @@ class Decoding:
         Args:
             prompts: token ids of each prompt, integers (S,), with S from 1 to `max_seq_len`.
             num_tokens: number of tokens to add to each prompt.
-            sampling: sampling options. Unless the temperature is 0, rows share `generator`, so the tokens of
-                a row depend on the other rows.
-            observe: called with every output of the model, and with the number of new tokens at its end.
+            sampling: unless its temperature is 0, rows share `generator`, so the tokens of a row depend on
+                the other rows.
+            observe: called with every output of the model, and the number of new tokens at the output's end.
 
         Raises:
             ValueError: a prompt has another shape, or is longer than `max_seq_len`.
@@ -94,13 +92,13 @@ class Decoding:
         self.tokens: list[list[int]] = [prompt_ids.tolist() for prompt_ids in prompts]
         """Token ids of each row so far, including the prompt."""
         self.open = list(range(len(prompts)))
-        """Rows that are still continued."""
+        """Rows that still receive tokens."""
         self._num_read = [0] * len(prompts)
         self._device = prompts[0].device if prompts else torch.device("cpu")
-        self._cached: list[int] = []
-        self._is_cached = model.config.unsupported(UseCase(cached=True)) is None
-        if self._is_cached:
-            self._cached = list(self.open)
+        self._cached_rows: list[int] = []
+        self._has_cache = model.config.unsupported(UseCase(cached=True)) is None
+        if self._has_cache:
+            self._cached_rows = list(self.open)
             longest = max(map(len, self.tokens), default=0)
             self._cache = model.new_cache(len(prompts), longest + num_tokens)
 
@@ -116,23 +114,23 @@ class Decoding:
             yield new_ids
 
     def close(self, row: int) -> None:
-        """Stop continuing a row."""
+        """Stop adding tokens to a row."""
         self.open.remove(row)
 
     @torch.no_grad()
     def read(self) -> Tensor:
         """Return the logits of the next token of each open row, (R, V)."""
         max_len = self.model.max_seq_len
-        fit = [row for row in self._cached if row in self.open and len(self.tokens[row]) <= max_len]
-        if fit != self._cached:
-            self._cache.keep([self._cached.index(row) for row in fit])
-            self._cached = fit
+        fit = [r for r in self._cached_rows if r in self.open and len(self.tokens[r]) <= max_len]
+        if fit != self._cached_rows:
+            self._cache.keep([self._cached_rows.index(row) for row in fit])
+            self._cached_rows = fit
         others = [row for row in self.open if row not in fit]
         with evaluating(self.model):
             logits: dict[int, Tensor] = {}
             if fit:
                 logits |= zip(fit, self._read_new(fit), strict=True)
-            if self._is_cached and others:
+            if self._has_cache and others:
                 logits |= zip(others, self._read_windows(others), strict=True)
             elif others:
                 logits |= {row: self._read_windows([row])[0] for row in others}
@@ -146,21 +144,21 @@ class Decoding:
         ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in new], device=self._device)
         if min(counts) == longest:
             output = self.model(ids, cache=self._cache)
-            self._note(output, rows)
+            self._report(output, rows)
             return output.logits[:, -1]
         counts_R = torch.tensor(counts, device=self._device)
         mask = torch.arange(longest, device=self._device) < counts_R.unsqueeze(-1)
         output = self.model(ids, mask, cache=self._cache)
-        self._note(output, rows)
+        self._report(output, rows)
         return output.logits[torch.arange(len(rows), device=self._device), counts_R - 1]
 
     def _read_windows(self, rows: Sequence[int]) -> Tensor:
         windows = [self.tokens[row][-self.model.max_seq_len :] for row in rows]
         output = self.model(torch.tensor(windows, device=self._device))
-        self._note(output, rows)
+        self._report(output, rows)
         return output.logits[:, -1]
 
-    def _note(self, output: DecoderOutput, rows: Sequence[int]) -> None:
+    def _report(self, output: DecoderOutput, rows: Sequence[int]) -> None:
         if self.observe is not None:
             self.observe(output, max(len(self.tokens[row]) - self._num_read[row] for row in rows))
         for row in rows:
@@ -169,7 +167,7 @@ class Decoding:
 
 @contextmanager
 def evaluating(model: Decoder) -> Iterator[None]:
-    """Put a model into evaluation mode within the block, then restore its mode."""
+    """Put a model into evaluation mode inside the block, then restore its mode."""
     was_training = model.training
     if was_training:
         model.eval()
@@ -189,12 +187,11 @@ def generate(
     generator: torch.Generator | None = None,
     top_p: float | None = None,
 ) -> Tensor:
-    """Continue a prompt. The model runs in evaluation mode; its previous mode is then restored.
+    """Continue a prompt, with the model in evaluation mode.
 
     Args:
-        prompt_ids: integers (S,), from 1 to `max_seq_len` tokens. Beyond `max_seq_len`, each token depends
-            on the last `max_seq_len` tokens.
-        num_tokens: number of tokens to add.
+        prompt_ids: integers (S,), with S from 1 to `max_seq_len`.
+        num_tokens: number of tokens to add. Each depends on at most the last `max_seq_len` tokens.
         temperature, top_k, top_p: see `Sampling`.
 
     Raises:
@@ -221,7 +218,7 @@ def generate_batch(
     sampling: Sampling,
     generator: torch.Generator | None = None,
 ) -> list[Tensor]:
-    """Continue prompts of different lengths in one batch; return the new tokens of each, like `generate`."""
+    """Continue prompts of different lengths in one batch; see `generate`."""
     decoding = Decoding(model, prompts, num_tokens, sampling, generator)
     with evaluating(model):
         for _ in decoding:

@@ -11,7 +11,7 @@ from torch import nn
 from moe_ffn.config.base import TaggedConfig
 
 MIN_EPS = 1e-30
-"""Smallest epsilon; an even smaller one could be 0 in float32, which makes the norm of a zero vector NaN."""
+"""Smallest epsilon: a smaller one may be 0 in float32, which would turn a zero vector into NaN."""
 
 
 class NormConfig(TaggedConfig, frozen=True):

@@ -1,4 +1,4 @@
-"""Position encodings: vectors added to embeddings, or a rotation of queries and keys.
+"""Position encodings: vectors that are added to embeddings, or a rotation of queries and keys.
 
 B batch, H heads, S sequence, D model width, d head width
 """
@@ -22,7 +22,7 @@ class PositionsConfig(TaggedConfig, frozen=True):
     """The position encoding."""
 
     supports_cache: ClassVar[bool] = False
-    """True if `Positions.at` is defined."""
+    """True if the module defines `Positions.at`."""
 
     @abstractmethod
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions: ...
@@ -33,7 +33,7 @@ class PositionsConfig(TaggedConfig, frozen=True):
             return None
         return Unsupported(
             f"type '{self.type}' cannot encode a single position, which decoding with a cache needs",
-            "define Positions.at, and set supports_cache",
+            "define Positions.at and set supports_cache = True",
         )
 
     def num_params(self, d_model: int, max_seq_len: int) -> int:
@@ -49,7 +49,7 @@ class RotaryConfig(PositionsConfig, frozen=True):
     type: Literal["rope"] = "rope"
     supports_cache: ClassVar[bool] = True
     base: float = Field(default=10_000.0, gt=1)
-    """The longest wavelength is about 2 pi * base positions."""
+    """Base of the wavelengths, of which the longest is about 2 pi * base positions."""
 
     def check_widths(self, d_model: int, head_dim: int) -> None:
         if head_dim % 2:
@@ -90,14 +90,14 @@ class LearnedConfig(PositionsConfig, frozen=True):
 
 
 class PositionEncoding:
-    """Encoding of the positions of some tokens; a subclass overrides `embed` or `rotate`."""
+    """Encoding of the positions of a sequence; a subclass overrides `embed` or `rotate`."""
 
     def embed(self, x_BSD: Tensor) -> Tensor:
-        """Return token embeddings with encoded positions."""
+        """Add position vectors to token embeddings."""
         return x_BSD
 
     def rotate(self, x_BHSd: Tensor) -> Tensor:
-        """Return queries or keys with encoded positions."""
+        """Rotate queries or keys by their positions."""
         return x_BHSd
 
 
@@ -130,8 +130,8 @@ class RotaryEncoding(PositionEncoding):
 
     def rotate(self, x_BHSd: Tensor) -> Tensor:
         first, second = x_BHSd.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
-        return (x_BHSd * self.cos + turned * self.sin).to(x_BHSd.dtype)
+        rotated = torch.cat([-second, first], dim=-1)
+        return (x_BHSd * self.cos + rotated * self.sin).to(x_BHSd.dtype)
 
 
 class Rotary(Positions):
@@ -145,7 +145,7 @@ class Rotary(Positions):
         frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
         angles = repeat(angles, "s half -> s (two half)", two=2).float()
-        # Not in checkpoints, since the config determines them.
+        # Not stored in checkpoints, since the config determines them.
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -154,11 +154,9 @@ class Rotary(Positions):
 
     def at(self, positions: slice | Tensor) -> PositionEncoding:
         cos, sin = self.cos[positions], self.sin[positions]
-        return (
-            RotaryEncoding(cos, sin)
-            if isinstance(positions, slice)
-            else RotaryEncoding(cos[:, None], sin[:, None])
-        )
+        if isinstance(positions, slice):
+            return RotaryEncoding(cos, sin)
+        return RotaryEncoding(cos[:, None], sin[:, None])
 
 
 class Sinusoidal(Positions):

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds some experts of a layer; tokens are sent to their experts and back.
+"""Expert parallelism: each rank holds some experts of a layer, and tokens travel to their experts and back.
 
 T tokens, D model width, E experts, P ranks, N (token, expert) pairs, R rows that are sent or received
 """
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed._functional_collectives import wait_tensor
 
 from moe_ffn.dispatch import Dispatched, Dispatcher, plan_of_pairs
 from moe_ffn.kernels.base import compute_dtype
@@ -36,34 +37,37 @@ class AllToAllDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched:
         sent = _Outgoing.of(plan, len(x_TD), self.num_ranks)
         counts_P2 = torch.stack([sent.rows_P, sent.pairs_P], dim=1)
-        theirs_P2 = torch.empty_like(counts_P2)
-        dist.all_to_all_single(theirs_P2, counts_P2, group=self.group)
+        received_P2 = torch.empty_like(counts_P2)
+        dist.all_to_all_single(received_P2, counts_P2, group=self.group)
         # This is the only place where the host waits for the device.
-        rows, pairs, their_rows, their_pairs = torch.cat([counts_P2, theirs_P2], 1).t().tolist()
+        counts_P4 = torch.cat([counts_P2, received_P2], dim=1)
+        rows_out, pairs_out, rows_in, pairs_in = counts_P4.t().tolist()
 
         weights_N = plan.weights_N.index_select(0, sent.pair_ids_N)
-        weights_N = self._send(weights_N[:, None], pairs, their_pairs)
+        weights_N = self._send(weights_N[:, None], pairs_out, pairs_in)
         labels_N2 = torch.stack([sent.row_ids_N, sent.expert_ids_N % self.num_local], dim=1)
-        labels_N2 = self._send(labels_N2, pairs, their_pairs)
-        # Sent last, since NCCL keeps the order: waiting for the smaller tensors does not wait for this one.
-        # Cast to the dtype of autocast, since the experts would cast to it anyway.
+        labels_N2 = self._send(labels_N2, pairs_out, pairs_in)
+        # Sent last: NCCL keeps the order, so waiting for the smaller tensors does not wait for this one.
+        # Cast to the dtype of autocast, because the experts would cast to it anyway.
         x_RD = x_TD.index_select(0, sent.token_ids_R).to(compute_dtype(x_TD))
-        x_RD = self._send(x_RD, rows, their_rows)
-        arrived = _local_plan(
-            _wait(labels_N2), _wait(weights_N).squeeze(1), their_rows, their_pairs, self.num_local
-        )
-        back = partial(self._send, sent=their_rows, received=rows)
-        return _Exchanged(x_RD, arrived, sent.token_ids_R, len(x_TD), x_TD.dtype, back)
+        x_RD = self._send(x_RD, rows_out, rows_in)
+        # A kernel reads the result of a collective by pointer, so it must wait.
+        labels_N2, weights_N = wait_tensor(labels_N2), wait_tensor(weights_N).squeeze(1)
+        local_plan = _local_plan(labels_N2, weights_N, rows_in, pairs_in, self.num_local)
+        send_back = partial(self._send, num_sent=rows_in, num_received=rows_out)
+        return _Exchanged(x_RD, local_plan, sent.token_ids_R, len(x_TD), x_TD.dtype, send_back)
 
-    def _send(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def _send(self, x: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
         """Exchange rows with every rank; the backward pass sends gradients in the other direction."""
         if not x.is_floating_point():
-            return collectives.all_to_all_single(x.contiguous(), received, sent, self.group)
-        return collectives.all_to_all_single_autograd(x.contiguous(), received, sent, self.group)
+            return collectives.all_to_all_single(x.contiguous(), num_received, num_sent, self.group)
+        return collectives.all_to_all_single_autograd(
+            x.contiguous(), num_received, num_sent, self.group
+        )
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(num_ranks={self.num_ranks}, experts_of_a_rank={self.num_local})"
+            f"{type(self).__name__}(num_ranks={self.num_ranks}, experts_per_rank={self.num_local})"
         )
 
 
@@ -76,21 +80,16 @@ class _Exchanged(Dispatched):
     num_tokens: int
     dtype: torch.dtype
     """Dtype of the tokens before sending."""
-    back: Callable[[Tensor], Tensor]
+    send_back: Callable[[Tensor], Tensor]
 
     def rows(self) -> Tensor:
-        return _wait(self.x_RD)
+        return wait_tensor(self.x_RD)
 
     def combine(self, y_RD: Tensor) -> Tensor:
-        back_RD = _wait(self.back(y_RD))
-        wide_RD = back_RD.to(torch.promote_types(back_RD.dtype, torch.float32))
-        sums_TD = wide_RD.new_zeros(self.num_tokens, wide_RD.shape[1])
-        return sums_TD.index_add(0, self.token_ids_R, wide_RD).to(self.dtype)
-
-
-def _wait(x: Tensor) -> Tensor:
-    """Wait for a collective before a kernel reads its result by pointer."""
-    return collectives.wait_tensor(x)
+        y_RD = wait_tensor(self.send_back(y_RD))
+        y_RD = y_RD.to(torch.promote_types(y_RD.dtype, torch.float32))
+        sums_TD = y_RD.new_zeros(self.num_tokens, y_RD.shape[1])
+        return sums_TD.index_add(0, self.token_ids_R, y_RD).to(self.dtype)
 
 
 def _local_plan(
@@ -134,17 +133,17 @@ class _Outgoing:
         num_local = len(ends_E) // num_ranks
         rank_ids_N = expert_ids_N // num_local
         token_ids_N = plan.token_ids_N.narrow(0, 0, len(expert_ids_N))
-        # One key for rank and token: `unique` merges pairs with both in common into one row, and sorts rows.
-        keys_R, of_pair_N = (rank_ids_N * num_tokens + token_ids_N).unique(return_inverse=True)
+        # A key for each rank and token: `unique` makes one row of the pairs with equal keys, and sorts rows.
+        keys_R, row_ids_N = (rank_ids_N * num_tokens + token_ids_N).unique(return_inverse=True)
         rows_P = (keys_R // max(num_tokens, 1)).bincount(minlength=num_ranks)
         starts_P = rows_P.cumsum(0) - rows_P
-        row_ids_N, order_N = of_pair_N.sort(stable=True)
+        row_ids_N, order_N = row_ids_N.sort(stable=True)
         return cls(
             token_ids_R=keys_R % max(num_tokens, 1),
             rows_P=rows_P,
             pair_ids_N=order_N,
             expert_ids_N=expert_ids_N.index_select(0, order_N),
-            # `rank_ids_N` was sorted before: sorting by row does not change it.
+            # `rank_ids_N` is sorted already, so sorting by row does not change it.
             row_ids_N=row_ids_N - starts_P.index_select(0, rank_ids_N),
             pairs_P=rank_ids_N.bincount(minlength=num_ranks),
         )

@@ -1,4 +1,4 @@
-"""Division of a run among processes: options, and sizes of the mesh."""
+"""Division of a run among processes: options, and the sizes of the mesh."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from moe_ffn.model.decoder import Block, Decoder
 
 REST = -1
-"""Size of a dimension that uses all remaining processes."""
+"""Value of an option that means all remaining processes."""
 
 
 class ParallelConfig(Config, frozen=True):
-    """A mesh of processes, data x shard x expert; every process reads its own part of a batch.
+    """A mesh of processes, data x shard x expert; each process reads its own part of a batch.
 
     The weights of an expert are on one rank along `expert`, and are sharded along `shard`. All other weights
     are sharded over shard x expert. The `data` dimension holds copies.
@@ -46,7 +46,7 @@ class ParallelConfig(Config, frozen=True):
             names = " and ".join(name for name, size in sizes.items() if size == REST)
             raise ValueError(
                 f"{names} are all -1 (the remaining processes), but only one of them may be; set the others "
-                "to numbers (data defaults to -1; try data: 1)"
+                "to numbers (the default of data is -1; try data: 1)"
             )
         return self
 
@@ -93,7 +93,7 @@ class Layout:
         return f"{self.num_ranks} processes: {sizes}"
 
     def shards_each_expert(self, num_experts: int) -> bool:
-        """Return true if FSDP shards each expert, because there are fewer experts per rank than shards.
+        """Return True if FSDP shards each expert, because there are fewer experts per rank than shards.
 
         Without expert parallelism, FSDP divides the list of experts, and some ranks may have none.
         """
@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        """True if no rank has the whole model."""
+        """True if no rank has all weights."""
         return self.shard * self.expert > 1
 
     def refusal_of(self, decoder: Decoder) -> str | None:
@@ -111,7 +111,7 @@ class Layout:
         """
         reasons: list[str] = []
 
-        def note(experts: Experts, num_experts: int) -> Any:
+        def collect_reasons(experts: Experts, num_experts: int) -> Any:
             for name, weight in experts.named_parameters():
                 if self.expert > 1 and weight.shape[:1] != (num_experts,):
                     reasons.append(
@@ -121,16 +121,16 @@ class Layout:
                     )
                 elif self.shards_each_expert(num_experts) and weight.shape[1] % self.shard:
                     reasons.append(
-                        f"parallel.shard ({self.shard}) has to divide the {weight.shape[1]} rows of an "
-                        f"expert's '{name}', since parallel.expert ({self.expert}) leaves "
+                        f"parallel.shard ({self.shard}) must divide the {weight.shape[1]} rows of an "
+                        f"expert's '{name}', because parallel.expert ({self.expert}) leaves "
                         f"{num_experts // self.expert} of {num_experts} experts to {self.shard} ranks; "
                         "change one of them"
                     )
 
         for layer in decoder.layers:
-            cast("Block", layer).ffn.place_experts(note)
+            cast("Block", layer).ffn.place_experts(collect_reasons)
         return reasons[0] if reasons else None
 
 
 WHOLE = Layout()
-"""Layout in which every rank has the whole model."""
+"""Layout of a single process."""

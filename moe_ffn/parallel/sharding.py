@@ -20,10 +20,10 @@ from moe_ffn.parallel.layout import Layout
 
 
 class Sharder:
-    """Shards the weights of a decoder over a mesh of ranks in place, first each layer, then the rest.
+    """Shards the weights of a decoder over a mesh of ranks, in place: first each layer, then the rest.
 
     Every rank builds the same layers and keeps its part. A layer can be sharded before the next one is built,
-    so that a rank never holds more than one whole layer.
+    so that a rank never holds more than one complete layer.
 
     The backward pass sums gradients over ranks without dividing: experts are on fewer ranks than other
     weights, so no common divisor is right. The loss of a rank must therefore be the sum over its own tokens,
@@ -36,7 +36,7 @@ class Sharder:
         Args:
             device: device type of the ranks, `cpu` or `cuda`.
         """
-        # Routings hold views, but no code changes them in place.
+        # Routings contain views, but no code changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         num_shards = layout.shard * layout.expert
         names = ("data", "shard", "expert")
@@ -59,12 +59,12 @@ class Sharder:
         self._shard(layer)
 
     def shard_rest(self, decoder: Decoder) -> None:
-        """Shard the parameters outside of blocks; call this after `shard_layer` of every block."""
+        """Shard the parameters outside of blocks, after `shard_layer` of every block."""
         self._shard(decoder)
         for module in decoder.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-                # Otherwise gloo rejects the factor, and NCCL multiplies by it before it sums.
+                # Otherwise gloo rejects the factor, and NCCL multiplies by it before the sum.
                 module.set_force_sum_reduction_for_comms(True)
 
     def _shard(self, module: nn.Module) -> None:
@@ -78,9 +78,8 @@ class Sharder:
             axis = Shard(1 if layout.shards_each_expert(num_experts) else 0)
             fully_shard(experts, mesh=self._expert_mesh, shard_placement_fn=lambda _: axis)
         else:
-            self._sharded.update(
-                experts.parameters()
-            )  # these are on this rank only, so FSDP ignores them
+            # They are on this rank only, so FSDP ignores them.
+            self._sharded.update(experts.parameters())
         return AllToAllDispatcher(num_experts, self._mesh.get_group("expert"))
 
 
@@ -88,14 +87,14 @@ def _shard_experts(experts: Experts, mesh: DeviceMesh) -> None:
     """Keep only this rank's experts in parameters whose first axis counts experts."""
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # Every rank has the same whole parameter, so nothing has to be sent.
+            # Every rank has the same complete parameter, so nothing is sent.
             part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the Euclidean norm of all gradients, which may be on different meshes; equal on all ranks."""
-    norms = [full_tensor(torch.nn.utils.get_total_norm(found)) for found in _by_mesh(gradients)]
+    norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in _by_mesh(gradients)]
     if len(norms) == 1:  # squaring a single norm might overflow
         return norms[0]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
@@ -103,8 +102,8 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def clip_by_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale gradients with total norm `norm` down to `max_norm`, like `clip_grad_norm_`."""
-    for found in _by_mesh(parameters):
-        torch.nn.utils.clip_grads_with_norm_(found, max_norm, norm)
+    for group in _by_mesh(parameters):
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
@@ -117,33 +116,27 @@ def _by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a DTensor (a collective: every rank has to call this); return any other tensor unchanged."""
+    """Gather a DTensor, for which every rank must call this; return any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
     """Shard an optimizer state like `parameter`; return a value of another shape unchanged.
 
-    Every rank has to pass the same value.
+    Every rank must pass the same value.
     """
-    if (
-        isinstance(parameter, DTensor)
-        and isinstance(value, Tensor)
-        and value.shape == parameter.shape
-    ):
-        return distribute_tensor(
-            value.to(parameter.device),
-            parameter.device_mesh,
-            parameter.placements,
-            src_data_rank=None,
-        )
-    return value
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
 
 
 def empty_shard_like(value: Any, parameter: Tensor) -> Any:
     """Return an empty tensor for an optimizer state on the meta device; return any other value unchanged.
 
-    The tensor is sharded like the parameter; if its shape differs, it is whole and on the CPU.
+    The tensor is sharded like the parameter. If its shape differs, it is complete and on the CPU.
     """
     if not isinstance(value, Tensor) or not value.is_meta:
         return value
@@ -155,7 +148,7 @@ def empty_shard_like(value: Any, parameter: Tensor) -> Any:
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], part: Tensor, parameter: Tensor
 ) -> Tensor:
-    """Apply a function of whole matrices to a sharded tensor; return this rank's part of the result.
+    """Apply a function of complete matrices to a sharded tensor; return this rank's part of the result.
 
     Args:
         part: this rank's part of the tensor.
@@ -163,10 +156,8 @@ def on_whole_matrices(
     """
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
-    is_within = any(isinstance(place, Shard) and place.dim > 0 for place in placements)
-    if (
-        parameter.ndim > 2 and not is_within
-    ):  # sharding divides experts, and keeps each matrix whole
+    splits_matrices = any(isinstance(place, Shard) and place.dim > 0 for place in placements)
+    if parameter.ndim > 2 and not splits_matrices:  # sharding only divides the experts
         return function(part)
     sharded = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

@@ -227,7 +227,7 @@ def concerns(run: Run) -> list[tuple[str, str]]:
     if loss is not None and not math.isfinite(loss):
         found.append(("bad", "The validation loss is not a finite number: training has diverged."))
     elif loss is not None and unigram is not None and loss > unigram:
-        found.append(("bad", f"The validation loss is {WORSE_THAN_UNIGRAM}."))
+        found.append(("bad", f"The model is {WORSE_THAN_UNIGRAM}."))
     unhealthy: list[str] = []
     for metric in health(run):
         kinds = zip(run.layers, metric.layers, strict=True)

@@ -1,7 +1,7 @@
-"""Routers choose the experts of each token and their weights. A file holds the config and module of a router.
+"""Routers, which choose the experts of each token and their weights.
 
-`top_k.py` has two routers, `top_k` and `sigmoid_top_k`. To add a router, add a file to this folder and import
-its config in this `__init__.py`.
+Each file has the config and the module of one router; `top_k.py` has two, `top_k` and `sigmoid_top_k`. To add
+a router, add a file to this folder and import its config in this `__init__.py`.
 """
 
 from moe_ffn.routing.balanced_assignment import (

@@ -1,4 +1,4 @@
-"""BASE routing: a balanced assignment of tokens to experts.
+"""Balanced assignment of tokens to experts, the routing of BASE layers.
 
 T tokens, D model width, E experts, C capacity of each expert
 """
@@ -22,7 +22,7 @@ from moe_ffn.routing.base import (
 
 
 class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
-    """BASE: in training, the assignment with the highest total score and equal numbers of tokens per expert.
+    """BASE: in training, the assignment of highest total score that gives every expert equally many tokens.
 
     Lewis et al. 2021, BASE layers (arXiv:2103.16716): one expert per token, weighted by the sigmoid of its
     score. In evaluation each token goes to the expert with the highest score.
@@ -48,25 +48,25 @@ class BalancedAssignmentRouter(LinearRouter):
         scores_TE = logits_TE.sigmoid()
         expert_ids_T = logits_TE.detach().nan_to_num(nan=0.0).argmax(dim=-1)
         if self.training:
-            counted_T = comparable(logits_TE, context.mask)
-            assigned = assign_operator if needs_static_shapes(x_TD) else assign_among
-            expert_ids_T = assigned(logits_TE.detach(), expert_ids_T, counted_T)
+            comparable_T = comparable(logits_TE, context.mask)
+            function = assign_operator if needs_static_shapes(x_TD) else assign_comparable
+            expert_ids_T = function(logits_TE.detach(), expert_ids_T, comparable_T)
         expert_ids_T1 = expert_ids_T.unsqueeze(-1)
         weights_T1 = scores_TE.gather(-1, expert_ids_T1)
         return routing_of_pairs(weights_T1, expert_ids_T1, logits_TE, scores_TE, context)
 
 
-def assign_among(values_TE: Tensor, expert_ids_T: Tensor, counted_T: Tensor) -> Tensor:
-    """Return int64 (T,): `assign` for the tokens in `counted_T`, `expert_ids_T` for all others."""
+def assign_comparable(values_TE: Tensor, expert_ids_T: Tensor, comparable_T: Tensor) -> Tensor:
+    """Return int64 (T,): `assign` for the tokens in `comparable_T`, `expert_ids_T` for all others."""
     expert_ids_T = expert_ids_T.clone()
-    expert_ids_T[counted_T] = assign(values_TE[counted_T])
+    expert_ids_T[comparable_T] = assign(values_TE[comparable_T])
     return expert_ids_T
 
 
 @torch.library.custom_op("moe_ffn::assign", mutates_args=())
-def assign_operator(values_TE: Tensor, expert_ids_T: Tensor, counted_T: Tensor) -> Tensor:
-    """Run `assign_among`, whose loop depends on the data, as one operator of a graph."""
-    return assign_among(values_TE, expert_ids_T, counted_T)
+def assign_operator(values_TE: Tensor, expert_ids_T: Tensor, comparable_T: Tensor) -> Tensor:
+    """Run `assign_comparable` as one operator of a graph, because its loop depends on the data."""
+    return assign_comparable(values_TE, expert_ids_T, comparable_T)
 
 
 @assign_operator.register_fake
@@ -77,17 +77,17 @@ def _(values_TE: Tensor, expert_ids_T: Tensor, _: Tensor) -> Tensor:
 def assign(values_TE: Tensor, precision: float = 0.02) -> Tensor:
     """Return the assignment (T,) of highest total value with at most C = ceil(T / E) tokens per expert.
 
-    The auction algorithm of Bertsekas and Castanon (1989) for experts with C equal places. Each unassigned
-    token bids for its best expert, up to the bid that makes its second-best expert as good. An expert keeps
-    its C highest bids; if it has C, its price is the lowest of these bids. The total value is within
-    T * precision * (largest difference between two values of a token) of the optimum.
+    This is the auction algorithm of Bertsekas and Castanon (1989). Each unassigned token bids for its best
+    expert as much as makes its second-best expert equally good. An expert keeps its C highest bids; once it
+    has C, its price is the lowest of them. The total value is within T * precision * (largest difference
+    between two values of a token) of the optimum.
     """
     num_tokens, num_experts = values_TE.shape
     if num_tokens == 0 or num_experts == 1:
         return torch.zeros(num_tokens, dtype=torch.int64, device=values_TE.device)
-    places = -(-num_tokens // num_experts)
-    # Scale values to [0, 1], which does not change the optimum: rounding would absorb a step that is added to
-    # a large value, and the auction would never end.
+    capacity = -(-num_tokens // num_experts)
+    # Scale values to [0, 1], which does not change the optimum. Otherwise rounding would absorb a step added
+    # to a large value, and the auction would never end.
     values_TE = values_TE.double()
     values_TE = values_TE - values_TE.amin(dim=-1, keepdim=True)
     values_TE = values_TE / values_TE.max().clamp(min=torch.finfo(torch.float64).tiny)
@@ -103,11 +103,10 @@ def assign(values_TE: Tensor, precision: float = 0.02) -> Tensor:
         expert_ids_T[waiting_T] = best[:, 0]
         for expert in best[:, 0].unique().tolist():
             bidders = (expert_ids_T == expert).nonzero().squeeze(-1)
-            if len(bidders) < places:
+            if len(bidders) < capacity:
                 continue
-            kept = bids_T[bidders].topk(places)
+            kept = bids_T[bidders].topk(capacity)
             prices_E[expert] = kept.values[-1]
-            rejected = torch.ones_like(bidders, dtype=torch.bool)
-            rejected[kept.indices] = False
+            rejected = torch.ones_like(bidders, dtype=torch.bool).index_fill(0, kept.indices, False)
             expert_ids_T[bidders[rejected]] = unassigned
     return expert_ids_T

@@ -1,4 +1,4 @@
-"""Interface of every router, (tokens, context) -> Routing, and the parts that routers share.
+"""Interface of every router, (tokens, context) -> Routing, and functions and layers that routers share.
 
 T tokens, D model width, E experts, K listed experts per token, N = T*K pairs
 """
@@ -23,25 +23,24 @@ from moe_ffn.outputs import Routing, TokenContext
 
 
 class RouterConfig(TaggedConfig, frozen=True):
-    """Chooses the experts of each token and their weights."""
+    """Config of a router, which chooses the experts of each token and their weights."""
 
     has_selection_probs: ClassVar[bool] = False
     """True if the router returns a `NoisyRouting` in training, which the loss `load_cv2` needs."""
     learns: ClassVar[bool] = True
     """False if the assignment is fixed, so that no loss or rule can change it."""
     lookahead_reason: ClassVar[str] = ""
-    """Reason why the router is not causal, for messages, such as `ranks tokens against later ones`; empty if
-    it is causal."""
+    """Reason why the router is not causal, which completes `type 'NAME' ...`, such as `ranks tokens against
+    later ones`; empty if it is causal."""
     is_tokenwise: ClassVar[bool] = False
     """True if, in evaluation, a token's experts depend only on the token and its id."""
     is_pairs_only: ClassVar[bool] = False
-    """True if its routings are `PairsOnlyRouting`, without (T, E) tables."""
+    """True if the router returns a `PairsOnlyRouting`, without (T, E) tables."""
 
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
         """Return the reason why this router cannot serve a use case; None if it can.
 
-        By default a router with a `lookahead_reason` rejects `causal`, and one without `is_tokenwise` rejects
-        `cached`.
+        By default, `lookahead_reason` excludes causal models, and caches need `is_tokenwise`.
         """
         if self.lookahead_reason and (
             use_case.causal or (use_case.cached and not self.is_tokenwise)
@@ -57,7 +56,7 @@ class RouterConfig(TaggedConfig, frozen=True):
 
     @property
     def fixed_by(self) -> str | None:
-        """Name of the option that fixes the assignment, so that the router learns only weights; else None."""
+        """Name of the option that fixes the assignment, so that only weights are learned; None by default."""
         return None
 
     @property
@@ -78,7 +77,7 @@ class RouterConfig(TaggedConfig, frozen=True):
     def pairs_per_token(self, num_experts: int, seq_len: int) -> float:
         """Return the mean number of experts per token in sequences of `seq_len` tokens.
 
-        It differs from `experts_per_token` only if the router rounds its numbers of pairs.
+        It differs from `experts_per_token` only if the router rounds its counts.
         """
         return self.experts_per_token(num_experts)
 
@@ -95,7 +94,7 @@ class RouterConfig(TaggedConfig, frozen=True):
 
 
 class RouterMLPConfig(Config, frozen=True):
-    """A small network between the token and the projection to logits, as in `zaya` of transformers.
+    """A small network between the token and the projection to logits, as in transformers' `zaya`.
 
     h = RMSNorm(W_0 x + b_0), then `depth` times h = GELU(W_i h + b_i); the projection reads h.
     """
@@ -131,7 +130,7 @@ class LinearRouterConfig(RouterConfig, frozen=True):
     bias: bool = False
     """Add a learned bias to the logits, as GPT-OSS does."""
     jitter: float = Field(default=0.0, ge=0, lt=1)
-    """Multiply the router's input in training by noise from U(1 - jitter, 1 + jitter) (Switch)."""
+    """In training, multiply the router's input by noise from U(1 - jitter, 1 + jitter) (Switch)."""
     input_norm: RouterNormConfig | None = None
     """RMS norm of the router's input (Gemma 4); none by default."""
     mlp: RouterMLPConfig | None = None
@@ -182,7 +181,7 @@ class LinearTopKConfig(FixedKConfig, LinearRouterConfig, frozen=True):
 
 
 class Router(nn.Module, ABC):
-    """Chooses experts for tokens. It has no counters: all statistics are in the `Routing` that it returns."""
+    """Chooses experts for tokens. It counts nothing: statistics come from the `Routing` that it returns."""
 
     replays: ClassVar[bool] = False
     """True if the router uses `TokenContext.expert_ids` instead of its own choice."""
@@ -204,10 +203,11 @@ class Router(nn.Module, ABC):
         return sequence_length
 
     def rows(self) -> dict[str, Tensor]:
-        """Return the router's parameters and buffers by name, each with one row per expert.
+        """Return the router's parameters and buffers by name; the first axis of each counts experts.
 
         Raises:
-            ConfigError: a parameter or buffer has other rows, so experts cannot be pruned, merged or copied.
+            ConfigError: a parameter or buffer has another first axis, so experts cannot be pruned, merged or
+                copied.
         """
         raise ConfigError(
             f"{type(self).__name__} has no row for each expert, so its experts cannot be pruned, merged or "
@@ -223,20 +223,20 @@ class Router(nn.Module, ABC):
         return None
 
     def update(self, observed: Tensor) -> None:
-        """Update buffers of the router, once per optimizer step, before the optimizer and without gradient.
+        """Update the router's buffers without gradient, once per optimizer step, before the optimizer.
 
         Args:
             observed: sum of the tensors from `observe`.
         """
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        # `module.bfloat16()` calls this. Buffers keep their dtype: a bias step of 0.001 is lost in bfloat16.
-        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        # `module.bfloat16()` calls this. Buffers keep their dtype: bfloat16 would lose a bias step of 0.001.
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
-        for name, buffer in kept.items():
-            moved = getattr(self, name)
+        for name, buffer in before.items():
+            after = getattr(self, name)
             # A buffer from the meta device (`to_empty`) has no values to restore.
-            restored = moved.to(buffer.dtype) if buffer.is_meta else buffer.to(moved.device)
+            restored = after.to(buffer.dtype) if buffer.is_meta else buffer.to(after.device)
             setattr(self, name, restored)
         return self
 
@@ -244,8 +244,7 @@ class Router(nn.Module, ABC):
 class LinearRouter(Router):
     """A router whose logits are a projection of the token."""
 
-    config: Any
-    """Config of the router, of the router's own config class."""
+    config: Any  # each subclass has its own config class
 
     def __init__(self, config: LinearRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__()
@@ -258,11 +257,10 @@ class LinearRouter(Router):
             d_model = config.mlp.width
         self.projection = RouterLinear(d_model, num_experts, config.bias)
         if config.has_correction_bias:
-            bias_E = torch.zeros(num_experts, dtype=torch.float32)  # not torch's default dtype
-            self.register_buffer("correction_bias_E", bias_E)
+            self.correction_bias_E = torch.zeros(num_experts, dtype=torch.float32)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Return the logits, (T, E), float32 or wider. Jitter affects only the router, not the experts."""
+        """Return the logits, (T, E), float32 or wider."""
         config = self.config
         if self.training and config.jitter:
             x_TD = jittered(x_TD, config.jitter)
@@ -276,24 +274,22 @@ class LinearRouter(Router):
         return logits_TE
 
     def ranking(self, values_TE: Tensor) -> Tensor:
-        """Return the values (T, E) for choosing experts: detached, plus the correction bias."""
+        """Return the values (T, E) by which experts are chosen: detached, plus the correction bias."""
         values_TE = values_TE.detach()
         return values_TE if self.correction_bias_E is None else values_TE + self.correction_bias_E
 
     def rows(self) -> dict[str, Tensor]:
         if self.input_norm is not None or self.mlp is not None:
             return super().rows()
-        found = self.state_dict(keep_vars=True)
+        state = self.state_dict(keep_vars=True)
         num_experts = len(self.projection.weight)
-        have_rows = all(rows.ndim and len(rows) == num_experts for rows in found.values())
-        return found if have_rows else super().rows()
+        have_rows = all(value.ndim and len(value) == num_experts for value in state.values())
+        return state if have_rows else super().rows()
 
     def extra_repr(self) -> str:
-        fields = type(self.config).model_fields
-        unchanged = [
-            n for n in self.config.omitted_defaults if getattr(self.config, n) == fields[n].default
-        ]
-        return describe_options(self.config, without=["type", *unchanged])
+        config, fields = self.config, type(self.config).model_fields
+        omitted = [n for n in config.omitted_defaults if getattr(config, n) == fields[n].default]
+        return describe_options(config, without=["type", *omitted])
 
 
 def jittered(x: Tensor, jitter: float) -> Tensor:
@@ -320,7 +316,7 @@ class RouterMLP(nn.Module):
 
 
 class Float32RMSNorm(nn.RMSNorm):
-    """An RMS norm that computes and returns float32, also in narrower models (float64 for float64 input)."""
+    """An RMS norm that computes and returns float32, or float64 for float64 input, in any model."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = RouterLinear.dtype_for(x)
@@ -328,10 +324,10 @@ class Float32RMSNorm(nn.RMSNorm):
 
 
 class RouterLinear(nn.Module):
-    """The router's projection, computed in float32, also under autocast and in narrower models.
+    """The router's projection, computed in float32, also in bfloat16 models and under autocast.
 
-    In bfloat16 two experts' logits often tie (Switch Transformer, section 2.4, "selective precision").
-    `x.float()` is not enough, because autocast would compute the product in bfloat16 again.
+    In bfloat16 the logits of two experts are often equal (Switch Transformer, section 2.4, "selective
+    precision"). `x.float()` is not enough, because autocast would still multiply in bfloat16.
     """
 
     def __init__(self, d_model: int, num_experts: int, bias: bool = False) -> None:
@@ -418,15 +414,15 @@ def routing_of_pairs(
     *,
     num_experts: int | None = None,
     kind: type[Kind] = Routing,
-    **more: Any,
+    **fields: Any,
 ) -> Kind:
     """Return the routing of a router that lists K experts for every token: N = T*K pairs, token-major.
 
     Args:
         logits_TE: None, like `scores_TE`, if there are too many experts for (T, E) tables.
-        num_experts: E; needed if `logits_TE` is None.
+        num_experts: E; required if `logits_TE` is None.
         kind: class of the routing, such as `VariableKRouting`.
-        more: further fields of that class, such as `selected_N`.
+        fields: other fields of that class, such as `selected_N`.
     """
     num_tokens, k = expert_ids_TK.shape
     if num_experts is None:
@@ -445,14 +441,21 @@ def routing_of_pairs(
         mask_T=context.mask,
         logits_TE=logits_TE,
         scores_TE=scores_TE,
-        **more,
+        **fields,
     )
 
 
 def comparable(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
     """Return bool (T,), True for tokens that may be ranked against each other: real, with finite logits.
 
-    Otherwise padding, or a token with NaN, could displace other tokens.
+    Otherwise padding or a token with NaN could displace other tokens.
     """
     finite_T = logits_TE.isfinite().all(dim=-1)
     return finite_T if mask_T is None else finite_T & mask_T
+
+
+def constant_weight_error(cause: str, fix: str) -> ValueError:
+    """Return the error for options that would leave the router without a gradient."""
+    return ValueError(
+        f"{cause} makes every weight a constant 1, so the router would never learn; set {fix}"
+    )

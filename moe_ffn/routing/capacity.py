@@ -1,4 +1,4 @@
-"""Expert capacity: pure functions Routing -> Routing that drop pairs of full experts.
+"""Expert capacity: pure functions Routing -> Routing that drop the pairs that exceed it.
 
 T tokens, E experts, N (token, expert) pairs, C capacity
 """
@@ -26,7 +26,7 @@ class CapacityConfig(Config, frozen=True):
     """Capacity factor in training. 1: nothing is dropped if the load is perfectly balanced. num_experts, or
     null: nothing is ever dropped."""
     eval_factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    """Capacity factor in evaluation; null by default, because with dropping the output of a token depends on
+    """Capacity factor in evaluation. null by default, because dropping makes the output of a token depend on
     the rest of the batch."""
     drop: Literal["position", "probability", "choice", "random"] = "position"
     """Pairs that a full expert drops. `position`: the pairs at the latest positions. `probability`: those
@@ -45,7 +45,7 @@ class CapacityConfig(Config, frozen=True):
             if value is not None and self.per_sequence is not None:
                 raise ValueError(
                     f"{option} ({value:g}) and per_sequence ({self.per_sequence}) both limit an expert; "
-                    f"set one of them to null"
+                    "set one of them to null"
                 )
         return self
 
@@ -54,7 +54,7 @@ class CapacityConfig(Config, frozen=True):
         return not (self.factor is None and self.eval_factor is None and self.per_sequence is None)
 
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
-        """Return the reason why one token can displace another in a use case; None if it cannot."""
+        """Return the reason why dropping is wrong in a use case; None if it is not."""
         if use_case.causal and self.drop != "position" and self.is_limited:
             return Unsupported(
                 f"drop '{self.drop}' lets later tokens displace earlier ones", "use 'position'"
@@ -75,13 +75,13 @@ class CapacityConfig(Config, frozen=True):
             training: use `factor`, not `eval_factor`.
         """
         if self.per_sequence is not None:
-            num_sequences = _num_sequences(routing)
-            return torch.tensor(self.per_sequence * num_sequences, device=routing.dropped_N.device)
+            capacity = self.per_sequence * _num_sequences(routing)
+            return torch.tensor(capacity, device=routing.dropped_N.device)
         factor = self.factor if training else self.eval_factor
         return None if factor is None else capacity_of(routing, factor)
 
     def drop_over_capacity(self, routing: Routing, *, training: bool) -> Routing:
-        """Mark the pairs that exceed the capacity as dropped. Evaluation is never random."""
+        """Mark the pairs that exceed the capacity as dropped. `random` drops by position in evaluation."""
         drop = self.drop if training or self.drop != "random" else "position"
         priority, renormalize = DROP_POLICIES[drop], self.renormalize
         if self.per_sequence is not None:
@@ -93,14 +93,14 @@ class CapacityConfig(Config, frozen=True):
 
 
 Priority = Callable[[Routing], Tensor]
-"""Routing -> (N,): experts accept pairs with the lowest values first, equal values in pair order."""
+"""Routing -> (N,) values: an expert accepts pairs with lower values first, and equal values in pair order."""
 
 
 def capacity_of(routing: Routing, factor: float) -> Tensor:
     """Return the expert capacity C = ceil(factor * N / E), int64 scalar.
 
-    N is the number of pairs of real tokens, so `factor` 1 suffices at perfect balance. N includes k, as in
-    Megatron-LM and DeepSpeed, unlike Switch and ST-MoE. If the number of pairs depends on the data, N is
+    N counts the pairs of real tokens, so factor 1 suffices at perfect balance. Megatron-LM and DeepSpeed also
+    count pairs; Switch and ST-MoE count tokens. If the number of pairs depends on the data, N is
     `VariableKRouting.capacity_k` times the number of real tokens.
     """
     capacity_k = routing.capacity_k if isinstance(routing, VariableKRouting) else None
@@ -151,7 +151,7 @@ def _num_sequences(routing: Routing) -> int:
 def by_position(routing: Routing) -> Tensor:
     """Earlier positions first, then earlier sequences, then the router's order of a token's pairs.
 
-    This order is causal: a later token never displaces an earlier token of any sequence in the batch.
+    Causal: a later token never displaces an earlier token of any sequence in the batch.
     """
     return routing.token_ids_N % max(routing.sequence_length, 1)
 
@@ -194,7 +194,7 @@ DROP_POLICIES: dict[str, Priority] = {
 
 def place_in_queue(routing: Routing, priority_N: Tensor) -> Tensor:
     """Return int64 (N,): the number of real pairs ahead of each pair in the queue of its expert."""
-    # Padding gets the id of an extra expert, so that it displaces no real pair.
+    # Padding goes to an additional expert, so that it displaces no real pair.
     expert_ids_N = routing.expert_ids_N.masked_fill(~routing.active_N, routing.num_experts)
     by_priority_N = priority_N.argsort(stable=True)
     order_N = by_priority_N[expert_ids_N[by_priority_N].argsort(stable=True)]
@@ -207,8 +207,8 @@ def place_in_queue(routing: Routing, priority_N: Tensor) -> Tensor:
 def renormalize_survivors(routing: Routing) -> Routing:
     """Scale each token's remaining weights to their sum before dropping.
 
-    DeepSpeed scales the sum to 1, which is equal if the router's weights add up to 1. A token whose pairs are
-    all dropped has no weight left.
+    DeepSpeed scales their sum to 1, which is the same if the router's weights sum to 1. A token without
+    remaining pairs keeps its weights, which are not used.
     """
     weights_N = torch.where(routing.active_N, routing.weights_N, 0)
     kept_N = torch.where(routing.computed_N, routing.weights_N, 0)

@@ -14,22 +14,29 @@ from torch import Tensor
 
 from moe_ffn.config.sizes import ceil_of_share, share_of
 from moe_ffn.outputs import Routing, TokenContext, VariableKRouting
-from moe_ffn.routing.base import FixedKConfig, LinearRouter, LinearRouterConfig, Router, comparable
+from moe_ffn.routing.base import (
+    FixedKConfig,
+    LinearRouter,
+    LinearRouterConfig,
+    Router,
+    comparable,
+    constant_weight_error,
+)
 
 
 class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """Expert choice: each expert takes its k * tokens / num_experts most probable tokens.
 
-    Zhou et al. 2022 (arXiv:2202.09368). The load is perfectly balanced. A token may get many experts, or
-    none; then its output is 0.
+    Zhou et al. 2022 (arXiv:2202.09368). The load is perfectly balanced. A token may get many experts. A token
+    without experts has output 0.
     """
 
     type: Literal["expert_choice"] = "expert_choice"
     k: float = Field(default=2.0, gt=0)
     """Experts per token, on average; the paper's capacity factor."""
     among: Literal["sequence", "batch"] = "sequence"
-    """Tokens that an expert chooses from: those of one sequence, so that sequences are independent, or of the
-    whole batch, as in the paper."""
+    """Tokens that compete for an expert: those of one sequence, so that sequences are independent, or all
+    tokens of the batch, as in the paper."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from logits to weights: softmax over the experts, or sigmoid of each logit."""
 
@@ -38,10 +45,8 @@ class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     def check_num_experts(self, num_experts: int) -> None:
         super().check_num_experts(num_experts)
         if num_experts == 1 and self.score == "softmax":
-            raise ValueError(
-                "router.score (softmax) with a single expert makes every weight a constant 1, so the "
-                "router would never learn; set router.score: sigmoid"
-            )
+            cause = "router.score (softmax) with a single expert"
+            raise constant_weight_error(cause, "router.score: sigmoid")
 
     def pairs_per_token(self, num_experts: int, seq_len: int) -> float:
         if self.among == "batch":
@@ -66,29 +71,29 @@ class ExpertChoiceRouter(LinearRouter):
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
-        by_softmax = self.config.score == "softmax"
-        scores_TE = logits_TE.softmax(dim=-1) if by_softmax else logits_TE.sigmoid()
+        is_softmax = self.config.score == "softmax"
+        scores_TE = logits_TE.softmax(dim=-1) if is_softmax else logits_TE.sigmoid()
         num_tokens, num_experts = logits_TE.shape
         sequence_length = context.sequence_length or num_tokens
-        size = max(sequence_length if self.config.among == "sequence" else num_tokens, 1)
+        group_size = max(sequence_length if self.config.among == "sequence" else num_tokens, 1)
 
         comparable_T = comparable(logits_TE, context.mask)
         ranking_TE = scores_TE.detach().masked_fill(~comparable_T.unsqueeze(-1), -1)
-        ranking_BES = rearrange(ranking_TE, "(b s) e -> b e s", s=size)
-        token_ids_BEC = ranking_BES.topk(ceil_of_share(size, self.share), dim=-1).indices
+        ranking_BES = rearrange(ranking_TE, "(b s) e -> b e s", s=group_size)
+        token_ids_BEC = ranking_BES.topk(ceil_of_share(group_size, self.share), dim=-1).indices
         num_groups, _, num_listed = token_ids_BEC.shape
         # Padding is listed last and not chosen, so that shapes do not depend on it.
-        num_comparable_B = rearrange(comparable_T, "(b s) -> b s", s=size).sum(dim=-1)
+        num_comparable_B = rearrange(comparable_T, "(b s) -> b s", s=group_size).sum(dim=-1)
         num_chosen_B = ceil_of_share(num_comparable_B, self.share)
         ranks_C = torch.arange(num_listed, device=x_TD.device)
         chosen_BC = ranks_C < num_chosen_B.unsqueeze(-1)
 
-        starts_B11 = torch.arange(num_groups, device=x_TD.device).view(-1, 1, 1) * size
+        starts_B11 = torch.arange(num_groups, device=x_TD.device).view(-1, 1, 1) * group_size
         token_ids_N = (token_ids_BEC + starts_B11).flatten()
         ids_E = torch.arange(num_experts, device=x_TD.device)
         expert_ids_N = repeat(ids_E, "e -> (b e c)", b=num_groups, c=num_listed)
         selected_N = repeat(chosen_BC, "b c -> (b e c)", e=num_experts)
-        order_N = token_ids_N.argsort(stable=True)  # token-major, as in every routing
+        order_N = token_ids_N.argsort(stable=True)  # token-major, like every routing
         token_ids_N, expert_ids_N = token_ids_N[order_N], expert_ids_N[order_N]
         return VariableKRouting(
             token_ids_N=token_ids_N,

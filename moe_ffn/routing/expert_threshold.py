@@ -29,10 +29,10 @@ from moe_ffn.routing.base import (
 class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """Expert threshold: an expert takes the tokens whose logits reach a moving quantile of its past logits.
 
-    Sun et al. 2026 (arXiv:2603.11535). Each expert takes a k / E share of all tokens, not of a batch, so the
-    router is causal, and balanced without an auxiliary loss. In the paper, a model of 2.4 B parameters is
-    0.067 nats better than with token choice. A token may get many experts, or none; then its output is 0,
-    unless there is a shared expert, as in the paper.
+    Sun et al. 2026 (arXiv:2603.11535). Each expert takes a fraction k / E of all tokens, but not of each
+    batch, so the router is causal, and balanced without an auxiliary loss. In the paper, a model of 2.4 B
+    parameters is 0.067 nats better than with token choice. A token may get many experts. A token without
+    experts has output 0, unless there is a shared expert, as in the paper.
     """
 
     type: Literal["expert_threshold"] = "expert_threshold"
@@ -41,9 +41,9 @@ class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True)
     ema: float = Field(default=0.99, ge=0, lt=1)
     """Weight of the old threshold in the moving average, at each optimizer step."""
     warmup_steps: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """Optimizer steps before thresholds are used; until then each token takes its k best experts (rounded up;
-    in a mixture of depths all tokens pass). The paper warms up with 4,000 steps of expert choice, which is
-    not causal. A custom training loop must call `Router.update` every step, or the warm-up never ends."""
+    """Optimizer steps before the thresholds are used; until then each token takes its k best experts (rounded
+    up; in a mixture of depths, all tokens pass). The paper warms up with 4,000 steps of expert choice, which
+    is not causal. A custom training loop must call `Router.update` every step, or the warm-up never ends."""
 
     is_tokenwise: ClassVar[bool] = True
 
@@ -93,7 +93,7 @@ class ExpertThresholdRouter(LinearRouter):
         )
 
     def observe(self, routing: Routing) -> Tensor:
-        """Return float64 (E + 1,): the batch's thresholds times its number of tokens, and that number.
+        """Return float64 (E + 1,): the batch's thresholds times its number of tokens, then this number.
 
         The sum over batches thus gives their mean threshold, weighted by tokens.
         """
@@ -104,18 +104,19 @@ class ExpertThresholdRouter(LinearRouter):
             return self.threshold_E.new_zeros(len(self.threshold_E) + 1, dtype=torch.float64)
         ranking_TE = logits_TE.masked_fill(~comparable_T.unsqueeze(-1), -torch.inf)
         largest_CE = ranking_TE.topk(num_listed, dim=0).values
-        num = comparable_T.sum()
-        place = (ceil_of_share(num, self.share) - 1).clamp(min=0)
+        num_tokens = comparable_T.sum()
+        last = (ceil_of_share(num_tokens, self.share) - 1).clamp(min=0)
         # In float64, so that after the division the token at the threshold still reaches it.
-        cutoff_E = largest_CE[place].double()
-        observed = torch.cat([cutoff_E, cutoff_E.new_ones(1)]) * num
-        return torch.where(num > 0, observed, 0.0)
+        cutoff_E = largest_CE[last].double()
+        observed = torch.cat([cutoff_E, cutoff_E.new_ones(1)]) * num_tokens
+        return torch.where(num_tokens > 0, observed, 0.0)
 
     def update(self, observed: Tensor) -> None:
-        num, fresh_E = observed[-1], observed[:-1] / observed[-1].clamp(min=1)
-        num_updates_E = self.num_updates_E + (num > 0)
+        num_tokens = observed[-1]
+        mean_E = observed[:-1] / num_tokens.clamp(min=1)
+        num_updates_E = self.num_updates_E + (num_tokens > 0)
         ema = self.config.ema
         rate_E = (1 - ema) / (1 - ema ** num_updates_E.clamp(min=1).double())
-        moved_E = torch.lerp(self.threshold_E.double(), fresh_E, rate_E)
-        self.threshold_E.copy_(torch.where(num > 0, moved_E, self.threshold_E))
+        moved_E = torch.lerp(self.threshold_E.double(), mean_E, rate_E)
+        self.threshold_E.copy_(torch.where(num_tokens > 0, moved_E, self.threshold_E))
         self.num_updates_E.copy_(num_updates_E)

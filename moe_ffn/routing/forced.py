@@ -1,4 +1,4 @@
-"""Forced routing: prescribed loads, for benchmarks and tests.
+"""Forced routing with prescribed loads, for benchmarks and tests.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -20,8 +20,8 @@ from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing
 class ForcedRouterConfig(LinearTopKConfig, frozen=True):
     """Forced balance or imbalance, independent of the tokens' values, for benchmarks and tests.
 
-    A token's position decides its k experts. Their weights are softmax probabilities, so the cost is that of
-    `top_k`.
+    A token's position decides its k experts. Weights are softmax probabilities, so the router costs as much
+    as `top_k`.
     """
 
     type: Literal["forced"] = "forced"

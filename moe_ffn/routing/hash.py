@@ -47,8 +47,9 @@ class HashRouter(Router):
         self.num_experts = num_experts
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        """Scores: 1/k for chosen experts. Logits: 0, or NaN for a non-finite token, so that
-        `nonfinite_tokens` counts it.
+        """Return scores 1/k for chosen experts and logits 0, or NaN for tokens with NaN or infinity.
+
+        The metric `nonfinite_tokens` counts such logits.
 
         Raises:
             ValueError: the context has no token ids.
@@ -58,17 +59,15 @@ class HashRouter(Router):
                 "router.type 'hash' routes by token id: call the block with "
                 "TokenContext(token_ids=...)"
             )
-        k = self.config.k
-        first_T1 = (
-            hash_of(context.token_ids, self.config.seed).remainder(self.num_experts).unsqueeze(-1)
-        )
-        expert_ids_TK = (first_T1 + torch.arange(k, device=x_TD.device)) % self.num_experts
+        k, device = self.config.k, x_TD.device
+        first_T1 = hash_of(context.token_ids, self.config.seed).unsqueeze(-1)
+        expert_ids_TK = (first_T1 + torch.arange(k, device=device)) % self.num_experts
         dtype = RouterLinear.dtype_for(x_TD)
-        scores_TE = torch.zeros(x_TD.shape[0], self.num_experts, dtype=dtype, device=x_TD.device)
+        scores_TE = torch.zeros(x_TD.shape[0], self.num_experts, dtype=dtype, device=device)
         weights_TK = torch.full_like(expert_ids_TK, 1 / k, dtype=dtype)
         scores_TE.scatter_(1, expert_ids_TK, weights_TK)
-        whole_T1 = x_TD.isfinite().all(dim=-1, keepdim=True)
-        logits_TE = torch.zeros_like(scores_TE).masked_fill(~whole_T1, torch.nan)
+        finite_T1 = x_TD.isfinite().all(dim=-1, keepdim=True)
+        logits_TE = torch.zeros_like(scores_TE).masked_fill(~finite_T1, torch.nan)
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 
     def extra_repr(self) -> str:
@@ -78,7 +77,7 @@ class HashRouter(Router):
 
 def hash_of(ids: Tensor, seed: int) -> Tensor:
     """Return a non-negative int64 hash of each id, by the 32-bit finaliser of MurmurHash3."""
-    # int32 ids would overflow and give other experts than int64 ids.
+    # int32 would overflow, so that int32 ids would get other experts than int64 ids.
     h = (ids.long() + 0x9E3779B1 * (seed + 1)) & 0xFFFFFFFF
     for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
         h = ((h ^ (h >> shift)) * multiplier) & 0xFFFFFFFF

@@ -26,8 +26,8 @@ from moe_ffn.routing.base import (
 class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):
     """Top-k of |silu(gate x) * up x|, the activation of one SwiGLU unit per expert (CMoE).
 
-    Pei et al. 2025, arXiv:2502.04416: for a dense block that is carved into experts. The router's unit is a
-    copy of one of the expert's units, so the router needs no training.
+    Pei et al. 2025 (arXiv:2502.04416) carve a dense block into experts. The router's unit for an expert is a
+    copy of one of the expert's hidden units, so the router needs no training.
     """
 
     type: Literal["neuron_top_k"] = "neuron_top_k"
@@ -35,10 +35,13 @@ class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):
     """Select by score + bias; `objective.bias_rule` moves the bias towards balance."""
 
     is_tokenwise: ClassVar[bool] = True
+    rejected_options: ClassVar[frozenset[str]] = frozenset(
+        {"input_norm", "mlp", "logit_scale", "logit_cap"}
+    )
 
     @model_validator(mode="after")
-    def _leave_the_unit_as_it_is(self) -> NeuronTopKRouterConfig:
-        for option in ("input_norm", "mlp", "logit_scale", "logit_cap"):
+    def _reject_options_of_projections(self) -> NeuronTopKRouterConfig:
+        for option in sorted(self.rejected_options):
             if getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(
                     f"{option} is for routers whose logits are a projection of the token, but the logits of "

@@ -20,11 +20,12 @@ from moe_ffn.routing.base import (
     LinearTopKConfig,
     Router,
     RouterLinear,
+    constant_weight_error,
     routing_of_pairs,
 )
 
 MIN_NOISE = 1e-2
-"""Added to the scale of the noise, as in later implementations, so that the scale is never 0."""
+"""Minimum scale of the noise, added as in later implementations, so that the scale is never 0."""
 
 
 class NoisyTopKRouterConfig(LinearTopKConfig, frozen=True):
@@ -43,10 +44,7 @@ class NoisyTopKRouterConfig(LinearTopKConfig, frozen=True):
     @model_validator(mode="after")
     def _keep_the_router_gradient(self) -> NoisyTopKRouterConfig:
         if self.k == 1:
-            raise ValueError(
-                "k (1) makes every weight a constant 1, the softmax over a single expert, so the router "
-                "would never learn; set k >= 2"
-            )
+            raise constant_weight_error("k (1)", "k >= 2")
         return self
 
     def num_params(self, d_model: int, num_experts: int) -> int:
@@ -54,9 +52,8 @@ class NoisyTopKRouterConfig(LinearTopKConfig, frozen=True):
         return super().num_params(d_model, num_experts) + noise
 
     def flops_per_token(self, d_model: int, num_experts: int) -> int:
-        return 2 * super().flops_per_token(
-            d_model, num_experts
-        )  # logits, and the scale of the noise
+        # Logits, and the scale of the noise.
+        return 2 * super().flops_per_token(d_model, num_experts)
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return NoisyTopKRouter(self, d_model, num_experts)
@@ -73,24 +70,24 @@ class NoisyTopKRouter(LinearRouter):
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
         k = self.config.k
-        noisy_TE, kind = logits_TE, {}
+        noisy_TE, fields = logits_TE, {}
         if self.training:
             scale_TE = F.softplus(self.noise(x_TD)) + MIN_NOISE
             noisy_TE = logits_TE + torch.randn_like(logits_TE) * scale_TE
             probs_TE = selection_probabilities(logits_TE, noisy_TE, scale_TE, k)
-            kind = {"kind": NoisyRouting, "selection_probs_TE": probs_TE}
+            fields = {"kind": NoisyRouting, "selection_probs_TE": probs_TE}
         top_TK, expert_ids_TK = noisy_TE.topk(k, dim=-1)
         weights_TK, scores_TE = top_TK.softmax(dim=-1), noisy_TE.softmax(dim=-1)
-        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context, **kind)
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context, **fields)
 
 
 def selection_probabilities(
     logits_TE: Tensor, noisy_TE: Tensor, scale_TE: Tensor, k: int
 ) -> Tensor:
-    """Return P(x, i), the probability that expert i is among the k if its own noise is redrawn (equation 9).
+    """Return P(x, i), the probability that expert i is chosen if only its own noise is redrawn (equation 9).
 
-    The noisy logit then has to exceed the k-th largest of all other experts: the (k+1)-th largest of all for
-    an expert that is among the k now, the k-th for the rest. With k = E, P is 1.
+    Its new logit must exceed the k-th largest of the other experts: for an expert that is chosen now, the
+    (k+1)-th largest of all; otherwise the k-th largest of all. With k = E, P is 1.
     """
     num_experts = logits_TE.shape[-1]
     if k == num_experts:

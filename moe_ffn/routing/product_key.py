@@ -1,4 +1,4 @@
-"""Product keys: finds the k best of very many experts from two small tables of sub-keys.
+"""Product keys, which find the k best of very many experts with two small tables of sub-keys.
 
 T tokens, D model width, E experts, n = sqrt(E) sub-keys per table, H heads, Q width of a query, K experts per
 head
@@ -24,6 +24,7 @@ from moe_ffn.routing.base import (
     Router,
     RouterLinear,
     RouterNormConfig,
+    constant_weight_error,
     routing_of_pairs,
 )
 
@@ -37,7 +38,7 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     without, at twice the speed of inference.
 
     Both papers normalise queries over the batch, which is not causal in training; `query_norm` normalises
-    each query separately. No tensor has length E: routings have no tables, and losses use the listed pairs.
+    each query separately. No tensor has one entry per expert, so losses use the listed pairs.
     """
 
     is_pairs_only: ClassVar[bool] = True
@@ -47,24 +48,21 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     k: int = Field(default=2, ge=1, le=MAX_COUNT)
     """Experts per token and head; 16 in PEER, 32 in Lample et al."""
     num_heads: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """Queries per token; each chooses k of the E experts. An expert that several queries choose is listed
-    several times, and its weights add up. 8 in PEER, 4 in Lample et al."""
+    """Queries per token, each of which chooses k experts; 8 in PEER, 4 in Lample et al. If several queries
+    choose the same expert, their weights add up."""
     d_query: int = Field(default=128, ge=0, le=MAX_COUNT)
     """Width of a query; each table reads one half of it. With 0 both tables read the token itself (Doge)."""
     query_norm: RouterNormConfig | None = None
     """RMS norm of each query with a learned scale; none by default."""
     keys: Literal["shared", "per_head"] = "shared"
-    """`shared`: all heads have the same sub-keys (PEER); `per_head`: own ones per head (Lample et al.)."""
+    """Sub-keys that all heads share (PEER), or separate ones per head (Lample et al.)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from the scores of a head's k experts to their weights."""
 
     @model_validator(mode="after")
     def _check_options(self) -> ProductKeyRouterConfig:
         if self.k == 1 and self.score == "softmax":
-            raise ValueError(
-                "score (softmax) with k (1) makes every weight a constant 1, so the router would never "
-                "learn; set score: sigmoid or k >= 2"
-            )
+            raise constant_weight_error("score (softmax) with k (1)", "score: sigmoid or k >= 2")
         if self.d_query == 0:
             if self.query_norm is not None:
                 raise ValueError(
@@ -129,8 +127,8 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
 class ProductKeyRouter(Router):
     """s_ij = q_1 . c_i + q_2 . c'_j; the k largest of all n^2 scores are chosen, weighted by their softmax.
 
-    They are sums of the k largest q_1 . c_i and the k largest q_2 . c'_j, so only k^2 + 2 n numbers are
-    compared, not n^2 (arXiv:1907.05242, section 3.2). Each head has its own query q = norm(W x).
+    They are sums of one of the k largest q_1 . c_i and one of the k largest q_2 . c'_j, so k^2 + 2 n numbers
+    are compared instead of n^2 (arXiv:1907.05242, section 3.2). Each head has its own query q = norm(W x).
     """
 
     def __init__(self, config: ProductKeyRouterConfig, d_model: int, num_experts: int) -> None:
@@ -167,10 +165,10 @@ class ProductKeyRouter(Router):
         best_TH2K, ids_TH2K = self.scores_of_halves(x_TD).topk(k, dim=-1)
         first_THK, second_THK = best_TH2K.unbind(dim=2)
         sums_THKK = first_THK.unsqueeze(-1) + second_THK.unsqueeze(-2)
-        logits_THK, place_THK = sums_THKK.flatten(-2).topk(k, dim=-1)
+        logits_THK, index_THK = sums_THKK.flatten(-2).topk(k, dim=-1)
         first_ids_THK, second_ids_THK = ids_TH2K.unbind(dim=2)
-        ids_THK = first_ids_THK.gather(-1, place_THK // k) * num_sub_keys
-        ids_THK = ids_THK + second_ids_THK.gather(-1, place_THK % k)
+        ids_THK = first_ids_THK.gather(-1, index_THK // k) * num_sub_keys
+        ids_THK = ids_THK + second_ids_THK.gather(-1, index_THK % k)
         is_softmax = self.config.score == "softmax"
         weights_THK = logits_THK.softmax(dim=-1) if is_softmax else logits_THK.sigmoid()
         return routing_of_pairs(

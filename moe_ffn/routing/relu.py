@@ -1,4 +1,4 @@
-"""ReLU routing: fully differentiable; a rule controls its sparsity.
+"""ReLU routing, which is fully differentiable; a rule controls its sparsity.
 
 T tokens, D model width, E experts
 """
@@ -23,14 +23,14 @@ from moe_ffn.routing.base import (
 
 
 class ReLURouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
-    """ReLU routing: chooses every expert with a positive logit, which is its weight (ReMoE).
+    """ReLU routing: choose every expert with a positive logit, and use the logit as its weight (ReMoE).
 
-    Wang et al. 2024, arXiv:2412.14711. `objective.sparsity_rule` steers the mean to k experts per token.
+    Wang et al. 2024, arXiv:2412.14711. `objective.sparsity_rule` moves the mean to k experts per token.
     """
 
     type: Literal["relu"] = "relu"
     k: float = Field(default=2.0, gt=0)
-    """Mean number of experts per token that the sparsity rule aims for; at the start about half of all."""
+    """Mean number of experts per token that the sparsity rule aims for; it starts near num_experts / 2."""
 
     is_tokenwise: ClassVar[bool] = True
 

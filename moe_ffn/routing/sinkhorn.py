@@ -1,4 +1,4 @@
-"""Sinkhorn routing: in training, scores are balanced over the experts before each token chooses.
+"""Sinkhorn routing: in training, scores are balanced over the experts before the top-k.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -36,7 +36,7 @@ class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
     tolerance: float = Field(default=1e-4, gt=0)
     """Stop if no column's factor changes by more than this fraction."""
     max_iterations: int = Field(default=100, ge=1, le=MAX_COUNT)
-    """Maximum number of iterations; it is too small to balance logits in the hundreds."""
+    """Maximum number of iterations; logits in the hundreds need more than 100."""
 
     lookahead_reason: ClassVar[str] = "balances tokens against later ones"
     is_tokenwise: ClassVar[bool] = True
@@ -55,10 +55,10 @@ class SinkhornRouter(LinearRouter):
         scores_TE = logits_TE.sigmoid() if config.k == 1 else logits_TE.softmax(dim=-1)
         ranking_TE = scores_TE.detach()
         if self.training:
-            counted_T = comparable(logits_TE, context.mask)
-            balance = sinkhorn_operator if needs_static_shapes(x_TD) else sinkhorn
-            ranking_TE = balance(
-                logits_TE.detach(), counted_T, config.tolerance, config.max_iterations
+            comparable_T = comparable(logits_TE, context.mask)
+            function = sinkhorn_operator if needs_static_shapes(x_TD) else sinkhorn
+            ranking_TE = function(
+                logits_TE.detach(), comparable_T, config.tolerance, config.max_iterations
             )
         expert_ids_TK = ranking_TE.topk(config.k, dim=-1).indices
         weights_TK = scores_TE.gather(-1, expert_ids_TK)
@@ -68,10 +68,10 @@ class SinkhornRouter(LinearRouter):
 def sinkhorn(
     logits_TE: Tensor, counted_T: Tensor, tolerance: float = 1e-4, max_iterations: int = 100
 ) -> Tensor:
-    """Return the log of exp(logits), scaled so that all rows have equal sums, and all columns too.
+    """Scale the rows and columns of exp(logits) to equal sums, and return the logarithm.
 
-    The result is exact up to a constant per row, which does not affect choices within rows. Logarithms avoid
-    overflow with large logits.
+    The result is exact up to a constant per row, which does not change the order within a row. Logarithms
+    avoid overflow with large logits.
 
     Args:
         logits_TE: the router's logits; the result is float32, or float64 for float64 logits.
@@ -104,7 +104,7 @@ def sinkhorn(
 def sinkhorn_operator(
     logits_TE: Tensor, counted_T: Tensor, tolerance: float, max_iterations: int
 ) -> Tensor:
-    """Run `sinkhorn`, whose loop depends on the data, as one operator of a graph."""
+    """Run `sinkhorn` as one operator of a graph, because its loop depends on the data."""
     return sinkhorn(logits_TE, counted_T, tolerance, max_iterations).clone()
 
 

@@ -14,6 +14,9 @@ from torch import Tensor
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
 
+TINY = 1e-20
+"""Lower bound of uniform noise, because log(0) is infinite."""
+
 
 class SparseMixerRouterConfig(LinearTopKConfig, frozen=True):
     """SparseMixer-v2 (Liu et al. 2024, GRIN, arXiv:2409.12136), the router of Phi-3.5-MoE.
@@ -34,7 +37,7 @@ class SparseMixerRouterConfig(LinearTopKConfig, frozen=True):
 
 
 class SparseMixerRouter(LinearRouter):
-    """w = softmax over the competing experts; 1 for an expert without competitors."""
+    """Weights each picked expert by its softmax probability among the competing experts."""
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
@@ -71,12 +74,8 @@ class SparseMixerRouter(LinearRouter):
         expert_T1 = (near_TE - (-uniform_TE.log()).log()).argmax(dim=-1, keepdim=True)
         weight_T1 = shares_TE.gather(-1, expert_T1)
         is_best_T1 = expert_T1 == shares_TE.argmax(dim=-1, keepdim=True)
-        is_whole_T1 = is_best_T1 | (torch.empty_like(weight_T1).uniform_() > 0.75)
-        # Heun's method (arXiv:2310.00811, section 3): the value is a third of the weight, with the gradient
-        # of the whole weight. The published code rounds a third to 0.3333.
-        given_T1 = torch.where(is_whole_T1, weight_T1, 0.3333 * weight_T1).detach()
-        return weight_T1 + (given_T1 - weight_T1.detach()), expert_T1
-
-
-TINY = 1e-20
-"""Lower bound of uniform noise, because log(0) is infinite."""
+        is_full_T1 = is_best_T1 | (torch.empty_like(weight_T1).uniform_() > 0.75)
+        # Heun's method (arXiv:2310.00811, section 3): the value is a third of the weight, the gradient that
+        # of the full weight. The published code rounds a third to 0.3333.
+        value_T1 = torch.where(is_full_T1, weight_T1, 0.3333 * weight_T1).detach()
+        return weight_T1 + (value_T1 - weight_T1.detach()), expert_T1

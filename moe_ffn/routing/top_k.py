@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.kernels.native.routing import top_k
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
+from moe_ffn.routing.base import (
+    LinearRouter,
+    LinearTopKConfig,
+    Router,
+    constant_weight_error,
+    routing_of_pairs,
+)
 from moe_ffn.routing.hash import hash_of
 
 
@@ -85,7 +91,7 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     renormalize: bool = False
     """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
     renormalize_p: float = Field(default=1.0, ge=1, le=100)
-    """p of the p-norm by which `renormalize` divides: 1 is the sum, 2 the Euclidean norm."""
+    """Order of the norm by which `renormalize` divides: 1 is the sum, 2 the Euclidean norm."""
     renormalize_eps: float = Field(default=0.0, ge=0, lt=1)
     """Added to the norm by which `renormalize` divides."""
     scale: float = Field(default=1.0, gt=0, le=MAX_COUNT)
@@ -111,20 +117,18 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     @model_validator(mode="after")
     def _keep_the_router_gradient(self) -> TopKOptionsConfig:
         if self.k + self.num_always == 1 and self.renormalize:
-            raise ValueError(
-                "renormalize (true) with k (1) makes every weight a constant 1, so the router would "
-                "never learn; set renormalize: false or k >= 2"
-            )
+            cause = "renormalize (true) with k (1)"
+            raise constant_weight_error(cause, "renormalize: false or k >= 2")
         return self
 
     @model_validator(mode="after")
-    def _refuse_what_would_not_be_used(self) -> TopKOptionsConfig:
+    def _reject_options_without_effect(self) -> TopKOptionsConfig:
         for option in ("renormalize_p", "renormalize_eps"):
             value = getattr(self, option)
             if value != type(self).model_fields[option].default and not self.renormalize:
                 raise ValueError(
-                    f"{option} ({value:g}) is for renormalize, which is false; set it to true, or leave "
-                    f"{option} out"
+                    f"{option} ({value:g}) has no effect, because renormalize is false; set renormalize: "
+                    f"true, or leave {option} out"
                 )
         if self.token_table is not None:
             for option, off in (("groups", "null"), ("correction_bias", "false")):
@@ -172,10 +176,7 @@ class TopKRouterConfig(TopKOptionsConfig, frozen=True):
     @model_validator(mode="after")
     def _keep_the_router_gradient_after_selection(self) -> TopKRouterConfig:
         if self.k + self.num_always == 1 and self.softmax == "after":
-            raise ValueError(
-                "softmax (after) with k (1) makes every weight a constant 1, so the router would "
-                "never learn; set softmax: before or k >= 2"
-            )
+            raise constant_weight_error("softmax (after) with k (1)", "softmax: before or k >= 2")
         return self
 
     def build(self, d_model: int, num_experts: int) -> Router:
@@ -203,7 +204,7 @@ class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
 class SelectingRouter(LinearRouter):
     """A router that selects experts by score + correction bias within the best groups, weighted by score.
 
-    `TokenContext.expert_ids` replaces the selection; weights still come from the router's scores, with
+    `TokenContext.expert_ids` replaces the selection; the weights still come from the router's scores, with
     gradient (R3, arXiv:2510.11370, section 3).
     """
 
@@ -217,12 +218,11 @@ class SelectingRouter(LinearRouter):
             self.weight_scale = nn.Parameter(torch.ones(size))
         self.num_selectable = num_experts - config.num_always
         self.table_VK: Tensor | None
-        table_VK = None
+        self.register_buffer("table_VK", None)
         if config.token_table is not None:
             ids_V1 = torch.arange(config.token_table.vocab_size).unsqueeze(-1)
             first_V1 = hash_of(ids_V1, config.token_table.seed)
-            table_VK = (first_V1 + torch.arange(config.k)) % self.num_selectable
-        self.register_buffer("table_VK", table_VK)
+            self.table_VK = (first_V1 + torch.arange(config.k)) % self.num_selectable
 
     def route(self, logits_TE: Tensor, scores_TE: Tensor, context: TokenContext) -> Routing:
         """Return the routing to the experts of `select` with the weights of `weigh`."""
@@ -234,12 +234,12 @@ class SelectingRouter(LinearRouter):
         """Return the experts of each token, int64 (T, K): `context.expert_ids`, or the best ones in order."""
         if context.expert_ids is not None:
             return context.expert_ids
-        config, last = self.config, self.num_selectable
+        config, first_always = self.config, self.num_selectable
         if self.table_VK is not None:
-            chosen_TK = self.table_VK[_known_ids(context)]
+            chosen_TK = self.table_VK[_ids_without_padding(context)]
         else:
-            by_score = config.select_by == "score"
-            ranking_TE = self.ranking(scores_TE if by_score else logits_TE)[:, :last]
+            values_TE = scores_TE if config.select_by == "score" else logits_TE
+            ranking_TE = self.ranking(values_TE)[:, :first_always]
             if config.groups is not None:
                 allowed_TE = experts_of_best_groups(ranking_TE, config.groups, config.k)
                 # Not 0: experts with a negative score + bias would lose against masked experts.
@@ -247,7 +247,8 @@ class SelectingRouter(LinearRouter):
             chosen_TK = top_k(ranking_TE, config.k)
         if not config.num_always:
             return chosen_TK
-        always = torch.arange(last, last + config.num_always, device=chosen_TK.device)
+        end = first_always + config.num_always
+        always = torch.arange(first_always, end, device=chosen_TK.device)
         return torch.cat([chosen_TK, always.expand(len(chosen_TK), -1)], dim=-1)
 
     def weigh(self, scores_TE: Tensor, expert_ids_TK: Tensor, logits_TE: Tensor) -> Tensor:
@@ -276,7 +277,7 @@ class SelectingRouter(LinearRouter):
 class TopKRouter(SelectingRouter):
     """p = softmax(W x); the k experts with the largest p are chosen, with weights p.
 
-    With `softmax: after`, the weights are the softmax of the k chosen logits instead.
+    With `softmax: after`, the weights are the softmax of the k chosen logits.
     """
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
@@ -299,7 +300,7 @@ class SigmoidTopKRouter(SelectingRouter):
         return self.route(logits_TE, F.softplus(logits_TE).sqrt(), context)
 
 
-def _known_ids(context: TokenContext) -> Tensor:
+def _ids_without_padding(context: TokenContext) -> Tensor:
     """Return the token ids, int64 (T,), with 0 for padding, whose ids may be out of range.
 
     Raises:

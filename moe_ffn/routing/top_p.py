@@ -1,4 +1,4 @@
-"""Top-p routing: more experts for tokens with less certain probabilities.
+"""Top-p routing, which gives more experts to tokens with less certain probabilities.
 
 T tokens, D model width, E experts, K listed experts per token
 """
@@ -13,11 +13,17 @@ from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.outputs import Routing, TokenContext, VariableKRouting
-from moe_ffn.routing.base import LinearRouter, LinearRouterConfig, Router, routing_of_pairs
+from moe_ffn.routing.base import (
+    LinearRouter,
+    LinearRouterConfig,
+    Router,
+    constant_weight_error,
+    routing_of_pairs,
+)
 
 
 class TopPRouterConfig(LinearRouterConfig, frozen=True):
-    """Top-p: the smallest number of most probable experts whose probabilities add up to p.
+    """Top-p: the fewest experts whose probabilities add up to at least p.
 
     Huang et al. 2024, "Harder Tasks Need More Experts" (arXiv:2403.07652): tokens with uncertain routing get
     more experts. Without `objective.router_entropy` routing may stay uncertain.
@@ -36,10 +42,8 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
     @model_validator(mode="after")
     def _keep_the_router_gradient(self) -> TopPRouterConfig:
         if self.max_k == 1 and self.renormalize:
-            raise ValueError(
-                "renormalize (true) with max_k (1) makes every weight a constant 1, so the router "
-                "would never learn; set renormalize: false or max_k >= 2"
-            )
+            cause = "renormalize (true) with max_k (1)"
+            raise constant_weight_error(cause, "renormalize: false or max_k >= 2")
         return self
 
     def check_num_experts(self, num_experts: int) -> None:
@@ -78,7 +82,7 @@ class TopPRouter(LinearRouter):
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(dim=-1)
         weights_TK, expert_ids_TK = scores_TE.topk(self.max_k, dim=-1)
-        # Sum over the more probable experts. It is 0 for the first, which is always chosen.
+        # Sum over more probable experts; it is 0 for the first, which is therefore always chosen.
         before_TK = weights_TK.detach().cumsum(dim=-1) - weights_TK.detach()
         chosen_TK = ~(before_TK >= self.config.p)
         weights_TK = torch.where(chosen_TK, weights_TK, 0)

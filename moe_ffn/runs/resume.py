@@ -56,7 +56,7 @@ from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
     newest_first,
     read_checkpoint,
-    set_skipped_aside,
+    rename_skipped,
     step_name,
 )
 from moe_ffn.training.recovery.guard import StepGuard
@@ -246,7 +246,7 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
     }
     try:
         remove_unfinished(folder)
-        set_skipped_aside(folder / CHECKPOINTS_FOLDER, start.step)
+        rename_skipped(folder / CHECKPOINTS_FOLDER, start.step)
         _cut(folder / METRICS_FILE, Row, lambda row: row.step <= _last_step(row, start))
         _cut(folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= start.validated_step)
         _cut(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= start.step)
@@ -261,7 +261,7 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
 
 
 def _last_step(row: Row, start: ResumePoint) -> int:
-    return start.validated_step if row.is_of_validation else start.step
+    return start.validated_step if row.is_validation else start.step
 
 
 def _cut(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:

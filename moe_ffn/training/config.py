@@ -43,7 +43,7 @@ class _LoopConfig(Config, frozen=True):
     max_steps: int = Field(default=400, ge=1, le=MAX_COUNT)
     """Optimizer steps of the whole run."""
     accumulate_grad_batches: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """Batches whose gradients make up one optimizer step."""
+    """Batches per optimizer step, which averages their gradients."""
     gradient_clip_val: float = Field(default=1.0, ge=0)
     """Largest gradient norm; a larger gradient is scaled down to this norm; 0: no clipping."""
     precision: Precision = "auto"
@@ -60,9 +60,9 @@ class _LoopConfig(Config, frozen=True):
 
 
 class TrainerConfig(_LoopConfig, frozen=True):
-    """Options of the training loop; those from `accelerator` on go unchanged to `lightning.Trainer`."""
+    """Options of the training loop; `accelerator` and the options after it belong to `lightning.Trainer`."""
 
-    # Types are checked here, since Lightning checks some late or never: `detect_anomaly: "no"` would be true.
+    # Types are checked here; Lightning checks some late or never, and takes `detect_anomaly: "no"` for true.
 
     accelerator: str = "auto"
     """Device to train on: auto, cpu, gpu or cuda, mps."""
@@ -90,8 +90,8 @@ class TrainerConfig(_LoopConfig, frozen=True):
     num_nodes: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Number of machines; start the program on each with torchrun or srun."""
     profiler: Literal["simple", "advanced"] | None = None
-    """Write a profile to profile.txt; simple: seconds by callback and hook, advanced: by function."""
-    # `ddp_spawn` and the like train in child processes, and their measurements would be lost.
+    """Write a profile to profile.txt; simple: seconds per callback and hook, advanced: per function."""
+    # `ddp_spawn` and `ddp_fork` train in child processes, whose measurements would be lost.
     strategy: Literal["auto", "ddp", "ddp_find_unused_parameters_true"] = "auto"
     """Strategy for several processes. auto: ddp; ddp_find_unused_parameters_true: ddp for a custom block that
     does not use all its weights in every step."""
@@ -124,18 +124,18 @@ ROWS_BEFORE_SPIKES = 5
 
 
 class AlarmsConfig(Config, frozen=True):
-    """Limits of alarms, each of which prints a line, alerts through wandb and is added to alarms.jsonl."""
+    """Limits for alarms. An alarm prints a line, sends a wandb alert and is added to alarms.jsonl."""
 
     after_steps: int = Field(default=50, ge=1, le=MAX_COUNT)
-    """Steps that imbalance or dropping must last for an alarm, and after which an idle expert is dead."""
+    """Steps before imbalance or dropping raises an alarm, and before an idle expert counts as dead."""
     max_violation_share: float = Field(default=0.5, gt=0, le=1)
-    """MaxVio above which a router has collapsed, as a share of its maximum, num_experts / k - 1."""
+    """MaxVio above which a router has collapsed, as a fraction of its maximum, num_experts / k - 1."""
     router_logit: float = Field(default=50.0, gt=0)
-    """Absolute router logit in the last step of a row above which logits are exploding."""
+    """Largest absolute router logit, in the last step of a row, that raises no alarm."""
     dropped_fraction: float = Field(default=0.2, ge=0, lt=1)
-    """Share of dropped (token, expert) pairs above which dropping is reported."""
+    """Largest fraction of dropped (token, expert) pairs that raises no alarm."""
     loss_spike: float = Field(default=1.3, gt=1)
-    """Ratio of a row's loss to the median of the ten rows before it above which the loss is a spike."""
+    """Largest ratio of a row's loss to the median of the ten rows before it that is no spike."""
 
     def not_judged(self, num_steps: int, num_rows: int, *, is_routed: bool) -> list[str]:
         """Return one sentence for each kind of alarm that a run this short cannot raise.
@@ -153,13 +153,13 @@ class AlarmsConfig(Config, frozen=True):
             )
         if num_rows <= ROWS_BEFORE_SPIKES:
             sentences.append(
-                f"jumps of the loss need {ROWS_BEFORE_SPIKES + 1} rows of metrics, this run has {num_rows}"
+                f"loss spikes need {ROWS_BEFORE_SPIKES + 1} rows of metrics, this run has {num_rows}"
             )
         return sentences
 
 
 class CheckpointsConfig(Config, frozen=True):
-    """Checkpoints to resume from; the weights of the lowest validation loss are kept in addition."""
+    """Checkpoints to resume from. The weights with the lowest validation loss are saved as well."""
 
     every_n_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps between checkpoints; null saves at every validation."""
@@ -168,13 +168,13 @@ class CheckpointsConfig(Config, frozen=True):
 
 
 class LoggingConfig(Config, frozen=True):
-    """The log that is written while training."""
+    """Logging during training."""
 
     every_n_steps: int = Field(default=10, ge=1, le=MAX_COUNT)
     """Optimizer steps between rows of metrics; a row covers all steps since the previous row."""
     churn_every_n_steps: int = Field(default=20, ge=1, le=MAX_COUNT)
-    """Least number of optimizer steps between two measurements of churn: the share of tokens in a fixed batch
-    whose experts have changed since the last measurement."""
+    """Minimum number of optimizer steps between two measurements of churn: the fraction of tokens in a fixed
+    batch whose experts have changed since the last measurement."""
     alarms: AlarmsConfig = AlarmsConfig()
     """Limits above which the run raises an alarm."""
     wandb: WandbConfig = WandbConfig()
@@ -182,9 +182,9 @@ class LoggingConfig(Config, frozen=True):
 
 
 def resolve_precision(precision: str, device: str) -> str:
-    """Return the precision that `auto` stands for on a kind of device; return any other name unchanged.
+    """Return the precision that `auto` selects for a device type; return any other precision unchanged.
 
-    A GPU with native bfloat16 gets bf16-mixed, every other device float32. The choice does not depend on
+    A GPU with native bfloat16 gets bf16-mixed, every other device 32-true. The choice does not depend on
     timings, because the precision changes the result of a run.
 
     Args:

@@ -14,7 +14,7 @@ from moe_ffn.training.module import LanguageModel, LoadedBatch
 from moe_ffn.training.objective import IGNORED_TARGET
 
 FILLER = -1
-"""Index of a batch that no metric counts."""
+"""Index of a filler batch, which no metric counts."""
 
 
 def _loaded(index: int, batch: Batch) -> LoadedBatch:
@@ -40,11 +40,11 @@ class TrainLoader:
         return map(self.batch, range(self.start(), self.num_batches))
 
     def batch(self, index: int) -> LoadedBatch:
-        """Return any batch of the run by its index."""
+        """Return the batch of the run with this index."""
         return _loaded(index, self.batches[index])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing; Lightning resumes only a loader that has `state_dict` and `load_state_dict`."""
+        """Return an empty state; without both state methods, Lightning would not resume this loader."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class ValidationLoader:
 
 
 class TokenData(LightningDataModule):
-    """Training windows in an order that the seed determines, and the fixed validation windows."""
+    """Training windows, shuffled by the seed, and the fixed validation windows."""
 
     trainer: Trainer  # pyright: ignore[reportIncompatibleVariableOverride]  # None only before fit
 

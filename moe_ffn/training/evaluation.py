@@ -39,7 +39,7 @@ class Evaluation:
     loss: float
     """Nats per predicted token."""
     bits_per_byte: float
-    """Total loss in bits, divided by `num_bytes`; infinite if that is 0."""
+    """Total loss in bits, divided by `num_bytes`; infinite for 0 bytes."""
     num_tokens: int
     """Number of predicted tokens."""
     num_bytes: int
@@ -50,17 +50,17 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss."""
+        # `exp` overflows above 709; the product keeps NaN.
         return math.exp(self.loss) if self.loss < 700 else self.loss * math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain numbers and lists by name."""
-        figures = ("loss", "perplexity", "bits_per_byte", "num_tokens", "num_bytes")
+        """Return plain numbers and lists, for JSON."""
+        scalars = ("loss", "perplexity", "bits_per_byte", "num_tokens", "num_bytes")
         routing = {
             layer: {key: value.tolist() for key, value in values.items()}
             for layer, values in self.routing.items()
         }
-        return {name: getattr(self, name) for name in figures} | {"routing": routing}
+        return {name: getattr(self, name) for name in scalars} | {"routing": routing}
 
 
 def strided_batches(
@@ -68,9 +68,8 @@ def strided_batches(
 ) -> Iterator[Batch]:
     """Yield windows over a whole text, `stride` apart; every token but the first is predicted exactly once.
 
-    A target that an earlier window has predicted is `IGNORED_TARGET`. A smaller stride gives each token more
-    context. The last window ends at the end of the text, so it may begin less than a stride after the window
-    before it.
+    Targets of earlier windows are `IGNORED_TARGET`. A smaller stride gives each token more context. The last
+    window ends at the end of the text, so it may begin less than a stride after the window before it.
 
     Args:
         tokens: (num_tokens,) ids, at least two.
@@ -82,9 +81,9 @@ def strided_batches(
     starts = np.append(np.arange(0, last, stride), last)
     num_new = np.diff(starts, prepend=-seq_len)
     for first in range(0, len(starts), batch_size):
-        group = slice(first, first + batch_size)
-        windows = np.stack([tokens[start : start + seq_len + 1] for start in starts[group]])
-        is_old = np.arange(seq_len) < seq_len - num_new[group, None]
+        rows = slice(first, first + batch_size)
+        windows = np.stack([tokens[start : start + seq_len + 1] for start in starts[rows]])
+        is_old = np.arange(seq_len) < seq_len - num_new[rows, None]
         windows = torch.from_numpy(windows.astype(np.int64))
         targets = windows[:, 1:].masked_fill(torch.from_numpy(is_old), IGNORED_TARGET)
         yield Batch(windows[:, :-1].contiguous(), targets)
@@ -99,13 +98,13 @@ def evaluate(
     masked_fraction: float = ObjectiveConfig().masked_fraction,
     precision: str = "32-true",
 ) -> Evaluation:
-    """Return the loss and the routing over all batches, computed as a validation during training does.
+    """Return the loss and the routing over all batches, computed like a validation during training.
 
     Args:
         decoder: in evaluation mode, on the device to compute on.
         byte_lengths: (V,) bytes of text of each token.
-        masked_fraction: share of tokens to mask if the model is not causal; every call masks the same tokens.
-        precision: a `trainer.precision`; the weights must already have the format of a `-true` one.
+        masked_fraction: fraction of tokens to predict if the model is not causal; the same in every call.
+        precision: value of `trainer.precision`. For a `-true` precision, the weights must have its dtype.
     """
     device = decoder.embedding.weight.device
     lengths_V = torch.from_numpy(np.array(byte_lengths)).to(device)
@@ -128,14 +127,14 @@ def evaluate(
         capacities = decoder.expert_capacities(output.routings)
         for name, routing in output.routings.items():
             if name not in layers:
-                kinds = (ListMetrics,) if routing.is_pairs_only else (LoadMetrics, TokenMetrics)
-                layers[name] = [kind(routing.num_experts).to(device) for kind in kinds]
+                types = (ListMetrics,) if routing.is_pairs_only else (LoadMetrics, TokenMetrics)
+                layers[name] = [metric(routing.num_experts).to(device) for metric in types]
             for metrics in layers[name]:
                 metrics.update(routing, output.shared_shares.get(name), capacities.get(name))
-    found = language.compute()
+    language_values = language.compute()
     return Evaluation(
-        loss=found["loss"].item(),
-        bits_per_byte=found["bits_per_byte"].item(),
+        loss=language_values["loss"].item(),
+        bits_per_byte=language_values["bits_per_byte"].item(),
         num_tokens=int(language.num_tokens),
         num_bytes=int(language.num_bytes),
         routing={name: _values(metrics) for name, metrics in sorted(layers.items())},
@@ -143,7 +142,7 @@ def evaluate(
 
 
 def autocast_of(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the autocast context of a mixed `trainer.precision`, and an empty context for all others."""
+    """Return the autocast context of a mixed `trainer.precision`; other precisions need none."""
     if not precision.endswith("-mixed"):
         return nullcontext()
     dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16

@@ -55,7 +55,7 @@ class LoadedBatch(TypedDict):
 
 
 class RoutedOutput(TypedDict):
-    """Routing of a batch by layer, as in `DecoderOutput`, for callbacks."""
+    """Routing of a batch by layer for callbacks; see `DecoderOutput`."""
 
     routings: dict[str, Routing]
     shared_shares: dict[str, Tensor]
@@ -76,11 +76,11 @@ class TrainStepOutput(RoutedOutput):
 
 
 class LanguageModel(LightningModule):
-    """Predicts next tokens, or masked tokens. Callbacks log what its steps return."""
+    """Predicts next tokens, or masked tokens. Callbacks log the outputs of its steps."""
 
     byte_lengths: Tensor
     batch_at: Callable[[int], LoadedBatch]
-    """Function from an index to that batch of the run; `TokenData` sets it."""
+    """Function that returns the batch of the run with an index; `TokenData` sets it."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class LanguageModel(LightningModule):
         """Build a decoder with weights drawn from torch's global generator.
 
         Args:
-            byte_lengths: (V,), bytes of text per token; its length is the size of the vocabulary.
+            byte_lengths: (V,), bytes of text of each token; V is the size of the vocabulary.
             max_steps: optimizer steps of the learning rate schedule.
             seed: seed of all random numbers inside a step, such as dropout.
             layout: layout of the ranks. A sharded decoder is on the meta device until `configure_model`.
@@ -147,7 +147,7 @@ class LanguageModel(LightningModule):
         )
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace initial weights of the decoder by `weights`.
+        """Replace initial weights of the decoder with `weights`.
 
         Args:
             weights: name in the decoder -> whole tensor, equal on every rank; a sharded model reads them in
@@ -168,8 +168,8 @@ class LanguageModel(LightningModule):
             return
         self._is_configured = True
         if self._layout.is_sharded:
-            # Lightning sets the default dtype to that of the precision during this hook; drawn weights would
-            # differ from those of one process.
+            # During this hook, Lightning changes the default dtype to that of the precision. With it, the
+            # random weights would differ from those of a single process.
             dtype = torch.get_default_dtype()
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(self._generator_state)
@@ -182,14 +182,14 @@ class LanguageModel(LightningModule):
     def _build_sharded(self) -> Decoder:
         """Build the sharded decoder with the weights that a single process would draw.
 
-        Peak of a rank: its shards, one whole block, and what is outside blocks (sharded last).
+        Peak memory of a rank: its shards, one whole block, and the parameters outside blocks (sharded last).
         """
         sharder = Sharder(self._layout, self.trainer.strategy.root_device.type)
         convert = self.trainer.precision_plugin.convert_module
-        weights, numbers = self._initial_weights, count()
+        weights, layer_numbers = self._initial_weights, count()
 
         def shard(layer: Block) -> None:
-            _copy_into(layer, weights, f"layers.{next(numbers)}.")
+            _copy_into(layer, weights, f"layers.{next(layer_numbers)}.")
             sharder.shard_layer(convert(layer))
 
         decoder = self._build(on_layer=shard)
@@ -199,7 +199,7 @@ class LanguageModel(LightningModule):
         return decoder
 
     def on_train_start(self) -> None:
-        self._forget_step()  # an interrupted fit may have left half a step
+        self._forget_step()  # an interrupted fit may have ended within a step
         # With two ranks the order of a sum does not matter.
         if self._num_ranks > 2 and not self._layout.is_sharded:
             self._fix_ddp_buckets()
@@ -208,7 +208,7 @@ class LanguageModel(LightningModule):
         """Run one backward pass, after which DistributedDataParallel keeps its gradient buckets.
 
         The buckets determine the order in which gradients are summed over ranks. Without this pass, the first
-        step of a resumed run would be rounded differently from that step of an uninterrupted run.
+        step of a resumed run would be rounded differently from the same step of an uninterrupted run.
         """
         batch = self.transfer_batch_to_device(self.batch_at(0), self.device, 0)
         with self.trainer.precision_plugin.train_step_context():
@@ -256,7 +256,7 @@ class LanguageModel(LightningModule):
             self.guard.require_progress(self.skipped_step)
 
     def validation_step(self, batch: LoadedBatch, batch_idx: int) -> ValidationOutput:
-        # Seeded by the batch: every validation masks the same tokens, on any number of ranks.
+        # The seed is the batch index, so every validation masks the same tokens, on any number of ranks.
         generator = torch.Generator(self.device).manual_seed(max(batch["index"], 0))
         input_ids, target_ids = self._inputs_and_targets(batch, generator)
         output = self.decoder(input_ids)
@@ -274,8 +274,8 @@ class LanguageModel(LightningModule):
     def on_validation_epoch_end(self) -> None:
         values = self.validation_metrics.compute()
         self.validation_metrics.reset()
-        # Only the checkpoint and early-stopping callbacks read these. The values are equal on every rank
-        # already, but without sync_dist Lightning warns.
+        # For the checkpoint and early-stopping callbacks. All ranks have equal values already, but without
+        # sync_dist Lightning warns.
         self.log_dict(
             {f"validation/{name}": value for name, value in values.items()},
             logger=False,
@@ -288,7 +288,14 @@ class LanguageModel(LightningModule):
         self.zero_grad(set_to_none=True)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self._take_or_skip_step()
+        norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
+        self.gradient_norm = norm.detach()
+        if self._allows_step():
+            self.balance_updater.step(self.decoder.routers(), self._sum_over_ranks, self._num_ranks)
+        else:
+            # Without gradients the optimizer changes no parameter, no moment and no step count.
+            self.zero_grad(set_to_none=True)
+        self._forget_step()
 
     def configure_gradient_clipping(
         self,
@@ -305,23 +312,12 @@ class LanguageModel(LightningModule):
         else:
             clip_by_norm_(self.parameters(), gradient_clip_val, self.gradient_norm)
 
-    def _take_or_skip_step(self) -> None:
-        """Compute the gradient norm, and discard the gradient if the guard rejects the step."""
-        norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
-        self.gradient_norm = norm.detach()
-        if self._allows_step():
-            self.balance_updater.step(self.decoder.routers(), self._sum_over_ranks, self._num_ranks)
-        else:
-            # Without gradients the optimizer changes no parameter, no moment and no step count.
-            self.zero_grad(set_to_none=True)
-        self._forget_step()
-
     def _allows_step(self) -> bool:
         """Return true if the guard accepts the loss (mean over batches and ranks) and the gradient norm."""
         loss = torch.stack(self._step_losses).mean().float()
-        numbers = torch.stack([loss, self.gradient_norm.to(loss)])
-        # Summed, so that all ranks decide alike. This is the only place where a step waits for the device.
-        mean, norm = (self._sum_over_ranks(numbers) / self._num_ranks).tolist()
+        loss_and_norm = torch.stack([loss, self.gradient_norm.to(loss)])
+        # Averaged over ranks, so that all ranks decide alike. Only here does a step wait for the device.
+        mean, norm = (self._sum_over_ranks(loss_and_norm) / self._num_ranks).tolist()
         self.skipped_step = None
         reason = self.guard.check(mean, norm)
         if reason is None:
@@ -355,8 +351,8 @@ class LanguageModel(LightningModule):
             self._seed_batch(batch["index"])
             with self.precision_context():
                 input_ids, target_ids = self._inputs_and_targets(batch)
-                # `_call_impl` runs uncompiled, so that hooks of inner modules are called, and runs the
-                # decoder's own hooks, which gather a sharded model.
+                # `_call_impl` is not compiled, so that the hooks of inner modules run; unlike `forward`, it
+                # also runs the decoder's own hooks, which gather a sharded model.
                 output = cast("DecoderOutput", self.decoder._call_impl(input_ids))
                 return self._objective(output, target_ids)
 
@@ -364,10 +360,10 @@ class LanguageModel(LightningModule):
         # A sharded model holds whole weights only while its hooks run, so no gradient can be computed here.
         scale = None if self._layout.is_sharded else gradient_scale / len(batches)
         with torch.set_grad_enabled(scale is not None):
-            found = find_nan_source(self, batches, scale)
+            source = find_nan_source(self, batches, scale)
         if isinstance(self.decoder, FSDPModule):
             self.decoder.reshard()  # parameters outside of layers would stay gathered
-        return found
+        return source
 
     def _forget_step(self) -> None:
         self.balance_updater.forget()
@@ -421,7 +417,7 @@ class LanguageModel(LightningModule):
 
     @property
     def _counts_ahead(self) -> bool:
-        """Return true if a balancing loss needs counts of later batches of the step."""
+        """True if a balancing loss needs the counts of later batches of the step."""
         accumulates = self._trainer is not None and self.trainer.accumulate_grad_batches > 1
         return needs_step_totals(self.objective_config) and accumulates
 
@@ -429,8 +425,8 @@ class LanguageModel(LightningModule):
     def _count_ahead(self, first: int) -> StepTotals:
         """Route all batches of the step that begins with batch `first`, and count (token, expert) pairs.
 
-        A loss over the whole step needs these counts before the first backward pass. Each batch is seeded as
-        in its own forward pass, so noise and dropout are the same.
+        A loss over the whole step needs these counts before the first backward pass. Each batch has the seed
+        of its training step, so noise and dropout are the same.
         """
         routings = []
         for index in range(first, first + self.trainer.accumulate_grad_batches):
@@ -456,5 +452,5 @@ class LanguageModel(LightningModule):
 def _copy_into(module: nn.Module, weights: Mapping[str, Tensor], prefix: str = "") -> None:
     """Copy the weights that exist under `prefix` into a module; leave its other weights unchanged."""
     for name, value in module.state_dict().items():
-        if (found := weights.get(prefix + name)) is not None:
-            value.copy_(found)
+        if (weight := weights.get(prefix + name)) is not None:
+            value.copy_(weight)

@@ -1,4 +1,4 @@
-"""The objective of a step (cross-entropy and weighted balancing losses), and updates without gradients.
+"""The objective of a step (cross-entropy plus weighted balancing losses), and updates without gradients.
 
 B batch, S sequence, V vocabulary, E experts
 """
@@ -31,16 +31,16 @@ from moe_ffn.outputs import Routing, SparsityTargetRouting
 from moe_ffn.routing.base import Router
 
 IGNORED_TARGET = -100
-"""Target of positions that no loss counts, such as padding."""
+"""Target of positions that do not contribute to a loss, such as padding."""
 
 SHOWN_AS_MASK, SHOWN_AS_IS = 0.8, 0.1
-"""Shares of the chosen tokens that become the mask, and that stay unchanged; the rest become random."""
+"""Fractions of the predicted tokens that become the mask or stay unchanged; the rest become random."""
 
 
 class ObjectiveConfig(BalancingWeights, frozen=True):
-    """The weights of balancing losses, which are added to the cross-entropy, and rules without a gradient.
+    """Weights of the balancing losses, which are added to the cross-entropy, and rules without a gradient.
 
-    Each balancing loss is a mean over the sparse layers; only `load_balance_pooled` pools their counts.
+    Each balancing loss is a mean over the sparse layers, except `load_balance_pooled`, which pools counts.
     docs/reference/balancing.md compares them.
     """
 
@@ -49,15 +49,13 @@ class ObjectiveConfig(BalancingWeights, frozen=True):
     bias_rule: BiasRuleConfig = SignRuleConfig()
     """Rule that updates the bias of routers with correction_bias; other routers ignore it."""
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)
-    """Share of the tokens to mask and to predict if `model.causal` is false."""
+    """Fraction of the tokens to predict if `model.causal` is false."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of a step and its parts."""
-
     total: Tensor
-    """Scalar, the loss that is differentiated."""
+    """Scalar to differentiate."""
 
     cross_entropy: Tensor
     """Scalar, nats per token."""
@@ -66,7 +64,6 @@ class Objective:
     """Balancing losses by name, unweighted; means over the sparse layers, except `load_balance_pooled`."""
 
     def detach(self) -> Objective:
-        """Return a copy detached from the graph."""
         balancing = {name: value.detach() for name, value in self.balancing.items()}
         return Objective(self.total.detach(), self.cross_entropy.detach(), balancing)
 
@@ -74,7 +71,7 @@ class Objective:
 def cross_entropy_of(
     logits_BSV: Tensor, target_ids_BS: Tensor, reduction: Literal["mean", "none"] = "mean"
 ) -> Tensor:
-    """Return the cross-entropy in nats, in float32 or wider: the mean over targets, or each, (B * S,)."""
+    """Return the cross-entropy in nats, in float32 or wider: the mean, or one value per target, (B * S,)."""
     wide_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
     return F.cross_entropy(
         wide_BSV.flatten(0, 1),
@@ -95,7 +92,7 @@ def objective(
 ) -> Objective:
     """Return the cross-entropy plus each balancing loss times its weight.
 
-    A loss of weight 0 is computed only if it is always shown.
+    A loss of weight 0 is computed only if it is `always_shown`.
 
     Args:
         sparsity_weight: weight of `relu_sparsity`, from `BalanceUpdater`; None for the initial weight.
@@ -132,12 +129,12 @@ def mask_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Mask tokens for masked language modelling (Devlin et al. 2018, BERT, section 3.1).
 
-    Every sequence has the same number of masked tokens, so that the loss of a batch is the mean of the losses
-    of its parts, however it is divided.
+    Every sequence has the same number of predicted tokens, so the loss of a batch is the mean of the losses
+    of its equal parts.
 
     Args:
         token_ids_BS: int64 (B, S), below `mask_token_id`.
-        fraction: share of the tokens to predict; at least one token of each sequence.
+        fraction: fraction of the tokens to predict; at least one token of each sequence.
         mask_token_id: id of the mask token, V.
         generator: generator on the device of the tokens; None for torch's global generator.
 
@@ -152,14 +149,14 @@ def mask_tokens(
             batch, length, generator=generator, dtype=torch.float32, device=token_ids_BS.device
         )
 
-    num_guessed = max(round(fraction * length), 1)
-    guessed_BS = uniform().argsort(dim=1).argsort(dim=1) < num_guessed
+    num_predicted = max(round(fraction * length), 1)
+    is_predicted_BS = uniform().argsort(dim=1).argsort(dim=1) < num_predicted
     draw_BS = uniform()
-    others_BS = (uniform() * mask_token_id).long().clamp(max=mask_token_id - 1)
-    shown_BS = torch.where(draw_BS < SHOWN_AS_MASK, mask_token_id, others_BS)
+    random_ids_BS = (uniform() * mask_token_id).long().clamp(max=mask_token_id - 1)
+    shown_BS = torch.where(draw_BS < SHOWN_AS_MASK, mask_token_id, random_ids_BS)
     shown_BS = torch.where(draw_BS >= 1 - SHOWN_AS_IS, token_ids_BS, shown_BS)
-    inputs_BS = torch.where(guessed_BS, shown_BS, token_ids_BS)
-    return inputs_BS, token_ids_BS.masked_fill(~guessed_BS, IGNORED_TARGET)
+    inputs_BS = torch.where(is_predicted_BS, shown_BS, token_ids_BS)
+    return inputs_BS, token_ids_BS.masked_fill(~is_predicted_BS, IGNORED_TARGET)
 
 
 def inputs_and_targets(
@@ -173,7 +170,7 @@ def inputs_and_targets(
 
     Args:
         next_ids_BS: the next token of each position, or `IGNORED_TARGET` to predict nothing there.
-        masked_fraction, generator: as in `mask_tokens`.
+        masked_fraction, generator: see `mask_tokens`.
     """
     if decoder.config.causal:
         return token_ids_BS, next_ids_BS
@@ -202,43 +199,39 @@ class BalanceUpdater(nn.Module):
         self.factor = config.sparsity_rule.factor
         initial = torch.tensor(config.sparsity_rule.initial_weight)
         self.register_buffer("sparsity_weight", initial)
-        self._observed: dict[str, Tensor] = {}
-        self._observed_by_routers: dict[str, Tensor] = {}
-        self._densities: dict[str, Tensor] = {}
-        self._num_batches = 0
+        self.forget()
 
     @torch.no_grad()
     def observe(self, routings: Mapping[str, Routing], routers: Mapping[str, Router]) -> None:
         """Add one batch, before the biases that routed it are updated.
 
-        A custom block may return a routing without naming its router; the biases of that layer stay.
+        A custom block may return a routing without listing its router; the biases of that layer stay.
         """
         self._num_batches += 1
         for name, routing in routings.items():
-            bias_E = routers[name].correction_bias_E if name in routers else None
-            if bias_E is not None:
+            router = routers.get(name)
+            if router is not None and (bias_E := router.correction_bias_E) is not None:
                 observed_E = self.rule.observe(routing, bias_E)
-                self._observed[name] = observed_E + self._observed.get(name, 0)
-            own = routers[name].observe(routing) if name in routers else None
-            if own is not None:
-                self._observed_by_routers[name] = own + self._observed_by_routers.get(name, 0)
+                self._bias_sums[name] = observed_E + self._bias_sums.get(name, 0)
+            if router is not None and (observed := router.observe(routing)) is not None:
+                self._router_sums[name] = observed + self._router_sums.get(name, 0)
             if isinstance(routing, SparsityTargetRouting):
-                used = pairs_per_expert(routing).sum() / routing.target_k
-                counts = torch.stack([used, routing.num_real_tokens])
-                self._densities[name] = counts + self._densities.get(name, 0)
+                target_tokens = pairs_per_expert(routing).sum() / routing.target_k
+                counts = torch.stack([target_tokens, routing.num_real_tokens])
+                self._density_counts[name] = counts + self._density_counts.get(name, 0)
 
     @torch.no_grad()
     def step(self, routers: Mapping[str, Router], reduce: Reduce, num_ranks: int = 1) -> None:
         """Update biases, thresholds and the weight. Every rank has to call this before the optimizer step."""
-        for name, observed_E in self._observed.items():
+        for name, observed_E in self._bias_sums.items():
             bias_E = routers[name].correction_bias_E
             assert bias_E is not None
             num_batches = self._num_batches * num_ranks
             bias_E.copy_(self.rule.update(bias_E, reduce(observed_E), num_batches))
-        for name, own in self._observed_by_routers.items():
-            routers[name].update(reduce(own))
-        if self._densities:
-            sums = reduce(torch.stack(list(self._densities.values())))
+        for name, observed in self._router_sums.items():
+            routers[name].update(reduce(observed))
+        if self._density_counts:
+            sums = reduce(torch.stack(list(self._density_counts.values())))
             density = (sums[:, 0] / sums[:, 1].clamp(min=1)).mean()
             weight = sparsity_weight_after(self.sparsity_weight, density, self.factor)
             self.sparsity_weight.copy_(weight)
@@ -246,5 +239,7 @@ class BalanceUpdater(nn.Module):
 
     def forget(self) -> None:
         """Clear the sums of the batches observed since the last step."""
-        self._observed, self._observed_by_routers = {}, {}
-        self._densities, self._num_batches = {}, 0
+        self._bias_sums: dict[str, Tensor] = {}
+        self._router_sums: dict[str, Tensor] = {}
+        self._density_counts: dict[str, Tensor] = {}
+        self._num_batches = 0

@@ -1,9 +1,8 @@
 """Optimizers and their options, which a resumed run may change.
 
-Optimizers of `torch.optim` keep its names; `lr` is `learning_rate`, and some arguments are left out or have
-other defaults. Muon is our own, since `torch.optim.Muon` takes only
-two-dimensional parameters: here one parameter holds the matrices of all experts, with the gate matrix above
-the up matrix, and each matrix is orthogonalised by itself.
+Options are named as in `torch.optim`, except `learning_rate` for `lr`; some are left out or have other
+defaults. Muon is our own, since `torch.optim.Muon` takes only two-dimensional parameters. Here one parameter
+holds the matrices of all experts, with the gate matrix above the up matrix; each is orthogonalised by itself.
 
 M matrices, O rows (out), I columns (in)
 """
@@ -73,14 +72,14 @@ class OptimizerConfig(TaggedConfig, frozen=True):
         """Return a new optimizer for all parameters of `model`.
 
         Parameter groups must hold only options, since a resumed run replaces them; values that change from
-        step to step belong into the state. The learning rate of the first group is logged.
+        step to step belong in the state. The learning rate of the first group is logged.
         """
 
 
 class _TorchConfig(OptimizerConfig, frozen=True):
-    """An optimizer of `torch.optim`; the fields that a subclass adds are its arguments."""
+    """An optimizer of `torch.optim`; fields that a subclass adds are arguments of `torch_class`."""
 
-    in_torch: ClassVar[Callable[..., Optimizer]]
+    torch_class: ClassVar[Callable[..., Optimizer]]
     weight_decay: float = Field(default=0.0, ge=0)
     """L2 decay: this factor times a matrix is added to its gradient; norms, biases and embeddings have no
     decay."""
@@ -88,7 +87,7 @@ class _TorchConfig(OptimizerConfig, frozen=True):
     def build(self, model: nn.Module) -> Optimizer:
         options = self.model_dump(exclude=set(OptimizerConfig.model_fields))
         groups = decay_groups(model, self.weight_decay)
-        return self.in_torch(groups, lr=self.learning_rate, **options)
+        return self.torch_class(groups, lr=self.learning_rate, **options)
 
 
 class _AdamConfig(_TorchConfig, frozen=True):
@@ -101,7 +100,7 @@ class _AdamConfig(_TorchConfig, frozen=True):
 class AdamWConfig(_AdamConfig, frozen=True):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2017)."""
 
-    in_torch = optim.AdamW
+    torch_class = optim.AdamW
     type: Literal["adamw"] = "adamw"
     weight_decay: DecoupledDecay = 0.1
 
@@ -109,18 +108,18 @@ class AdamWConfig(_AdamConfig, frozen=True):
 class AdamConfig(_AdamConfig, frozen=True):
     """Adam (Kingma & Ba 2014), with L2 decay in the gradient."""
 
-    in_torch = optim.Adam
+    torch_class = optim.Adam
     type: Literal["adam"] = "adam"
 
 
 class SGDConfig(_TorchConfig, frozen=True):
     """Stochastic gradient descent with momentum."""
 
-    in_torch = optim.SGD
+    torch_class = optim.SGD
     type: Literal["sgd"] = "sgd"
     learning_rate: _FullRate = 0.3
     momentum: Fraction = 0.9
-    """Decay rate of the running sum of gradients; 0: no momentum."""
+    """Decay factor of the running sum of gradients; 0: no momentum."""
     nesterov: bool = False
     """Use Nesterov momentum."""
 
@@ -128,15 +127,15 @@ class SGDConfig(_TorchConfig, frozen=True):
     def _check_nesterov(self) -> SGDConfig:
         if self.nesterov and not self.momentum:
             raise ValueError(
-                "nesterov (true) needs a momentum, got momentum 0; give one, such as 0.9"
+                "nesterov (true) needs a momentum above 0, got momentum 0; give one, such as 0.9"
             )
         return self
 
 
 class AdafactorConfig(_TorchConfig, frozen=True):
-    """Adafactor, which saves memory: it keeps squared gradients per row and column (Shazeer & Stern 2018)."""
+    """Adafactor: saves memory with squared gradients per row and column (Shazeer & Stern 2018)."""
 
-    in_torch = optim.Adafactor
+    torch_class = optim.Adafactor
     takes_shards = False  # it needs whole rows and columns
     type: Literal["adafactor"] = "adafactor"
     learning_rate: Rate = 3e-2
@@ -149,7 +148,7 @@ class AdafactorConfig(_TorchConfig, frozen=True):
 
 
 class MuonConfig(OptimizerConfig, frozen=True):
-    """Orthogonalised momentum for the matrices of the layers, AdamW for all else (Jordan et al. 2024).
+    """Orthogonalised momentum for matrices in layers, AdamW for other parameters (Jordan et al. 2024).
 
     Each matrix of each expert is orthogonalised by itself, the gate and up matrices separately. AdamW updates
     embeddings, an untied output matrix, norms and biases.
@@ -176,26 +175,27 @@ class MuonConfig(OptimizerConfig, frozen=True):
     """Added to the denominator of AdamW's update."""
 
     def build(self, model: nn.Module) -> Optimizer:
-        decayed, kept = split_by_decay(model)
+        decayed, undecayed = split_by_decay(model)
         by_num_fused: dict[int, list[nn.Parameter]] = {1: []}
-        others: list[nn.Parameter] = []
+        outside_layers: list[nn.Parameter] = []
         for name, parameter in decayed.items():
             if name.startswith(LAYERS):
                 num_fused = max(FUSED.get(part, 1) for part in name.split("."))
                 by_num_fused.setdefault(num_fused, []).append(parameter)
             else:
-                others.append(parameter)
-        own = {"momentum", "nesterov", "ns_steps", "adjust_lr_fn"}
-        by_muon = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
-        by_muon |= self.model_dump(include=own)
+                outside_layers.append(parameter)
+        muon_options = self.model_dump(
+            include={"weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"}
+        )
+        muon_options["lr"] = self.learning_rate
         return Muon(
             [
                 *(
-                    {**by_muon, "num_fused": num_fused, "params": matrices}
+                    {**muon_options, "num_fused": num_fused, "params": matrices}
                     for num_fused, matrices in by_num_fused.items()
                 ),
-                {"params": others, "weight_decay": self.weight_decay},
-                {"params": list(kept.values()), "weight_decay": 0.0},
+                {"params": outside_layers, "weight_decay": self.weight_decay},
+                {"params": list(undecayed.values()), "weight_decay": 0.0},
             ],
             lr=self.adamw_learning_rate or self.learning_rate,
             betas=self.adamw_betas,
@@ -204,7 +204,7 @@ class MuonConfig(OptimizerConfig, frozen=True):
 
 
 def build_schedule(optimizer: Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR:
-    """Return the schedule of an optimizer; the rate depends only on the step, so resuming needs no state."""
+    """Return the learning rate schedule, which depends only on the step, so resuming needs no other state."""
     return LambdaLR(optimizer, lambda step: config.schedule.multiplier(step, max_steps))
 
 
@@ -217,20 +217,20 @@ def replace_options(
     """
     (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     multiplier = config.schedule.multiplier(schedule["last_epoch"], max_steps)
-    fresh = config.build(model).state_dict()["param_groups"]
+    new_groups = config.build(model).state_dict()["param_groups"]
     optimizer["param_groups"] = [
-        {**group, "initial_lr": group["lr"], "lr": group["lr"] * multiplier} for group in fresh
+        {**group, "initial_lr": group["lr"], "lr": group["lr"] * multiplier} for group in new_groups
     ]
-    schedule["base_lrs"] = [group["lr"] for group in fresh]
+    schedule["base_lrs"] = [group["lr"] for group in new_groups]
     schedule["_last_lr"] = [group["lr"] for group in optimizer["param_groups"]]
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer: one with weight decay and one without."""
-    decayed, kept = split_by_decay(model)
+    decayed, undecayed = split_by_decay(model)
     return [
         {"params": list(decayed.values()), "weight_decay": weight_decay},
-        {"params": list(kept.values()), "weight_decay": 0.0},
+        {"params": list(undecayed.values()), "weight_decay": 0.0},
     ]
 
 
@@ -239,8 +239,7 @@ def split_by_decay(
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Return the parameters with and without weight decay, by name; a tied parameter appears once.
 
-    An embedding is recognised by its module, since it is a matrix too; stacked biases (E, F) are recognised
-    by their name.
+    An embedding is a matrix too, so its module identifies it. Stacked biases (E, F) are identified by name.
     """
     embeddings = {
         id(parameter)
@@ -249,12 +248,12 @@ def split_by_decay(
         for parameter in module.parameters()
     }
     decayed: dict[str, nn.Parameter] = {}
-    kept: dict[str, nn.Parameter] = {}
+    undecayed: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim >= 2 and not name.endswith("bias")
-        chosen = decayed if is_matrix and id(parameter) not in embeddings else kept
-        chosen[name] = parameter
-    return decayed, kept
+        group = decayed if is_matrix and id(parameter) not in embeddings else undecayed
+        group[name] = parameter
+    return decayed, undecayed
 
 
 LAYERS = "layers."
@@ -292,21 +291,21 @@ class Muon(optim.AdamW):
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Optimizer.__setstate__(self, state)  # Adam's own requires a step count in every state
+        Optimizer.__setstate__(self, state)  # Adam's version requires a step count in every state
 
     def _step_matrices(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, momentum = self.state[parameter], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         # Each rank updates its part of a sharded parameter.
-        part, update = on_this_rank(parameter), on_this_rank(gradient)
+        local, update = on_this_rank(parameter), on_this_rank(gradient)
         buffer = on_this_rank(state["momentum_buffer"]).lerp_(update, 1 - momentum)
         update = update.lerp(buffer, momentum) if group["nesterov"] else buffer
         num_fused = group["num_fused"]
         orthogonalise = partial(_orthogonal, num_fused=num_fused, num_steps=group["ns_steps"])
-        if part is parameter:
+        if local is parameter:
             orthogonal = orthogonalise(update)
-        else:  # the import takes half a second, unless the run is sharded and has imported it already
+        else:  # here, since the import takes half a second
             from moe_ffn.parallel.sharding import on_whole_matrices
 
             orthogonal = on_whole_matrices(orthogonalise, update, parameter)
@@ -315,8 +314,8 @@ class Muon(optim.AdamW):
             factor = math.sqrt(max(1, num_rows / num_columns))
         else:
             factor = 0.2 * math.sqrt(max(num_rows, num_columns))
-        part.mul_(1 - group["lr"] * group["weight_decay"])
-        part.add_(orthogonal, alpha=-group["lr"] * factor)
+        local.mul_(1 - group["lr"] * group["weight_decay"])
+        local.add_(orthogonal, alpha=-group["lr"] * factor)
 
 
 def _orthogonal(update: Tensor, num_fused: int, num_steps: int) -> Tensor:
@@ -329,7 +328,7 @@ def orthogonalize(matrices_MOI: Tensor, num_steps: int) -> Tensor:
     """Bring the singular values of each matrix near 1; return bfloat16 (M, O, I). A zero matrix stays zero.
 
     This is the quintic Newton-Schulz iteration of `torch.optim.Muon` for a batch of matrices. A CPU that only
-    emulates bfloat16 computes the products in float32 and rounds them, which gives the same to rounding.
+    emulates bfloat16 computes the products in float32 and rounds them: equal but for rounding.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices_MOI.shape[-2] > matrices_MOI.shape[-1]

@@ -25,9 +25,9 @@ class SampleConfig(Config, frozen=True):
     prompt: str | None = Field(default=None, min_length=1)
     """Text to continue; by default the first words of the validation split."""
     num_tokens: int = Field(default=256, ge=0, le=MAX_COUNT)
-    """Number of tokens to write; 0: no text."""
+    """Number of tokens to generate; 0: no text."""
     temperature: float = Field(default=0.7, ge=0)
-    """Divides the logits before sampling; 0: always the most probable token."""
+    """Divisor of the logits before sampling; 0: always the most probable token."""
     top_k: int | None = Field(default=40, ge=1, le=MAX_COUNT)
     """Number of most probable tokens to sample from; null: all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -48,7 +48,7 @@ def first_words(data: PreparedData) -> str:
     """Return the first words of the validation split."""
     ids = data.validation[:PROMPT_TOKENS]
     end = np.flatnonzero(ids == data.tokenizer.end_of_document)[:1]
-    # A character may be cut in two at the end.
+    # The last token may end inside a character.
     text = data.tokenizer.decode(ids[: end[0]] if len(end) else ids).rstrip(
         "\N{REPLACEMENT CHARACTER}"
     )
@@ -85,9 +85,9 @@ def run_prompt(options: SampleConfig, data: PreparedData, seq_len: int) -> str:
 
 
 class TextStream:
-    """Decodes tokens to pieces of text, which together are the text up to the first stop string.
+    """Decodes tokens to text piece by piece, up to the first stop string.
 
-    Text is held back if it ends in an incomplete character, or in a possible beginning of a stop string.
+    The end of the text is held back while it may be part of a character or of a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -95,31 +95,30 @@ class TextStream:
         self._token_bytes = tokenizer.token_bytes
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = stop
-        self._waiting = ""
+        self._held_back = ""
 
     def add(self, token_id: int) -> str:
         """Add a token; return the text that no later token can change."""
         return self._take(self._characters.decode(self._token_bytes[token_id]))
 
     def end(self) -> str:
-        """Return the text held back, unless a stop string came; an incomplete character becomes U+FFFD."""
+        """Return the text held back, if no stop string came; an incomplete character becomes U+FFFD."""
         piece = self._take(self._characters.decode(b"", final=True))
-        return piece if self.has_stopped else piece + self._waiting
+        return piece if self.has_stopped else piece + self._held_back
 
     def _take(self, text: str) -> str:
         if self.has_stopped:
             return ""
-        text = self._waiting + text
-        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        self.has_stopped = bool(found)
-        if found:
-            return text[: min(found)]
-        cut = next((place for place in range(len(text)) if self._may_stop(text[place:])), len(text))
-        self._waiting = text[cut:]
+        text = self._held_back + text
+        stop_starts = [start for stop in self._stop if (start := text.find(stop)) >= 0]
+        self.has_stopped = bool(stop_starts)
+        if stop_starts:
+            return text[: min(stop_starts)]
+        cut = 0
+        while cut < len(text) and not any(stop.startswith(text[cut:]) for stop in self._stop):
+            cut += 1
+        self._held_back = text[cut:]
         return text[:cut]
-
-    def _may_stop(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stop)
 
 
 def stream_texts(
@@ -135,7 +134,7 @@ def stream_texts(
     Args:
         prompts: token ids of each prompt.
         seed: seed of the sampling; the same seed gives the same texts.
-        observe: see `Decoding`; here it also receives the output for the last token.
+        observe: see `Decoding`; unlike there, it also receives the output for the last token.
 
     Yields:
         index of a prompt, a new token, and the piece of text that the token completes.

@@ -32,7 +32,7 @@ class ScheduleConfig(TaggedConfig, frozen=True):
         return self
 
     def multiplier(self, step: int, max_steps: int) -> float:
-        """Return the factor of the peak learning rate at optimizer step `step`, counted from 0."""
+        """Return the learning rate at optimizer step `step`, counted from 0, relative to its peak."""
         warmup_steps = self.num_warmup_steps(max_steps)
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)  # a step at rate 0 would be wasted
@@ -57,7 +57,7 @@ class ScheduleConfig(TaggedConfig, frozen=True):
 
 
 class ConstantConfig(ScheduleConfig, frozen=True):
-    """The peak rate until the end."""
+    """A constant rate after the warm-up."""
 
     type: Literal["constant"] = "constant"
 
@@ -66,7 +66,7 @@ class ConstantConfig(ScheduleConfig, frozen=True):
 
 
 class InverseSqrtConfig(ScheduleConfig, frozen=True):
-    """A rate that falls with the inverse square root of the step (Vaswani et al. 2017)."""
+    """Decay with the inverse square root of the step (Vaswani et al. 2017)."""
 
     type: Literal["inverse_sqrt"] = "inverse_sqrt"
 
@@ -75,45 +75,45 @@ class InverseSqrtConfig(ScheduleConfig, frozen=True):
         return math.sqrt((warmup_steps + 1) / (step + 1))
 
 
-class _FallingConfig(ScheduleConfig, frozen=True):
-    """A fall from the peak rate to a final rate, which is reached at trainer.max_steps."""
+class _DecayingConfig(ScheduleConfig, frozen=True):
+    """Decay from the peak rate to a final rate, which is reached at trainer.max_steps."""
 
     final_fraction: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, as a fraction of its peak."""
 
     def after_warmup(self, step: int, warmup_steps: int, max_steps: int) -> float:
         progress = (step - warmup_steps) / max(max_steps - warmup_steps, 1)
-        return 1 - (1 - self.final_fraction) * self.fallen(min(progress, 1.0))
+        return 1 - (1 - self.final_fraction) * self.decayed(min(progress, 1.0))
 
     @abstractmethod
-    def fallen(self, progress: float) -> float:
-        """Return the completed fraction of the fall, 0 to 1, at a fraction of the steps after warm-up."""
+    def decayed(self, progress: float) -> float:
+        """Return the completed fraction of the decay, given the fraction of the steps after warm-up."""
 
 
-class LinearConfig(_FallingConfig, frozen=True):
-    """A linear fall from the peak rate to the final rate (BERT, Devlin et al. 2018)."""
+class LinearConfig(_DecayingConfig, frozen=True):
+    """Linear decay from the peak rate to the final rate (BERT, Devlin et al. 2018)."""
 
     type: Literal["linear"] = "linear"
 
-    def fallen(self, progress: float) -> float:
+    def decayed(self, progress: float) -> float:
         return progress
 
 
-class CosineConfig(_FallingConfig, frozen=True):
-    """Half a cosine from the peak rate to the final rate (Loshchilov & Hutter 2016)."""
+class CosineConfig(_DecayingConfig, frozen=True):
+    """Cosine decay from the peak rate to the final rate (Loshchilov & Hutter 2016)."""
 
     type: Literal["cosine"] = "cosine"
 
-    def fallen(self, progress: float) -> float:
+    def decayed(self, progress: float) -> float:
         return (1 - math.cos(math.pi * progress)) / 2
 
 
-class WSDConfig(_FallingConfig, frozen=True):
-    """Warm-up, stable, decay: the peak rate, then a linear fall at the end (Hu et al. 2024, MiniCPM)."""
+class WSDConfig(_DecayingConfig, frozen=True):
+    """Warm-up, stable, decay: the peak rate, then linear decay at the end (Hu et al. 2024, MiniCPM)."""
 
     type: Literal["wsd"] = "wsd"
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """Fraction of the steps after warm-up in which the learning rate falls."""
+    """Fraction of the steps after warm-up in which the learning rate decays."""
 
-    def fallen(self, progress: float) -> float:
+    def decayed(self, progress: float) -> float:
         return max(0.0, (progress - (1 - self.decay_fraction)) / self.decay_fraction)

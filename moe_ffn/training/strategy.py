@@ -19,11 +19,11 @@ from moe_ffn.training.recovery.checkpoint_file import SavedTensors, read_checkpo
 class ShardedStrategy(ModelParallelStrategy):
     """Strategy for a model that shards itself in `configure_model`.
 
-    Each rank writes and reads only its part of a checkpoint. The checkpoint may be of any number of ranks.
+    Each rank writes and reads only its part of a checkpoint, which any number of ranks can load.
     """
 
     def __init__(self, num_ranks: int) -> None:
-        # Lightning makes a mesh of these sizes, but the model uses its own.
+        # Lightning builds a mesh of these sizes, but the model uses its own.
         super().__init__(data_parallel_size=num_ranks, tensor_parallel_size=1)
 
     @property
@@ -39,12 +39,12 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        found = checkpoint["state_dict"]
-        if isinstance(found, SavedTensors):
-            found.read_into(self.lightning_module.state_dict())
+        weights = checkpoint["state_dict"]
+        if isinstance(weights, SavedTensors):
+            weights.read_into(self.lightning_module.state_dict())
         else:
             options = StateDictOptions(full_state_dict=True, strict=strict)
-            set_model_state_dict(self.lightning_module, dict(found), options=options)
+            set_model_state_dict(self.lightning_module, dict(weights), options=options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -60,21 +60,21 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        # `checkpoint_io` would read every tensor whole.
+        # `checkpoint_io` would read whole tensors.
         return read_checkpoint(Path(checkpoint_path))
 
 
-def _sharded_state(found: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
-    """Return optimizer states by the index of the parameter, sharded like the parameter."""
+def _sharded_state(saved: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
+    """Return index of a parameter -> optimizer state, sharded like the parameter."""
 
-    def like(function: Callable[[Any, Tensor], Any], moments: Mapping[int, Any]) -> dict[int, Any]:
+    def convert(shard: Callable[[Any, Tensor], Any], states: Mapping[int, Any]) -> dict[int, Any]:
         return {
-            number: tree_map(lambda value, p=parameters[number]: function(value, p), of_parameter)
-            for number, of_parameter in moments.items()
+            index: tree_map(lambda value, p=parameters[index]: shard(value, p), state)
+            for index, state in states.items()
         }
 
-    if not isinstance(found, SavedTensors):
-        return like(shard_like, found)
-    sharded = like(empty_shard_like, found.described)
-    found.read_into(sharded)
+    if not isinstance(saved, SavedTensors):
+        return convert(shard_like, saved)
+    sharded = convert(empty_shard_like, saved.described)
+    saved.read_into(sharded)
     return sharded

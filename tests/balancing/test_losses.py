@@ -226,8 +226,6 @@ def test_the_load_loss_of_a_router_without_noise_is_refused(make_routing: Any) -
 
 
 def test_the_sparsity_loss_of_a_router_without_a_target_is_refused(make_routing: Any) -> None:
-    message = (
-        r"relu_sparsity needs a SparsityTargetRouting, with a target_k, such as router\.type 'relu'"
-    )
+    message = r"relu_sparsity needs a SparsityTargetRouting, which router\.type 'relu' returns"
     with pytest.raises(ValueError, match=message):
         relu_sparsity_loss(make_routing([[0]], 2))

@@ -109,7 +109,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "--optimizer.type sgd"
     ),
     "--optimizer.type sgd --optimizer.momentum 0 --optimizer.nesterov true": (
-        "optimizer: nesterov (true) needs a momentum, got momentum 0; give one, such as 0.9"
+        "optimizer: nesterov (true) needs a momentum above 0, got momentum 0; give one, such as 0.9"
     ),
     "--optimizer.schedule.warmup_steps 9 --optimizer.schedule.warmup_fraction 0.1": (
         "optimizer.schedule: warmup_steps (9) and warmup_fraction (0.1) both set the length of the warm-up; "
@@ -156,14 +156,14 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     ),
     # The command line itself.
     "--seed 1 swiglu": (
-        "'swiglu': expected an option such as --model.ffn.type swiglu; a list is one value, as in "
+        "'swiglu': expected an option such as --model.ffn.type swiglu; write a list as one value: "
         "--data.corpus.paths '[README.md, docs]'"
     ),
     "--model {d_model:&16,&ffn.type:&dense}": (
         "model.ffn.type: is one key with a dot; nest it: ffn: {type: ...}"
     ),
     "-seed 1": ("'-seed': expected an option such as --model.ffn.type swiglu"),
-    "--run.name --seed 3": ("--run.name: needs a value, as in --run.name VALUE"),
+    "--run.name --seed 3": ("--run.name: needs a value: --run.name VALUE"),
     "--config": ("--config: expected at least one argument"),
     "--optimizer.adamw_betas [0.9,": re.compile(
         r"--optimizer\.adamw_betas: is not valid YAML \(line 1\): .+"
@@ -197,7 +197,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "--data.cache_dir ~nobodyx/c": re.compile(r"data\.cache_dir: '~nobodyx/c': .+"),
     "--trainer.devices 3": (
         "data.batch_size (4) must be divisible by the number of ranks (3): it counts the sequences of "
-        "all ranks together; give 6, or change the ranks"
+        "all ranks together; give 6, or change the number of ranks"
     ),
     "--trainer.num_nodes 2": re.compile(
         r"trainer\.num_nodes \(2\): .* would wait for the other machines forever; start it .* "

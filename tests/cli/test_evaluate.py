@@ -185,7 +185,9 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = run_here(str(trained()), "--tasks", "x", program="moe_ffn.cli.evaluate")
     assert done.code == 2
-    assert done.own_lines == ["error: --tasks: lm-eval is not installed: " + install("eval")]
+    assert done.own_lines == [
+        "error: --tasks: lm-eval is not installed; install with: " + install("eval")
+    ]
 
 
 def test_tasks_of_a_folder_are_shown_and_written(evaluate: Evaluate, tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_tasks_of_a_folder_are_shown_and_written(evaluate: Evaluate, tmp_path: P
 
     assert code == 0
     table = [line.split() for line in out.splitlines()]
-    assert table[0] == ["task", "measure", "value", "standard", "error"]
+    assert table[0] == ["task", "metric", "value", "standard", "error"]
     shown = {tuple(row[:2]): float(row[2]) for row in table[1:-1]}
     written = json.loads(Path("figures.json").read_text())["tasks"]
     assert "loss" not in json.loads(Path("figures.json").read_text())

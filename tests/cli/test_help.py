@@ -83,9 +83,16 @@ def test_a_family_has_all_its_types_with_what_they_take(
         _, found, of_type = types.partition(f" {', '.join(names)} ")
         assert found
         takes = of_type.partition(" Options: ")[2]
-        keys = [key for key in member.known_keys() if key != "type"]
+        keys = set(member.known_keys()) - {"type"} - member.rejected_options
         for key in keys:
             assert f"{key} " in takes.partition(". ")[0] + takes, (names, key)
+
+
+def test_options_that_a_type_rejects_are_not_listed(show: Show) -> None:
+    printed = show("--help", "model.ffn.router")
+
+    assert "neuron_top_k Top-k of |silu(gate x) * up x|" in printed
+    assert " Options: bias false, jitter 0.0, k 2, correction_bias false. noisy_top_k" in printed
 
 
 def test_one_option_and_sections_that_are_off(show: Show) -> None:
@@ -115,7 +122,7 @@ def test_an_unknown_section_is_answered_with_the_nearest(section: str, hint: str
 def test_what_others_call_an_option_is_an_option() -> None:
     tree = option_tree(TrainConfig, TrainConfig().to_dict())
 
-    assert set(ALSO_CALLED.values()) <= {option.name for option in tree.everything()}
+    assert set(ALSO_CALLED.values()) <= {option.name for option in tree.descendants()}
     # `top_k` of a sample is an option, and still another name for the `k` of a router.
     paths = {option.path for option in tree.leaves()}
     for path in paths:

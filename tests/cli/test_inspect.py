@@ -170,7 +170,7 @@ def test_a_corpus_that_is_not_what_it_was(
 
     assert (code, out) == (2, "")
     assert err == (
-        f"error: data.corpus.paths: '{mine}' does not exist, or is a link that leads nowhere (looked "
+        f"error: data.corpus.paths: '{mine}' does not exist, or is a broken link (looked "
         f"in '{tmp_path}'); check the spelling; or give a text with --text"
         if gone
         else f"error: data.corpus: '3.txt' has changed, since '{run.folder}' began; restore it, or "

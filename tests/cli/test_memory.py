@@ -40,22 +40,25 @@ NOT_HAD = {
         lambda: _error(lambda: torch.empty(2**58)),
         "1,152,921,505 GB more, and this process ",
     ),
-    "python": (lambda: _error(lambda: bytearray(2**62)), "what it asked for, and this process "),
-    "numpy": (lambda: _error(lambda: np.empty(2**58)), "what it asked for, and this process "),
-    "the system": (lambda: OSError(errno.ENOMEM, "Cannot allocate memory"), "what it asked for, "),
+    "python": (lambda: _error(lambda: bytearray(2**62)), "the requested memory, and this process "),
+    "numpy": (lambda: _error(lambda: np.empty(2**58)), "the requested memory, and this process "),
+    "the system": (
+        lambda: OSError(errno.ENOMEM, "Cannot allocate memory"),
+        "the requested memory, ",
+    ),
     "a GPU": (
         lambda: torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of "
             "which 1.00 GiB is free."
         ),
-        "what it asked for, and the GPU has 139.81 GiB",
+        "the requested memory, and the GPU has 139.81 GiB",
     ),
 }
 
 
 @pytest.mark.parametrize(("make", "said"), NOT_HAD.values(), ids=NOT_HAD)
 def test_an_error_about_memory_is_known(make: Callable[[], BaseException], said: str) -> None:
-    assert out_of_memory(make()).startswith(f"out of memory: the program did not get {said}")
+    assert out_of_memory(make()).startswith(f"out of memory: could not allocate {said}")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_training_says_what_the_model_needs(run_train: RunTrain, tmp_path: Path)
     assert "Traceback" not in run.stderr
     # 257 x 16 embeddings, 2 layers of 4 x 16 x 16, 5 norms of 16; twice, of four bytes.
     assert re.fullmatch(
-        r"error: out of memory: the program did not get .+, and this process may have [\d.,]+ GB; "
+        r"error: out of memory: could not allocate .+, and this process may have [\d.,]+ GB; "
         r"6,240 parameters and their gradients take 0\.05 MB, the token ids of a batch 0\.00051 MB; the "
         r"optimizer's states and the activations come on top: lower data\.batch_size \(4\), "
         r"data\.seq_len \(16\), model\.num_layers \(2\) or model\.d_model \(16\)",
@@ -191,7 +194,7 @@ def _nested(depth: int) -> Any:
     [
         (
             {"type": "moe", "num_experts": 10**9},
-            "the block: out of memory: the program did not get ",
+            "the block: out of memory: could not allocate ",
         ),
         (_nested(2000), "the block: is nested too deep; nest fewer blocks in each other"),
     ],

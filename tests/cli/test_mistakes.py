@@ -21,10 +21,10 @@ from tests.helpers.synthetic_run import write_arm
 from tests.helpers.tiny_runs import run_here
 
 NO_NAME = (
-    "is not a name as in https://wandb.ai/ENTITY/PROJECT: a name is not empty, has no space at its ends and "
-    r"none of / \ # ? % :"
+    "must be a name as in https://wandb.ai/ENTITY/PROJECT: not empty, without spaces at its ends, and "
+    r"without / \ # ? % :"
 )
-LAYERS = "--layers: must be numbers of layers separated by commas, as in 0,3, got"
+LAYERS = "--layers: must be layer numbers separated by commas, such as 0,3, got"
 NOT_MADE_HERE = "exists and was not made by this program; choose another file, or remove it"
 NO_RUN = "is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a"
 OVERALL = "--help, --version, --verbose, --quiet"
@@ -95,7 +95,7 @@ MISTAKES = {
         "--data: 'tokens.npy' holds the token 300, but the model's tokenizer has a vocabulary of 257..."
     ),
     "evaluate run --data text.txt --data.corpus.type stdlib": (
-        "--data and --data.corpus name two texts; give one of them"
+        "--data and --data.corpus name two texts; give only one of them"
     ),
     "evaluate run --data.tokenizer bpe": "--data.tokenizer: comes from the model; leave it out",
     "evaluate run --data.seq_len 17": (
@@ -136,7 +136,7 @@ MISTAKES = {
         "--source: 'none' is not there; give the folder of a model or of a run"
     ),
     "initialise --source sparse --output new --method.type prune": (
-        "data: 'sparse' does not name its training text; give a text, as in ..."
+        "data: 'sparse' does not name its training text; give a text, such as ..."
     ),
     "initialise --source sparse --output new": "...layer 0 is of type 'moe', which no type of...",
     "initialise --source sparse --output new --method.type up": "method.type: unknown 'up'...",
@@ -162,16 +162,16 @@ MISTAKES = {
         "--output: 'runs' cannot be written (Is a directory); choose another file"
     ),
     "report --watch runs": f"'runs' {NO_RUN}",
-    "report run --watch --every 0": "--every: must be seconds, from 0.1 to 86400, got 0.0",
+    "report run --watch --every 0": "--every: must be from 0.1 to 86400 seconds, got 0.0",
     "report run --watch --every soon": "--every: invalid float value: 'soon'",
     # sweep
     "sweep --trainer.max_steps 3": (
-        "give one study, moe-ffn sweep --config study.yaml, or the config files of its arms first: moe-ffn "
+        "give one study, moe-ffn sweep --config study.yaml, or the config files of its arms, moe-ffn "
         "sweep dense.yaml moe.yaml; --help shows a study"
     ),
     "sweep tiny.yaml --name": "--name: expected one argument",
     "sweep tiny.yaml b/tiny.yaml": (
-        "two config files are called 'tiny'; an arm is named by its file; rename one"
+        "two config files are called 'tiny'; an arm is named after its file; rename one"
     ),
     "sweep --config none.yaml": "'none.yaml': No such file or directory",
     "sweep gating.yaml": "'gating.yaml' is a study; give it as --config gating.yaml",
@@ -204,7 +204,7 @@ MISTAKES = {
     "trace run --text aaaaaaaaaaaaaaaaa": (
         "--text: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a shorter text"
     ),
-    "trace run --text ''": "--text: is empty; give some text, as in --text 'import os'",
+    "trace run --text ''": "--text: is empty; give some text: --text 'import os'",
     "trace run --text a --layers 1,7": (
         "--layers: 'run' routes nothing in layer 7; it routes in 0, 1"
     ),

@@ -23,7 +23,7 @@ def test_every_layout_that_fits_has_a_row_and_the_fastest_is_said() -> None:
     rows = [line for line in said.splitlines() if line.count(" x ") == 2 and "mesh" not in line]
     assert {row.strip()[:9] for row in rows} >= {"4 x 1 x 1", "1 x 4 x 1", "1 x 1 x 4"}
     assert "parallel: {data: " in said
-    assert " s a step, bound by " in said
+    assert " s per step, bound by " in said
     assert "a GPU has 80 GB, computes " in " ".join(said.split())
 
 

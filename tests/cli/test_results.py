@@ -43,7 +43,9 @@ def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> st
 
 
 def test_a_run_worse_than_the_unigram_model_is_told_so(tmp_path: Path) -> None:
-    said = "\nworse than the unigram model, which only counts tokens: too short, or broken\n"
+    said = (
+        "\nworse than the unigram model, which only counts tokens: the run is too short or broken\n"
+    )
     assert said in shown(tmp_path, validation_loss=3.0001)
     assert "worse than" not in shown(tmp_path, validation_loss=3.0)
     assert "worse than" not in shown(tmp_path, validation_loss=math.nan)

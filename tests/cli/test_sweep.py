@@ -159,7 +159,7 @@ def number(text: str) -> float:
 def test_numbers_are_short_in_thousands() -> None:
     given = (0, 999, 999.6, 1024, 999_499, 999_500, 2**30, 1e18)
     shown = ["0", "999", "1k", "1.02k", "999k", "1M", "1.07G", "1E"]
-    assert [sweep.short(value) for value in given] == shown
+    assert [sweep.si_format(value) for value in given] == shown
 
 
 @pytest.fixture

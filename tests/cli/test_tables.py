@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.results import expert_use, load_table, model_table
+from moe_ffn.cli.results import load_table, model_table, unused_experts
 from moe_ffn.runs.config import TrainConfig
 
 VOCAB_SIZE = 257
@@ -97,7 +97,7 @@ def test_the_loads_of_any_model_fit_an_80_column_terminal(num_experts: int) -> N
     }
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(load_table(routing, 80))
-    console.print(expert_use(routing))
+    console.print(unused_experts(routing))
     shown = console.export_text()
 
     lines = shown.splitlines()
@@ -111,11 +111,11 @@ def test_the_loads_of_any_model_fit_an_80_column_terminal(num_experts: int) -> N
 def test_an_unmeasured_load_is_neither_used_nor_unused() -> None:
     nan = float("nan")
 
-    assert expert_use({}) == ""
-    assert expert_use({"layer_00": measured(0.5, 0.5)}) == (
+    assert unused_experts({}) == ""
+    assert unused_experts({"layer_00": measured(0.5, 0.5)}) == (
         "every expert is used on the validation split"
     )
-    assert expert_use({"layer_00": measured(0.5, 0.5), "layer_01": measured(nan, nan)}) == (
+    assert unused_experts({"layer_00": measured(0.5, 0.5), "layer_01": measured(nan, nan)}) == (
         "experts without a token on the validation split\n  layer 1: not measured"
     )
     assert "-" in loads(*[nan] * 32).splitlines()[1]
@@ -125,7 +125,7 @@ def test_of_unused_experts_the_first_are_named() -> None:
     many = [0.0] * 64
     many[3], many[6] = 0.5, 0.5
 
-    assert expert_use(
+    assert unused_experts(
         {
             "layer_00": measured(0.5, 0.5),
             "layer_01": measured(1.0, 0.0),

@@ -136,7 +136,7 @@ def test_the_screen_shows_losses_load_sample_and_where_the_results_are(moe_run: 
     ) in moe_run.stdout
     assert (
         "not judged yet: collapse, dropped pairs and dead experts need 50 steps, this run has 6\n"
-        "not judged yet: jumps of the loss need 6 rows of metrics, this run has 3\n"
+        "not judged yet: loss spikes need 6 rows of metrics, this run has 3\n"
     ) in moe_run.stdout
     assert "Load of each expert on the validation split" in moe_run.stdout
     for layer, values in enumerate(summary["routing"].values()):

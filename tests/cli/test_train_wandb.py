@@ -28,7 +28,7 @@ MAX_SECONDS_ADDED, MAX_SECONDS_ON_A_BUSY_MACHINE = 25, 150
 """Limits of the time that wandb adds to a run; docs/howto/observe.md has the first."""
 
 FOLDER = r"runs/kept/wandb/offline-run-\S+"
-COMMANDS = rf"look: wandb leet {FOLDER}; upload: wandb sync {FOLDER}"
+COMMANDS = rf"view: wandb leet {FOLDER}; upload: wandb sync {FOLDER}"
 NO_KEY = r"wandb: offline \(No API key configured\. Use `wandb login` to log in\); " + COMMANDS
 TIMED_OUT = (
     r"wandb: Timed out finishing run; upload the rest with: wandb sync runs/kept/wandb/run-\S+"

@@ -24,7 +24,7 @@ REFUSED = """
 {shape: {type: sqare}}
     shape.type: unknown 'sqare'; did you mean 'square'?; known: circle, ellipse, square
 {shape: own.py}
-    shape.type: 'own.py' is a file; name a class in it, as in own.py:ClassName
+    shape.type: 'own.py' is a file; name a class in it: own.py:ClassName
 {shape: {type: [circle]}}
     shape.type: must be a name, got ['circle']; known: circle, ellipse, square
 {shape: 3}

@@ -32,9 +32,7 @@ def test_a_class_without_a_tag_is_named_by_its_import_path() -> None:
 
 def test_no_class_takes_the_tag_of_another() -> None:
     # A subclass inherits the Literal, and would silently become what `square` means everywhere.
-    message = (
-        r"Cube would take the type 'square' from Square; give it a Literal of its own, or `type"
-    )
+    message = r"Cube\.type: 'square' is already the type of Square; choose another Literal, or annotate `type"
     with pytest.raises(TypeError, match=message):
 
         class Cube(Square, frozen=True):

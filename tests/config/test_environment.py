@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[2]
     [
         (
             'mkdir "$GONE" && cd "$GONE" && rmdir "$GONE"',
-            "error: the current folder was removed, and torch cannot be imported in it; cd to another\n",
+            "error: the current folder was removed, and torch cannot be imported in it; cd to another one\n",
         ),
         (
             "ulimit -f 0",
-            "error: TMPDIR: no folder for temporary files can be written, and torch cannot be imported "
-            "without; make room in /tmp, or set TMPDIR to another folder\n",
+            "error: TMPDIR: no folder for temporary files is writable, and torch needs one; make room in "
+            "/tmp, or set TMPDIR to another folder\n",
         ),
     ],
     ids=["folder removed", "no file may be written"],

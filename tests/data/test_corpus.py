@@ -117,7 +117,7 @@ class TestText:
     @pytest.mark.parametrize(
         ("target", "message"),
         [
-            ("link.txt", r"'link\.txt' does not exist, or is a link that leads nowhere"),
+            ("link.txt", r"'link\.txt' does not exist, or is a broken link"),
             ("/dev/null", r"'link\.txt' is neither a file nor a folder"),
         ],
     )

@@ -182,8 +182,8 @@ def test_of_very_many_documents_only_the_number_is_known() -> None:
     before, now = Documents("before", 3, None), Documents("now", 3, None)
     assert changed(before, now) == "the corpus changed: it has 3 documents, as many as before"
     fewer = read(a="1", b="2")
-    assert changed(before, fewer) == "the corpus changed: it has 2 documents and had 3"
-    assert changed(fewer, before) == "the corpus changed: it has 3 documents and had 2"
+    assert changed(before, fewer) == "the corpus changed: it has 2 documents instead of 3"
+    assert changed(fewer, before) == "the corpus changed: it has 3 documents instead of 2"
 
 
 @pytest.mark.parametrize("value", [BEFORE, Documents("digest", 20_000, None)])

@@ -197,7 +197,7 @@ def test_a_block_without_a_match_is_left_as_it_is() -> None:
 def test_a_width_that_is_not_solved_says_how_to() -> None:
     said = (
         "d_ff: matches the total_params of 'dense', but is not solved yet; "
-        "`ffn, match = moe_ffn.solve_widths(ffn, d_model, seq_len)` puts a number in its place"
+        "`ffn, match = moe_ffn.solve_widths(ffn, d_model, seq_len)` replaces it by a number"
     )
     for block in (BLOCKS["gated"], BLOCKS["moe"]):
         config = FFNConfig.model_validate(asking(block, "total_params"))

@@ -131,7 +131,7 @@ def test_tables_have_different_primes_and_rows_are_used_evenly() -> None:
     assert tables.sizes == (503, 509, 521, 523)
     first, second = torch.arange(400).split(200)
     pairs_P2 = torch.cartesian_prod(first, second)
-    places_P4 = tables.places(pairs_P2, None)[:, 1]  # of the second token: all pairs, 40,000
+    places_P4 = tables.row_ids(pairs_P2, None)[:, 1]  # of the second token: all pairs, 40,000
     for places_P, size, begin in zip(places_P4.T, tables.sizes, (0, 503, 1012, 1533), strict=True):
         assert begin <= places_P.min() <= places_P.max() < begin + size
         counts = torch.bincount(places_P - begin, minlength=size).double()
@@ -146,7 +146,7 @@ def test_the_hash_is_that_by_which_saved_tables_were_trained() -> None:
     tables = NgramTables(NgramMemoryConfig(num_heads=1, num_rows=100), D)
     assert tables.factors == (1_813_382_119, 1_627_694_687, 903_170_593)
     assert NgramTables(NgramMemoryConfig(seed=1), D).factors != tables.factors
-    assert tables.places(torch.tensor([[5, 8, 3]]), None).tolist() == [
+    assert tables.row_ids(torch.tensor([[5, 8, 3]]), None).tolist() == [
         [[3, 122], [80, 114], [9, 196]]
     ]
 
@@ -222,6 +222,6 @@ def test_what_stands_inside_is_answered_for() -> None:
 def test_ids_outside_the_vocabulary_are_refused() -> None:
     model = DecoderConfig.model_validate({"d_model": 16, "num_layers": 1, "ffn": SMALL})
     with pytest.raises(
-        ValueError, match=r"token_ids must lie in \[0, 11\), but reach from 0 to 11"
+        ValueError, match=r"token_ids must lie in \[0, 11\), but range from 0 to 11"
     ):
         model.build(11, 6)(torch.tensor([[0, 11]]))

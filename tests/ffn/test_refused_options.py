@@ -130,8 +130,7 @@ null
     router: softmax (after) with k (1) makes every weight a constant 1, so the router would never learn;
     set softmax: before or k >= 2
 {type: moe, router: {type: noisy_top_k, k: 1}}
-    router: k (1) makes every weight a constant 1, the softmax over a single expert, so the router would
-    never learn; set k >= 2
+    router: k (1) makes every weight a constant 1, so the router would never learn; set k >= 2
 {type: moe, router: {type: top_p, max_k: 1, renormalize: true}}
     router: renormalize (true) with max_k (1) makes every weight a constant 1, so the router would never
     learn; set renormalize: false or max_k >= 2
@@ -172,11 +171,11 @@ null
 {type: moe, router: {type: hash, jitter: 0.1}}
     router.jitter: unknown; known: type, k, seed
 {type: moe, router: {type: top_k, renormalize_p: 2.0}}
-    router: renormalize_p (2) is for renormalize, which is false; set it to true, or leave renormalize_p
-    out
+    router: renormalize_p (2) has no effect, because renormalize is false; set renormalize: true, or
+    leave renormalize_p out
 {type: moe, router: {type: sigmoid_top_k, renormalize: false, renormalize_eps: 1.0e-06}}
-    router: renormalize_eps (1e-06) is for renormalize, which is false; set it to true, or leave
-    renormalize_eps out
+    router: renormalize_eps (1e-06) has no effect, because renormalize is false; set renormalize: true,
+    or leave renormalize_eps out
 {type: moe, router: {type: sigmoid_top_k, token_table: {vocab_size: 9}}}
     router: correction_bias changes which experts the scores choose, but token_table chooses them by the
     token's id; set correction_bias: false, or remove token_table
@@ -198,13 +197,13 @@ null
 {type: chain_of_experts, ffn: {type: ngram_memory}}
     ffn.type: must be one of 'moe', got 'ngram_memory'
 {type: mixture_of_depths, router: top_k}
-    router.type ('top_k') sends 2 of the tokens through the block, so it leaves none out; use
+    router.type ('top_k') sends every token through the block (2 per token); to skip some, use
     'expert_choice' with score: sigmoid, 'relu' or 'expert_threshold', with k below 1
 {type: mixture_of_depths, ffn: mixture_of_depths}
     ffn.type ('mixture_of_depths') must not be another mixture of depths; multiply their router.k
     instead
 {type: moe, combine: sigmoid_gate}
-    combine.type ('sigmoid_gate') joins a shared expert, but shared_expert is null; set shared_expert:
+    combine.type ('sigmoid_gate') adds a shared expert, but shared_expert is null; set shared_expert:
     swiglu, or leave combine out
 {type: moe, router: {type: top_k, k: 11}, zero_computation: {num_copy: 2}}
     router.k (11) must not exceed num_experts (10); lower router.k or raise num_experts; the router

@@ -337,7 +337,7 @@ def test_an_error_of_one_thread_ends_all(threads: Any) -> None:
     x_TD, plan, weights = case.given()
     wrong = replace(weights, up_EHD=weights.up_EHD.detach().int())
     threads(3)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="moe_ffn's kernels take no Int"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="moe_ffn's kernels do not support Int"):
         native(x_TD, plan, wrong)
 
 
@@ -348,10 +348,14 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         with pytest.raises(RuntimeError, match=message):
             native(x_TD, replace(plan, **changed), weights)
 
-    refused("a token that is none of the 1 of x", token_ids_N=plan.token_ids_N + 1)
-    refused("a token that is none of the 1 of x", token_ids_N=plan.token_ids_N - 1)
-    refused("a plan for 2 experts, but there are 3", offsets_E=torch.tensor([1, 3]).int())
-    grow = r"the plan's offsets have to grow from 0 to at most its 3 pairs"
+    refused(
+        r"a token id that is not in \[0, 1\), the tokens of x", token_ids_N=plan.token_ids_N + 1
+    )
+    refused(
+        r"a token id that is not in \[0, 1\), the tokens of x", token_ids_N=plan.token_ids_N - 1
+    )
+    refused("the plan is for 2 experts, but there are 3", offsets_E=torch.tensor([1, 3]).int())
+    grow = r"the plan's offsets must grow from 0 to at most its 3 pairs"
     refused(grow, offsets_E=torch.tensor([-1, 0, 3]).int())
     refused(grow, offsets_E=torch.tensor([2, 1, 3]).int())
     refused(grow, offsets_E=torch.tensor([1, 1, 3]).int(), token_ids_N=plan.token_ids_N[:2])
@@ -359,7 +363,7 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         height = 65 if bias == "up_bias_EH" else 64
         for shape in ((1, height), (3, height - 1), (height,)):
             wrong = replace(weights, **{bias: torch.zeros(shape)})
-            with pytest.raises(RuntimeError, match=rf"where \[3, {height}\] is needed"):
+            with pytest.raises(RuntimeError, match=rf"but must be \[3, {height}\]"):
                 native(x_TD, plan, wrong)
     sizes = r"x is \[1, 63\], but the experts' matrices are \[3, 65, 64\] and \[3, 64, 65\]"
     refused(sizes, x_TD[:, 1:])

@@ -214,6 +214,7 @@ def test_a_routing_over_other_experts_is_refused_with_both_numbers(
 ) -> None:
     routing = make_routing([[0]], 3)
     with pytest.raises(
-        ValueError, match=rf"^{kind.__name__} was made for num_experts 2, .* has 3$"
+        ValueError,
+        match=rf"^{kind.__name__} has num_experts 2, .* has 3; create one for each layer$",
     ):
         kind(2).update(routing)

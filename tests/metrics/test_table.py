@@ -34,7 +34,7 @@ def test_an_entry_says_all_that_readers_need(metric: Metric) -> None:
     is_at_row_end = not metric.rows and metric.measured in ("row", "probe")
     assert (metric.row_end is not None) == is_at_row_end
     is_of_routings = not metric.rows and not is_at_row_end
-    assert ((metric.measure or metric.of_list) is not None) == is_of_routings
+    assert ((metric.measure or metric.pairs_only_measure) is not None) == is_of_routings
 
 
 def test_titles_and_axes_tell_metrics_apart() -> None:

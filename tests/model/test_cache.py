@@ -268,7 +268,9 @@ def test_tokens_that_do_not_fit_a_cache_are_rejected() -> None:
         with pytest.raises(ValueError, match=r"^token_ids has 1 rows, but .* a batch of 2$"):
             model(ids, cache=model.new_cache(2))
         mask = torch.tensor([[False, True, True, True]])
-        with pytest.raises(ValueError, match=r"^mask must have the real tokens of each row first"):
+        with pytest.raises(
+            ValueError, match=r"^mask: with a cache, the real tokens of each row must come first"
+        ):
             model(ids, mask, cache=model.new_cache(1))
     both = decoder(causal=False)
     with pytest.raises(
@@ -340,11 +342,11 @@ def test_experts_that_cannot_be_replayed_are_rejected() -> None:
     for name in ("layer_01", "layer_01/inner", "layer_7"):
         with pytest.raises(
             ValueError,
-            match=f"^replay: '{name}' has no router that takes recorded experts; those of layer_00 do$",
+            match=f"^replay: '{name}' has no router that can replay; routers that can: layer_00$",
         ):
             model(ids, replay={name: recorded["layer_00"]})
     with pytest.raises(
-        ValueError, match=r"'layer_00' must lie in \[0, 4\), but reach from 1 to 4$"
+        ValueError, match=r"'layer_00' must lie in \[0, 4\), but range from 1 to 4$"
     ):
         model(ids, replay={"layer_00": torch.tensor([[[1, 4]] * 3])})
     with pytest.raises(ValueError, match=r"expert_ids must have the leading shape of x, \(1, 3\)"):

@@ -88,8 +88,8 @@ REFUSED = """
     a causal model refuses the 'soft_moe' block of layer 0: type 'soft_moe' mixes all tokens of a sequence;
     use 'moe' with router.type 'top_k', or set model.causal: false
 {ffn: {type: mixture_of_depths, ffn: {type: moe, capacity: {factor: 1.0}}, router: {type: relu, k: 0.5}}}
-    a causal model refuses the 'mixture_of_depths' block of layer 0: ffn.capacity grows with the number of
-    tokens chosen, later ones among them; set ffn.capacity.factor and eval_factor to null, or set
+    a causal model refuses the 'mixture_of_depths' block of layer 0: ffn.capacity depends on the number of
+    chosen tokens, including later ones; set ffn.capacity.factor and eval_factor to null, or set
     model.causal: false
 {ffn: mixture_of_depths}
     a causal model refuses the 'mixture_of_depths' block of layer 0: router.type 'expert_choice' ranks

@@ -54,7 +54,7 @@ REFUSED = """
 {parallel: {expert: 2}, model: {causal: false, ffn: {type: soft_moe, num_experts: 4}, ffn_at: {"0": moe}}}
     model.ffn.type 'soft_moe' sends every token to every expert; set parallel.expert to 1
 {parallel: {expert: 2, shard: 2}, model: {ffn: {type: moe, num_experts: 2, experts: {type: mlp, d_ff: 27}}}}
-    parallel.shard (2) has to divide the 27 rows of an expert's 'up', since parallel.expert (2) leaves 1 of 2
+    parallel.shard (2) must divide the 27 rows of an expert's 'up', because parallel.expert (2) leaves 1 of 2
     experts to 2 ranks; change one of them
 {parallel: {shard: 4}, optimizer: {type: adafactor}}
     optimizer.type (adafactor) needs whole matrices, which parallel.shard and parallel.expert divide; use

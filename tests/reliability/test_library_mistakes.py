@@ -67,7 +67,7 @@ FOREIGN_TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a gap": (set_at("tokenizer", "model", "vocab", "Ġthe", to=9999), "must number its "),
     "another alphabet": (
         set_at("tokenizer", "model", "vocab", "中", to=269),
-        "has the token '中', which is not written as bytes",
+        "has the token '中', which is not byte-level",
     ),
     "lower case": (set_at("tokenizer", "normalizer", to={"type": "Lowercase"}), "loses text: "),
 }

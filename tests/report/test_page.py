@@ -69,7 +69,7 @@ def test_silence_is_no_good_news_where_no_alarm_could_have_rung(tmp_path: Path) 
     assert "No alarm was raised" not in page.text
     assert (
         "Not judged yet: collapse, dropped pairs and dead experts need 50 steps, this run has 30. "
-        "Not judged yet: jumps of the loss need 6 rows of metrics, this run has 3."
+        "Not judged yet: loss spikes need 6 rows of metrics, this run has 3."
     ) in page.text
     assert page.body.index("Not judged yet") < page.body.index("<nav")
 
@@ -98,7 +98,10 @@ def test_what_is_red_in_the_table_of_health_is_said_above(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (2.001, "worse than the unigram model, which only counts tokens: too short, or broken."),
+        (
+            2.001,
+            "The model is worse than the unigram model, which only counts tokens: the run is too short or broken.",
+        ),
         (1.999, ""),
         (None, "not a finite number: training has diverged."),
     ],

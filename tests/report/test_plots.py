@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.metrics.table import OF_LIST, layer_measures
+from moe_ffn.metrics.table import PAIRS_ONLY, layer_measures
 from moe_ffn.report.run_summary import constant_measures, moving_measures
 from moe_ffn.runs.reader import read_runs
 from tests.helpers.synthetic_run import MEASURES as KEYS_OF_MEASURES
@@ -61,8 +61,8 @@ def test_every_measure_of_a_run_has_its_plot_or_its_word(folder: Path) -> None:
     run = read_runs([folder])[0]
     keys = {key for layer in run.layers.values() for key in layer if not key.startswith("load/")}
     keys |= {key for layer in run.validated_layers.values() for key in layer if "/" not in key}
-    of_lists = {metric.key for metric in layer_measures() if metric.requires == OF_LIST}
-    assert {metric.key for metric in layer_measures()} - of_lists == keys == set(KEYS_OF_MEASURES)
+    pairs_only = {metric.key for metric in layer_measures() if metric.requires == PAIRS_ONLY}
+    assert {metric.key for metric in layer_measures()} - pairs_only == keys == set(KEYS_OF_MEASURES)
     assert len(moving_measures(run)) + len(constant_measures(run)) == len(keys)
 
 
@@ -113,7 +113,7 @@ CONSTANT = """
     top-1 margin 0.125; shared share 12.5%; capacity used 12.5%; experts per token 0.125;
     MaxVio within sequences 0.125; MaxVio over ranks 0.125; strongest pair of experts 12.5%;
     spread of the correction bias 0.125; load-balancing loss 0.125; router z-loss 0.125;
-    tokens without a finite score 0.125
+    tokens with non-finite logits 0.125
 """
 
 

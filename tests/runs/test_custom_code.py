@@ -113,7 +113,8 @@ def test_a_file_that_is_not_there_is_told_with_where_it_was_looked_for(tmp_path:
 
     assert str(refused.value) == (
         "model.ffn.type: importing 'deep/none.py' failed: FileNotFoundError: No such file or directory; a "
-        "relative path is relative to the YAML file that names it, or, in an option, to the current folder"
+        "relative path starts at the folder of the YAML file that names it, or, in an option, at the current "
+        "folder"
     )
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(ConfigError, match=r"importing 'folder.py' failed: it is not a file"):

@@ -327,23 +327,23 @@ NOT_LEARNED = (
     "ClassVar[bool] = False in its config"
 )
 NOT_CACHED = (
-    "its config does not refuse UseCase(cached=True), but the token at position {p} has "
-    "another output alone than in its sequence, so generated text would be wrong; say so in "
-    "unsupported(use_case), or leave is_tokenwise or supports_cache out"
+    "its config supports UseCase(cached=True), but the output of the token at position {p} changes if it "
+    "is computed alone, so generated text would be wrong; return a reason from unsupported(use_case), or "
+    "remove is_tokenwise or supports_cache"
 )
 BROKEN = {
     "Bare": (
         "forward returned a tensor of shape (2, 8, 16) and torch.float32, "
-        "but has to return an FFNOutput, as in FFNOutput(hidden)"
+        "but must return an FFNOutput, as in FFNOutput(hidden)"
     ),
     "NoContext": (
-        "NoContextFFN.forward has to take x and context; write def forward(self, x, context=None)"
+        "NoContextFFN.forward must take x and context; write def forward(self, x, context=None)"
     ),
     "Wide": (
         "hidden is a tensor of shape (2, 8, 32) and torch.float32, "
-        "but has to be like x, a tensor of shape (2, 8, 16) and torch.float32"
+        "but must be like x, a tensor of shape (2, 8, 16) and torch.float32"
     ),
-    "NaN": "hidden holds NaN or infinity, though x is random of size 1",
+    "NaN": "hidden contains NaN or infinity, although x is finite",
     "Mixer": AHEAD
     + "a causal model could see the tokens it must predict; use only earlier tokens, or set "
     "model.causal: false",
@@ -353,14 +353,14 @@ BROKEN = {
     "Past": NOT_CACHED,
     "Forgets": NOT_CACHED,
     "KeepsZeros": NOT_CACHED,
-    "Linear": "build returned a Linear, but has to return an FFNBlock",
+    "Linear": "build returned a Linear, but must return an FFNBlock",
     "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
     "Exits": "failed: SystemExit: 0 (own.py, line {p}, in mixed)",
     "NotRouting": (
-        "forward returned a list, but has to return a Routing; `moe_ffn.routing_of_pairs` makes one"
+        "forward returned a list, but must return a Routing; `moe_ffn.routing_of_pairs` makes one"
     ),
     "NotRoutings": (
-        "routings is a list, but has to be a dict, as in FFNOutput(hidden, {'routing': routing})"
+        "routings is a list, but must be a dict, as in FFNOutput(hidden, {'routing': routing})"
     ),
     "Sizeless": "failed: KeyError: 'size' (own.py, line {p}, in num_params)",
 }
@@ -400,7 +400,7 @@ def test_mixing_is_fine_where_both_sides_are_seen_or_there_is_one_token(
 
 PLACES = {
     ("model.ffn.router", "Routes", "bare"): (
-        "forward returned a tensor of shape (16, 8) and torch.float32, but has to return a "
+        "forward returned a tensor of shape (16, 8) and torch.float32, but must return a "
         "Routing; `moe_ffn.routing_of_pairs` makes one"
     ),
     ("model.ffn.router", "Routes", "ahead"): (
@@ -413,7 +413,8 @@ PLACES = {
         "its routing has expert_ids_N that are not int64 from 0 to 7"
     ),
     ("model.ffn.router", "Lists", "list twice"): (
-        "its routing has pairs_per_token 2, but token_ids_N are not every token so many times"
+        "its routing has pairs_per_token 2, but token_ids_N does not list every token this many "
+        "times, in order"
     ),
     ("model.ffn.router", "Lists", "list without logits"): (
         "its routing has no PairsOnlyRouting.logits_N, expected of shape (16,)"
@@ -436,36 +437,33 @@ PLACES = {
     ("model.ffn.router", "Learns", "detached"): NOT_LEARNED,
     ("model.ffn.router", "Learns", "constant"): NOT_LEARNED,
     ("model.ffn.router", "Learns", "swapped"): (
-        "its routing has scores_TE below 0, but they are what a softmax or the like makes of "
-        "logits_TE; routing_of_pairs takes the logits first, then the scores"
+        "its routing has scores_TE below 0, but they must be normalised logits_TE, such as their "
+        "softmax; routing_of_pairs takes the logits first, then the scores"
     ),
     ("model.ffn.router", "NoContext", ""): (
-        "NoContextRouter.forward has to take x_TD and context; write def forward(self, x_TD, "
-        "context)"
+        "NoContextRouter.forward must take x_TD and context; write def forward(self, x_TD, context)"
     ),
     ("model.ffn.experts", "NoPlan", ""): (
-        "NoPlanExperts.forward has to take x_TD and plan; write def forward(self, x_TD, plan)"
+        "NoPlanExperts.forward must take x_TD and plan; write def forward(self, x_TD, plan)"
     ),
     ("model.ffn.experts", "Work", "few"): (
-        "what its experts return is a tensor of shape (3, 16) and torch.float32, but has to "
+        "the output of its experts is a tensor of shape (3, 16) and torch.float32, but must "
         "be like x, a tensor of shape (16, 16)"
     ),
     ("model.ffn.experts", "Work", "blind"): (
-        "what its experts return has no gradient with respect to plan.weights_N, through which the router "
+        "the output of its experts has no gradient with respect to plan.weights_N, through which the router "
         "learns; multiply each pair's result by its weight"
     ),
     ("model.ffn.experts", "Work", "mean"): (
-        "what its experts return of a plan that drops every pair holds NaN or infinity, "
-        "though x is random of size 1"
+        "the output of its experts for a plan that drops every pair contains NaN or infinity, "
+        "although x is finite"
     ),
-    ("model.ffn.experts", "Work", "plain"): "build returned a Linear, but has to return an Experts",
-    ("model.ffn.router", "RoutesAlone", "past"): (
-        "its config does not refuse UseCase(cached=True), but "
-    ),
+    ("model.ffn.experts", "Work", "plain"): "build returned a Linear, but must return an Experts",
+    ("model.ffn.router", "RoutesAlone", "past"): ("its config supports UseCase(cached=True), but "),
     ("model.ffn.combine", "Join", ""): AHEAD,
     ("model.norm", "Norm", "sequence"): AHEAD,
     ("model.norm", "Norm", "first"): (
-        "what forward returns is a tensor of shape (8, 16) and torch.float32, but has to be like x, "
+        "what forward returns is a tensor of shape (8, 16) and torch.float32, but must be like x, "
         "a tensor of shape (2, 8, 16) and torch.float32"
     ),
     ("model.positions", "Shift", "ahead"): AHEAD,
@@ -475,7 +473,7 @@ PLACES = {
         "Rate",
         "",
     ): "the multiplier of step 399 is nan, but has to be a finite number",
-    ("data.corpus", "Texts", ""): "documents returned 'text', but has to return a Document",
+    ("data.corpus", "Texts", ""): "documents returned 'text', but must return a Document",
     ("optimizer", "Moves", "matrices"): (
         "its groups hold {p} parameters of a model with {p}; each has to be in exactly one group"
     ),

@@ -74,28 +74,30 @@ class Uncounted(Where, frozen=True):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "block": (
         {"ffn_at": {"1": "own.py:Miscounts"}},
-        "model.ffn_at.1 ('own.py:Miscounts') of layer 1: num_params says 7, but 8 parameters are built",
+        "model.ffn_at.1 ('own.py:Miscounts') of layer 1: num_params returns 7, but the module "
+        "has 8 parameters",
     ),
     "block that shares": (
         {"ffn": {"type": "own.py:Shares", "told": 8}},
-        "model.ffn ('own.py:Shares') of layer 1: num_params says 8, but 0 parameters are built",
+        "model.ffn ('own.py:Shares') of layer 1: num_params returns 8, but the module has 0 parameters",
     ),
     "experts": (
         {"ffn": {"type": "moe", "num_experts": 4, "experts": "less.py:AdaptedConfig"}},
-        "model.ffn ('moe') of layer 0: num_params says 8,480, but 12,576 parameters are built, since of its "
-        "experts ('less.py:AdaptedConfig') params_per_expert and shared_params say 8,448 and 12,544 are ",
+        "model.ffn ('moe') of layer 0: num_params returns 8,480, but the module has 12,576 "
+        "parameters, because params_per_expert and shared_params of its experts ('less.py:AdaptedConfig') "
+        "give 8,448, but they have 12,544; ",
     ),
     "norm": (
         {"norm": "own.py:Norm"},
-        "model.norm ('own.py:Norm') of layer 0: num_params says 1, but 16 parameters are built",
+        "model.norm ('own.py:Norm') of layer 0: num_params returns 1, but the module has 16 parameters",
     ),
     "norm of heads": (  # 4 * 8 * 8, and two norms of width 4, which have 8 parameters each
         {"norm": "own.py:OfHeads", "attention": {"num_heads": 2, "norm_qk": "head"}},
-        "model.attention of layer 0: num_params says 288, but 272 parameters are built",
+        "model.attention of layer 0: num_params returns 288, but the module has 272 parameters",
     ),
     "positions": (
         {"positions": "own.py:Where"},
-        "model.positions ('own.py:Where'): num_params says 0, but 24 parameters are built",
+        "model.positions ('own.py:Where'): num_params returns 0, but the module has 24 parameters",
     ),
 }
 
@@ -172,7 +174,7 @@ def test_what_no_trial_of_parts_shows_is_refused_once_the_model_is_built(
     run = run_train(tmp_path, "--model.norm.type", "own.py:Norm")
     assert run.code == 2
     assert run.stderr.splitlines()[-1] == (
-        "error: model.norm ('own.py:Norm') of layer 0: num_params says 1, but 32 parameters are built; "
-        "correct num_params, which the model table, facts.json and matched widths rely on"
+        "error: model.norm ('own.py:Norm') of layer 0: num_params returns 1, but the module has 32 "
+        "parameters; correct num_params, which the model table, facts.json and matched widths rely on"
     )
     assert not (tmp_path / "runs").exists()

@@ -92,7 +92,7 @@ def test_without_a_run_to_resume_the_error_says_so(make_run: MakeRun) -> None:
     make_run("done", written=1, finished=True)
     with pytest.raises(
         ConfigError,
-        match=r"^--resume: 'runs' has no unfinished run \(except those training now\); name one",
+        match=r"^--resume: 'runs' has no unfinished run \(except runs training now\); name one",
     ):
         find(NEWEST)
     with pytest.raises(ConfigError, match=r"^'runs/other' does not exist; give the folder"):
@@ -364,7 +364,7 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
     rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), start, {"facts.json": FACTS})
 
     rows = read_lines(folder / "metrics.jsonl", Row)
-    assert [(row.step, row.is_of_validation) for row in rows] == [(4, False), (4, True), (8, False)]
+    assert [(row.step, row.is_validation) for row in rows] == [(4, False), (4, True), (8, False)]
     kept = {
         n: list(read_lines(folder / f"{n}.jsonl", Line)) for n in ("samples", "alarms", "resumes")
     }

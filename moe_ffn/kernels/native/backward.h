@@ -5,13 +5,13 @@
 
 namespace moe_ffn {
 
-// Position of a tile's rows in the operands of the gradients, which have `n` units for the rows of a chunk; the
+// Place of a tile's rows in the operands of the gradients. Operands have `n` units for the rows of a chunk; the
 // tile starts at unit `column`.
 template <class P>
 struct TileOperands {
   using U = Unit<P>;
   int64_t rows, n, column;
-  bool is_last;  // the rest of the operands is filled with zeros
+  bool is_last;  // true if the remaining units must be filled with zeros
 
   // Write rows as columns of the first operand.
   void first(const P* from, int64_t width, int64_t ld, U* pairs, U* to) const {
@@ -41,15 +41,15 @@ struct TileOperands {
   }
 };
 
-// The gradients of a layer; gradients that are not wanted have no data.
+// Gradients of a layer; those not wanted have no data.
 template <class P>
 struct Gradients {
   Rows x, up, down, up_bias, down_bias;
   Sum<P>* weights;
 };
 
-// The backward pass. For each group of experts: copy their matrices; process the tiles, which computes the
-// gradients of rows and stores operands; multiply the operands to the gradients of matrices, block by block.
+// The backward pass. For each group of experts: copy their matrices; compute the tiles, which write the
+// gradients of rows and store operands; multiply the operands to the gradients of matrices, block by block.
 template <class P>
 struct Backward {
   using S = Sum<P>;
@@ -64,10 +64,10 @@ struct Backward {
   const int64_t down_units = panels(F) * PANEL * units<P>(D);
   const int64_t up_units = gradients.x ? panels(D) * PANEL * units<P>(H) : 0;
   const int64_t copies = panels(F) + (gradients.x ? panels(D) : 0);
-  // Numbers that each row stores for the gradient of each matrix.
+  // How many numbers each row stores for the gradient of each matrix.
   const int64_t row_up = wants_up ? H + panels(D) * PANEL : 0,
                 row_down = wants_down ? D + panels(F) * PANEL : 0;
-  // Numbers in the sums of an expert that one thread computes; if possible the sums are in the gradients.
+  // How many sums an expert needs that one thread computes; if possible, the gradient itself holds them.
   const int64_t up_sums = wants_up ? H * D : 0, down_sums = wants_down ? D * F : 0;
   const int64_t bytes_copied = (up_units + down_units) * sizeof(U),
                 bytes_of_row = (row_up + row_down) * sizeof(P);
@@ -81,29 +81,29 @@ struct Backward {
 
   Backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Gradients<P>& gradients)
       : layer(layer), kept(kept), grad_y(grad_y), gradients(gradients) {
-    size_t most_parts = 0;
-    int64_t most_units = 0;
+    size_t max_parts = 0;
+    int64_t max_units = 0;
     bool splits = false;
     for (const Group& each : division.groups) {
-      most_parts = std::max(most_parts, each.parts.size());
+      max_parts = std::max(max_parts, each.parts.size());
       for (const Part& part : each.parts) splits = splits || !part.begins;
       auto& starts = chunk_starts.emplace_back(1, 0);
       for (const Chunk& chunk : each.chunks)
         starts.push_back(starts.back() + chunk_units(chunk.stop - chunk.start));
-      most_units = std::max(most_units, starts.back());
+      max_units = std::max(max_units, starts.back());
     }
     const auto numbers = at::TensorOptions(c10::CppTypeToScalarType<P>::value);
     const auto unit = at::TensorOptions(c10::CppTypeToScalarType<U>::value);
-    packed = at::empty({int64_t(most_parts), up_units + down_units}, unit);
-    operands = at::empty({most_units, row_up + row_down}, unit);
-    // Sums of an expert whose rows span several groups: of its first matrix and bias, then of its second ones.
+    packed = at::empty({int64_t(max_parts), up_units + down_units}, unit);
+    operands = at::empty({max_units, row_up + row_down}, unit);
+    // Sums of an expert whose rows span several groups: first matrix and bias, then second matrix and bias.
     carry =
         at::empty({splits ? H * D + H + D * F + D : 0}, at::TensorOptions(c10::CppTypeToScalarType<S>::value));
     grad_x_ND = at::empty({gradients.x ? layer.N : 0, D}, numbers);
     matrices = Rows(packed), grad_x_rows = Rows(grad_x_ND);
   }
 
-  // Rounded up, with zeros after the last row, because oneDNN compiles one kernel per length of the sums.
+  // Units of a chunk, rounded up (zeros fill the rest), because oneDNN compiles one kernel per length of sums.
   static int64_t chunk_units(int64_t rows) { return units<P>((rows + 15) / 16 * 16); }
 
   void run() {
@@ -122,7 +122,7 @@ struct Backward {
     auto streams = [&](const Rows& grad, int64_t rows) {
       return layer.E * rows * grad.width * int64_t(c10::elementSize(grad.dtype)) >= STREAMED_BYTES;
     };
-    // True to sum in the gradient itself: it has the type of sums and stays in a cache.
+    // True if the gradient itself can hold the sums: it has their type and stays in a cache.
     auto in_place = [&](const Rows& grad, int64_t rows) {
       return grad.dtype == c10::CppTypeToScalarType<S>::value && !streams(grad, rows);
     };
@@ -190,7 +190,7 @@ struct Backward {
                         tile(group.parts[each.part].expert, chunk.start, chunk.stop, each.start, each.stop,
                              matrices.row<U>(each.part), operands_of(each.chunk));
                       }});
-    // Several tasks for every thread, even with few experts.
+    // Give every thread several tasks, even with few experts.
     const int64_t share = (H + D) * num_parts / (4 * at::get_num_threads());
     const int64_t height = is_bitwise<P>() ? std::clamp<int64_t>(share / 16 * 16, 16, BLOCK) : BLOCK;
     const int64_t up_blocks = wants_up ? (H + height - 1) / height : 0;
@@ -205,32 +205,34 @@ struct Backward {
 
   // -- matrices
 
-  // Copies are faster if several tiles read them. bfloat16 always needs them, because numbers are in pairs.
-  bool lies_ready(int64_t e) const {
+  // True if products read the matrices of an expert without a copy. Copies are faster if several tiles read
+  // them, and bfloat16 always needs them, because it reads pairs of numbers.
+  bool reads_in_place(int64_t e) const {
     const auto own = c10::CppTypeToScalarType<P>::value;
     return Operand<P>::per_unit == 1 && layer.up.dtype == own && layer.down.dtype == own &&
            layer.load(e) < COPIED_ROWS;
   }
 
   void copy(int64_t e, int64_t panel, U* to) const {
-    if (lies_ready(e)) return;
-    const int64_t of_down = panels(F);
-    if (panel < of_down)
+    if (reads_in_place(e)) return;
+    const int64_t down_panels = panels(F);
+    if (panel < down_panels)
       pack<P>(layer.down, e * D, panel, D, to + panel * PANEL * units<P>(D));
     else
-      pack<P>(layer.up, e * H, panel - of_down, H, to + down_units + (panel - of_down) * PANEL * units<P>(H));
+      pack<P>(layer.up, e * H, panel - down_panels, H,
+              to + down_units + (panel - down_panels) * PANEL * units<P>(H));
   }
 
-  // C (m, width of the matrix) = A (m, K) times a matrix with K rows.
+  // C (m, columns of the matrix) = A (m, K) times a matrix with K rows.
   void times_matrix(int64_t e, const Rows& from, int64_t m, int64_t K, const P* A, const U* copy, S* C) const {
-    if (!lies_ready(e)) return multiply<P>(m, from.width, K, A, copy, C);
+    if (!reads_in_place(e)) return multiply<P>(m, from.width, K, A, copy, C);
     multiply<P>(m, from.width, K, A, from.row<U>(e * K), from.width, PANEL, C);
   }
 
   // -- operands of the gradients of matrices
 
-  // Operands of one chunk, with `n` units for its rows. For each matrix: the output side as columns, (H, n) or
-  // (D, n), then the input side in panels.
+  // The operands of one chunk, with `n` units for its rows. For each matrix, the output side comes first, as
+  // columns (H, n) or (D, n), then the input side in panels.
   struct Operands {
     int64_t n;
     U *up_first, *up_second, *down_first, *down_second;
@@ -248,11 +250,11 @@ struct Backward {
             const Operands& to) const {
     const int64_t m = stop - start;
     const TileOperands<P> into{m, to.n, units<P>(start - chunk_start), stop == chunk_stop};
-    const int64_t ld_D = apart<P>(D), ld_H = apart<P>(H);
-    const bool odd = room<P>(m) > m;  // products read rows in pairs: add a row of zeros
+    const int64_t ld_D = padded_stride<P>(D), ld_H = padded_stride<P>(H);
+    const bool odd = padded<P>(m) > m;  // products read rows in pairs: add a row of zeros
     P *dy = scratch<P>(0, (TILE + 1) * ld_D), *x = scratch<P>(1, 3 * D);
     P *du = scratch<P>(2, (TILE + 1) * ld_H), *hidden = scratch<P>(3, (TILE + 1) * F);
-    S *sums = scratch<S>(4, TILE * apart<S>(std::max(F, D))), *bias = scratch<S>(11, D);
+    S *sums = scratch<S>(4, TILE * padded_stride<S>(std::max(F, D))), *bias = scratch<S>(11, D);
     U* pairs = scratch<U>(13, TILE * std::max(H, D));
 
     gather<P>(layer, grad_y, start, stop, dy);
@@ -260,12 +262,12 @@ struct Backward {
     times_matrix(e, layer.down, m, D, dy, matrix, sums);
     const S* down_bias = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r)
-      row(start + r, sums + r * apart<S>(F), dy + r * ld_D, down_bias, hidden + r * F, du + r * ld_H);
+      row(start + r, sums + r * padded_stride<S>(F), dy + r * ld_D, down_bias, hidden + r * F, du + r * ld_H);
     if (odd) std::fill_n(hidden + m * F, F, P(0)), std::fill_n(du + m * ld_H, ld_H, P(0));
     if (wants_down) into.second(F, to.down_second, [&](int64_t r) { return hidden + r * F; });
     if (gradients.x) {
       times_matrix(e, layer.up, m, H, du, matrix + down_units, sums);
-      for (int64_t r = 0; r < m; ++r) grad_x_rows.write(start + r, sums + r * apart<S>(D));
+      for (int64_t r = 0; r < m; ++r) grad_x_rows.write(start + r, sums + r * padded_stride<S>(D));
     }
     if (wants_up) {
       into.first(du, H, ld_H, pairs, to.up_first);
@@ -278,7 +280,7 @@ struct Backward {
     }
   }
 
-  // For row n, compute its weighted hidden units `hidden` (F) and the gradient of its first product, `du` (H),
+  // Compute the weighted hidden units of row n, `hidden` (F), and the gradient of its first product, `du` (H),
   // from the gradient of its unweighted hidden units, `dh` (F).
   void row(int64_t n, const S* dh, const P* dy, const S* bias, P* hidden, P* du) const {
     using V = Vectorized<S>;
@@ -326,12 +328,12 @@ struct Backward {
     } else {
       convert(grads, du, H);
     }
-    std::fill(du + H, du + room<P>(H), P(0));
+    std::fill(du + H, du + padded<P>(H), P(0));
   }
 
   // -- gradients of matrices
 
-  // Compute `count` rows from `first` on, in one panel, of the product of a chunk's operands.
+  // Compute the `count` rows from `first` on, in one panel, of the product of a chunk's operands.
   void add_product(const Operands& from, bool is_up, int64_t first, int64_t count, int64_t panel, S* sums,
                    int64_t ld, bool adds) const {
     const int64_t n = from.n, K = n * Operand<P>::per_unit, columns = is_up ? D : F;
@@ -339,7 +341,7 @@ struct Backward {
     const U* B = (is_up ? from.up_second : from.down_second) + panel * n * PANEL;
     product(count, panel_width(columns, panel), K, reinterpret_cast<const P*>(A), K, B, PANEL, sums, ld, adds);
   }
-  // The same for the gradient of a bias, where the rows of `dy` still need their weights.
+  // Do the same for the gradient of a bias, where the rows of `dy` still need their weights.
   void add_rows(const Operands& from, bool is_up, int64_t first, int64_t count, int64_t start, int64_t stop,
                 S* sums) const {
     S* numbers = scratch<S>(1, CHUNK + 1);
@@ -351,7 +353,7 @@ struct Backward {
     }
   }
 
-  // Compute rows of a block of an expert's gradient: of the first matrix and bias, or of the second ones.
+  // Compute a block of rows of an expert's gradients, of the first matrix and bias or of the second ones.
   template <class F_>
   void block(const Group& group, const Part& part, const F_& operands_of, bool is_up, int64_t first,
              int64_t height) const {

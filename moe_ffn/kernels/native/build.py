@@ -1,7 +1,7 @@
 """Compilation of the C++ in this folder, once per machine, and loading of its operators.
 
 Nothing is compiled at installation. KEY in `native-KEY.so` is a hash of sources, torch version, compiler and
-flags, so different machines can share a folder. A process locks `native-KEY.lock` while it compiles.
+flags, so different machines can share a cache. A process locks `native-KEY.lock` while it compiles.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ INSTRUCTION_SETS = {
 }
 """Compiler flags for each kind of CPU that at::vec supports.
 
-They list single instruction sets, so that a library runs on every CPU of its kind. DEFAULT is for every ARM
-CPU with NEON, and enables torch's vector exponential; SVE would need its own flags.
+They name instruction sets instead of `-march=native`, so that a library runs on every CPU of its kind. The
+flag of DEFAULT enables torch's vector exponential on ARM with NEON; SVE would need its own flags.
 """
 
 FLAGS = "-O3 -std=c++20 -shared -fPIC -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
 FLAGS_OF_GCC = (
     "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -pipe --param=ggc-min-heapsize=1000000"
 )
-"""Flags of GCC alone; they skip slow passes without gain, and garbage collection below 1 GB."""
+"""Flags that only GCC has; they skip slow passes without gain, and garbage collection below 1 GB."""
 
 
 @cache
 def unavailable_reason() -> str | None:
-    """Return why the operators are not available, as the end of a sentence; None if they are loaded.
+    """Load the operators unless the environment forbids it; return why they are not available, or None.
 
-    It compiles the operators if necessary, and logs a failure.
+    The reason completes the sentence `the C++ kernel ...`. A failure is logged.
     """
     if os.environ.get(VARIABLE) == "0":
         return f"is turned off by {VARIABLE}=0"
     reason = load()
     if reason is not None:
-        log.warning("the compiled CPU kernel %s; the slower loop over experts is used", reason)
+        log.warning("the C++ kernel %s; the slower loop over experts is used", reason)
     return reason
 
 
 def load() -> str | None:
-    """Compile the operators if necessary, and load them; return the reason of a failure, or None."""
+    """Compile the operators if necessary, and load them; return why that failed, or None."""
     if sys.platform == "win32":
         return "is not compiled on Windows"
     try:
@@ -89,18 +89,18 @@ def _command(compiler: list[str]) -> tuple[list[str], Path]:
     """Return the compiler command without files, and the path of the library."""
     version = _run([*compiler, "--version"])
     command = [*compiler, *_flags(is_clang="clang" in version)]
-    parts = [torch.__version__, platform.machine(), version, *command]
-    parts += [(HERE / name).read_text() for name in SOURCES]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cache_home = given if given.is_absolute() else Path.home() / ".cache"
+    inputs = [torch.__version__, platform.machine(), version, *command]
+    inputs += [(HERE / name).read_text() for name in SOURCES]
+    key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cache_home = cache_home if cache_home.is_absolute() else Path.home() / ".cache"
     return command, cache_home / "moe_ffn" / f"native-{key}.so"
 
 
 def _flags(is_clang: bool) -> list[str]:
     torch_folder = Path(torch.__file__).parent
     kind = torch.backends.cpu.get_cpu_capability()
-    kind = kind if kind in INSTRUCTION_SETS else "DEFAULT"  # others are "NO AVX" and "SVE256"
+    kind = kind if kind in INSTRUCTION_SETS else "DEFAULT"  # for "NO AVX" and "SVE256"
     flags = [*FLAGS.split(), *([] if is_clang else FLAGS_OF_GCC.split())]
     flags += [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
     flags += INSTRUCTION_SETS[kind].split()
@@ -129,7 +129,6 @@ def _build(command: list[str], library: Path) -> None:
 def _run(command: list[str]) -> str:
     """Return the standard output of a program; raise CalledProcessError if it fails."""
     environment = os.environ | {"LC_ALL": "C"}
-    done = subprocess.run(
+    return subprocess.run(
         command, capture_output=True, check=True, env=environment, text=True, errors="replace"
-    )
-    return done.stdout
+    ).stdout

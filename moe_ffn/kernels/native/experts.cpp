@@ -1,14 +1,14 @@
-// The operators: the experts of a plan on a CPU, forward and backward; top-k and the sort of pairs (routing.h).
+// The operators that compute the experts of a plan on a CPU, forward and backward, and those of routing.h.
 //
 // T tokens, D model width, E experts, F hidden width, H rows of the first matrix (F, or 2 F with a gate), N
 // rows of the plan: one per (token, expert) pair, sorted by expert.
 //
 // Rows are processed in tiles of one expert, which stay in a core's L2 cache from the gather to the last
 // product. Unless an expert has few rows, its matrices are copied once per pass into the order in which
-// products read them. Most experts are computed by one thread each, with good use of its caches. All threads
-// compute the other experts together, group by group: the tiles of the backward pass store their operands, and
-// then threads compute blocks of the gradients of matrices, so that no thread waits even if loads are very
-// unequal. The order of all sums, and so every bit of the result, is independent of the number of threads.
+// products read them. One thread computes an expert alone if it can, which makes good use of its caches. All
+// threads compute the other experts together, group by group. In the backward pass, tiles store their operands,
+// and then threads compute blocks of the gradients of matrices, so no thread waits even if loads are unequal.
+// The order of all sums, and so every bit of the result, is independent of the number of threads.
 
 #include <torch/library.h>
 
@@ -18,7 +18,7 @@
 namespace moe_ffn {
 namespace {
 
-// -- few rows of each expert, as in decoding one token at a time
+// -- experts with few rows, as when decoding one token at a time
 
 // Load a vector of numbers and convert it to the type of sums.
 template <class S, class From>
@@ -40,8 +40,8 @@ inline Vectorized<S> load_as(const From* from, int64_t count) {
   }
 }
 
-// Dot products of one row of a matrix with R rows of stride `ld`. Several partial sums at a time, because each
-// addition waits for the previous one.
+// Compute the dot products of one row of a matrix with R rows of stride `ld`, with several partial sums,
+// because each addition waits for the previous one.
 template <int R, class S, class From>
 inline void dots(const From* matrix_row, const S* rows, int64_t ld, int64_t n, S* out, int64_t ld_out) {
   using V = Vectorized<S>;
@@ -68,7 +68,7 @@ inline void dots(const From* matrix_row, const S* rows, int64_t ld, int64_t n, S
   }
 }
 
-// (m, 1): rows (m, n) times one row of a matrix. The row is converted first, except bfloat16 in float32 sums.
+// Multiply rows (m, n) by one row of a matrix, which is converted first unless it is bfloat16 for float32 sums.
 template <class S>
 inline void times_row(const Rows& matrix, int64_t row, const S* rows, int64_t m, S* out, int64_t ld_out) {
   const int64_t n = matrix.width;
@@ -84,7 +84,7 @@ inline void times_row(const Rows& matrix, int64_t row, const S* rows, int64_t m,
 }
 
 template <class S>
-void forward_few(const Layer& layer, const Rows& y) {
+void forward_few_rows(const Layer& layer, const Rows& y) {
   const int64_t D = layer.D, F = layer.F, H = layer.H, N = layer.N;
   constexpr int64_t ROWS = 32;  // rows of a matrix per task
   std::vector<S> x(N * D), up(N * H), hidden(N * F), sums(N * D);
@@ -94,8 +94,8 @@ void forward_few(const Layer& layer, const Rows& y) {
   }
   auto linear = [&](const Rows& matrix, const Rows& bias, int64_t rows, const S* from, S* to) {
     const int64_t tasks = (rows + ROWS - 1) / ROWS;
-    for_each(layer.busy.size() * tasks, [&](int64_t task) {
-      const int64_t e = layer.busy[task / tasks], first = task % tasks * ROWS, start = layer.start(e),
+    for_each(layer.nonempty.size() * tasks, [&](int64_t task) {
+      const int64_t e = layer.nonempty[task / tasks], first = task % tasks * ROWS, start = layer.start(e),
                     m = layer.load(e);
       S* added = scratch<S>(0, rows);
       const S* biases = bias ? bias.read(e, added) : nullptr;
@@ -122,7 +122,7 @@ struct Forward {
   using U = Unit<P>;
 
   const Layer& layer;
-  const Rows kept, y;  // the first product (N, H), if it is wanted; the result (T, D)
+  const Rows kept, y;  // the first product (N, H), if wanted; the result (T, D)
   const int64_t D = layer.D, F = layer.F, H = layer.H;
   // Units of the copies of an expert's matrices; the matrix of the first product comes first.
   const int64_t up_units = panels(H) * PANEL * units<P>(D), down_units = panels(D) * PANEL * units<P>(F);
@@ -133,9 +133,9 @@ struct Forward {
   void run() const {
     const int64_t bytes = (up_units + down_units) * sizeof(U);
     const Division division = layer.divide(when(is_bitwise<P>(), bytes), bytes, 0);
-    size_t most = 0;
-    for (const Group& group : division.groups) most = std::max(most, group.parts.size());
-    const Tensor packed = at::empty({int64_t(most), up_units + down_units},
+    size_t max_parts = 0;
+    for (const Group& group : division.groups) max_parts = std::max(max_parts, group.parts.size());
+    const Tensor packed = at::empty({int64_t(max_parts), up_units + down_units},
                                     at::TensorOptions(c10::CppTypeToScalarType<U>::value));
     const Rows matrices(packed);
     std::vector<Phase> phases;
@@ -160,55 +160,55 @@ struct Forward {
     sum_per_token<S>(layer, rows_out, static_cast<const S*>(layer.weights), y);
   }
 
-  // True if the rows of an expert are transposed instead of its matrices.
-  bool turns(int64_t e) const {
+  // True if it is cheaper to transpose the rows of an expert than its matrices.
+  bool transposes_rows(int64_t e) const {
     const auto own = c10::CppTypeToScalarType<P>::value;
-    const bool lies_ready =
-        layer.up.dtype == own && layer.down.dtype == own && room<P>(D) == D && room<P>(F) == F;
-    return is_bitwise<P>() && lies_ready && layer.load(e) * (2 * D + H + F) < H * D + D * F;
+    const bool is_in_place =
+        layer.up.dtype == own && layer.down.dtype == own && padded<P>(D) == D && padded<P>(F) == F;
+    return is_bitwise<P>() && is_in_place && layer.load(e) * (2 * D + H + F) < H * D + D * F;
   }
 
   // C = A times the transpose of a matrix with `rows` rows.
   void times_matrix(int64_t e, const Rows& from, int64_t rows, int64_t m, const P* A, const U* copy,
                     S* C) const {
-    if (turns(e))
-      multiply_turned<P>(m, rows, from.width, A, from.row<P>(e * rows), C);
+    if (transposes_rows(e))
+      multiply_transposed<P>(m, rows, from.width, A, from.row<P>(e * rows), C);
     else
       multiply<P>(m, rows, from.width, A, copy, C);
   }
 
   [[gnu::noinline]] void copy(int64_t e, int64_t panel, U* to) const {
-    if (turns(e)) return;
-    const int64_t of_up = panels(H);
-    if (panel < of_up)
+    if (transposes_rows(e)) return;
+    const int64_t up_panels = panels(H);
+    if (panel < up_panels)
       pack_transposed<P>(layer.up, e * H, panel, H, to + panel * PANEL * units<P>(D));
     else
-      pack_transposed<P>(layer.down, e * D, panel - of_up, D,
-                         to + up_units + (panel - of_up) * PANEL * units<P>(F));
+      pack_transposed<P>(layer.down, e * D, panel - up_panels, D,
+                         to + up_units + (panel - up_panels) * PANEL * units<P>(F));
   }
 
   [[gnu::noinline]] void tile(int64_t e, int64_t start, int64_t stop, const U* matrix) const {
     const int64_t m = stop - start;
-    P *x = scratch<P>(0, (TILE + 1) * apart<P>(D)), *hidden = scratch<P>(1, TILE * apart<P>(F));
-    S *sums = scratch<S>(2, TILE * apart<S>(std::max(H, D))), *value = scratch<S>(4, F);
+    P *x = scratch<P>(0, (TILE + 1) * padded_stride<P>(D)), *hidden = scratch<P>(1, TILE * padded_stride<P>(F));
+    S *sums = scratch<S>(2, TILE * padded_stride<S>(std::max(H, D))), *value = scratch<S>(4, F);
     S* bias = scratch<S>(5, std::max(H, D));
     gather<P>(layer, layer.x, start, stop, x);
     times_matrix(e, layer.up, H, m, x, matrix, sums);
     const S* added = layer.up_bias ? layer.up_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r) {
-      S* row = sums + r * apart<S>(H);
+      S* row = sums + r * padded_stride<S>(H);
       if (added)
         for (int64_t h = 0; h < H; ++h) row[h] += added[h];
       if (kept) kept.write(start + r, row);
       layer.hidden_units(start + r, row, value);
-      P* to = hidden + r * apart<P>(F);
+      P* to = hidden + r * padded_stride<P>(F);
       convert(value, to, F);
-      std::fill(to + F, to + room<P>(F), P(0));
+      std::fill(to + F, to + padded<P>(F), P(0));
     }
     times_matrix(e, layer.down, D, m, hidden, matrix + up_units, sums);
     added = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r) {
-      S* row = sums + r * apart<S>(D);
+      S* row = sums + r * padded_stride<S>(D);
       if (added)
         for (int64_t d = 0; d < D; ++d) row[d] += added[d];
       rows_out.write(start + r, row);
@@ -218,7 +218,7 @@ struct Forward {
 
 template <class P>
 void forward(const Layer& layer, const Rows& kept, const Rows& y) {
-  if (!kept && layer.few()) return forward_few<Sum<P>>(layer, y);
+  if (!kept && layer.few()) return forward_few_rows<Sum<P>>(layer, y);
   Forward<P>{layer, kept, y}.run();
 }
 
@@ -234,7 +234,7 @@ void with_product_type(ScalarType dtype, F f) {
     case at::kBFloat16:
       return has_tiles<BFloat16>() ? f(BFloat16()) : f(float());
     default:
-      TORCH_CHECK(false, "moe_ffn's kernels multiply in no ", dtype);
+      TORCH_CHECK(false, "moe_ffn's kernels do not multiply in ", dtype);
   }
 }
 

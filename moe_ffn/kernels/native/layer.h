@@ -1,4 +1,4 @@
-// Arguments of both operators, division of a plan's rows, and functions of both passes for rows and matrices.
+// The arguments of both operators, the division of a plan's rows, and code for rows and matrices.
 #pragma once
 
 #include <deque>
@@ -9,17 +9,17 @@
 namespace moe_ffn {
 
 constexpr int64_t TILE = 64;    // maximum rows of a tile, which one thread computes
-constexpr int64_t CHUNK = 512;  // maximum rows of a chunk, whose gradient of a matrix is one product
-constexpr int64_t BLOCK = 128;  // maximum rows of a matrix whose gradient is one task
+constexpr int64_t CHUNK = 512;  // maximum rows of a chunk, whose part of a matrix's gradient is one product
+constexpr int64_t BLOCK = 128;  // maximum rows of a matrix whose gradient one task computes
 // Maximum size of the copies and operands of a group.
 constexpr int64_t GROUP_BYTES = 8 << 20;
 // Maximum size of the copies, operands and sums of an expert that one thread computes.
 constexpr int64_t ALONE_BYTES = 8 << 20;
-// Without gradients, matrices are not copied up to this mean number of rows per expert.
+// Without gradients, matrices are not copied if experts have at most this many rows on average.
 constexpr int64_t FEW_ROWS = 8;
-// The backward pass copies float32 matrices from this number of rows of an expert on.
+// The backward pass copies float32 matrices if an expert has at least this many rows.
 constexpr int64_t COPIED_ROWS = 256;
-// From this size of all experts' gradients of a matrix on, stores bypass the caches.
+// Stores bypass the caches if all experts' gradients of a matrix have at least this size.
 constexpr int64_t STREAMED_BYTES = 32 << 20;
 constexpr int64_t AHEAD = 4;  // prefetch distance in rows
 
@@ -27,7 +27,7 @@ constexpr int64_t AHEAD = 4;  // prefetch distance in rows
 struct Part {
   int64_t expert, start, stop;
   int64_t first_chunk, last_chunk;
-  bool begins, ends;  // True if the part has the expert's first row, its last row
+  bool begins, ends;  // true if the part has the expert's first row, its last row
 };
 
 // Consecutive rows of one part.
@@ -59,16 +59,16 @@ struct Group {
     parts.push_back(part);
   }
 
-  // Number of rows per piece if n rows are cut into pieces of similar size; a small last piece would cost
-  // nearly as much as a full one. A multiple of 8, because oneDNN compiles one kernel per size.
-  static int64_t piece(int64_t n, int64_t most) {
-    const int64_t count = (n + most - 1) / most, each = (n + count - 1) / count;
+  // Return the rows per piece if n rows are cut into pieces of similar size; a small last piece would cost
+  // nearly as much as a full one. It is a multiple of 8, because oneDNN compiles one kernel per size.
+  static int64_t piece(int64_t n, int64_t max_rows) {
+    const int64_t count = (n + max_rows - 1) / max_rows, each = (n + count - 1) / count;
     return (each + 7) / 8 * 8;
   }
 };
 
-// Division of experts among threads. As many experts as possible are computed by one thread each. Then all
-// threads compute the groups of the other experts, one group after another.
+// Division of experts among threads. Each thread computes some experts alone. Then all threads compute the
+// groups of the other experts, one group after another.
 struct Division {
   std::vector<int64_t> alone;  // experts that one thread computes, ordered by thread
   std::vector<int64_t> ends;   // end of each thread's experts in `alone`
@@ -83,7 +83,7 @@ struct Layer {
   Rows x, up, down, up_bias, down_bias, dropout;
   const int64_t* token_ids;
   const void* weights;              // numbers of the type of sums
-  std::vector<int64_t> ends, busy;  // end of each expert's rows; experts with rows
+  std::vector<int64_t> ends, nonempty;  // end of each expert's rows; experts with rows
   int64_t T, D, E, F, H, N;
   Activation activation;
   bool gated, interleaved;
@@ -112,27 +112,27 @@ struct Layer {
         alpha(alpha),
         limit(limit) {
     const int32_t* end = offsets.const_data_ptr<int32_t>();
-    TORCH_CHECK(offsets.size(0) == E, "a plan for ", offsets.size(0), " experts, but there are ", E);
+    TORCH_CHECK(offsets.size(0) == E, "the plan is for ", offsets.size(0), " experts, but there are ", E);
     ends.assign(end, end + E);
     N = E ? ends.back() : 0;
     // Without these checks, wrong offsets or ids would access memory outside the tensors.
     TORCH_CHECK(std::is_sorted(ends.begin(), ends.end()) && (!E || ends[0] >= 0) && N <= weights_N.size(0) &&
                     N <= token_ids.size(0),
-                "the plan's offsets have to grow from 0 to at most its ", weights_N.size(0), " pairs");
+                "the plan's offsets must grow from 0 to at most its ", weights_N.size(0), " pairs");
     TORCH_CHECK(std::all_of(this->token_ids, this->token_ids + N, [&](int64_t t) { return 0 <= t && t < T; }),
-                "the plan has a token that is none of the ", T, " of x");
+                "the plan has a token id that is not in [0, ", T, "), the tokens of x");
     TORCH_CHECK(up.size(2) == D && down.size(0) == E && down.size(1) == D && H == (gated ? 2 * F : F), "x is ",
                 x.sizes(), ", but the experts' matrices are ", up.sizes(), " and ", down.sizes());
-    const auto check = [](const char* what, const std::optional<Tensor>& given, int64_t rows, int64_t width) {
-      TORCH_CHECK(!given || (given->dim() == 2 && given->size(0) == rows && given->size(1) == width), what,
-                  " is ", given->sizes(), ", where [", rows, ", ", width, "] is needed");
+    const auto check = [](const char* name, const std::optional<Tensor>& value, int64_t rows, int64_t width) {
+      TORCH_CHECK(!value || (value->dim() == 2 && value->size(0) == rows && value->size(1) == width), name,
+                  " is ", value->sizes(), ", but must be [", rows, ", ", width, "]");
     };
     check("the bias of the experts' first matrices", up_bias, E, H);
     check("the bias of the experts' second matrices", down_bias, E, D);
-    // The mask may have more rows, for pairs that are not computed.
-    if (dropout) check("the mask of dropped units", dropout, std::max(N, dropout->size(0)), F);
+    // The mask may have additional rows, for pairs that are not computed.
+    if (dropout) check("the dropout mask", dropout, std::max(N, dropout->size(0)), F);
     for (int64_t e = 0; e < E; ++e)
-      if (load(e)) busy.push_back(e);
+      if (load(e)) nonempty.push_back(e);
   }
 
   template <class S>
@@ -143,64 +143,64 @@ struct Layer {
   int64_t load(int64_t expert) const { return ends[expert] - start(expert); }
 
   // True if copying the experts' matrices would take longer than multiplying by them.
-  bool few() const { return N <= FEW_ROWS * int64_t(busy.size()); }
+  bool few() const { return N <= FEW_ROWS * int64_t(nonempty.size()); }
 
-  // Rows of an expert's chunks. They, and so the order of sums, do not depend on the division among threads.
+  // Rows of an expert's chunks. Neither they nor the order of sums depend on the division among threads.
   int64_t chunk_rows(int64_t expert) const { return load(expert) ? Group::piece(load(expert), CHUNK) : 0; }
 
-  // The shared rest is large enough for threads that finish their own experts early. Without `bytes_alone`, if
-  // the bits of the result would depend on the division, no expert is computed by one thread.
+  // Divide the experts so that the shared ones keep threads busy that finish their own experts early. Without
+  // `bytes_alone`, all experts are shared, because the bits of the result would depend on the division.
   Division divide(std::optional<int64_t> bytes_alone, int64_t bytes_per_expert, int64_t bytes_per_row) const {
     const int64_t threads = at::get_num_threads();
-    std::vector<int64_t> order(busy), rows(threads), thread_of(E, -1);
+    std::vector<int64_t> order(nonempty), rows(threads), thread_of(E, -1);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return load(a) > load(b); });
     size_t count = 0;
-    for (int64_t most = 0; bytes_alone && *bytes_alone <= ALONE_BYTES && count < order.size(); ++count) {
+    for (int64_t max_rows = 0; bytes_alone && *bytes_alone <= ALONE_BYTES && count < order.size(); ++count) {
       auto least = std::min_element(rows.begin(), rows.end());
-      *least += load(order[count]), most = std::max(most, *least);
-      if (most * threads > N) break;  // the rest is too small to balance the threads
+      *least += load(order[count]), max_rows = std::max(max_rows, *least);
+      if (max_rows * threads > N) break;  // the other experts are too few to balance the threads
       thread_of[order[count]] = least - rows.begin();
     }
-    Division found;
+    Division division;
     for (int64_t thread = 0; thread < threads; ++thread) {
       for (size_t i = 0; i < count; ++i)
-        if (thread_of[order[i]] == thread) found.alone.push_back(order[i]);
-      found.ends.push_back(found.alone.size());
+        if (thread_of[order[i]] == thread) division.alone.push_back(order[i]);
+      division.ends.push_back(division.alone.size());
     }
-    found.groups = groups(bytes_per_expert, bytes_per_row, thread_of);
-    return found;
+    division.groups = groups(bytes_per_expert, bytes_per_row, thread_of);
+    return division;
   }
 
-  // Group the experts that no single thread computes, so that a group's copies fit into the shared cache.
+  // Group the experts that all threads share, so that a group's copies fit into the shared cache.
   std::vector<Group> groups(int64_t bytes_per_expert, int64_t bytes_per_row,
                             const std::vector<int64_t>& thread_of) const {
     const int64_t tiles = 4 * at::get_num_threads();  // minimum tiles of a group, so that no thread waits
-    int64_t most_chunks = std::numeric_limits<int32_t>::max();
+    int64_t max_chunks = std::numeric_limits<int32_t>::max();
     if (bytes_per_row)
-      most_chunks = std::max({GROUP_BYTES / bytes_per_row / CHUNK, tiles * TILE / CHUNK, int64_t(4)});
-    std::vector<Group> found;
+      max_chunks = std::max({GROUP_BYTES / bytes_per_row / CHUNK, tiles * TILE / CHUNK, int64_t(4)});
+    std::vector<Group> groups;
     int64_t bytes = GROUP_BYTES;
-    for (int64_t e : busy) {
+    for (int64_t e : nonempty) {
       if (thread_of[e] >= 0) continue;
       const int64_t rows_of_chunk = chunk_rows(e);
       for (int64_t first = start(e), stop; first < ends[e]; first = stop) {
-        stop = std::min(ends[e], first + most_chunks * rows_of_chunk);
+        stop = std::min(ends[e], first + max_chunks * rows_of_chunk);
         const int64_t more = bytes_per_expert + (stop - first) * bytes_per_row;
-        const bool whole = first == start(e) && stop == ends[e];  // other sums are carried to the next group
+        const bool whole = first == start(e) && stop == ends[e];  // if not, the next group continues the sums
         const bool is_full =
-            bytes + more > GROUP_BYTES && (found.empty() || int64_t(found.back().tiles.size()) >= tiles);
+            bytes + more > GROUP_BYTES && (groups.empty() || int64_t(groups.back().tiles.size()) >= tiles);
         if (!whole || is_full) {
-          found.emplace_back();
+          groups.emplace_back();
           bytes = 0;
         }
         bytes += more;
-        found.back().add({e, first, stop, 0, 0, first == start(e), stop == ends[e]}, rows_of_chunk);
+        groups.back().add({e, first, stop, 0, 0, first == start(e), stop == ends[e]}, rows_of_chunk);
       }
     }
-    return found;
+    return groups;
   }
 
-  // The two halves of a row (H) of the first product: gate and up.
+  // Return both halves of a row (H) of the first product: gate and up.
   template <class S>
   std::pair<const S*, const S*> halves(const S* row, S* buffer) const {
     if (!gated) return {row, nullptr};
@@ -209,14 +209,14 @@ struct Layer {
     return {buffer, buffer + F};
   }
 
-  // The factor of the activated gate.
+  // Return the factor that multiplies the activated gate.
   template <class S>
   Vectorized<S> factor(Vectorized<S> up) const {
     using V = Vectorized<S>;
     if (activation != Activation::clamped) return up;
     return at::vec::minimum(at::vec::maximum(up, V(-limit)), V(limit)) + V(1);
   }
-  // The hidden units (F) of row n from its first product (H).
+  // Compute the hidden units (F) of row n from its first product (H).
   template <class S>
   void hidden_units(int64_t n, const S* product, S* out) const {
     using V = Vectorized<S>;
@@ -236,7 +236,7 @@ struct Layer {
   }
 };
 
-// A parallel loop over n tasks; it starts after the previous phase ends.
+// A parallel loop over n tasks, which starts when the previous phase ends.
 struct Phase {
   int64_t n;
   std::function<void(int64_t)> task;
@@ -255,7 +255,7 @@ void compute(const Division& division, const std::vector<Phase>& phases, const F
       experts.work(own, [&](int64_t i) { alone(division.alone[i]); });
       for (size_t i = 0; i < phases.size(); ++i) {
         loops[i].work(own, phases[i].task);
-        // Running tasks end, so this loop ends too, unless a task fails.
+        // This loop ends when the running tasks of other threads end, or when one fails.
         for (int64_t turns = 0; !loops[i].is_done(); ++turns) {
           if (failed) return;
           if (turns > 1000) std::this_thread::yield();
@@ -279,7 +279,7 @@ struct ByToken {
   }
 };
 
-// (T, D): the sum of each token's rows, times `factors` if given.
+// Write (T, D): the sum of each token's rows, times `factors` if given.
 template <class S>
 void sum_per_token(const Layer& layer, const Rows& rows, const S* factors, const Rows& out) {
   using V = Vectorized<S>;
@@ -305,7 +305,7 @@ void sum_per_token(const Layer& layer, const Rows& rows, const S* factors, const
 // Pack the rows of an expert's matrix into panels, for x W^T, which sums along the rows.
 template <class P>
 void pack_transposed(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Unit<P>* to) {
-  const int64_t K = matrix.width, width = panel_width(rows, panel), ld = room<P>(K);
+  const int64_t K = matrix.width, width = panel_width(rows, panel), ld = padded<P>(K);
   const P* from = matrix.row<P>(first_row + panel * PANEL);
   if (matrix.dtype != c10::CppTypeToScalarType<P>::value || ld != K) {
     P* copy = scratch<P>(0, PANEL * ld);
@@ -319,7 +319,7 @@ void pack_transposed(const Rows& matrix, int64_t first_row, int64_t panel, int64
   transpose(reinterpret_cast<const Unit<P>*>(from), units<P>(K), to, PANEL, width, units<P>(K));
 }
 
-// The same for x W, which sums over the rows.
+// Pack a panel of columns for x W, which sums over the rows.
 template <class P>
 void pack(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Unit<P>* to) {
   const int64_t from = panel * PANEL, width = panel_width(matrix.width, panel);
@@ -342,14 +342,14 @@ void pack(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Un
 // Copy the rows of a tile's tokens, and add a row of zeros if products read rows in pairs.
 template <class P>
 void gather(const Layer& layer, const Rows& from, int64_t start, int64_t stop, P* to) {
-  const int64_t D = layer.D, ld = apart<P>(D), m = stop - start;
+  const int64_t D = layer.D, ld = padded_stride<P>(D), m = stop - start;
   for (int64_t r = 0; r < m; ++r, to += ld) {
     if (r + AHEAD < m) from.prefetch(layer.token_ids[start + r + AHEAD]);
     const P* row = from.read(layer.token_ids[start + r], to);
     if (row != to) std::memcpy(to, row, D * sizeof(P));
-    std::fill(to + D, to + room<P>(D), P(0));
+    std::fill(to + D, to + padded<P>(D), P(0));
   }
-  if (room<P>(m) > m) std::fill_n(to, ld, P(0));
+  if (padded<P>(m) > m) std::fill_n(to, ld, P(0));
 }
 
 }  // namespace moe_ffn

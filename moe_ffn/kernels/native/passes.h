@@ -1,5 +1,4 @@
-// Parts of both passes: reading and writing any dtype, memory, layout of operands, products, threads,
-// activations.
+// Code that both passes share: dtypes, memory, layout of operands, products, threads, activations.
 #pragma once
 
 #include <ATen/Context.h>
@@ -33,7 +32,7 @@ using at::vec::Vectorized;
 // -- dtypes
 
 // Operands of a product have type P. They are stored in units of 32 bits (64 for double). A unit is one number,
-// or in bfloat16 two successive terms of a sum, as bfloat16 instructions read them.
+// or, in bfloat16, two successive terms of a sum, which is the layout that bfloat16 instructions read.
 template <class P>
 using Sum = std::conditional_t<std::is_same_v<P, double>, double, float>;
 template <class P>
@@ -43,13 +42,13 @@ struct Operand {
   static constexpr int64_t per_unit = std::is_same_v<P, BFloat16> ? 2 : 1;
 };
 
-// Number of units of `n` numbers, and `n` rounded up to whole units.
+// The number of units for `n` numbers, and `n` rounded up to whole units.
 template <class P>
 constexpr int64_t units(int64_t n) {
   return (n + Operand<P>::per_unit - 1) / Operand<P>::per_unit;
 }
 template <class P>
-constexpr int64_t room(int64_t n) {
+constexpr int64_t padded(int64_t n) {
   return units<P>(n) * Operand<P>::per_unit;
 }
 
@@ -109,29 +108,29 @@ struct Rows {
       case at::kHalf:
         return f(Half());
       default:
-        TORCH_CHECK(false, "moe_ffn's kernels take no ", dtype);
+        TORCH_CHECK(false, "moe_ffn's kernels do not support ", dtype);
     }
   }
 
-  // Prefetch a row; the CPU cannot predict it, because the rows of tokens are in random order.
+  // Prefetch a row, which the CPU cannot predict, because the rows of tokens are in random order.
   void prefetch(int64_t i, int64_t from = 0, int64_t n = -1) const {
     const int64_t size = c10::elementSize(dtype);
     const char* first = static_cast<const char*>(data) + (i * width + from) * size;
     for (int64_t b = 0; b < (n < 0 ? width : n) * size; b += 64) __builtin_prefetch(first + b);
   }
 
-  // Return `n` numbers of row i from a column on, as T: in place, or converted into the buffer.
+  // Return `n` numbers of row i, from column `from` on, as type T: in place, or converted into the buffer.
   template <class T>
   const T* read(int64_t i, T* buffer, int64_t from = 0, int64_t n = -1) const {
     if (dtype == c10::CppTypeToScalarType<T>::value) return row<T>(i) + from;
     read_other(i, buffer, from, n < 0 ? width : n);
     return buffer;
   }
-  // The same, but always copied.
+  // Copy them in any case.
   template <class T>
   void copy(int64_t i, T* to, int64_t from = 0, int64_t n = -1) const {
-    const T* found = read(i, to, from, n);
-    if (found != to) std::memcpy(to, found, (n < 0 ? width : n) * sizeof(T));
+    const T* numbers = read(i, to, from, n);
+    if (numbers != to) std::memcpy(to, numbers, (n < 0 ? width : n) * sizeof(T));
   }
   template <class T>
   [[gnu::noinline]] void write(int64_t i, const T* values, int64_t from = 0, int64_t n = -1) const {
@@ -139,7 +138,7 @@ struct Rows {
   }
 
  private:
-  // Not inlined, and neither is `write`, for shorter compilation.
+  // Like `write`, not inlined, so that compilation takes less time.
   template <class T>
   [[gnu::noinline]] void read_other(int64_t i, T* to, int64_t from, int64_t n) const {
     with_type([&](auto type) { convert(row<decltype(type)>(i) + from, to, n); });
@@ -148,7 +147,7 @@ struct Rows {
 
 // -- memory
 
-// Memory of one thread, reused between calls, because first writes to new pages are slow.
+// Memory of one thread, reused between calls, because the first write to a new page is slow.
 template <class T>
 inline T* scratch(int slot, int64_t n) {
   static thread_local std::vector<std::vector<char>> slots(20);
@@ -162,7 +161,7 @@ inline T* scratch(int slot, int64_t n) {
 
 // -- layout of operands
 
-// Write two rows (one row for types that are not paired) as one row of units.
+// Write two rows (one, if a unit is one number) as one row of units.
 template <class P>
 inline void pair_rows(const P* first, const P* second, Unit<P>* to, int64_t n) {
   if constexpr (Operand<P>::per_unit == 1) {
@@ -197,7 +196,7 @@ inline void transpose(const T* from, int64_t ld_from, T* to, int64_t ld_to, int6
   at::vec::transpose_mxn<T>(from, ld_from, to, ld_to, int(rows), int(columns));
 }
 
-// Columns of a panel of the second operand, which is stored row by row.
+// Number of columns in a panel of the second operand; a panel is stored row by row.
 constexpr int64_t PANEL = 64;
 
 inline int64_t panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
@@ -206,7 +205,7 @@ inline int64_t panel_width(int64_t columns, int64_t panel) { return std::min(PAN
 // Longer sums are split, so that a panel stays in the L2 cache.
 constexpr int64_t MAX_SUM = 512;
 
-// True if oneDNN has products of tiles of this type: only on x86, and unless the user turned oneDNN off.
+// True if oneDNN multiplies tiles of this type: only on x86, and unless the user turned oneDNN off.
 template <class P>
 [[gnu::noinline]] inline bool has_tiles() {
   if (!at::globalContext().userEnabledMkldnn()) return false;
@@ -224,8 +223,8 @@ template <class P>
   return has;
 }
 
-// True if the bits of a product's element do not depend on the number of rows and columns. In torch's own
-// product they do.
+// True if the bits of an element of a product do not depend on the number of rows and columns, as they do in
+// torch's own product.
 template <class P>
 inline bool is_bitwise() {
   if constexpr (std::is_same_v<P, double>)
@@ -234,7 +233,7 @@ inline bool is_bitwise() {
     return has_tiles<P>();
 }
 
-// C (M, N) = A (M, K) B (K, N) for one panel, plus C if `adds`, by torch's own product. Not inlined.
+// C (M, N) = A (M, K) B (K, N) for one panel, plus C if `adds`, with torch's own product.
 [[gnu::noinline]] inline void torch_product(ScalarType dtype, int64_t M, int64_t N, int64_t K, const void* A,
                                             int64_t lda, const void* B, int64_t ldb, void* C, int64_t ldc,
                                             bool adds) {
@@ -262,9 +261,9 @@ inline void product(int64_t M, int64_t N, int64_t K, const double* A, int64_t ld
   torch_product(at::kDouble, M, N, K, A, lda, B, ldb, C, ldc, adds);
 }
 
-// Stride of the rows of a tile. Not a power of two, with which rows would evict each other from the cache.
+// Stride of the rows of a tile. With a power of two, rows would evict each other from the cache.
 template <class T>
-constexpr int64_t apart(int64_t n) {
+constexpr int64_t padded_stride(int64_t n) {
   constexpr int64_t line = 64 / sizeof(T);
   return (n + line - 1) / line * line + line;
 }
@@ -273,43 +272,43 @@ constexpr int64_t apart(int64_t n) {
 template <class P>
 inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, int64_t ldb, int64_t next,
                      Sum<P>* C) {
-  // Round up M, since oneDNN compiles one kernel per number of rows; the additional rows are not used.
+  // Round M up, because oneDNN compiles one kernel per number of rows; the additional rows are not used.
   M = (M + 7) / 8 * 8;
   for (int64_t panel = 0; panel < panels(N); ++panel)
     for (int64_t k = 0; k < K; k += MAX_SUM)
-      product(M, panel_width(N, panel), std::min(MAX_SUM, room<P>(K) - k), A + k, apart<P>(K),
-              B + panel * next + units<P>(k) * ldb, ldb, C + panel * PANEL, apart<Sum<P>>(N), k > 0);
+      product(M, panel_width(N, panel), std::min(MAX_SUM, padded<P>(K) - k), A + k, padded_stride<P>(K),
+              B + panel * next + units<P>(k) * ldb, ldb, C + panel * PANEL, padded_stride<Sum<P>>(N), k > 0);
 }
 
-// The same for copied panels, which are contiguous.
+// The same product for copied panels, which are contiguous.
 template <class P>
 inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, Sum<P>* C) {
   multiply<P>(M, N, K, A, B, PANEL, units<P>(K) * PANEL, C);
 }
 
-// C (M, N) = A (M, K) times the transpose of a matrix (N, K) that was not copied, for M <= PANEL. It computes
-// the transpose of C, the matrix times the transpose of A, because transposing few rows is fast.
+// C (M, N) = A (M, K) times the transpose of a matrix (N, K) that was not copied, for M <= PANEL. This computes
+// the transpose of C as the matrix times the transpose of A, because it is fast to transpose few rows.
 template <class P>
-inline void multiply_turned(int64_t M, int64_t N, int64_t K, const P* A, const P* matrix, Sum<P>* C) {
+inline void multiply_transposed(int64_t M, int64_t N, int64_t K, const P* A, const P* matrix, Sum<P>* C) {
   const int64_t columns = (M + 15) / 16 * 16, length = units<P>(K);
-  Unit<P>* turned = scratch<Unit<P>>(6, length * PANEL);
+  Unit<P>* transposed = scratch<Unit<P>>(6, length * PANEL);
   Sum<P>* sums = scratch<Sum<P>>(7, N * PANEL);
-  transpose(reinterpret_cast<const Unit<P>*>(A), units<P>(apart<P>(K)), turned, PANEL, M, length);
+  transpose(reinterpret_cast<const Unit<P>*>(A), units<P>(padded_stride<P>(K)), transposed, PANEL, M, length);
   for (int64_t i = 0; i < length; ++i)
-    std::fill(turned + i * PANEL + M, turned + i * PANEL + columns, Unit<P>(0));
+    std::fill(transposed + i * PANEL + M, transposed + i * PANEL + columns, Unit<P>(0));
   constexpr int64_t ROWS = 32;  // rows at a time, while the next ones are prefetched from memory
   for (int64_t n = 0; n < N; n += ROWS) {
     const int64_t rows = std::min(ROWS, N - n), ahead = std::min(ROWS, N - n - rows) * K * sizeof(P);
     const char* next = reinterpret_cast<const char*>(matrix + (n + rows) * K);
     for (int64_t i = 0; i < ahead; i += 64) __builtin_prefetch(next + i, 0, 2);
     for (int64_t k = 0; k < K; k += MAX_SUM)
-      product(rows, columns, std::min(MAX_SUM, K - k), matrix + n * K + k, K, turned + units<P>(k) * PANEL,
+      product(rows, columns, std::min(MAX_SUM, K - k), matrix + n * K + k, K, transposed + units<P>(k) * PANEL,
               PANEL, sums + n * PANEL, PANEL, k > 0);
   }
-  transpose(sums, PANEL, C, apart<Sum<P>>(N), N, M);
+  transpose(sums, PANEL, C, padded_stride<Sum<P>>(N), N, M);
 }
 
-// Copy with stores that bypass the caches: a large result would evict everything else.
+// Copy with stores that bypass the caches, because a large result would evict everything else.
 template <class T>
 inline void stream(const T* from, T* to, int64_t n) {
 #ifdef CPU_CAPABILITY_AVX512
@@ -333,8 +332,8 @@ inline void stream_done() {
 
 // -- threads
 
-// Tasks 0 to n - 1, divided among threads. Each thread has its own share, the same in every loop over the same
-// tasks, so that its data are in the caches of its core. A thread that is done takes tasks of other shares.
+// Tasks 0 to n - 1, divided among threads. Each thread has the same share in every loop over the same tasks, so
+// that its data are in the caches of its core. A thread that has finished its share takes tasks of other shares.
 class Tasks {
  public:
   // Share i begins with task ends[i - 1].
@@ -375,7 +374,7 @@ class Tasks {
 // clang would use another OpenMP runtime with its own threads.
 template <class F>
 inline void in_parallel(int64_t threads, const F& work) {
-  struct Release {  // releases the CPU's tile state, also if a task fails
+  struct Release {  // releases the CPU's tile state, even if a task fails
     ~Release() { at::native::cpublas::brgemm_release(); }
   };
   std::atomic<bool> failed{false};
@@ -389,11 +388,11 @@ inline void in_parallel(int64_t threads, const F& work) {
     }
   };
   auto call = [](int64_t from, int64_t to, void* range_) { (*static_cast<decltype(range)*>(range_))(from, to); };
-  TORCH_CHECK(!torch_parallel_for(0, threads, 1, call, &range), "torch gives moe_ffn's kernels no threads");
+  TORCH_CHECK(!torch_parallel_for(0, threads, 1, call, &range), "torch could not run moe_ffn's threads");
   if (error) std::rethrow_exception(error);
 }
 
-// Run task(i) for every i below `n`, on torch's number of threads.
+// Run task(i) for every i below `n`, on as many threads as torch uses.
 template <class F>
 inline void for_each(int64_t n, const F& task) {
   const int64_t threads = std::min<int64_t>(n, at::get_num_threads());

@@ -1,4 +1,4 @@
-// Routing on a CPU: the logits of each token, choosing its experts, and sorting pairs by expert.
+// Routing on a CPU: logits, top-k, and the sort of pairs by expert.
 //
 // T tokens, D model width, E experts, K experts per token, N (token, expert) pairs
 
@@ -10,11 +10,11 @@
 
 namespace moe_ffn {
 
-constexpr int64_t TOKENS = 64;         // tokens per task, for logits
-constexpr int64_t TOKENS_ADDED = 256;  // tokens per product, for the gradient of the matrix
+constexpr int64_t TOKENS = 64;         // tokens per task of the logits
+constexpr int64_t TOKENS_ADDED = 256;  // tokens per product of the gradient of the matrix
 
-// (T, E): tokens of any type times the transpose of a float32 matrix (E, D), in float32. Only a few tokens are
-// converted at a time.
+// Return (T, E): tokens of any type times the transpose of a float32 matrix (E, D), in float32. Only a few
+// tokens are converted at a time.
 inline Tensor float32_linear(const Tensor& x, const Tensor& weight) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == x.size(1), "x is ", x.sizes(),
               ", but the router's matrix ", weight.sizes());
@@ -24,7 +24,7 @@ inline Tensor float32_linear(const Tensor& x, const Tensor& weight) {
   const Rows from(tokens);
   const float* matrix = columns.const_data_ptr<float>();
   float* to = out.data_ptr<float>();
-  const int64_t ld = apart<float>(D);
+  const int64_t ld = padded_stride<float>(D);
   for_each((T + TOKENS - 1) / TOKENS, [&](int64_t task) {
     const int64_t start = task * TOKENS, m = std::min(TOKENS, T - start);
     float* numbers = scratch<float>(0, TOKENS * ld);
@@ -37,11 +37,11 @@ inline Tensor float32_linear(const Tensor& x, const Tensor& weight) {
   return out;
 }
 
-// The wanted gradients of `float32_linear`: of the tokens, in their type, and of the matrix.
+// Return the wanted gradients of `float32_linear`: of the tokens, in their type, and of the matrix.
 inline std::tuple<Tensor, Tensor> float32_linear_backward(const Tensor& grad, const Tensor& x,
                                                        const Tensor& weight, bool wants_x, bool wants_weight) {
   TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && grad.dim() == 2, "x has ", x.dim(), " axes, the matrix ",
-              weight.dim(), " and the gradient ", grad.dim(), ", where all have two");
+              weight.dim(), " and the gradient ", grad.dim(), ", but each must have 2");
   const int64_t T = x.size(0), D = x.size(1), E = weight.size(0);
   TORCH_CHECK(weight.size(1) == D && grad.size(0) == T && grad.size(1) == E, "x is ", x.sizes(),
               ", the router's matrix ", weight.sizes(), " and the gradient ", grad.sizes());
@@ -50,7 +50,7 @@ inline std::tuple<Tensor, Tensor> float32_linear_backward(const Tensor& grad, co
                grad_weight = at::empty({wants_weight ? E : 0, D}, weight.options());
   const float *from = grads.const_data_ptr<float>(), *rows = matrix.const_data_ptr<float>();
   const Rows in(tokens), out(grad_x);
-  const int64_t ld = apart<float>(D);
+  const int64_t ld = padded_stride<float>(D);
   for_each(wants_x ? (T + TOKENS - 1) / TOKENS : 0, [&](int64_t task) {
     const int64_t start = task * TOKENS, m = std::min(TOKENS, T - start);
     float* sums = scratch<float>(0, TOKENS * ld);
@@ -61,23 +61,24 @@ inline std::tuple<Tensor, Tensor> float32_linear_backward(const Tensor& grad, co
     for (int64_t r = 0; r < m; ++r) out.write(start + r, sums + r * ld);
   });
   if (wants_weight && !T) grad_weight.zero_();
-  // Tasks divide the columns of the matrix, so that the order of tokens in sums is fixed.
+  // Tasks divide the columns of the matrix, so that tokens are summed in a fixed order.
   for_each(wants_weight ? panels(D) : 0, [&](int64_t panel) {
-    const int64_t first = panel * PANEL, width = panel_width(D, panel), apart_E = apart<float>(TOKENS_ADDED);
-    float *turned = scratch<float>(0, E * apart_E), *numbers = scratch<float>(1, TOKENS_ADDED * PANEL);
+    const int64_t first = panel * PANEL, width = panel_width(D, panel);
+    const int64_t stride = padded_stride<float>(TOKENS_ADDED);
+    float *transposed = scratch<float>(0, E * stride), *numbers = scratch<float>(1, TOKENS_ADDED * PANEL);
     for (int64_t start = 0; start < T; start += TOKENS_ADDED) {
       const int64_t n = std::min(TOKENS_ADDED, T - start);
-      transpose(from + start * E, E, turned, apart_E, n, E);
+      transpose(from + start * E, E, transposed, stride, n, E);
       for (int64_t r = 0; r < n; ++r) in.copy(start + r, numbers + r * PANEL, first, width);
-      product(E, width, n, turned, apart_E, numbers, PANEL, grad_weight.data_ptr<float>() + first, D,
+      product(E, width, n, transposed, stride, numbers, PANEL, grad_weight.data_ptr<float>() + first, D,
               start > 0);
     }
   });
   return {grad_x, grad_weight};
 }
 
-// Encode a score and its expert as an integer of the same order; among equal scores the first expert is larger.
-// NaN is the largest, as in torch.topk.
+// Encode a score and its expert as an integer with the same order; among equal scores, a lower expert id is
+// larger. NaN is largest, as in torch.topk.
 inline int64_t key(float score, int64_t expert) {
   int32_t bits;
   score += 0.0f;  // -0 is 0
@@ -87,7 +88,7 @@ inline int64_t key(float score, int64_t expert) {
   return int64_t(ordered) << 32 | (0xFFFFFFFF - expert);
 }
 
-// (T, K): the experts with the largest scores (T, E), in descending order; among equal scores the first expert.
+// Return (T, K): the experts with the largest scores (T, E), in descending order of their keys.
 inline Tensor top_k(const Tensor& scores, int64_t k) {
   const int64_t T = scores.size(0), E = scores.size(1);
   TORCH_CHECK(0 <= k && k <= E, "top ", k, " of ", E);
@@ -111,15 +112,15 @@ inline Tensor top_k(const Tensor& scores, int64_t k) {
   return ids;
 }
 
-// The order of a stable sort of ids from 0 to `num_experts`, and the end of each expert's ids.
+// Return the order of a stable sort of ids from 0 to `num_experts`, and the end of each expert's ids.
 inline std::tuple<Tensor, Tensor> sort_by_expert(const Tensor& expert_ids, int64_t num_experts) {
   const int64_t N = expert_ids.size(0), B = num_experts + 1;
   const Tensor ids = expert_ids.contiguous(), order = at::empty({N}, expert_ids.options());
   const Tensor offsets = at::empty({num_experts}, expert_ids.options().dtype(at::kInt));
   const int64_t* id = ids.const_data_ptr<int64_t>();
   TORCH_CHECK(std::all_of(id, id + N, [&](int64_t e) { return 0 <= e && e < B; }),
-              "an id of an expert is none of 0 to ", num_experts);
-  // Each part counts its ids, and then writes after the ids of the earlier parts.
+              "expert ids must be from 0 to ", num_experts);
+  // Each part counts its ids, and then writes behind the same ids of earlier parts.
   const int64_t parts = std::clamp<int64_t>(N / 32768, 1, at::get_num_threads());
   std::vector<int64_t> next(parts * B);
   auto each = [&](int64_t part, auto f) {

@@ -1,4 +1,4 @@
-"""Logits, top-k and the sort of pairs by expert: compiled loops on a CPU, otherwise torch's functions.
+"""Logits, top-k and the sort of pairs by expert, in C++ on a CPU, otherwise in torch.
 
 T tokens, D model width, E experts, K experts per token, N (token, expert) pairs
 """
@@ -19,11 +19,11 @@ MAX_K = 32
 
 
 def float32_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Return `F.linear` of bfloat16 or float16 tokens in float32, the dtype of the weight; no gradient.
+    """Return `F.linear` in the dtype of the weight, without gradient.
 
-    The compiled loop converts a few tokens at a time, without a float32 copy of all tokens.
+    For narrower tokens, the C++ loop converts a few at a time, so that no float32 copy of all tokens exists.
     """
-    # Other shapes and dtypes, of a custom router, get torch's error messages.
+    # A custom router with wrong shapes or dtypes gets torch's error messages.
     is_narrow = x_TD.dtype in NARROW and x_TD.ndim == weight_ED.ndim == 2
     if is_narrow and weight_ED.dtype == torch.float32 and _is_compiled(x_TD, weight_ED):
         return torch.ops.moe_ffn_cpu.float32_linear(x_TD.detach(), weight_ED.detach())
@@ -34,11 +34,11 @@ def float32_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def float32_linear_backward(
     grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `float32_linear`, of x in its dtype and of the weight; None if not wanted."""
+    """Return the gradients of x, in its dtype, and of the weight; None for each that is not wanted."""
     is_narrow = x_TD.dtype in NARROW and grad_TE.ndim == x_TD.ndim == weight_ED.ndim == 2
     is_wide = grad_TE.dtype == weight_ED.dtype == torch.float32
-    compiled = is_narrow and is_wide and _is_compiled(grad_TE, x_TD, weight_ED)
-    if compiled and not torch.is_grad_enabled():
+    is_compiled = is_narrow and is_wide and _is_compiled(grad_TE, x_TD, weight_ED)
+    if is_compiled and not torch.is_grad_enabled():
         grad_x_TD, grad_ED = torch.ops.moe_ffn_cpu.float32_linear_backward(
             grad_TE, x_TD, weight_ED, wants_x, wants_weight
         )
@@ -51,9 +51,9 @@ def float32_linear_backward(
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """Return the experts with the k largest scores, int64 (T, K), in descending order; no gradient.
+    """Return the experts with the k largest scores, int64 (T, K), in descending order of score.
 
-    Among equal scores the compiled loop prefers the lower expert id; torch guarantees no order.
+    Among equal scores, the C++ loop prefers the lower expert id; torch guarantees no order.
     """
     if k <= MAX_K and scores_TE.dtype == torch.float32 and _is_compiled(scores_TE):
         return torch.ops.moe_ffn_cpu.top_k(scores_TE.detach(), k)
@@ -73,7 +73,7 @@ def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def _is_compiled(*tensors: Tensor) -> bool:
-    """Return True if the compiled loops support these tensors: on the CPU, with data, outside graphs.
+    """Return True if the C++ loops support these tensors: on the CPU, with data, outside graphs.
 
     Otherwise torch's functions run, so the operators need no implementation for tensors without data.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ffn.kernels.activations import ClampedSwiGLU
 from moe_ffn.kernels.base import (
-    NOT_BY_TRANSFORMS,
+    NO_TRANSFORMS,
     ExpertWeights,
     compute_dtype,
     dropout_mask,
@@ -31,13 +31,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Run all experts without host synchronisation, in float32, bfloat16 or float16 of any width.
 
-    The first call with a pair of widths is slow: it compiles the kernels and times their tile sizes. Inputs,
-    pre-activations and the dropout mask (N, F) are saved for backward.
+    The first call for each d_model and d_ff is slow: it compiles the kernels and times their tile sizes.
+    Inputs, pre-activations and the dropout mask (N, F) are saved for backward.
     """
     from moe_ffn.kernels.triton.launch import experts  # imports triton, which is optional
 
     dtype = compute_dtype(x_TD)
-    ranks_N, starts = _pairs_of_tokens(plan, x_TD.shape[0])
+    ranks_N, starts = _pairs_by_token(plan, x_TD.shape[0])
     differentiable = (x_TD, plan.weights_N, *weights.parameters)
     clamped = weights.gate_function if isinstance(weights.gate_function, ClampedSwiGLU) else None
     y_TD, _ = experts(
@@ -61,21 +61,21 @@ def unsupported_reason(x_TD: Tensor, weights: ExpertWeights) -> str | None:
         return "needs the package triton, which is not installed; use 'auto'"
     if x_TD.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"runs on GPUs, but the tokens are on the {x_TD.device.type}; use 'auto'"
-    if x_TD.device.type == "cuda" and (why := _too_old(x_TD.device)) is not None:
-        return why
+    if x_TD.device.type == "cuda" and (reason := _gpu_unsupported_reason(x_TD.device)) is not None:
+        return reason
     if weights.interleaved:
         return "needs all rows of a gate before the rows of up, but they alternate; use 'auto'"
     if weights.gate_function is not None and not isinstance(weights.gate_function, ClampedSwiGLU):
         return f"has no kernel for the gate {weights.gate_function}; use 'auto'"
     if is_transform_on():
-        return NOT_BY_TRANSFORMS
+        return NO_TRANSFORMS
     dtype = compute_dtype(x_TD)
     if dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, but got {dtype}; use 'auto'"
     return None
 
 
-def _too_old(device: torch.device) -> str | None:
+def _gpu_unsupported_reason(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "is for NVIDIA GPUs, but torch is built for ROCm; use 'auto'"
     major, minor = torch.cuda.get_device_capability(device)
@@ -87,12 +87,8 @@ def _too_old(device: torch.device) -> str | None:
     )
 
 
-def _pairs_of_tokens(plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the place in the plan of each pair of the routing's list, and the start of each token's
-    pairs.
-
-    That list is sorted by token, so its T + 1 starts are enough.
-    """
+def _pairs_by_token(plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the ranks of pairs in the plan, sorted by token, and the start of each token's pairs, then N."""
     num_pairs, device = plan.pair_ids_N.shape[0], plan.pair_ids_N.device
     ranks_N = torch.empty_like(plan.pair_ids_N).scatter_(
         0, plan.pair_ids_N, torch.arange(num_pairs, device=device)

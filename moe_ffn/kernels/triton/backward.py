@@ -40,7 +40,7 @@ def hidden_gradient_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute d_pre_NH, w h (N, F), and what each tile of units adds to dw, of y = w (down h + b).
+    """For y = w (down h + b), compute d_pre_NH, w h (N, F), and each tile's part of dw.
 
     dw = <dy, down h + b> = <down^T dy, h> + <dy, b>. The second form does not need the expert's output, and
     multiplies by w only once.
@@ -59,8 +59,8 @@ def hidden_gradient_kernel(
     down_ptrs = down_ptr + expert * (D * F) + (inner[:, None] * F + units[None, :])
 
     d_weights = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    if bias_ptr is not None:  # known when compiling, the other only on the device  # noqa: SIM102
-        if column == 0:  # only one tile of units adds <dy, b>, which is a sum per row
+    if bias_ptr is not None:  # known at compile time, unlike `column`  # noqa: SIM102
+        if column == 0:  # only one tile of units adds <dy, b>
             for k in range(0, D, BLOCK_K):
                 dy = tl.load(dy_ptrs + k, mask=inner[None, :] < D - k, other=0.0)
                 b = tl.load(bias_ptr + expert * D + k + inner, mask=inner < D - k, other=0.0)
@@ -76,9 +76,9 @@ def hidden_gradient_kernel(
 
     # 64-bit offset of the tile's first row, 32-bit offsets within the tile: half as many registers.
     tile = tl.arange(0, BLOCK_M)
-    mine = rows < end
+    valid = rows < end
     wide_first = first.to(tl.int64)
-    weights = tl.load(weights_ptr + wide_first + tile, mask=mine, other=0.0).to(tl.float32)
+    weights = tl.load(weights_ptr + wide_first + tile, mask=valid, other=0.0).to(tl.float32)
     pre_ptr += wide_first * H
     d_pre_ptr += wide_first * H
     hidden_ptr += wide_first * F
@@ -86,30 +86,30 @@ def hidden_gradient_kernel(
         dropout_ptr += wide_first * F
     pointers = (pre_ptr, d_pre_ptr, hidden_ptr, dropout_ptr)
     if BLOCK_O >= 128:
-        # One half of the columns at a time, for lack of registers.
+        # Half of the columns at a time, because registers are scarce.
         halves = tl.permute(tl.reshape(d_hidden, (BLOCK_M, 2, BLOCK_O // 2)), (0, 2, 1))
         left, right = tl.split(halves)
         half = column * BLOCK_O + tl.arange(0, BLOCK_O // 2)
-        d_weights += _through_activation(
-            left, half, mine, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
+        d_weights += _activation_backward(
+            left, half, valid, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
         )
         half += BLOCK_O // 2
-        d_weights += _through_activation(
-            right, half, mine, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
+        d_weights += _activation_backward(
+            right, half, valid, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
         )
     else:
-        d_weights += _through_activation(
-            d_hidden, units, mine, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
+        d_weights += _activation_backward(
+            d_hidden, units, valid, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
         )
     d_weights_ptrs = d_weights_ptr + wide_first * d_weights_stride + tile * d_weights_stride
-    tl.store(d_weights_ptrs + column, d_weights, mask=mine)
+    tl.store(d_weights_ptrs + column, d_weights, mask=valid)
 
 
 @triton.jit
-def _through_activation(
+def _activation_backward(
     d_hidden,
     units,
-    mine,
+    valid,
     weights,
     pointers,
     alpha,
@@ -119,11 +119,11 @@ def _through_activation(
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Write d_pre and w h of these units; return what they add to dw."""
+    """Write d_pre and w h of these units; return their part of dw."""
     pre_ptr, d_pre_ptr, hidden_ptr, dropout_ptr = pointers
     H: tl.constexpr = 2 * F if GATED else F
     UP: tl.constexpr = H - F
-    stored = mine[:, None] & (units < F)[None, :]
+    stored = valid[:, None] & (units < F)[None, :]
     tile = tl.arange(0, BLOCK_M)[:, None]
     pre_offsets = tile * H + units[None, :]
     hidden_offsets = tile * F + units[None, :]
@@ -142,7 +142,7 @@ def _through_activation(
     tl.store(d_pre_ptr + UP + pre_offsets, (d_weighted * up_slope).to(dtype), mask=stored)
     if GATED:
         tl.store(d_pre_ptr + pre_offsets, (d_weighted * gate_slope).to(dtype), mask=stored)
-    # Units beyond the width have nonzero values if act(0) is not 0.
+    # Mask units beyond the width: they are nonzero if act(0) is not 0.
     return tl.sum(tl.where(stored, d_hidden * hidden, 0.0), axis=1)
 
 
@@ -165,8 +165,8 @@ def weight_gradient_kernel(
 ):
     """gradient_EOI = output_grad_e^T input_e; one of the two may have a row per token, indexed by token ids.
 
-    Tiles divide the gradient: BLOCK_M outputs by BLOCK_O inputs, with BLOCK_K of the expert's rows at a time.
-    An expert without rows writes zeros, because DDP and FSDP would hang on a missing gradient.
+    A program computes a tile of BLOCK_M outputs by BLOCK_O inputs, from BLOCK_K of the expert's rows at a
+    time. An expert without rows gets zeros, because DDP and FSDP would hang on a missing gradient.
     """
     tiles_out = tl.cdiv(OUT, BLOCK_M)
     tiles_in = tl.cdiv(IN, BLOCK_O)
@@ -184,17 +184,17 @@ def weight_gradient_kernel(
     gradient = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
     for k in range(start, end, BLOCK_K):
         rows = k + tl.arange(0, BLOCK_K)
-        mine = rows < end
+        valid = rows < end
         wide_rows = rows.to(tl.int64)
         output_rows = wide_rows
         input_rows = wide_rows
         if output_ids_ptr is not None:
-            output_rows = tl.load(output_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
+            output_rows = tl.load(output_ids_ptr + rows, mask=valid, other=0).to(tl.int64)
         if input_ids_ptr is not None:
-            input_rows = tl.load(input_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
+            input_rows = tl.load(input_ids_ptr + rows, mask=valid, other=0).to(tl.int64)
         # Mask both: a row of the next expert, or an uncomputed row, may contain NaN.
-        output_mask = mine[:, None]
-        input_mask = mine[:, None]
+        output_mask = valid[:, None]
+        input_mask = valid[:, None]
         if OUT % BLOCK_M != 0:
             output_mask = output_mask & (outs < OUT)[None, :]
         if IN % BLOCK_O != 0:
@@ -223,7 +223,7 @@ def bias_gradient_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """gradient_EO: the sum of each expert's rows, optionally weighted and gathered by token."""
+    """gradient_EO = the sum of each expert's rows, which are gathered by token and weighted if asked."""
     expert = tl.program_id(0)
     outs = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
@@ -232,15 +232,15 @@ def bias_gradient_kernel(
     gradient = tl.zeros((BLOCK_O,), dtype=tl.float32)
     for k in range(start, end, BLOCK_K):
         rows = k + tl.arange(0, BLOCK_K)
-        mine = rows < end
+        valid = rows < end
         source_rows = rows.to(tl.int64)
         if weights_ptr is not None:
-            source_rows = tl.load(token_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
+            source_rows = tl.load(token_ids_ptr + rows, mask=valid, other=0).to(tl.int64)
         pointers = output_grad_ptr + source_rows[:, None] * output_grad_stride + outs[None, :]
-        values = tl.load(pointers, mask=mine[:, None] & (outs < OUT)[None, :], other=0.0)
+        values = tl.load(pointers, mask=valid[:, None] & (outs < OUT)[None, :], other=0.0)
         values = values.to(tl.float32)
         if weights_ptr is not None:
-            values *= tl.load(weights_ptr + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
+            values *= tl.load(weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)[:, None]
         gradient += tl.sum(values, axis=0)
     gradient_ptrs = gradient_ptr + expert.to(tl.int64) * OUT + outs
     tl.store(gradient_ptrs, gradient.to(gradient_ptr.dtype.element_ty), mask=outs < OUT)

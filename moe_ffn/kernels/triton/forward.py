@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# ----------------------------- what a program works on, its products and its activations
+# ------------------------------------------------------- tiles, products and activations
 
 
 @triton.jit
@@ -20,8 +20,8 @@ def find_tile(
 
     If first >= end, the program has nothing to do.
 
-    Each program computes one slot of rows and one column of tiles. A group of slots runs all columns before
-    the next group starts, so that concurrent programs share rows and matrices in the L2 cache.
+    Each program computes one tile: one slot of rows by one column block. A group of slots runs all columns
+    before the next group starts, so that concurrent programs share rows and matrices in the L2 cache.
 
     Expert e has the slots from start_e // BLOCK_M + e to end_e // BLOCK_M + e: at least its number of tiles,
     and at most one more. There are N // BLOCK_M + E slots in total, a number that the host knows without a
@@ -48,7 +48,7 @@ def find_tile(
 def load(pointers, mask, MASKED: tl.constexpr):
     """Load values, with 0 where the mask is false.
 
-    The compiler vectorises loads only without a mask, so there is none if the tile's width divides the width.
+    The compiler vectorises loads only without a mask, so MASKED is False if tiles divide the width evenly.
     """
     if MASKED:
         return tl.load(pointers, mask=mask, other=0.0)
@@ -58,7 +58,7 @@ def load(pointers, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """Add a @ b in float32. Triton's interpreter has wrong bfloat16 products, so it gets float32."""
+    """Return acc + a @ b in float32. Triton's interpreter multiplies bfloat16 wrongly, so it gets float32."""
     if PRECISION == "interpreted":
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -101,7 +101,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def hidden_units(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
-    """Return (hidden, its slope in `gate`, its slope in `up`); `gate` is ignored if there is none."""
+    """Return (hidden, its slope in `gate`, its slope in `up`); without a gate, `gate` is ignored."""
     if ACTIVATION == "clamped_swiglu":
         # The slope of a clamped value is 0, but not at the limit itself, as in torch.
         g = tl.where(gate > limit, limit, gate)
@@ -155,7 +155,7 @@ def hidden_kernel(
     H: tl.constexpr = 2 * F if GATED else F
     UP: tl.constexpr = H - F  # first row of up in the matrix
 
-    # Rows and columns beyond the end repeat existing ones, and are not stored.
+    # Rows and columns beyond the end read existing ones, and are not stored.
     rows = first + tl.arange(0, BLOCK_M)
     tokens = tl.load(token_ids_ptr + tl.where(rows < end, rows, first)).to(tl.int64)
     units = column * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -181,8 +181,8 @@ def hidden_kernel(
         if GATED:
             gate += tl.load(bias_ptrs).to(tl.float32)[None, :]
 
-    # Round before the activation, also if `pre_NH` is not stored: backward recomputes equal hidden units, and
-    # evaluation computes the same as training.
+    # Round before the activation, even if `pre_NH` is not stored: backward then recomputes the same hidden
+    # units, and evaluation computes the same as training.
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     stored = (rows < end)[:, None] & (units < F)[None, :]
     # 64-bit offset of the tile's first row, 32-bit offsets within the tile: half as many registers.
@@ -222,10 +222,7 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """output_NO = input_NI matrix_e^T + bias_e.
-
-    The two strides of an expert's matrix choose (O, I) or its transpose.
-    """
+    """output_NO = input_NI matrix_e^T + bias_e; the strides choose a matrix (O, I) or a transposed view."""
     expert, first, end, column = find_tile(offsets_ptr, tl.cdiv(OUT, BLOCK_O), E, BLOCK_M, GROUP)
     if first >= end:
         return
@@ -269,7 +266,7 @@ def combine_kernel(
 ):
     """output_TD = the sum of the rows (N, D) of each token's pairs, in float32.
 
-    `ranks_N` is the position of each pair of the routing in the plan. Pairs from position `total` on were not
+    `ranks_N` has each pair's rank in the plan, sorted by token. Pairs with ranks from `total` on were not
     computed, and their rows are not read.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -1,7 +1,7 @@
-"""Tile sizes, buffers, grids and arguments of the kernels, in one operator forward and one backward.
+"""A forward and a backward operator: tile sizes, buffers, grids and arguments of the kernels.
 
-The operators are opaque to torch: torch.compile and export include them without a graph break, and know only
-their output shapes. Nothing here waits for the device.
+The operators are opaque to torch: torch.compile and torch.export include them without a graph break, and know
+only their output shapes. Nothing here waits for the device.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
 matrix (F without a gate; 2 F with one, the F gate rows first, then the F up rows), I input width, O output
@@ -29,8 +29,8 @@ from moe_ffn.kernels.triton.forward import combine_kernel, hidden_kernel, produc
 
 # ------------------------------------------------------------------------------ tile sizes
 #
-# A tile has M rows, O columns, and K terms of the sum at a time. At its first call with a pair of widths and
-# a dtype, each kernel times every tile size of its list and keeps the fastest. The sizes fit into a Hopper
+# A tile has M rows and O columns, and sums K terms at a time. At its first call with two widths and a dtype,
+# each kernel times every tile size of its list and keeps the fastest. The sizes fit into a Hopper
 # multiprocessor (228 KB of shared memory, 64 K registers) without spilling. A test compiles them all.
 
 GROUP = 2 if knobs.runtime.interpret else 8
@@ -53,13 +53,13 @@ PRODUCT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (64, 128, 64, 4, 
 WEIGHT_GRADIENT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (128, 64, 64, 4, 4))
 
 FLOAT32 = _configs((64, 64, 32, 3, 4))
-"""Tile of every kernel in float32; others would need twice the shared memory, and compile slowly."""
+"""Tile of every kernel in float32; the other tiles would need twice the shared memory, and compile slowly."""
 
 INTERPRETED = _configs((16, 16, 16, 1, 1))
-"""The smallest tile, so that small layers in tests have several tiles."""
+"""Smallest tile, so that the small layers of tests have several tiles."""
 
 MIN_BLOCK_O = 16 if knobs.runtime.interpret else 64
-"""The narrowest tile of any kernel."""
+"""Columns of the narrowest tile."""
 
 
 def tuned(kernel: Any, configs: list[triton.Config], key: list[str], *reset: str) -> Any:
@@ -70,8 +70,8 @@ def tuned(kernel: Any, configs: list[triton.Config], key: list[str], *reset: str
     Args:
         kernel: a Triton kernel.
         configs: tile sizes to choose from.
-        key: names of the arguments that need a new choice.
-        reset: pointers whose values are zeroed before each trial.
+        key: names of the arguments whose change requires a new choice.
+        reset: names of the pointers whose values are zeroed before each trial.
     """
 
     def for_dtype(
@@ -111,7 +111,7 @@ class Rows:
     token_ids_N: Tensor
     offsets_E: Tensor
     dtype: torch.dtype
-    """Dtype of everything with a row per pair."""
+    """Dtype of all tensors with a row per pair."""
 
     def __len__(self) -> int:
         return self.token_ids_N.shape[0]
@@ -124,7 +124,7 @@ class Rows:
         return self.offsets_E.new_empty(len(self), width, dtype=self.dtype)
 
     def grid(self, width: int) -> Callable[[dict[str, Any]], tuple[int]]:
-        """Return the grid: one program per possible tile, for any loads of the experts."""
+        """Return the grid, with enough programs for the tiles of any loads of the experts."""
 
         def programs(meta: dict[str, Any]) -> tuple[int]:
             slots = len(self) // meta["BLOCK_M"] + self.num_experts
@@ -160,7 +160,7 @@ def _activation(
 def _product(
     rows: Rows, input_NI: Tensor, matrix_EOI: Tensor, bias_EO: Tensor | None = None
 ) -> Tensor:
-    """Return output_NO; the matrices may be a transposed view."""
+    """Return output_NO; `matrix_EOI` may be a transposed view."""
     width_in, width_out = input_NI.shape[1], matrix_EOI.shape[1]
     output_NO = rows.empty(width_out)
     _product_kernel[rows.grid(width_out)](
@@ -203,7 +203,7 @@ def _combine(
 def _weight_gradient(
     rows: Rows, output_grad: Tensor, inputs: Tensor, like_EOI: Tensor, gather: str
 ) -> Tensor:
-    """Return the gradient of a weight like `like_EOI`; the `gather` side, "output" or "input", has T rows."""
+    """Return the gradient of a weight like `like_EOI`; the side `gather`, "output" or "input", has T rows."""
     num_experts, width_out, width_in = like_EOI.shape
     gradient_EOI = torch.empty_like(like_EOI, memory_format=torch.contiguous_format)
 
@@ -230,7 +230,7 @@ def _weight_gradient(
 def _bias_gradient(
     rows: Rows, output_grad: Tensor, like_EO: Tensor, weights_N: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of each expert's rows; with weights, of the rows of its tokens times their weights."""
+    """Return the sum of each expert's rows; with weights, the weighted sum of the rows of its tokens."""
     num_experts, width = like_EO.shape
     gradient_EO = torch.empty_like(like_EO, memory_format=torch.contiguous_format)
     block, rows_at_a_time = (16, 16) if knobs.runtime.interpret else (128, 32)
@@ -325,8 +325,8 @@ def experts_backward(
         d_pre_NH, hidden_NF = rows.empty(pre_NH.shape[1]), rows.empty(d_ff)
         # Each tile of units writes its own column, and the columns are summed afterwards, because the
         # order of atomic additions is random. Unused columns and uncomputed pairs are 0.
-        parts = triton.cdiv(d_ff, MIN_BLOCK_O)
-        d_weights = dy_TD.new_zeros(len(rows), parts, dtype=torch.float32)
+        num_columns = triton.cdiv(d_ff, MIN_BLOCK_O)
+        d_weights = dy_TD.new_zeros(len(rows), num_columns, dtype=torch.float32)
         bias_ED = _contiguous(down_bias_ED)
         _hidden_gradient_kernel[rows.grid(d_ff)](
             *(dy_TD, _matrix(down_EDF, dtype), bias_ED, dropout_NF, token_ids_N),
@@ -336,7 +336,7 @@ def experts_backward(
             hidden_ptr=hidden_NF,
             d_weights_ptr=d_weights,
             dy_stride=dy_TD.stride(0),
-            d_weights_stride=parts,
+            d_weights_stride=num_columns,
             D=d_model,
             F=d_ff,
             **rows.arguments,

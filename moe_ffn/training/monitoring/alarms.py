@@ -44,12 +44,13 @@ MIN_COLLAPSE = 0.5
 """Least MaxVio of a collapse. If k is close to num_experts, even the largest possible MaxVio is small."""
 
 ROWS_OF_MEDIAN = 10
-"""Number of earlier rows in the median that a loss is compared with."""
+"""Number of earlier rows whose median loss a row's loss is compared with."""
 
 RoutingValues = Mapping[str, Tensor]
 """Metrics of one layer from a `RoutingWindow`."""
 
-_Place = tuple[AlarmKind, str | None]
+_Problem = tuple[AlarmKind, str | None]
+"""Kind of alarm, and layer."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Alarm:
     layer: str | None
     """Name of the layer, as in the keys of metrics; None for the whole model."""
     message: str
-    """Problem, measured value and limit, without the layer."""
+    """The problem with its measured value and limit, without the layer."""
     advice: str
     """Options to try, with their current values."""
 
@@ -72,7 +73,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Advice:
-    """Options to change for each kind of alarm, as paths in the YAML."""
+    """Advice for each kind of alarm: options to change, as paths in the YAML."""
 
     model: DecoderConfig
     objective: ObjectiveConfig
@@ -80,7 +81,7 @@ class Advice:
     trainer: TrainerConfig
 
     def against(self, kind: AlarmKind, layer: str | None) -> str:
-        """Return options to change, with current values; `layer` is a name as in the keys of metrics."""
+        """Return options to change, with their current values; `layer` is named as in the keys of metrics."""
         info = self.model.router_infos().get(layer or "")
         balance, capacity = self._balance(info), "the block's capacity"
         if info is not None:
@@ -110,9 +111,7 @@ class Advice:
         if not router.learns:
             return f"choose another {option} than '{router.type}', which has nothing to learn"
         if router.fixed_by is not None:
-            return (
-                f"leave model.{info.path}.router.{router.fixed_by} out, which fixes where tokens go"
-            )
+            return f"remove model.{info.path}.router.{router.fixed_by}, which fixes where tokens go"
         if router.has_correction_bias:
             return self.objective.bias_rule.advice or raise_loss
         return f"{raise_loss}, or use {option} 'sigmoid_top_k', which balances with a bias"
@@ -127,8 +126,8 @@ class AlarmRules(Checkpointed):
         self.config = config
         self.advice = advice
         self._losses: deque[float] = deque(maxlen=ROWS_OF_MEDIAN)
-        self._lasted: dict[_Place, int] = {}
-        self._last_seen: dict[_Place, int] = {}
+        self._lasted: dict[_Problem, int] = {}
+        self._last_seen: dict[_Problem, int] = {}
 
     def check(
         self, step: int, num_steps: int, loss: float, routing: Mapping[str, RoutingValues]
@@ -141,23 +140,23 @@ class AlarmRules(Checkpointed):
             loss: mean cross-entropy of the steps that were not skipped; nan if all were skipped.
             routing: metrics of each sparse layer over these steps.
         """
-        troubles: dict[_Place, str] = {("loss_spike", None): self._spike(loss)}
+        problems: dict[_Problem, str] = {("loss_spike", None): self._spike(loss)}
         for layer, values in routing.items():
-            found = dict(self._of_layer(values))
+            messages = dict(self._layer_problems(values))
             for kind in LASTING:
-                lasted = self._lasted.get((kind, layer), 0) + num_steps if kind in found else 0
+                lasted = self._lasted.get((kind, layer), 0) + num_steps if kind in messages else 0
                 self._lasted[kind, layer] = lasted
                 is_alarm = lasted >= self.config.after_steps
-                found[kind] = f"{found[kind]}, for {lasted} steps" if is_alarm else ""
-            troubles |= {(kind, layer): message for kind, message in found.items()}
+                messages[kind] = f"{messages[kind]}, for {lasted} steps" if is_alarm else ""
+            problems |= {(kind, layer): message for kind, message in messages.items()}
         return [
             Alarm(step, kind, layer, message, self.advice.against(kind, layer))
-            for (kind, layer), message in troubles.items()
+            for (kind, layer), message in problems.items()
             if message and self._begins(step, num_steps, kind, layer)
         ]
 
     def skipped(self, skipped: SkippedStep) -> list[Alarm]:
-        """Return the alarm of a skipped step, unless another step was skipped shortly before."""
+        """Return an alarm for a skipped step, unless another step was skipped shortly before."""
         if not self._begins(skipped.step, 1, "skipped_step", None):
             return []
         limit = self.advice.trainer.guard.max_skipped_in_a_row
@@ -170,7 +169,6 @@ class AlarmRules(Checkpointed):
         return self.config.not_judged(num_steps, len(self._losses), is_routed=is_routed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return losses of earlier rows, and the duration and last step of each problem."""
         return super().state_dict() | {
             "lasted": [[*key, steps] for key, steps in self._lasted.items()],
             "last_seen": [[*key, step] for key, step in self._last_seen.items()],
@@ -193,37 +191,35 @@ class AlarmRules(Checkpointed):
             return ""
         before = list(self._losses)
         self._losses.append(loss)
-        usual = median(before) if len(before) >= ROWS_BEFORE_SPIKES else 0.0
-        if not loss > self.config.loss_spike * usual > 0:
+        baseline = median(before) if len(before) >= ROWS_BEFORE_SPIKES else 0.0
+        if not loss > self.config.loss_spike * baseline > 0:
             return ""
         return (
-            f"train/loss {loss:.3f} is {loss / usual:.2f} times the median of the rows before, "
-            f"{usual:.3f} (limit {self.config.loss_spike:g})"
+            f"train/loss {loss:.3f} is {loss / baseline:.2f} times the median of the rows before, "
+            f"{baseline:.3f} (limit {self.config.loss_spike:g})"
         )
 
-    def _of_layer(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
+    def _layer_problems(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
         limits = self.config
         if broken := int(values["nonfinite_tokens"]):
             yield "nonfinite_logits", f"{broken} tokens reached the router with NaN or infinity"
         # If training ended early, the window has no token metrics.
         largest = values["logit_max"].item() if "logit_max" in values else 0
-        if largest > limits.router_logit:
-            limit = limits.router_logit
+        if largest > (limit := limits.router_logit):
             yield "exploding_logits", f"a router logit of {largest:.3g} (limit {limit:g})"
         if "load" in values:  # absent for a router that lists pairs
-            yield from self._of_load(values)
+            yield from self._load_problems(values)
         dropped = values["dropped_fraction"].item()
-        if dropped > limits.dropped_fraction:
-            limit = f"(limit {limits.dropped_fraction:.0%})"
-            yield "dropped", f"{dropped:.0%} of the pairs are dropped {limit}"
+        if dropped > (limit := limits.dropped_fraction):
+            yield "dropped", f"{dropped:.0%} of the pairs are dropped (limit {limit:.0%})"
 
-    def _of_load(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
+    def _load_problems(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
         limits = self.config
         load, violation = values["load"].tolist(), values["max_violation"].item()
         if dead := int(values["dead_experts"]):
             message = f"{dead} of {len(load)} experts had no token in {limits.after_steps} steps"
             yield "dead_experts", message
-        # At worst every token chooses the same expert, which then has 1 / k of the pairs.
+        # In the worst case every token chooses the same expert, which then has 1 / k of the pairs.
         highest = len(load) / max(values["experts_per_token"].item(), 1e-9) - 1
         limit = max(limits.max_violation_share * highest, MIN_COLLAPSE)
         if violation > limit:
@@ -244,13 +240,13 @@ class AlarmLog(Checkpointed):
     def report(self, alarms: Sequence[Alarm], loggers: Sequence[Logger]) -> None:
         """Print one line for each kind of alarm; write every alarm to the file."""
         self.num_alarms += len(alarms)
-        in_order = sorted(alarms, key=lambda alarm: alarm.kind)
-        for kind, group in groupby(in_order, key=lambda alarm: alarm.kind):
+        by_kind = sorted(alarms, key=lambda alarm: alarm.kind)
+        for kind, group in groupby(by_kind, key=lambda alarm: alarm.kind):
             first, *others = group
             also = f" (and {', '.join(str(alarm.layer) for alarm in others)})" if others else ""
             log.warning("alarm: %s%s", first, also)
             title = kind.replace("_", " ")
-            # wandb suppresses an alert if another one had the same title shortly before.
+            # wandb suppresses an alert with the same title as a recent one.
             title = title if first.layer is None else f"{title}, {first.layer}"
             alert(loggers, title, f"{first}{also}")
         self.file.add(asdict(alarm) for alarm in alarms)

@@ -40,7 +40,7 @@ from moe_ffn.training.monitoring.routing_window import (
     RoutingWindow,
     all_gather_scalar,
     gather_by_index,
-    own_rank,
+    scalar_of_this_rank,
 )
 from moe_ffn.training.recovery import Checkpointed
 from moe_ffn.training.recovery.guard import Diverged
@@ -55,7 +55,7 @@ LoggedRow = dict[str, float | list[float]]
 def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> LoggedRow:
     """Flatten `{"layer_03": {"entropy": 1.2, "load": [...]}}` to `routing/layer_03/entropy`, `.../load`.
 
-    Matrices are left out. So is a scalar NaN, which marks a metric without a value.
+    Matrices are left out, and so is a scalar NaN, which marks a metric without a value.
     """
     row: LoggedRow = {}
     for layer, metrics in values.items():
@@ -76,7 +76,7 @@ def log_row(trainer: Trainer, row: LoggedRow) -> None:
 
 
 class StepLogger(Checkpointed, Callback):
-    """Logs one row of metrics over every `logging.every_n_steps` optimizer steps, and reports alarms.
+    """Logs one row of metrics for every `logging.every_n_steps` optimizer steps, and reports alarms.
 
     Checkpoints hold the sums of the unfinished row, and the values that later rows are compared with.
     """
@@ -102,7 +102,7 @@ class StepLogger(Checkpointed, Callback):
         self.last_routing: ByLayer = {}
         """Values of each sparse layer in the newest row."""
         self.num_skipped = 0
-        """Number of skipped optimizer steps of the whole run."""
+        """Number of optimizer steps skipped in the whole run."""
         self.total_tokens = 0
         """Number of tokens of all batches and ranks so far."""
         self.total_seconds = 0.0
@@ -110,7 +110,7 @@ class StepLogger(Checkpointed, Callback):
         self.validation_seconds = 0.0
         """Seconds of validations, including their samples and the checkpoint before them."""
         self.peak_memory_bytes = 0
-        """Maximum of `peak_memory` over all parts of a resumed run."""
+        """Maximum of `peak_memory`, including the part of the run before a resume."""
         self._routing = RoutingWindow(config)
         self._window = _LossWindow()
         self._clock = 0.0
@@ -172,12 +172,12 @@ class StepLogger(Checkpointed, Callback):
             self._window.end_step(taken=skipped is None)
             if skipped is not None and trainer.is_global_zero:
                 self.alarm_log.report(self.rules.skipped(skipped), trainer.loggers)
-            # Read the values before the lap ends: reading waits for the device, which is time of this step.
+            # Read the values before the lap ends: reading waits for the device, which belongs to this step.
             row = self._values(trainer, pl_module) if ends_row else None
         seconds = self._lap()
         self._window.seconds += seconds
         if trainer.global_step == step:
-            self._window.end_clock_of_step()
+            self._window.record_step_seconds()
         self.total_seconds += seconds
         if row is not None:
             self._write(row, trainer)
@@ -185,7 +185,7 @@ class StepLogger(Checkpointed, Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if isinstance(exception, Diverged):  # log the last steps, which show how the run diverged
+        if isinstance(exception, Diverged):  # log the last steps, which show the divergence
             self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -240,29 +240,29 @@ class _LossWindow(Checkpointed):
     tokens: int = 0
     seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
-    """Seconds of each step, skipped ones included."""
-    of_step: list[dict[str, Tensor]] = field(default_factory=list)
+    """Seconds of each step, including skipped steps."""
+    batch_losses: list[dict[str, Tensor]] = field(default_factory=list)
     """Losses of each batch of the current step."""
 
     def add(self, outputs: TrainStepOutput, tokens: int) -> None:
         losses = outputs["objective"]
-        self.of_step.append(
+        self.batch_losses.append(
             {"loss": losses.cross_entropy, "objective": losses.total, **losses.balancing}
         )
         self.tokens += tokens
 
     def end_step(self, *, taken: bool) -> None:
-        for values in self.of_step:
+        for values in self.batch_losses:
             for name, value in values.items():
                 # A skipped step may have a loss of NaN, which would make the row's mean NaN.
                 counted = value if taken else torch.zeros_like(value)
                 before = self.sums.get(name)
                 self.sums[name] = counted if before is None else before.to(counted.device) + counted
-        self.num_batches += len(self.of_step) * taken
+        self.num_batches += len(self.batch_losses) * taken
         self.num_skipped += not taken
-        self.of_step = []
+        self.batch_losses = []
 
-    def end_clock_of_step(self) -> None:
+    def record_step_seconds(self) -> None:
         self.step_seconds.append(self.seconds - sum(self.step_seconds))
 
     def means(self, trainer: Trainer) -> dict[str, float]:
@@ -280,7 +280,7 @@ class _LossWindow(Checkpointed):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         sums = state_dict["sums"]
-        self.sums = {name: own_rank(values_R) for name, values_R in sums.items()}
+        self.sums = {name: scalar_of_this_rank(values_R) for name, values_R in sums.items()}
 
 
 class ValidationLogger(Checkpointed, Callback):
@@ -298,7 +298,7 @@ class ValidationLogger(Checkpointed, Callback):
         self.window_losses = torch.zeros(0)
         """Mean loss of each sequence of the newest validation, (num_windows,), in the order of the data."""
         self._routing = RoutingByLayer("every batch", "last step", "validation")
-        self._of_batches: dict[int, Tensor] = {}
+        self._losses_by_batch: dict[int, Tensor] = {}
 
     def on_validation_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -314,12 +314,12 @@ class ValidationLogger(Checkpointed, Callback):
         capacities = pl_module.decoder.expert_capacities(outputs["routings"])
         self._routing.update(outputs["routings"], counted, outputs["shared_shares"], capacities)
         if counted:
-            self._of_batches[batch["index"]] = outputs["window_losses"]
+            self._losses_by_batch[batch["index"]] = outputs["window_losses"]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.routing = self._routing.close()
-        self.window_losses = gather_by_index(self._of_batches)
-        self._of_batches = {}
+        self.window_losses = gather_by_index(self._losses_by_batch)
+        self._losses_by_batch = {}
         self.last_step = trainer.global_step
         metrics = trainer.callback_metrics
         self.last = {
@@ -343,19 +343,20 @@ class SampleLog(Checkpointed, Callback):
         self.seed = seed
         self.file = JsonLines(path)
         self.last = ""
-        """Newest text, without the prompt; empty if the model could not generate one."""
+        """Newest text, without the prompt; empty if none could be generated."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel)
         self.last = ""
         # A diverged model has no probabilities; a bidirectional model cannot generate left to right.
         loss = trainer.callback_metrics["validation/loss"].item()
-        writes = pl_module.decoder.config.causal and self.options.num_tokens and math.isfinite(loss)
-        if not writes:
+        if not (
+            pl_module.decoder.config.causal and self.options.num_tokens and math.isfinite(loss)
+        ):
             return
         try:
-            # Every rank takes part, since each may hold a part of the model. Without compilation, since
-            # every sequence length would be compiled anew.
+            # Every rank takes part, since each may hold a part of the model. Eager, since torch.compile would
+            # compile the model again for every sequence length.
             with torch.compiler.set_stance("force_eager"):
                 text = sample_text(
                     pl_module.decoder, self.tokenizer, self.prompt, self.options, self.seed
@@ -366,24 +367,23 @@ class SampleLog(Checkpointed, Callback):
                     "sample: no text at step %d: %s", trainer.global_step, first_line(error)
                 )
             return
-        if not trainer.is_global_zero:
-            return
-        self.last = text
-        line = {STEP_KEY: trainer.global_step, "prompt": self.prompt, "text": self.last}
-        self.file.add([line])
+        if trainer.is_global_zero:
+            self.last = text
+            line = {STEP_KEY: trainer.global_step, "prompt": self.prompt, "text": text}
+            self.file.add([line])
 
 
 class ProfileReport(Callback):
     """Keeps the table of Lightning's profiler at the end of training, before Lightning discards it."""
 
     text = ""
-    """Table of the profiler; empty without one."""
+    """Table of the profiler; empty without a profiler."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step + 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        found = trainer.profiler.summary()  # pyright: ignore[reportAttributeAccessIssue]  # set late
+        table = trainer.profiler.summary()  # pyright: ignore[reportAttributeAccessIssue]  # set late
         # After a resume, the profile covers only the steps since then.
         steps = f"optimizer steps {self._first_step} to {trainer.global_step}\n"
-        self.text = steps + found if found else ""
+        self.text = steps + table if table else ""

@@ -24,7 +24,7 @@ STEP_KEY = "step"
 VALIDATION_LOSS = "validation/loss"
 """Key that only validation rows have."""
 TRAIN_SECONDS = "train/seconds"
-"""Key of the seconds of training so far, without validations."""
+"""Key of the seconds of training since the start of the run, without validations."""
 STEP_SECONDS = "train/step_seconds"
 """Key of the median seconds of an optimizer step in a row; one slow step does not change the median."""
 
@@ -51,7 +51,7 @@ class Row(Line):
         return self.__pydantic_extra__
 
     @property
-    def is_of_validation(self) -> bool:
+    def is_validation(self) -> bool:
         return VALIDATION_LOSS in self.values
 
 
@@ -102,16 +102,15 @@ class JsonLines:
         if not self._pending:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if (
-            self.path.is_symlink() and self.path.exists()
-        ):  # replace the link; do not change its target
+        if self.path.is_symlink() and self.path.exists():
+            # Replace the link with a copy, since its target must not change.
             write_whole(self.path, read_bytes(self.path))
         with open_file(self.path, "ab") as file:
             descriptor, size = file.fileno(), file.tell()
             is_new = not 0 <= self._end <= size
             if is_new:
-                self._end = sum(map(len, _whole_lines(self.path)))
-            if size > self._end:  # an incomplete line, of a killed process or a failed write
+                self._end = sum(map(len, _complete_lines(self.path)))
+            if size > self._end:  # an incomplete line from a killed process or a failed write
                 os.truncate(descriptor, self._end)
             try:
                 rest = memoryview(b"".join(self._pending))
@@ -131,8 +130,8 @@ class JsonLines:
 def read_lines(path: Path, kind: type[AnyLine]) -> Iterator[AnyLine]:
     """Yield the lines of a log; none if there is no file.
 
-    An incomplete last line is skipped, since its writer died or is still writing it. Damaged lines are
-    skipped too; see `num_damaged`.
+    An incomplete last line is skipped, since its writer died or has not finished. Damaged lines are skipped
+    too; see `num_damaged`.
     """
     return (value for _, value in _read(path, kind) if value is not None)
 
@@ -152,14 +151,14 @@ def cut_lines(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool
 
 
 def _read(path: Path, kind: type[AnyLine]) -> Iterator[tuple[bytes, AnyLine | None]]:
-    for line in _whole_lines(path):
+    for line in _complete_lines(path):
         try:
             yield line, kind.model_validate(parse_object(line))
         except ValidationError:
             yield line, None
 
 
-def _whole_lines(path: Path) -> Iterator[bytes]:
+def _complete_lines(path: Path) -> Iterator[bytes]:
     try:
         file = open_file(path)
     except FileNotFoundError:

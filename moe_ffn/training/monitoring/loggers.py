@@ -31,7 +31,7 @@ from moe_ffn.training.monitoring.json_lines import STEP_KEY, JsonLines
 log = logging.getLogger(__name__)
 
 INIT_TIMEOUT_SECONDS = 8
-"""Seconds to wait for the server to accept a run; without a network, wandb's 90 look like a hang."""
+"""Seconds to wait for the server to accept a run; without a network, wandb's default of 90 seems a hang."""
 FINISH_TIMEOUT_SECONDS = 10
 """Seconds to wait for the upload of the last rows; by default wandb waits forever."""
 SERVICE_TIMEOUT_SECONDS = 10
@@ -67,7 +67,7 @@ class MetricsFile(Logger):
         return ""
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, since `config.yaml` of the run holds the options."""
+        """Do nothing, since the run's `config.yaml` holds the options."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -99,13 +99,13 @@ class WandbRun(WandbLogger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log a row, converted by `wandb_row`."""
-        with self._harmless("metrics go to metrics.jsonl alone"):
+        with self._warning_once("metrics go to metrics.jsonl alone"):
             super().log_metrics(wandb_row(metrics), step)
 
     def alert(self, title: str, text: str) -> None:
         """Send the user a message through wandb, if the run is online."""
         if self.online:
-            with self._harmless("metrics go to metrics.jsonl alone"):
+            with self._warning_once("metrics go to metrics.jsonl alone"):
                 self.experiment.alert(title[:_MAX_ALERT_TITLE], text)
 
     def finish(self, status: str) -> None:
@@ -115,17 +115,16 @@ class WandbRun(WandbLogger):
             status: `success` or `failed`.
         """
         self._failed = False
-        with self._harmless(f"upload the rest with: {command_line('sync', self.experiment)}"):
+        with self._warning_once(f"upload the rest with: {wandb_command('sync', self.experiment)}"):
             self.experiment.finish(exit_code=0 if status == "success" else 1)
 
     @contextmanager
-    def _harmless(self, remedy: str) -> Iterator[None]:
-        """Catch every exception of wandb, and print one warning for the first."""
+    def _warning_once(self, remedy: str) -> Iterator[None]:
+        """Catch every exception of wandb, and print a warning for the first."""
         try:
             yield
-        except (
-            Exception
-        ) as error:  # of any type: wandb's process may have died, its disk may be full
+        # Of any type: wandb's process may have died, or its disk may be full.
+        except Exception as error:
             if not self._failed:
                 log.warning("wandb: %s; %s", _reason(error), remedy)
             self._failed = True
@@ -136,7 +135,7 @@ def wandb_logger(
 ) -> tuple[WandbRun | None, str]:
     """Return a logger, or None if wandb is off, and one line about the state of wandb.
 
-    A wandb run in `run_dir` is resumed under its id.
+    If `run_dir` has a wandb run already, that run is resumed.
 
     Args:
         facts: values for the config of the wandb run: options, code revision, parameter counts.
@@ -149,8 +148,8 @@ def wandb_logger(
     wandb = _import_wandb()
     if wandb is None:
         return None, "wandb: not installed, metrics are in metrics.jsonl (pip install wandb)"
-    kept = _kept(run_dir)
-    earlier_id = max(kept.values())[1] if kept else None
+    earlier = _wandb_folders(run_dir)
+    earlier_id = max(earlier.values())[1] if earlier else None
 
     def start(mode: str) -> Any:
         # With these settings wandb raises an error if there is no API key, instead of asking for one.
@@ -188,21 +187,19 @@ def wandb_logger(
             return WandbRun(run, online=True), f"wandb: online, {run.url}"
         except Exception as error:  # of any type: training does not depend on wandb
             why_offline = f" ({_reason(error)})"
-            for folder in (
-                _kept(run_dir).keys() - kept.keys()
-            ):  # left by the failed attempt, without rows
+            # The failed attempt has left a folder without rows.
+            for folder in _wandb_folders(run_dir).keys() - earlier.keys():
                 shutil.rmtree(folder, ignore_errors=True)
     try:
         run = start("offline")
     except Exception as error:
         return None, f"wandb: off ({_reason(error)}), metrics are in metrics.jsonl"
-    look, upload = command_line("leet", run), command_line("sync", run)
-    return WandbRun(
-        run, online=False
-    ), f"wandb: offline{why_offline}; look: {look}; upload: {upload}"
+    view, upload = wandb_command("leet", run), wandb_command("sync", run)
+    line = f"wandb: offline{why_offline}; view: {view}; upload: {upload}"
+    return WandbRun(run, online=False), line
 
 
-def _kept(run_dir: Path) -> dict[Path, tuple[str, str]]:
+def _wandb_folders(run_dir: Path) -> dict[Path, tuple[str, str]]:
     """Return wandb folder -> (time, id) from its name, for all folders of this run."""
     folders = (run_dir / "wandb").glob("*run-*")
     matches = {folder: _RUN_FOLDER.fullmatch(folder.name) for folder in folders}
@@ -215,18 +212,18 @@ def _reason(error: Exception) -> str:
     return text.rstrip(".")
 
 
-def command_line(command: str, run: Any) -> str:
-    """Return `wandb sync runs/mine/wandb/run-1`, to be typed in the current folder."""
+def wandb_command(command: str, run: Any) -> str:
+    """Return a command for the current folder, such as `wandb sync runs/mine/wandb/run-1`."""
     folder, here = Path(run.dir).parent, Path.cwd()
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
     return f"wandb {command} {shlex.quote(str(shown))}"
 
 
 def _import_wandb() -> Any:
-    """Return the wandb package; None if it is not installed (a leftover `./wandb` folder does not count)."""
+    """Return the wandb package; None if it is not installed (a `./wandb` folder of logs does not count)."""
     # Error reports would delay the exit by 20 seconds if the server does not answer.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    # A key that was read from a file may end in a newline, which wandb rejects.
+    # A key from a file may end in a newline, which wandb rejects.
     if "WANDB_API_KEY" in os.environ:
         os.environ["WANDB_API_KEY"] = os.environ["WANDB_API_KEY"].strip()
     try:
@@ -260,8 +257,8 @@ def wandb_row(row: Mapping[str, Any]) -> dict[str, Any]:
 def load_heatmap(loads: Mapping[str, Sequence[float]]) -> Figure:
     """Return a heat map of load relative to an even share; rows are layers, columns are experts.
 
-    Layers may have different numbers of experts. If no token reached a layer, its loads are not finite and
-    its row is blank.
+    Layers may have different numbers of experts. The row of a layer that no token reached is blank, since its
+    loads are not finite.
 
     Args:
         loads: layer -> fraction of the layer's pairs on each expert, summing to 1.
@@ -301,7 +298,7 @@ def close(loggers: Iterable[Logger], status: str = "success") -> None:
     Args:
         status: `success` or `failed`.
     """
-    with ExitStack() as stack:  # close every logger, even if one fails, as on a full disk
+    with ExitStack() as stack:  # close every logger, even if another fails because the disk is full
         for logger in loggers:
             if isinstance(logger, WandbRun):
                 stack.callback(logger.finish, status)

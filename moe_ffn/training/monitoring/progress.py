@@ -120,7 +120,7 @@ class ProgressLines(Callback):
         self._printed_at = 0.0
         self._first_step = 0
         self._first_ended_at: float | None = None
-        """Time at which the first step ended; that step is slow, so the estimate leaves it out."""
+        """Time when the first step ended; that step is slow, so the estimate leaves it out."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._printed_at = time.monotonic()
@@ -173,7 +173,7 @@ def status(steps: StepLogger, step: int | None = None) -> list[str]:
 def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
     """Return the layer with the worst balance, and dropped pairs and dead experts if there are any.
 
-    Routers that list pairs have no load; among their layers, the one that uses the fewest experts is shown.
+    A router that lists pairs has no load; of these layers, the layer with the fewest used experts is shown.
     """
     if not routing:
         return []
@@ -183,11 +183,11 @@ def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
         return f"{metric.label} {value:{metric.form}}"
 
     parts: list[str] = []
-    for key, extreme in (("max_violation", max), ("experts_used", min)):
-        found = {layer: v[key].item() for layer, v in routing.items() if key in v}
-        if found:
-            worst = extreme(found, key=found.__getitem__)
-            parts.append(f"{shown(key, found[worst])} (layer {short_name(worst)})")
+    for key, worst_of in (("max_violation", max), ("experts_used", min)):
+        by_layer = {layer: v[key].item() for layer, v in routing.items() if key in v}
+        if by_layer:
+            worst = worst_of(by_layer, key=by_layer.__getitem__)
+            parts.append(f"{shown(key, by_layer[worst])} (layer {short_name(worst)})")
     if dropped := max(values["dropped_fraction"].item() for values in routing.values()):
         parts.append(shown("dropped_fraction", dropped))
     if dead := sum(v["dead_experts"].item() for v in routing.values() if "dead_experts" in v):

@@ -72,8 +72,8 @@ class RoutingByLayer(Checkpointed):
         """Return the metrics of each layer over all batches and ranks, on the CPU, and reset the sums."""
         sums, self.sums = self._reduced(), {}
         return {
-            layer: compute(self.metrics[self._is_pairs_only[layer]], found)
-            for layer, found in sums.items()
+            layer: compute(self.metrics[self._is_pairs_only[layer]], layer_sums)
+            for layer, layer_sums in sums.items()
         }
 
     def state_dict(self) -> ByLayer:
@@ -88,11 +88,11 @@ class RoutingByLayer(Checkpointed):
 
     def _reduced(self) -> ByLayer:
         """Reduce the statistics over all ranks, with one collective for sums and one for maxima."""
-        found: ByLayer = {layer: {} for layer in sorted(self.sums)}
+        reduced: ByLayer = {layer: {} for layer in sorted(self.sums)}
         for reduce in ("sum", "max"):
             keys = [
                 (layer, statistic.name)
-                for layer in found
+                for layer in reduced
                 for statistic in self.statistics[self._is_pairs_only[layer]]
                 if statistic.reduce == reduce
             ]
@@ -104,10 +104,10 @@ class RoutingByLayer(Checkpointed):
             flat = torch.cat([value.reshape(-1).double() for value in values])
             if num_ranks() > 1:
                 distributed.all_reduce(flat, getattr(distributed.ReduceOp, reduce.upper()))
-            parts = flat.cpu().split([value.numel() for value in values])
-            for (layer, name), before, part in zip(keys, values, parts, strict=True):
-                found[layer][name] = part.view_as(before).to(before.dtype)
-        return found
+            results = flat.cpu().split([value.numel() for value in values])
+            for (layer, name), value, result in zip(keys, values, results, strict=True):
+                reduced[layer][name] = result.view_as(value).to(value.dtype)
+        return reduced
 
 
 def num_ranks() -> int:
@@ -123,32 +123,29 @@ def all_gather_scalar(value: Tensor) -> Tensor:
     return torch.stack(values)
 
 
-def own_rank(values_R: Tensor) -> Tensor:
+def scalar_of_this_rank(values_R: Tensor) -> Tensor:
     """Return this rank's entry of `all_gather_scalar`, or the mean if the number of ranks has changed.
 
-    Each rank continues its own sum, so that a resumed run rounds like an uninterrupted run.
+    Each rank resumes with its own sum, so that a resumed run rounds like an uninterrupted run.
     """
     if len(values_R) != num_ranks():
         return values_R.mean()
     return values_R[distributed.get_rank() if distributed.is_initialized() else 0]
 
 
-def gather_by_index(of_batches: Mapping[int, Tensor]) -> Tensor:
+def gather_by_index(by_index: Mapping[int, Tensor]) -> Tensor:
     """Concatenate the values of all batches of all ranks, sorted by batch index, on the CPU. A collective."""
-    of_ranks: list[Mapping[int, list[float]]] = [{}] * num_ranks()
-    own = {index: values.tolist() for index, values in of_batches.items()}
-    if num_ranks() == 1:
-        of_ranks = [own]
-    else:
-        distributed.all_gather_object(of_ranks, own)
-    found = {index: values for of_rank in of_ranks for index, values in of_rank.items()}
-    return torch.tensor([value for index in sorted(found) for value in found[index]])
+    gathered = [{index: values.tolist() for index, values in by_index.items()}] * num_ranks()
+    if num_ranks() > 1:
+        distributed.all_gather_object(gathered, gathered[0])
+    merged = {index: values for of_rank in gathered for index, values in of_rank.items()}
+    return torch.tensor([value for index in sorted(merged) for value in merged[index]])
 
 
-PART_OF_BATCH = 1 / 4
+PROBE_FRACTION = 1 / 4
 """Fraction of a batch to route; a quarter costs about a twelfth of a training step on the whole batch."""
 
-MAX_TOKENS = 1024
+MAX_PROBE_TOKENS = 1024
 """Largest number of tokens to route, since checkpoints hold one bool for each token and expert."""
 
 
@@ -161,12 +158,14 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
     if not module.decoder.routers():
         return {}
     input_ids = module.batch_at(0)["input_ids"]
-    num_sequences = min(int(len(input_ids) * PART_OF_BATCH), MAX_TOKENS // input_ids.shape[1])
+    num_sequences = min(
+        int(len(input_ids) * PROBE_FRACTION), MAX_PROBE_TOKENS // input_ids.shape[1]
+    )
     input_ids = input_ids[: max(num_sequences, 1)].to(module.device)
     was_training = module.decoder.training
     module.decoder.eval()
     try:
-        # A compiled model would be compiled again for this batch shape.
+        # torch.compile would compile the model again for this batch shape.
         with torch.compiler.set_stance("force_eager"), module.precision_context():
             routings = module.decoder(input_ids).routings
     finally:
@@ -179,9 +178,9 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
 
 
 class RoutingWindow(Checkpointed):
-    """Metrics since the last row: loads over all its steps, token metrics over its last step.
+    """Metrics of one row: loads over all its steps, token metrics over its last step.
 
-    Checkpoints do not hold token metrics, since these are empty between steps.
+    Checkpoints do not hold token metrics, which are empty between steps.
     """
 
     in_checkpoint = ("_load", "_idle_steps", "_probe", "_last_look")
@@ -220,22 +219,22 @@ class RoutingWindow(Checkpointed):
         """
         values = self._load.close()
         # Token metrics are missing if training ended before the last step of the row.
-        for layer, of_tokens in self._tokens.close().items():
-            values[layer] |= of_tokens
+        for layer, token_metrics in self._tokens.close().items():
+            values[layer] |= token_metrics
         looks: dict[str, tuple[Tensor, Tensor]] = {}
         if step - self._last_look >= self.churn_every_n_steps:
             before, self._probe, self._last_look = self._probe, probe(module), step
-            # Shapes differ if a mixture of depths passes another number of tokens to its inner layer.
+            # Shapes differ if a mixture of depths passes a different number of tokens to its inner layer.
             looks = {
                 layer: (before[layer], now_TE)
                 for layer, now_TE in self._probe.items()
                 if layer in before and before[layer].shape == now_TE.shape
             }
         routers, infos = module.decoder.routers(), module.decoder.config.router_infos()
-        for layer, of_layer in values.items():
-            if "load" not in of_layer:  # the router lists pairs
+        for layer, metrics in values.items():
+            if "load" not in metrics:  # the router lists pairs
                 continue
-            load_E = of_layer["load"]
+            load_E = metrics["load"]
             idle_E = self._idle_steps.get(layer, torch.zeros_like(load_E, dtype=torch.int64))
             self._idle_steps[layer] = idle_steps(idle_E, load_E, num_steps)
             row = RowEnd(
@@ -247,5 +246,5 @@ class RoutingWindow(Checkpointed):
                 bias_E=routers[layer].correction_bias_E if layer in routers else None,
                 looks=looks.get(layer),
             )
-            of_layer |= {key: value.cpu() for key, value in compute_row_end(row).items()}
+            metrics |= {key: value.cpu() for key, value in compute_row_end(row).items()}
         return values

@@ -10,8 +10,8 @@ class Checkpointed:
     """Mixin with a `state_dict` of the attributes in `in_checkpoint`."""
 
     in_checkpoint: ClassVar[tuple[str, ...]]
-    """Names of attributes to save, without their leading underscore. Each holds a plain value, a deque,
-    tensors or a `Checkpointed`."""
+    """Names of the attributes to save; keys of the `state_dict` have no leading underscore. Each attribute
+    holds a plain value, a deque, tensors or a `Checkpointed`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the attributes. A collective: every rank has to call this."""

@@ -2,8 +2,8 @@
 
 A checkpoint is a zip archive of `torch.save`, which `torch.load` and `unzip` can read. The comment at the end
 of the archive holds the SHA-256 of everything before it. Tensors that are sharded over ranks are in a folder
-next to the file: each rank writes its own parts as safetensors, and no rank gathers them. The file is written
-after the folder. It holds the name of the folder and the SHA-256 of each file in the folder.
+next to the file, where each rank writes its own parts as safetensors, so no rank gathers them. The file is
+written after the folder. It holds the name of the folder and the SHA-256 of each file in the folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moe_ffn.files import (
 )
 from moe_ffn.kernels.base import is_distributed
 
-if TYPE_CHECKING:  # programs that read a run would wait seconds for it
+if TYPE_CHECKING:  # the import takes seconds, and programs that only read a run do not need it
     from torch.distributed.tensor import DTensor
 
 IDENTITY = "identity"
@@ -47,7 +47,7 @@ BEST_NAME = "best.ckpt"
 """File with the weights of the lowest validation loss; no run resumes from it."""
 
 MAX_FILE_BYTES = 2**26
-"""Size limit of a shard file per rank, since a file is built in memory. A larger tensor has its own file."""
+"""Maximum size of a shard file of a rank, which is built in memory. A larger tensor has its own file."""
 
 _STEP_NAME = re.compile(r"step_([0-9]{8,})\.ckpt")
 _SHARDS = "shards"
@@ -77,18 +77,18 @@ def step_of(path: Path) -> int:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return all checkpoint files of steps, newest first, without verifying them; empty without a folder.
+    """Return all checkpoint files but the best, newest first and not verified; empty without a folder.
 
     Raises:
         OSError: the folder cannot be read.
     """
     if kind_of(folder) is None:
         return []
-    found = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    files = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
+    return sorted(files, key=step_of, reverse=True)
 
 
-def set_skipped_aside(folder: Path, step: int) -> None:
+def rename_skipped(folder: Path, step: int) -> None:
     """Rename each checkpoint after `step`, which a resumed run skipped, to `NAME.skipped`.
 
     Otherwise a later resume could use a checkpoint that does not belong to the resumed run.
@@ -118,7 +118,7 @@ def write_checkpoint(values: dict[str, Any], path: Path) -> None:
     with replacing(path) as file:
         try:
             torch.save(values, file)
-        except RuntimeError as error:  # torch raises this on a full disk
+        except RuntimeError as error:  # torch raises it if the disk is full
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
@@ -173,16 +173,15 @@ def remove_unused_shards(folder: Path) -> None:
 
 @contextmanager
 def _explaining() -> Iterator[None]:
-    """Convert every error while reading to a CheckpointError."""
+    """Convert every error of reading a checkpoint to a CheckpointError."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"cannot be read ({reason(error)})") from error
     except (CheckpointError, MemoryError):
         raise
-    except (
-        Exception
-    ) as error:  # of pickle, zip or torch; torch would advise to run the code in the file
+    # From pickle, zip or torch, whose message advises to run the code in the file.
+    except Exception as error:
         raise CheckpointError("is no checkpoint of tensors and plain values") from error
 
 
@@ -196,7 +195,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _seal(file: BinaryIO, shards: Any) -> None:
-    """Write the name of the shard folder and the digest of all other bytes as the archive's comment."""
+    """Write the archive's comment: the shard folder, if any, and the digest of all bytes before it."""
     label = b"shards:%s " % shards["folder"].encode() if shards else b""
     file.seek(-len(_NO_COMMENT), 2)
     if file.read() != _NO_COMMENT:
@@ -224,8 +223,8 @@ def _require_seal(file: BinaryIO) -> None:
 def _shards_named_in(file: BinaryIO) -> str | None:
     """Return the name of a checkpoint's shard folder without reading its values; None without shards."""
     file.seek(max(file.seek(0, 2) - _SEAL_BYTES - _SHARDS_LABEL_BYTES, 0))
-    found = _SHARDS_LABEL.fullmatch(file.read(_SHARDS_LABEL_BYTES))
-    return found[1].decode() if found else None
+    match = _SHARDS_LABEL.fullmatch(file.read(_SHARDS_LABEL_BYTES))
+    return match[1].decode() if match else None
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
@@ -248,13 +247,13 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     """Write this rank's shards into a new folder in `parent`. A collective: every rank has to call this.
 
     Args:
-        parent: folder of the checkpoints; that of the first rank is used.
+        parent: folder of the checkpoints; all ranks use the folder of the first rank.
 
     Returns:
         `values` with meta tensors instead of the sharded tensors, and an entry `_SHARDS`.
 
     Raises:
-        OSError: on every rank, if a rank could not write, or wrote to a disk that rank 0 cannot see.
+        OSError: on every rank, if a rank could not write, or wrote to a disk that rank 0 cannot read.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -264,15 +263,15 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     is_first = dist.get_rank() == 0
     folder = _from_first_rank(parent.absolute() / f"{secrets.token_hex(8)}.shards")
     tensors: dict[str, Tensor] = {}
-    shapes: dict[Any, Tensor] = {}
+    meta_tensors: dict[Any, Tensor] = {}
     for path, value in tree_flatten_with_path(values)[0]:
-        if is_distributed(value) and _memory(value) not in shapes:
+        if is_distributed(value) and (key := _memory_key(value)) not in meta_tensors:
             # A tied tensor has several names but one meta tensor, so that `torch.save` keeps it tied.
-            shapes[_memory(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            meta_tensors[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             tensors[_name(path)] = value
     digests: dict[str, str] | OSError | None
     try:
-        # The writer makes the folder too, and raises an error of one rank on all ranks.
+        # The writer creates the folder too, and raises an error of one rank on all ranks.
         writer = HuggingFaceStorageWriter(
             str(folder), _file_numbers(tensors), save_distributed=True
         )
@@ -283,14 +282,14 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
         digests = error
     except CheckpointException as error:
         failures = [failure for failure, _ in error.failures.values()]
-        digests = next((found for found in failures if isinstance(found, OSError)), None)
+        digests = next((failure for failure in failures if isinstance(failure, OSError)), None)
         if digests is None:
             raise
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, digests)
-    problem = next((found for found in of_ranks if isinstance(found, OSError)), None)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, digests)
+    problem = next((result for result in gathered if isinstance(result, OSError)), None)
     if problem is None:
-        digests = {name: digest for found in of_ranks for name, digest in found.items()}
+        digests = {name: digest for of_rank in gathered for name, digest in of_rank.items()}
         if not _from_first_rank(all((folder / name).exists() for name in digests)):
             problem = OSError(
                 errno.ENOENT, "a rank wrote to a disk that rank 0 cannot read", str(folder)
@@ -302,7 +301,7 @@ def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     if is_first:
         sync_folder(folder)
         sync_folder(parent)
-    described = tree_map_only(DTensor, lambda value: shapes[_memory(value)], values)
+    described = tree_map_only(DTensor, lambda value: meta_tensors[_memory_key(value)], values)
     return {**described, _SHARDS: {"folder": folder.name, "sha256": digests}}
 
 
@@ -330,7 +329,7 @@ class SavedTensors(Mapping[Any, Any]):
     ) -> None:
         """
         Args:
-            described: the values, with a meta tensor for each tensor in shards.
+            described: the values, with a meta tensor for each sharded tensor.
             names: `id` of a meta tensor -> name of the tensor in the shard files.
             parts: name of a tensor -> (offsets in the tensor, file) of each part.
         """
@@ -347,58 +346,58 @@ class SavedTensors(Mapping[Any, Any]):
     def __len__(self) -> int:
         return len(self.described)
 
-    def _read(self, shape: Tensor) -> Tensor:
+    def _read(self, tensor: Tensor) -> Tensor:
         from safetensors import safe_open
 
-        name = self._names.get(id(shape))
+        name = self._names.get(id(tensor))
         if name is None:
-            return shape  # not sharded, so an ordinary tensor
-        whole = torch.empty(shape.shape, dtype=shape.dtype)
+            return tensor  # not sharded
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for offsets, path in self._parts[name]:
             with safe_open(path, framework="pt") as file:
                 part = file.get_tensor(name)
-            place = (slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
-            whole[tuple(place)] = part
+            slices = (slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
+            whole[tuple(slices)] = part
         return whole
 
     def under(self, prefix: str) -> SavedTensors:
-        """Return the tensors whose names begin with `prefix`, and remove the prefix."""
+        """Return the tensors whose names begin with `prefix`, under their names without it."""
         described = {
-            name.removeprefix(prefix): shape
-            for name, shape in self.described.items()
+            name.removeprefix(prefix): tensor
+            for name, tensor in self.described.items()
             if str(name).startswith(prefix)
         }
         return SavedTensors(described, self._names, self._parts)
 
     def read_into(self, tensors: Mapping[Any, Any]) -> None:
-        """Copy saved tensors into `tensors`; of a sharded tensor, read only this rank's part.
+        """Copy saved tensors into `tensors`; read only this rank's part of a sharded tensor.
 
         Args:
-            tensors: tensors to overwrite, nested as in the checkpoint.
+            tensors: tensors to overwrite, nested like the checkpoint.
         """
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        wanted: dict[str, Tensor] = {}
+        sharded: dict[str, Tensor] = {}
         for path, target in tree_flatten_with_path(dict(tensors))[0]:
-            found: Any = self.described
-            for key in path:
-                found = found[_key(key)]
             if not isinstance(target, Tensor):
                 continue
-            if (name := self._names.get(id(found))) is None:
-                target.copy_(found)
+            saved: Any = self.described
+            for key in path:
+                saved = saved[_key(key)]
+            if (name := self._names.get(id(saved))) is None:
+                target.copy_(saved)
             else:
-                wanted[name] = target  # a tied tensor is read once, under one of its names
+                sharded[name] = target  # a tied tensor is read once, under one of its names
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             (folder,) = {path.parent for parts in self._parts.values() for _, path in parts}
             # Every rank reads independently, without collectives.
-            load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+            load(sharded, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 def _read_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
-    """Replace weights and optimizer states in the values of a sharded checkpoint by `SavedTensors`."""
+    """Replace the weights and optimizer states of a sharded checkpoint with `SavedTensors`."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     folder = _verify_shards(values.pop(_SHARDS), parent)
@@ -407,8 +406,8 @@ def _read_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.is_meta:
             names.setdefault(id(value), _name(path))
     parts: dict[str, list[tuple[Any, Path]]] = {name: [] for name in names.values()}
-    written = HuggingFaceStorageReader(str(folder)).read_metadata()
-    for index, info in written.storage_data.items():
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    for index, info in metadata.storage_data.items():
         parts[index.fqn].append((index.offset, folder / Path(info.relative_path).name))
     for holder, key in _holders_of_tensors(values):
         holder[key] = SavedTensors(holder[key], names, parts)
@@ -436,7 +435,7 @@ def _verify_shards(shards: Mapping[str, Any], parent: Path) -> Path:
     return folder
 
 
-def _memory(tensor: DTensor) -> tuple[Any, ...]:
+def _memory_key(tensor: DTensor) -> tuple[Any, ...]:
     """Return a key for the memory of this rank's part, equal for all names of a tied tensor."""
     local = tensor.to_local()
     return local.untyped_storage()._cdata, local.storage_offset(), local.shape, tensor.shape

@@ -32,15 +32,15 @@ from moe_ffn.training.recovery.checkpoint_file import (
     verify,
     write_checkpoint,
 )
-from moe_ffn.training.recovery.guard import found_on_any_rank
+from moe_ffn.training.recovery.guard import first_not_none
 
 log = logging.getLogger(__name__)
 
 
 class SealedCheckpointIO(CheckpointIO):
-    """Makes Lightning read and write our checkpoint files.
+    """Lightning plugin that reads and writes our checkpoint files.
 
-    A failed save is stored and not raised, since the other ranks wait for the rank that writes.
+    The error of a failed save is stored, not raised, since the other ranks wait for the rank that writes.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class SealedCheckpointIO(CheckpointIO):
 
 
 class CheckpointKeeper(Checkpointed, Callback):
-    """Saves a checkpoint every few steps and the weights of the lowest validation loss; keeps the last few.
+    """Saves regular checkpoints, of which it keeps the newest, and the weights of the lowest validation loss.
 
-    A failed save is repeated after the next step, then two, four and more steps later. The newest intact
+    A failed save is retried after the next step, then after two, four and more steps. The newest intact
     checkpoint is never removed.
     """
 
@@ -82,7 +82,7 @@ class CheckpointKeeper(Checkpointed, Callback):
         """
         Args:
             folder: folder of the checkpoints.
-            identity: plain values to store in every checkpoint.
+            identity: plain values to store in every checkpoint; see `checkpoint_identity`.
         """
         self.folder = folder
         self.config = config
@@ -96,11 +96,11 @@ class CheckpointKeeper(Checkpointed, Callback):
         """Optimizer step of the newest successful save; -1 before the first."""
         self.problem = ""
         """Reason why the last save failed; empty if it succeeded."""
-        self._patience = 0  # steps to wait after a failed save; 0 after a successful one
-        self._failed_at = -1
+        self._retry_after = 0  # steps to wait after a failed save; 0 after a successful one
+        self._failed_step = -1
         self._failures = WriteFailures(folder)
         self._should_stop = False  # true if early stopping had ended the run at the newest save
-        self._has_reported_broken = False
+        self._has_warned_of_nan = False
 
     def is_between_steps(self, trainer: Trainer, batch: LoadedBatch) -> bool:
         """Return true after the last batch of an optimizer step, unless a validation follows."""
@@ -108,9 +108,9 @@ class CheckpointKeeper(Checkpointed, Callback):
         return is_last and trainer.global_step % self.validate_every_n_steps != 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A run that early stopping had ended trains on if the user raised its patience or removed it.
-        still = any(rule.wait_count >= rule.patience for rule in trainer.early_stopping_callbacks)
-        trainer.should_stop = trainer.should_stop or (self._should_stop and still)
+        # If early stopping ended the run, training continues only with a larger patience or without the rule.
+        is_spent = any(c.wait_count >= c.patience for c in trainer.early_stopping_callbacks)
+        trainer.should_stop = trainer.should_stop or (self._should_stop and is_spent)
         if trainer.is_global_zero:
             with suppress(OSError):
                 remove_unfinished(self.folder)
@@ -147,10 +147,10 @@ class CheckpointKeeper(Checkpointed, Callback):
             return True
         self.problem = self._write(trainer, step_name(step), trainer.save_checkpoint)
         if self.problem:
-            self._patience = min(max(2 * self._patience, 1), self._every)
-            self._failed_at = step
+            self._retry_after = min(max(2 * self._retry_after, 1), self._every)
+            self._failed_step = step
             return False
-        self._patience = 0
+        self._retry_after = 0
         self.last_saved_step = step
         if trainer.is_global_zero:
             self._remove_old(step)
@@ -177,12 +177,11 @@ class CheckpointKeeper(Checkpointed, Callback):
         return self.config.every_n_steps or self.validate_every_n_steps
 
     def _is_due(self, step: int) -> bool:
-        if self._patience:
-            return step >= self._failed_at + self._patience
+        if self._retry_after:
+            return step >= self._failed_step + self._retry_after
         return step % self._every == 0
 
     def _save_weights(self, trainer: Trainer, validation_loss: float, path: Path) -> None:
-        """Save the weights with the identity of the run and the step, but without optimizer state."""
         values = {
             "state_dict": trainer.strategy.lightning_module_state_dict(),
             "hyper_parameters": dict(trainer.lightning_module.hparams),
@@ -197,18 +196,18 @@ class CheckpointKeeper(Checkpointed, Callback):
         """Write the file `name` by calling `save`, unless a weight is NaN or infinite.
 
         Returns:
-            the reason why the file was not written, on every rank; empty if it was.
+            the reason why the file was not written, on every rank; empty if it was written.
         """
-        broken = found_on_any_rank(_first_broken(trainer.lightning_module))
-        if broken is not None:
-            if not self._has_reported_broken:
-                self._has_reported_broken = True
+        nonfinite = first_not_none(_first_nonfinite(trainer.lightning_module))
+        if nonfinite is not None:
+            if not self._has_warned_of_nan:
+                self._has_warned_of_nan = True
                 log.warning(
-                    "checkpoint: steps from %d on are not saved while '%s' holds NaN or infinity; those in "
-                    "'%s' are kept",
-                    *(trainer.global_step, broken, self.folder),
+                    "checkpoint: steps from %d on are not saved while '%s' holds NaN or infinity; earlier "
+                    "checkpoints in '%s' are kept",
+                    *(trainer.global_step, nonfinite, self.folder),
                 )
-            return f"'{broken}' holds NaN or infinity"
+            return f"'{nonfinite}' holds NaN or infinity"
         self._should_stop = trainer.should_stop
         for logger in trainer.loggers:
             logger.save()  # a run that resumes from this checkpoint needs all earlier rows
@@ -221,7 +220,7 @@ class CheckpointKeeper(Checkpointed, Callback):
         return trainer.strategy.broadcast("" if failure is None else reason(failure))
 
     def _remove_old(self, step: int) -> None:
-        """Remove all but the newest few checkpoints before `step`, if that of `step` is intact."""
+        """Remove all but the newest few checkpoints before `step`, if the checkpoint of `step` is intact."""
         try:
             old = [path for path in newest_first(self.folder) if step_of(path) < step]
             too_old = old[self.config.keep_last - 1 :]
@@ -234,13 +233,13 @@ class CheckpointKeeper(Checkpointed, Callback):
                 path.unlink(missing_ok=True)
 
 
-def _first_broken(module: torch.nn.Module) -> str | None:
+def _first_nonfinite(module: torch.nn.Module) -> str | None:
     """Return the name of the first parameter with NaN or infinity, or buffer with NaN.
 
-    A buffer may hold infinities, as in a mask.
+    A buffer may hold infinities, such as those of a mask.
     """
     parameters = (
         (name, on_this_rank(value).isfinite().all()) for name, value in module.named_parameters()
     )
     buffers = ((name, ~value.isnan().any()) for name, value in module.named_buffers())
-    return next((name for name, is_good in chain(parameters, buffers) if not is_good), None)
+    return next((name for name, is_valid in chain(parameters, buffers) if not is_valid), None)

@@ -1,4 +1,4 @@
-"""Rules that skip an optimizer step or end a run. They work on plain numbers and need no trainer."""
+"""Rules that skip an optimizer step or end a run, and the search for the source of a NaN."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class GuardConfig(Config, frozen=True):
     """Rules for skipping optimizer steps. A NaN or infinite loss or gradient always skips the step."""
 
     max_loss_ratio: float | None = Field(default=10.0, gt=1)
-    """Skip a step whose loss exceeds this ratio to the median of the last 32 steps taken; null: never."""
+    """Skip a step whose loss exceeds this multiple of the median of the last 32 steps taken; null: never."""
     max_skipped_in_a_row: int = Field(default=10, ge=1)
     """End the run (exit code 3) after this many consecutive skipped steps."""
 
 
 STEPS_OF_MEDIAN, STEPS_BEFORE_JUDGING = 32, 5
-"""Number of earlier steps in the median that a loss is compared with, and the least number needed."""
+"""Number of earlier steps whose median loss a loss is compared with, and the minimum number of them."""
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """An optimizer step that was skipped: parameters, moments and biases did not change."""
+    """A skipped optimizer step, which changed no parameters, moments or biases."""
 
     step: int
-    """Number of the step, from 1, as in rows and alarms."""
+    """Number of the step, from 1."""
     reason: str
     """Reason for skipping the step, such as `its loss is nan`."""
     began_in: str | None
@@ -58,16 +58,15 @@ class Diverged(RuntimeError):  # noqa: N818 - what the run has done
     """The run cannot continue, or no longer learns."""
 
     def __init__(self, step: int, problem: str) -> None:
-        """End a run at optimizer step `step`; `problem` is the end of the message."""
         super().__init__(f"step {step}: {problem}")
         self.step = step
         self.problem = problem
 
 
 class StepGuard(Checkpointed):
-    """Decides from loss and gradient norm whether to skip a step, and counts skipped steps.
+    """Decides from the loss and the gradient norm whether to skip a step, and counts skipped steps.
 
-    Callers have to pass the same numbers on every rank.
+    Callers have to pass the same loss and gradient norm on every rank.
     """
 
     in_checkpoint = ("num_skipped", "num_in_a_row", "began_in", "_losses")
@@ -75,7 +74,7 @@ class StepGuard(Checkpointed):
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
         self.num_skipped = 0
-        """Number of skipped steps of the whole run."""
+        """Number of steps skipped in the whole run."""
         self.num_in_a_row = 0
         """Number of consecutive skipped steps up to now."""
         self.began_in: str | None = None
@@ -90,11 +89,11 @@ class StepGuard(Checkpointed):
             return f"its gradient norm is {gradient_norm}"
         limit = self.config.max_loss_ratio
         if limit is not None and len(self._losses) >= STEPS_BEFORE_JUDGING:
-            usual = median(self._losses)
-            if loss > limit * usual > 0:
+            baseline = median(self._losses)
+            if loss > limit * baseline > 0:
                 return (
-                    f"its loss {loss:.4g} is {loss / usual:.3g} times the median of the steps before, "
-                    f"{usual:.4g} (limit {limit:g})"
+                    f"its loss {loss:.4g} is {loss / baseline:.3g} times the median of the steps before, "
+                    f"{baseline:.4g} (limit {limit:g})"
                 )
         return None
 
@@ -126,93 +125,91 @@ def find_nan_source(
 ) -> str | None:
     """Return the name of the first NaN or infinite value in a step; None if all values are finite.
 
-    This removes its hooks and leaves `.grad` unchanged. A collective: every rank has to call this, and all
+    This leaves no hooks behind, and `.grad` unchanged. A collective: every rank has to call this, and all
     ranks return the same name.
 
     Args:
-        model: module that contains all parts that can be named.
-        batches: functions that repeat the forward pass of each batch of the step, with the same randomness.
-        gradient_scale: factor of the loss before the backward pass; None to search no backward pass.
+        model: module that contains every module and parameter to name.
+        batches: functions that repeat the forward pass of each batch of the step, with equal randomness.
+        gradient_scale: factor of the loss before the backward pass; None to search only the forward pass.
     """
-    name = nonfinite_value(model.state_dict())
-    if found := found_on_any_rank(name and f"the parameter {name}"):
-        return found
+    name = nonfinite_name(model.state_dict())
+    if source := first_not_none(name and f"the parameter {name}"):
+        return source
     for forward in batches:
         losses, name = _forward_and_source(model, forward)
         if name is None and not _is_finite(losses.total):
-            parts = {"cross_entropy": losses.cross_entropy, **losses.balancing}
-            name = f"the objective's {nonfinite_value(parts) or 'total'}"
-        if found := found_on_any_rank(name):
-            return found
+            terms = {"cross_entropy": losses.cross_entropy, **losses.balancing}
+            name = f"the objective's {nonfinite_name(terms) or 'total'}"
+        if source := first_not_none(name):
+            return source
         if gradient_scale is not None:
             name = next(iter(_nonfinite_gradients(model, losses.total * gradient_scale)), None)
-            if found := found_on_any_rank(name and f"the gradient of {name}"):
-                return found
+            if source := first_not_none(name and f"the gradient of {name}"):
+                return source
     return None
 
 
-def found_on_any_rank(found: str | None) -> str | None:
-    """Return `found` of the first rank where it is not None. A collective: every rank has to call this."""
+def first_not_none(name: str | None) -> str | None:
+    """Return the name from the first rank that has one. A collective: every rank has to call this."""
     if not dist.is_initialized():
-        return found
-    of_ranks: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, found)
-    return next((found for found in of_ranks if found is not None), None)
+        return name
+    names: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, name)
+    return next((name for name in names if name is not None), None)
 
 
-def nonfinite_value(state: Mapping[str, Any]) -> str | None:
-    """Return the name of the first tensor in `state` with NaN or infinity; None if all are finite."""
-    return next((name for name, value in state.items() if not _is_finite(value)), None)
+def nonfinite_name(values: Mapping[str, Any]) -> str | None:
+    """Return the name of the first tensor in `values` with NaN or infinity; None if all are finite."""
+    return next((name for name, value in values.items() if not _is_finite(value)), None)
 
 
 def _forward_and_source(
     model: nn.Module, forward: Callable[[], Objective]
 ) -> tuple[Objective, str | None]:
-    """Return the losses of a forward pass, and the first module whose output alone has NaN or infinity.
+    """Return the losses of a forward pass, and the first module with finite inputs and a nonfinite output.
 
-    If there is none, it is the first module with such an input and such an output. A module with a finite
-    output is no source, since a mask may hold infinities.
+    If there is none, the source is the first module whose input and output are both nonfinite. A module with
+    a finite output is no source, since a mask may hold infinities.
     """
-    makers, handed = list[str](), dict[str, str]()
+    sources, nonfinite_inputs = list[str](), dict[str, str]()
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not _is_finite((args, kwargs)):
-            handed[name] = f"the input of {name}"
+            nonfinite_inputs[name] = f"the input of {name}"
 
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if _is_finite(output):
-            handed.pop(name, None)
+            nonfinite_inputs.pop(name, None)
         elif _is_finite((args, kwargs)) and not any(
-            inner.startswith(f"{name}.") for inner in (*makers, *handed)
+            inner.startswith(f"{name}.") for inner in (*sources, *nonfinite_inputs)
         ):
-            makers.append(name)
+            sources.append(name)
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            for register, hook in (
-                (module.register_forward_pre_hook, before),
-                (module.register_forward_hook, after),
-            ):
-                hooks.enter_context(register(partial(hook, name), with_kwargs=True))
+            pre_hook, hook = partial(before, name), partial(after, name)
+            hooks.enter_context(module.register_forward_pre_hook(pre_hook, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         losses = forward()
-    return losses, next(iter((*makers, *handed.values())), None)
+    return losses, next(iter((*sources, *nonfinite_inputs.values())), None)
 
 
 def _nonfinite_gradients(model: nn.Module, loss: Tensor) -> list[str]:
     """Return the parameters whose gradient is not finite, in the order of the backward pass."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found: list[str] = []
+    nonfinite: list[str] = []
 
-    def look(name: str, gradient: Tensor) -> None:
+    def check(name: str, gradient: Tensor) -> None:
         if not _is_finite(gradient):
-            found.append(name)
+            nonfinite.append(name)
 
     with ExitStack() as hooks:
         for name, parameter in parameters.items():
-            hooks.enter_context(parameter.register_hook(partial(look, name)))
+            hooks.enter_context(parameter.register_hook(partial(check, name)))
         # Unlike `backward`, this changes no `.grad`, and does not start DDP's reduction of gradients.
         torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return found
+    return nonfinite
 
 
 def _is_finite(values: Any) -> bool:

@@ -1,6 +1,6 @@
 """Early ends of a run: on a signal, when its time is up, or when the loss stops falling.
 
-The run first finishes and saves the current step. If a rank is lost, the run ends immediately.
+The run first finishes the current step and saves it. If a rank is lost, the run ends immediately.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class Interrupted(Exception):  # noqa: N818 - nothing went wrong
 
 
 @contextmanager
-def ending_at_once(waits_for: str) -> Iterator[None]:
-    """Let signals end this process immediately while C++ code of torch waits for other processes.
+def ending_at_once(awaited: str) -> Iterator[None]:
+    """Let signals end this process immediately while torch's C++ code waits for other processes.
 
     Args:
-        waits_for: processes that are waited for; printed after ten seconds.
+        awaited: the other processes, for a line that is printed after ten seconds.
     """
-    line = f"waiting for {waits_for}\n"
-    clock = threading.Timer(10, lambda: os.write(sys.stderr.fileno(), line.encode()))
-    clock.daemon = True
+    line = f"waiting for {awaited}\n"
+    timer = threading.Timer(10, lambda: os.write(sys.stderr.fileno(), line.encode()))
+    timer.daemon = True
     before = {s: signal.signal(s, signal.SIG_DFL) for s in _STOP_SIGNALS if _is_main_thread()}
-    clock.start()
+    timer.start()
     try:
         yield
     finally:
-        clock.cancel()
+        timer.cancel()
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
@@ -88,7 +88,9 @@ class StopRequest:
         if not self.signum:
             name = signal.Signals(signum).name
             line = f"\n{name}: ending after this step (Ctrl-C once more ends at once)\n"
-            with suppress(OSError, ValueError):  # standard error may be closed, or no file
+            with suppress(
+                OSError, ValueError
+            ):  # standard error may be closed, or have no descriptor
                 # Not `print`, since the signal may have interrupted a `print`.
                 os.write(sys.stderr.fileno(), line.encode())
         self.signum = signum
@@ -97,7 +99,7 @@ class StopRequest:
 class StopOnRequest(Callback):
     """Saves and raises `Interrupted` on every rank, once any rank has received a signal.
 
-    It does so between steps, and after the validation of a step that has one, so that a resumed run equals an
+    This happens between steps, and if a step has a validation, after it, so that a resumed run equals an
     uninterrupted run.
     """
 
@@ -113,29 +115,29 @@ class StopOnRequest(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.keeper.is_between_steps(trainer, batch):
-            self._stop_before_the_next_step(trainer)
+            self._stop_before_next_step(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.request.listen()  # `trainer.validate` installs Lightning's handlers again
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._stop_before_the_next_step(trainer)
+            self._stop_before_next_step(trainer)
         else:
-            self._stop_if_asked(trainer)
+            self._stop_if_requested(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop_if_asked(trainer)  # now, since a long validation may follow
+        self._stop_if_requested(trainer)  # now, since a long validation may follow
 
-    def _stop_before_the_next_step(self, trainer: Trainer) -> None:
+    def _stop_before_next_step(self, trainer: Trainer) -> None:
         if trainer.global_step < trainer.max_steps and not trainer.should_stop:
-            self._stop_if_asked(trainer)
+            self._stop_if_requested(trainer)
 
-    def _stop_if_asked(self, trainer: Trainer) -> None:
+    def _stop_if_requested(self, trainer: Trainer) -> None:
         signum = self.request.signum
         if trainer.world_size > 1:
-            asked = torch.tensor(signum, device=trainer.strategy.root_device)
-            signum = int(trainer.strategy.reduce(asked, reduce_op="max"))
+            local = torch.tensor(signum, device=trainer.strategy.root_device)
+            signum = int(trainer.strategy.reduce(local, reduce_op="max"))
         if signum:
             self.keeper.save(trainer)
             raise Interrupted(signum, trainer.global_step)
@@ -144,7 +146,7 @@ class StopOnRequest(Callback):
 class StepTimer(Timer):
     """Ends a run after the current step, once its time is up.
 
-    Lightning's timer ends a run after any batch, and would lose gradients that a step has accumulated.
+    Lightning's timer ends a run after any batch, which would lose the gradients accumulated for a step.
     """
 
     def on_train_batch_end(
@@ -169,7 +171,7 @@ def _is_main_thread() -> bool:
 _LOST_RANK = re.compile(
     r"(closed|reset) by peer|socket closed|broken pipe|remote process|timed? ?out", re.I
 )
-"""Words in errors of gloo and NCCL when a process that they wait for has ended."""
+"""Words in errors of gloo and NCCL after another process has ended."""
 
 EXIT_GRACE_SECONDS = 2.0
 """Seconds to wait for the exit of a process after the connection to it is lost."""
@@ -178,7 +180,7 @@ EXIT_GRACE_SECONDS = 2.0
 def lost_rank(error: RuntimeError, trainer: Trainer) -> str | None:
     """Return a sentence about the lost rank that made a collective fail; None if `error` has another cause.
 
-    This also kills the ranks that this process started.
+    If a rank was lost, this kills the ranks that this process started.
     """
     if trainer.world_size == 1 or not _LOST_RANK.search(str(error)):
         return None
@@ -192,7 +194,7 @@ def lost_rank(error: RuntimeError, trainer: Trainer) -> str | None:
     for process in launcher.procs:
         process.kill()
         process.wait()
-    # Lightning watches this list, and would kill this process before it has closed its files.
+    # Lightning watches this list, and would kill this process before its files are closed.
     launcher.procs.clear()
     rank, code = next(((r, code) for r, code in ended.items() if code is not None), (None, 0))
     if rank is None:

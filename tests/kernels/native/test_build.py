@@ -160,7 +160,7 @@ def test_a_failure_is_logged_once_and_cpu_still_computes(
     why = why.format(next(folder.glob("*.so"), folder))
     out, err = capsys.readouterr()
     assert [line for line in err.splitlines() if line != SAID] == [
-        f"the compiled CPU kernel {why}; the slower loop over experts is used"
+        f"the C++ kernel {why}; the slower loop over experts is used"
     ]
     assert out == ""
 
@@ -256,7 +256,7 @@ def test_a_cache_is_not_in_the_current_folder(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("body", "said"),
-    [(WRITES, "the CPU kernels are compiled"), (FAILS, f"the compiled CPU kernel {FAILED}{ERROR}")],
+    [(WRITES, "the CPU kernels are compiled"), (FAILS, f"the C++ kernel {FAILED}{ERROR}")],
 )
 @pytest.mark.usefixtures("folder")
 def test_it_is_compiled_ahead(

@@ -144,7 +144,7 @@ def test_ids_of_another_type_are_sorted_by_torch() -> None:
 
 
 def test_an_id_that_is_no_expert_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="an id of an expert is none of 0 to 7"):
+    with pytest.raises(RuntimeError, match="expert ids must be from 0 to 7"):
         sort_by_expert(torch.tensor([3, 8]), 7)
     with pytest.raises(RuntimeError, match="top 6 of 5"):
         top_k(torch.zeros(2, 5), 6)

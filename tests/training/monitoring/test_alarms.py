@@ -208,7 +208,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str, dict[str, Tensor], str]] = {
         {"ffn": {"type": "moe", "router": {"type": "top_k", "token_table": {"vocab_size": 9}}}},
         "layer_03",
         COLLAPSED,
-        "leave model.ffn.router.token_table out, which fixes where tokens go",
+        "remove model.ffn.router.token_table, which fixes where tokens go",
     ),
     "one layer": (
         {"ffn": "dense", "ffn_at": {"3": "moe"}},
@@ -338,14 +338,14 @@ def test_alarms_that_need_more_steps_are_named(rules: AlarmRules) -> None:
     watch(rules, values())
     assert rules.not_judged(10, is_routed=True) == [
         "collapse, dropped pairs and dead experts need 20 steps, this run has 10",
-        "jumps of the loss need 6 rows of metrics, this run has 1",
+        "loss spikes need 6 rows of metrics, this run has 1",
     ]
     assert rules.not_judged(10, is_routed=False) == [
-        "jumps of the loss need 6 rows of metrics, this run has 1"
+        "loss spikes need 6 rows of metrics, this run has 1"
     ]
     watch(rules, *[values()] * 4, first=20)
     assert rules.not_judged(50, is_routed=True) == [
-        "jumps of the loss need 6 rows of metrics, this run has 5"
+        "loss spikes need 6 rows of metrics, this run has 5"
     ]
     watch(rules, values(), first=60)
     assert rules.not_judged(60, is_routed=True) == []

@@ -21,8 +21,8 @@ from moe_ffn.training.monitoring.routing_window import (
     RoutingByLayer,
     RoutingWindow,
     all_gather_scalar,
-    own_rank,
     probe,
+    scalar_of_this_rank,
 )
 from tests.helpers.fitted import Fit, MakeConfig
 
@@ -365,10 +365,10 @@ def test_a_number_of_every_rank_comes_back_to_the_rank_that_had_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = all_gather_scalar(torch.tensor(2.0))
-    assert (alone.tolist(), own_rank(alone)) == ([2], 2)
+    assert (alone.tolist(), scalar_of_this_rank(alone)) == ([2], 2)
     for rank in (0, 1):
         rank_of_two(monkeypatch, rank)
         values_R = all_gather_scalar(torch.tensor(2.0 + rank))
         assert values_R.tolist() == [2, 3]
-        assert own_rank(values_R) == values_R[rank]
-        assert own_rank(torch.tensor([1.0, 2.0, 6.0])) == 3, "of three ranks before"
+        assert scalar_of_this_rank(values_R) == values_R[rank]
+        assert scalar_of_this_rank(torch.tensor([1.0, 2.0, 6.0])) == 3, "of three ranks before"

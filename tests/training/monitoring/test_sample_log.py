@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ffn.cli.generate import own_prompt
+from moe_ffn.cli.generate import latest_prompt
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import TextConfig
 from moe_ffn.data.prepare import DataConfig, prepare
@@ -121,6 +121,6 @@ def test_the_default_prompt_is_the_beginning_of_the_validation_text(
 
 
 def test_generate_takes_the_prompt_of_the_run_if_it_had_one(moe_run: Any, tmp_path: Path) -> None:
-    assert own_prompt(moe_run.folder) == FIRST_WORDS
+    assert latest_prompt(moe_run.folder) == FIRST_WORDS
     with pytest.raises(ConfigError, match=r"^--prompt: is required, since '.*' has no sample"):
-        own_prompt(tmp_path)
+        latest_prompt(tmp_path)

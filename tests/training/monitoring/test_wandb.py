@@ -23,7 +23,7 @@ from tests.helpers.tiny_runs import options, run_here
 pytestmark = pytest.mark.usefixtures("nobodys_wandb")
 
 COMMANDS = (
-    "look: wandb leet runs/mine/wandb/offline-run-1; "
+    "view: wandb leet runs/mine/wandb/offline-run-1; "
     "upload: wandb sync runs/mine/wandb/offline-run-1"
 )
 

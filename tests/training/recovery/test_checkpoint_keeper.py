@@ -235,8 +235,8 @@ def test_broken_weights_are_not_saved_and_reported_once(
     assert steps(folder) == [2]
     name = "weight" if where == "a parameter" else "mask"
     assert capsys.readouterr().err.splitlines() == [
-        f"checkpoint: steps from 4 on are not saved while '{name}' holds NaN or infinity; those in "
-        f"'{folder}' are kept"
+        f"checkpoint: steps from 4 on are not saved while '{name}' holds NaN or infinity; earlier "
+        f"checkpoints in '{folder}' are kept"
     ]
     assert trainer.keeper.problem == f"'{name}' holds NaN or infinity"
 

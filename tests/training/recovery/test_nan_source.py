@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_ffn.training.objective import Objective
 from moe_ffn.training.recovery import guard
-from moe_ffn.training.recovery.guard import find_nan_source, nonfinite_value
+from moe_ffn.training.recovery.guard import find_nan_source, nonfinite_name
 
 
 class Residual(nn.Module):
@@ -154,7 +154,7 @@ def test_the_find_of_another_rank_ends_the_search(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     answers = iter([None] * place + ["elsewhere"])
-    monkeypatch.setattr(guard, "found_on_any_rank", lambda found: found or next(answers))
+    monkeypatch.setattr(guard, "first_not_none", lambda name: name or next(answers))
     assert find_nan_source(model, [batch(model)]) == "elsewhere"
     assert next(answers, None) is None
 
@@ -183,7 +183,7 @@ def test_nothing_is_left_behind(model: nn.Module, fails: bool) -> None:
     assert model.training
 
 
-def test_nonfinite_value_ignores_integers() -> None:
+def test_nonfinite_name_ignores_integers() -> None:
     state = {"count": torch.tensor(3), "ratio": torch.tensor([1.0, torch.inf]), "none": None}
-    assert nonfinite_value(state) == "ratio"
-    assert nonfinite_value({"count": torch.tensor(3)}) is None
+    assert nonfinite_name(state) == "ratio"
+    assert nonfinite_name({"count": torch.tensor(3)}) is None
