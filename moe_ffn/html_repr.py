@@ -87,7 +87,7 @@ def _load_cell(ratio: float) -> str:
 
 
 def routing_map(pairs: Sequence[tuple[int, int, float, bool]], load_E: Sequence[float]) -> str:
-    """Return a drawing: the experts (rows) of the first tokens (columns), and the load of each expert.
+    """Return a drawing of the experts (rows) that the first tokens (columns) chose, and of their loads.
 
     Args:
         pairs: (token, expert, weight, dropped) of each pair.

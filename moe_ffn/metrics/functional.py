@@ -149,7 +149,7 @@ def chosen_experts(routing: Routing) -> Tensor:
 
 @takes_routing
 def coactivation_counts(routing: Routing) -> Tensor:
-    """Return how many tokens chose both experts of each pair, int64 (E, E); the diagonal counts single ones."""
+    """Return the number of tokens that chose both experts of a pair, int64 (E, E); diagonal: one expert."""
     chosen_TE = chosen_experts(routing).float()
     # float32 counts exactly up to 16 million tokens, the bfloat16 of autocast only up to 256.
     with torch.autocast(chosen_TE.device.type, enabled=False):
