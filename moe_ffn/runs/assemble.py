@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from moe_ffn.data.prepare import PreparedData, validation_batches
-from moe_ffn.parallel.layout import WHOLE, Layout
+from moe_ffn.parallel.layout import SINGLE_PROCESS, Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_code import portable_options
 from moe_ffn.runs.folder import (
@@ -68,7 +68,9 @@ class RunCallbacks:
         return self.samples, self.steps, self.validation, self.checkpoints
 
 
-def build_module(config: TrainConfig, data: PreparedData, layout: Layout = WHOLE) -> LanguageModel:
+def build_module(
+    config: TrainConfig, data: PreparedData, layout: Layout = SINGLE_PROCESS
+) -> LanguageModel:
     """Return the model with new weights, which depend on torch's global seed, for ranks of this layout."""
     return LanguageModel(
         config.model,
@@ -135,7 +137,7 @@ def build_trainer(
     precision: str,
     loggers: list[Logger],
     run_callbacks: RunCallbacks,
-    layout: Layout = WHOLE,
+    layout: Layout = SINGLE_PROCESS,
 ) -> Trainer:
     """Return Lightning's Trainer for ranks of this layout, without Lightning's own progress display."""
     options = config.trainer

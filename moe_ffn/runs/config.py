@@ -105,9 +105,9 @@ class TrainConfig(Config, frozen=True):
             for layer, info in self.model.router_infos().items()
         ]
         for name, loss in BALANCING_LOSSES.items():
-            weight = 0 if loss.moved_by_rule else getattr(self.objective, name)
-            if weight and (objection := loss.objection(routers)):
-                raise ValueError(f"objective.{name} ({weight:g}) {objection}")
+            weight = 0 if loss.weight_set_by_rule else getattr(self.objective, name)
+            if weight and (unsupported_reason := loss.unsupported_reason(routers)):
+                raise ValueError(f"objective.{name} ({weight:g}) {unsupported_reason}")
         return self
 
 

@@ -310,7 +310,7 @@ def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
             continue
         for shard in _divisors(num_ranks // expert):
             layout = Layout(num_ranks // expert // shard, shard, expert)
-            if layout.refusal_of(empty) is None:
+            if layout.unsupported_reason(empty) is None:
                 yield layout
 
 

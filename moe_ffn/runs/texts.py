@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.data.corpus import text_documents
+from moe_ffn.data.corpus import read_text_documents
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.split import Documents, changed
-from moe_ffn.data.token_files import SUFFIXES, TokenRow
+from moe_ffn.data.token_files import SUFFIXES, TokenSequence
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.files import read_object
 from moe_ffn.runs.folder import DOCUMENTS_FILE
@@ -72,7 +72,7 @@ def tokens_of_path(path: Path, tokenizer: Tokenizer, option: str) -> np.ndarray:
             another tokenizer.
     """
     if path.suffix in SUFFIXES and path.exists():
-        tokens = TokenRow.of([path], tokenizer.dtype)[:]
+        tokens = TokenSequence.of([path], tokenizer.dtype)[:]
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
             wrong = tokens.min() if tokens.min() < 0 else tokens.max()
             raise ConfigError(
@@ -82,7 +82,7 @@ def tokens_of_path(path: Path, tokenizer: Tokenizer, option: str) -> np.ndarray:
     else:
         end = np.array([tokenizer.end_of_document], dtype=tokenizer.dtype)
         parts: list[np.ndarray] = []
-        for document in text_documents([str(path)], option):
+        for document in read_text_documents([str(path)], option):
             parts += [end] if parts else []
             parts += tokenizer.encode_batch(list(document.blocks))
         tokens = np.concatenate(parts)

@@ -173,7 +173,7 @@ def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> 
             )
     if layout.expert > 1:
         empty = config.model.build_empty(*config.data.text_sizes)
-        if reason := layout.refusal_of(empty):
+        if reason := layout.unsupported_reason(empty):
             yield reason
 
 

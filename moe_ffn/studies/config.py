@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, show
 from moe_ffn.config.import_path import FileTag
-from moe_ffn.config.yaml_files import merge, nest, read_yaml, validate
+from moe_ffn.config.yaml_files import merge, nest_options, read_yaml, validate
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.runs.config import TrainConfig, not_a_folder_name
 from moe_ffn.runs.folder import named_run_folder, output_dir
@@ -332,7 +332,7 @@ def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[Options]:
 
 def _nested(options: Mapping[Any, Any]) -> Options:
     """Return options with nested mappings for dotted keys, at any depth."""
-    return nest(
+    return nest_options(
         (str(key), _nested(value) if isinstance(value, Mapping) else value)
         for key, value in options.items()
     )
