@@ -100,8 +100,7 @@ def test_what_is_red_in_the_table_of_health_is_said_above(tmp_path: Path) -> Non
     [
         (
             2.001,
-            "The model is worse than the unigram model, which only counts tokens: the run is too short "
-            "or broken.",
+            "worse than the unigram model, which only counts tokens: the run is too short or broken.",
         ),
         (1.999, ""),
         (None, "not a finite number: training has diverged."),
