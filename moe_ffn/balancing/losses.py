@@ -1,7 +1,7 @@
-"""Balancing losses as unweighted pure functions of Routings, their table, and their weights.
+"""Balancing losses: pure functions of a Routing, the table of all losses, and the config of their weights.
 
-To add a loss, add its function, its entry in `BALANCING_LOSSES` and its weight in `BalancingWeights`. The
-objective, the metric rows and the report read the table.
+To add a loss, add its function, its entry in `BALANCING_LOSSES` and, unless a rule sets its weight, its
+weight in `BalancingWeights`. The objective, the metric rows and the report read the table.
 
 T tokens, E experts, N (token, expert) pairs, B sequences
 """
@@ -41,7 +41,7 @@ from moe_ffn.outputs import NoisyRouting, PairsOnlyRouting, Routing, SparsityTar
 
 
 class BalancingWeights(Config, frozen=True):
-    """The weights of the losses in `BALANCING_LOSSES`, by name."""
+    """The weights of the losses in `BALANCING_LOSSES`, by name, except those that a rule sets."""
 
     load_balance: float = Field(default=0.01, ge=0)
     """Weight of the Switch load-balancing loss of each batch and rank, which is 1 at balance."""
@@ -264,7 +264,7 @@ Routers = Sequence[tuple[str, Any, int]]
 """(name of a layer, config of its router, number of experts)."""
 
 
-def _without_noise(routers: Routers) -> str:
+def _reason_without_noise(routers: Routers) -> str:
     for layer, router, _ in routers:
         if not router.has_selection_probs:
             return (
@@ -274,7 +274,7 @@ def _without_noise(routers: Routers) -> str:
     return ""
 
 
-def _without_tables(routers: Routers) -> str:
+def _reason_without_scores(routers: Routers) -> str:
     for layer, router, num_experts in routers:
         if router.is_pairs_only:
             return (
@@ -284,9 +284,9 @@ def _without_tables(routers: Routers) -> str:
     return ""
 
 
-def _not_poolable(routers: Routers) -> str:
+def _reason_not_poolable(routers: Routers) -> str:
     sizes = sorted({num_experts for _, _, num_experts in routers})
-    if (unsupported_reason := _without_tables(routers)) or len(sizes) < 2:
+    if (unsupported_reason := _reason_without_scores(routers)) or len(sizes) < 2:
         return unsupported_reason
     return (
         f"needs equally many experts in every layer, got {', '.join(map(str, sizes))}; use "
@@ -354,7 +354,7 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     ),
     "load_balance_sequence": BalancingLoss(sequence_load_balancing_loss),
     "importance_cv2": BalancingLoss(importance_cv2_loss),
-    "load_cv2": BalancingLoss(load_cv2_loss, unsupported_reason=_without_noise),
+    "load_cv2": BalancingLoss(load_cv2_loss, unsupported_reason=_reason_without_noise),
     "router_z": BalancingLoss(
         router_z_loss,
         # Not for ReLU routers: with negative logits they choose no expert and have no gradient to recover.
@@ -364,10 +364,10 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     ),
     "router_entropy": BalancingLoss(router_entropy_loss, note="Router entropy is in nats."),
     "load_balance_pooled": BalancingLoss(
-        pooled_load_balancing_loss, scope="model", unsupported_reason=_not_poolable
+        pooled_load_balancing_loss, scope="model", unsupported_reason=_reason_not_poolable
     ),
     "load_balance_global": BalancingLoss(
-        global_load_balancing_loss, scope="step", unsupported_reason=_without_tables
+        global_load_balancing_loss, scope="step", unsupported_reason=_reason_without_scores
     ),
     "relu_sparsity": BalancingLoss(
         relu_sparsity_loss,
@@ -376,4 +376,4 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
         weight_set_by_rule=True,
     ),
 }
-"""Losses by their name in metric rows and in `BalancingWeights`, in the order of their sum."""
+"""Losses by their name in metric rows (and in `BalancingWeights`), in the order of their sum."""

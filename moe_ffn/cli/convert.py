@@ -18,7 +18,7 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.runs.folder import is_run
 from moe_ffn.weights.from_transformers import architecture_of, load_transformers
-from moe_ffn.weights.init_from import read_source, written_lines
+from moe_ffn.weights.init_from import export_report, read_source
 from moe_ffn.weights.pretrained import (
     is_model_folder,
     load_tokenizer,
@@ -68,7 +68,7 @@ def _import(source: Path, target: Path) -> None:
     save_pretrained(decoder, target, tokenizer)
     if problem:
         print(problem)
-    print("\n".join(written_lines(target, decoder, tokenizer, replaces=replaces)))
+    print("\n".join(export_report(target, decoder, tokenizer, replaces=replaces)))
 
 
 def _print_source(

@@ -23,7 +23,7 @@ from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights import InitialiserConfig, UpcycleConfig
-from moe_ffn.weights.init_from import Source, read_source, written_lines
+from moe_ffn.weights.init_from import Source, export_report, read_source
 from moe_ffn.weights.pretrained import require_replaceable, save_pretrained
 
 _NUM_COMPARED = 8
@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     save_pretrained(new_model, flags.output, first.tokenizer)
     for line in (
         *_compare(first.decoder, new_model, ids_BS, config.generator),
-        *written_lines(flags.output, new_model, first.tokenizer, replaces=replaces),
+        *export_report(flags.output, new_model, first.tokenizer, replaces=replaces),
     ):
         print(line)
     return 0

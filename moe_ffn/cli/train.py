@@ -173,7 +173,7 @@ def _newest(config: TrainConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"run.output_dir: '{parent}' cannot be read ({reason(error)})") from error
     unfinished = [
-        p for p in runs if not run_folder.is_finished(p) and not run_folder.is_trained_here(p)
+        p for p in runs if not run_folder.is_finished(p) and not run_folder.is_training(p)
     ]
     if not unfinished:
         problem = "has no unfinished run (except runs training now)" if runs else "has no run"

@@ -25,10 +25,10 @@ from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.yaml_files import read_yaml, to_yaml, validate
 from moe_ffn.files import make_folder, write_whole
 from moe_ffn.report.comparison_tables import print_comparison
-from moe_ffn.runs.config import not_a_folder_name
+from moe_ffn.runs.config import folder_name_problem
 from moe_ffn.runs.folder import CONFIG_FILE, explaining
 from moe_ffn.studies.statistics import t_quantile
-from moe_ffn.studies.sweep import in_words
+from moe_ffn.studies.sweep import format_duration
 from moe_ffn.studies.which import PAGE_FILE, QUESTION_FILE, ROUNDS, Answer, Question, Search
 from moe_ffn.training.monitoring.hardware import num_cores
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             make_folder(folder)
             write_whole(folder / QUESTION_FILE, to_yaml(question))
     num_runs = sum(each.num_runs for each in ROUNDS)
-    duration = in_words(60 * question.minutes)
+    duration = format_duration(60 * question.minutes)
     say(
         f"{num_runs} runs of width {question.width} in {folder}/, {question.jobs} at a time, about "
         f"{duration}; Ctrl-C stops them; to resume: {command('which')} --resume {folder}"
@@ -104,7 +104,7 @@ def _begin(args: Any) -> tuple[Path, Question | None]:
             raise ConfigError(
                 f"--{flag}: is required: {command('which')} --data my_corpus/ --minutes 60"
             )
-    if problem := not_a_folder_name(args.name):
+    if problem := folder_name_problem(args.name):
         raise ConfigError(f"--name: {problem}")
     folder = Path("runs", args.name)
     if folder.exists():

@@ -66,7 +66,9 @@ class CorpusConfig(TaggedConfig, frozen=True):
         """Raise ConfigError if a file that the config names is missing; read no file."""
 
     def stamp(self) -> str | None:
-        """Return a digest of the names, sizes and modification times of all files; None without files.
+        """Return a digest of the names, sizes and modification times of all files.
+
+        None without files, or if one has just changed or vanished.
 
         A corpus with the same stamp is not read again.
         """
@@ -83,7 +85,7 @@ class StdlibConfig(CorpusConfig, frozen=True):
     type: Literal["stdlib"] = "stdlib"
 
     def documents(self) -> Iterator[Document]:
-        """Return the source files, without tests, tkinter and tables of data."""
+        """Return the source files, without tests, GUI packages and tables of data."""
         for name, path in self._files():
             yield Document(name, file_blocks(path))
 
@@ -146,7 +148,7 @@ PATHS_KEY = "data.corpus.paths"
 
 
 def read_text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[Document]:
-    """Implement `TextConfig.documents`; `key` names the option in messages."""
+    """Yield the text files under `paths` as documents; messages name the option `key`."""
     files = _distinct_files(paths, key)
     problems = [_format_problem(file.path) for file in files]
     for file, problem in zip(files, problems, strict=True):
@@ -223,7 +225,7 @@ def files_of(pattern: str, key: str = PATHS_KEY) -> Iterator[_File]:
 
 
 _SETTLED_SECONDS = 2.0
-"""Age of a file below which a further change may leave its modification time the same."""
+"""A file younger than this may change again without a new modification time."""
 
 
 def _stamp(files: Collection[tuple[str, Path]]) -> str | None:

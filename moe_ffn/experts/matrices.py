@@ -51,7 +51,7 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of zeroing an activated hidden unit, in training."""
     backend: Literal["auto", "loop", "cpu", "grouped_mm", "triton"] = "auto"
-    """Kernels of the products; all backends compute the same result."""
+    """Implementation of the experts' matrix products; all compute the same result."""
 
     @abstractmethod
     def width(self, d_model: int, experts_per_token: float) -> int:

@@ -199,11 +199,11 @@ class MoEFFN(FFNBlock):
         x_TD = x.reshape(-1, self.d_model)
         routing = self.capacity.drop_over_capacity(routing, training=self.training)
         plan = self.make_plan(routing, self.num_experts)
-        sent = self.dispatcher.dispatch(self._unwrapped_experts.before_dispatch(x_TD), plan)
+        sent = self.dispatcher.dispatch(self._experts_without_adapters.before_dispatch(x_TD), plan)
         # Computed here, so that it overlaps with the exchange of tokens.
         shared = None if self.shared_expert is None else self.shared_expert(x, context).hidden
         y_TD = sent.combine(self.experts(sent.rows(), sent.plan))
-        y_TD = self._unwrapped_experts.after_combine(y_TD)
+        y_TD = self._experts_without_adapters.after_combine(y_TD)
         if self.zero_computation is not None:
             y_TD = y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
         output = FFNOutput(y_TD.to(x.dtype).view_as(x), {OWN_ROUTING: routing})
@@ -215,7 +215,7 @@ class MoEFFN(FFNBlock):
             refuse_vmap(x, self.parameters())
 
     @property
-    def _unwrapped_experts(self) -> Experts:
+    def _experts_without_adapters(self) -> Experts:
         """The experts without the adapters that peft wraps around them."""
         experts: Any = self.experts
         while not isinstance(experts, Experts):

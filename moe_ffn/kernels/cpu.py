@@ -1,6 +1,6 @@
 """Backend `cpu`: compiled kernels if there is a compiler, otherwise the loop over experts.
 
-In graphs of torch.compile and torch.export, and for tensors without data, the backend is one torch operator.
+Under torch.compile and torch.export, and for meta or fake tensors, the experts run as one custom operator.
 Eager mode calls the kernels directly, which saves some microseconds.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix
@@ -40,7 +40,7 @@ from moe_ffn.outputs import Plan
 
 
 def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """Run the experts, in any dtype."""
+    """Run the experts on a CPU: by compiled kernels if they support the gate, otherwise by the loop."""
     if torch.compiler.is_compiling():
         return run_operator(x_TD, plan, weights)
     if not is_dispatch_mode_on() and is_compiled(weights):
@@ -75,9 +75,9 @@ class Inputs(NamedTuple):
     pair_ids_N: Tensor
     dropout_NF: Tensor | None
     options: ExpertWeights
-    """Options of the experts; the tensors in it are not used."""
+    """Activation and layout of the experts; their weights are in `parameters`."""
     dtype: torch.dtype
-    """Dtype of the saved first product, and of products if this CPU supports it natively."""
+    """Dtype of the saved pre-activations. Products use it too, or float32 if the CPU only emulates it."""
 
 
 Gradients = tuple[Tensor | None, ...]
@@ -88,9 +88,10 @@ class Implementation(NamedTuple):
     """Forward and backward pass of experts on a CPU."""
 
     forward: Callable[[Inputs, Tensor | None], Tensor]
-    """(inputs, kept_NH) -> y_TD; writes the first product to `kept_NH` unless it is None."""
+    """(inputs, pre_activation_NH) -> y_TD; writes the first product to `pre_activation_NH` if given."""
     backward: Callable[[Inputs, Tensor, Tensor, Sequence[bool]], Gradients]
-    """(inputs, kept_NH, grad_y_TD, wanted) -> the wanted gradients; C++ always adds that of `weights_N`."""
+    """(inputs, pre_activation_NH, grad_y_TD, wanted) -> the wanted gradients; the C++ kernels
+    return the gradient of `weights_N` even if it is not wanted."""
 
 
 def run(implementation: Implementation, x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
@@ -126,10 +127,14 @@ class _Experts(torch.autograd.Function):
         *parameters: Any,
     ) -> Tensor:
         inputs = _inputs(plan, weights, x_TD, weights_N, parameters)
-        kept_NH = x_TD.new_empty(len(weights_N), parameters[0].shape[1], dtype=inputs.dtype)
-        y_TD = implementation.forward(inputs, kept_NH)
+        pre_activation_NH = x_TD.new_empty(
+            len(weights_N), parameters[0].shape[1], dtype=inputs.dtype
+        )
+        y_TD = implementation.forward(inputs, pre_activation_NH)
         ids = inputs.token_ids_N, inputs.offsets_E, inputs.pair_ids_N
-        ctx.save_for_backward(x_TD, weights_N, *parameters, *ids, inputs.dropout_NF, kept_NH)
+        ctx.save_for_backward(
+            x_TD, weights_N, *parameters, *ids, inputs.dropout_NF, pre_activation_NH
+        )
         ctx.implementation, ctx.options, ctx.dtype = implementation, inputs.options, inputs.dtype
         return y_TD
 
@@ -137,13 +142,22 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_more_derivatives("cpu", grads[0])
         # Read once: under activation checkpointing, each read recomputes the tensors.
-        x_TD, weights_N, *parameters, ids_N, offsets_E, pair_ids_N, dropout_NF, kept_NH = (
-            ctx.saved_tensors
-        )
+        (
+            x_TD,
+            weights_N,
+            *parameters,
+            ids_N,
+            offsets_E,
+            pair_ids_N,
+            dropout_NF,
+            pre_activation_NH,
+        ) = ctx.saved_tensors
         ids = ids_N, offsets_E, pair_ids_N
         inputs = Inputs(x_TD, weights_N, parameters, *ids, dropout_NF, ctx.options, ctx.dtype)
         wanted = ctx.needs_input_grad[3:]
-        return (None,) * 3 + ctx.implementation.backward(inputs, kept_NH, grads[0], wanted)
+        return (None,) * 3 + ctx.implementation.backward(
+            inputs, pre_activation_NH, grads[0], wanted
+        )
 
 
 # -- compiled kernels
@@ -162,7 +176,7 @@ def native(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     return run(NATIVE, x_TD, plan, weights)
 
 
-def _layer(inputs: Inputs) -> tuple[Any, ...]:
+def _operator_args(inputs: Inputs) -> tuple[Any, ...]:
     """Return the arguments that both C++ operators share."""
     dtype = product_dtype_on_cpu(inputs.dtype)
     if dtype == torch.float16:  # the operators have no float16 products
@@ -186,16 +200,16 @@ def _layer(inputs: Inputs) -> tuple[Any, ...]:
     )
 
 
-def _native_forward(inputs: Inputs, kept_NH: Tensor | None) -> Tensor:
+def _native_forward(inputs: Inputs, pre_activation_NH: Tensor | None) -> Tensor:
     y_TD = torch.empty_like(inputs.x_TD, memory_format=torch.contiguous_format)
-    torch.ops.moe_ffn_cpu.experts_forward(*_layer(inputs), kept_NH, y_TD)
+    torch.ops.moe_ffn_cpu.experts_forward(*_operator_args(inputs), pre_activation_NH, y_TD)
     return y_TD
 
 
 def _native_backward(
-    inputs: Inputs, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
+    inputs: Inputs, pre_activation_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
 ) -> Gradients:
-    layer = _layer(inputs)
+    layer = _operator_args(inputs)
     wants_x, _, *wants = wanted
     grad_x_TD = None
     if wants_x:
@@ -206,7 +220,7 @@ def _native_backward(
         for parameter, want in zip(inputs.parameters, wants, strict=True)
     ]
     torch.ops.moe_ffn_cpu.experts_backward(
-        *layer, kept_NH, grad_y_TD.contiguous(), grad_x_TD, grad_weights_N, *gradients
+        *layer, pre_activation_NH, grad_y_TD.contiguous(), grad_x_TD, grad_weights_N, *gradients
     )
     return grad_x_TD, grad_weights_N.to(inputs.weights_N.dtype), *gradients
 
@@ -273,12 +287,12 @@ def _run_inputs(inputs: Inputs, x_TD: Tensor, weights_N: Tensor, *parameters: An
     return loop_on_cpu(x_TD, plan, weights, inputs.dtype, inputs.dropout_NF)
 
 
-def _loop_forward(inputs: Inputs, kept_NH: Tensor | None) -> Tensor:
+def _loop_forward(inputs: Inputs, pre_activation_NH: Tensor | None) -> Tensor:
     return _run_inputs(inputs, inputs.x_TD, inputs.weights_N, *inputs.parameters)
 
 
 def _loop_backward(
-    inputs: Inputs, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
+    inputs: Inputs, pre_activation_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
 ) -> Gradients:
     """Recompute the forward pass and differentiate it."""
     tensors = (inputs.x_TD, inputs.weights_N, *inputs.parameters)
@@ -296,7 +310,7 @@ def _loop_backward(
 
 
 LOOP = Implementation(_loop_forward, _loop_backward)
-"""The loop over experts; it does not use the first product."""
+"""The loop over experts; its backward pass computes the first product again."""
 
 
 # -- the operator
@@ -352,9 +366,13 @@ def experts(*arguments: Any) -> tuple[Tensor, Tensor]:
     *common, keep = arguments
     x_TD, weights_N, up_EHD, *_ = common
     implementation, inputs = _parse(*common)
-    kept_NH = x_TD.new_zeros(len(weights_N) if keep else 0, up_EHD.shape[1], dtype=inputs.dtype)
-    y_TD = implementation.forward(inputs, kept_NH[: len(inputs.weights_N)] if keep else None)
-    return y_TD, kept_NH
+    pre_activation_NH = x_TD.new_zeros(
+        len(weights_N) if keep else 0, up_EHD.shape[1], dtype=inputs.dtype
+    )
+    y_TD = implementation.forward(
+        inputs, pre_activation_NH[: len(inputs.weights_N)] if keep else None
+    )
+    return y_TD, pre_activation_NH
 
 
 @torch.library.custom_op(
@@ -365,11 +383,11 @@ def experts(*arguments: Any) -> tuple[Tensor, Tensor]:
 )
 def experts_backward(grad_y_TD: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the first six inputs of `experts`; empty if not wanted."""
-    *tensors, kept_NH, activation, gate, gated, interleaved, dtype, wanted = arguments
+    *tensors, pre_activation_NH, activation, gate, gated, interleaved, dtype, wanted = arguments
     common = [*tensors, activation, gate, gated, interleaved, dtype]
     implementation, inputs = _parse(*common)
     num_computed = len(inputs.weights_N)
-    computed = implementation.backward(inputs, kept_NH[:num_computed], grad_y_TD, wanted)
+    computed = implementation.backward(inputs, pre_activation_NH[:num_computed], grad_y_TD, wanted)
     grads = [
         grad if want and grad is not None else grad_y_TD.new_empty(0)
         for grad, want in zip(computed, wanted, strict=True)

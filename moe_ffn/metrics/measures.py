@@ -51,7 +51,7 @@ class LayerBatch:
 
 @dataclass(frozen=True)
 class Statistic:
-    """Tensor that is summed over batches and ranks, or reduced to its maximum."""
+    """Tensor accumulated over batches and ranks, by sum or maximum."""
 
     name: str
     from_batch: Callable[[LayerBatch], Tensor]
@@ -94,8 +94,8 @@ class RowEnd:
     """Number of experts with a network. They come first; the other experts are on no rank."""
     bias_E: Tensor | None
     """The correction bias of the router; None without one."""
-    looks: tuple[Tensor, Tensor] | None
-    """`chosen_experts` of the probe batch at the previous look and at this one; None if either is missing."""
+    probe_choices: tuple[Tensor, Tensor] | None
+    """Experts chosen for the probe batch at the previous row and at this one; None if either is missing."""
 
 
 def counted(
@@ -153,12 +153,12 @@ def entropy_of_mean(scores_E: Tensor) -> Tensor:
     return token_entropy(scores_E / total)
 
 
-def shared_shares(batch: LayerBatch) -> Tensor:
-    """Return the shared expert's share of the output norm times the tokens; nan without one."""
+def shared_share_times_tokens(batch: LayerBatch) -> Tensor:
+    """Return the shared expert's share of the output norm, times the number of tokens; nan without one."""
     return batch.num_tokens * (torch.nan if batch.shared_share is None else batch.shared_share)
 
 
-def load_balance(batch: LayerBatch) -> Tensor:
+def load_balance_times_tokens(batch: LayerBatch) -> Tensor:
     """Return the Switch load-balancing loss of a batch times its number of tokens."""
     pairs_E, scores_E = batch.pairs_BE.sum(dim=0), batch.scores_TE.sum(dim=0)
     return load_times_scores(pairs_E, scores_E, batch.num_tokens) * batch.num_tokens

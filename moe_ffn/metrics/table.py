@@ -43,11 +43,11 @@ from moe_ffn.metrics.measures import (
     capacity_used,
     counted,
     entropy_of_mean,
-    load_balance,
+    load_balance_times_tokens,
     load_from_counts,
     per_token,
     row_rank_violation,
-    shared_shares,
+    shared_share_times_tokens,
 )
 
 Measured = Literal["every batch", "last step", "validation", "row", "probe"]
@@ -233,7 +233,7 @@ LAYER_METRICS = _table(
         healthy="falls towards 0; the unchanged share is called saturation",
         source="[OLMoE](https://arxiv.org/abs/2409.02060)",
         measured="probe",
-        row_end=lambda row: None if row.looks is None else churn(*row.looks),
+        row_end=lambda row: None if row.probe_choices is None else churn(*row.probe_choices),
     ),
     Metric(
         key="logit_max",
@@ -265,7 +265,7 @@ LAYER_METRICS = _table(
         formula="norm of the shared expert's output over the sum of both norms, mean over tokens",
         healthy="neither 0 nor 1",
         requires="a shared expert",
-        **_for_both(averaged("shared_shares", shared_shares)),
+        **_for_both(averaged("shared_shares", shared_share_times_tokens)),
     ),
     Metric(
         key="capacity_used",
@@ -358,7 +358,7 @@ LAYER_METRICS = _table(
         unit="dimensionless",
         formula="Switch loss of the layer before its weight, computed for each batch and rank",
         healthy="1",
-        measure=averaged("load_balance", load_balance),
+        measure=averaged("load_balance", load_balance_times_tokens),
         pairs_only_measure=per_token("load_balance", load_balancing_loss),
     ),
     Metric(

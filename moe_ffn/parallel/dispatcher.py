@@ -39,7 +39,7 @@ class AllToAllDispatcher(Dispatcher):
         counts_P2 = torch.stack([sent.rows_P, sent.pairs_P], dim=1)
         received_P2 = torch.empty_like(counts_P2)
         dist.all_to_all_single(received_P2, counts_P2, group=self.group)
-        # This is the only place where the host waits for the device.
+        # The host waits for the device, because sizes of the exchange are Python numbers.
         counts_P4 = torch.cat([counts_P2, received_P2], dim=1)
         rows_out, pairs_out, rows_in, pairs_in = counts_P4.t().tolist()
 
@@ -95,7 +95,9 @@ class _Exchanged(Dispatched):
 def _local_plan(
     labels_N2: Tensor, weights_N: Tensor, rows: list[int], pairs: list[int], num_experts: int
 ) -> Plan:
-    """Return the plan of the received pairs, which are sorted by sending rank and so by row.
+    """Return the plan of the received pairs, which are ordered by sending rank.
+
+    Adding the first row of each rank gives rows of all received tokens.
 
     Args:
         labels_N2: row of each pair, counted from the first row of its sending rank, and its local expert.

@@ -26,7 +26,7 @@ from moe_ffn.report.plots import (
 from moe_ffn.runs.folder import REPORT_FILE
 from moe_ffn.runs.reader import Run
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison
-from moe_ffn.studies.differences import what_differs
+from moe_ffn.studies.differences import option_differences
 from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.result import RunResult
 
@@ -69,7 +69,7 @@ def comparison_html(
             continue
         result = None
         with suppress(ConfigError):  # the options of a damaged run are missing
-            result = RunResult.of_run(run).model_copy(update={"found_as": run.name})
+            result = RunResult.of_run(run).model_copy(update={"display_name": run.name})
         arms.append(Arm(run.name, [result] if result else []))
         if result is not None and run.name not in [known.shown_name for known in results]:
             results.append(result)
@@ -79,7 +79,7 @@ def comparison_html(
         of_arms[compared.get(run.folder, run.name)].append(run)
     differs = {arm.name: arm.differs for arm in comparison.arms} if comparison else {}
     if len(differs) < 2:
-        differs = {r.shown_name: what_differs(results[0].config, r.config) for r in results}
+        differs = {r.shown_name: option_differences(results[0].config, r.config) for r in results}
     question = comparison.question if comparison else ""
     shown = [*tables(comparison), *tuning_tables(comparison)] if comparison else []
     # The name of a single arm would not name its runs.

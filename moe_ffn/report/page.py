@@ -25,8 +25,8 @@ def write_report(
 
     Args:
         reload_every: seconds between reloads of the page while a run is in progress; None never reloads.
-        has_ended: True if the caller knows that training has ended. The files of an interrupted run show
-            that only after a long silence.
+        has_ended: True if the caller knows that training has ended. Otherwise an interrupted run
+            counts as running until its files have not changed for `PATIENCE_SECONDS`.
 
     Raises:
         ConfigError: a folder is not a run, or `output` cannot be written.

@@ -133,13 +133,13 @@ def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Rout
         return
     if routings:
         raise ConfigError(
-            f"'{folder}' cannot be traced: its routers (router.type 'product_key') have too many experts to "
-            "score each one; moe-ffn report shows the share of experts used"
+            f"'{folder}' cannot be traced: its routers, like router.type 'product_key', do not score every "
+            "expert; moe-ffn report shows the share of experts used"
         )
     unrouted = unrouted_layers(model.layer_ffns(), routings)
     types = ", ".join(f"'{name}'" for name in dict.fromkeys(unrouted.values()))
     raise ConfigError(
-        f"'{folder}' routes no token: its feed-forward blocks are of type {types}; give a run "
+        f"'{folder}' has no router: its feed-forward blocks are of type {types}; choose a run "
         "with model.ffn.type 'moe' or 'mixture_of_depths'"
     )
 
@@ -168,12 +168,12 @@ def trace_of_decoder(
         model.router_infos(),
     )
     check_routes(folder, model, routings)
-    routings = _with_tables(routings)
+    routings = _with_all_scores(routings)
     gates = [name for name, info in infos.items() if info.selects_tokens]
     visits: dict[str, list[Visit | None]] = {name: [] for name in routings}
     predictions: list[Prediction | None] = []
     for output, num_new in outputs:
-        for name, found in visits_by_layer(_with_tables(output.routings), gates).items():
+        for name, found in visits_by_layer(_with_all_scores(output.routings), gates).items():
             visits[name] += found[-num_new:]
         predictions += _predictions(output.logits[0, -num_new:], token_bytes)
     if not model.causal:
@@ -183,7 +183,7 @@ def trace_of_decoder(
     return trace_of(folder, tokens, routings, visits, predictions, unrouted, infos, layers)
 
 
-def _with_tables(routings: Mapping[str, Routing]) -> dict[str, Routing]:
+def _with_all_scores(routings: Mapping[str, Routing]) -> dict[str, Routing]:
     return {name: routing for name, routing in routings.items() if not routing.is_pairs_only}
 
 

@@ -20,7 +20,11 @@ from moe_ffn.outputs import Routing, VariableKRouting
 
 
 class CapacityConfig(Config, frozen=True):
-    """Maximum number of (token, expert) pairs per expert: ceil(factor * pairs / num_experts)."""
+    """Maximum number of (token, expert) pairs per expert.
+
+    It is ceil(factor * pairs / num_experts), or `per_sequence`. A router of a variable number of experts
+    counts tokens times `capacity_k` as its pairs.
+    """
 
     factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Capacity factor in training. 1: nothing is dropped if the load is perfectly balanced. num_experts, or
@@ -33,7 +37,7 @@ class CapacityConfig(Config, frozen=True):
     with the smallest weights. `choice`: tokens' second choices before first choices (GShard, NLLB). `random`:
     random pairs (in training). Only `position` is causal."""
     renormalize: bool = False
-    """Scale a token's remaining weights to their sum before dropping."""
+    """Rescale a token's remaining weights after dropping, so that their sum is the same as before."""
     per_sequence: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Maximum number of pairs of one sequence per expert, in training and evaluation; replaces both factors
     (Switch Transformers in transformers)."""

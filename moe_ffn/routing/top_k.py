@@ -201,8 +201,10 @@ class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
         return SigmoidTopKRouter(self, d_model, num_experts)
 
 
-class SelectingRouter(LinearRouter):
-    """A router that selects experts by score + correction bias within the best groups, weighted by score.
+class BaseTopKRouter(LinearRouter):
+    """Base of top-k routers: score + correction bias ranks the experts, the score alone weights them.
+
+    With `groups`, only experts of the best groups are ranked.
 
     `TokenContext.expert_ids` replaces the selection; the weights still come from the router's scores, with
     gradient (R3, arXiv:2510.11370, section 3).
@@ -225,7 +227,7 @@ class SelectingRouter(LinearRouter):
             self.table_VK = (first_V1 + torch.arange(config.k)) % self.num_selectable
 
     def route(self, logits_TE: Tensor, scores_TE: Tensor, context: TokenContext) -> Routing:
-        """Return the routing to the experts of `select` with the weights of `weigh`."""
+        """Select experts, weigh them, and build the Routing."""
         expert_ids_TK = self.select(scores_TE, context, logits_TE)
         weights_TK = self.weigh(scores_TE, expert_ids_TK, logits_TE)
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
@@ -274,7 +276,7 @@ class SelectingRouter(LinearRouter):
         return weights_TK if scale == 1 else weights_TK * scale
 
 
-class TopKRouter(SelectingRouter):
+class TopKRouter(BaseTopKRouter):
     """p = softmax(W x); the k experts with the largest p are chosen, with weights p.
 
     With `softmax: after`, the weights are the softmax of the k chosen logits.
@@ -290,7 +292,7 @@ class TopKRouter(SelectingRouter):
         return self.scaled(logits_TE.gather(-1, expert_ids_TK).softmax(dim=-1), expert_ids_TK)
 
 
-class SigmoidTopKRouter(SelectingRouter):
+class SigmoidTopKRouter(BaseTopKRouter):
     """s = sigmoid(W x); the k experts with the largest s + bias are chosen, with weights s (eq. 12 to 16)."""
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:

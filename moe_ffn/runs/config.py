@@ -25,7 +25,7 @@ from moe_ffn.training.optimizer import MuonConfig, OptimizerConfig
 from moe_ffn.training.sampling import SampleConfig
 
 
-def not_a_folder_name(name: str) -> str:
+def folder_name_problem(name: str) -> str:
     """Return the reason why a folder cannot have this name; an empty string if it can."""
     is_name = name.isprintable() and not set("/\\") & set(name) and name not in ("", ".", "..")
     if is_name and len(name.encode()) <= 200:
@@ -44,7 +44,7 @@ class RunConfig(Config, frozen=True):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str | None) -> str | None:
-        if name is not None and (problem := not_a_folder_name(name)):
+        if name is not None and (problem := folder_name_problem(name)):
             raise ValueError(problem)
         return name
 

@@ -181,13 +181,13 @@ def check_is_run(folder: Path) -> None:
         if _is_run(folder):
             return
         runs = sorted(path.name for path in folder.iterdir() if is_run(path))
-    hint = of_library(folder) or "give the folder of a run, such as runs/my-run"
+    hint = model_folder_hint(folder) or "give the folder of a run, such as runs/my-run"
     if runs:
         hint = f"it holds runs; give one of them, such as {folder / runs[0]}"
     raise ConfigError(f"'{folder}' is no run: it has no {CONFIG_FILE}; {hint}")
 
 
-def of_library(folder: Path) -> str:
+def model_folder_hint(folder: Path) -> str:
     """Return a hint on how to read a model folder, as the end of a sentence; empty for another folder."""
     path = folder / "config.json"
     if (config := read_object(path)) is None:
@@ -240,7 +240,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def is_trained_here(folder: Path) -> bool | None:
+def is_training(folder: Path) -> bool | None:
     """Return true if a process is training this run; None if this machine cannot tell."""
     with suppress(OSError), _opened(folder) as descriptor:
         if _is_held(descriptor):

@@ -42,7 +42,7 @@ from moe_ffn.runs.folder import (
     TOKENIZER_FILE,
     check_has_weights,
     check_is_run,
-    is_trained_here,
+    is_training,
     reading,
 )
 from moe_ffn.runs.identity import identity_of_weights
@@ -315,7 +315,7 @@ def read_run(
 def _state(folder: Path, rows: Rows, *, is_finished: bool, has_ended: bool) -> State:
     if is_finished:
         return "finished"
-    is_trained = False if has_ended else is_trained_here(folder)
+    is_trained = False if has_ended else is_training(folder)
     if is_trained is False:
         return "interrupted"
     if is_trained is None:  # perhaps on another machine, so use the modification times

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.studies.budget import Budget
-from moe_ffn.studies.differences import require_comparable, require_same_options, what_differs
+from moe_ffn.studies.differences import option_differences, require_comparable, require_same_options
 from moe_ffn.studies.result import RunResult, first_at
 from moe_ffn.studies.statistics import (
     MIN_SEEDS,
@@ -298,7 +298,7 @@ class Comparison:
                 arm,
                 difference=paired.get(arm.name) or _over_windows(arm, base),
                 reached=_reached(arm, base),
-                differs=what_differs(base.results[0].config, arm.results[0].config),
+                differs=option_differences(base.results[0].config, arm.results[0].config),
                 on_frontier={kind: _is_on_frontier(arm, plain, kind) for kind in COSTS},
             )
             for arm in plain

@@ -16,7 +16,7 @@ from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, sho
 from moe_ffn.config.import_path import FileTag
 from moe_ffn.config.yaml_files import merge, nest_options, read_yaml, validate
 from moe_ffn.ffn.match import MAX_MISMATCH
-from moe_ffn.runs.config import TrainConfig, not_a_folder_name
+from moe_ffn.runs.config import TrainConfig, folder_name_problem
 from moe_ffn.runs.folder import named_run_folder, output_dir
 from moe_ffn.studies.budget import Budget
 
@@ -116,7 +116,7 @@ class StudyConfig(Config, frozen=True):
     @field_validator("name")
     @classmethod
     def _name_one_folder(cls, name: str) -> str:
-        if problem := not_a_folder_name(name):
+        if problem := folder_name_problem(name):
             raise ValueError(problem)
         return name
 
@@ -214,7 +214,7 @@ class StudyConfig(Config, frozen=True):
             options = merge(options, layer)
         name = self._arm_name(arm.name, tuning)
         run_name = f"{name}-seed{seed}"
-        if problem := not_a_folder_name(run_name):
+        if problem := folder_name_problem(run_name):
             raise ConfigError(f"arms: an arm {problem}; name it under `arms`")
         try:
             config = validate(TrainConfig, {**options, "seed": seed})

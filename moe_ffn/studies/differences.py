@@ -23,7 +23,7 @@ VALIDATION_OPTIONS = ("seq_len", "validation_percent", "validation_tokens")
 """Options under `data` that choose the validation windows."""
 
 
-def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def option_differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the options that differ from `base`, one line each: `model.d_model: 128 -> 256`.
 
     A section whose `type` differs is one line: `model.ffn: swiglu -> moe, 8 experts (swiglu), top-2`.

@@ -175,7 +175,7 @@ def _set_shown_names(found: Sequence[_Source]) -> None:
         for source in found
     ]
     for name, source in zip(names, found, strict=True):
-        source.update(found_as=name if names.count(name) == 1 else str(source.path))
+        source.update(display_name=name if names.count(name) == 1 else str(source.path))
 
 
 def _set_arms(found: Sequence[_Source]) -> None:

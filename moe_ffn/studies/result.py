@@ -112,7 +112,7 @@ class RunResult(_Value):
     """Circumstances of the run: precision, threads, processor, versions, revision of the code, date."""
     fingerprints: dict[str, str | None] = {}
     """sha256 of the corpus, of the tokenizer, and of the validation windows."""
-    found_as: str = Field(default="", exclude=True)
+    display_name: str = Field(default="", exclude=True)
     """Name of the run's folder, or `name` for a line of a table; the path if two names are equal."""
 
     @property
@@ -123,7 +123,7 @@ class RunResult(_Value):
     @property
     def shown_name(self) -> str:
         """Name in messages; `name` for a result that was not read from a file."""
-        return self.found_as or self.name
+        return self.display_name or self.name
 
     def option(self, path: str) -> Any:
         """Return an option by its dotted path; None if it is absent."""

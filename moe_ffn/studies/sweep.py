@@ -176,7 +176,7 @@ class Job:
             make_folder(self.log.parent)
             log = open_file(self.log, "ab")
         with log:
-            if not _lock(log) or run_folder.is_trained_here(self.run.folder):
+            if not _lock(log) or run_folder.is_training(self.run.folder):
                 self.state = "elsewhere"
                 return ""
             # Check again under the lock: another process may have trained the run meanwhile.
@@ -336,7 +336,7 @@ class Sweep:
         steps = [
             f"{job.name}: step {job.step} of {job.max_steps}" for job in self.jobs_in("training")
         ]
-        more = f"; about {in_words(left)} left" if steps and left is not None else ""
+        more = f"; about {format_duration(left)} left" if steps and left is not None else ""
         return f"{', '.join(steps)}{more}"
 
     def advance(self) -> Iterator[str]:
@@ -378,7 +378,7 @@ class Sweep:
         num_left = len(self.jobs_in("waiting", "training", "elsewhere"))
         more = f"; {num_left} left" if num_left else ""
         if num_left and left is not None:
-            more += f", about {in_words(left)}"
+            more += f", about {format_duration(left)}"
         if job.state == "finished":
             loss = job.validation_loss
             how = f"{job.seconds:.0f} s" + (f", loss {loss:.4f}" if loss is not None else "")
@@ -422,7 +422,7 @@ class Sweep:
                 process.wait()
 
 
-def in_words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as `40 s`, `12 min` or `3.5 h`."""
     if seconds < 100:
         return f"{seconds:.0f} s"

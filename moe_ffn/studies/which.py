@@ -1,8 +1,8 @@
 """Find the feed-forward block that suits a corpus, by training candidates for a given time.
 
-Three rounds halve the candidates: short runs of all candidates, longer runs of the better half, and at full
-length the best dense block against the best Mixture of Experts. The last round has fresh seeds, so that the
-selection does not bias the difference. All arms of a seed read the same text.
+Three rounds train 6, 3 and 2 candidates: short runs of all, longer runs of the best dense block and the two
+best mixtures, and at full length the best dense block against the best Mixture of Experts. The last round
+has fresh seeds, so that the selection does not bias the difference. All arms of a seed read the same text.
 
 Short runs favour dense blocks and few experts, which learn faster at first. So candidates are ranked by their
 extrapolated loss, and no winner is declared if longer training may reverse the order.
@@ -32,7 +32,7 @@ from moe_ffn.studies.config import STUDY_FILE, PlannedRun, StudyConfig
 from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.result import RunResult
 from moe_ffn.studies.statistics import mean_interval, seeds_needed
-from moe_ffn.studies.sweep import Sweep, in_words, write_study
+from moe_ffn.studies.sweep import Sweep, format_duration, write_study
 from moe_ffn.studies.timing import time_arms
 
 QUESTION_FILE = "which.yaml"
@@ -79,7 +79,7 @@ MAX_DOUBLINGS = 2.0
 MAX_PASSES = 4
 """Passes over the text; later ones teach much less (Muennighoff et al. 2023, arXiv:2305.16264)."""
 OVERHEAD_SECONDS = 25.0
-"""Seconds of a run outside of training steps, on two slow cores: imports, data, checkpoints, page."""
+"""Estimated seconds of a run besides training steps, on 2 CPU cores: imports, data, checkpoints, page."""
 PLANNED_SHARE = 0.9
 """Share of the given time for which runs are planned."""
 
@@ -109,8 +109,8 @@ ROUNDS = (
 )
 
 
-def core_seconds(rounds: Sequence[Round], step_seconds: Mapping[str, float]) -> tuple[float, float]:
-    """Return the fixed seconds of rounds, and the seconds per step of the last round, for one run at a time.
+def time_model(rounds: Sequence[Round], step_seconds: Mapping[str, float]) -> tuple[float, float]:
+    """Return (a, b): run one by one, the rounds take a + b * steps seconds, with `steps` in the last round.
 
     Args:
         step_seconds: candidate -> seconds of a step. The slowest candidates are assumed to survive.
@@ -134,10 +134,10 @@ def full_steps(
     """Return the number of steps in the last round with which these rounds take `seconds`.
 
     Args:
-        step_seconds: as in `core_seconds`.
+        step_seconds: as in `time_model`.
         jobs: number of runs at a time.
     """
-    fixed, per_step = core_seconds(rounds, step_seconds)
+    fixed, per_step = time_model(rounds, step_seconds)
     return max(0, int((seconds * jobs - fixed) / per_step))
 
 
@@ -161,7 +161,7 @@ class Question(Config, frozen=True):
     def measured(
         cls, data: Sequence[str], minutes: float, jobs: int, say: Callable[[str], None]
     ) -> Question:
-        """Time steps, and choose the largest width whose runs read enough tokens within the time.
+        """Time steps; choose the largest width whose runs read enough tokens in the time, else the smallest.
 
         Raises:
             ConfigError: the time is too short, or the text cannot be used.
@@ -187,7 +187,7 @@ class Question(Config, frozen=True):
             if chosen and not is_enough:
                 break
             if steps < MIN_STEPS:
-                fixed, per_step = core_seconds(ROUNDS, pair)
+                fixed, per_step = time_model(ROUNDS, pair)
                 needed = (fixed + MIN_STEPS * per_step) / jobs / 60 / PLANNED_SHARE
                 raise ConfigError(
                     f"--minutes: {minutes:g} minutes leave {steps} steps for the longest runs of the "
@@ -446,7 +446,7 @@ def _reversal(question: Question, dense: Arm, sparse: Arm, doublings: float) -> 
     mean = sparse.difference.mean
     better, other = (sparse, dense) if mean < 0 else (dense, sparse)
     at_half = abs(mean) * (1 + 1 / doublings)
-    needed = in_words(60 * question.minutes * 2 ** (doublings + 1))
+    needed = format_duration(60 * question.minutes * 2 ** (doublings + 1))
     return (
         f"Cannot tell {sparse.name} from {dense.name} within this time: {better.name} ends {abs(mean):.4f} "
         f"nats per token below {other.name}, but was {at_half:.4f} below halfway through training, so longer "
@@ -468,7 +468,7 @@ def _time_needed(question: Question, differences: Sequence[float]) -> str:
     """Return the time for as many seeds as are needed to detect the mean of these differences."""
     needed = seeds_needed(stdev(differences), max(abs(fmean(differences)), 0.005))
     seeds = max(needed, len(differences) + 1)
-    return in_words(60 * question.minutes * seeds / len(differences))
+    return format_duration(60 * question.minutes * seeds / len(differences))
 
 
 def _cost(dense: Arm, sparse: Arm) -> str:

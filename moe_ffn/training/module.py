@@ -290,7 +290,7 @@ class LanguageModel(LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
         self.gradient_norm = norm.detach()
-        if self._allows_step():
+        if self._check_step():
             self.balance_updater.step(self.decoder.routers(), self._sum_over_ranks, self._num_ranks)
         else:
             # Without gradients the optimizer changes no parameter, no moment and no step count.
@@ -312,11 +312,11 @@ class LanguageModel(LightningModule):
         else:
             clip_by_norm_(self.parameters(), gradient_clip_val, self.gradient_norm)
 
-    def _allows_step(self) -> bool:
+    def _check_step(self) -> bool:
         """Return true if the guard accepts the loss (mean over batches and ranks) and the gradient norm."""
         loss = torch.stack(self._step_losses).mean().float()
         loss_and_norm = torch.stack([loss, self.gradient_norm.to(loss)])
-        # Averaged over ranks, so that all ranks decide alike. Only here does a step wait for the device.
+        # Averaged over ranks, so that all ranks decide alike. The step waits for the device here.
         mean, norm = (self._sum_over_ranks(loss_and_norm) / self._num_ranks).tolist()
         self.skipped_step = None
         reason = self.guard.check(mean, norm)

@@ -19,7 +19,7 @@ from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.files import kind_of
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.runs.config import TrainConfig, saved_config
-from moe_ffn.runs.folder import CONFIG_FILE, MODEL_FOLDER, is_run, of_library
+from moe_ffn.runs.folder import CONFIG_FILE, MODEL_FOLDER, is_run, model_folder_hint
 from moe_ffn.runs.reader import load_model
 from moe_ffn.weights.pretrained import (
     TOKENIZER_FILE,
@@ -108,7 +108,7 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
         raise type(error)(f"{option}: {error}") from error
     fix = "give a folder that `moe_ffn.save_pretrained` or a training run wrote"
     raise ConfigError(
-        f"{option}: '{path}' is neither a model folder of moe_ffn nor a run; {of_library(path) or fix}"
+        f"{option}: '{path}' is neither a model folder of moe_ffn nor a run; {model_folder_hint(path) or fix}"
     )
 
 
@@ -195,7 +195,7 @@ def _by_layer(names: Iterable[str]) -> list[str]:
 # -- how to start a run from a model folder
 
 
-def written_lines(
+def export_report(
     folder: Path, decoder: Decoder, tokenizer: Tokenizer | None, *, replaces: bool
 ) -> list[str]:
     """Report a model folder that was written, and the command that starts a run from it."""

@@ -161,7 +161,7 @@ def upcycle(
     generator: Generator,
     redraw: float = 0.0,
 ) -> FFNBlock:
-    """Return a layer of experts made from dense blocks: copy c is a copy of block c % len(blocks).
+    """Return a layer of experts made from dense blocks; copy c is block c % len(blocks).
 
     If experts have 1 / G of a block's width, expert e is shard e % G of copy e // G. The router rows within a
     copy are equal, so that the k chosen experts are complete copies. `down` is multiplied by G / t, where t

@@ -81,8 +81,8 @@ def test_a_trace_shows_the_other_layer_or_refuses(
     refused = run_here(str(alone.folder), "--text", "def", program="moe_ffn.cli.trace")
     assert refused.code == 2
     assert refused.stderr.strip() == (
-        f"error: '{alone.folder}' cannot be traced: its routers (router.type 'product_key') have too many "
-        "experts to score each one; moe-ffn report shows the share of experts used"
+        f"error: '{alone.folder}' cannot be traced: its routers, like router.type 'product_key', do not "
+        "score every expert; moe-ffn report shows the share of experts used"
     )
     page = (alone.folder / "report.html").read_text(encoding="utf-8")
     assert "routers list pairs of too many experts to show each" in page

@@ -25,7 +25,7 @@ from moe_ffn.runs.folder import is_finished, locked
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import read_timing
-from moe_ffn.studies.sweep import Sweep, in_words, training_command
+from moe_ffn.studies.sweep import Sweep, format_duration, training_command
 from moe_ffn.studies.timing import StepTime
 from tests.helpers.tiny_runs import Finished, ForkedTraining, run_here
 
@@ -439,6 +439,6 @@ def test_every_arm_is_timed_and_compared_with_the_baseline(
 
 
 def test_time_in_words() -> None:
-    assert [in_words(seconds) for seconds in (4.2, 130, 3600, 7 * 3600)] == [
+    assert [format_duration(seconds) for seconds in (4.2, 130, 3600, 7 * 3600)] == [
         *("4 s", "2 min", "60 min", "7.0 h")
     ]

@@ -309,7 +309,7 @@ def test_the_page_says_all_that_is_known_of_a_cell(browser: Browser, tmp_path: P
 
 def test_a_run_that_routes_nothing_is_named(trace: Trace, dense_run: Path) -> None:
     said = (
-        f"error: '{dense_run}' routes no token: its feed-forward blocks are of type 'swiglu'; give a run "
+        f"error: '{dense_run}' has no router: its feed-forward blocks are of type 'swiglu'; choose a run "
         "with model.ffn.type 'moe' or 'mixture_of_depths'\n"
     )
     assert trace(dense_run, "--text", "a") == (2, "", said)

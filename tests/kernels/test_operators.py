@@ -57,10 +57,10 @@ def test_the_operators_of_the_cpu_are_what_torch_asks_for(
     opcheck(cpu_operator.experts, called(cpu_operator, "experts", run), test_utils=check)
     arguments = called(cpu_operator, "experts", run)
     tensors, options = arguments[:10], arguments[10:15]
-    y_TD, kept_NH = (value.detach() for value in cpu_operator.experts(*arguments))
+    y_TD, pre_activation_NH = (value.detach() for value in cpu_operator.experts(*arguments))
     tensors = [None if value is None else value.detach() for value in tensors]
     for wanted in ([True] * 6, [False, True, True, False, False, False]):
-        given = (torch.randn_like(y_TD), *tensors, kept_NH, *options, wanted)
+        given = (torch.randn_like(y_TD), *tensors, pre_activation_NH, *options, wanted)
         opcheck(cpu_operator.experts_backward, given, test_utils=check)
 
 

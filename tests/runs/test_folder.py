@@ -13,7 +13,7 @@ import pytest
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs import folder as folder_of_runs
-from moe_ffn.runs.folder import LOCK_FILE, is_trained_here, locked
+from moe_ffn.runs.folder import LOCK_FILE, is_training, locked
 
 
 @pytest.fixture
@@ -23,13 +23,13 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_impatient")
 def test_a_run_is_held_by_one_process(tmp_path: Path) -> None:
-    assert is_trained_here(tmp_path) is None, "nobody ever held it"
+    assert is_training(tmp_path) is None, "nobody ever held it"
     with locked(tmp_path):
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            assert pool.apply(is_trained_here, [tmp_path])
+            assert pool.apply(is_training, [tmp_path])
         with pytest.raises(ConfigError, match=r"is being trained by another process; stop that"):
             locked(tmp_path).__enter__()
-    assert is_trained_here(tmp_path) is False
+    assert is_training(tmp_path) is False
 
 
 def test_of_another_machine_nothing_is_known(
@@ -38,7 +38,7 @@ def test_of_another_machine_nothing_is_known(
     with locked(tmp_path):
         pass
     monkeypatch.setattr("platform.node", lambda: "another")
-    assert is_trained_here(tmp_path) is None
+    assert is_training(tmp_path) is None
 
 
 @pytest.mark.usefixtures("_impatient")
@@ -47,7 +47,7 @@ def test_a_run_stays_held_when_its_lock_file_is_removed(tmp_path: Path) -> None:
         (tmp_path / LOCK_FILE).unlink()
         with pytest.raises(ConfigError, match=r"is being trained by another process"):
             locked(tmp_path).__enter__()
-        assert is_trained_here(tmp_path)
+        assert is_training(tmp_path)
 
 
 @pytest.mark.usefixtures("_impatient")
@@ -66,14 +66,14 @@ def test_a_file_system_that_locks_no_folders_has_the_file(
     with locked(tmp_path):
         with pytest.raises(ConfigError, match=r"is being trained by another process"):
             locked(tmp_path).__enter__()
-        assert is_trained_here(tmp_path)
-    assert is_trained_here(tmp_path) is False
+        assert is_training(tmp_path)
+    assert is_training(tmp_path) is False
 
 
 def test_the_name_of_the_machine_replaces_that_of_another(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text("a machine with a much longer name " * 9)
     with locked(tmp_path), multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply(is_trained_here, [tmp_path])
+        assert pool.apply(is_training, [tmp_path])
 
 
 def test_a_reader_that_only_asks_keeps_nobody_out(
@@ -100,4 +100,4 @@ def test_a_run_whose_folder_cannot_be_written_is_not_held(tmp_path: Path) -> Non
     folder.mkdir()
     shutil.rmtree(folder)
     with locked(folder):
-        assert is_trained_here(folder) is None
+        assert is_training(folder) is None

@@ -12,7 +12,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.report.comparison_tables import tables
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.comparison import Comparison, first_step_at
-from moe_ffn.studies.differences import block_of, identity, require_same_options, what_differs
+from moe_ffn.studies.differences import block_of, identity, option_differences, require_same_options
 from moe_ffn.studies.result import RunResult
 from tests.helpers.results import SHA, make_result
 
@@ -272,13 +272,13 @@ def test_a_swap_of_the_block_is_one_line_and_other_options_are_a_line_each() -> 
         "checkpoints.every_n_steps": 50,
         "sample.num_tokens": 50,
     }
-    assert what_differs(base.config, make_result("b", options=options).config) == [
+    assert option_differences(base.config, make_result("b", options=options).config) == [
         "model.ffn.router: top_k -> sigmoid_top_k",
         "model.ffn.capacity.factor: null -> 1.25",
         "optimizer.learning_rate: 0.003 -> 0.01",
     ]
-    assert what_differs(base.config, base.config) == []
-    assert what_differs(make_result("dense", options=SWIGLU).config, base.config) == [
+    assert option_differences(base.config, base.config) == []
+    assert option_differences(make_result("dense", options=SWIGLU).config, base.config) == [
         "model.ffn: swiglu -> moe, 8 experts (swiglu), top_k k=2"
     ]
 
@@ -532,7 +532,7 @@ def test_code_that_a_result_names_is_not_run(tmp_path: Path) -> None:
     options = {"model": {"ffn": {"type": f"{code}:Block"}}}
 
     assert block_of(options) == ""
-    assert what_differs({"model": {"ffn": {"type": "dense"}}}, options) == [
+    assert option_differences({"model": {"ffn": {"type": "dense"}}}, options) == [
         f"model.ffn: dense -> {code}:Block"
     ]
     assert not (tmp_path / "was_run").exists()
@@ -549,7 +549,7 @@ def test_options_that_an_older_version_did_not_have_are_no_difference() -> None:
     older["model"]["ffn"]["latent"] = None  # an option of that version which is gone
     del older["parallel"]
 
-    assert what_differs(older, newer) == ["model.ffn.zero_computation.num_zero: 0 -> 1"]
+    assert option_differences(older, newer) == ["model.ffn.zero_computation.num_zero: 0 -> 1"]
     now = TrainConfig.model_validate(older).to_dict()
     runs = [make_result("moe").model_copy(update={"config": config}) for config in (older, now)]
     require_same_options("moe", runs)

@@ -132,7 +132,7 @@ def test_runs_that_others_gave_up_wait_for_a_free_place(monkeypatch: pytest.Monk
     is_held = True
     monkeypatch.setattr(
         sweep_module.run_folder,
-        "is_trained_here",
+        "is_training",
         lambda folder: is_held and folder.name == "short-seed0",
     )
     sweep = sweep_of(STUDY)

@@ -221,11 +221,11 @@ class RoutingWindow(Checkpointed):
         # Token metrics are missing if training ended before the last step of the row.
         for layer, token_metrics in self._tokens.close().items():
             values[layer] |= token_metrics
-        looks: dict[str, tuple[Tensor, Tensor]] = {}
+        probe_choices: dict[str, tuple[Tensor, Tensor]] = {}
         if step - self._last_look >= self.churn_every_n_steps:
             before, self._probe, self._last_look = self._probe, probe(module), step
             # Shapes differ if a mixture of depths passes a different number of tokens to its inner layer.
-            looks = {
+            probe_choices = {
                 layer: (before[layer], now_TE)
                 for layer, now_TE in self._probe.items()
                 if layer in before and before[layer].shape == now_TE.shape
@@ -244,7 +244,7 @@ class RoutingWindow(Checkpointed):
                 num_ranks=num_ranks,
                 num_networks=infos[layer].num_networks if layer in infos else len(load_E),
                 bias_E=routers[layer].correction_bias_E if layer in routers else None,
-                looks=looks.get(layer),
+                probe_choices=probe_choices.get(layer),
             )
             metrics |= {key: value.cpu() for key, value in compute_row_end(row).items()}
         return values
