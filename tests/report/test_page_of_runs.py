@@ -107,7 +107,7 @@ def test_it_links_to_the_pages_of_its_runs(study: list[Path], tmp_path: Path) ->
 def test_of_several_runs_those_that_give_concern_are_named(moe: Path, tmp_path: Path) -> None:
     change(moe / "summary.json", unigram_loss=0.5)
     page = without_plots(moe, write_run(tmp_path / "runs" / "fine", layers=1))
-    assert "moe: The validation loss is worse than the unigram model" in page.text
+    assert "moe: The model is worse than the unigram model" in page.text
     head = page.text[: page.text.index("Final loss")]
     assert "fine: " not in head
     assert "No alarm was raised" not in page.text
