@@ -111,9 +111,7 @@ def comparison_html(
 
 
 def plots_of_arms(
-    comparison: Comparison | None,
-    arms: Sequence[Arm],
-    runs: Mapping[str, Sequence[Run]],
+    comparison: Comparison | None, arms: Sequence[Arm], runs: Mapping[str, Sequence[Run]]
 ) -> dict[str, list[Plot]]:
     """Return section of `runs.html` -> its plots.
 

@@ -147,7 +147,7 @@ def _reached(comparison: Comparison) -> Table:
         rows.append(
             [
                 arm.name,
-                _reached_cell(arm, base, "steps", "{:,.0f}".format, _margin(arm)),
+                _reached_cell(arm, base, "steps", "{:,.0f}".format),
                 _reached_cell(arm, base, "flops", compact),
                 _reached_cell(arm, base, "seconds", "{:,.0f}".format),
                 " ".join(cost for cost, is_on in arm.on_frontier.items() if is_on) or NONE,
@@ -164,14 +164,7 @@ def _reached(comparison: Comparison) -> Table:
     )
 
 
-def _margin(arm: Arm) -> str:
-    interval = arm.reached and arm.reached.interval
-    return f" ±{(interval.high - interval.low) / 2:,.0f}" if interval and arm.base else ""
-
-
-def _reached_cell(
-    arm: Arm, base: Arm, key: str, text: Callable[[Any], str], margin: str = ""
-) -> str:
+def _reached_cell(arm: Arm, base: Arm, key: str, text: Callable[[Any], str]) -> str:
     reached = arm.reached
     if reached is None:
         return NONE
@@ -182,7 +175,10 @@ def _reached_cell(
     whole = getattr(base, "steps" if key == "steps" else f"training_{key}")
     if value is None:
         return NONE
-    return f"{text(value)}{margin}" + (f" ({value / whole:.2f})" if whole else "")
+    share = f" ({value / whole:.2f})" if whole else ""
+    if key == "steps" and arm.base and (interval := reached.interval):
+        return f"{text(value)} ±{(interval.high - interval.low) / 2:,.0f}{share}"
+    return f"{text(value)}{share}"
 
 
 def tuning_tables(comparison: Comparison) -> Iterator[Table]:

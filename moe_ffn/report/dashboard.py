@@ -161,8 +161,7 @@ def build_workspace(entity: str, project: str) -> ws.Workspace:
         ],
         settings=ws.WorkspaceSettings(max_runs=MAX_LINES, **over_steps),
         runset_settings=ws.RunsetSettings(
-            groupby=[ws.Config("ffn_type")],
-            pinned_columns=list(COLUMNS),
+            groupby=[ws.Config("ffn_type")], pinned_columns=list(COLUMNS)
         ),
     )
 

@@ -144,18 +144,14 @@ def relative_to_unigram(run: Run) -> str:
     return f"{abs(unigram - loss):.4f} {side} it ({abs(1 - loss / unigram):.0%})"
 
 
-def tokens_per_step(run: Run) -> int | None:
-    """Return the tokens per optimizer step on all ranks; None if the options are missing."""
-    options = "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches"
-    counts = [run.option(option) for option in options]
-    return math.prod(counts) if all(isinstance(count, int) for count in counts) else None
-
-
 def tokens_seen(run: Run) -> float | None:
-    """Return the tokens trained on so far."""
+    """Return the tokens trained on so far, on all ranks; None if the options of the run are missing."""
     known = finite(run.summary.num_tokens)
-    per_step = tokens_per_step(run)
-    return known if known is not None or per_step is None else per_step * (run.step or 0)
+    options = "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches"
+    factors = [run.step or 0, *map(run.option, options)]
+    if known is not None or not all(isinstance(factor, int) for factor in factors):
+        return known
+    return math.prod(factors)
 
 
 def training_flops(run: Run) -> float | None:
