@@ -1,4 +1,4 @@
-"""Programs of a clone: train, sweep and compare as in `moe-ffn`, the benchmark, and writers of docs pages."""
+"""Programs for a clone: the main ones of `moe-ffn`, the benchmark, and a writer of a docs page."""
 
-# Before a program imports torch.
+# Its environment variables must be set before a program imports torch.
 from moe_ffn.config import environment  # noqa: F401  # pyright: ignore[reportUnusedImport]

@@ -2,8 +2,8 @@
 
     python -m experiments.models [docs/reference/models.md]
 
-Each block of the table is built small, with random weights. Its output and all gradients are compared with
-those of our block, in float32, in evaluation, and with noise or a capacity also in training.
+Both blocks are small, in float32, and have the same random weights. Outputs and all gradients are compared,
+in evaluation, and for blocks with noise or a capacity also in training.
 """
 
 from __future__ import annotations
@@ -73,37 +73,38 @@ BATCH, LENGTH = 2, 6
 
 
 Errors = dict[str, float]
-"""Largest differences of their tensors and ours, relative to the largest value of theirs.
+"""Tensor -> largest difference between theirs and ours, relative to their largest value.
 
-Keys are `output`, and for gradients `x` (the input) and our parameter names.
+The tensors are `output`, and the gradients of `x` (the input) and of our parameters, by name.
 """
 
 
 def config_of(model: str, entry: BlockEntry, options: Mapping[str, Any]) -> Any:
-    """Return their config of a block, with these options."""
+    """Return the config of transformers for a block, with these options."""
     folder = model.split()[0]
     module = import_module(f"transformers.models.{folder}.configuration_{folder}")
     classes = {name: value for name, value in vars(module).items() if name.endswith("Config")}
     prefixes = {name: name.removesuffix("Config").removesuffix("Text") for name in classes}
-    fitting = [name for name, prefix in prefixes.items() if entry.class_name.startswith(prefix)]
-    name = entry.config_name or max(fitting, key=len)
+    matches = [name for name, prefix in prefixes.items() if entry.class_name.startswith(prefix)]
+    name = entry.config_name or max(matches, key=len)
     config = classes[name](**options)
     config._experts_implementation = config._attn_implementation = "eager"
     return config
 
 
 def build_theirs(model: str, entry: BlockEntry, config: Any) -> nn.Module:
+    """Build the block of transformers with random weights."""
     folder = model.split()[0]
     module = import_module(f"transformers.models.{folder}.modeling_{folder}")
     cls = getattr(module, entry.class_name)
-    given = {"config": config, "layer_idx": 0, "ffn_dim": getattr(config, "encoder_ffn_dim", 0)}
-    needed = inspect.signature(cls.__init__).parameters
-    block = cls(**{name: value for name, value in given.items() if name in needed}).float()
+    arguments = {"config": config, "layer_idx": 0, "ffn_dim": getattr(config, "encoder_ffn_dim", 0)}
+    accepted = inspect.signature(cls.__init__).parameters
+    block = cls(**{name: value for name, value in arguments.items() if name in accepted}).float()
     generator = torch.Generator().manual_seed(0)
     for name, tensor in block.state_dict().items():
         if not tensor.is_floating_point():  # a table of the experts of each token id
-            drawn = torch.rand(len(tensor), config.num_local_experts, generator=generator)
-            tensor.copy_(drawn.argsort(dim=-1)[:, : tensor.shape[1]])
+            random = torch.rand(len(tensor), config.num_local_experts, generator=generator)
+            tensor.copy_(random.argsort(dim=-1)[:, : tensor.shape[1]])
             continue
         tensor.normal_(std=0.3, generator=generator)
         if "norm" in name or "scale" in name:
@@ -115,7 +116,7 @@ def build_theirs(model: str, entry: BlockEntry, config: Any) -> nn.Module:
 
 @contextmanager
 def same_noise() -> Iterator[None]:
-    """Replace random noise by a function of its size, so that the order of draws does not matter."""
+    """Replace random noise by a function of its size, so that both blocks draw the same noise."""
 
     def drawn(like: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(like.numel())
@@ -134,18 +135,15 @@ def same_noise() -> Iterator[None]:
 
 def call_theirs(block: Any, x_BSD: Tensor, ids_BS: Tensor) -> Tensor:
     """Return the output of a block, or of the feed-forward part of a decoder layer."""
-    name = type(block).__name__
-    if "Layer" in name and hasattr(block, "self_attn"):
-        return _of_layer(block, x_BSD)
-    given = (
-        {"input_ids": ids_BS} if "input_ids" in inspect.signature(block.forward).parameters else {}
-    )
-    output = block(x_BSD, **given)
+    if "Layer" in type(block).__name__ and hasattr(block, "self_attn"):
+        return _call_layer(block, x_BSD)
+    takes_ids = "input_ids" in inspect.signature(block.forward).parameters
+    output = block(x_BSD, input_ids=ids_BS) if takes_ids else block(x_BSD)
     return (output[0] if isinstance(output, tuple) else output).view(x_BSD.shape)
 
 
-def _of_layer(layer: Any, x_BSD: Tensor) -> Tensor:
-    """Return the output of the feed-forward part of a layer; its other parts are replaced by identities."""
+def _call_layer(layer: Any, x_BSD: Tensor) -> Tensor:
+    """Return the output of the feed-forward part of a layer, with its other parts switched off."""
     if hasattr(layer, "shared_mlp"):  # Granite
         return layer.block_sparse_moe(x_BSD) + layer.shared_mlp(x_BSD)
 
@@ -159,32 +157,32 @@ def _of_layer(layer: Any, x_BSD: Tensor) -> Tensor:
     return (output[0] if isinstance(output, tuple) else output) - x_BSD
 
 
-def _paper_of_nllb(block: Any, x_BSD: Tensor) -> Tensor:
+def _nllb_paper(block: Any, x_BSD: Tensor) -> Tensor:
     """Return the sum of all experts with the router's weights, which are 0 for experts not chosen."""
     x_TD = x_BSD.flatten(0, 1)
     _, weights_TE, _ = block.router(x_TD)
-    experts = [block.experts[f"expert_{e}"] for e in range(block.num_experts)]
-    parts = [
-        w_T1 * expert(x_TD) for w_T1, expert in zip(weights_TE.split(1, 1), experts, strict=True)
+    outputs = [
+        weights_TE[:, e : e + 1] * block.experts[f"expert_{e}"](x_TD)
+        for e in range(block.num_experts)
     ]
-    return torch.stack(parts).sum(dim=0).view_as(x_BSD)
+    return torch.stack(outputs).sum(dim=0).view_as(x_BSD)
 
 
-def _paper_of_doge(block: Any, x_BSD: Tensor) -> Tensor:
-    """Return the outputs of single tokens, for which its scores are correct."""
+def _doge_paper(block: Any, x_BSD: Tensor) -> Tensor:
+    """Return the output for one token at a time, with which the block's scores are correct."""
     tokens = x_BSD.flatten(0, 1)[:, None, None]
     return torch.stack([block(x_11D)[0] for x_11D in tokens]).view_as(x_BSD)
 
 
 PAPERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "nllb_moe": _paper_of_nllb,
-    "doge": _paper_of_doge,
+    "nllb_moe": _nllb_paper,
+    "doge": _doge_paper,
 }
-"""Formula of the paper for each block whose code computes another formula, also in evaluation."""
+"""Block whose code differs from its paper even in evaluation -> the paper's formula."""
 
 
 def compare(model: str, *, training: bool = False) -> Errors:
-    """Compare their block and ours, small and with equal weights, on the same tokens."""
+    """Compare their block and ours, small and with the same weights, on the same tokens."""
     entry = cast("BlockEntry", BLOCKS[model])
     config = config_of(model, entry, {**SMALL, **entry.small})
     theirs = build_theirs(model, entry, config).train(training)
@@ -214,11 +212,16 @@ def compare(model: str, *, training: bool = False) -> Errors:
     expected = convert_tensors(
         entry, gradients, dict(ours.named_parameters()), config, gradients=True
     )
-    found = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    # In training a wrapper with noise may contain the block of evaluation.
-    errors = {n.removeprefix("ffn."): _error(found[n], expected[n]) for n in found}
-    own = {"output": _error(y_ours, y_theirs), "x": _error(x_ours.grad, x_theirs.grad)}
-    return {**own, **errors}
+    # In training a jittered block may contain the block, so names may have a prefix.
+    errors = {
+        name.removeprefix("ffn."): _error(parameter.grad, expected[name])
+        for name, parameter in ours.named_parameters()
+    }
+    return {
+        "output": _error(y_ours, y_theirs),
+        "x": _error(x_ours.grad, x_theirs.grad),
+        **errors,
+    }
 
 
 @torch.no_grad()
@@ -264,9 +267,9 @@ trained.
 def flow(value: Any) -> str:
     """Return YAML on one line, without null values."""
     if isinstance(value, Mapping):
-        given = {key: inner for key, inner in value.items() if inner is not None}
-        order = sorted(given, key=lambda key: (key != "type", isinstance(given[key], Mapping)))
-        return "{" + ", ".join(f"{key}: {flow(given[key])}" for key in order) + "}"
+        items = [(key, inner) for key, inner in value.items() if inner is not None]
+        items.sort(key=lambda item: (item[0] != "type", isinstance(item[1], Mapping)))
+        return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in items) + "}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -278,25 +281,25 @@ def flow(value: Any) -> str:
 def shown_config(model: str, entry: BlockEntry) -> dict[str, Any]:
     """Return our config for the default config of a model, or for a small one if the default fails."""
     try:
-        shown = resolve(entry.ffn, config_of(model, entry, {}))
-        build_empty(shown)
-    # RuntimeError: the layers differ, so that there is no number of experts.
+        options = resolve(entry.ffn, config_of(model, entry, {}))
+        build_empty(options)
+    # RuntimeError: layers have different numbers of experts.
     except (ConfigError, TypeError, AttributeError, RuntimeError):
-        shown = resolve(entry.ffn, config_of(model, entry, {**SMALL, **entry.small}))
-    return shown
+        options = resolve(entry.ffn, config_of(model, entry, {**SMALL, **entry.small}))
+    return options
 
 
 def build_empty(options: Mapping[str, Any]) -> nn.Module:
-    """Return a block without memory for its weights; raise ConfigError for wrong options."""
+    """Build a block on the meta device; raise ConfigError for wrong options."""
     with torch.device("meta"):
         return build_ffn(options, 64)
 
 
 def largest_errors(model: str, entry: BlockEntry) -> Errors:
-    """Return the larger of the errors in evaluation and, if it differs, in training."""
-    found = compare(model)
-    trained = found if entry.in_training is None else compare(model, training=True)
-    return {name: max(error, trained[name]) for name, error in found.items()}
+    """Return the larger error of evaluation and training, for blocks that differ in training."""
+    evaluated = compare(model)
+    trained = evaluated if entry.in_training is None else compare(model, training=True)
+    return {name: max(error, trained[name]) for name, error in evaluated.items()}
 
 
 def page(errors: Mapping[str, Errors]) -> str:
@@ -335,8 +338,8 @@ def main(argv: Sequence[str]) -> int:
     blocks = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, BlockEntry)}
     errors = {model: largest_errors(model, entry) for model, entry in blocks.items()}
     write_whole(path, page(errors))
-    largest = max(max(found.values()) for found in errors.values())
-    print(f"{path}: {len(errors)} blocks, the largest error {largest:.1e}")
+    largest = max(max(of_block.values()) for of_block in errors.values())
+    print(f"{path}: {len(errors)} blocks, largest error {largest:.1e}")
     return 0
 
 

@@ -30,18 +30,18 @@ from moe_ffn.studies.timing import Training
 from moe_ffn.training.config import TrainerConfig, resolve_precision
 
 MIN_RATIO = 0.9
-"""Minimum of the program's tokens per second divided by those of the bare loop."""
+"""Minimum ratio of the program's tokens per second to the bare loop's."""
 MAX_OBSERVING = 0.03
-"""Maximum share of the step time."""
+"""Maximum share of the step time that observing takes."""
 
 
 class OverheadConfig(TrainConfig, frozen=True):
     """A training run, and how often to time it."""
 
     rounds: int = Field(default=5, ge=1)
-    """Number of turns, each with the bare loop and the program."""
+    """Number of rounds, each with the bare loop and the program."""
     steps: int = Field(default=40, ge=2)
-    """Optimizer steps timed in each turn."""
+    """Optimizer steps timed in each round."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,13 +58,13 @@ def main(argv: Sequence[str]) -> int:
     config = config.model_copy(update={"trainer": trainer})
     rounds: list[tuple[float, float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(config.rounds):
+        for number in range(1, config.rounds + 1):
             bare = time_bare_loop(config, data)
-            program, share = time_program(config, data, precision, Path(folder) / f"round-{turn}")
+            program, share = time_program(config, data, precision, Path(folder) / f"round-{number}")
             rounds.append((program / bare, share, program))
             print(
-                f"round {turn + 1}: bare {bare:,.0f}, program {program:,.0f} tokens/s, "
-                f"observing {share:.2%} of it"
+                f"round {number}: bare loop {bare:,.0f}, program {program:,.0f} tokens/s, "
+                f"observing {share:.2%} of its time"
             )
     ratios, shares, speeds = zip(*rounds, strict=True)
     ratio, observing = statistics.median(ratios), statistics.median(shares)
@@ -72,8 +72,8 @@ def main(argv: Sequence[str]) -> int:
         f"\nmedian tokens/s of the program: {statistics.median(speeds):,.0f} ({precision})\n"
         f"ratio to the bare loop {ratio:.3f} (median of {config.rounds}, from {min(ratios):.3f} to "
         f"{max(ratios):.3f}); promised: at least {MIN_RATIO}\n"
-        f"observing {observing:.2%} of the time of a step (from {min(shares):.2%} to "
-        f"{max(shares):.2%}); promised: less than {MAX_OBSERVING:.0%}"
+        f"observing takes {observing:.2%} of a step (from {min(shares):.2%} to {max(shares):.2%}); "
+        f"promised: less than {MAX_OBSERVING:.0%}"
     )
     return 0 if ratio >= MIN_RATIO and observing < MAX_OBSERVING else 1
 
@@ -91,7 +91,7 @@ def time_bare_loop(config: OverheadConfig, data: PreparedData) -> float:
 def time_program(
     config: OverheadConfig, data: PreparedData, precision: str, folder: Path
 ) -> tuple[float, float]:
-    """Return the tokens per second of `experiments.train`, and the share of time for observing."""
+    """Return the tokens per second of `experiments.train`, and the share of its time that observing takes."""
     from lightning.pytorch.callbacks import Callback
 
     from moe_ffn.runs import assemble
@@ -120,7 +120,7 @@ def time_program(
     callbacks.steps.on_train_batch_end = timed(callbacks.steps.on_train_batch_end)
     trainer = assemble.build_trainer(config, folder, precision, loggers, callbacks)
     trainer.callbacks.insert(0, Stopwatch())  # pyright: ignore[reportAttributeAccessIssue]  # set late
-    # This metric is computed inside the forward pass.
+    # This metric is computed in the forward pass.
     with patch.object(moe, "share_of_norms", timed(moe.share_of_norms)):
         token_data = assemble.make_token_data(config, data)
         trainer.fit(assemble.build_module(config, data), datamodule=token_data)

@@ -1,10 +1,10 @@
 """The benchmark, `python -m experiments.benchmark`: see docs/howto/benchmark.md.
 
-__main__.py   the command: options, the suites by name
-suites.py     the layer: at published sizes, with many experts, by load, decoding, on a GPU, saved bytes
+__main__.py   options, and suites by name
+suites.py     a layer: at published sizes, with many experts, by load, decoding, on a GPU, saved bytes
 models.py     whole models: training steps, decoding, a sparse model of transformers
-session.py    timing in turns; tables and promises
+session.py    timing in turns, tables and promises
 layers.py     layers to time, and the check that they compute the same
-peers.py      adapters of other libraries
+peers.py      adapters for layers of other libraries
 shapes.py     T, D, F, E, K and dtype of a layer
 """

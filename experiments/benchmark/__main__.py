@@ -1,8 +1,6 @@
 """Time layers and training steps, next to the dense block and other libraries.
 
-    python -m experiments.benchmark --help
-
-This file has the options and runs the suites; each prints its tables.
+python -m experiments.benchmark --help
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ SUITES: dict[str, Callable[[Session], None]] = {
     "memory": suites.memory,
     "gpu": suites.gpu,
 }
-"""Suites by name; the first line of the docstring of each describes it in the help."""
+"""Suites by name; the help shows the first line of each docstring."""
 
 PATIENCE = 30.0
-"""Seconds of timed rounds after which a table gets fewer of them, unless `--rounds` is given."""
+"""Seconds after which a table gets fewer rounds, unless `--rounds` is given."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
     session = Session(given.backends or list(BACKENDS), device, given.rounds or 9, patience)
     session.say(describe_machine(device))
     packages = {peer.package: peer.is_installed for peer in PEERS.values()}
-    found = [name for name, is_installed in packages.items() if is_installed]
-    session.say(f"other libraries: {', '.join(found) or 'none'}")
-    if absent := sorted(packages.keys() - found):
-        session.say(f"not installed: {', '.join(absent)}")
+    installed = [name for name, is_installed in packages.items() if is_installed]
+    session.say(f"other libraries: {', '.join(installed) or 'none'}")
+    if missing := sorted(packages.keys() - installed):
+        session.say(f"not installed: {', '.join(missing)}")
     if shapes:
         session.begin("shape")
         suites.time_shapes(session, shapes)
@@ -75,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe_machine(device: torch.device) -> str:
-    """Describe processor or GPU, versions and CPU kernels."""
+    """Return one line about the processor or GPU, versions and CPU kernels."""
     is_gpu = device.type == "cuda"
     kernels = "compiled" if unavailable_reason() is None else "not compiled"
     return (
@@ -87,7 +85,7 @@ def describe_machine(device: torch.device) -> str:
 
 
 def processor_name() -> str:
-    """Name of the processor; `platform.processor` is empty on Linux."""
+    """Return the name of the processor; `platform.processor` is empty on Linux."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -102,9 +100,9 @@ def _parser() -> Parser:
     )
     parser = Parser(
         prog="python -m experiments.benchmark",
-        description="Time this library's layers and training step next to the dense block and every "
-        "other library that is installed, in turns, and check what is promised of them.",
-        epilog=f"suites:\n{listed}\n\nThe exit code is 0 when everything ran, kept promises or not.",
+        description="Time this library's layers and training step, in turns with the dense block and all "
+        "installed libraries, and check the promised speeds.",
+        epilog=f"suites:\n{listed}\n\nThe exit code is 0 when everything ran, even if a promise is missed.",
     )
     add = parser.add_argument
     add(
@@ -113,29 +111,31 @@ def _parser() -> Parser:
         nargs="+",
         choices=list(SUITES),
         metavar="NAME",
-        help="suites to run, of those below; default: all",
+        help="suites to run, from the list below; default: all",
     )
     add(
         "--shape",
         action="append",
         default=[],
         metavar="T,D,F,E,K,dtype",
-        help="time a layer of your own: tokens, model width, expert width, experts, experts per "
-        "token, fp32, bf16 or fp16; may be repeated; without --suite, nothing else is timed",
+        help="time a layer of this size: tokens, model width, expert width, experts, experts per "
+        "token, and fp32, bf16 or fp16; may be repeated; without --suite, nothing else is timed",
     )
     add(
         "--rounds",
         type=whole(1),
         metavar="N",
-        help="timed turns of each candidate; default: 9, and at least 3 if they take long",
+        help="timed rounds of each candidate; default: 9, or as few as 3 if they take long",
     )
-    add("--threads", type=whole(1, 4096), metavar="N", help="threads of torch; default: its choice")
+    add(
+        "--threads", type=whole(1, 4096), metavar="N", help="threads of torch; default: torch's own"
+    )
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
         metavar="NAME",
-        help="auto, cpu or cuda; auto prefers cuda",
+        help="auto (the default), cpu or cuda; auto prefers cuda",
     )
     add(
         "--backends",

@@ -1,7 +1,7 @@
 """Layers to time, and the check that they compute the same function.
 
-Our layer in every backend and the layers of other libraries have the same weights. They and the dense block
-get the same tokens and the same output gradient.
+Our layer in every backend and the layers of other libraries have the same weights. All layers, and the dense
+block, get the same tokens and the same output gradient.
 
 T tokens, D model width, B batch, S sequence
 """
@@ -36,18 +36,18 @@ class Layer:
     name: str
     module: nn.Module
     computes: str = SAME
-    """`SAME`, `REFERENCE`, or what differs."""
+    """`SAME`, `REFERENCE`, or a description of the difference."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return hidden_of(self.module(x))
 
 
 class Tokens(NamedTuple):
-    """Input and output gradient of every layer of a case."""
+    """Input and output gradient of all layers in a case."""
 
     x_BSD: Tensor
     grad_BSD: Tensor
-    """Random d(loss)/d(output); a constant one would spare some backends work."""
+    """Random d(loss)/d(output); a constant would save work in some backends."""
 
     @classmethod
     def of(cls, shape: Shape, device: torch.device) -> Tokens:
@@ -70,7 +70,7 @@ class Case:
 
     @classmethod
     def of(cls, shape: Shape, device: torch.device, **router: Any) -> Case:
-        """Draw weights and tokens from fixed seeds; `router` has the options of another router than top-k."""
+        """Draw weights and tokens from fixed seeds; `router` has options of a router other than top-k."""
         torch.manual_seed(0)
         source, tokens = moe_layer(shape, "loop", device, **router), Tokens.of(shape, device)
         return cls(shape, source, tokens, outcome(source, tokens))
@@ -103,7 +103,7 @@ def dtype_of(shape: Shape) -> torch.dtype:
 
 
 def moe_layer(shape: Shape, backend: str, device: torch.device, **router: Any) -> MoEFFN:
-    """Build SwiGLU experts behind a top-k router, renormalised as in Mixtral, or another router."""
+    """Build SwiGLU experts with a renormalised top-k router, as in Mixtral, or with another router."""
     config = {
         "type": "moe",
         "num_experts": shape.num_experts,
@@ -119,12 +119,12 @@ def moe_layer(shape: Shape, backend: str, device: torch.device, **router: Any) -
 def sparse_layers(
     case: Case, backends: Sequence[str], peers: Sequence[str], note: Callable[[str], None]
 ) -> list[Layer]:
-    """Return our layer in `auto` and each of `backends`, and the installed `peers` that take this shape.
+    """Return our layer in `auto` and each of `backends`, and the installed `peers` that support this shape.
 
-    Our layers share the weights of the case. Each layer is marked with what it computes.
+    Our layers share the weights of the case; `Layer.computes` tells which layers compute the same.
 
     Args:
-        note: called with a remark about a layer that is skipped or computes something else.
+        note: called with a remark about a layer that is skipped, or computes something else.
     """
     on_gpu = case.tokens.x_BSD.device.type == "cuda"
     builders: dict[str, Callable[[], nn.Module]]
@@ -136,15 +136,15 @@ def sparse_layers(
     for name, build in builders.items():
         try:
             module = build()
-            found = outcome(module, case.tokens)
+            result = outcome(module, case.tokens)
         except Exception as error:  # a peer may fail in any way
-            refuses = isinstance(error, ValueError)
-            if not refuses and name not in PEERS:
+            is_unsupported = isinstance(error, ValueError)
+            if not is_unsupported and name not in PEERS:
                 raise
-            kind = "" if refuses else f"{type(error).__name__}: "
+            kind = "" if is_unsupported else f"{type(error).__name__}: "
             note(f"skipped: {name}: {kind}{first_line(error)}")
             continue
-        if (computes := compare(found, case.expected)) != SAME:
+        if (computes := compare(result, case.expected)) != SAME:
             note(f"{name} {computes} at {case.shape}")
         layers.append(Layer(name, module, computes))
     return layers
@@ -158,7 +158,7 @@ def _ours(case: Case, backend: str) -> MoEFFN:
 
 
 def weights_of(block: MoEFFN) -> Weights:
-    """Return our weights for other libraries."""
+    """Return the weights of our block, to load into other libraries."""
     router, experts = block.router, block.experts
     assert isinstance(router, LinearRouter)
     with torch.no_grad():
@@ -170,17 +170,17 @@ def weights_of(block: MoEFFN) -> Weights:
 
 
 class Tolerance(NamedTuple):
-    """Largest differences by rounding between layers that compute the same function."""
+    """Maximum differences that rounding explains between layers that compute the same function."""
 
     row: float
-    """Distance of a token's row, as a part of its length; a wrong function is off by about 1."""
+    """Difference in a token's row, relative to its norm; another function is off by about 1."""
     tokens: float
     """Share of tokens for which rounding decides between the k-th and the next expert.
 
     Our router computes in float32; other routers use the dtype of the layer.
     """
     gradient: float
-    """Difference in length of the parameters' gradient."""
+    """Relative difference in the norm of the parameters' gradient."""
 
 
 TOLERANCES = {
@@ -196,7 +196,7 @@ class Outcome(NamedTuple):
     hidden_TD: Tensor
     grad_x_TD: Tensor
     grad_norm: float
-    """Length of the gradient of all parameters; independent of their layout."""
+    """Norm of the gradient of all parameters, which does not depend on their layout."""
 
 
 def outcome(module: nn.Module, tokens: Tokens) -> Outcome:
@@ -213,37 +213,37 @@ def outcome(module: nn.Module, tokens: Tokens) -> Outcome:
 
 
 def compare(theirs: Outcome, ours: Outcome) -> str:
-    """Return `SAME`, or what differs by more than rounding; NaN differs from everything."""
+    """Return `SAME`, or a description of a difference beyond rounding; NaN differs from everything."""
     tolerance = TOLERANCES[ours.hidden_TD.dtype]
-    differs = 1.0
+    share = 1.0
     if theirs.hidden_TD.shape == ours.hidden_TD.shape:
         same_T = same_rows(theirs.hidden_TD, ours.hidden_TD)
         same_T &= same_rows(theirs.grad_x_TD, ours.grad_x_TD)
-        differs = 1 - same_T.float().mean().item()
-    if differs > tolerance.tokens:
-        return f"DIFFERS on {differs:.0%} of the tokens"
-    length = theirs.grad_norm / ours.grad_norm
-    if not abs(length - 1) <= tolerance.gradient:
-        return f"DIFFERS in gradients of weights: {length:.2f} times as long"
+        share = 1 - same_T.float().mean().item()
+    if share > tolerance.tokens:
+        return f"DIFFERS on {share:.0%} of the tokens"
+    ratio = theirs.grad_norm / ours.grad_norm
+    if not abs(ratio - 1) <= tolerance.gradient:
+        return f"DIFFERS in gradients of weights: their norm is {ratio:.2f} times ours"
     return SAME
 
 
 def same_rows(their_TD: Tensor, our_TD: Tensor) -> Tensor:
-    """Return bool (T,), the rows that agree within the tolerance."""
-    length_T = our_TD.float().norm(dim=-1)
-    # The experts of a token may nearly cancel; its tolerance is that of a longer row.
-    length_T = length_T.clamp(min=0.1 * length_T.mean().item())
-    off_T = (their_TD.float() - our_TD.float()).norm(dim=-1)
-    return off_T <= TOLERANCES[our_TD.dtype].row * length_T
+    """Return a mask, (T,), of the rows that agree within the tolerance."""
+    norm_T = our_TD.float().norm(dim=-1)
+    # If the experts of a token nearly cancel, rounding is large relative to its row.
+    norm_T = norm_T.clamp(min=0.1 * norm_T.mean().item())
+    difference_T = (their_TD.float() - our_TD.float()).norm(dim=-1)
+    return difference_T <= TOLERANCES[our_TD.dtype].row * norm_T
 
 
 def in_evaluation(layer: Layer, case: Case) -> Layer:
-    """Put a layer into evaluation mode and check its output there; without gradients it runs other code."""
+    """Put a layer into evaluation mode, and check its output: without gradients it runs other code."""
     layer.module.eval()
     x_BSD = case.tokens.x_BSD.detach()
     with torch.no_grad():
-        wanted_TD = case.source.eval()(x_BSD).hidden.flatten(0, -2)
-        found_TD = layer(x_BSD).flatten(0, -2)
-    if layer.computes == SAME and not same_rows(found_TD, wanted_TD).all():
+        expected_TD = case.source.eval()(x_BSD).hidden.flatten(0, -2)
+        hidden_TD = layer(x_BSD).flatten(0, -2)
+    if layer.computes == SAME and not same_rows(hidden_TD, expected_TD).all():
         return replace(layer, computes="DIFFERS without gradients")
     return layer

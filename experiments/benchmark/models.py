@@ -33,11 +33,11 @@ CASE = "default model"
 DENSE_MODEL = "dense swiglu"
 
 MIN_TRAINING_RATIO = 0.9
-"""Smallest promised ratio of tokens per second to those of the dense model."""
+"""Minimum promised ratio of tokens per second to the dense model's."""
 
 
 def training(session: Session) -> None:
-    """Whole training steps of the default model and a dense one with as many active parameters."""
+    """Training steps of the default model and of a dense model with as many active parameters."""
     precision = resolve_precision("auto", session.device.type)
     data, moe = DataConfig(), DecoderConfig()
     assert isinstance(moe.ffn, MoEConfig)
@@ -48,7 +48,7 @@ def training(session: Session) -> None:
         models[f"moe_ffn {backend}"] = with_ffn(moe, moe.ffn.to_dict() | {"experts": experts})
     active = [config.num_active_params(VOCAB_SIZE, data.seq_len) for config in (moe, dense)]
     session.say(
-        f"{data.batch_size} x {data.seq_len} tokens a step, {precision}; active parameters: "
+        f"{data.batch_size} x {data.seq_len} tokens per step, {precision}; active parameters: "
         f"{active[0]:,} with experts, {active[1]:,} dense"
     )
     text = prepare(data)
@@ -64,12 +64,12 @@ def training(session: Session) -> None:
         candidates.append(Candidate(CASE, name, trained.step, computes=computes))
     results = session.time(candidates, more=2, tokens=data.batch_size * data.seq_len)
     session.show(results, (DENSE_MODEL,))
-    claim, mine, plain = f"tokens/s / {DENSE_MODEL}", (CASE, AUTO), (CASE, DENSE_MODEL)
-    session.promise(claim, MIN_TRAINING_RATIO, results, mine, plain, at_most=False)
+    claim, ours, dense_key = f"tokens/s / {DENSE_MODEL}", (CASE, AUTO), (CASE, DENSE_MODEL)
+    session.promise(claim, MIN_TRAINING_RATIO, results, ours, dense_key, at_most=False)
 
 
 def dense_counterpart(moe: DecoderConfig) -> DecoderConfig:
-    """Return the Transformer with dense SwiGLU blocks, as wide as the experts of one token together."""
+    """Return the same Transformer with dense SwiGLU blocks, as wide as the experts of a token together."""
     assert isinstance(moe.ffn, MoEConfig)
     experts: Any = moe.ffn.experts  # the default kind has a width
     k = moe.ffn.experts_per_token
@@ -83,7 +83,7 @@ def with_ffn(config: DecoderConfig, ffn: dict[str, Any]) -> DecoderConfig:
 # ------------------------------------------------------------------------------------ decoding
 
 CONTEXT = 512
-"""Length of the sequence with its last new token."""
+"""Length of the sequence, with all new tokens."""
 
 NUM_NEW = 8
 
@@ -96,11 +96,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 MIN_CACHE_SPEEDUP = 5.0
-"""Smallest promised ratio of tokens per second."""
+"""Minimum promised ratio of tokens per second, with a cache to without."""
 
 
 def generation(session: Session) -> None:
-    """Tokens per second at 512 tokens of context, with a cache of keys and values and without."""
+    """Decoding at 512 tokens of context, with and without a cache of keys and values."""
     session.say(f"tokens {CONTEXT - NUM_NEW + 1} to {CONTEXT} of one sequence, greedy, float32")
     candidates: list[Candidate] = []
     for case, options in MODELS.items():
@@ -158,7 +158,7 @@ IMPLEMENTATIONS = {
     HF_BATCHED: "batched_mm",
     AUTO: NAME,
 }
-"""Candidate -> its name in the registry of transformers."""
+"""Candidate -> its `experts_implementation` in transformers."""
 
 PROMPT, NEW_TOKENS = 16, 64
 
@@ -177,11 +177,11 @@ QWEN3_MOE = {
 }
 
 MIN_SPEEDUP = {1: 1.0, 16: 1.0}
-"""Sequences at a time -> smallest promised ratio of tokens per second to those of batched_mm."""
+"""Batch size -> minimum promised ratio of tokens per second to batched_mm's."""
 
 
 def live_models(session: Session) -> None:
-    """Text from a small Qwen3-MoE of transformers, with each implementation of its experts."""
+    """Generation with a small Qwen3-MoE of transformers, with each implementation of its experts."""
     if not PEERS[HF_BATCHED].is_installed:
         session.say("not timed: transformers is not installed")
         return
@@ -209,8 +209,8 @@ def live_models(session: Session) -> None:
         results = session.time(candidates, tokens=batch * NEW_TOKENS)
         session.say(f"\n{case}")
         session.show(results, (HF_EAGER, HF_GROUPED, HF_BATCHED))
-        mine, peer = (case, AUTO), (case, HF_BATCHED)
-        session.promise(f"tokens/s / {HF_BATCHED}", speedup, results, mine, peer, at_most=False)
+        ours, peer = (case, AUTO), (case, HF_BATCHED)
+        session.promise(f"tokens/s / {HF_BATCHED}", speedup, results, ours, peer, at_most=False)
 
 
 def _generate(model: Any, prompt_BS: Tensor, implementation: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""Layers of other libraries with our weights in them, one adapter each.
+"""Layers of other libraries with our weights, one adapter each.
 
-A peer is timed if its package is installed. A peer that rejects a shape (ValueError), or breaks on it, is
-skipped with its reason; it never ends the run.
+A peer is timed if its package is installed. If it rejects a shape (ValueError) or fails, the benchmark skips
+it and prints the reason.
 
 D model width, E experts, F hidden width
 """
@@ -39,7 +39,7 @@ class Peer:
     """Layer of another library."""
 
     package: str
-    """Name of its module."""
+    """Name of the package to import."""
     build: Callable[[Weights, Shape], nn.Module]
     """Builds the layer, x (B, S, D) -> hidden or (hidden, more)."""
     gpu_only: bool = False
@@ -54,7 +54,7 @@ def mixtral(implementation: str) -> Callable[[Weights, Shape], nn.Module]:
 
     def build(weights: Weights, shape: Shape) -> nn.Module:
         if shape.k == 1:
-            raise ValueError("Mixtral's router always renormalises; with k = 1 nothing is left")
+            raise ValueError("Mixtral's router always renormalises; with k = 1 all weights are 1")
         modeling = import_module("transformers.models.mixtral.modeling_mixtral")
         config = import_module("transformers").MixtralConfig(
             hidden_size=shape.d_model,
@@ -91,7 +91,8 @@ class ScatterMoE(nn.Module):
             top_k=shape.k,
             activation=nn.SiLU(),
         ).to(weights.down_EDF)
-        up_gate = torch.cat([weights.up_EFD, weights.gate_EFD], dim=1)  # activates the second half
+        # ScatterMoE activates the second half.
+        up_gate = torch.cat([weights.up_EFD, weights.gate_EFD], dim=1)
         with torch.no_grad():
             self.experts.experts.weight.copy_(up_gate)
             self.experts.output_experts.weight.copy_(weights.down_EDF)
@@ -115,7 +116,7 @@ PEERS: dict[str, Peer] = {
 """Peers by name, in the order of the tables."""
 
 TRAINING_PEERS = tuple(name for name in PEERS if name != HF_BATCHED)
-"""Peers but batched_mm, which copies an expert's weights for every pair to decode a few tokens."""
+"""Peers without batched_mm, which is for decoding: it copies an expert's weights for every pair."""
 
 
 def hidden_of(output: Any) -> Tensor:

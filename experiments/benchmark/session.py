@@ -1,4 +1,4 @@
-"""Timing of candidates in turns, and the tables and promises that a benchmark prints."""
+"""Timing in turns, and the tables and promises that the benchmark prints."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ NOISY = 0.1
 
 @dataclass(frozen=True)
 class Candidate:
-    """Function to time."""
+    """A function to time; see `Timed`."""
 
     case: str
     name: str
     run: Callable[[], object]
     reset: Callable[[], object] = lambda: None
-    """Called after every run, off the clock."""
     calls: int = 1
-    """Calls within one `run`; a single one may be too short for the clock."""
     computes: str = SAME
 
     @property
@@ -43,7 +41,7 @@ class Candidate:
 
     @classmethod
     def training(cls, layer: Layer, tokens: Tokens, case: str) -> Candidate:
-        """Time forward and backward, to x and to all parameters; free the gradients off the clock."""
+        """Time forward and backward, with gradients of x and of all parameters."""
 
         def run() -> None:
             layer(tokens.x_BSD).backward(tokens.grad_BSD)
@@ -61,14 +59,14 @@ class Result:
 
     computes: str
     unit: str
-    """`s` of one pass, `token/s`, or `B`."""
+    """`s` (per call), `token/s` or `B`."""
     lower_quartile: float
     median: float
     upper_quartile: float
 
     @property
     def noise(self) -> float:
-        """Distance of the quartiles, as a fraction of the median."""
+        """Interquartile range, relative to the median."""
         return (self.upper_quartile - self.lower_quartile) / self.median
 
 
@@ -77,7 +75,7 @@ Results = dict[Key, Result]
 
 @dataclass
 class Session:
-    """One run of suites: its options and promises; prints as it goes."""
+    """A run of the benchmark: its options, its output and its promises."""
 
     backends: Sequence[str]
     device: torch.device
@@ -87,15 +85,15 @@ class Session:
     suite: str = ""
     """Name of the running suite."""
     promises: list[list[str]] = field(default_factory=list)
-    """Rows of the last table, with the verdict at the end."""
+    """Rows of the table of promises; see `show_promises`."""
     console: Console = field(
-        # The terminal breaks lines that are too long for it; markup is off for brackets in names.
+        # The terminal wraps long lines; without markup, names may contain brackets.
         default_factory=lambda: Console(width=400, markup=False, highlight=False, emoji=False)
     )
 
     @property
     def limits_apply(self) -> bool:
-        """True on a CPU; most limits were set for CPUs."""
+        """True on a CPU, for which most limits were set."""
         return self.device.type == "cpu"
 
     def say(self, text: str = "") -> None:
@@ -116,8 +114,8 @@ class Session:
         """Time candidates in turns.
 
         Args:
-            more: factor of the number of rounds, for a ratio that must be known more exactly.
-            tokens: tokens of a run; results are then tokens per second.
+            more: multiplies the number of rounds, for a ratio that must be more exact.
+            tokens: tokens of a run; then results are in tokens per second.
         """
         rounds = more * self.rounds
         measured = interleave(candidates, rounds, 1, self.patience)
@@ -131,11 +129,11 @@ class Session:
             for candidate, values in zip(candidates, measured, strict=True)
         }
         if done < rounds:
-            self.say(f"  {done} rounds instead of {rounds}, which would take long")
+            self.say(f"  {done} rounds instead of {rounds}, which would take too long")
         noise = statistics.median(result.noise for result in results.values())
         if noise > NOISY:
             self.say(
-                f"  noisy: the quartiles lie {noise:.0%} of the median apart; is this machine busy?"
+                f"  noisy: the interquartile range is {noise:.0%} of the median; is this machine busy?"
             )
         return results
 
@@ -144,39 +142,43 @@ class Session:
         claim: str,
         limit: float,
         results: Results,
-        of: Key,
-        to: Key,
+        numerator: Key,
+        denominator: Key,
         *,
         at_most: bool = True,
         goal: float | None = None,
         anywhere: bool = False,
     ) -> None:
-        """Check, show and keep a promise about the median of one result over that of another.
+        """Check, print and store a promise about the ratio of two medians.
 
-        Not measured if one of the two was not timed or computes something else.
+        The verdict is `not measured` if one of them was not timed, or computes something else.
 
         Args:
-            goal: value to reach in the end, beyond the promise.
-            anywhere: the limit holds on GPUs too.
+            goal: value to reach in future, beyond the promise.
+            anywhere: True if the limit also applies to GPUs.
         """
         if not (anywhere or self.limits_apply):
             return
         verdict = "not measured"
-        figure = next(filter(None, (unusable(results, key) for key in (of, to))), "")
+        figure = next(
+            filter(None, (unusable(results, key) for key in (numerator, denominator))), ""
+        )
         if not figure:
-            value = results[of].median / results[to].median
-            kept = value <= limit if at_most else value >= limit
-            noisy = max(results[of].noise, results[to].noise) > NOISY
+            value = results[numerator].median / results[denominator].median
+            is_kept = value <= limit if at_most else value >= limit
+            is_noisy = max(results[numerator].noise, results[denominator].noise) > NOISY
             figure = f"{value:.3f}"
-            verdict = f"{'kept' if kept else 'MISSED'}{', noisy' if noisy else ''}"
+            verdict = f"{'kept' if is_kept else 'MISSED'}{', noisy' if is_noisy else ''}"
         promised = f"{'at most' if at_most else 'at least'} {limit:g}"
-        aim = "" if goal is None else f"{goal:g}"
-        self.promises.append([self.suite, of[0], claim, figure, promised, aim, verdict])
-        beyond = f", goal {aim}" if aim else ""
-        self.say(f"  {verdict:7} {claim}: {figure}, promised {promised}{beyond}")
+        goal_text = "" if goal is None else f"{goal:g}"
+        self.promises.append(
+            [self.suite, numerator[0], claim, figure, promised, goal_text, verdict]
+        )
+        more = f", goal {goal_text}" if goal_text else ""
+        self.say(f"  {verdict:7} {claim}: {figure}, promised {promised}{more}")
 
     def table(self, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Print a table; columns of numbers are aligned to the right, except the first."""
+        """Print a table; columns of numbers, except the first column, are aligned to the right."""
         rows = list(rows)
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="")
         for column, name in enumerate(headers):
@@ -231,11 +233,11 @@ def result(values: Sequence[float], unit: str = "s", computes: str = SAME) -> Re
     return Result(computes, unit, *statistics.quantiles(values, n=4, method="inclusive"))
 
 
-def ratio(results: Results, of: Key, to: Key) -> str:
-    """Return the ratio of two medians, `1.23x`; a dash if one of them was not timed."""
-    if of not in results or to not in results:
+def ratio(results: Results, numerator: Key, denominator: Key) -> str:
+    """Return the ratio of two medians, `1.23x`; a dash if one was not timed."""
+    if numerator not in results or denominator not in results:
         return "-"
-    return f"{results[of].median / results[to].median:.2f}x"
+    return f"{results[numerator].median / results[denominator].median:.2f}x"
 
 
 def unusable(results: Results, key: Key) -> str:

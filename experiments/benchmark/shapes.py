@@ -1,4 +1,4 @@
-"""Size of a layer to time, as the command line takes it: `T,D,F,E,K,dtype`."""
+"""Size of a layer to time; on the command line `T,D,F,E,K,dtype`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Name on the command line -> name in torch."""
 
 SEQUENCE = 256
-"""Length of the sequences, if it divides the number of tokens; some libraries need several sequences."""
+"""Tokens per sequence, if it divides the number of tokens; some libraries need several sequences."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Shape:
     d_model: int
     """D"""
     d_ff: int
-    """F, hidden width of one expert."""
+    """F, the hidden width of an expert."""
     num_experts: int
     """E"""
     k: int
@@ -34,12 +34,12 @@ class Shape:
 
     @property
     def active_width(self) -> int:
-        """Hidden width for one token, and of the dense block to compare with."""
+        """Hidden width that a token uses, which is also the width of the dense block."""
         return self.k * self.d_ff
 
     @property
     def flops(self) -> int:
-        """FLOPs of the experts, forward and backward: three products with each of three matrices."""
+        """FLOPs of the experts, forward and backward: three products for each of three matrices."""
         return 3 * 3 * 2 * self.num_tokens * self.d_model * self.active_width
 
     @property
@@ -59,7 +59,7 @@ def parse_shape(text: str) -> Shape:
     """Parse `2048,512,512,8,2,fp32`.
 
     Raises:
-        ConfigError: one sentence that begins with `--shape`.
+        ConfigError: the text is not a shape, or the layer needs more memory than there is.
     """
     *typed, dtype = (part.strip() for part in text.split(","))
     sizes = [whole_number(number, least=1) or 0 for number in typed]
@@ -73,14 +73,14 @@ def parse_shape(text: str) -> Shape:
         raise ConfigError(
             f"--shape {text}: K ({shape.k}) must not exceed E ({shape.num_experts}); lower K or raise E"
         )
-    # The weights, the input and the hidden values are far less than a step needs.
+    # A lower bound: a step needs far more than the weights, the input and the hidden values.
     weights = 3 * shape.num_experts * shape.d_model * shape.d_ff
     tokens = shape.num_tokens * (shape.d_model + shape.active_width)
     num_bytes = (4 if dtype == "fp32" else 2) * (weights + tokens)
     limit = memory_limit()
     if limit is not None and num_bytes > limit:
         raise ConfigError(
-            f"--shape {text}: takes {gigabytes(num_bytes)}, and this process may have {gigabytes(limit)} of "
-            "memory; lower T, D, F or E"
+            f"--shape {text}: needs {gigabytes(num_bytes)} of memory, but this process may use "
+            f"{gigabytes(limit)}; lower T, D, F or E"
         )
     return shape

@@ -1,7 +1,7 @@
-"""Suites that time the layer and count the bytes that it keeps.
+"""Suites that time a layer, and count the bytes that it saves for the backward pass.
 
-The Mixture-of-Experts tax is the time of the whole layer (router, plan, experts, combine; gradients to x
-and all parameters) over that of the dense block whose width one token passes through, K * F.
+The Mixture-of-Experts tax is the time of the whole layer (router, plan, experts, combine; gradients of x
+and all parameters) over the time of a dense block of the width that a token uses, K * F.
 
 T tokens, D model width, E experts, F expert width
 """
@@ -36,30 +36,30 @@ PROMISED = {
     Shape(2048, 1024, 1024, 8, 2, "fp32"): (1.04, 1.25),
     Shape(4096, 1024, 1024, 8, 2, "bf16"): (1.04, 1.7),
 }
-"""Shape -> largest promised tax, and speed relative to Hugging Face's grouped_mm."""
+"""Shape -> maximum promised tax, and minimum promised speed-up over Hugging Face's grouped_mm."""
 
 TAX_GOAL = 1.0
-"""Tax to reach everywhere in the end."""
+"""Tax to reach in future, for all shapes."""
 
 
 def rows(session: Session) -> None:
-    """The layer at published sizes, forward and backward, with every installed library."""
+    """A layer at published sizes, forward and backward, with every installed library."""
     time_shapes(session, list(PROMISED))
 
 
 def time_shapes(session: Session, shapes: Sequence[Shape]) -> None:
-    """Show a table, the tax and the promises of each shape."""
+    """Print a table, the tax and the promises for each shape."""
     for shape in shapes:
         results = _time_shape(session, shape, (DENSE, HF_GROUPED))
         ours, dense, peer = ((str(shape), name) for name in (AUTO, DENSE, HF_GROUPED))
-        limit, faster = PROMISED.get(shape, (None, None))
+        limit, speedup = PROMISED.get(shape, (None, None))
         if limit is None or not session.limits_apply:
             session.say(f"  tax {ratio(results, ours, dense)}, goal {TAX_GOAL:g}")
         else:
             session.promise("tax", limit, results, ours, dense, goal=TAX_GOAL)
-        if faster is not None:
+        if speedup is not None:
             claim = f"times faster than {HF_GROUPED}"
-            session.promise(claim, faster, results, peer, ours, at_most=False)
+            session.promise(claim, speedup, results, peer, ours, at_most=False)
 
 
 def _time_shape(
@@ -74,23 +74,23 @@ def _time_shape(
     return results
 
 
-# ----------------------------------------------------------- one size grows
+# -------------------------------------------------------------- the number of experts or tokens
 
 MAX_GROWTH = 1.4
-"""Largest ratio of the time at 256 experts to that at 8, for the same work."""
+"""Maximum ratio of the times with 256 and 8 experts, for the same work."""
 
-MAX_EXPERTS_OF_EAGER = 64
-"""Experts up to which eager is timed; its backward pass takes 25 seconds at 256."""
+MAX_EAGER_EXPERTS = 64
+"""Number of experts up to which eager is timed; its backward pass takes 25 seconds with 256."""
 
 
 def experts(session: Session) -> None:
-    """8 to 256 experts of the same total active width."""
+    """8 to 256 experts with the same total active width."""
     base = Shape(8192, 256, 256, 8, 2, "fp32")
     sizes = {f"E {e}": replace(base, num_experts=e) for e in (8, 16, 32, 64, 128, 256)}
-    session.say(f"{base} and on, forward and backward, median")
+    session.say(f"{base} and more experts, forward and backward, median")
     candidates: list[Candidate] = []
     for name, shape in sizes.items():
-        few = shape.num_experts <= MAX_EXPERTS_OF_EAGER
+        few = shape.num_experts <= MAX_EAGER_EXPERTS
         case = Case.of(shape, session.device)
         layers = session.layers(case, (HF_EAGER, HF_GROUPED) if few else (HF_GROUPED,))
         candidates += [Candidate.training(layer, case.tokens, name) for layer in layers]
@@ -103,13 +103,13 @@ def experts(session: Session) -> None:
 
 
 NUM_CALLS = 20
-"""Number of calls that are timed together; one takes a fraction of a millisecond."""
+"""Calls per timed run, because one takes a fraction of a millisecond."""
 
 
 def decoding(session: Session) -> None:
-    """1 to 16 tokens, forward alone."""
+    """1 to 16 tokens, forward only."""
     base, narrow = Shape(1, 512, 512, 8, 2, "fp32"), Shape(1, 256, 128, 32, 4, "fp32")
-    session.say(f"{base} and {narrow} and on, forward alone, evaluation mode, median of one call")
+    session.say(f"{base}, {narrow} and more tokens, forward only, evaluation mode, median per call")
     sizes = {
         f"T {t}{', narrow' * (shape is narrow)}": replace(shape, num_tokens=t)
         for shape in (base, narrow)
@@ -142,15 +142,15 @@ def _decoding(layer: Layer, case: Case, name: str) -> Candidate:
 # ---------------------------------------------------------------------------------------- skew
 
 SKEWED = Shape(8192, 256, 512, 8, 1, "fp32")
-"""k = 1, so that one expert can have all tokens."""
+"""k = 1, so that one expert can receive all tokens."""
 
 SKEWS = {"balanced": 0.0, "half": 0.5, "one hot": 1.0}
-"""Name -> share of the tokens of the first expert; the rest go to the experts in turn."""
+"""Name -> share of tokens that the first expert receives; the other tokens go to all experts in turn."""
 
 
 def skew(session: Session) -> None:
-    """Tokens spread evenly over the experts, or half or all of them on one."""
-    session.say(f"{SKEWED}, tokens spread in three ways, forward and backward, median")
+    """A balanced load, or half of the tokens or all tokens on one expert."""
+    session.say(f"{SKEWED}, with three loads, forward and backward, median")
     candidates: list[Candidate] = []
     for load, share in SKEWS.items():
         case = Case.of(SKEWED, session.device, type="forced", k=SKEWED.k, skew=share)
@@ -167,15 +167,15 @@ def skew(session: Session) -> None:
 LARGE = Shape(32768, 2048, 1024, 64, 8, "bf16")
 PRODUCT = "one dense product"
 GPU_PROMISES = (
-    ("rate / that of one dense product", 0.6, 0.8, PRODUCT),
+    ("rate / rate of one dense product", 0.6, 0.8, PRODUCT),
     (f"times faster than {HF_GROUPED}", 1.0, None, HF_GROUPED),
     (f"times faster than {SCATTERMOE}", 1.0, None, SCATTERMOE),
 )
-"""Claim, lower limit, goal, and the result to divide by ours."""
+"""Claim, minimum, goal, and the candidate whose time is divided by ours."""
 
 
 def gpu(session: Session) -> None:
-    """64 experts in bfloat16, as a share of the rate of one dense product; needs CUDA."""
+    """64 experts in bfloat16, relative to the rate of one dense product; needs CUDA."""
     results: Results = {}
     case = str(LARGE)
     if session.device.type == "cuda":
@@ -185,27 +185,29 @@ def gpu(session: Session) -> None:
         weight_DO = torch.randn(LARGE.d_model, 9 * LARGE.d_ff, device=device, dtype=dtype)
         product = Candidate(case, PRODUCT, lambda: x_ND @ weight_DO, computes=REFERENCE)
         results = _time_shape(session, LARGE, (DENSE, PRODUCT, HF_GROUPED, SCATTERMOE), product)
-        for (_, name), found in results.items():
-            session.say(f"  {name}: {LARGE.flops / 1e12 / found.median:.0f} TFLOP/s")
+        for (_, name), measured in results.items():
+            session.say(f"  {name}: {LARGE.flops / 1e12 / measured.median:.0f} TFLOP/s")
     else:
-        session.say(f"{LARGE}: not timed, this runs on {session.device.type}")
+        session.say(f"{LARGE}: not timed, because it needs CUDA")
     for claim, limit, goal, name in GPU_PROMISES:
-        of, to = (case, name), (case, AUTO)
-        session.promise(claim, limit, results, of, to, at_most=False, goal=goal, anywhere=True)
+        theirs, ours = (case, name), (case, AUTO)
+        session.promise(
+            claim, limit, results, theirs, ours, at_most=False, goal=goal, anywhere=True
+        )
 
 
 # ---------------------------------------------------------------------------------------- memory
 
 WIDE, NARROW = Shape(2048, 512, 512, 8, 2, "fp32"), Shape(4096, 256, 128, 32, 4, "fp32")
 
-MAX_KEPT = 0.5
-"""Largest saved bytes, relative to the smaller of Hugging Face's eager and grouped_mm."""
+MAX_SAVED = 0.5
+"""Maximum saved bytes, relative to the smaller of Hugging Face's eager and grouped_mm."""
 
 
 def memory(session: Session) -> None:
-    """Bytes the layer keeps for its backward pass."""
+    """Bytes that a layer saves for its backward pass."""
     for shape in (WIDE, NARROW, replace(WIDE, dtype="bf16")):
-        session.say(f"\n{shape}, kept for the backward pass")
+        session.say(f"\n{shape}, saved for the backward pass")
         case = Case.of(shape, session.device)
         layers = session.layers(case, (HF_EAGER, HF_GROUPED))
         results = {
@@ -216,24 +218,24 @@ def memory(session: Session) -> None:
         }
         session.show(results)
         ours, *peers = ((str(shape), name) for name in (AUTO, HF_EAGER, HF_GROUPED))
-        there = [peer for peer in peers if peer in results]
-        frugal = min(there, key=lambda peer: results[peer].median, default=peers[-1])
-        claim = "bytes / those of HF eager or grouped_mm"
-        session.promise(claim, MAX_KEPT, results, ours, frugal, anywhere=True)
+        timed = [peer for peer in peers if peer in results]
+        smallest = min(timed, key=lambda peer: results[peer].median, default=peers[-1])
+        claim = "bytes / bytes of HF eager or grouped_mm"
+        session.promise(claim, MAX_SAVED, results, ours, smallest, anywhere=True)
 
 
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
-    """Bytes of the storages that autograd holds for backward after the forward pass.
+    """Return the bytes of the storages that autograd saves in the forward pass.
 
-    Each counts once; parameters and the input do not count. Tensors that a function keeps without autograd
-    are not seen.
+    Each counts once; parameters and the input do not count, nor tensors that a function keeps outside of
+    autograd.
     """
 
     def address(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
 
     uncounted = {address(tensor) for tensor in (x, *module.parameters())}
-    # Holding the tensors keeps their addresses from being used again.
+    # Holding the tensors prevents reuse of their addresses.
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -242,4 +244,4 @@ def saved_bytes(module: nn.Module, x: Tensor) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(x)
-    return sum(saved[place].untyped_storage().nbytes() for place in saved.keys() - uncounted)
+    return sum(saved[key].untyped_storage().nbytes() for key in saved.keys() - uncounted)

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.balancing.pairs_only import (
-    entropy_of_list,
+    entropy_from_pairs,
     importance_from_pairs,
     load_balance_from_pairs,
     logsumexp_from_pairs,
@@ -188,7 +188,7 @@ def router_entropy_loss(routing: Routing) -> Tensor:
     Without it, top-p routing uses more and more experts (Huang et al. 2024, arXiv:2403.07652, equation 6).
     """
     if routing.is_pairs_only:
-        return entropy_of_list(routing)
+        return entropy_from_pairs(routing)
     scores_TE = normalized_scores(routing, "router_entropy")
     return mean_over_tokens(token_entropy(scores_TE), routing)
 
@@ -286,8 +286,8 @@ def _without_tables(routers: Routers) -> str:
 
 def _not_poolable(routers: Routers) -> str:
     sizes = sorted({num_experts for _, _, num_experts in routers})
-    if (objection := _without_tables(routers)) or len(sizes) < 2:
-        return objection
+    if (unsupported_reason := _without_tables(routers)) or len(sizes) < 2:
+        return unsupported_reason
     return (
         f"needs equally many experts in every layer, got {', '.join(map(str, sizes))}; use "
         "objective.load_balance"
@@ -313,10 +313,10 @@ class BalancingLoss:
     always_shown: bool = False
     """Compute and log the loss even if its weight is 0."""
 
-    moved_by_rule: bool = False
+    weight_set_by_rule: bool = False
     """True if a rule sets the weight at each step; otherwise the weight is an option."""
 
-    objection: Callable[[Routers], str] = lambda _: ""
+    unsupported_reason: Callable[[Routers], str] = lambda _: ""
     """Return the reason why routers cannot have this loss, with an alternative; empty if they can."""
 
     note: str = ""
@@ -354,7 +354,7 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     ),
     "load_balance_sequence": BalancingLoss(sequence_load_balancing_loss),
     "importance_cv2": BalancingLoss(importance_cv2_loss),
-    "load_cv2": BalancingLoss(load_cv2_loss, objection=_without_noise),
+    "load_cv2": BalancingLoss(load_cv2_loss, unsupported_reason=_without_noise),
     "router_z": BalancingLoss(
         router_z_loss,
         # Not for ReLU routers: with negative logits they choose no expert and have no gradient to recover.
@@ -364,16 +364,16 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     ),
     "router_entropy": BalancingLoss(router_entropy_loss, note="Router entropy is in nats."),
     "load_balance_pooled": BalancingLoss(
-        pooled_load_balancing_loss, scope="model", objection=_not_poolable
+        pooled_load_balancing_loss, scope="model", unsupported_reason=_not_poolable
     ),
     "load_balance_global": BalancingLoss(
-        global_load_balancing_loss, scope="step", objection=_without_tables
+        global_load_balancing_loss, scope="step", unsupported_reason=_without_tables
     ),
     "relu_sparsity": BalancingLoss(
         relu_sparsity_loss,
         concerns=lambda routing: isinstance(routing, SparsityTargetRouting),
         always_shown=True,
-        moved_by_rule=True,
+        weight_set_by_rule=True,
     ),
 }
 """Losses by their name in metric rows and in `BalancingWeights`, in the order of their sum."""

@@ -99,7 +99,7 @@ def logsumexp_from_pairs(routing: PairsOnlyRouting) -> Tensor:
     return max_T + torch.zeros_like(max_T).index_add(0, routing.token_ids_N, parts_N).log()
 
 
-def entropy_of_list(routing: Routing) -> Tensor:
+def entropy_from_pairs(routing: Routing) -> Tensor:
     """Return the mean over real tokens of the entropy of the shares of a token's pairs, in nats."""
     shares_N = _shares(routing)
     return -(shares_N * finite_log(shares_N)).sum() / routing.num_real_tokens.clamp(min=1)

@@ -31,7 +31,7 @@ from moe_ffn.config.option_tree import (
 from moe_ffn.config.yaml_files import (
     RootConfig,
     merge,
-    nest,
+    nest_options,
     parse_value,
     read_yaml,
     to_yaml,
@@ -181,7 +181,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
                 raise ConfigError(f"--{path}: needs a value: --{path} VALUE")
             value = remaining.pop(0)
         overrides.append((path, parse_value(value, where=f"--{path}")))
-    return nest(overrides)
+    return nest_options(overrides)
 
 
 # -- help pages

@@ -65,7 +65,7 @@ def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def nest(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def nest_options(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Nest (dotted key, value) pairs; a later pair overrides an earlier one.
 
     An option inside a mapping overrides the mapping in any order: `--model.ffn.d_ff 64 --model.ffn swiglu`

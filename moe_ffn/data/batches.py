@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.data.token_files import TokenRow
+from moe_ffn.data.token_files import TokenSequence
 
 
 def require_window(seq_len: int, num_tokens: int, text_name: str) -> None:
@@ -137,7 +137,7 @@ class Batch:
 class _Batches:
     """Batches of one split."""
 
-    tokens: np.ndarray | TokenRow
+    tokens: np.ndarray | TokenSequence
     """(num_tokens,) of any integer type."""
     seq_len: int
     batch_size: int

@@ -136,7 +136,7 @@ class TextConfig(CorpusConfig, frozen=True):
         Raises:
             ConfigError: a path is missing, a named file is not text, or there is no text at all.
         """
-        return text_documents(self.paths)
+        return read_text_documents(self.paths)
 
     def stamp(self) -> str | None:
         return _stamp([(file.name, file.path) for file in _distinct_files(self.paths, PATHS_KEY)])
@@ -145,7 +145,7 @@ class TextConfig(CorpusConfig, frozen=True):
 PATHS_KEY = "data.corpus.paths"
 
 
-def text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[Document]:
+def read_text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[Document]:
     """Implement `TextConfig.documents`; `key` names the option in messages."""
     files = _distinct_files(paths, key)
     problems = [_format_problem(file.path) for file in files]

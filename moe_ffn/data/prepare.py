@@ -21,7 +21,7 @@ from moe_ffn.data.batches import ValidationBatches, require_window
 from moe_ffn.data.cache import building, read_meta, seal, write_json, writing
 from moe_ffn.data.corpus import CorpusConfig, Split, StdlibConfig, TokenFiles
 from moe_ffn.data.split import MAX_NAMED, Documents, Piece, SplitPlan, plan_split, split_pieces
-from moe_ffn.data.token_files import TokenRow
+from moe_ffn.data.token_files import TokenSequence
 from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
 from moe_ffn.files import read_bytes, read_object, write_file
 
@@ -77,9 +77,9 @@ class SplitSize:
 class PreparedData:
     """Both splits of a corpus as token ids; an end-of-document token follows each document."""
 
-    train: np.memmap | TokenRow
+    train: np.memmap | TokenSequence
     """(num_tokens,) uint16, or uint32 for a vocabulary above 65,536; token files keep their own dtype."""
-    validation: np.memmap | TokenRow
+    validation: np.memmap | TokenSequence
     """(num_tokens,) of the same dtype."""
     tokenizer: Tokenizer
     train_size: SplitSize
@@ -179,13 +179,13 @@ def _from_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
     """Return data that reads the token files in place; read only enough here to identify the files."""
     tokenizer = config.tokenizer.build(())
     dtype = files.dtype or tokenizer.dtype
-    train = TokenRow.of(files.train, dtype)
+    train = TokenSequence.of(files.train, dtype)
     digests = train.digests()
     if files.validation is None:
         cut = len(train) * (100 - config.validation_percent) // 100
         train, validation = train.part(0, cut), train.part(cut, len(train))
     else:
-        validation = TokenRow.of(files.validation, dtype)
+        validation = TokenSequence.of(files.validation, dtype)
         digests += validation.digests()
     for split, row in (("train", train), ("validation", validation)):
         require_window(config.seq_len, len(row), f"the {split} split")

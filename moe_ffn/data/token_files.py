@@ -69,7 +69,7 @@ class _File:
     num_tokens: int
 
 
-class TokenRow:
+class TokenSequence:
     """Tokens of several files as one sequence; a slice reads only its own tokens."""
 
     def __init__(self, files: Sequence[_File], start: int = 0, stop: int | None = None) -> None:
@@ -80,7 +80,7 @@ class TokenRow:
         self.start, self.stop = start, self._ends[-1] if stop is None else stop
 
     @classmethod
-    def of(cls, paths: Sequence[Path], dtype: np.dtype[Any]) -> TokenRow:
+    def of(cls, paths: Sequence[Path], dtype: np.dtype[Any]) -> TokenSequence:
         """Open token files.
 
         Args:
@@ -91,8 +91,8 @@ class TokenRow:
         """
         return cls([_open_tokens(path, dtype) for path in paths])
 
-    def part(self, start: int, stop: int) -> TokenRow:
-        return TokenRow(self.files, self.start + start, self.start + stop)
+    def part(self, start: int, stop: int) -> TokenSequence:
+        return TokenSequence(self.files, self.start + start, self.start + stop)
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -32,7 +32,7 @@ from moe_ffn.ffn.wrappers import BiasedConfig as BiasedConfig
 from moe_ffn.ffn.wrappers import JitteredConfig as JitteredConfig
 from moe_ffn.ffn.wrappers import NormedConfig as NormedConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig as ZeroComputationConfig
-from moe_ffn.kernels.memory import refusing_absurd_sizes
+from moe_ffn.kernels.memory import memory_errors_as_config_errors
 from moe_ffn.routing.capacity import CapacityConfig as CapacityConfig
 
 
@@ -48,7 +48,7 @@ def build_ffn(config: Mapping[str, Any] | str | FFNConfig, d_model: int) -> FFNB
 
     """
     require_count(d_model, "d_model")
-    with refusing_absurd_sizes("the block"):
+    with memory_errors_as_config_errors("the block"):
         try:
             return FFNConfig.model_validate(config).build(d_model)
         except ValidationError as error:

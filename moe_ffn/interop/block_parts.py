@@ -119,8 +119,9 @@ def merged(template: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     result = dict(template)
     for key, value in changes.items():
         inner = result.get(key)
-        nested = isinstance(value, Mapping) and isinstance(inner, Mapping)
-        result[key] = merged(inner, value) if nested else value
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            value = merged(inner, value)
+        result[key] = value
     return {key: value for key, value in result.items() if value is not None}
 
 

@@ -153,8 +153,10 @@ def _clamped_gates(experts: Any) -> Iterator[ClampedSwiGLU | ClampedGate]:
 def activation_of(function: Callable[[Tensor], Tensor]) -> Activation | None:
     """Return the activation of ours that computes the same as `function`; None if there is none."""
     out = function(_probe())
-    same = (name for name, ours in ACTIVATIONS.items() if _is_close(out, ours(_probe())))
-    return next(same, None)
+    for name, ours in ACTIVATIONS.items():
+        if _is_close(out, ours(_probe())):
+            return name
+    return None
 
 
 def _probe(limit: float = 12.0) -> Tensor:

@@ -62,7 +62,7 @@ def out_of_memory(error: BaseException) -> str:
 
 
 @contextmanager
-def refusing_absurd_sizes(what: str) -> Iterator[None]:
+def memory_errors_as_config_errors(what: str) -> Iterator[None]:
     """Turn out-of-memory and recursion errors into a ConfigError that begins with `what`, the part built."""
     try:
         yield

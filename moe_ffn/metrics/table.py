@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
-from moe_ffn.balancing.pairs_only import entropy_of_list, num_used, usage_kl
+from moe_ffn.balancing.pairs_only import entropy_from_pairs, num_used, usage_kl
 from moe_ffn.balancing.sums import token_entropy
 from moe_ffn.metrics.functional import (
     churn,
@@ -197,7 +197,7 @@ LAYER_METRICS = _table(
         "router is sure",
         healthy="falls from log E as the router decides",
         measure=averaged("entropies", lambda b: token_entropy(b.scores_TE).sum()),
-        pairs_only_measure=per_token("entropies", entropy_of_list),
+        pairs_only_measure=per_token("entropies", entropy_from_pairs),
         label="entropy",
     ),
     Metric(

@@ -104,7 +104,7 @@ class Layout:
         """True if no rank has all weights."""
         return self.shard * self.expert > 1
 
-    def refusal_of(self, decoder: Decoder) -> str | None:
+    def unsupported_reason(self, decoder: Decoder) -> str | None:
         """Return the reason why this layout cannot shard a decoder; None if it can.
 
         The decoder may be on the meta device.
@@ -132,5 +132,5 @@ class Layout:
         return reasons[0] if reasons else None
 
 
-WHOLE = Layout()
+SINGLE_PROCESS = Layout()
 """Layout of a single process."""

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from moe_ffn.data.prepare import PreparedData, validation_batches
-from moe_ffn.parallel.layout import WHOLE, Layout
+from moe_ffn.parallel.layout import SINGLE_PROCESS, Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_code import portable_options
 from moe_ffn.runs.folder import (
@@ -68,8 +68,10 @@ class RunCallbacks:
         return self.samples, self.steps, self.validation, self.checkpoints
 
 
-def build_module(config: TrainConfig, data: PreparedData, layout: Layout = WHOLE) -> LanguageModel:
-    """Return the model with new weights, which depend on torch's global seed, for ranks of this layout."""
+def build_module(
+    config: TrainConfig, data: PreparedData, layout: Layout = SINGLE_PROCESS
+) -> LanguageModel:
+    """Return the model for ranks of this layout, with new weights that depend on torch's global seed."""
     return LanguageModel(
         config.model,
         config.optimizer,
@@ -85,7 +87,7 @@ def build_module(config: TrainConfig, data: PreparedData, layout: Layout = WHOLE
 
 
 def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
-    """Return the batches of a run, in the order that its seed determines."""
+    """Return the batches of a run, shuffled by its seed."""
     return TokenData(
         config.data,
         data,
@@ -100,7 +102,7 @@ def make_callbacks(
     folder: Path,
     run_id: str | None = None,
 ) -> RunCallbacks:
-    """Return the callbacks that log, sample, validate, save, and end a run early.
+    """Return the callbacks that log, sample, save, and end a run early.
 
     Args:
         run_id: id of the run, to store in every checkpoint.
@@ -135,7 +137,7 @@ def build_trainer(
     precision: str,
     loggers: list[Logger],
     run_callbacks: RunCallbacks,
-    layout: Layout = WHOLE,
+    layout: Layout = SINGLE_PROCESS,
 ) -> Trainer:
     """Return Lightning's Trainer for ranks of this layout, without Lightning's own progress display."""
     options = config.trainer
@@ -153,11 +155,11 @@ def build_trainer(
                 "validation/loss", patience=stopping.patience, min_delta=stopping.min_delta
             )
         )
-    given = options.lightning_arguments()
-    if (max_time := given.pop("max_time", None)) is not None:
+    user_arguments = options.lightning_arguments()
+    if (max_time := user_arguments.pop("max_time", None)) is not None:
         callbacks.append(StepTimer(max_time))
     if layout.is_sharded:
-        given["strategy"] = ShardedStrategy(layout.num_ranks)
+        user_arguments["strategy"] = ShardedStrategy(layout.num_ranks)
     # Last, so that a checkpoint holds the state of all other callbacks after the step.
     callbacks += [run_callbacks.checkpoints, run_callbacks.stop]
     arguments: dict[str, Any] = {
@@ -170,7 +172,7 @@ def build_trainer(
         "check_val_every_n_epoch": None,
         "callbacks": callbacks,
         "plugins": [run_callbacks.checkpoints.io],
-        "enable_checkpointing": False,  # Lightning's own; `checkpoints` is ours
+        "enable_checkpointing": False,  # `CheckpointKeeper` replaces Lightning's callback
         "logger": loggers,
         "default_root_dir": str(folder),
         "enable_progress_bar": False,
@@ -179,26 +181,24 @@ def build_trainer(
         "log_every_n_steps": 1,
         "use_distributed_sampler": False,
     }
-    trainer = Trainer(**(arguments | given))
+    trainer = Trainer(**(arguments | user_arguments))
     if layout.num_ranks > 1:
-        meet: Any = trainer.strategy.setup_environment
-        place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        others = (
-            f"the other processes of {layout.num_ranks} at {place.strip(':') or 'this machine'}"
-        )
+        setup_environment: Any = trainer.strategy.setup_environment
+        address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        address = address.strip(":") or "this machine"
 
-        def meet_or_end() -> None:
-            with ending_at_once(others):
-                meet()
+        def setup_or_end() -> None:
+            with ending_at_once(f"the other processes of {layout.num_ranks} at {address}"):
+                setup_environment()
 
-        trainer.strategy.setup_environment = meet_or_end
+        trainer.strategy.setup_environment = setup_or_end
     return trainer
 
 
 def make_loggers(
     config: TrainConfig, folder: Path, facts: dict[str, Any]
 ) -> tuple[list[Logger], str]:
-    """Return the loggers of metrics.jsonl and, unless off, of wandb, and a line about the state of wandb."""
+    """Return loggers for metrics.jsonl and, unless it is off, wandb; and a line about the state of wandb."""
     tags = sorted({*ffn_types(config), *config.logging.wandb.tags})
     wandb, line = wandb_logger(config.logging.wandb, folder, tags, facts)
     loggers: list[Logger] = [MetricsFile(folder / METRICS_FILE)]
@@ -206,7 +206,7 @@ def make_loggers(
 
 
 def ffn_types(config: TrainConfig) -> list[str]:
-    """Return the distinct types of the feed-forward blocks, sorted, without folders in their paths."""
+    """Return the distinct types of the feed-forward blocks, sorted; a custom type has no folder."""
     return sorted({ffn.type.rpartition("/")[2] for ffn in config.model.layer_ffns()})
 
 
@@ -238,7 +238,7 @@ def run_facts(
 
 
 def quiet_libraries() -> None:
-    """Hide notices of libraries that a user cannot act on."""
+    """Hide notices from libraries that a user cannot act on."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for message in (

@@ -27,8 +27,8 @@ from moe_ffn.training.sampling import SampleConfig
 
 def not_a_folder_name(name: str) -> str:
     """Return the reason why a folder cannot have this name; an empty string if it can."""
-    is_one = name.isprintable() and not set("/\\") & set(name) and name not in ("", ".", "..")
-    if is_one and len(name.encode()) <= 200:
+    is_name = name.isprintable() and not set("/\\") & set(name) and name not in ("", ".", "..")
+    if is_name and len(name.encode()) <= 200:
         return ""
     return f"must be the name of one folder, up to 200 bytes, got {name!r:.60}"
 
@@ -43,22 +43,22 @@ class RunConfig(Config, frozen=True):
 
     @field_validator("name")
     @classmethod
-    def _name_one_folder(cls, name: str | None) -> str | None:
+    def _check_name(cls, name: str | None) -> str | None:
         if name is not None and (problem := not_a_folder_name(name)):
             raise ValueError(problem)
         return name
 
 
 class TrainConfig(Config, frozen=True):
-    """A training run; by default of a Mixture of Experts with 8 experts and top-2 routing."""
+    """A training run; the default model is a Mixture of Experts with 8 experts and top-2 routing."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights, the data order, dropout and sampling."""
     run: RunConfig = RunConfig()
     """The folder of the run."""
     init_from: str | None = Field(default=None, min_length=1)
-    """Folder of a model or a run with initial weights; missing weights are drawn at random. A resumed run
-    reads its checkpoint instead."""
+    """Folder of a model or a run with initial weights; missing weights are random. A resumed run reads its
+    checkpoint instead."""
     model: DecoderConfig = DecoderConfig()
     """The Transformer and its feed-forward blocks."""
     data: DataConfig = DataConfig()
@@ -74,7 +74,7 @@ class TrainConfig(Config, frozen=True):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     """The checkpoints to resume from."""
     logging: LoggingConfig = LoggingConfig()
-    """The log that is written while training."""
+    """Logging during training."""
     sample: SampleConfig = SampleConfig()
     """The text that the model writes at every validation."""
 
@@ -92,8 +92,8 @@ class TrainConfig(Config, frozen=True):
     @model_validator(mode="after")
     def _solve_widths(self) -> TrainConfig:
         model, matches = self.model.with_solved_widths(self.data.seq_len, "model.")
-        if matches:  # Nothing to solve: keep the `matches` of an earlier validation.
-            # The model is frozen. `matches` is no field, so files and == leave it out.
+        if matches:  # otherwise keep the `matches` of an earlier validation
+            # The config is frozen. `matches` is no field, so files and == leave it out.
             object.__setattr__(self, "model", model)
             object.__setattr__(self, "matches", matches)
         return self
@@ -105,9 +105,9 @@ class TrainConfig(Config, frozen=True):
             for layer, info in self.model.router_infos().items()
         ]
         for name, loss in BALANCING_LOSSES.items():
-            weight = 0 if loss.moved_by_rule else getattr(self.objective, name)
-            if weight and (objection := loss.objection(routers)):
-                raise ValueError(f"objective.{name} ({weight:g}) {objection}")
+            weight = 0 if loss.weight_set_by_rule else getattr(self.objective, name)
+            if weight and (unsupported_reason := loss.unsupported_reason(routers)):
+                raise ValueError(f"objective.{name} ({weight:g}) {unsupported_reason}")
         return self
 
 
@@ -130,14 +130,14 @@ def saved_config(path: Path) -> TrainConfig:
         ConfigError: the file cannot be read, lacks an option, or names code that is not trusted.
     """
     config = read_config(path, TrainConfig)
-    given = read_yaml(path, where=f"'{path}'")
-    lacking = [
-        key for key, (found, _) in differences(given, config.to_dict()).items() if found is None
+    in_file = read_yaml(path, where=f"'{path}'")
+    missing = [
+        key for key, (value, _) in differences(in_file, config.to_dict()).items() if value is None
     ]
-    if lacking:
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
-            f"'{path}' lacks {lacking[0]}{more}, so it was cut short or is of another version; restore "
+            f"'{path}' lacks {missing[0]}{more}, so it was cut short or is from another version; restore "
             "the original file"
         )
     return config

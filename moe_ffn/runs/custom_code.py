@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ _MAX_BYTES = 10_000_000
 
 def portable_options(config: Config) -> dict[str, Any]:
     """Return plain options for a run's `config.yaml`, where types name the copies of custom code."""
-    copies = _copies(named_code(config))
-    return rewritten(config, lambda name, code: f"{copies[code.sha256]}:{name}")
+    copies = _copy_names(named_code(config))
+    return with_renamed_types(config, lambda name, code: f"{copies[code.sha256]}:{name}")
 
 
 def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> dict[str, str]:
-    """Return copies of custom code and `code.json`, name in the run's folder -> text; empty without code.
+    """Return name in the run's folder -> text, for copies of custom code and `code.json`; empty without code.
 
     Args:
         known: entries of a resumed run's `code.json`, which name the original files.
@@ -46,13 +46,12 @@ def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> 
     codes = named_code(config)
     if not codes:
         return {}
-    copies, entries, files = _copies(codes), dict[str, Any](), dict[str, str]()
+    copies, entries, files = _copy_names(codes), dict[str, Any](), dict[str, str]()
     for code in codes:
-        name = copies.get(code.sha256) if code.is_file else None
         path = "" if code.path is None else str(code.path.resolve())
-        is_copied = name is not None
-        entries[name or code.where] = {"path": path, "sha256": code.sha256, "copied": is_copied}
-        if name is not None:
+        name = copies[code.sha256] if code.is_file else code.where
+        entries[name] = {"path": path, "sha256": code.sha256, "copied": code.is_file}
+        if code.is_file:
             files[name] = _text(code)
     entries |= {
         name: entry.model_dump() for name, entry in (known or {}).items() if name in entries
@@ -63,13 +62,13 @@ def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> 
 def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
     """Yield lines about the custom code of a new run: copied files, and modules without a copy."""
     entries = CodeEntries.model_validate_json(files.get(CODE_FILE, "{}")).entries
-    copied = [name for name, entry in entries.items() if entry.copied]
-    others = [name for name, entry in entries.items() if not entry.copied]
+    copied = [Path(name).name for name, entry in entries.items() if entry.copied]
+    modules = [name for name, entry in entries.items() if not entry.copied]
     if copied:
-        yield f"code: {folder}/ keeps a copy of {', '.join(Path(n).name for n in copied)}"
-    if others:
+        yield f"code: {folder}/ keeps a copy of {', '.join(copied)}"
+    if modules:
         yield (
-            f"code: {folder}/ keeps no copy of {', '.join(others)}, only the sha256; do not move it while "
+            f"code: {folder}/ keeps no copy of {', '.join(modules)}, only the sha256; do not move it while "
             "the run is in use"
         )
 
@@ -80,28 +79,23 @@ def warn_if_code_changed(folder: Path) -> None:
         now = _sha256(Path(entry.path))
         if now in (None, entry.sha256):
             continue
-        what = "there is no copy, so the run uses the changed file"
+        effect = "there is no copy, so the run uses the changed file"
         if entry.copied:
-            what = f"the run uses its copy, '{folder / name}'"
+            effect = f"the run uses its copy, '{folder / name}'"
         log.warning(
             "'%s' has changed since '%s' began (sha256 %s..., now %s...); %s",
-            entry.path,
-            folder,
-            entry.sha256[:12],
-            now[:12],
-            what,
+            *(entry.path, folder, entry.sha256[:12], now[:12], effect),
         )
 
 
-def _copies(codes: list[Code]) -> dict[str, str]:
+def _copy_names(codes: list[Code]) -> dict[str, str]:
     """Return sha256 of a file -> name of its copy; a second file with the same name gets a number."""
     names: dict[str, str] = {}
     for code in codes:
         if code.is_file and code.sha256 not in names:
             stem = f"{CODE_FOLDER}/{Path(code.where).stem}"
-            free = (name for n in count(2) if (name := f"{stem}_{n}.py") not in names.values())
-            first = f"{stem}.py"
-            names[code.sha256] = first if first not in names.values() else next(free)
+            candidates = chain([f"{stem}.py"], (f"{stem}_{number}.py" for number in count(2)))
+            names[code.sha256] = next(n for n in candidates if n not in names.values())
     return names
 
 
@@ -125,7 +119,7 @@ def _sha256(path: Path) -> str | None:
 
 
 KeyPath = tuple[str | int, ...]
-"""Nested keys of a part in the plain options."""
+"""Nested keys of one part in the plain options."""
 
 
 def tagged_parts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, TaggedConfig]]:
@@ -151,20 +145,20 @@ def named_code(config: Config) -> list[Code]:
     return list(dict.fromkeys(code for code in codes if code is not None))
 
 
-def rewritten(config: Config, rename: Callable[[str, Code], str]) -> dict[str, Any]:
+def with_renamed_types(config: Config, rename: Callable[[str, Code], str]) -> dict[str, Any]:
     """Return plain options in which `rename(class name, code)` replaces each type that names a file."""
     options = config.to_dict()
     for path, part in tagged_parts(config):
         code = imported_code(part.type)
         if code is None or not code.is_file:
             continue
-        place: Any = options
+        part_options: Any = options
         for key in path:
-            place = place[key]
-        place["type"] = rename(part.type.rpartition(":")[2], code)
+            part_options = part_options[key]
+        part_options["type"] = rename(part.type.rpartition(":")[2], code)
     return options
 
 
 def comparable_options(config: Config) -> dict[str, Any]:
-    """Return plain options to compare: a type in a file is replaced by its class name and the file's hash."""
-    return rewritten(config, lambda name, code: f"{name} (code {code.sha256[:16]})")
+    """Return plain options to compare: the class name and the file's hash replace each type in a file."""
+    return with_renamed_types(config, lambda name, code: f"{name} (code {code.sha256[:16]})")

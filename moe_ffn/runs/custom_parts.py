@@ -29,14 +29,14 @@ from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.schedule import ScheduleConfig
 
 VOCAB_SIZE = 2
-"""Vocabulary size of the model for trials."""
+"""Vocabulary size of the trial model."""
 
 
 def check_counts(config: TrainConfig) -> None:
     """Check that the counts of every feed-forward block and of the model are valid numbers.
 
     Raises:
-        ConfigError: a count is no number of 0 or more; the message has the path of the part.
+        ConfigError: a count is negative, infinite or no number; the message names the part and the method.
     """
     model, seq_len = config.model, config.data.seq_len
     for option, ffn in dict(model.ffns_by_option()).items():
@@ -50,17 +50,17 @@ def check_counts(config: TrainConfig) -> None:
 
 def _require_number(name: str, count: Callable[..., object], *arguments: int) -> None:
     with explaining_custom_errors(name):
-        found = count(*arguments)
-    if not isinstance(found, int | float) or not 0 <= found < math.inf:
+        value = count(*arguments)
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ConfigError(
-            f"{name}: {count.__name__} returned {show(found)}, but has to return a number of 0 or more"
+            f"{name}: {count.__name__} returned {show(value)}, but has to return a number of 0 or more"
         )
 
 
 def check_num_params(decoder: Decoder) -> None:
     """Compare `num_params` of each config with the parameters of the module built from it.
 
-    Tables, facts and equal budgets rely on `num_params`. A parameter that layers share counts in the first.
+    Tables, facts and equal budgets rely on `num_params`. A shared parameter counts in its first layer.
 
     Raises:
         ConfigError: the numbers differ; the message has the layer and both numbers.
@@ -69,24 +69,24 @@ def check_num_params(decoder: Decoder) -> None:
     for name, counted, module, ffn in _counted_parts(decoder):
         new = [parameter for parameter in module.parameters() if id(parameter) not in seen]
         seen.update(map(id, new))
-        if (found := sum(parameter.numel() for parameter in new)) != counted:
-            raise miscounted(name, counted, found, ffn, decoder.config.d_model)
+        if (actual := sum(parameter.numel() for parameter in new)) != counted:
+            raise miscounted(name, counted, actual, ffn, decoder.config.d_model)
 
 
 def _counted_parts(decoder: Decoder) -> Iterator[tuple[str, int, nn.Module, FFNConfig | None]]:
     """Yield (name, `num_params`, module, config if it is a feed-forward block) of each part of a model."""
     model = decoder.config
     d_model, norm = model.d_model, model.norm
-    of_norm = norm.num_params(d_model)
+    norm_params = norm.num_params(d_model)
     for layer, (option, ffn) in enumerate(model.ffns_by_option()):
         block, where = cast("Block", decoder.layers[layer]), f"of layer {layer}"
         yield f"model.{option} ('{ffn.type}') {where}", ffn.num_params(d_model), block.ffn, ffn
         counted = model.attention.num_params(d_model, norm)
         yield f"model.attention {where}", counted, block.attention, None
         for module in (block.attention_norm, block.ffn_norm):
-            yield f"model.norm ('{norm.type}') {where}", of_norm, module, None
+            yield f"model.norm ('{norm.type}') {where}", norm_params, module, None
     if model.norm_placement == "pre":
-        yield f"model.norm ('{norm.type}') of the output", of_norm, decoder.final_norm, None
+        yield f"model.norm ('{norm.type}') of the output", norm_params, decoder.final_norm, None
     positions = model.positions
     counted = positions.num_params(d_model, decoder.max_seq_len)
     yield f"model.positions ('{positions.type}')", counted, decoder.positions, None
@@ -104,13 +104,13 @@ def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
     model = config.model
     # Inner parts first; otherwise their mistakes would be reported for the block around them.
     for path, part in reversed(list(tagged_parts(config))):
-        outside = [p.type for _, p in tagged_parts(part) if is_custom_class(type(p))]
-        if not outside:
+        custom_types = [p.type for _, p in tagged_parts(part) if is_custom_class(type(p))]
+        if not custom_types:
             continue
-        within = "" if is_custom_class(type(part)) else f" with '{outside[0]}'"
-        name = f"{'.'.join(map(str, path))} ('{part.type}'{within})"
-        way_out = "set model.causal: false"
-        trial = Trial(name, model.d_model, config.data.seq_len, model.causal, way_out, device)
+        inner = "" if is_custom_class(type(part)) else f" with '{custom_types[0]}'"
+        name = f"{'.'.join(map(str, path))} ('{part.type}'{inner})"
+        advice = "set model.causal: false"
+        trial = Trial(name, model.d_model, config.data.seq_len, model.causal, advice, device)
         with isolated_rng(device), explaining_custom_errors(name):
             if isinstance(part, FFNConfig):
                 layers = [layer for layer, ffn in enumerate(model.layer_ffns()) if ffn is part]
@@ -166,10 +166,10 @@ def _check_schedule(schedule: ScheduleConfig, max_steps: int, trial: Trial) -> N
 def _check_optimizer(config: OptimizerConfig, model: nn.Module, trial: Trial) -> None:
     """Require that each parameter is in one group, take a step, and load the state."""
     optimizer = trial.require(config.build(model), Optimizer, "build")
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    if sorted(held) != sorted(map(id, model.parameters())):
+    grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if sorted(grouped) != sorted(map(id, model.parameters())):
         raise trial.error(
-            f"its groups hold {len(held)} parameters of a model with {len(list(model.parameters()))}; "
+            f"its groups hold {len(grouped)} parameters of a model with {len(list(model.parameters()))}; "
             "each has to be in exactly one group"
         )
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""The folder of a run, which is never overwritten, and which only one process at a time may write."""
+"""The folder of a run, which is never overwritten, and to which only one process writes at a time."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ MODEL_FOLDER = "model"
 LOCK_FILE = ".lock"
 """File with the name of the machine on which the run was trained last."""
 
-_PATIENCE_SECONDS = 1.0
-"""Seconds to wait for a lock, since a reader that tests the lock holds it for a moment."""
+_LOCK_TIMEOUT_SECONDS = 1.0
+"""Seconds to wait for a lock, since a reader that tests the lock holds it briefly."""
 
 # -- a new folder
 
@@ -59,9 +59,9 @@ def output_dir(config: TrainConfig) -> Path:
 
 
 def check_run_folder(config: TrainConfig) -> None:
-    """Raise ConfigError if the folder of this run could not be created; leave no file behind.
+    """Raise ConfigError if the folder of this run cannot be created; leave no file behind.
 
-    This comes before the data are prepared, which may take long.
+    This check comes first, since preparing the data may take long.
     """
     folder = parent = output_dir(config)
     with explaining(
@@ -73,7 +73,7 @@ def check_run_folder(config: TrainConfig) -> None:
             folder = folder.parent
         if not folder.is_dir():
             raise ConfigError(f"run.output_dir: '{folder}' is a file, not a folder")
-        # Try to write, since permission bits do not tell: root ignores them, but not a read-only disk.
+        # Try to write: permission bits do not bind root, and do not show a read-only disk.
         with tempfile.TemporaryDirectory(prefix=".run-", dir=folder):
             pass
 
@@ -99,12 +99,12 @@ def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
             stem = f"{_safe(config.model.ffn.type)}-{datetime.now():%Y%m%d-%H%M%S}"
             others = (f"{stem}-{number}" for number in range(2, 1000))
             for name in [config.run.name] if config.run.name else [stem, *others]:
-                place = parent / name
+                folder = parent / name
                 try:
-                    if kind_of(place) is None:
-                        return built.rename(place)
+                    if kind_of(folder) is None:
+                        return built.rename(folder)
                 except OSError:
-                    if kind_of(place) is None:  # otherwise another process took the name
+                    if kind_of(folder) is None:  # otherwise another process took the name
                         raise
     if config.run.name:
         raise _taken(parent / config.run.name)
@@ -117,9 +117,9 @@ def _taken(folder: Path) -> ConfigError:
     )
 
 
-def _safe(tag: str) -> str:
+def _safe(ffn_type: str) -> str:
     """Return a `type` as part of a folder name: `LowRank` for `my_blocks.py:LowRank`."""
-    return "".join(c if c.isalnum() or c in "-_" else "_" for c in tag.rpartition(":")[2])
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in ffn_type.rpartition(":")[2])
 
 
 def new_run_id() -> str:
@@ -132,10 +132,10 @@ def git_revision() -> str | None:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     options: Any = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        found = subprocess.run(command, cwd=Path(__file__).parent, **options)
+        done = subprocess.run(command, cwd=Path(__file__).parent, **options)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+    return done.stdout.strip() or None
 
 
 # -- an existing folder
@@ -156,7 +156,7 @@ def reading(path: Path) -> AbstractContextManager[None]:
 
 
 def is_run(path: Path) -> bool:
-    """Return true if this is the folder of a run; false if the folder cannot be read."""
+    """Return true if `path` is the folder of a run; false if it cannot be read."""
     with suppress(OSError):
         return kind_of(path) == "a folder" and _is_run(path)
     return False
@@ -167,46 +167,48 @@ def _is_run(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return true if the run in this folder is finished."""
     return (folder / SUMMARY_FILE).is_file()
 
 
 def check_is_run(folder: Path) -> None:
-    """Raise ConfigError, with a hint, if this is not the folder of a run."""
+    """Raise ConfigError, with a hint, if `folder` is not the folder of a run."""
     with reading(folder):
         if not folder.is_dir():
-            what = "is a file, not the folder of a run" if folder.exists() else "does not exist"
-            raise ConfigError(f"'{folder}' {what}; give the folder of a run, such as runs/my-run")
+            problem = "is a file, not the folder of a run" if folder.exists() else "does not exist"
+            raise ConfigError(
+                f"'{folder}' {problem}; give the folder of a run, such as runs/my-run"
+            )
         if _is_run(folder):
             return
-        inside = sorted(path.name for path in folder.iterdir() if is_run(path))
+        runs = sorted(path.name for path in folder.iterdir() if is_run(path))
     hint = of_library(folder) or "give the folder of a run, such as runs/my-run"
-    if inside:
-        hint = f"it holds runs; give one of them, such as {folder / inside[0]}"
+    if runs:
+        hint = f"it holds runs; give one of them, such as {folder / runs[0]}"
     raise ConfigError(f"'{folder}' is no run: it has no {CONFIG_FILE}; {hint}")
 
 
 def of_library(folder: Path) -> str:
-    """Return a hint how to read a model folder, as the end of a sentence; empty for another folder."""
-    config = folder / "config.json"
-    if (found := read_object(config)) is None:
-        return f"its {config.name} is damaged; copy it again" if config.is_file() else ""
-    kind = found.get("model_type")
-    if kind == "moe_ffn":
+    """Return a hint on how to read a model folder, as the end of a sentence; empty for another folder."""
+    path = folder / "config.json"
+    if (config := read_object(path)) is None:
+        return f"its {path.name} is damaged; copy it again" if path.is_file() else ""
+    model_type = config.get("model_type")
+    if model_type == "moe_ffn":
         return "it is the folder of a model, which moe_ffn.load_pretrained reads"
-    makes = f"{command('convert')} {folder} NEW makes a model folder of it"
-    return "" if kind is None else f"it is a model of transformers: {makes}"
+    convert = f"{command('convert')} {folder} NEW makes a model folder of it"
+    return "" if model_type is None else f"it is a model of transformers: {convert}"
 
 
 def check_has_weights(folder: Path) -> None:
     """Raise ConfigError if no trained model can be read from this folder."""
     check_is_run(folder)
     for name in (CONFIG_FILE, TOKENIZER_FILE, CHECKPOINTS_FOLDER):
-        if not (folder / name).exists():
-            if (folder / name).is_symlink():
+        path = folder / name
+        if not path.exists():
+            if path.is_symlink():
                 raise ConfigError(
-                    f"'{folder / name}' is a link to '{(folder / name).readlink()}', which is not there; "
-                    "mount its disk, or put it back"
+                    f"'{path}' is a link to '{path.readlink()}', which does not exist; mount its disk, or "
+                    "restore it"
                 )
             raise ConfigError(
                 f"'{folder}' has no {name}, so no model to load; give a run that has reached its "
@@ -239,7 +241,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_trained_here(folder: Path) -> bool | None:
-    """Return whether a process is training this run; None if that cannot be known on this machine."""
+    """Return true if a process is training this run; None if this machine cannot tell."""
     with suppress(OSError), _opened(folder) as descriptor:
         if _is_held(descriptor):
             return True
@@ -262,7 +264,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 def _hold(descriptor: int, folder: Path) -> None:
     """Take a lock; ConfigError if another process holds it, OSError if the file system has no locks."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     while fcntl is not None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

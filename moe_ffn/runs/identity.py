@@ -1,4 +1,4 @@
-"""Identity of a run: values that all its checkpoints share, and options that a resumed run cannot change."""
+"""Identity of a run: the values that all its checkpoints share, and options that a resume cannot change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
     return {
         **initial,
         "seed": config.seed,
-        "model": _without_free(comparable_options(config.model)),
+        "model": _without_changeable(comparable_options(config.model)),
         "data": {
             "tokenizer": comparable_options(config.data.tokenizer),
             "validation_percent": config.data.validation_percent,
@@ -43,7 +43,7 @@ def resume_with(config: TrainConfig, own: TrainConfig, folder: Path, *, is_named
 
     Args:
         own: the options in the folder.
-        is_named: true if the user has named the folder; false if `config.run` has determined it.
+        is_named: true if the user gave the folder; false if `config.run` determined it.
 
     Raises:
         ConfigError: an option cannot be changed, or the run is finished.
@@ -69,10 +69,10 @@ def resume_with(config: TrainConfig, own: TrainConfig, folder: Path, *, is_named
     return Resume(folder, config, changes, own)
 
 
-def _without_free(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a model without those that change only its speed or its evaluation."""
+def _without_changeable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's options without the options that affect only its speed or its evaluation."""
     return {
-        key: _without_free(value) if isinstance(value, Mapping) else value
+        key: _without_changeable(value) if isinstance(value, Mapping) else value
         for key, value in options.items()
         if key not in ("backend", "eval_factor")
     }
@@ -84,14 +84,14 @@ def checkpoint_identity(
     """Return the values that every checkpoint of a run holds: fixed options, hashes of the data, run id."""
     options = fixed_options(config)
     hashes = {"corpus": {"sha256": data.corpus_sha256}, "tokenizer": _hash(data.tokenizer)}
-    of_run = {} if run_id is None else {RUN_ID: run_id}
-    return {**options, "data": {**options["data"], **hashes}, **of_run}
+    run_ids = {} if run_id is None else {RUN_ID: run_id}
+    return {**options, "data": {**options["data"], **hashes}, **run_ids}
 
 
 def identity_of_weights(
     config: TrainConfig, tokenizer: Tokenizer, run_id: str | None = None
 ) -> dict[str, Any]:
-    """Return the part of an identity that a model needs to share to load the weights."""
+    """Return the part of an identity that has to match for a model to load the weights."""
     return {
         "model": fixed_options(config)["model"],
         "data": {"tokenizer": _hash(tokenizer), "seq_len": config.data.seq_len},
@@ -107,6 +107,6 @@ def tokenizer_sha256(values: Mapping[str, Any]) -> str:
     """Return the hash that identifies a tokenizer.
 
     Args:
-        values: the tokenizer's `to_dict`, which is the content of `tokenizer.json`.
+        values: `Tokenizer.to_dict()`, which is the content of `tokenizer.json`.
     """
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -43,7 +43,7 @@ class Facts(JsonFile):
 
     run_id: str = Field(default="", min_length=1)
     precision: Precision | None = None
-    """Precision of the training, never `auto` in a complete file."""
+    """Precision of the training; a complete file never has `auto`."""
     git_revision: str | None = None
     corpus_sha256: str | None = None
     tokenizer_sha256: str | None = None
@@ -53,7 +53,7 @@ class Facts(JsonFile):
     num_active_params: Count | None = None
     flops_per_token: Count | None = None
     ffn_params: Count | None = None
-    """Parameters of all feed-forward blocks."""
+    """Number of parameters of all feed-forward blocks."""
     ffn_active_params: Count | None = None
     ffn_flops_per_token: Count | None = None
     num_threads: Count | None = None
@@ -88,13 +88,13 @@ class Summary(JsonFile):
     """Loss of a model that knows only the frequencies of tokens, in nats per token."""
     tokens_per_second: float | None = None
     num_tokens: Count | None = None
-    """Tokens trained on, summed over ranks; steps that a resumed run repeated count once."""
+    """Training tokens, summed over ranks; steps that a resumed run repeated count once."""
     train_seconds: float | None = None
     """Seconds of training steps, without validations."""
     wall_seconds: float | None = None
-    """Seconds of training steps, validations and checkpoints; summed over all parts of a resumed run."""
+    """Seconds of training steps, validations and checkpoints, including the run before a resume."""
     peak_memory_bytes: Count | None = None
-    """Peak on rank 0: tensors on a GPU, the process on a CPU; maximum over all parts of a resumed run."""
+    """Peak on rank 0, of tensors on a GPU or of the process on a CPU, including the run before a resume."""
     window_losses: list[float | None] = []
     """Mean loss of each window of the last validation, in nats per token; if there are very many, means over
     adjacent windows."""

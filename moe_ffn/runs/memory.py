@@ -1,4 +1,4 @@
-"""Estimate of the memory that a training run needs, and errors if there is not enough."""
+"""Memory that a training run needs, and errors if there is not enough."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MAX_COPIES = 6
 def check_fits(config: TrainConfig) -> None:
     """Raise ConfigError if the model, or the token ids of a batch, exceed the memory limit of this process.
 
-    On a CPU the model counts with weights, gradients and optimizer state; on a GPU, only with the weights,
-    since they are built in the memory of the process.
+    A run on a CPU needs weights, gradients and optimizer state; a run on a GPU only the weights, since the
+    process builds them before it moves them.
     """
     memory = memory_limit()
     if memory is None:
@@ -39,20 +39,20 @@ def check_fits(config: TrainConfig) -> None:
 
 
 def _is_on_cpu(config: TrainConfig) -> bool:
-    kind, num_nodes = config.trainer.accelerator, config.trainer.num_nodes
-    has_other = torch.cuda.is_available() or torch.backends.mps.is_available()
-    return num_nodes == 1 and (kind == "cpu" or (kind == "auto" and not has_other))
+    accelerator, num_nodes = config.trainer.accelerator, config.trainer.num_nodes
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    return num_nodes == 1 and (accelerator == "cpu" or (accelerator == "auto" and not has_gpu))
 
 
 def _check_training_fits(config: TrainConfig, weights: int, memory: int) -> None:
     from moe_ffn.runs.planner import Sizes  # takes half a second, and most runs do not need it
 
-    size = {"bf16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
+    relative_size = {"bf16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
     state = sum(weight.state_bytes for weight in Sizes.of(config).all)
-    needed = int(size * (2 * weights + state))
+    needed = int(relative_size * (2 * weights + state))
     if needed > memory:
         raise ConfigError(
-            f"model: {weights // _FLOAT32:,} parameters take {gigabytes(int(size * weights))}, and "
+            f"model: {weights // _FLOAT32:,} parameters take {gigabytes(int(relative_size * weights))}, and "
             f"{gigabytes(needed)} with gradients and the state of optimizer.type '{config.optimizer.type}', "
             f"but this process may have {gigabytes(memory)} of memory; make the model smaller, its largest "
             "tables first, or train on a machine with more"

@@ -1,7 +1,7 @@
 """Cost of a training step on a layout of ranks: memory of each rank, bytes sent, seconds.
 
-Nothing is computed. torch's memory tracker follows a step of the model on fake tensors, and the results are
-then divided among the ranks of a layout by arithmetic.
+torch's memory tracker follows a step of the model on fake tensors, without computing it. Arithmetic then
+divides the results among the ranks of a layout.
 
 B sequences, S sequence, D model width, L layers, E experts, T steps
 """
@@ -55,10 +55,10 @@ DEVICES = {
     )
 }
 """SXM modules, from NVIDIA's data sheets. FLOPs are without sparsity; link is half of the NVLink bandwidth,
-which NVIDIA counts in both directions; network is that of one GPU in a DGX (200 Gb/s, later 400 Gb/s)."""
+which NVIDIA counts in both directions; network is for one GPU in a DGX (200 Gb/s, later 400 Gb/s)."""
 
 EFFICIENCY = 0.4
-"""Share of the published FLOPs and bandwidth that a step reaches."""
+"""Fraction of the published FLOPs and bandwidth that a step reaches."""
 
 
 # -- the model
@@ -103,8 +103,8 @@ class Sizes:
             return tuple(Weight(p.shape, state[id(p)], id(p) in experts) for p in parameters)
 
         layers = tuple(weights(layer.parameters()) for layer in decoder.layers)
-        inside = {id(p) for layer in decoder.layers for p in layer.parameters()}
-        return cls(layers, weights(p for p in decoder.parameters() if id(p) not in inside))
+        in_layers = set(map(id, decoder.layers.parameters()))
+        return cls(layers, weights(p for p in decoder.parameters() if id(p) not in in_layers))
 
     @cached_property
     def all(self) -> tuple[Weight, ...]:
@@ -112,7 +112,7 @@ class Sizes:
 
 
 def _state_bytes(config: TrainConfig, decoder: Decoder) -> dict[int, int]:
-    """Return `id` of a parameter -> bytes of its optimizer state, from a step on the meta device."""
+    """Return `id` of a parameter -> bytes of its optimizer state, measured in a step on the meta device."""
     optimizer = config.optimizer.build(decoder)
     for parameter in decoder.parameters():
         parameter.grad = torch.empty_like(parameter)
@@ -128,14 +128,15 @@ def _state_bytes(config: TrainConfig, decoder: Decoder) -> dict[int, int]:
 
 
 def _expert_parameters(decoder: Decoder) -> set[int]:
-    found: set[int] = set()
+    """Return the `id` of each parameter that expert parallelism divides."""
+    ids: set[int] = set()
 
-    def note(experts: nn.Module, num_experts: int) -> Any:
-        found.update(id(parameter) for parameter in experts.parameters())
+    def collect(experts: nn.Module, num_experts: int) -> Any:
+        ids.update(map(id, experts.parameters()))
 
     for layer in decoder.layers:
-        cast("Block", layer).ffn.place_experts(note)
-    return found
+        cast("Block", layer).ffn.place_experts(collect)
+    return ids
 
 
 @dataclass(frozen=True)
@@ -146,64 +147,67 @@ class Activations:
     """Bytes outside of layers, including the logits and their gradient, which exist at the peak of a step."""
     by_layer: tuple[float, ...]
     recomputed: float
-    """Bytes to recompute one layer, with activation checkpointing."""
+    """Bytes that activation checkpointing recomputes at a time: those of one layer."""
 
-    def with_more(self, of_layer: float, *, is_kept: bool) -> Activations:
-        """Return a copy with `of_layer` more bytes per layer, which are saved, or else recomputed."""
-        if is_kept:
-            return replace(self, by_layer=tuple(size + of_layer for size in self.by_layer))
-        return replace(self, recomputed=self.recomputed + of_layer)
+    def with_extra(self, num_bytes: float, *, is_saved: bool) -> Activations:
+        """Return a copy with `num_bytes` more in each layer, either saved or recomputed."""
+        if is_saved:
+            return replace(self, by_layer=tuple(size + num_bytes for size in self.by_layer))
+        return replace(self, recomputed=self.recomputed + num_bytes)
 
     @property
     def total(self) -> float:
         return sum(self.peak_with(0.0, [0.0] * len(self.by_layer)))
 
     def peak_with(self, outside: float, by_layer: Sequence[float]) -> tuple[float, float]:
-        """Return bytes of (gradients, activations) at the time in the backward pass when their sum peaks.
+        """Return bytes of (gradients, activations) when their sum peaks in the backward pass.
 
         Args:
             outside, by_layer: bytes of the gradients.
         """
-        left = sum(self.by_layer)
-        moments, made = [(0.0, self.outside + left)], outside
-        for kept, gradient in reversed(list(zip(self.by_layer, by_layer, strict=True))):
-            made += gradient
-            moments.append((made, left + self.recomputed))
-            left -= kept
-        return max(moments, key=sum)
+        saved, gradients = sum(self.by_layer), outside
+        candidates = [(0.0, self.outside + saved)]
+        for activation, gradient in reversed(list(zip(self.by_layer, by_layer, strict=True))):
+            gradients += gradient
+            candidates.append((gradients, saved + self.recomputed))
+            saved -= activation
+        return max(candidates, key=sum)
 
 
 def activations_of(config: TrainConfig, num_sequences: int, precision: str) -> Activations:
-    """Trace models of one and two layers of each kind; the difference is one layer."""
+    """Trace models with one and two layers of each distinct block; the difference is one layer."""
     model = config.model
     ffns = model.layer_ffns()
-    kept = model.activation_checkpointing
-    kinds = {ffn.model_dump_json(): ffn for ffn in ffns}
+    checkpointing = model.activation_checkpointing
+    distinct = {ffn.model_dump_json(): ffn for ffn in ffns}
 
-    def traced(*chosen: Any, checkpointing: Any = kept) -> float:
+    def traced(*ffns: Any, checkpointing: Any = checkpointing) -> float:
         smaller = {
             **model.to_dict(),
-            "num_layers": len(chosen),
-            "ffn": chosen[0].to_dict(),
-            "ffn_at": {str(place): ffn.to_dict() for place, ffn in enumerate(chosen)},
+            "num_layers": len(ffns),
+            "ffn": ffns[0].to_dict(),
+            "ffn_at": {str(layer): ffn.to_dict() for layer, ffn in enumerate(ffns)},
             "activation_checkpointing": checkpointing,
         }
-        return _kept_bytes(config, type(model).model_validate(smaller), num_sequences, precision)
+        return _saved_bytes(config, type(model).model_validate(smaller), num_sequences, precision)
 
-    of_kind: dict[str, float] = {}
+    layer_bytes: dict[str, float] = {}
     recomputed = outside = 0.0
-    for name, ffn in kinds.items():
+    for key, ffn in distinct.items():
         one = traced(ffn)
-        of_kind[name] = traced(ffn, ffn) - one
-        outside = max(outside, one - of_kind[name])
-        if kept:
+        layer_bytes[key] = traced(ffn, ffn) - one
+        outside = max(outside, one - layer_bytes[key])
+        if checkpointing:
             whole = traced(ffn, ffn, checkpointing=False) - traced(ffn, checkpointing=False)
             # If only the feed-forward block is recomputed, the activations of attention are saved already.
-            recomputed = max(recomputed, whole - of_kind[name] if kept == "ffn" else whole)
-    return Activations(outside, tuple(of_kind[f.model_dump_json()] for f in ffns), recomputed)
+            recomputed = max(
+                recomputed, whole - layer_bytes[key] if checkpointing == "ffn" else whole
+            )
+    by_layer = tuple(layer_bytes[ffn.model_dump_json()] for ffn in ffns)
+    return Activations(outside, by_layer, recomputed)
 
 
-def _kept_bytes(
+def _saved_bytes(
     config: TrainConfig, model: DecoderConfig, num_sequences: int, precision: str
 ) -> float:
     """Return the peak bytes without weights, from the forward pass to the gradient of the logits."""
@@ -220,13 +224,13 @@ def _kept_bytes(
             output = decoder(ids_BS)
             loss = cross_entropy_of(output.logits, ids_BS)
             torch.autograd.grad(loss, output.logits)
-        (parts,) = (
-            of_device
-            for device, of_device in tracker.get_tracker_snapshot("peak").items()
+        (peak,) = (
+            snapshot
+            for device, snapshot in tracker.get_tracker_snapshot("peak").items()
             if device.type == "cpu"
         )
-    named = {str(getattr(kind, "value", kind)): value for kind, value in parts.items()}
-    return named["Total"] - named["Parameter"] - named["Buffer"]
+    by_kind = {str(getattr(kind, "value", kind)): value for kind, value in peak.items()}
+    return by_kind["Total"] - by_kind["Parameter"] - by_kind["Buffer"]
 
 
 # -- the cost of a layout
@@ -240,7 +244,7 @@ class Memory:
     gradients: float
     optimizer: float
     gathered: float
-    """Weights and gradients that are whole temporarily: those outside of layers, and those of two layers."""
+    """Temporary whole weights and gradients: those outside of layers, and those of two layers."""
     activations: float
 
     @property
@@ -253,7 +257,7 @@ class Traffic:
     """Bytes that a rank sends in a step."""
 
     weights: float
-    """Weights to gather before use; those of layers are gathered again in the backward pass."""
+    """Weights to gather before use; weights in layers are gathered again in the backward pass."""
     gradients: float
     """Gradients to sum over the ranks that shard a weight."""
     copies: float
@@ -310,7 +314,7 @@ def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
             continue
         for shard in _divisors(num_ranks // expert):
             layout = Layout(num_ranks // expert // shard, shard, expert)
-            if layout.refusal_of(empty) is None:
+            if layout.unsupported_reason(empty) is None:
                 yield layout
 
 
@@ -321,7 +325,7 @@ def _divisors(number: int) -> list[int]:
 def plan_layouts(
     config: TrainConfig, num_ranks: int, device: Device, efficiency: float = EFFICIENCY
 ) -> list[LayoutPlan]:
-    """Return a plan for every layout: first those that fit, fastest first; then the others, smallest first.
+    """Return a plan for each layout: those that fit, fastest first; then the others, smallest first.
 
     Raises:
         ConfigError: the batch cannot be divided among the ranks.
@@ -354,111 +358,118 @@ def _plan(
     precision: str,
     efficiency: float,
 ) -> LayoutPlan:
-    item = {"bf16-true": 2, "64-true": 8}.get(precision, 4)
-    sent = 2 if precision == "bf16-mixed" else item  # bytes of one element of a sent token
+    item_bytes = {"bf16-true": 2, "64-true": 8}.get(precision, 4)
+    token_item_bytes = 2 if precision == "bf16-mixed" else item_bytes
     data, model, num_batches = config.data, config.model, config.trainer.accumulate_grad_batches
     tokens = num_batches * (data.batch_size // layout.num_ranks) * data.seq_len
-    traffic = _traffic(config, sizes, layout, item, sent, tokens)
+    traffic = _traffic(config, sizes, layout, item_bytes, token_item_bytes, tokens)
     if layout.expert > 1:
         # A rank saves the tokens that its experts received, including its own.
-        numbers = _numbers_received(config, layout, tokens // num_batches) / model.num_layers
-        is_kept = not model.activation_checkpointing
-        activations = activations.with_more(sent * numbers, is_kept=is_kept)
+        received = _received_elements(config, layout, tokens // num_batches) / model.num_layers
+        activations = activations.with_extra(
+            token_item_bytes * received, is_saved=not model.activation_checkpointing
+        )
 
-    def pace(num_neighbours: int) -> float:
-        """Return the bandwidth between `num_neighbours` ranks, on one machine or across machines."""
-        return device.link if num_neighbours <= device.per_machine else device.network
+    def bandwidth(num_ranks: int) -> float:
+        """Return the bandwidth between `num_ranks` ranks, on one machine or across machines."""
+        return device.link if num_ranks <= device.per_machine else device.network
 
-    overlapped = (traffic.weights + traffic.gradients) / pace(layout.shard * layout.expert)
-    overlapped += traffic.copies / pace(layout.num_ranks)
-    ffns = model.layer_ffns()
+    overlapped = (traffic.weights + traffic.gradients) / bandwidth(layout.shard * layout.expert)
+    overlapped += traffic.copies / bandwidth(layout.num_ranks)
     forward = model.flops_per_token(*config.data.text_sizes)
-    of_ffns = sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
-    # The backward pass costs twice the forward pass, plus what it recomputes.
-    again = {"ffn": of_ffns, False: 0}.get(model.activation_checkpointing, forward)
-    per_flop = tokens / device.flops / efficiency
+    ffns = sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in model.layer_ffns())
+    # The backward pass costs twice the forward pass, and repeats all or a part of it.
+    recomputed = {"ffn": ffns, False: 0}.get(model.activation_checkpointing, forward)
+    seconds_per_flop = tokens / device.flops / efficiency
     return LayoutPlan(
         layout,
         device,
-        _memory(sizes, layout, item, activations, num_batches),
+        _memory(sizes, layout, item_bytes, activations, num_batches),
         traffic,
-        compute_seconds=per_flop * (3 * forward + again),
+        compute_seconds=seconds_per_flop * (3 * forward + recomputed),
         overlapped_seconds=overlapped / efficiency,
-        token_seconds=traffic.tokens / pace(layout.expert) / efficiency,
+        token_seconds=traffic.tokens / bandwidth(layout.expert) / efficiency,
         tokens=tokens * layout.num_ranks,
     )
 
 
 def _memory(
-    sizes: Sizes, layout: Layout, item: int, activations: Activations, num_batches: int
+    sizes: Sizes, layout: Layout, item_bytes: int, activations: Activations, num_batches: int
 ) -> Memory:
-    """Return the memory of a rank; `item` is the number of bytes of one element."""
-    local = item * _local(sizes.all, layout)
-    state = item / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
-    outside = item * _gathered(sizes.outside, layout)
-    layers = [item * _gathered(layer, layout) for layer in sizes.layers]
+    """Return the memory of a rank; `item_bytes` are the bytes of one element."""
+    local = item_bytes * _stored_elements(sizes.all, layout)
+    state = item_bytes / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
+    outside = item_bytes * _gathered_elements(sizes.outside, layout)
+    layers = [item_bytes * _gathered_elements(layer, layout) for layer in sizes.layers]
     if num_batches > 1:  # gradients accumulate unsharded until the last batch
-        gradients, kept = outside + sum(layers), activations.total
+        gradients, saved = outside + sum(layers), activations.total
     else:
-        by_layer = [item * _local(layer, layout) for layer in sizes.layers]
-        gradients, kept = activations.peak_with(item * _local(sizes.outside, layout), by_layer)
+        gradients, saved = activations.peak_with(
+            item_bytes * _stored_elements(sizes.outside, layout),
+            [item_bytes * _stored_elements(layer, layout) for layer in sizes.layers],
+        )
     if not layout.is_sharded:  # DistributedDataParallel reduces gradients in buckets
         buckets = local if layout.num_ranks > 1 else 0.0
-        return Memory(local, gradients, state, buckets, kept)
+        return Memory(local, gradients, state, buckets, saved)
     # Parameters outside of layers stay gathered, with their gradients. The next layer is gathered while the
     # current layer still has its weights and gradients.
-    return Memory(local, gradients, state, 2 * outside + 3 * max(layers), kept)
+    return Memory(local, gradients, state, 2 * outside + 3 * max(layers), saved)
 
 
 def _traffic(
-    config: TrainConfig, sizes: Sizes, layout: Layout, item: int, sent: int, tokens: int
+    config: TrainConfig,
+    sizes: Sizes,
+    layout: Layout,
+    item_bytes: int,
+    token_item_bytes: int,
+    tokens: int,
 ) -> Traffic:
     """Return the traffic of a rank.
 
     Args:
-        item, sent: bytes of one element of a weight, and of a sent token.
+        item_bytes, token_item_bytes: bytes of one element of a weight, and of a sent token.
     """
-    sharded = item * sum(_moved_once(w, layout) for w in sizes.all)
-    of_layers = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
-    numbers_sent = _numbers_received(config, layout, tokens) * (1 - 1 / layout.expert)
+    once = item_bytes * sum(_sent_elements(w, layout) for w in sizes.all)
+    layers = item_bytes * sum(_sent_elements(w, layout) for layer in sizes.layers for w in layer)
+    sent = _received_elements(config, layout, tokens) * (1 - 1 / layout.expert)
     # To the experts and back, forward and backward; recomputing the forward pass sends tokens again.
-    times = 6 if config.model.activation_checkpointing else 4
+    num_sends = 6 if config.model.activation_checkpointing else 4
     return Traffic(
-        weights=config.trainer.accumulate_grad_batches * (sharded + of_layers),
-        gradients=sharded,
-        copies=2 * item * _local(sizes.all, layout) * (1 - 1 / layout.data),
-        tokens=times * sent * numbers_sent,
+        weights=config.trainer.accumulate_grad_batches * (once + layers),
+        gradients=once,
+        copies=2 * item_bytes * _stored_elements(sizes.all, layout) * (1 - 1 / layout.data),
+        tokens=num_sends * token_item_bytes * sent,
     )
 
 
-def _local(weights: Iterable[Weight], layout: Layout) -> float:
+def _stored_elements(weights: Iterable[Weight], layout: Layout) -> float:
     """Return the largest number of elements of `weights` that a rank stores."""
     return sum(weight.numel * weight.share(layout) for weight in weights)
 
 
-def _gathered(weights: Iterable[Weight], layout: Layout) -> float:
+def _gathered_elements(weights: Iterable[Weight], layout: Layout) -> float:
     """Return the number of elements of `weights` that a rank holds while it computes with them."""
     return sum(w.numel / layout.expert if w.is_expert else w.numel for w in weights)
 
 
-def _moved_once(weight: Weight, layout: Layout) -> float:
-    """Return the elements that a rank sends to gather a weight, or to reduce-scatter its gradient."""
+def _sent_elements(weight: Weight, layout: Layout) -> float:
+    """Return the number of elements that a rank sends to gather a weight or reduce-scatter its gradient."""
     num_shards = layout.shard if weight.is_expert else layout.shard * layout.expert
     return weight.numel * weight.share(layout) * (num_shards - 1)
 
 
-def _numbers_received(config: TrainConfig, layout: Layout, tokens: int) -> float:
+def _received_elements(config: TrainConfig, layout: Layout, tokens: int) -> float:
     """Return the number of elements that the experts of a rank receive, summed over layers.
 
-    A rank receives a token once, even if the token chooses several of its experts. In perfect balance a token
-    draws k of E experts. With probability `none` it draws no expert that the rank computes.
+    A rank receives a token once, even if the token chooses several of its experts. With balanced experts, a
+    token draws k of E experts at random, and none of the rank's experts with probability `p_none`.
     """
-    numbers, ranks = 0.0, layout.expert
+    elements, num_ranks, d_model = 0.0, layout.expert, config.model.d_model
     for info in config.model.router_infos().values():
-        num = info.num_experts
-        chosen = round(info.router.experts_per_token(num))
-        none = math.comb(num - info.num_networks // ranks, chosen) / math.comb(num, chosen)
-        d_model = config.model.d_model
+        num_experts = info.num_experts
+        k = round(info.router.experts_per_token(num_experts))
+        num_elsewhere = num_experts - info.num_networks // num_ranks
+        p_none = math.comb(num_elsewhere, k) / math.comb(num_experts, k)
         width = d_model if info.experts is None else info.experts.dispatch_width(d_model)
-        numbers += tokens * info.token_fraction * ranks * (1 - none) * width
-    return numbers
+        elements += tokens * info.token_fraction * num_ranks * (1 - p_none) * width
+    return elements

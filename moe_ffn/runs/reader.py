@@ -47,7 +47,7 @@ from moe_ffn.runs.folder import (
 )
 from moe_ffn.runs.identity import identity_of_weights
 from moe_ffn.runs.json_files import Alarm, Facts, Summary
-from moe_ffn.runs.resume import newest_good, refusal_of_weights
+from moe_ffn.runs.resume import first_usable, problem_of_weights
 from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
 from moe_ffn.training.recovery.checkpoint_file import (
@@ -60,13 +60,13 @@ from moe_ffn.training.sampling import encode_text
 log = logging.getLogger(__name__)
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
-"""Files that the page of a run is made from."""
+"""Files that the page of a run shows."""
 
 State = Literal["waiting", "training", "interrupted", "finished"]
 
 PATIENCE_SECONDS, PATIENCE_ROWS = 120, 10
-"""A run counts as interrupted if it has written nothing for both this many seconds and this many times its
-usual time per row."""
+"""A run counts as interrupted if it has written nothing for this many seconds and for the usual time of this
+many rows."""
 
 LAYER_KEY = re.compile(rf"routing/(layer_\d{{1,9}}{ROUTING_SUFFIX})/(.+)")
 EXPERT_KEY = re.compile(r"load/expert_(\d{1,9})")
@@ -92,7 +92,7 @@ class SavedModel:
             who: name of the text in errors, such as an option.
 
         Raises:
-            ConfigError: the text has more tokens than a training sequence of the run.
+            ConfigError: the text has more tokens than a training sequence.
         """
         ids = encode_text(self.tokenizer, text, self.decoder.max_seq_len, who)
         with torch.no_grad():
@@ -101,7 +101,7 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Run:
-    """A run. Fields are empty if their files in the folder are missing or damaged."""
+    """A run, read from its folder. Fields are empty if their files are missing or damaged."""
 
     folder: Path
     name: str
@@ -123,17 +123,17 @@ class Run:
 
     def __repr__(self) -> str:
         loss, count = self.summary.validation_loss, self.facts.num_params
-        known = {
-            self.state: True,
-            f"step {self.step}": self.step is not None,
-            str(self.option("model.ffn.type")): self.option("model.ffn.type") is not None,
-            f"{count or 0:,} parameters": count is not None,
-            f"validation loss {loss or 0:.4f}": loss is not None,
-        }
-        return f"Run('{self.folder}', {', '.join(text for text, is_known in known.items() if is_known)})"
+        known = [
+            self.state,
+            None if self.step is None else f"step {self.step}",
+            self.option("model.ffn.type"),
+            None if count is None else f"{count:,} parameters",
+            None if loss is None else f"validation loss {loss:.4f}",
+        ]
+        return f"Run('{self.folder}', {', '.join(str(text) for text in known if text is not None)})"
 
     def _repr_html_(self) -> str:
-        """Loss, cost, load of the experts and a link to the page, for a notebook."""
+        """Return loss, cost, load of the experts and a link to the page, for a notebook."""
         counts = {
             "parameters": self.facts.num_params,
             "used by a token": self.facts.num_active_params,
@@ -165,7 +165,7 @@ class Run:
 
     @cached_property
     def saved_model(self) -> SavedModel:
-        """Config, tokenizer and decoder. Raises ConfigError if there is no intact checkpoint."""
+        """Best model with its config and tokenizer. Raises ConfigError if there is no intact checkpoint."""
         with accepting_code(self.trust_code):
             return load_model(self.folder)
 
@@ -194,7 +194,7 @@ class Run:
         return self.saved_model.run(text).routings
 
     def series(self, key: str) -> Series:
-        """Return a column of `rows`; an empty series if there is no such column."""
+        """Return a column of `rows`; an empty series if it does not exist."""
         return self.rows.column(key)
 
     def option(self, path: str) -> Any:
@@ -229,7 +229,11 @@ class Run:
     @cached_property
     def loads(self) -> Mapping[str, Sequence[Series]]:
         """Sparse layer -> load series of each expert over the training rows."""
-        return {layer: loads for layer, found in self.layers.items() if (loads := _experts(found))}
+        return {
+            layer: loads
+            for layer, metrics in self.layers.items()
+            if (loads := _expert_loads(metrics))
+        }
 
     @cached_property
     def validated(self) -> Mapping[str, Mapping[str, Any]]:
@@ -238,10 +242,10 @@ class Run:
             return {layer: values.measures for layer, values in self.summary.routing.items()}
         return {
             layer: {
-                **{key: series.last for key, series in found.items()},
-                "load": [series.last for series in _experts(found)],
+                **{key: series.last for key, series in metrics.items()},
+                "load": [series.last for series in _expert_loads(metrics)],
             }
-            for layer, found in self.validated_layers.items()
+            for layer, metrics in self.validated_layers.items()
         }
 
 
@@ -258,13 +262,13 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> Run:
         trust_code: run the code that the folder names, even if none of your runs started with it.
 
     Raises:
-        ConfigError: the folder is not that of a run, or its log cannot be read.
+        ConfigError: the folder holds no run, or its log cannot be read.
     """
     return replace(read_run(Path(folder)), trust_code=trust_code)
 
 
 def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
-    """Read runs without duplicates; a run is named by its folder, or by its path if two names are equal."""
+    """Read runs without duplicates. A run has the name of its folder, or its path if two names are equal."""
     distinct: dict[Path, Path] = {}
     for folder in folders:
         distinct.setdefault(folder.resolve(), folder)
@@ -286,8 +290,8 @@ def read_run(
     """Read the current state of a run; see `load_run`.
 
     Args:
-        has_ended: true if training is known to be over; otherwise locks and file times decide.
-        keys: keys of the log to read, all by default; fewer keys are faster.
+        has_ended: true if training has certainly ended; otherwise locks and file times decide.
+        keys: keys of the log to read; all by default.
     """
     check_is_run(folder)
     text = _text(folder / CONFIG_FILE)
@@ -334,9 +338,9 @@ def _by_layer(columns: Mapping[str, Series], prefix: str) -> dict[str, dict[str,
     return dict(sorted(layers.items()))
 
 
-def _experts(found: Mapping[str, Series]) -> list[Series]:
+def _expert_loads(metrics: Mapping[str, Series]) -> list[Series]:
     """Return the load series sorted by expert number, which is not alphabetical beyond expert 99."""
-    numbered = {int(m[1]): s for key, s in found.items() if (m := EXPERT_KEY.fullmatch(key))}
+    numbered = {int(m[1]): s for key, s in metrics.items() if (m := EXPERT_KEY.fullmatch(key))}
     return [numbered[expert] for expert in sorted(numbered)]
 
 
@@ -369,8 +373,8 @@ def load_model(folder: Path) -> SavedModel:
     """Load the config, the tokenizer and the best weights of a run.
 
     Raises:
-        ConfigError: the folder is not that of a run, has no intact checkpoint, has a damaged file, or names
-            code that is not trusted.
+        ConfigError: the folder holds no run, no intact checkpoint or a damaged file, or names code that is
+            not trusted.
     """
     check_has_weights(folder)
     config = saved_config(folder / CONFIG_FILE)
@@ -379,7 +383,7 @@ def load_model(folder: Path) -> SavedModel:
     with explaining_custom_errors():
         decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
     weights = read_weights(folder, config, tokenizer, decoder)
-    # The decoder is float32, which holds the weights of every format but float64 exactly.
+    # The decoder is float32, which represents the weights of every precision but 64-true exactly.
     if any(weights[name].dtype == torch.float64 for name, _ in decoder.named_parameters()):
         decoder.double()
     decoder.load_state_dict(weights)
@@ -401,28 +405,30 @@ def read_weights(
     expected = identity_of_weights(config, tokenizer, run_id or None)
 
     def problem_of(values: Mapping[str, Any]) -> str | None:
-        return refusal_of_weights({**values, "state_dict": _of_decoder(values)}, expected, decoder)
+        weights = _decoder_weights(values)
+        return problem_of_weights({**values, "state_dict": weights}, expected, decoder)
 
     with reading(checkpoints):
         best, steps = checkpoints / BEST_NAME, newest_first(checkpoints)
     has_best = os.path.lexists(best)  # a dangling link counts
-    found, skipped = newest_good([best, *steps] if has_best else steps, problem_of)
+    usable, skipped = first_usable([best, *steps] if has_best else steps, problem_of)
     if steps and not has_best:
         skipped = [f"there is no {BEST_NAME}", *skipped]
-    why = "; ".join(skipped)
-    if found is None:
+    problems = "; ".join(skipped)
+    if usable is None:
         raise ConfigError(
-            f"'{checkpoints}' has no good checkpoint: {why}; restore one, or give another run"
-            if why
+            f"'{checkpoints}' has no usable checkpoint: {problems}; restore one, or give another run"
+            if problems
             else f"'{checkpoints}' has no checkpoint, so no model to load; give a run that has reached its "
             "first validation"
         )
-    if why:
-        log.warning("%s: %s; taking %s", checkpoints, why, found[0].name)
-    return _of_decoder(found[1])
+    path, values = usable
+    if problems:
+        log.warning("%s: %s; using %s", checkpoints, problems, path.name)
+    return _decoder_weights(values)
 
 
-def _of_decoder(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _decoder_weights(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return name in the decoder -> weight, from the values of a checkpoint."""
     state = values.get("state_dict", {})
     if isinstance(state, SavedTensors):

@@ -1,4 +1,4 @@
-"""Resuming a run: find its newest intact checkpoint, and remove what was logged after that step.
+"""Resuming a run: find its newest intact checkpoint, and remove the lines logged after that step.
 
 Programs that only read weights use this module too, so it does not import lightning at the top.
 """
@@ -68,33 +68,33 @@ log = logging.getLogger(__name__)
 
 # -- the newest intact checkpoint
 
-GoodCheckpoint = tuple[Path, Mapping[str, Any]]
+UsableCheckpoint = tuple[Path, Mapping[str, Any]]
 """Path and values of an intact checkpoint that belongs to the run."""
 
 
-def newest_good(
+def first_usable(
     candidates: Iterable[Path], problem_of: Callable[[Mapping[str, Any]], str | None]
-) -> tuple[GoodCheckpoint | None, list[str]]:
-    """Return the first checkpoint that can be read and that `problem_of` accepts.
+) -> tuple[UsableCheckpoint | None, list[str]]:
+    """Return the first intact checkpoint for which `problem_of` returns None.
 
     Returns:
-        that checkpoint, or None; and the problem of each checkpoint before it, such as
+        the checkpoint, or None; and the problem of each checkpoint before it, such as
         `step_00000012.ckpt is empty`.
     """
     skipped: list[str] = []
     for path in candidates:
         try:
             values = read_checkpoint(path)
-            why = problem_of(values)
-            if why is None:
+            problem = problem_of(values)
+            if problem is None:
                 return (path, values), skipped
         except CheckpointError as error:
-            why = str(error)
-        skipped.append(printable(f"{path.name} {why}"))
+            problem = str(error)
+        skipped.append(printable(f"{path.name} {problem}"))
     return None, skipped
 
 
-def refusal_of_weights(
+def problem_of_weights(
     values: Mapping[str, Any], expected: Mapping[str, Any], model: nn.Module
 ) -> str | None:
     """Return the reason why a model cannot load the weights of a checkpoint; None if it can.
@@ -106,19 +106,17 @@ def refusal_of_weights(
     weights, identity = values.get("state_dict"), values.get(IDENTITY)
     if not isinstance(weights, Mapping) or not isinstance(identity, Mapping):
         return "is no checkpoint of a run"
-    found = {key: identity.get(key) for key in expected}
-    if isinstance(found["data"], Mapping):
-        found["data"] = {key: found["data"].get(key) for key in expected["data"]}
-    for key, (before, now) in differences(found, expected).items():
-        return f"was made with {_short(key)} {_short(before)}, but this run has {_short(now)}"
-    shapes = getattr(weights, "described", weights)  # do not read sharded tensors
+    compared = {key: identity.get(key) for key in expected}
+    if isinstance(compared["data"], Mapping):
+        compared["data"] = {key: compared["data"].get(key) for key in expected["data"]}
+    for key, (saved, current) in differences(compared, expected).items():
+        return f"was made with {_short(key)} {_short(saved)}, but this run has {_short(current)}"
+    tensors = getattr(weights, "described", weights)  # do not read sharded tensors
     for name, value in model.state_dict().items():
-        if name not in shapes:
+        if name not in tensors:
             return f"lacks the weight '{name}'"
-        if isinstance(value, Tensor) and shapes[name].shape != value.shape:
-            return (
-                f"has '{name}' in the shape {tuple(shapes[name].shape)}, not {tuple(value.shape)}"
-            )
+        if isinstance(value, Tensor) and tensors[name].shape != value.shape:
+            return f"has '{name}' of shape {tuple(tensors[name].shape)}, not {tuple(value.shape)}"
     return None
 
 
@@ -140,15 +138,15 @@ class ResumePoint:
     run_id: str | None = None
     """Id of the run; None if its files are lost."""
     validated_step: int = -1
-    """Step of the last validation in the checkpoint, at most its own step; -1 without any."""
+    """Step of the last validation before the checkpoint; -1 without a validation."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that cannot be used, each with the reason."""
 
     def describe(self, folder: Path) -> str:
         if self.checkpoint is None:
             return f"resuming {folder} from the start: it has no checkpoint"
-        why = f"; newer ones cannot be used: {'; '.join(self.skipped)}" if self.skipped else ""
-        return f"resuming {folder} after step {self.step}, from {self.checkpoint.name}{why}"
+        newer = f"; newer ones cannot be used: {'; '.join(self.skipped)}" if self.skipped else ""
+        return f"resuming {folder} after step {self.step}, from {self.checkpoint.name}{newer}"
 
 
 def find_resume_point(
@@ -169,12 +167,12 @@ def find_resume_point(
     expected = checkpoint_identity(own, data, run_id)
 
     def problem_of(values: Mapping[str, Any]) -> str | None:
-        refused = refusal_of_weights(values, expected, module)
-        return refused or _refusal_of_state(values, own, data, folder)
+        problem = problem_of_weights(values, expected, module)
+        return problem or _problem_of_state(values, own, data, folder)
 
     with reading(checkpoints):
-        found, skipped = newest_good(newest_first(checkpoints), problem_of)
-    if found is None:
+        usable, skipped = first_usable(newest_first(checkpoints), problem_of)
+    if usable is None:
         if skipped:
             more = f"; and {len(skipped) - 1} more" if len(skipped) > 1 else ""
             raise ConfigError(
@@ -182,7 +180,7 @@ def find_resume_point(
                 "start a new run"
             )
         return ResumePoint(run_id=run_id)
-    path, values = found
+    path, values = usable
     if (step := values["global_step"]) > max_steps:
         raise ConfigError(
             f"trainer.max_steps ({max_steps}): the run is at step {step} already; give at least that"
@@ -196,28 +194,27 @@ def find_resume_point(
     )
 
 
-def _refusal_of_state(
+def _problem_of_state(
     values: Mapping[str, Any], own: TrainConfig, data: PreparedData, folder: Path
 ) -> str | None:
-    """Return the reason why training cannot resume from a checkpoint, after loading it into new objects."""
-    from moe_ffn.runs.assemble import make_callbacks  # lightning
+    """Load the state of a checkpoint into new objects; return the reason why this fails, or None."""
+    from moe_ffn.runs.assemble import make_callbacks  # imports lightning
 
     for name in ("global_step", "loops", "optimizer_states", "lr_schedulers", "guard", "callbacks"):
         if name not in values:
             return f"lacks '{name}', so no run can be resumed from it"
-    made = make_callbacks(own, data, folder)
-    saved = {callback.state_key: callback for callback in made.saved}
+    callbacks = make_callbacks(own, data, folder).saved
     try:
         StepGuard(own.trainer.guard).load_state_dict(values["guard"])
-        for name, callback in saved.items():
-            callback.load_state_dict(values["callbacks"][name])
+        for callback in callbacks:
+            callback.load_state_dict(values["callbacks"][callback.state_key])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"holds a state that this version cannot load ({error!r})"
     return None
 
 
 def resume_hint(folder: Path, keeper: CheckpointKeeper) -> str:
-    """Return the last saved checkpoint and the command that resumes a run."""
+    """Return a sentence with the last saved checkpoint and the command that resumes the run."""
     step = keeper.last_saved_step
     saved = "no checkpoint was saved" if step < 0 else f"saved {step_name(step)}"
     return f"{saved}; resume with: {command('train')} --resume {folder}"
@@ -227,11 +224,11 @@ def resume_hint(folder: Path, keeper: CheckpointKeeper) -> str:
 
 
 def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None:
-    """Remove what was logged after the checkpoint, and record that the run is resumed.
+    """Remove the lines logged after the checkpoint, and record that the run is resumed.
 
     Args:
         files: name -> text of the files that a new run would begin with. Files that are missing, damaged or
-            out of date are written.
+            out of date are written again.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -247,7 +244,11 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
     try:
         remove_unfinished(folder)
         rename_skipped(folder / CHECKPOINTS_FOLDER, start.step)
-        _cut(folder / METRICS_FILE, Row, lambda row: row.step <= _last_step(row, start))
+        _cut(
+            folder / METRICS_FILE,
+            Row,
+            lambda row: row.step <= (start.validated_step if row.is_validation else start.step),
+        )
         _cut(folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= start.validated_step)
         _cut(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= start.step)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
@@ -260,20 +261,16 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
         ) from error
 
 
-def _last_step(row: Row, start: ResumePoint) -> int:
-    return start.validated_step if row.is_validation else start.step
-
-
 def _cut(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
-    """Keep the lines of a log that `is_kept` accepts; warn about damaged lines, which are removed."""
-    if number := num_damaged(path, kind):
-        log.warning("'%s' is damaged: %d of its lines cannot be read and are removed", path, number)
+    """Remove the lines of a log for which `is_kept` is false; remove damaged lines with a warning."""
+    if count := num_damaged(path, kind):
+        log.warning("'%s' is damaged: %d of its lines cannot be read and are removed", path, count)
     cut_lines(path, kind, is_kept)
 
 
 def _update_files(resume: Resume, files: Mapping[str, str]) -> None:
     entries = CodeEntries.read(resume.folder / CODE_FILE).entries
-    facts = _facts_now(resume, files[FACTS_FILE])
+    facts = _updated_facts(resume, files[FACTS_FILE])
     updated = {**files, FACTS_FILE: facts, **code_files(resume.config, entries)}
     for name, text in updated.items():
         path = resume.folder / name
@@ -285,14 +282,14 @@ def _update_files(resume: Resume, files: Mapping[str, str]) -> None:
         write_file(resume.folder, name, text)
 
 
-def _facts_now(resume: Resume, fresh: str) -> str:
+def _updated_facts(resume: Resume, new_facts: str) -> str:
     """Return the stored facts of a run, with the current options and id."""
     facts = Facts.read(resume.folder / FACTS_FILE)
     if not facts.is_whole:
-        return fresh
-    options = {*resume.config.to_dict(), RUN_ID}
-    now = {key: value for key, value in json.loads(fresh).items() if key in options}
-    return json.dumps({**facts.model_dump(exclude_unset=True), **now}, indent=2) + "\n"
+        return new_facts
+    keys = {*resume.config.to_dict(), RUN_ID}
+    updates = {key: value for key, value in json.loads(new_facts).items() if key in keys}
+    return json.dumps({**facts.model_dump(exclude_unset=True), **updates}, indent=2) + "\n"
 
 
 def _text(path: Path) -> str:

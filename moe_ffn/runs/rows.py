@@ -57,10 +57,10 @@ class Rows:
         self.columns: dict[str, Series] = {}
         """Key -> series, in the order of the log."""
         for line in lines:
-            found = line.values
+            cells = line.values
             if keys is not None:
-                found = {key: found[key] for key in keys if key in found}
-            for key, value in flat(found).items():
+                cells = {key: cells[key] for key in keys if key in cells}
+            for key, value in flat(cells).items():
                 if value is not None:
                     self.columns.setdefault(key, Series()).put(line.step, value)
 

@@ -1,4 +1,4 @@
-"""Texts to evaluate a trained model on: the data of its run, or another file."""
+"""Texts for the evaluation of a trained model: the data of its run, or another file."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.data.corpus import text_documents
+from moe_ffn.data.corpus import read_text_documents
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.split import Documents, changed
-from moe_ffn.data.token_files import SUFFIXES, TokenRow
+from moe_ffn.data.token_files import SUFFIXES, TokenSequence
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.files import read_object
 from moe_ffn.runs.folder import DOCUMENTS_FILE
@@ -21,7 +21,7 @@ def prepare_data(run: Run, instead: str) -> PreparedData:
     """Return the corpus and the splits that a run was trained on.
 
     Args:
-        instead: advice in errors for a user whose corpus is lost.
+        instead: alternative in errors, for a user whose corpus is lost.
 
     Raises:
         ConfigError: the corpus cannot be read, or has changed since the run began.
@@ -39,17 +39,17 @@ def prepare_data(run: Run, instead: str) -> PreparedData:
     return data
 
 
-def check_documents(folder: Path, now: Documents, instead: str = "start a new run") -> None:
-    """Raise ConfigError with the first document that has changed since the run began.
+def check_documents(folder: Path, documents: Documents, instead: str = "start a new run") -> None:
+    """Raise ConfigError with the first document that has changed since the run in `folder` began.
 
     Args:
-        instead: advice in errors, as an alternative to restoring the corpus.
+        instead: alternative in errors to restoring the corpus.
     """
     try:
-        began_with = Documents.from_dict(read_object(folder / DOCUMENTS_FILE))
-    except ConfigError:
+        original = Documents.from_dict(read_object(folder / DOCUMENTS_FILE))
+    except ConfigError:  # the file is missing or damaged
         return
-    if change := changed(began_with, now):
+    if change := changed(original, documents):
         raise ConfigError(
             f"data.corpus: {change}, since '{folder}' began; restore it, or {instead}"
         )
@@ -58,10 +58,10 @@ def check_documents(folder: Path, now: Documents, instead: str = "start a new ru
 def tokens_of_path(path: Path, tokenizer: Tokenizer, option: str) -> np.ndarray:
     """Return the tokens of a file of token ids (.bin, .npy), or of all texts under a path.
 
-    An end-of-document token separates documents, as in training; none follows the last document.
+    An end-of-document token separates documents, like in training; none follows the last document.
 
     Args:
-        path: a file, a folder or a glob, as in `data.corpus.paths`.
+        path: a file, a folder or a glob; see `data.corpus.paths`.
         option: name of the option with the path, for messages.
 
     Returns:
@@ -72,17 +72,17 @@ def tokens_of_path(path: Path, tokenizer: Tokenizer, option: str) -> np.ndarray:
             another tokenizer.
     """
     if path.suffix in SUFFIXES and path.exists():
-        tokens = TokenRow.of([path], tokenizer.dtype)[:]
+        tokens = TokenSequence.of([path], tokenizer.dtype)[:]
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
-            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+            invalid = tokens.min() if tokens.min() < 0 else tokens.max()
             raise ConfigError(
-                f"{option}: '{path}' holds the token {wrong}, but the model's tokenizer has a vocabulary of "
-                f"{tokenizer.vocab_size}; give a file that this tokenizer made"
+                f"{option}: '{path}' holds the token {invalid}, but the model's tokenizer has a vocabulary "
+                f"of {tokenizer.vocab_size}; give a file that this tokenizer made"
             )
     else:
         end = np.array([tokenizer.end_of_document], dtype=tokenizer.dtype)
         parts: list[np.ndarray] = []
-        for document in text_documents([str(path)], option):
+        for document in read_text_documents([str(path)], option):
             parts += [end] if parts else []
             parts += tokenizer.encode_batch(list(document.blocks))
         tokens = np.concatenate(parts)

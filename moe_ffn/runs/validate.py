@@ -22,8 +22,8 @@ from moe_ffn.runs.folder import check_run_folder
 from moe_ffn.runs.memory import check_fits
 from moe_ffn.training.config import resolve_precision
 
-LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
-"""Environment variables; torchrun, SLURM, LSF and MPI each set at least one in processes that they start."""
+LAUNCHER_VARIABLES = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
+"""Environment variables of torchrun, SLURM, LSF and MPI, each of which sets one in its processes."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,10 @@ def validate(config: TrainConfig, *, is_new: bool = True) -> list[ConfigError]:
     """Return the mistakes in a config, one error each; empty if the run may begin.
 
     Args:
-        is_new: true if the run makes a folder; false for a resumed run, which has one.
+        is_new: true if the run makes a folder; false for a resumed run, which has a folder.
     """
-    makes_folder = is_new and is_first_rank()
     if mistakes := _collect(
-        *([partial(check_run_folder, config)] if makes_folder else []),
+        *([partial(check_run_folder, config)] if is_new and is_first_rank() else []),
         partial(_check_sizes, config),
         partial(_check_launcher, config),
     ):
@@ -86,7 +85,7 @@ def find_hardware(config: TrainConfig) -> Hardware:
     """Return the hardware that Lightning selects for the options of the Trainer.
 
     Raises:
-        ConfigError: Lightning rejects the options, or the launcher has started another number of processes.
+        ConfigError: Lightning rejects the options, or the launcher started a different number of processes.
     """
     arguments = config.trainer.lightning_arguments()
     quiet: dict[str, Any] = dict.fromkeys(
@@ -95,9 +94,9 @@ def find_hardware(config: TrainConfig) -> Hardware:
     try:
         trainer = Trainer(**{**quiet, **arguments})
     except Exception as error:  # of any type: the user's arguments are wrong
-        given = "".join(f" {name}: {value}," for name, value in arguments.items()).rstrip(",")
+        shown = "".join(f" {name}: {value}," for name, value in arguments.items()).rstrip(",")
         raise ConfigError(
-            f"trainer: lightning.Trainer refuses{given}: {first_line(error)}"
+            f"trainer: lightning.Trainer rejects{shown}: {first_line(error)}"
         ) from error
     check_number_of_processes(trainer.num_devices, trainer.num_nodes)
     device, num_ranks = trainer.strategy.root_device, trainer.world_size
@@ -115,7 +114,7 @@ def _check_sizes(config: TrainConfig) -> None:
 
 def _check_launcher(config: TrainConfig) -> None:
     num_nodes = config.trainer.num_nodes
-    if num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
+    if num_nodes > 1 and not any(name in os.environ for name in LAUNCHER_VARIABLES):
         raise ConfigError(
             f"trainer.num_nodes ({num_nodes}): no launcher has started this program, so it would wait for "
             f"the other machines forever; start it on each with torchrun --nnodes {num_nodes} "
@@ -163,7 +162,7 @@ def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> 
             )
         if precision not in SHARDED_PRECISIONS:
             yield (
-                f"trainer.precision ({precision}) does not go with parallel.shard and parallel.expert; use "
+                f"trainer.precision ({precision}) does not work with parallel.shard and parallel.expert; use "
                 f"one of {', '.join(SHARDED_PRECISIONS)}"
             )
         if not config.optimizer.takes_shards:
@@ -173,7 +172,7 @@ def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> 
             )
     if layout.expert > 1:
         empty = config.model.build_empty(*config.data.text_sizes)
-        if reason := layout.refusal_of(empty):
+        if reason := layout.unsupported_reason(empty):
             yield reason
 
 

@@ -15,7 +15,7 @@ class Cost:
 
     params: int
     active_params: int
-    """Parameters that one token passes through, on average."""
+    """Parameters that a token uses, on average."""
     flops_per_token: int
     """Forward FLOPs of the matrix products."""
 
@@ -38,10 +38,10 @@ class Budget:
         """Return the budget of a run that reaches its last step.
 
         Args:
-            vocab_size: size of the vocabulary; None assumes the maximum size of the tokenizer.
+            vocab_size: by default the maximum vocabulary of the tokenizer.
 
         Raises:
-            ConfigError: a custom part counts wrongly; see `check_counts`.
+            ConfigError: a custom part miscounts its parameters or FLOPs; see `check_counts`.
         """
         check_counts(config)
         model, data, trainer = config.model, config.data, config.trainer

@@ -28,21 +28,21 @@ from moe_ffn.studies.statistics import (
 
 @dataclass(frozen=True)
 class TimeToBaseline:
-    """When an arm's validation loss reached the baseline's final loss, as means over its seeds."""
+    """Cost until an arm's validation loss reached the baseline's final loss, as means over its seeds."""
 
     num_reached: int
-    """Number of seeds that reached it; the other fields are None unless all seeds did."""
+    """Number of seeds that reached it; the costs are None unless all seeds did."""
     num_seeds: int
     steps: float | None = None
     interval: Interval | None = None
-    """Interval over seeds; None with fewer than `MIN_SEEDS`."""
+    """Interval of `steps` over seeds; None with fewer than `MIN_SEEDS`."""
     flops: float | None = None
     seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm: its runs and their statistics."""
+    """The runs of an arm and their statistics."""
 
     name: str
     results: Sequence[RunResult]
@@ -52,12 +52,12 @@ class Arm:
     differs: Sequence[str] = ()
     """Options that differ from the base arm, one line each."""
     difference: Difference | None = None
-    """Difference from the base arm; None if no pair was measured."""
+    """Difference from the base arm; None if they share no seed that allows one."""
     reached: TimeToBaseline | None = None
     timed_step_seconds: float | None = None
-    """Seconds of a step, if they were measured separately from the runs."""
+    """Seconds of a step, if measured separately from the runs."""
     on_frontier: Mapping[str, bool] = field(default_factory=dict)
-    """Kind of cost -> whether no other arm has both a lower loss and a lower cost; see `COSTS`."""
+    """Kind of cost, a key of `COSTS` -> whether no other arm is better in both loss and cost."""
 
     @property
     def seeds(self) -> list[int]:
@@ -66,8 +66,8 @@ class Arm:
     @cached_property
     def losses(self) -> Mapping[int, float]:
         """Seed -> final validation loss."""
-        found = {r.seed: r.outcome.validation_loss for r in self.results}
-        return {seed: loss for seed, loss in found.items() if loss is not None}
+        losses = {r.seed: r.outcome.validation_loss for r in self.results}
+        return {seed: loss for seed, loss in losses.items() if loss is not None}
 
     @property
     def loss(self) -> float:
@@ -81,9 +81,9 @@ class Arm:
 
     @cached_property
     def interval(self) -> Interval | None:
-        """Interval of the mean over seeds, or, for a single seed, over its validation windows.
+        """Interval of the mean over seeds, or over the validation windows of a single seed.
 
-        None with two seeds (`MIN_SEEDS` is 3), or with one seed whose window losses are missing.
+        None with two seeds, which is less than `MIN_SEEDS`, or if window losses are missing.
         """
         if len(self.losses) > 1:
             return mean_interval(list(self.losses.values()))
@@ -96,7 +96,7 @@ class Arm:
 
     @property
     def task(self) -> str:
-        """Prediction task of the model; losses of two tasks cannot be compared."""
+        """Kind of tokens that the model predicts; losses of different tasks are not comparable."""
         first = self.results[0]
         if first.option("model.causal") is not False:
             return "next tokens"
@@ -112,7 +112,7 @@ class Arm:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step: timed separately, or the median of the runs' own steps."""
+        """Seconds of a step, timed separately or else in the runs."""
         return self.timed_step_seconds or self.mean("step_seconds")
 
     @property
@@ -123,19 +123,19 @@ class Arm:
 
     @property
     def training_flops(self) -> float:
-        """FLOPs of the forward and backward passes of a whole run."""
+        """FLOPs of all forward and backward passes of a run."""
         return self.budget.training_flops
 
     @property
     def training_seconds(self) -> float | None:
-        """Seconds of all steps of a run at `step_seconds` each."""
+        """Seconds of all steps of a run, at `step_seconds` each."""
         return None if self.step_seconds is None else self.steps * self.step_seconds
 
     def mean(self, key: str) -> float | None:
-        """Return a field of `Outcome` as the mean over the runs that have it."""
+        """Return the mean of a field of `Outcome` over the runs that have it."""
         values = [getattr(result.outcome, key) for result in self.results]
-        found = [float(value) for value in values if value is not None]
-        return fmean(found) if found else None
+        known = [float(value) for value in values if value is not None]
+        return fmean(known) if known else None
 
     @property
     def alarms(self) -> Mapping[str, int]:
@@ -148,64 +148,61 @@ COSTS = {
     "seconds": lambda arm: arm.training_seconds,
     "parameters": lambda arm: arm.budget.model.params,
 }
-"""Kind of cost -> function that returns this cost of a run of an arm; None if unknown."""
+"""Kind of cost -> function that returns the cost of an arm's run, or None if it is unknown."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Final losses by the value of a tuned option, which show whether the optimum differs between arms."""
+    """Final losses for each value of a tuned option, which show whether the optimum differs between arms."""
 
     option: str
-    """Dotted path; options that were tuned together are joined by commas."""
+    """Dotted path; commas join options that were tuned together."""
     values: Sequence[str]
     by_seed: Mapping[str, Mapping[str, Mapping[int, float]]]
-    """Arm -> value -> seed -> final loss, for the seeds that all values of the arm share."""
+    """Arm -> value -> seed -> final loss, for the seeds that all values of the arm have."""
     own: Mapping[str, str]
-    """Arm -> value in its compared runs."""
+    """Arm -> its value in the comparison."""
 
     @property
     def losses(self) -> Mapping[str, Mapping[str, float]]:
         """Arm -> value -> mean final loss."""
         return {
-            arm: {value: fmean(found.values()) for value, found in by_value.items()}
+            arm: {value: fmean(losses.values()) for value, losses in by_value.items()}
             for arm, by_value in self.by_seed.items()
         }
 
     @property
     def best(self) -> Mapping[str, str]:
         """Arm -> value with the lowest mean."""
-        return {arm: min(found, key=found.__getitem__) for arm, found in self.losses.items()}
+        return {arm: min(losses, key=losses.__getitem__) for arm, losses in self.losses.items()}
 
     @property
     def verdict(self) -> str:
         best = self.best
-        if len(set(best.values())) == 1:
-            first = f"the lowest mean of every arm is at {next(iter(best.values()))}"
+        if is_equal := len(set(best.values())) == 1:
+            optima = f"the lowest mean of every arm is at {next(iter(best.values()))}"
         else:
             each = ", ".join(f"{value} for {arm}" for arm, value in best.items())
-            first = f"the lowest means are at other values: {each}"
+            optima = f"the lowest means are at different values: {each}"
         gains = [self._gain(arm) for arm, value in best.items() if value != self.own[arm]]
         if not gains:
-            each = "the value" if len(set(best.values())) == 1 else "each the value"
-            return f"{self.option}: {first}, {each} of the compared runs"
-        return "; ".join([f"{self.option}: {first}", *gains])
+            each = "the value" if is_equal else "each the value"
+            return f"{self.option}: {optima}, {each} of the compared runs"
+        return "; ".join([f"{self.option}: {optima}", *gains])
 
     def _gain(self, arm: str) -> str:
         """Describe how far the lowest mean of an arm is below its compared runs."""
         own = self.own[arm]
-        lower = self.by_seed[arm][self.best[arm]]
-        found = [loss - lower[seed] for seed, loss in self.by_seed[arm][own].items()]
-        interval = mean_interval(found)
+        lowest = self.by_seed[arm][self.best[arm]]
+        gains = [loss - lowest[seed] for seed, loss in self.by_seed[arm][own].items()]
+        interval = mean_interval(gains)
         if interval is None:
-            seeds = (
-                "one seed"
-                if len(found) == 1
-                else f"the mean of {len(found)} seeds, too few to judge"
-            )
-            return f"there {arm} is {fmean(found):.4f} below {own}, in {seeds}"
+            many = f"the mean of {len(gains)} seeds, too few to judge"
+            seeds = "one seed" if len(gains) == 1 else many
+            return f"there {arm} is {fmean(gains):.4f} below {own}, in {seeds}"
         gain, low, high = interval
         text = f"there {arm} is {gain:.4f} [{low:.4f}, {high:.4f}] below {own}"
-        return text if low > 0 else f"{text}, which {len(found)} seeds cannot tell from none"
+        return text if low > 0 else f"{text}, not distinguishable from 0 with {len(gains)} seeds"
 
 
 @dataclass(frozen=True)
@@ -226,7 +223,7 @@ class Comparison:
         return f"Comparison({', '.join(arm.name for arm in self.arms)}, with {self.baseline} as baseline)"
 
     def base_of(self, arm: Arm) -> Arm:
-        """Return the arm with which `arm` is compared; a baseline itself."""
+        """Return the arm that `arm` is compared with; for a baseline, the arm itself."""
         return self.arm(arm.base or arm.name)
 
     def arm(self, name: str) -> Arm:
@@ -239,7 +236,7 @@ class Comparison:
 
     @property
     def verdicts(self) -> list[str]:
-        """Return the conclusions that the intervals support, one sentence per arm."""
+        """Conclusions that the intervals support, one sentence per arm."""
         if self.answer:
             return [*self.answer]
         if len(self.arms) == 1:
@@ -271,111 +268,102 @@ class Comparison:
 
         Raises:
             ConfigError: the runs differ in data, tokenizer or validation windows; runs of one arm differ in
-                their options; or there is no arm with the name of the baseline.
+                their options; or no arm has the name of the baseline.
         """
         require_comparable(results)
-        main = [result for result in results if not result.tuning]
-        if not main:
-            raise ConfigError("all runs are tuning runs; give the runs that they are tuned for")
         groups: dict[str, list[RunResult]] = {name: [] for name in arms}
-        for result in main:
-            groups.setdefault(result.arm, []).append(result)
+        for result in results:
+            if not result.tuning:
+                groups.setdefault(result.arm, []).append(result)
         groups = {name: sorted(g, key=lambda r: r.seed) for name, g in groups.items() if g}
+        if not groups:
+            raise ConfigError("all runs are tuning runs; add the runs that they are tuned for")
         for name in groups:
             require_same_options(name, groups[name])
-        baseline = baseline or _first_of_most(groups)
+        baseline = baseline or _default_baseline(groups)
         bases = _bases(baseline, groups)
         names = sorted(groups, key=lambda name: name != baseline)
         seconds = step_seconds or {}
         untimed = [name for name in names if name not in seconds]
         if untimed:  # times of a busy and an idle machine are not comparable
             seconds = {}
-        found = [Arm(n, groups[n], bases[n], timed_step_seconds=seconds.get(n)) for n in names]
-        by_name = {arm.name: arm for arm in found}
-        pairs = {arm.name: (arm, by_name[arm.base]) for arm in found if arm.base}
-        pairs = {name: pair for name, pair in pairs.items() if pair[0].task == pair[1].task}
-        paired = paired_differences({n: (arm.losses, b.losses) for n, (arm, b) in pairs.items()})
-        found = [
+        plain = [Arm(n, groups[n], bases[n], timed_step_seconds=seconds.get(n)) for n in names]
+        by_name = {arm.name: arm for arm in plain}
+        pairs = [(arm, by_name[arm.base]) for arm in plain if arm.base]
+        paired = paired_differences(
+            {arm.name: (arm.losses, base.losses) for arm, base in pairs if arm.task == base.task}
+        )
+        compared = [
             replace(
                 arm,
                 difference=paired.get(arm.name) or _over_windows(arm, base),
-                reached=_reached(arm, base) if _share_seeds(arm, base) else None,
+                reached=_reached(arm, base),
                 differs=what_differs(base.results[0].config, arm.results[0].config),
-                on_frontier={kind: _is_on_frontier(arm, found, kind) for kind in COSTS},
+                on_frontier={kind: _is_on_frontier(arm, plain, kind) for kind in COSTS},
             )
-            for arm in found
+            for arm in plain
             for base in [by_name[arm.base or arm.name]]
         ]
-        notes = _notes(found)
+        notes = _notes(compared)
         if step_seconds and untimed:
             notes.append(
-                f"Seconds are of the runs' own clocks: not all arms were timed apart ({', '.join(untimed)})."
+                "Seconds are measured in the runs, because not all arms were timed separately "
+                f"({', '.join(untimed)})."
             )
-        called = baseline
+        label = baseline
         if baseline not in groups:
-            own = next(name for name in groups if name.startswith(f"{baseline},"))
-            keys = [part.partition("=")[0] for part in own.split(",")[1:]]
-            called = f"{baseline} at the same {' and '.join(keys)}"
-        return cls(found, called, notes, _tunings(results, names), question)
+            first = next(name for name in groups if name.startswith(f"{baseline},"))
+            keys = [part.partition("=")[0] for part in first.split(",")[1:]]
+            label = f"{baseline} at the same {' and '.join(keys)}"
+        return cls(compared, label, notes, _tunings(results, names), question)
 
 
 # -- the differences
 
 
-def _first_of_most(groups: Mapping[str, Sequence[RunResult]]) -> str:
+def _default_baseline(groups: Mapping[str, Sequence[RunResult]]) -> str:
     """Return the first arm with the most common prediction task."""
     tasks = {name: Arm(name, group).task for name, group in groups.items()}
-    ((most, _),) = Counter(tasks.values()).most_common(1)
-    return next(name for name, task in tasks.items() if task == most)
-
-
-def _share_seeds(arm: Arm, base: Arm) -> bool:
-    return arm.task == base.task and not {*arm.seeds}.isdisjoint(base.seeds)
+    ((most_common, _),) = Counter(tasks.values()).most_common(1)
+    return next(name for name, task in tasks.items() if task == most_common)
 
 
 def _bases(baseline: str, arms: Iterable[str]) -> dict[str, str | None]:
-    """Return arm -> the arm that it is compared with, None for a baseline.
+    """Return arm -> the arm that it is compared with; None for a baseline.
 
     Raises:
-        ConfigError: there is no arm with the name of the baseline.
+        ConfigError: no arm has the name of the baseline.
     """
     known = set(arms)
     if baseline in known:
         return {arm: None if arm == baseline else baseline for arm in arms}
-    own = {arm: f"{baseline},{arm.partition(',')[2]}" for arm in arms}
-    if known.isdisjoint(own.values()):
+    bases = {arm: f"{baseline},{arm.partition(',')[2]}" for arm in arms}
+    if known.isdisjoint(bases.values()):
         hint = nearest_or_all(baseline, arms, "the arms are")
         raise ConfigError(f"baseline: there is no finished run of an arm {show(baseline)}{hint}")
-    # An arm is not compared if the baseline at its grid values was not run.
-    return {arm: None if base == arm or base not in known else base for arm, base in own.items()}
+    # An arm is compared with nothing if the baseline has no run at its grid values.
+    return {arm: base if base in known - {arm} else None for arm, base in bases.items()}
 
 
 def _over_windows(arm: Arm, base: Arm) -> Difference | None:
     """Compare the single seed that both arms share, window by window; None without one."""
     if arm is base or arm.task != base.task:
         return None
-    of_base = {result.seed: result for result in base.results}
+    base_windows = {result.seed: result.window_losses for result in base.results}
     for result in arm.results:
-        if result.seed in of_base:
-            pairs = list(
-                zip(result.window_losses, of_base[result.seed].window_losses, strict=False)
-            )
-            found = [
-                ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None
-            ]
-            if len(found) > 1:
-                interval = bootstrap_interval(found)
-                return Difference(interval.value, "windows", len(found), interval)
+        pairs = zip(result.window_losses, base_windows.get(result.seed, ()), strict=False)
+        gaps = [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
+        if len(gaps) > 1:
+            interval = bootstrap_interval(gaps)
+            return Difference(interval.value, "windows", len(gaps), interval)
     return None
 
 
 def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
     found, baseline = arm.difference, base.name
     if arm.task != base.task:
-        return (
-            f"{arm.name} predicts {arm.task} and {baseline} {base.task}, so that their losses do not "
-            "compare."
-        )
+        tasks = f"{arm.name} predicts {arm.task} and {baseline} {base.task}"
+        return f"{tasks}, so their losses are not comparable."
     if found is None:
         shared = set(arm.losses) & set(base.losses)
         why = "have one seed in common" if shared else "have no seed in common"
@@ -398,13 +386,10 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
         where = "on this text in the one seed that they share"
         if low <= 0 <= high:
             return (
-                f"{arm.name} and {baseline} differ by {signed} {where}: no difference seen. Another seed may "
-                "say otherwise."
+                f"{arm.name} and {baseline} differ by {signed} {where}: no difference seen; other seeds may "
+                "differ."
             )
-        return (
-            f"{arm.name} is {better} than {baseline} {size} {where}; what another seed would say is not "
-            "known."
-        )
+        return f"{arm.name} is {better} than {baseline} {size} {where}; other seeds may differ."
     seen = f"{found.num_pairs} seeds, p {p_text(found.p_value)}"
     if found.is_claimed:
         return f"{arm.name} is {better} than {baseline} {size} ({seen})."
@@ -421,10 +406,10 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
 
 def _alone(arm: Arm) -> str:
     if arm.sd is None:
-        return f"{arm.name}: one run of one seed, which does not show what another seed would give."
+        return f"{arm.name}: one run with one seed; other seeds may differ."
     if arm.interval is None:
         each = " and ".join(f"{loss:.4f}" for loss in arm.losses.values())
-        return f"{arm.name}: {each} nats per token in {len(arm.losses)} seeds; an interval takes {MIN_SEEDS}."
+        return f"{arm.name}: {each} nats per token in {len(arm.losses)} seeds; an interval needs {MIN_SEEDS}."
     low, high = arm.interval[1:]
     return (
         f"{arm.name}: {arm.loss:.4f} [{low:.4f}, {high:.4f}] nats per token over {len(arm.losses)} seeds, "
@@ -442,18 +427,23 @@ def p_text(p_value: float | None) -> str:
 # -- cost of reaching the baseline's loss
 
 
-def _reached(arm: Arm, base: Arm) -> TimeToBaseline:
-    """Compare each seed with the baseline's loss of the same seed, or with its mean if it lacks the seed."""
-    found = [
-        first_step_at(result, base.losses.get(result.seed, base.loss)) for result in arm.results
-    ]
-    steps = [step for step in found if step is not None]
-    if len(steps) < len(found):
-        return TimeToBaseline(len(steps), len(found))
+def _reached(arm: Arm, base: Arm) -> TimeToBaseline | None:
+    """Compare each seed with the baseline's loss in the same seed, or with its mean if it lacks the seed.
+
+    None if the arms share no seed or predict different things.
+    """
+    if arm.task != base.task or {*arm.seeds}.isdisjoint(base.seeds):
+        return None
+    targets = (base.losses.get(result.seed, base.loss) for result in arm.results)
+    reached = map(first_step_at, arm.results, targets)
+    steps = [step for step in reached if step is not None]
+    num_seeds = len(arm.results)
+    if len(steps) < num_seeds:
+        return TimeToBaseline(len(steps), num_seeds)
     mean = fmean(steps)
     return TimeToBaseline(
-        len(steps),
-        len(found),
+        num_seeds,
+        num_seeds,
         steps=mean,
         interval=mean_interval(steps),
         flops=mean / arm.steps * arm.training_flops if arm.steps else None,
@@ -462,27 +452,24 @@ def _reached(arm: Arm, base: Arm) -> TimeToBaseline:
 
 
 def first_step_at(result: RunResult, loss: float) -> float | None:
-    """Return the step at which the linearly interpolated validation curve first reaches this loss.
-
-    None if it never does; the step of the first validation if that is already at or below the loss.
-    """
+    """Return the step at which the interpolated validation curve first reaches this loss; see `first_at`."""
     curve = zip(result.validation.steps, result.validation.losses, strict=True)
     known = [(step, value) for step, value in curve if value is not None]
     return first_at([step for step, _ in known], [value for _, value in known], loss)
 
 
 def _is_on_frontier(arm: Arm, arms: Sequence[Arm], kind: str) -> bool:
-    """Return whether no arm is better in loss and cost; costs within `MAX_MISMATCH` are equal."""
+    """Return whether no arm is better in loss and cost; costs within `MAX_MISMATCH` count as equal."""
     cost = COSTS[kind](arm)
     if cost is None:
         return False
     for other in arms:
-        theirs = COSTS[kind](other)
-        if theirs is None or other is arm or other.task != arm.task:
+        other_cost = COSTS[kind](other)
+        if other_cost is None or other is arm or other.task != arm.task:
             continue
-        is_cheaper = theirs < cost / (1 + MAX_MISMATCH)
-        is_no_dearer = theirs <= cost * (1 + MAX_MISMATCH)
-        if (other.loss < arm.loss and is_no_dearer) or (other.loss == arm.loss and is_cheaper):
+        is_cheaper = other_cost < cost / (1 + MAX_MISMATCH)
+        is_affordable = other_cost <= cost * (1 + MAX_MISMATCH)
+        if (other.loss < arm.loss and is_affordable) or (other.loss == arm.loss and is_cheaper):
             return False
     return True
 
@@ -495,7 +482,7 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
     if len(set(tokens.values())) > 1:
         least, most = (f(tokens, key=tokens.__getitem__) for f in (min, max))
         notes.append(
-            f"The arms are not trained on equally many tokens: {least} on {tokens[least]:,}, {most} on "
+            f"The arms are trained on different numbers of tokens: {least} on {tokens[least]:,}, {most} on "
             f"{tokens[most]:,}; final losses are compared as they are."
         )
     over_windows = any(
@@ -514,17 +501,17 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
             "Not all arms have the same seeds: means are over all seeds of an arm, differences over the "
             "seeds that it shares with the baseline."
         )
-    for key, what in {
-        "precision": "losses and seconds may differ by it",
-        "processor": "seconds do not compare",
-        "gpu": "seconds do not compare",
-        "threads": "seconds do not compare, and losses move a little",
-        "torch": "seconds do not compare, and losses may differ by it",
-        "git_revision": "what they train may differ",
+    for key, effect in {
+        "precision": "losses and seconds may depend on it",
+        "processor": "seconds are not comparable",
+        "gpu": "seconds are not comparable",
+        "threads": "seconds are not comparable, and losses differ slightly",
+        "torch": "seconds are not comparable, and losses may depend on it",
+        "git_revision": "they may not train the same model",
     }.items():
-        found = Counter(str(result.machine.get(key)) for result in results)
-        if len(found) > 1:
-            notes.append(f"The runs differ in {key} ({', '.join(sorted(found))}): {what}.")
+        values = {str(result.machine.get(key)) for result in results}
+        if len(values) > 1:
+            notes.append(f"The runs differ in {key} ({', '.join(sorted(values))}): {effect}.")
     return notes
 
 
@@ -537,8 +524,8 @@ def _tunings(results: Sequence[RunResult], arms: Sequence[str]) -> list[Tuning]:
     for result in results:
         if result.tuning:
             tuned.setdefault(tuple(result.tuning), []).append(result)
-    tables = [_tuning(keys, found, results, arms) for keys, found in tuned.items()]
-    return [table for table in tables if table.losses]
+    tunings = [_tuning(keys, runs, results, arms) for keys, runs in tuned.items()]
+    return [tuning for tuning in tunings if tuning.losses]
 
 
 def _tuning(
@@ -547,32 +534,32 @@ def _tuning(
     results: Sequence[RunResult],
     arms: Sequence[str],
 ) -> Tuning:
-    def point(result: RunResult) -> str:
-        found = [result.tuning.get(key, result.option(key)) for key in keys]
-        text = ", ".join(v if isinstance(v, str) else json.dumps(v, sort_keys=True) for v in found)
-        # Sort numbers by size, before other values.
-        points[text] = [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for v in found]
+    def value_of(result: RunResult) -> str:
+        values = [result.tuning.get(key, result.option(key)) for key in keys]
+        text = ", ".join(v if isinstance(v, str) else json.dumps(v, sort_keys=True) for v in values)
+        # Numbers come before other values, sorted by size.
+        ranks[text] = [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for v in values]
         return text
 
-    points: dict[str, list[tuple[int, float, str]]] = {}
+    ranks: dict[str, list[tuple[int, float, str]]] = {}
     losses: dict[str, dict[str, dict[int, float]]] = {}
-    # The compared runs are points too, at their own values.
-    for result in [*tuned, *(result for result in results if not result.tuning)]:
+    compared = [result for result in results if not result.tuning]
+    for result in [*tuned, *compared]:
         loss = result.outcome.validation_loss
         if result.main_arm in arms and loss is not None:
-            of_arm = losses.setdefault(result.main_arm, {})
-            of_arm.setdefault(point(result), {})[result.seed] = loss
-    own = {r.arm: point(r) for r in results if not r.tuning}
+            by_value = losses.setdefault(result.main_arm, {})
+            by_value.setdefault(value_of(result), {})[result.seed] = loss
+    own = {result.arm: value_of(result) for result in compared}
     by_seed: dict[str, dict[str, dict[int, float]]] = {}
     for arm in arms:
-        found = losses.get(arm, {})
-        seeds = set.intersection(*map(set, found.values())) if len(found) > 1 else set()
+        by_value = losses.get(arm, {})
+        seeds = set.intersection(*map(set, by_value.values())) if len(by_value) > 1 else set()
         if seeds:
-            by_seed[arm] = {p: {seed: of[seed] for seed in seeds} for p, of in found.items()}
-    shown = {value for found in by_seed.values() for value in found}
+            by_seed[arm] = {v: {seed: loss[seed] for seed in seeds} for v, loss in by_value.items()}
+    values = {value for by_value in by_seed.values() for value in by_value}
     return Tuning(
         ", ".join(keys),
-        sorted(shown, key=points.__getitem__),
+        sorted(values, key=ranks.__getitem__),
         by_seed,
         {arm: own[arm] for arm in by_seed},
     )

@@ -1,4 +1,4 @@
-"""A study file: arms x grid x seeds, and the runs that it plans."""
+"""The file of a study: arms x grid x seeds, and the runs that it plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, show
 from moe_ffn.config.import_path import FileTag
-from moe_ffn.config.yaml_files import merge, nest, read_yaml, validate
+from moe_ffn.config.yaml_files import merge, nest_options, read_yaml, validate
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.runs.config import TrainConfig, not_a_folder_name
 from moe_ffn.runs.folder import named_run_folder, output_dir
@@ -32,9 +32,8 @@ def _null_is_empty(value: Any) -> Any:
 
 
 def _null_arms_are_empty(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {name: _null_is_empty(options) for name, options in value.items()}
+    is_mapping = isinstance(value, Mapping)
+    return {name: _null_is_empty(arm) for name, arm in value.items()} if is_mapping else value
 
 
 def _unique(seeds: list[int]) -> list[int]:
@@ -56,10 +55,10 @@ Grid = dict[str, Annotated[list[Any], Field(min_length=1)]]
 
 
 class TuningConfig(Config, frozen=True):
-    """Additional runs of arms, such as with other learning rates, which the comparison keeps separate."""
+    """Additional runs of arms, for example with other learning rates, which are not compared between arms."""
 
     grid: Grid = Field(min_length=1)
-    """Dotted option -> its values; every combination is run."""
+    """Dotted option -> its values; each combination is a run."""
     seeds: Seeds
     """Seeds of these runs."""
     arms: Annotated[list[str], Field(min_length=1)] | None = None
@@ -80,37 +79,37 @@ class StudyConfig(Config, frozen=True):
     published: str = ""
     """Published numbers with their source, for the study's page."""
     answer: str = ""
-    """Conclusion of the author; the page computes a verdict as well."""
+    """Conclusion of the author; the page also computes a verdict."""
     would_change_our_mind: str = ""
     """Evidence that would change the conclusion, for the page."""
     axis: str | None = None
     """Horizontal axis of the figure of final losses: a dotted option, params, active_params, flops_per_token
-    or expansion (parameters of the feed-forward blocks over those that a token uses). By default the one
-    numeric option of the grid."""
+    or expansion (total over active parameters of the feed-forward blocks). By default the only numeric option
+    of the grid."""
     fit: Annotated[list[FitName], BeforeValidator(_one_is_a_list)] = Field(default=[])
     """Fits that the page shows: isoflop, clark, granularity or leverage."""
     figures: list[str] = Field(default=[])
-    """Figures that the page shows, such as losses.svg; all are drawn into the folder of the results."""
+    """Figures that the page shows, such as losses.svg; the folder of the results gets all figures."""
     base: str | None = None
     """Config file with options of all runs, relative to the study's file; merged into `config`."""
     config: Annotated[Options, BeforeValidator(_null_is_empty)] = Field(default={})
     """Options of all runs, over the defaults and `base`; nested, or by dotted keys."""
     seeds: Seeds = Field(default=[0])
-    """Seeds; each arm is run once with each."""
+    """Seeds; each arm has one run per seed."""
     arms: Annotated[dict[str, Options], BeforeValidator(_null_arms_are_empty)] = Field(default={})
-    """Name -> options, over those of `config`; an arm may differ in several."""
+    """Name -> options, over those of `config`; an arm may change several options."""
     grid: Grid = Field(default={})
-    """Dotted option -> its values; each arm is repeated for every combination of these values."""
+    """Dotted option -> its values; each arm has runs with every combination of these values."""
     baseline: str | None = None
-    """Arm that the others are compared with. With a grid, a name from `arms`: each arm is compared with it
-    at the same grid values."""
+    """Arm to compare the other arms with. With a grid it may be a name from `arms`: then each arm is compared
+    with that arm at the same grid values."""
     training_flops: float | None = Field(default=None, gt=0)
-    """Training FLOPs of every run; trainer.max_steps is solved for them, to the nearest step."""
+    """Training FLOPs of every run, from which trainer.max_steps is computed, to the nearest step."""
     initial_flops: float | None = Field(default=None, gt=0)
-    """FLOPs that were spent to train the model named by init_from; the page then shows the losses over total
-    training FLOPs, and where arms cross."""
+    """FLOPs that trained the model named by init_from; the page then shows the losses over total training
+    FLOPs, and where arms cross."""
     tuning: TuningConfig | None = None
-    """Additional runs that the comparison keeps separate."""
+    """Additional runs that are not compared between arms."""
     overrides: Options = Field(default={})
     """Options given on the command line, over everything else."""
 
@@ -148,8 +147,8 @@ class StudyConfig(Config, frozen=True):
         if self.tuning is None:
             return {}
         return {
-            self._name(arm.name, values): (arm.name, values)
-            for arm in self._tuned()
+            self._arm_name(arm.name, values): (arm.name, values)
+            for arm in self._arms_to_tune()
             for values in _combinations(self.tuning.grid)
         }
 
@@ -157,20 +156,20 @@ class StudyConfig(Config, frozen=True):
         for name, options in (self.arms or {"": {}}).items():
             for values in _combinations(self.grid):
                 layers = {f"arms.{name}.": options, "grid.": values}
-                yield _Arm(self._name(name, values), layers)
+                yield _Arm(self._arm_name(name, values), layers)
 
-    def _tuned(self) -> Iterator[_Arm]:
-        names = self.tuning and self.tuning.arms
-        return (arm for arm in self._arms() if not names or arm.name in names)
+    def _arms_to_tune(self) -> Iterator[_Arm]:
+        chosen = self.tuning and self.tuning.arms
+        return (arm for arm in self._arms() if not chosen or arm.name in chosen)
 
-    def _name(self, arm: str, values: Mapping[str, Any]) -> str:
-        """Return an arm and its values as `swiglu,d_ff=256`; ambiguous keys are given in full."""
+    def _arm_name(self, arm: str, values: Mapping[str, Any]) -> str:
+        """Return the name of an arm with its values, `swiglu,d_ff=256`; ambiguous keys get a full path."""
         keys = [*self.grid, *(self.tuning.grid if self.tuning else ())]
-        ends = [key.rpartition(".")[2] for key in keys]
+        short_keys = [key.rpartition(".")[2] for key in keys]
         parts = [arm] if arm else []
         for key, value in values.items():
-            end = key.rpartition(".")[2]
-            parts.append(f"{end if ends.count(end) == 1 else key}={_in_a_name(value)}")
+            short = key.rpartition(".")[2]
+            parts.append(f"{short if short_keys.count(short) == 1 else key}={_as_file_name(value)}")
         return ",".join(parts)
 
     def planned_runs(self) -> list[PlannedRun]:
@@ -196,7 +195,7 @@ class StudyConfig(Config, frozen=True):
         tuned = [
             self._planned(arm, seed, values)
             for seed in self.tuning.seeds
-            for arm in self._tuned()
+            for arm in self._arms_to_tune()
             for values in _combinations(self.tuning.grid)
         ]
         known = {(run.identity, run.main_arm) for run in runs.values()}
@@ -205,29 +204,28 @@ class StudyConfig(Config, frozen=True):
     def _planned(self, arm: _Arm, seed: int, tuning: Options) -> PlannedRun:
         layers = {"config.": self.config, **arm.layers}
         layers |= {"tuning.grid.": tuning, "--": self.overrides}
-        given = {where: _nested(layer) for where, layer in layers.items()}
+        layers = {section: _nested(layer) for section, layer in layers.items()}
         options = TrainConfig().to_dict()
-        for where, layer in given.items():
+        for section, layer in layers.items():
             if "seed" in layer:
                 raise ConfigError(
-                    f"{where}seed: the seeds of a study are its `seeds`, or --seeds 0 1 2"
+                    f"{section}seed: a study lists its seeds under `seeds`, or in --seeds 0 1 2"
                 )
             options = merge(options, layer)
-        name = self._name(arm.name, tuning)
+        name = self._arm_name(arm.name, tuning)
         run_name = f"{name}-seed{seed}"
         if problem := not_a_folder_name(run_name):
-            raise ConfigError(f"arms: an arm {problem}; give it a name under `arms`")
+            raise ConfigError(f"arms: an arm {problem}; name it under `arms`")
         try:
             config = validate(TrainConfig, {**options, "seed": seed})
         except ConfigError as error:
-            lines = (_located(line, given, arm.name) for line in str(error).splitlines())
+            lines = (_with_section(line, layers, arm.name) for line in str(error).splitlines())
             raise ConfigError("\n".join(lines)) from error
         if self.training_flops is not None:
             config = _with_steps(config, self.training_flops, arm.name)
         folder = output_dir(config) / self.name
-        place = config.run.model_copy(update={"name": run_name, "output_dir": str(folder)})
-        config = config.model_copy(update={"run": place})
-        return PlannedRun(name, seed, config, arm.name, tuning)
+        run = config.run.model_copy(update={"name": run_name, "output_dir": str(folder)})
+        return PlannedRun(name, seed, config.model_copy(update={"run": run}), arm.name, tuning)
 
     @classmethod
     def read(
@@ -240,7 +238,7 @@ class StudyConfig(Config, frozen=True):
 
         Args:
             given: name or seeds that replace those in the file.
-            overrides: options that override those of all runs.
+            overrides: options of all runs, over everything in the file.
 
         Raises:
             ConfigError: the file cannot be read, or is not a study.
@@ -255,8 +253,8 @@ class StudyConfig(Config, frozen=True):
                     f"'{path}': {' and '.join(empty)} is empty: give arms, a grid, or both"
                 )
             raise ConfigError(
-                f"'{path}' is no study: it has neither arms nor a grid; give one of them, or, to make arms "
-                "of config files, name those without --config"
+                f"'{path}' is not a study: it has neither arms nor a grid; give one of them, or, to compare "
+                "config files as arms, name them without --config"
             )
         name = path.resolve().parent.name if path.name == STUDY_FILE else path.stem
         options = {"name": name, **options, **(given or {})}
@@ -271,7 +269,8 @@ class StudyConfig(Config, frozen=True):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, with absolute paths in `file.py:ClassName`."""
-        return _plain(super().to_dict() | {key: getattr(self, key) for key in _FREE})
+        free_form = {key: getattr(self, key) for key in ("config", "arms", "grid", "overrides")}
+        return _plain(super().to_dict() | free_form)
 
 
 @dataclass(frozen=True)
@@ -279,9 +278,6 @@ class _Arm:
     name: str
     layers: Mapping[str, Options]
     """Key in the study file -> options under that key."""
-
-
-_FREE = ("config", "arms", "grid", "overrides")
 
 
 @dataclass(frozen=True)
@@ -309,7 +305,7 @@ class PlannedRun:
 
     @property
     def identity(self) -> str:
-        """Return a text that is equal for runs with equal options, even if their names differ."""
+        """Text that is equal for runs with equal options, even if their names differ."""
         options = self.config.to_dict()
         del options["run"]
         return json.dumps(options, sort_keys=True)
@@ -317,14 +313,13 @@ class PlannedRun:
 
 def _with_steps(config: TrainConfig, training_flops: float, arm: str) -> TrainConfig:
     """Return the config with the number of steps that takes these training FLOPs."""
-    trainer = config.trainer
-    steps = training_flops / (Budget.of(config).training_flops / trainer.max_steps)
-    got = max(1, round(steps)) / steps
-    if abs(got - 1) > MAX_MISMATCH:
+    steps = training_flops / Budget.of(config).training_flops * config.trainer.max_steps
+    mismatch = abs(max(1, round(steps)) / steps - 1)
+    if mismatch > MAX_MISMATCH:
         raise ConfigError(
             f"training_flops: {training_flops:g} are {steps:.2f} steps of the arm '{arm}', and the nearest "
-            f"whole number misses them by {abs(got - 1):.1%}, but at most {MAX_MISMATCH:.0%} is accepted; "
-            "give more, or lower data.batch_size"
+            f"whole number differs by {mismatch:.1%}, more than {MAX_MISMATCH:.0%}; give more FLOPs, or "
+            "lower data.batch_size"
         )
     options = merge(config.to_dict(), {"trainer": {"max_steps": round(steps)}})
     return validate(TrainConfig, options)
@@ -336,8 +331,8 @@ def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[Options]:
 
 
 def _nested(options: Mapping[Any, Any]) -> Options:
-    """Return options with every dotted key nested, at any depth."""
-    return nest(
+    """Return options with nested mappings for dotted keys, at any depth."""
+    return nest_options(
         (str(key), _nested(value) if isinstance(value, Mapping) else value)
         for key, value in options.items()
     )
@@ -347,7 +342,7 @@ def _no_arm(name: str, arms: Sequence[str]) -> str:
     return f"there is no arm {show(name)}{nearest_or_all(name, arms, 'the arms are')}"
 
 
-def _in_a_name(value: Any) -> str:
+def _as_file_name(value: Any) -> str:
     """Return a value as part of a folder's name: `0.001`, `true`, `{type:moe}`."""
     if isinstance(value, str):
         return value.replace("/", "_").replace("\\", "_")
@@ -355,17 +350,17 @@ def _in_a_name(value: Any) -> str:
     return text.replace('"', "").replace("/", "_").replace("\\", "_")
 
 
-def _located(line: str, given: Mapping[str, Options], arm: str) -> str:
-    """Prefix a mistake with the part of the study file that contains it."""
+def _with_section(line: str, layers: Mapping[str, Options], arm: str) -> str:
+    """Prefix a mistake with the section of the study file that contains it."""
     path = line.partition(": ")[0].split(".")
-    for where, options in reversed([*given.items()]):
-        if _has(options, path):
-            return f"{where}{line}"
+    for section, options in reversed([*layers.items()]):
+        if _sets(options, path):
+            return f"{section}{line}"
     return f"arms.{arm}: {line}"
 
 
-def _has(options: Any, path: Sequence[str]) -> bool:
-    """Return whether `options` sets the option at `path` or a section that contains it."""
+def _sets(options: Any, path: Sequence[str]) -> bool:
+    """Return whether `options` sets the option at `path`, or a plain value in place of its section."""
     for name in path:
         if not isinstance(options, Mapping):
             return True

@@ -1,4 +1,4 @@
-"""Final losses against total training FLOPs, including those of the model that a run started from."""
+"""Final losses over total training FLOPs, including the FLOPs of a run's initial model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_ffn.studies.result import RunResult
 
 @dataclass(frozen=True)
 class Point:
-    """Runs of an arm with the same length."""
+    """Runs of an arm with equal FLOPs."""
 
     flops: float
     """Total training FLOPs, including those of the initial model."""
@@ -22,58 +22,56 @@ class Point:
 
     @property
     def loss(self) -> float:
-        """Mean of the losses."""
         return fmean(self.losses)
 
 
 def loss_by_flops(
     results: Sequence[RunResult], initial_flops: float
 ) -> Mapping[str, Sequence[Point]]:
-    """Return arm (its name before the first comma) -> points for the lengths of its runs, sorted by FLOPs.
+    """Return arm (its name before the first comma) -> points of its runs, sorted by FLOPs.
 
     Args:
         initial_flops: training FLOPs of the initial model, added to runs with `init_from`.
     """
-    found: dict[str, dict[float, list[float]]] = {}
+    by_arm: dict[str, dict[float, list[float]]] = {}
     for result in results:
-        if result.outcome.validation_loss is None or result.tuning:
+        loss = result.outcome.validation_loss
+        if loss is None or result.tuning:
             continue
-        began = initial_flops if result.option("init_from") else 0
-        points = found.setdefault(result.main_arm.partition(",")[0], {})
-        points.setdefault(began + result.budget.training_flops, []).append(
-            result.outcome.validation_loss
-        )
+        flops = result.budget.training_flops + bool(result.option("init_from")) * initial_flops
+        points = by_arm.setdefault(result.main_arm.partition(",")[0], {})
+        points.setdefault(flops, []).append(loss)
     return {
         arm: [Point(flops, losses) for flops, losses in sorted(points.items())]
-        for arm, points in found.items()
+        for arm, points in by_arm.items()
     }
 
 
 def gaps(one: Sequence[Point], other: Sequence[Point]) -> Sequence[tuple[float, float]]:
-    """Return pairs of FLOPs and the loss of `other` minus that of `one`, over the range that both cover.
+    """Return (FLOPs, loss of `other` minus loss of `one`) pairs, over the range that both cover.
 
     There is a pair for each point of either curve in this range; between points the loss is interpolated
     linearly in log FLOPs. Empty if the ranges do not overlap.
     """
-    lines = [
+    curves = [
         (np.log([p.flops for p in points]), [p.loss for p in points]) for points in (one, other)
     ]
-    low, high = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
-    xs = np.unique(np.concatenate([x for x, _ in lines]))
+    low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    xs = np.unique(np.concatenate([x for x, _ in curves]))
     xs = xs[(xs >= low) & (xs <= high)]
-    found = np.interp(xs, *lines[1]) - np.interp(xs, *lines[0])
-    return list(zip(np.exp(xs).tolist(), found.tolist(), strict=True))
+    differences = np.interp(xs, *curves[1]) - np.interp(xs, *curves[0])
+    return list(zip(np.exp(xs).tolist(), differences.tolist(), strict=True))
 
 
 def crossover(one: Sequence[Point], other: Sequence[Point]) -> float | None:
     """Return the FLOPs from which the loss of `other` stays at or below that of `one`; see `gaps`.
 
     Returns:
-        None if the curves do not cross in the range that both cover, or `other` is below from its start.
+        None if the curves do not cross in the range that both cover.
     """
-    found = gaps(one, other)
-    above = [place for place, (_, gap) in enumerate(found) if gap > 0]
-    if not above or above[-1] == len(found) - 1:
+    points = gaps(one, other)
+    above = [index for index, (_, gap) in enumerate(points) if gap > 0]
+    if not above or above[-1] == len(points) - 1:
         return None
-    (x, gap), (next_x, next_gap) = found[above[-1] : above[-1] + 2]
+    (x, gap), (next_x, next_gap) = points[above[-1] : above[-1] + 2]
     return x * (next_x / x) ** (gap / (gap - next_gap))

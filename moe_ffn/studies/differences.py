@@ -1,4 +1,4 @@
-"""Differences between runs: options in words, and checks that losses are comparable."""
+"""Differences between the options of runs, in words, and checks that losses are comparable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_ffn.studies.result import RunResult
 UNCOMPARED = ("seed", "run", "data.cache_dir", "logging", "checkpoints", "sample")
 """Options that do not change the trained model, and the seed."""
 VALIDATION_OPTIONS = ("seq_len", "validation_percent", "validation_tokens")
-"""Options of the data that choose the validation windows."""
+"""Options under `data` that choose the validation windows."""
 
 
 def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -29,21 +29,21 @@ def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]
     A section whose `type` differs is one line: `model.ffn: swiglu -> moe, 8 experts (swiglu), top-2`.
     """
     return [
-        f"{path}: {_described(path, old, base)} -> {_described(path, new, other)}"
+        f"{path}: {_describe(path, old, base)} -> {_describe(path, new, other)}"
         for path, old, new in differing(base, other)
     ]
 
 
 def differing(base: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield (path, value in `base`, value in `other`) of each differing option that affects training."""
-    base, other = _of_one_version(base, other)
+    base, other = _with_defaults(base, other)
     yield from _differing(base, other, "")
 
 
-def _of_one_version(*runs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the options of runs, completed by defaults of options that an older version did not have.
+def _with_defaults(*runs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the options of runs, with defaults for options that an older version did not have.
 
-    If this version cannot read the options of a run, or they name untrusted code, all are returned unchanged.
+    If this version cannot read the options of a run, or they name untrusted code, nothing changes.
     """
     with suppress(ConfigError), only_trusted_code(Path()):
         return [validate(TrainConfig, options).to_dict() for options in runs]
@@ -67,7 +67,7 @@ def _type(options: Mapping[str, Any]) -> Any:
     return options.get("type")
 
 
-def _described(path: str, value: Any, options: Mapping[str, Any]) -> str:
+def _describe(path: str, value: Any, options: Mapping[str, Any]) -> str:
     if path == "model.ffn" and (block := block_of(options)):
         return block
     if isinstance(value, Mapping) and _type(value):
@@ -78,39 +78,39 @@ def _described(path: str, value: Any, options: Mapping[str, Any]) -> str:
 def block_of(options: Mapping[str, Any]) -> str:
     """Describe the feed-forward block in the options of a run.
 
-    Empty if its class is in untrusted code, which is not run, or if it is of another version.
+    Empty if its class is in untrusted code, or if this version cannot read the options.
     """
     with suppress(ConfigError, KeyError), only_trusted_code(Path()):
         ffn = validate(DecoderConfig, options["model"]).ffn
-        return ", ".join([ffn.describe(), *_set_options(ffn)])
+        return ", ".join([ffn.describe(), *_non_default_options(ffn)])
     return ""
 
 
-_SAID = frozenset({"type", "num_experts", "k", "p", "d_ff", "backend"})
+_SHOWN_ELSEWHERE = frozenset({"type", "num_experts", "k", "p", "d_ff", "backend"})
 """Options of a block that its short description or its cost shows, and `backend`, which changes no result."""
 
 
-def _set_options(config: Config, prefix: str = "") -> Iterator[str]:
-    """Yield the options that do not have their default, as `router.scale 0.25`."""
+def _non_default_options(config: Config, prefix: str = "") -> Iterator[str]:
+    """Yield the options without their default value, as `router.scale 0.25`."""
     for name, option in type(config).model_fields.items():
         value, path = getattr(config, name), f"{prefix}{name}"
         default = option.get_default(call_default_factory=True, validated_data={})
         if isinstance(value, Config) and isinstance(default, Config):
-            yield from _set_options(value, f"{path}.")
-        elif name not in _SAID and value != default:
+            yield from _non_default_options(value, f"{path}.")
+        elif name not in _SHOWN_ELSEWHERE and value != default:
             plain = value.to_dict() if isinstance(value, Config) else value
-            yield f"{path} {_described(path, plain, {})}"
+            yield f"{path} {_describe(path, plain, {})}"
 
 
 def identity(result: RunResult) -> str:
     """Return a text that is equal for runs with the same training apart from the seed."""
-    (options,) = _of_one_version(result.config)
-    kept = {k: v for k, v in options.items() if k not in UNCOMPARED and v is not None}
-    return json.dumps(kept, sort_keys=True)
+    (options,) = _with_defaults(result.config)
+    compared = {k: v for k, v in options.items() if k not in UNCOMPARED and v is not None}
+    return json.dumps(compared, sort_keys=True)
 
 
 def few_words(base: RunResult, other: RunResult) -> str:
-    """Name a run by its differences, as in `moe,learning_rate=0.001`; empty if there are none."""
+    """Name a run by its differences from `base`: `moe,learning_rate=0.001`; empty if there are none."""
     parts: list[str] = []
     for path, _, new in differing(base.config, other.config):
         if isinstance(new, Mapping) and _type(new):
@@ -125,26 +125,23 @@ def few_words(base: RunResult, other: RunResult) -> str:
 
 
 def require_comparable(results: Sequence[RunResult]) -> None:
-    """Raise a ConfigError if data, tokenizer or validation windows differ, so that losses are not comparable.
-
-    The message names the option, both values, and the runs.
-    """
-    knows_windows = all(result.fingerprints.get("validation") for result in results)
-    for what, of_result in {
+    """Raise ConfigError unless losses are comparable: equal data, tokenizer and validation windows."""
+    have_windows = all(result.fingerprints.get("validation") for result in results)
+    for problem, fact in {
         "were trained on different text (data.corpus)": lambda r: r.fingerprints.get("corpus"),
         "have different tokenizers (data.tokenizer)": lambda r: r.fingerprints.get("tokenizer"),
         "use different validation windows": lambda r: (
-            r.fingerprints.get("validation") if knows_windows else None,
+            r.fingerprints.get("validation") if have_windows else None,
             *(r.option(f"data.{key}") for key in VALIDATION_OPTIONS),
         ),
     }.items():
         groups: dict[Any, list[RunResult]] = {}
         for result in results:
-            groups.setdefault(of_result(result), []).append(result)
+            groups.setdefault(fact(result), []).append(result)
         if len(groups) > 1:
             one, other = list(groups.values())[:2]
             raise ConfigError(
-                f"the runs {what}, so their losses cannot be compared: {_data_difference(one, other)}"
+                f"the runs {problem}, so their losses cannot be compared: {_data_difference(one, other)}"
             )
 
 
@@ -156,11 +153,11 @@ def _data_difference(one: Sequence[RunResult], other: Sequence[RunResult]) -> st
         if is_of_data and ours.get(key) != theirs.get(key):
             old, new = show(ours.get(key)), show(theirs.get(key))
             return f"{key} is {old} in {_names(one)}, {new} in {_names(other)}"
-    for key, value in one[0].fingerprints.items():
-        found = other[0].fingerprints.get(key)
-        if found != value:
+    for key in one[0].fingerprints:
+        old, new = (str(runs[0].fingerprints.get(key)) for runs in (one, other))
+        if old != new:
             return (
-                f"the sha256 of the {key} is {str(value)[:12]} in {_names(one)}, {str(found)[:12]} in "
+                f"the sha256 of the {key} is {old[:12]} in {_names(one)}, {new[:12]} in "
                 f"{_names(other)}"
             )
     return f"{_names(one)} and {_names(other)}"
@@ -172,6 +169,7 @@ def _names(results: Sequence[RunResult]) -> str:
 
 
 def require_same_options(arm: str, results: Sequence[RunResult]) -> None:
+    """Raise ConfigError if the runs of an arm differ in more than their seeds."""
     first = results[0]
     for other in results[1:]:
         for path, old, new in differing(first.config, other.config):

@@ -1,4 +1,4 @@
-"""Gather the results for a comparison from folders of runs, folders of studies, and tables of results."""
+"""Gather results for a comparison from folders of runs and from tables of results."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ TIMING_FILE = "timing.json"
 
 @dataclass(frozen=True)
 class Gathered:
-    """The runs and studies found, in the order given."""
+    """Results and studies, in the order of the given paths."""
 
     results: Sequence[RunResult]
     left_out: Mapping[Path, str] = field(default_factory=dict)
     """Run that is not compared -> reason, a sentence."""
     unfit: frozenset[str] = frozenset()
-    """Names of results that were read but left out."""
+    """Names of results that were read, but are left out."""
     arms: Mapping[Path, str] = field(default_factory=dict)
     """Compared run, or line of a table -> its arm."""
     folders: Mapping[str, Path] = field(default_factory=dict)
@@ -43,17 +43,17 @@ class Gathered:
     study: StudyConfig | None = None
     """The study, if all results belong to one study."""
     baselines: Sequence[str] = ()
-    """Distinct baselines that the studies name."""
+    """Distinct baselines of the studies."""
     step_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Arm -> seconds of a step; see `TIMING_FILE`."""
+    """Arm -> seconds of a step, from `timing_files`."""
     timing_files: Sequence[Path] = ()
-    """Files of those timings."""
+    """Timing files of the studies; see `TIMING_FILE`."""
 
     def compare(self, baseline: str | None = None) -> Comparison:
         """Return the comparison of the results, with the arms, baseline and question of their study.
 
         Args:
-            baseline: arm that the others are compared with, instead of the study's baseline.
+            baseline: arm to compare the others with; by default the study's baseline.
 
         Raises:
             ConfigError: the results are not comparable, or there is no such arm.
@@ -66,27 +66,27 @@ class Gathered:
             step_seconds=self.step_seconds,
             question=study.question if study else "",
         )
-        notes = [*found.notes, *self._absent()]
+        notes = [*found.notes, *self._missing_runs()]
         if baseline is None and len(self.baselines) > 1:
             notes.append(
-                f"The studies name different baselines ({', '.join(self.baselines)}): here all are compared "
-                f"with {found.baseline}; --baseline names another."
+                f"The studies have different baselines ({', '.join(self.baselines)}): here all arms are "
+                f"compared with {found.baseline}; --baseline chooses another."
             )
         return replace(found, notes=notes)
 
-    def _absent(self) -> Iterator[str]:
-        """Name the planned runs that were not found, except tuning runs."""
+    def _missing_runs(self) -> Iterator[str]:
+        """Yield a note on planned runs that were not found, except tuning runs."""
         if self.study is None:
             return
         known = {result.name for result in self.results}
         known |= {path.name for path in self.left_out} | self.unfit
         planned = [f"{arm}-seed{seed}" for arm in self.study.arm_names for seed in self.study.seeds]
-        absent = [name for name in planned if name not in known]
-        if absent:
-            more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+        missing = [name for name in planned if name not in known]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             yield (
-                f"{len(absent)} of the {len(planned)} runs of the study are not among these: "
-                f"{', '.join(absent[:3])}{more}."
+                f"{len(missing)} of the {len(planned)} runs of the study are missing here: "
+                f"{', '.join(missing[:3])}{more}."
             )
 
     def write(self, folder: Path) -> None:
@@ -99,12 +99,12 @@ class Gathered:
             make_folder(folder)
             add_results(folder, self.results)
             if self.study is not None:
-                write_whole(folder / STUDY_FILE, to_yaml(_without_places(self.study)))
+                write_whole(folder / STUDY_FILE, to_yaml(_without_paths(self.study)))
             for path in self.timing_files:
                 write_whole(folder / path.name, read_bytes(path))
 
 
-def _without_places(study: StudyConfig) -> dict[str, Any]:
+def _without_paths(study: StudyConfig) -> dict[str, Any]:
     """Return a study without paths of this machine, for a commit."""
     options = study.to_dict()
     for key in ("config", "overrides"):
@@ -113,9 +113,9 @@ def _without_places(study: StudyConfig) -> dict[str, Any]:
 
 
 def _one_study(studies: Sequence[StudyConfig]) -> StudyConfig | None:
-    """Return the study, if all are equal apart from seeds and paths; otherwise None."""
-    apart = {"seeds": [0], "overrides": {}}
-    plain = [_without_places(study.model_copy(update=apart)) for study in studies]
+    """Return the study if all studies are equal, apart from seeds, overrides and paths; otherwise None."""
+    same = {"seeds": [0], "overrides": {}}
+    plain = [_without_paths(study.model_copy(update=same)) for study in studies]
     if not plain or any(other != plain[0] for other in plain):
         return None
     seeds = [seed for study in studies for seed in study.seeds]
@@ -126,19 +126,17 @@ def gather(paths: Sequence[Path]) -> Gathered:
     """Read every run and every committed result once.
 
     Args:
-        paths: folders of runs, folders that contain runs or a table of results, or tables.
+        paths: runs, folders that contain runs or a table of results, or tables.
 
     Raises:
-        ConfigError: a folder contains no results, or no result can be compared.
+        ConfigError: a path has no results, or no result can be compared.
     """
-    sources = list(
-        {source.path.resolve(): source for p in paths for source in _sources(p)}.values()
-    )
+    sources = {source.path.resolve(): source for path in paths for source in _sources(path)}
     found: list[_Source] = []
     left_out: dict[Path, str] = {}
     unfit: set[str] = set()
-    studies = {source.folder: source.study for source in sources if source.study}
-    for source in sources:
+    studies = {source.folder: source.study for source in sources.values() if source.study}
+    for source in sources.values():
         try:
             source.read()
         except ConfigError as error:
@@ -155,7 +153,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
         raise ConfigError(f"{first}{more}")
     times = {folder: read_timing(folder) for folder in studies}
     seconds = [times.get(source.folder, {}).get(source.result.arm) for source in found]
-    _set_places(found)
+    _set_shown_names(found)
     _set_arms(found)
     return Gathered(
         results=_each_once(found),
@@ -170,7 +168,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
     )
 
 
-def _set_places(found: Sequence[_Source]) -> None:
+def _set_shown_names(found: Sequence[_Source]) -> None:
     """Name results by their folders, or as in their table; by their paths if two names are equal."""
     names = [
         source.path.resolve().name if source.line is None else source.result.name
@@ -184,7 +182,7 @@ def _set_arms(found: Sequence[_Source]) -> None:
     """Give each arm a unique name, which all its runs share.
 
     Runs outside a study are one arm if they differ only in their seeds, even if their folders have different
-    names. If different arms have the same name, the name of their parent folder is put before it.
+    names. The name of the parent folder distinguishes different arms with the same name.
     """
     groups: dict[str, list[_Source]] = {}
     for source in found:
@@ -192,8 +190,8 @@ def _set_arms(found: Sequence[_Source]) -> None:
             groups.setdefault(identity(source.result), []).append(source)
     firsts = [group[0].result for group in groups.values()]
     for first, group in zip(firsts, groups.values(), strict=True):
-        has_one_each = len({source.result.seed for source in group}) == len(group)
-        if has_one_each and len({source.result.arm for source in group}) > 1:
+        seeds_differ = len({source.result.seed for source in group}) == len(group)
+        if seeds_differ and len({source.result.arm for source in group}) > 1:
             name = few_words(firsts[0], first) or str(first.option("model.ffn.type"))
             for source in group:
                 source.update(arm=name, main_arm=name)
@@ -202,40 +200,40 @@ def _set_arms(found: Sequence[_Source]) -> None:
     for source in found:
         identities.setdefault(source.result.arm, set()).add(identity(source.result))
         folders.setdefault(source.result.arm, set()).add(source.folder.name)
-    shared = {arm for arm in identities if len(identities[arm]) > 1 and len(folders[arm]) > 1}
+    ambiguous = {arm for arm in identities if len(identities[arm]) > 1 and len(folders[arm]) > 1}
     for source in found:
         arm, main_arm, folder = source.result.arm, source.result.main_arm, source.folder.name
-        if main_arm in shared:
+        if main_arm in ambiguous:
             source.update(arm=f"{folder}/{arm}", main_arm=f"{folder}/{main_arm}")
 
 
 def _each_once(found: Sequence[_Source]) -> list[RunResult]:
-    """Return one result per arm and seed; a run and its committed result are the same.
+    """Return one result per arm and seed; a run and its committed result count as one.
 
     Raises:
         ConfigError: two runs of an arm have the same seed but different results.
     """
-    known: dict[tuple[str, int], _Source] = {}
+    unique: dict[tuple[str, int], _Source] = {}
     for source in found:
         result = source.result
-        other = known.setdefault((result.arm, result.seed), source)
+        other = unique.setdefault((result.arm, result.seed), source)
         if other.result.outcome.validation_loss != result.outcome.validation_loss:
             raise ConfigError(
                 f"'{other.path}' and '{source.path}' are two runs of arm '{result.arm}' with seed "
                 f"{result.seed}; give one of them"
             )
-    return [source.result for source in known.values()]
+    return [source.result for source in unique.values()]
 
 
 def read_timing(folder: Path) -> dict[str, float]:
-    """Return the seconds of a step of each arm, from the `TIMING_FILE` of a study; empty without one."""
+    """Return arm -> seconds of a step, from the `TIMING_FILE` of a study; empty without one."""
     arms = (read_object(folder / TIMING_FILE) or {}).get("arms")
-    seconds = {
-        arm: values.get("seconds_per_step")
+    return {
+        arm: seconds
         for arm, values in (arms.items() if isinstance(arms, Mapping) else ())
         if isinstance(values, Mapping)
+        and isinstance(seconds := values.get("seconds_per_step"), float)
     }
-    return {arm: value for arm, value in seconds.items() if isinstance(value, float)}
 
 
 def _unfit(result: RunResult, path: Path) -> str:
@@ -243,25 +241,26 @@ def _unfit(result: RunResult, path: Path) -> str:
     outcome = result.outcome
     if not outcome.is_finished:
         if (path / SUMMARY_FILE).exists():
-            return f"has lost its results: {SUMMARY_FILE} is damaged"
+            return f"has no results: its {SUMMARY_FILE} is damaged"
         return (
             f"is not finished: it is at step {outcome.step} of {result.option('trainer.max_steps')}"
         )
     if outcome.validation_loss is None:
         return "has no finite validation loss"
     if None in (result.fingerprints.get("corpus"), result.fingerprints.get("tokenizer")):
-        return f"has lost the facts about its data: {FACTS_FILE} is damaged"
+        return f"has no fingerprints of its data: its {FACTS_FILE} is damaged"
     return ""
 
 
 @dataclass
 class _Source:
-    """A run, or a line of a table, to read."""
+    """A run or a line of a table, and its result."""
 
     path: Path
     study: StudyConfig | None = None
-    """Study of the run."""
+    """Study in the parent folder."""
     line: bytes | None = None
+    """Content of the line; None for a run."""
     result: RunResult = field(init=False)
     """Set by `read`."""
 
@@ -297,7 +296,7 @@ def _sources(path: Path) -> Iterator[_Source]:
             runs = sorted(filter(is_run, path.iterdir()), key=lambda run: natural(run.name))
     else:
         raise ConfigError(
-            f"'{path}' does not exist; give the folder of a run, or one that holds runs"
+            f"'{path}' does not exist; give the folder of a run, or a folder with runs"
         )
     study = _study_of(table.parent)
     found = [_Source(run, study) for run in runs]
@@ -305,17 +304,12 @@ def _sources(path: Path) -> Iterator[_Source]:
         found += [_Source(place, study, line) for place, line in lines_of(table)]
     if not found:
         raise ConfigError(
-            f"'{path}' holds no runs and no {RESULTS_FILE}; give the folder of a run, such as "
-            "runs/my-run, or one that holds runs"
+            f"'{path}' has no runs and no {RESULTS_FILE}; give the folder of a run, such as runs/my-run, "
+            "or a folder with runs"
         )
     yield from found
 
 
 def _study_of(folder: Path) -> StudyConfig | None:
-    """Return the study in a folder; None if there is none.
-
-    Raises:
-        ConfigError: the study's file is damaged.
-    """
     path = folder / STUDY_FILE
     return StudyConfig.read(path) if path.is_file() else None

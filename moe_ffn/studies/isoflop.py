@@ -29,12 +29,13 @@ class Parabola:
     sizes: tuple[float, ...]
     losses: tuple[float, ...]
     coefficients: tuple[float, float, float]
-    """Coefficients of log(size) squared, log(size), and the constant."""
+    """Coefficients of log(size)^2, of log(size) and of 1."""
     minimum: Interval | None
-    """The size with the lowest loss; None if `problem` gives a reason."""
+    """Size with the lowest loss; None if there is no minimum."""
     problem: str
+    """Reason why there is no minimum, or an empty string."""
     resampled: Array = field(repr=False, compare=False)
-    """log of the size with the lowest loss in each resample; NaN if there is no minimum."""
+    """log of the size with the lowest loss in each resample; NaN without a minimum."""
 
     def curve(self, sizes: Array) -> Array:
         """Return the fitted losses at these sizes."""
@@ -42,7 +43,7 @@ class Parabola:
 
 
 def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int = 0) -> Parabola:
-    """Fit a parabola of the loss in log(size) by least squares, with its minimum if that is within the sizes.
+    """Fit a parabola of the loss in log(size) by least squares; its minimum must lie within the sizes.
 
     Raises:
         ConfigError: a value is not positive and finite, the loss is the same in all runs, or there are fewer
@@ -50,7 +51,7 @@ def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int =
     """
     x, y = positive_logs("size", sizes), np.exp(positive_logs("loss", losses))
     check_runs({"size": x}, y, 3)
-    centre = x.mean()  # for a well-conditioned least-squares problem
+    centre = x.mean()  # keeps the least-squares problem well-conditioned
     design = np.vander(x - centre, 3)
     solve = np.linalg.pinv(design)
     estimate = solve @ y
@@ -66,7 +67,7 @@ def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int =
 
     vertex = float(lowest(estimate))
     resampled = lowest(solve @ (design @ estimate + drawn).T) + centre
-    share = float(np.isnan(resampled).mean())
+    share_without = float(np.isnan(resampled).mean())
     a, b, c = map(float, estimate)
     minimum, problem = None, ""
     if a <= 0:
@@ -74,14 +75,14 @@ def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int =
     elif math.isnan(vertex):
         end = "largest" if -b / (2 * a) >= high else "smallest"
         problem = f"the loss is lowest at the {end} size: the minimum lies beyond the sizes tried"
-    elif share > 1 - LEVEL:
+    elif share_without > 1 - LEVEL:
         problem = (
-            f"a minimum near {math.exp(vertex + centre):.3g} is not certain: {share:.0%} of the resamples "
-            "have none among the sizes tried"
+            f"a minimum near {math.exp(vertex + centre):.3g} is not certain: {share_without:.0%} of the "
+            "resamples have none among the sizes tried"
         )
     else:
-        found = np.exp(resampled[~np.isnan(resampled)])
-        minimum = percentile_interval(math.exp(vertex + centre), found)
+        minima = np.exp(resampled[~np.isnan(resampled)])
+        minimum = percentile_interval(math.exp(vertex + centre), minima)
     return Parabola(
         tuple(map(float, sizes)),
         tuple(map(float, losses)),
@@ -99,7 +100,7 @@ class IsoFlop:
     parabolas: Mapping[float, Parabola]
     """Training FLOPs -> parabola, in ascending order."""
     problems: Mapping[float, str]
-    """Budgets without a parabola or a minimum, and why."""
+    """Budget without a parabola or a minimum -> reason."""
     exponent: Interval | None
     """Exponent of the power law; None if fewer than two budgets have a minimum."""
 
@@ -107,10 +108,12 @@ class IsoFlop:
     def limits(self) -> str:
         """Limits of the fit, as one sentence."""
         low, high = min(self.parabolas, default=0), max(self.parabolas, default=0)
-        budgets = f"outside of {low:.3g} to {high:.3g}" if low < high else f"other than {low:.3g}"
+        budgets = (
+            f"budgets from {low:.3g} to {high:.3g}" if low < high else f"a budget of {low:.3g}"
+        )
         text = (
-            f"Not for budgets {budgets} FLOPs, nor for other data, tokenizers or schedules; a parabola is an "
-            "approximation near its minimum"
+            f"The fit is valid for {budgets} FLOPs, and for the same data, tokenizer and schedule; a "
+            "parabola is an approximation near its minimum"
         )
         if self.exponent is None:
             text += "; with fewer than two minima there is no power law"
@@ -123,7 +126,7 @@ def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence
     """Fit a parabola in log N at each budget, and a power law through the minima (approach 2).
 
     Args:
-        flops: training FLOPs of each run; runs whose FLOPs differ by less than 5 % share a budget.
+        flops: training FLOPs of each run; runs that differ by less than 5 % share a budget.
         sizes: parameters of each run, total or active.
         losses: loss of each run, in nats.
 
@@ -140,13 +143,11 @@ def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence
     ends = np.flatnonzero(np.diff(logs[order]) > math.log(1.05)) + 1
     parabolas: dict[float, Parabola] = {}
     problems: dict[float, str] = {}
-    for number, places in enumerate(np.split(order, ends)):
-        budget = float(np.exp(logs[places].mean()))
+    for number, runs in enumerate(np.split(order, ends)):
+        budget = float(np.exp(logs[runs].mean()))
         try:
             parabola = fit_parabola(
-                [sizes[place] for place in places],
-                [losses[place] for place in places],
-                seed=number,
+                [sizes[run] for run in runs], [losses[run] for run in runs], seed=number
             )
         except ConfigError as error:
             problems[budget] = str(error)
@@ -155,12 +156,11 @@ def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence
         if parabola.problem:
             problems[budget] = parabola.problem
     exponent = None
-    found = {budget: p for budget, p in parabolas.items() if p.minimum is not None}
-    if len(found) >= 2:
-        x = np.log(list(found))
-        best = [math.log(p.minimum.value) for p in found.values() if p.minimum is not None]
-        slope, _ = np.polyfit(x, best, 1)
-        resampled = np.array([p.resampled for p in found.values()])
-        whole = resampled[:, ~np.isnan(resampled).any(axis=0)]
-        exponent = percentile_interval(float(slope), np.polyfit(x, whole, 1)[0])
+    minima = {budget: p.minimum for budget, p in parabolas.items() if p.minimum is not None}
+    if len(minima) >= 2:
+        log_budgets = np.log(list(minima))
+        slope, _ = np.polyfit(log_budgets, [math.log(size.value) for size in minima.values()], 1)
+        resampled = np.array([parabolas[budget].resampled for budget in minima])
+        complete = resampled[:, ~np.isnan(resampled).any(axis=0)]
+        exponent = percentile_interval(float(slope), np.polyfit(log_budgets, complete, 1)[0])
     return IsoFlop(parabolas, problems, exponent)

@@ -1,4 +1,4 @@
-"""Efficiency leverage: ratio of the FLOPs that two arms need for the same loss."""
+"""Efficiency leverage: ratio of the FLOPs with which two arms reach the same loss."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from moe_ffn.studies.result import first_at
 from moe_ffn.studies.statistics import Interval, mean_interval, positive_logs
 
 
-def compute_at(loss: float, flops: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return the FLOPs at which a curve first reaches this loss, interpolated in log FLOPs; None if never."""
+def flops_at(loss: float, flops: Sequence[float], losses: Sequence[float]) -> float | None:
+    """Return the FLOPs at which a curve falls to this loss, interpolated in log FLOPs.
+
+    None if it never does, or starts below the loss.
+    """
     if losses[0] < loss:
         return None
     log_flops = first_at(np.log(flops).tolist(), np.minimum.accumulate(losses).tolist(), loss)
@@ -22,10 +25,10 @@ def compute_at(loss: float, flops: Sequence[float], losses: Sequence[float]) -> 
 
 
 LEVERAGE_LIMITS = (
-    "Not for larger budgets, at which leverage differs. In the middle of a run the learning rate has not "
-    "decayed yet, and the loss is above what a shorter run ends at: leverage above 1 is a lower bound there."
+    "Larger budgets may have another leverage. In the middle of a run, before the learning rate has decayed, "
+    "the loss is higher than at the end of a shorter run: leverage above 1 is a lower bound there."
 )
-"""Limits of leverage."""
+"""Limits of leverage, for the page of a study."""
 
 Curve = tuple[Sequence[float], Sequence[float]]
 """Training FLOPs in ascending order, and the loss at each."""
@@ -52,7 +55,7 @@ def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
 
     Raises:
         ConfigError: the arms share no seed, a value is not positive and finite, FLOPs do not rise, or the
-            curves of some seed have no loss in common. To leave out such seeds would bias the mean.
+            curves of some seed have no loss in common. Leaving out such seeds would bias the mean.
     """
     seeds = sorted(set(dense) & set(moe))
     if not seeds:
@@ -61,16 +64,13 @@ def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
     for seed in seeds:
         for flops, losses in (dense[seed], moe[seed]):
             positive_logs("loss", losses)
-            if (
-                len(flops) != len(losses)
-                or not len(flops)
-                or np.any(np.diff(positive_logs("FLOPs", flops)) <= 0)
-            ):
-                raise ConfigError("a curve needs rising FLOPs, and a loss for each of them")
+            is_rising = np.all(np.diff(positive_logs("FLOPs", flops)) > 0)
+            if not (is_rising and len(flops) == len(losses) > 0):
+                raise ConfigError("a curve needs rising FLOPs, and one loss for each")
         loss = max(min(dense[seed][1]), min(moe[seed][1]))
-        costs = [compute_at(loss, *curve) for curve in (dense[seed], moe[seed])]
-        if costs[0] is not None and costs[1] is not None:
-            by_seed[seed] = costs[0] / costs[1]
+        dense_flops, moe_flops = (flops_at(loss, *curves[seed]) for curves in (dense, moe))
+        if dense_flops is not None and moe_flops is not None:
+            by_seed[seed] = dense_flops / moe_flops
     if num_apart := len(seeds) - len(by_seed):
         raise ConfigError(
             f"the curves of the two arms have no loss in common in {num_apart} of {len(seeds)} seeds"

@@ -1,4 +1,4 @@
-"""The result of a run as a small value, and tables of results, which a study commits."""
+"""The result of a run as a small value, and the table of results that a study commits."""
 
 from __future__ import annotations
 
@@ -34,36 +34,35 @@ RESULTS_FILE = "results.jsonl"
 """Results of the runs of a study, one line each, in the order of their names."""
 
 MAX_POINTS = 200
-"""Maximum number of points of a curve; neighbouring rows are averaged if there are more."""
+"""Maximum number of points of a curve; longer curves are thinned."""
 
 TRAIN_LOSS, BITS_PER_BYTE = "train/loss", "validation/bits_per_byte"
 ROW_KEYS = (TRAIN_LOSS, TRAIN_SECONDS, STEP_SECONDS, VALIDATION_LOSS, BITS_PER_BYTE)
-"""Keys of a run's log that a result reads."""
+"""Keys that a result reads from the log of a run."""
 
 _SEED = re.compile(r"-seed\d+$")
 
 
 class _Value(BaseModel):
-    """Base of plain values with strict types; a number that is not finite is null."""
+    """Base of plain values; it rejects numbers that are not finite, which are stored as null."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Curve(_Value):
-    """A loss over training, in points of equal index."""
+    """A loss over training; the lists have equal lengths."""
 
     steps: list[int] = []
-    """Optimizer steps made."""
     tokens: list[int] = []
-    """Tokens trained on."""
+    """Training tokens so far."""
     seconds: list[float | None] = []
-    """Seconds of training steps so far, validations left out."""
+    """Seconds of the training steps so far, without validations."""
     losses: list[float | None] = []
-    """Nats per token; in training the mean since the previous point."""
+    """Nats per token; a training loss is the mean since the previous point."""
 
 
 class Outcome(_Value):
-    """Outcome of a run."""
+    """Losses, cost and health of a run."""
 
     is_finished: bool = False
     step: int = 0
@@ -72,21 +71,20 @@ class Outcome(_Value):
     """Last validation loss, in nats per token."""
     bits_per_byte: float | None = None
     step_seconds: float | None = None
-    """Median over rows of each row's median step time."""
+    """Median over log rows of the median step time in each row."""
     tokens_per_second: float | None = None
-    """Tokens of a step divided by `step_seconds`."""
     train_seconds: float | None = None
-    """Seconds of the training steps."""
+    """Seconds of all training steps."""
     wall_seconds: float | None = None
     """Seconds from the first step to the end, with validations and checkpoints."""
     peak_memory_bytes: int | None = None
     """Peak memory of the tensors on a GPU, otherwise of the process."""
     max_violation: float | None = None
-    """MaxVio of the last validation, mean of the sparse layers; null without sparse layers."""
+    """MaxVio in the last validation, mean of the sparse layers; null without sparse layers."""
     dropped_fraction: float | None = None
     """Share of (token, expert) pairs dropped in the last validation, mean of the sparse layers."""
     dead_experts: int | None = None
-    """Number of experts of all layers without a token in the last validation."""
+    """Number of experts, in all layers, without a token in the last validation."""
     alarms: dict[str, int] = {}
     """Kind of alarm -> number of alarms."""
     num_skipped_steps: int | None = None
@@ -101,21 +99,21 @@ class RunResult(_Value):
     main_arm: str
     """Name of the arm without values of the tuning."""
     tuning: dict[str, Any] = {}
-    """Dotted option -> value for a tuning run, which shows the arm's optimum; empty for a compared run."""
+    """Dotted option -> value for a tuning run; empty for a compared run."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Options of the run without paths of its files."""
+    """Options of the run, without paths of files."""
     budget: Budget
     train: Curve = Curve()
     validation: Curve = Curve()
     outcome: Outcome = Outcome()
     window_losses: list[float | None] = []
-    """Mean loss of each window of the last validation, in nats per token."""
+    """Mean loss of each window in the last validation, in nats per token."""
     machine: dict[str, str | int | None] = {}
-    """Machine and date of the run: precision, threads, torch, processor, revision of the code."""
+    """Circumstances of the run: precision, threads, processor, versions, revision of the code, date."""
     fingerprints: dict[str, str | None] = {}
     """sha256 of the corpus, of the tokenizer, and of the validation windows."""
     found_as: str = Field(default="", exclude=True)
-    """Name of the run's folder, or `name` for a line of a table; the path if names are equal."""
+    """Name of the run's folder, or `name` for a line of a table; the path if two names are equal."""
 
     @property
     def name(self) -> str:
@@ -124,7 +122,7 @@ class RunResult(_Value):
 
     @property
     def shown_name(self) -> str:
-        """Name in messages: `found_as`, or `name` for a result that was not read from a file."""
+        """Name in messages; `name` for a result that was not read from a file."""
         return self.found_as or self.name
 
     def option(self, path: str) -> Any:
@@ -139,7 +137,7 @@ class RunResult(_Value):
         """Read the result of a run, finished or not; missing values are None.
 
         Raises:
-            ConfigError: the files do not give the budget of the run.
+            ConfigError: the files do not say the budget of the run.
         """
         arm = _SEED.sub("", run.folder.resolve().name)
         main_arm, tuning = (study and study.tuned_arms.get(arm)) or (arm, {})
@@ -161,7 +159,7 @@ class RunResult(_Value):
             main_arm=main_arm,
             seed=run.options["seed"],
             tuning=dict(tuning),
-            config=_kept_options(run.options),
+            config=_without_paths(run.options),
             budget=_budget(run, step * tokens_per_step),
             train=_curve(run.series(TRAIN_LOSS), seconds, tokens_per_step, is_mean=True),
             validation=_curve(run.series(VALIDATION_LOSS), seconds, tokens_per_step),
@@ -203,15 +201,17 @@ class RunResult(_Value):
         try:
             return cls.model_validate_json(line)
         except ValidationError as error:
-            raise ConfigError(f"'{place}' is no result of a run: {explain(error)[0]}") from error
+            raise ConfigError(
+                f"'{place}' is not the result of a run: {explain(error)[0]}"
+            ) from error
 
     def to_line(self) -> str:
-        """Return one line of JSON under 30 kB; the same run gives the same text."""
+        """Return one line of JSON, under 30 kB; equal runs give equal lines."""
         return json.dumps(self.model_dump(mode="json"), separators=(",", ":")) + "\n"
 
 
 def lines_of(table: Path) -> Iterator[tuple[Path, bytes]]:
-    """Yield the place, `results.jsonl:3`, and content of each line; raise ConfigError if unreadable."""
+    """Yield the place, `results.jsonl:3`, and content of each line; raise ConfigError if not readable."""
     with reading(table):
         lines = read_bytes(table).splitlines()
     return ((Path(f"{table}:{number}"), line) for number, line in enumerate(lines, 1))
@@ -236,21 +236,21 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _kept_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without file paths, which belong to one machine."""
-    kept = {key: value for key, value in options.items() if key != "run"}
-    if isinstance(data := kept.get("data"), Mapping):
-        kept["data"] = {key: value for key, value in data.items() if key != "cache_dir"}
-    return kept
+def _without_paths(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without paths, which differ between machines."""
+    result = {key: value for key, value in options.items() if key != "run"}
+    if isinstance(data := result.get("data"), Mapping):
+        result["data"] = {key: value for key, value in data.items() if key != "cache_dir"}
+    return result
 
 
 def _tokens_per_step(run: Run) -> int:
-    """Return the tokens of a step; raise a ConfigError if the options are lost."""
+    """Return the tokens of a step; raise ConfigError if the options are lost."""
     keys = ("seed", "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches")
     options = flatten(run.options)
     for key in keys:
         if type(options.get(key)) is not int:
-            raise ConfigError(f"'{run.folder}' does not say its {key}: {CONFIG_FILE} is damaged")
+            raise ConfigError(f"'{run.folder}' has no {key}: its {CONFIG_FILE} is damaged")
     return math.prod(options[key] for key in keys[1:])
 
 
@@ -260,7 +260,7 @@ def _budget(run: Run, tokens: int) -> Budget:
     ffn = (facts.ffn_params, facts.ffn_active_params, facts.ffn_flops_per_token)
     known = [count for count in (*model, *ffn) if count is not None]
     if len(known) < 6:
-        raise ConfigError(f"'{run.folder}' does not have its sizes: {FACTS_FILE} is damaged")
+        raise ConfigError(f"'{run.folder}' has no model sizes: its {FACTS_FILE} is damaged")
     return Budget(Cost(*known[:3]), Cost(*known[3:]), tokens)
 
 
@@ -268,34 +268,34 @@ def _curve(
     losses: Series, seconds: Series, tokens_per_step: int, *, is_mean: bool = False
 ) -> Curve:
     steps, values = thinned(losses, MAX_POINTS, is_mean=is_mean)
-    ends = [0, *seconds.steps], [0, *seconds.values]
-    at = np.interp(steps, *ends, right=math.nan).tolist()
+    times = np.interp(steps, [0, *seconds.steps], [0, *seconds.values], right=math.nan)
     return Curve(
         steps=steps,
         tokens=[step * tokens_per_step for step in steps],
-        seconds=[_rounded(value, 3) for value in at],
+        seconds=[_rounded(time, 3) for time in times.tolist()],
         losses=[_rounded(value) for value in values],
     )
 
 
 def thinned(series: Series, max_points: int, *, is_mean: bool) -> tuple[list[int], list[float]]:
-    """Return the steps and values of at most `max_points` groups of neighbours; a group has its last step.
+    """Replace groups of neighbours by one point each; return its steps and values, at most `max_points`.
+
+    A point has the last step and value of its group.
 
     Args:
-        is_mean: each value is a mean since the previous one, so that a group has the mean of its values;
-            otherwise a group has its last value.
+        is_mean: each value is a mean since the previous one; then a point has the mean value of its group.
     """
     size = -(-len(series) // max_points) or 1
-    parts = [slice(start, start + size) for start in range(0, len(series), size)]
-    values = [series.values[part] for part in parts]
+    groups = [slice(start, start + size) for start in range(0, len(series), size)]
+    values = [series.values[group] for group in groups]
     return (
-        [series.steps[part][-1] for part in parts],
-        [fmean(part) if is_mean else part[-1] for part in values],
+        [series.steps[group][-1] for group in groups],
+        [fmean(group) if is_mean else group[-1] for group in values],
     )
 
 
 def first_at(xs: Sequence[float], ys: Sequence[float], y: float) -> float | None:
-    """Return the x at which the line through the points is first at or below `y`; None if it never is.
+    """Return the x at which the line through the points first reaches `y` from above; None if it never does.
 
     If the first point is already at or below `y`, return its x.
     """
@@ -310,14 +310,14 @@ def first_at(xs: Sequence[float], ys: Sequence[float], y: float) -> float | None
 
 
 def _layer_mean(run: Run, key: str) -> float | None:
-    """Return a metric of the last validation, as the mean over layers that have it, without nested blocks."""
-    layers = [measures for layer, measures in run.validated.items() if not is_inner(layer)]
-    found = [value for values in layers if (value := _finite(values.get(key))) is not None]
-    return _rounded(fmean(found)) if found else None
+    """Return the mean of a metric in the last validation over layers that have it, without nested blocks."""
+    layers = [metrics for layer, metrics in run.validated.items() if not is_inner(layer)]
+    values = [value for metrics in layers if (value := _finite(metrics.get(key))) is not None]
+    return _rounded(fmean(values)) if values else None
 
 
 def _date(path: Path) -> str | None:
-    """Return the date on which a file was written, `2026-11-22`, in UTC."""
+    """Return the date, in UTC, on which a file was written: `2026-11-22`."""
     try:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
     except OSError:
@@ -325,8 +325,8 @@ def _date(path: Path) -> str | None:
 
 
 def _median(values: Iterable[float]) -> float | None:
-    found = [value for value in values if math.isfinite(value)]
-    return median(found) if found else None
+    finite = [value for value in values if math.isfinite(value)]
+    return median(finite) if finite else None
 
 
 def _finite(value: Any) -> float | None:
@@ -335,5 +335,5 @@ def _finite(value: Any) -> float | None:
 
 
 def _rounded(value: Any, digits: int = 5) -> float | None:
-    found = _finite(value)
-    return None if found is None else round(found, digits)
+    finite = _finite(value)
+    return None if finite is None else round(finite, digits)

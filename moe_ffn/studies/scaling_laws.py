@@ -1,11 +1,11 @@
-"""Scaling fits: a formula for the loss of runs that differ in size, with intervals and a held-out error.
+"""Scaling laws: formulas for the loss, fitted to runs of different sizes.
 
 `fit` follows Hoffmann et al. 2022 (arXiv 2203.15556, approach 3): it minimises the Huber loss of log L from a
 grid of starts.
 
-Intervals are percentiles of a bootstrap of residuals: a study chooses its sizes, so they stay, and the
-residuals are resampled (Davison and Hinkley 1997, section 6.3). They cover the scatter between runs, not an
-error of the formula itself.
+Intervals are percentiles of a bootstrap that resamples the residuals, because the sizes are chosen, not
+random (Davison and Hinkley 1997, section 6.3). They cover the scatter between runs, not errors of the
+formula.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ class Law:
     formula: str
     source: str
     variables: Sequence[str]
-    """Names in the formula."""
+    """Names of the variables in the formula."""
     size: str
-    """Variable that decides which runs are the largest."""
+    """Variable that measures the size of a run, for `Fit.held_out_error`."""
     parameters: Mapping[str, Parameter]
     log_loss: Callable[[Any, Mapping[str, Array]], Array]
     """Maps search parameters and natural logarithms of the variables, (runs,), to log L, (runs,). It must be
     complex-analytic, because derivatives are computed by complex steps."""
     published: Mapping[str, float] = field(default_factory=dict)
-    """Parameters that the authors found, to compare with."""
+    """Parameters in the paper, to compare with."""
 
 
 def power_law(variable: str) -> Law:
-    """Return `L = E + A / C^alpha`, for a study in which only one size varies."""
+    """Return the law `L = E + A / C^alpha`, for a study that varies only one size."""
     return Law(
         formula=f"L = E + A / {variable}^alpha",
         source="Hoffmann et al. 2022, arXiv 2203.15556, in one variable",
@@ -88,7 +88,7 @@ def power_law(variable: str) -> Law:
 
 
 E_START, E_MAX = 1.847, 314.478
-"""Published constants of Clark's saturation; studies of a few experts do not determine them."""
+"""Published constants of Clark's saturation, which studies with few experts do not determine."""
 
 
 def _clark(p: Any, x: Mapping[str, Array]) -> Array:
@@ -129,10 +129,10 @@ class Fit:
     ranges: Mapping[str, tuple[float, float]]
     """Variable -> smallest and largest value among the runs."""
     num_held_out: int
-    """Number of the largest runs, which the fit behind `held_out_error` does not see."""
+    """Number of the largest runs."""
     held_out_error: float | None
-    """Root mean square relative error on the largest runs of a fit without them; None if too few runs
-    remain."""
+    """Root mean square relative error, on the largest runs, of a fit to the other runs; None if those are too
+    few."""
     undetermined: tuple[str, ...] = ()
     """Parameters whose interval reaches a bound of the search."""
 
@@ -143,8 +143,8 @@ class Fit:
             f"{name} from {low:.3g} to {high:.3g}" for name, (low, high) in self.ranges.items()
         )
         text = (
-            f"Not for sizes outside of those fitted ({ranges}), nor for other data, tokenizers, schedules or "
-            "numbers of tokens"
+            f"The fit is valid for the fitted sizes ({ranges}), and for the same data, tokenizer, schedule "
+            "and number of tokens"
         )
         if self.undetermined:
             text += f"; the runs do not determine {', '.join(self.undetermined)}"
@@ -161,10 +161,10 @@ def fit(
 ) -> Fit:
     """Fit a law to the final losses of runs, with intervals and an error on the largest runs.
 
-    The largest runs are held out only for `held_out_error`; the parameters are fitted to all runs.
+    Only `held_out_error` holds out the largest runs; the parameters are fitted to all runs.
 
     Args:
-        variables: each variable of the law -> its value in each run.
+        variables: variable of the law -> its value in each run.
         losses: final loss of each run, in nats.
 
     Raises:
@@ -180,19 +180,19 @@ def fit(
     drawn = resampled_residuals(
         residuals, num_parameters, num_resamples, np.random.default_rng(seed)
     )
-    resampled = np.array([_minimise(law, x, y - residuals + one, estimate)[1] for one in drawn])
-    searched = {
-        name: percentile_interval(estimate[place], resampled[:, place])
-        for place, name in enumerate(law.parameters)
+    resampled = np.array([_minimise(law, x, y - residuals + noise, estimate)[1] for noise in drawn])
+    intervals = {
+        name: percentile_interval(estimate[i], resampled[:, i])
+        for i, name in enumerate(law.parameters)
     }
     kinds = law.parameters
-    # Solved widths differ slightly in size, but count as the same size.
+    # Widths solved for equal FLOPs give slightly different sizes, which count as one size.
     largest = x[law.size] >= x[law.size].max() - math.log1p(MAX_MISMATCH)
     return Fit(
         law,
         parameters={
-            name: Interval(*map(math.exp, ends)) if kinds[name].is_log else ends
-            for name, ends in searched.items()
+            name: Interval(*map(math.exp, interval)) if kinds[name].is_log else interval
+            for name, interval in intervals.items()
         },
         residuals=tuple(map(float, residuals)),
         ranges={name: (float(min(v)), float(max(v))) for name, v in variables.items()},
@@ -200,29 +200,31 @@ def fit(
         held_out_error=_held_out_error(law, x, y, largest),
         undetermined=tuple(
             name
-            for name, ends in searched.items()
-            if ends.low <= kinds[name].low + 1e-3 or ends.high >= kinds[name].high - 1e-3
+            for name, (_, low, high) in intervals.items()
+            if low <= kinds[name].low + 1e-3 or high >= kinds[name].high - 1e-3
         ),
     )
 
 
 def _held_out_error(law: Law, x: Mapping[str, Array], y: Array, largest: Array) -> float | None:
-    kept = {name: values[~largest] for name, values in x.items()}
+    x_others, x_largest = (
+        {name: values[runs] for name, values in x.items()} for runs in (~largest, largest)
+    )
     try:
-        check_runs(kept, y[~largest], len(law.parameters))
+        check_runs(x_others, y[~largest], len(law.parameters))
     except ConfigError:
         return None
-    beyond = {name: values[largest] for name, values in x.items()}
-    errors = np.expm1(law.log_loss(_best(law, kept, y[~largest]), beyond) - y[largest])
+    estimate = _best(law, x_others, y[~largest])
+    errors = np.expm1(law.log_loss(estimate, x_largest) - y[largest])
     return float(np.sqrt(np.mean(errors**2)))
 
 
 def _best(law: Law, x: Mapping[str, Array], y: Array) -> Array:
-    """Return the parameters with the smallest Huber loss over the grid of starts."""
+    """Return the search parameters with the smallest Huber loss, from the best starts of the grid."""
     grid = list(product(*(kind.starts for kind in law.parameters.values())))
     grid.sort(key=lambda start: _huber(y - law.log_loss(start, x)))
-    found = [_minimise(law, x, y, start) for start in grid[:NUM_STARTS]]
-    return min(found, key=lambda pair: pair[0])[1]
+    minima = [_minimise(law, x, y, start) for start in grid[:NUM_STARTS]]
+    return min(minima, key=lambda minimum: minimum[0])[1]
 
 
 def _huber(residuals: Array) -> float:
@@ -238,7 +240,7 @@ def _minimise(
         from scipy.optimize import least_squares
     except ImportError:
         raise ConfigError(f"fits need scipy; install with: {install('studies')}") from None
-    found = least_squares(
+    minimum = least_squares(
         lambda parameters: (y - law.log_loss(parameters, x)) / DELTA,
         start,
         jac="cs",
@@ -248,4 +250,4 @@ def _minimise(
         x_scale="jac",
         loss="huber",
     )
-    return float(found.cost), found.x
+    return float(minimum.cost), minimum.x

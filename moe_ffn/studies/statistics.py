@@ -18,19 +18,19 @@ from moe_ffn.config.errors import ConfigError, install
 LEVEL = 0.95
 """Confidence level of every interval."""
 POWER = 0.8
-"""Probability that a study sees its smallest detectable difference."""
+"""Probability with which a study detects its smallest detectable difference."""
 NUM_RESAMPLES = 2000
 SIGNIFICANT = 0.05
 """Significance level: a difference is claimed if its p-value after Holm's correction is below it."""
 MIN_SEEDS = 3
-"""Minimum seeds for an interval; with two seeds it would extend 12.7 standard errors to each side."""
+"""Minimum number of seeds for an interval; with two it would extend 12.7 standard errors to each side."""
 SMALL_DIFFERENCE = 0.05
-"""Nats per token: a difference worth finding, for which `Difference.seeds_needed` counts seeds."""
+"""Nats per token: a difference worth finding, for which `Difference.seeds_needed` is computed."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 Over = Literal["seeds", "windows"]
-"""Samples of an interval: the seeds of training, or the validation windows of one seed."""
+"""Samples of an interval: training seeds, or the validation windows of one seed."""
 
 
 class Interval(NamedTuple):
@@ -42,11 +42,7 @@ class Interval(NamedTuple):
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """Return the quantile of Student's t with these degrees of freedom.
-
-    Raises:
-        ConfigError: scipy is not installed.
-    """
+    """Return a quantile of Student's t; raise ConfigError if scipy is not installed."""
     return float(_special().stdtrit(degrees, probability))
 
 
@@ -61,10 +57,7 @@ def _special() -> Any:
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Return Student's interval over seeds: the mean, plus and minus t(n - 1) s / sqrt(n).
-
-    None with fewer than `MIN_SEEDS` seeds.
-    """
+    """Return the mean with Student's interval, mean +- t(n - 1) s / sqrt(n); None with too few values."""
     if len(values) < MIN_SEEDS:
         return None
     mean = fmean(values)
@@ -79,15 +72,15 @@ class Difference:
     mean: float
     over: Over
     num_pairs: int
-    """Number of shared seeds, or of windows."""
+    """Number of shared seeds or windows."""
     interval: Interval | None = None
-    """Interval of the mean; None with fewer than `MIN_SEEDS` seeds, like the fields that follow."""
+    """Interval of the mean; this and the next two fields are None with fewer than `MIN_SEEDS` seeds."""
     p_value: float | None = None
     """Two-sided p-value after Holm's correction; None over windows, which support no claim about training."""
     detectable: float | None = None
-    """Smallest difference that would be detected; see `detectable_difference`, at Holm's strictest level."""
+    """Smallest difference that would be detected, by `detectable_difference` at Holm's strictest level."""
     seeds_needed: int | None = None
-    """Seeds that would detect `SMALL_DIFFERENCE`; see the function `seeds_needed`, at the same level."""
+    """Number of seeds that would detect `SMALL_DIFFERENCE`, at the same level; None over windows."""
 
     @property
     def is_claimed(self) -> bool:
@@ -100,7 +93,7 @@ def paired_differences(
     """Compare each arm with its baseline by Student's paired t, over two or more shared seeds.
 
     The two runs of a seed share the data order and the initial weights outside the block, so that effects of
-    the seed on both cancel in the difference.
+    the seed on both runs cancel in the difference.
 
     Args:
         arms: name -> (loss of each seed, loss of the baseline in each seed).
@@ -109,22 +102,22 @@ def paired_differences(
         name: [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
         for name, (losses, baseline) in arms.items()
     }
-    pairs = {name: d for name, d in shared.items() if len(d) > 1}
-    judged = {name: d for name, d in pairs.items() if len(d) >= MIN_SEEDS}
-    p_values = dict(zip(judged, holm([_p_value(d) for d in judged.values()]), strict=True))
-    found: dict[str, Difference] = {}
-    for name, d in pairs.items():
-        sd, alpha = stdev(d), (1 - LEVEL) / len(judged if name in judged else pairs)
-        found[name] = Difference(
+    paired = {name: d for name, d in shared.items() if len(d) > 1}
+    tested = {name: d for name, d in paired.items() if len(d) >= MIN_SEEDS}
+    p_values = dict(zip(tested, holm([_p_value(d) for d in tested.values()]), strict=True))
+    differences: dict[str, Difference] = {}
+    for name, d in paired.items():
+        sd, alpha = stdev(d), (1 - LEVEL) / len(tested if name in tested else paired)
+        differences[name] = Difference(
             fmean(d),
             "seeds",
             len(d),
             mean_interval(d),
             p_values.get(name),
-            detectable_difference(sd, len(d), alpha=alpha) if name in judged else None,
+            detectable_difference(sd, len(d), alpha=alpha) if name in tested else None,
             seeds_needed(sd, alpha=alpha),
         )
-    return found
+    return differences
 
 
 def _p_value(d: Sequence[float]) -> float:
@@ -144,8 +137,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     corrected = [0.0] * len(p_values)
     largest = 0.0
-    for place, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         corrected[index] = largest
     return corrected
 
@@ -173,18 +166,18 @@ def seeds_needed(
 ) -> int:
     """Return the smallest number of pairs >= `MIN_SEEDS` whose `detectable_difference` is <= `difference`."""
     quantiles = _special().ndtri([1 - alpha / 2, power])
-    of_normal = (sum(quantiles) * sd / difference) ** 2  # a few pairs fewer than by Student's t
-    num_pairs = max(MIN_SEEDS, math.ceil(of_normal))
+    by_normal = (sum(quantiles) * sd / difference) ** 2  # a few less than by Student's t
+    num_pairs = max(MIN_SEEDS, math.ceil(by_normal))
     while detectable_difference(sd, num_pairs, alpha=alpha, power=power) > difference:
         num_pairs += 1
     return num_pairs
 
 
 def bootstrap_interval(values: Sequence[float]) -> Interval:
-    """Return the mean over windows of text, with a percentile interval from `NUM_RESAMPLES` resamples.
+    """Return the mean over windows of text with its bootstrap percentile interval.
 
     The interval shows how much the mean depends on the validation text, not on the training seed. To compare
-    two runs, pass the differences window by window. Efron and Tibshirani 1993, chapter 13.
+    two runs, pass the differences per window. Efron and Tibshirani 1993, chapter 13.
     """
     values_N = np.asarray(values, dtype=np.float64)
     random = np.random.default_rng(0)
@@ -201,7 +194,7 @@ def bootstrap_interval(values: Sequence[float]) -> Interval:
 def resampled_residuals(
     residuals: Array, num_parameters: int, num_resamples: int, generator: np.random.Generator
 ) -> Array:
-    """Return residuals drawn with replacement, (resamples, runs), scaled to their size before the fit."""
+    """Return residuals drawn with replacement, (resamples, runs), scaled up because a fit shrinks them."""
     num_runs = len(residuals)
     centred = (residuals - residuals.mean()) * math.sqrt(num_runs / (num_runs - num_parameters))
     return centred[generator.integers(num_runs, size=(num_resamples, num_runs))]
@@ -213,7 +206,7 @@ def percentile_interval(value: float, resampled: Array) -> Interval:
 
 
 def positive_logs(name: str, values: Sequence[float]) -> Array:
-    """Return the natural logarithms of the values."""
+    """Return natural logarithms; raise ConfigError for a value that is not positive and finite."""
     array = np.asarray(values, dtype=np.float64)
     wrong = array[~(np.isfinite(array) & (array > 0))]
     if wrong.size:
@@ -222,17 +215,18 @@ def positive_logs(name: str, values: Sequence[float]) -> Array:
 
 
 def check_runs(x: Mapping[str, Array], y: Array, num_parameters: int) -> None:
+    """Raise ConfigError if runs with variables x and losses y cannot determine a fit."""
     for name, values in x.items():
         if len(values) != len(y):
             raise ConfigError(f"there are {len(values)} values of {name} for {len(y)} losses")
     num_points = len({*zip(*x.values(), strict=True)})
     if len(y) <= num_parameters or num_points < num_parameters:
         raise ConfigError(
-            f"{len(y)} runs at {num_points} sizes cannot determine {num_parameters} parameters; it takes "
-            f"{num_parameters} sizes and {num_parameters + 1} runs"
+            f"{len(y)} runs at {num_points} sizes cannot determine {num_parameters} parameters; give at "
+            f"least {num_parameters} sizes and {num_parameters + 1} runs"
         )
     for name, values in {**x, "the loss": y}.items():
         if np.ptp(values) == 0:
             raise ConfigError(
-                f"{name} is the same in all runs, so that its effect cannot be fitted; add runs that vary it"
+                f"{name} is the same in all runs, so no fit can show its effect; add runs that vary it"
             )

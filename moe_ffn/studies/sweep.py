@@ -1,7 +1,7 @@
 """Train the runs of a study, several at a time, each in its own process.
 
-The state of each run is read from its folder, so that a sweep can be killed at any time. The process of a run
-inherits the lock of its log from the sweep, and holds it until it exits.
+A sweep reads the state of each run from its folder, so you can kill it at any time. The process of a run
+inherits the lock on its log from the sweep, and holds it until it exits.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ except ImportError:  # Windows
 LOGS_FOLDER = "logs"
 """Subfolder of a study with the output of each run's process."""
 
-ASIDE_FOLDER = "unfinished"
-"""Subfolder of a study with unfinished runs whose options are no longer the study's."""
+UNFINISHED_FOLDER = "unfinished"
+"""Subfolder of a study with unfinished runs whose options the study has changed since."""
 
 _TAIL_BYTES, _TAIL_LINES = 100_000, 10
-_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_BETWEEN_READS = 1.0
+"""Minimum time between two reads of a run's files."""
 _SECONDS_BETWEEN_POLLS = 0.2
 _SECONDS_BETWEEN_LINES = 60.0
 """Maximum time without a line while runs are trained."""
 
 State = Literal["waiting", "training", "elsewhere", "finished", "failed"]
-"""State of a run; `elsewhere` means that another process trains it."""
+"""State of a run; `elsewhere`: another process trains it."""
 
 
 # -- existing runs
@@ -61,7 +62,7 @@ class UnreadableRunError(ConfigError):
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Return whether this run, with these options, is finished.
+    """Return whether the run with these options is finished.
 
     Raises:
         UnreadableRunError: the options of the finished run cannot be read.
@@ -79,9 +80,9 @@ def is_finished(config: TrainConfig) -> bool:
 
 
 def has_begun(config: TrainConfig) -> bool:
-    """Return whether this run, with these options, was started and can be resumed.
+    """Return whether the run with these options was started and can be resumed.
 
-    An unfinished run with other options is moved to `ASIDE_FOLDER` with all its files.
+    An unfinished run with other options is moved to `UNFINISHED_FOLDER`.
 
     Raises:
         ConfigError: another process trains the run.
@@ -92,52 +93,52 @@ def has_begun(config: TrainConfig) -> bool:
     with suppress(UnreadableRunError):  # damaged, or of another version
         if not _differences(folder, config):
             return True
-    aside = folder.parent / ASIDE_FOLDER / f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    with run_folder.locked(folder), run_folder.explaining(f"'{aside}' cannot be written"):
-        make_folder(aside.parent)
-        folder.rename(aside)
-    print(f"{folder.name}: an unfinished run with other options is now {aside}")
+    moved = folder.parent / UNFINISHED_FOLDER / f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    with run_folder.locked(folder), run_folder.explaining(f"'{moved}' cannot be written"):
+        make_folder(moved.parent)
+        folder.rename(moved)
+    print(f"{folder.name}: an unfinished run with other options was moved to {moved}")
     return False
 
 
 def _differences(folder: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the options, or custom code, in which the run in `folder` differs: name -> (old, new).
+    """Return the options, or custom code, that differ from the run in `folder`: name -> (old, new).
 
     Raises:
         UntrustedCodeError: the options of the run name untrusted code.
         UnreadableRunError: the options of the run cannot be read.
     """
     try:
-        own = saved_config(folder / run_folder.CONFIG_FILE)
+        saved = saved_config(folder / run_folder.CONFIG_FILE)
     except UntrustedCodeError:
         raise
     except ConfigError as error:
         raise UnreadableRunError(first_line(error)) from error
-    found = differences(comparable_options(own), comparable_options(config))
+    changes = differences(comparable_options(saved), comparable_options(config))
     # `run.` options differ if the folder was moved; `logging.` options do not affect training.
-    return {k: values for k, values in found.items() if not k.startswith(("run.", "logging."))}
+    return {k: values for k, values in changes.items() if not k.startswith(("run.", "logging."))}
 
 
 # -- one run
 
 
 class Job:
-    """A run of the study, and its state."""
+    """A run of the study, its state, and the process that trains it."""
 
     def __init__(self, run: PlannedRun) -> None:
         self.run = run
         self.state: State = "waiting"
         self.problem = ""
-        """Reason of a failure."""
+        """Reason for a failure."""
         self.seconds = 0.0
-        """Seconds that the process took; set when it has ended."""
+        """Duration of the process; set when it has ended."""
         self.first_step = 0
         """Step of the run when this sweep started it."""
         self.flops = Budget.of(run.config).training_flops
         self.process: Popen[bytes] | None = None
-        """Process that trains the run; None before it starts."""
+        """None before the process starts."""
         self._started_at = 0.0
-        self._step, self._looked_at = 0, 0.0
+        self._step, self._step_read_at = 0, 0.0
 
     @property
     def name(self) -> str:
@@ -166,7 +167,7 @@ class Job:
         """Start the process, unless the run is finished or another process trains it.
 
         Returns:
-            `training` or `resuming`; empty if no process was started.
+            `training` or `resuming`; an empty string if no process was started.
 
         Raises:
             ConfigError: the folder holds another run, or a file cannot be written.
@@ -184,7 +185,7 @@ class Job:
                 return ""
             is_begun = has_begun(self.run.config)
             self.first_step = self._step = self._last_step() if is_begun else 0
-            given = {
+            defaults = {
                 "OMP_NUM_THREADS": str(num_threads),
                 "WANDB_RUN_GROUP": self.run.folder.parent.name,
             }
@@ -194,14 +195,14 @@ class Job:
                     stdin=DEVNULL,
                     stdout=log,  # the process inherits the lock
                     stderr=STDOUT,
-                    env=given | os.environ,
+                    env=defaults | os.environ,
                     start_new_session=True,  # Ctrl-C reaches only the sweep, which then stops the process
                 )
         self.state, self._started_at = "training", time.monotonic()
         return "resuming" if is_begun else "training"
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended, and then set `state`."""
+        """Return whether the process has ended; set `state` if it has."""
         assert self.process is not None
         code = self.process.poll()
         if code is None:
@@ -209,7 +210,8 @@ class Job:
         self.seconds = time.monotonic() - self._started_at
         self.update_state()
         if self.state == "training":
-            self.fail(f"failed ({_exit_in_words(code)}); its output is in {self.log}")
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self.fail(f"failed ({how}); its output is in {self.log}")
         return True
 
     def last_lines(self) -> list[str]:
@@ -231,11 +233,9 @@ class Job:
         if self.state == "finished":
             return self.max_steps
         now = time.monotonic()
-        if (
-            self.state in ("training", "elsewhere")
-            and now - self._looked_at > _SECONDS_BETWEEN_LOOKS
-        ):
-            self._looked_at = now
+        is_outdated = now - self._step_read_at > _SECONDS_BETWEEN_READS
+        if is_outdated and self.state in ("training", "elsewhere"):
+            self._step_read_at = now
             self._step = max(self._step, self._last_step())
         return self._step
 
@@ -247,7 +247,7 @@ class Job:
 
 def program_command(name: str) -> list[str]:
     """Return the command that runs a program of this package in a new process."""
-    # -P: otherwise a folder moe_ffn in the current folder would shadow this package.
+    # Without -P, a folder moe_ffn in the current folder would shadow this package.
     return [sys.executable, "-P", "-m", "moe_ffn.cli", name]
 
 
@@ -261,7 +261,7 @@ def training_command(run: PlannedRun, is_begun: bool, trust_code: bool) -> list[
 
 
 def _flow(value: Any) -> str:
-    """Format a value as JSON that is also YAML, without escaped surrogates, which YAML rejects."""
+    """Format a value as JSON that is also YAML, which rejects escaped surrogates."""
     return re.sub(
         r"\\u(d[89ab]..)\\u(d[c-f]..)",
         lambda pair: json.loads(f'"{pair[0]}"'),
@@ -269,16 +269,12 @@ def _flow(value: Any) -> str:
     )
 
 
-def _exit_in_words(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
 def _lock(file: BinaryIO) -> bool:
-    """Lock a file; return whether this process holds the lock. True if the file system has no locks."""
+    """Lock a file; return False if another process holds the lock."""
     try:
         if fcntl is not None:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except OSError as error:  # another one: the file system has no locks
         return not isinstance(error, BlockingIOError)
     return True
 
@@ -304,10 +300,7 @@ class Sweep:
     def __init__(
         self, runs: Sequence[PlannedRun], num_at_once: int = 1, trust_code: bool = False
     ) -> None:
-        """
-        Raises:
-            ConfigError: a folder holds a finished run with other options.
-        """
+        """Read the state of all runs; raise ConfigError if a finished run has other options."""
         self.jobs = [Job(run) for run in runs]
         self.num_at_once = num_at_once
         self.trust_code = trust_code
@@ -316,7 +309,7 @@ class Sweep:
             job.update_state()
         self.num_to_train = len(self.jobs_in("waiting"))
         self._num_started = 0
-        self._began_at = self._asked_at = time.monotonic()
+        self._began_at = self._others_checked_at = time.monotonic()
 
     def jobs_in(self, *states: State) -> list[Job]:
         return [job for job in self.jobs if job.state in states]
@@ -327,7 +320,7 @@ class Sweep:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds left at the speed of this sweep so far; None before it has one."""
+        """Estimate from the speed of this sweep so far; None before the first step."""
         done = left = 0.0
         for job in self.jobs_in("waiting", "training", "elsewhere"):
             left += job.flops * (1 - job.step / job.max_steps)
@@ -347,13 +340,13 @@ class Sweep:
         return f"{', '.join(steps)}{more}"
 
     def advance(self) -> Iterator[str]:
-        """Handle runs that have ended and start others; yield lines for the user."""
+        """Handle runs that have ended, and start others; yield lines for the user."""
         for job in self.jobs_in("training"):
             if job.has_ended():
                 yield from self._ended(job)
         now = time.monotonic()
-        if now - self._asked_at > _SECONDS_BETWEEN_LOOKS:
-            self._asked_at = now
+        if now - self._others_checked_at > _SECONDS_BETWEEN_READS:
+            self._others_checked_at = now
             for job in self.jobs_in("elsewhere"):
                 job.state = "waiting"
                 yield from self._start(job, was_elsewhere=True)
@@ -363,7 +356,7 @@ class Sweep:
 
     def _start(self, job: Job, was_elsewhere: bool = False) -> Iterator[str]:
         if was_elsewhere and len(self.jobs_in("training")) >= self.num_at_once:
-            job.state = "elsewhere"  # found to be training elsewhere
+            job.state = "elsewhere"
             return
         try:
             how = job.start(self.num_threads, self.trust_code)
@@ -374,7 +367,7 @@ class Sweep:
                 self._num_started += 1
                 yield f"{job.name}: {how} ({self._num_started} of {self.num_to_train})"
             elif job.state == "elsewhere" and not was_elsewhere:
-                yield f"{job.name}: is being trained by another process; waiting for that"
+                yield f"{job.name}: is being trained by another process; waiting for it"
             elif job.state == "finished":
                 yield f"{job.name}: was trained by another process"
         if job.state == "failed":
@@ -396,15 +389,15 @@ class Sweep:
 
     def run(self, say: Callable[[str], None]) -> None:
         """Train all runs, and pass lines for the user to `say`; an exception stops all processes."""
-        spoke_at = time.monotonic()
+        last_line_at = time.monotonic()
         try:
             while not self.is_done:
                 for line in self.advance():
                     say(printable(line))
-                    spoke_at = time.monotonic()
-                if time.monotonic() - spoke_at > _SECONDS_BETWEEN_LINES and self.progress:
+                    last_line_at = time.monotonic()
+                if time.monotonic() - last_line_at > _SECONDS_BETWEEN_LINES and self.progress:
                     say(self.progress)
-                    spoke_at = time.monotonic()
+                    last_line_at = time.monotonic()
                 if not self.is_done:
                     time.sleep(_SECONDS_BETWEEN_POLLS)
         except BaseException:
@@ -412,7 +405,7 @@ class Sweep:
             raise
 
     def stop(self) -> None:
-        """Ask the processes to save a checkpoint and end after their current step, and wait for them.
+        """Ask the processes to save a checkpoint after their current step and exit, and wait for them.
 
         A KeyboardInterrupt during the wait ends them at once.
         """

@@ -1,4 +1,4 @@
-"""Time training steps of all arms in turns, so that a busy machine slows all of them equally."""
+"""Time training steps of all arms in turns, so that a busy machine slows all arms equally."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ MIN_ROUNDS = 3
 
 
 class Timed(Protocol):
-    """Something to time."""
+    """A candidate that `interleave` can time."""
 
     @property
     def calls(self) -> int:
-        """Number of calls in one `run`; a single call may be too short for the clock."""
+        """Number of calls in one `run`, because a single call may be too short for the clock."""
         ...
 
     def run(self) -> object: ...
 
     def reset(self) -> object:
-        """Called after every run, outside the timed part."""
+        """Called after each run, with the clock stopped."""
 
 
 def interleave(
@@ -48,22 +48,22 @@ def interleave(
     patience: float = math.inf,
     clock: Callable[[], float] = timer,
 ) -> list[tuple[float, ...]]:
-    """Return for each candidate the seconds per call in each round; every candidate runs once per round.
+    """Run all candidates once per round; return for each candidate the seconds per call in each round.
 
     A busy machine then slows all candidates equally. Garbage collection is off while the clock runs.
 
     Args:
-        warmup: number of first rounds that are discarded.
+        warmup: number of additional first rounds, which do not count.
         patience: seconds of timed rounds after which `MIN_ROUNDS` rounds are enough.
         clock: returns the time in seconds; torch's clock first waits for the GPU.
     """
     seconds: list[list[float]] = [[] for _ in candidates]
     spent = 0.0
-    for turn in range(-warmup, rounds):
-        if turn >= MIN_ROUNDS and spent > patience:
+    for index in range(-warmup, rounds):
+        if index >= MIN_ROUNDS and spent > patience:
             break
         # Caches and heap depend on the previous candidate, so the order is shuffled, with a fixed seed.
-        for number in random.Random(turn).sample(range(len(candidates)), len(candidates)):
+        for number in random.Random(index).sample(range(len(candidates)), len(candidates)):
             candidate = candidates[number]
             gc.collect(1)
             gc.disable()
@@ -74,23 +74,17 @@ def interleave(
             finally:
                 gc.enable()
             candidate.reset()
-            if turn >= 0:
+            if index >= 0:
                 spent += elapsed
                 seconds[number].append(elapsed / candidate.calls)
     return [tuple(values) for values in seconds]
 
 
 class Training:
-    """A hand-written training loop: a model, its optimizer and the number of steps.
-
-    A profile shows its parts by name, `step: forward` and so on.
-    """
+    """A hand-written training loop, whose parts have names in a profile, such as `step: forward`."""
 
     def __init__(self, config: TrainConfig, data: PreparedData, device: torch.device) -> None:
-        """
-        Raises:
-            ConfigError: the loop does not support the precision.
-        """
+        """Build model and optimizer; raise ConfigError if the loop does not support the precision."""
         precision = resolve_precision(config.trainer.precision, device.type)
         if precision not in ("32-true", "bf16-mixed"):
             raise ConfigError(
@@ -100,14 +94,14 @@ class Training:
         self.clip = config.trainer.gradient_clip_val or torch.inf
         self.objective = config.objective
         self.accumulate = config.trainer.accumulate_grad_batches
-        shape = config.data
-        self.model = config.model.build(data.tokenizer.vocab_size, shape.seq_len).to(device)
+        seq_len, batch_size = config.data.seq_len, config.data.batch_size
+        self.model = config.model.build(data.tokenizer.vocab_size, seq_len).to(device)
         if config.trainer.compile:
             self.model.compile()
         self.optimizer = config.optimizer.build(self.model)
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.trainer.max_steps)
         self.batches = TrainBatches(
-            data.train, seq_len=shape.seq_len, batch_size=shape.batch_size, seed=config.seed
+            data.train, seq_len=seq_len, batch_size=batch_size, seed=config.seed
         )
         self.device, self.bf16 = device, precision == "bf16-mixed"
         self.num_batches = 0
@@ -116,8 +110,7 @@ class Training:
         for _ in range(self.accumulate):
             batch = self.batches[self.num_batches]
             input_ids, target_ids = (
-                batch.input_ids.to(self.device),
-                batch.target_ids.to(self.device),
+                ids.to(self.device) for ids in (batch.input_ids, batch.target_ids)
             )
             self.num_batches += 1
             autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
@@ -139,7 +132,7 @@ class Training:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The training step of an arm."""
+    """Speed of an arm's training step."""
 
     seconds_per_step: float
     """Median over the rounds."""
@@ -147,11 +140,11 @@ class StepTime:
     num_steps: int
     """Number of timed steps."""
     quartiles: tuple[float, float]
-    """Quartiles over the rounds, in seconds per step."""
+    """Lower and upper quartile over the rounds, in seconds per step."""
 
 
-class _Arm:
-    """Some training steps of an arm, as a candidate for `interleave`."""
+class _Steps:
+    """Several training steps of an arm, as a candidate for `interleave`."""
 
     def __init__(self, training: Training, calls: int) -> None:
         self.training, self.calls = training, calls
@@ -163,7 +156,7 @@ class _Arm:
     def reset(self) -> None: ...
 
 
-_SECONDS_OF_A_TURN = 0.3
+_SECONDS_PER_RUN = 0.3
 _MAX_CALLS = 20
 
 
@@ -175,11 +168,11 @@ def time_arms(
 ) -> dict[str, StepTime]:
     """Time the training step (forward, objective, backward, clipping, optimizer) of every arm in one process.
 
-    Only the first seed of each arm is timed, and no tuning run, because their steps are the same.
+    Seeds and tuned options do not change the time of a step, so each arm is timed once.
 
     Args:
         rounds: number of timed rounds, after a warm-up round.
-        on_round: called with a description of the current work.
+        on_round: called with a description of the work that follows.
 
     Raises:
         ConfigError: the corpus cannot be used, or the loop does not support a precision.
@@ -189,18 +182,18 @@ def time_arms(
         if not run.tuning:
             arms.setdefault(run.arm, run.config)
     prepared: dict[str, PreparedData] = {}
-    candidates: dict[str, _Arm] = {}
+    candidates: dict[str, _Steps] = {}
     for arm, config in arms.items():
         on_round(f"building {arm}")
-        same = str(config.data.to_dict())
-        data = prepared[same] = prepared.get(same) or prepare(config.data)
+        key = str(config.data.to_dict())
+        data = prepared[key] = prepared.get(key) or prepare(config.data)
         is_gpu = config.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         training = Training(config, data, torch.device("cuda" if is_gpu else "cpu"))
         training.step()  # the first step is the slowest
         start = clock()
         training.step()
-        calls = math.ceil(_SECONDS_OF_A_TURN / max(clock() - start, 1e-9))
-        candidates[arm] = _Arm(training, min(calls, _MAX_CALLS))
+        calls = math.ceil(_SECONDS_PER_RUN / max(clock() - start, 1e-9))
+        candidates[arm] = _Steps(training, min(calls, _MAX_CALLS))
     on_round(f"timing {len(candidates)} arms in turns")
     seconds = interleave([*candidates.values()], rounds, warmup=1, clock=clock)
     return {

@@ -1,11 +1,11 @@
-"""Find the feed-forward block that suits a corpus, by training candidates within a given time.
+"""Find the feed-forward block that suits a corpus, by training candidates for a given time.
 
-Three rounds halve the candidates: all of them in short runs, then the better half in longer ones, and at last
-the best dense block against the best mixture of experts, at full length. The last round has fresh seeds, so
-that the choice of the two does not bias their difference. All arms of a seed read the same text.
+Three rounds halve the candidates: short runs of all candidates, longer runs of the better half, and at full
+length the best dense block against the best Mixture of Experts. The last round has fresh seeds, so that the
+selection does not bias the difference. All arms of a seed read the same text.
 
-Short runs favour dense blocks and few experts, which learn faster at first. So a candidate is ranked by where
-its loss is heading; and if the gap is still shrinking at the end of training, no winner is declared.
+Short runs favour dense blocks and few experts, which learn faster at first. So candidates are ranked by their
+extrapolated loss, and no winner is declared if longer training may reverse the order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moe_ffn.studies.sweep import Sweep, in_words, write_study
 from moe_ffn.studies.timing import time_arms
 
 QUESTION_FILE = "which.yaml"
-"""The question, and how its runs are sized, in the folder of the rounds."""
+"""File of the question and the sizes of its runs, in the folder of the rounds."""
 PAGE_FILE = "which.html"
 
 _FLOPS = {"match": "flops_per_token", "of": {"type": "dense", "activation": "gelu"}}
@@ -63,36 +63,36 @@ SPARSE: dict[str, Any] = {
     "moe_64_top4": _experts(64, 4),
 }
 BLOCKS = DENSE | SPARSE
-"""Candidates: name -> block. All have equal FLOPs per token; granularity and number of experts differ."""
+"""Candidate -> block. All have equal FLOPs per token, but differ in granularity and number of experts."""
 
 SEQ_LEN, BATCH_SIZE, VOCAB_SIZE, NUM_LAYERS = 128, 16, 2048, 4
 TOKENS_PER_STEP = SEQ_LEN * BATCH_SIZE
 NUM_VALIDATIONS, VALIDATION_TOKENS = 8, 16384
 WIDTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 TOKENS_PER_PARAMETER = 4
-"""Training tokens for each active parameter; wider models would end before they have learned to differ."""
+"""Minimum training tokens per active parameter; with fewer, blocks hardly differ yet."""
 MIN_STEPS = 400
-"""Fewest steps in the last round for which results are trusted. The first round has a quarter of them; with
-fewer, the loss does not yet show which block will lead."""
+"""Minimum steps in the last round. The first round has a quarter of them; with fewer, the loss does not yet
+show which block will lead."""
 MAX_DOUBLINGS = 2.0
-"""No winner is declared if the order of two blocks would change within so many doublings of training."""
+"""No winner is declared if the order of two blocks would change within this many doublings of training."""
 MAX_PASSES = 4
 """Passes over the text; later ones teach much less (Muennighoff et al. 2023, arXiv:2305.16264)."""
 OVERHEAD_SECONDS = 25.0
-"""Seconds of a run outside its training, on two slow cores: imports, data, checkpoints, page."""
-RESERVE = 0.9
-"""Share of the time that is planned."""
+"""Seconds of a run outside of training steps, on two slow cores: imports, data, checkpoints, page."""
+PLANNED_SHARE = 0.9
+"""Share of the given time for which runs are planned."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Candidates that are trained with the same seeds for the same number of steps."""
+    """Runs of some candidates, with the same seeds and the same number of steps."""
 
     num_dense: int
     num_sparse: int
     seeds: tuple[int, ...]
     share: float
-    """Share of the steps of the last round."""
+    """Steps, as a share of the last round's."""
 
     @property
     def num_runs(self) -> int:
@@ -110,58 +110,58 @@ ROUNDS = (
 
 
 def core_seconds(rounds: Sequence[Round], step_seconds: Mapping[str, float]) -> tuple[float, float]:
-    """Return the seconds of rounds, one run at a time: the fixed ones, and those of a step of the last round.
+    """Return the fixed seconds of rounds, and the seconds per step of the last round, for one run at a time.
 
     Args:
-        step_seconds: candidate -> seconds of a step. The slowest are assumed to stay.
+        step_seconds: candidate -> seconds of a step. The slowest candidates are assumed to survive.
     """
-    # A validation has a third of the work of training on its tokens: no backward pass.
-    validating = NUM_VALIDATIONS * VALIDATION_TOKENS / (3 * TOKENS_PER_STEP)
+    # Without a backward pass, validation takes a third of the time of training on its tokens.
+    validation_steps = NUM_VALIDATIONS * VALIDATION_TOKENS / (3 * TOKENS_PER_STEP)
     fixed = per_step = 0.0
-    for each in rounds:
-        fixed += each.num_runs * OVERHEAD_SECONDS
-        for known, number in ((DENSE, each.num_dense), (SPARSE, each.num_sparse)):
-            slowest = sorted(step_seconds[arm] for arm in step_seconds if arm in known)
-            of_arms = len(each.seeds) * sum(slowest[-number:])
-            per_step += each.share * of_arms
-            fixed += validating * of_arms
+    for round_ in rounds:
+        fixed += round_.num_runs * OVERHEAD_SECONDS
+        for family, number in ((DENSE, round_.num_dense), (SPARSE, round_.num_sparse)):
+            fastest_first = sorted(step_seconds[arm] for arm in step_seconds if arm in family)
+            seconds = len(round_.seeds) * sum(fastest_first[-number:])
+            per_step += round_.share * seconds
+            fixed += validation_steps * seconds
     return fixed, per_step
 
 
 def full_steps(
     seconds: float, rounds: Sequence[Round], step_seconds: Mapping[str, float], jobs: int
 ) -> int:
-    """Return the number of steps of the last round with which these rounds take `seconds`.
+    """Return the number of steps in the last round with which these rounds take `seconds`.
 
     Args:
         step_seconds: as in `core_seconds`.
-        jobs: number of runs that are trained at the same time.
+        jobs: number of runs at a time.
     """
     fixed, per_step = core_seconds(rounds, step_seconds)
     return max(0, int((seconds * jobs - fixed) / per_step))
 
 
 class Question(Config, frozen=True):
-    """Text and time of a search, and its sizes, which are measured once and kept when it is resumed."""
+    """Text and time of a search, and measured sizes, which a resumed search reuses."""
 
     data: list[str] = Field(min_length=1)
     """Text files, folders or globs."""
     minutes: float = Field(gt=0)
     """Time for all runs."""
     jobs: int = Field(ge=1)
-    """Number of runs that are trained at the same time."""
+    """Number of runs at a time."""
     width: int
     """d_model of all candidates."""
     step_seconds: dict[str, float]
     """Candidate -> seconds of a training step, measured before the first round."""
     max_steps: int
-    """Steps of `MAX_PASSES` passes over the training text."""
+    """Steps that make `MAX_PASSES` passes over the training text."""
 
     @classmethod
     def measured(
         cls, data: Sequence[str], minutes: float, jobs: int, say: Callable[[str], None]
     ) -> Question:
-        """Choose the width by timing steps: the largest whose runs read enough tokens within the time.
+        """Time steps, and choose the largest width whose runs read enough tokens within the time.
 
         Raises:
             ConfigError: the time is too short, or the text cannot be used.
@@ -171,12 +171,12 @@ class Question(Config, frozen=True):
         if max_steps < MIN_STEPS:
             raise ConfigError(
                 f"--data: {len(text.train):,} tokens are too few: {MAX_PASSES} passes over them are "
-                f"{max_steps} steps, and at least {MIN_STEPS} are needed; give more text"
+                f"{max_steps} steps, but at least {MIN_STEPS} are needed; give more text"
             )
         chosen = 0
         for width in WIDTHS:
             pair = _timed(data, width, ("gelu", "moe_64_top4"))
-            steps = min(full_steps(RESERVE * 60 * minutes, ROUNDS, pair, jobs), max_steps)
+            steps = min(full_steps(PLANNED_SHARE * 60 * minutes, ROUNDS, pair, jobs), max_steps)
             active = _config(data, width, SPARSE["moe_64_top4"]).model.num_active_params(
                 VOCAB_SIZE, SEQ_LEN
             )
@@ -188,10 +188,10 @@ class Question(Config, frozen=True):
                 break
             if steps < MIN_STEPS:
                 fixed, per_step = core_seconds(ROUNDS, pair)
-                needed = (fixed + MIN_STEPS * per_step) / jobs / 60 / RESERVE
+                needed = (fixed + MIN_STEPS * per_step) / jobs / 60 / PLANNED_SHARE
                 raise ConfigError(
                     f"--minutes: {minutes:g} minutes leave {steps} steps for the longest runs of the "
-                    f"smallest models, and {MIN_STEPS} are the least; give at least {math.ceil(needed)}"
+                    f"smallest models, but {MIN_STEPS} are needed; give at least {math.ceil(needed)}"
                 )
             chosen = width
             if not is_enough:
@@ -209,7 +209,7 @@ class Question(Config, frozen=True):
     def study(
         self, name: str, arms: Sequence[str], seeds: Sequence[int], steps: int, folder: Path
     ) -> StudyConfig:
-        """Return the runs of a round as a study, in the subfolder `name` of `folder`."""
+        """Return a round as a study, with its runs in the subfolder `name` of `folder`."""
         options = _options(self.data, self.width) | {"run": {"output_dir": str(folder)}}
         options["trainer"] = {
             "max_steps": steps,
@@ -226,12 +226,12 @@ class Question(Config, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """Seconds that are planned."""
-        return RESERVE * 60 * self.minutes
+        """Seconds for which runs are planned."""
+        return PLANNED_SHARE * 60 * self.minutes
 
 
 def _options(data: Sequence[str], width: int) -> dict[str, Any]:
-    """Return the options of all candidates, which are those of the studies in `configs/studies`."""
+    """Return the options of all candidates, with the settings of the studies in `configs/studies`."""
     return {
         "data": {
             "corpus": {"type": "text", "paths": [*data]},
@@ -241,8 +241,8 @@ def _options(data: Sequence[str], width: int) -> dict[str, Any]:
             "validation_tokens": VALIDATION_TOKENS,
         },
         "model": {"d_model": width, "num_layers": NUM_LAYERS, "scale_embeddings": True},
-        # The best rates at widths of 24 to 96, dense and sparse, are within a factor of 1.5 of this
-        # (docs/studies: isoflop, experts_rate, noise).
+        # The best rates of dense and sparse models with widths from 24 to 96 are within a factor of 1.5
+        # of this one (docs/studies: isoflop, experts_rate, noise).
         "optimizer": {"type": "muon", "learning_rate": round(0.02 * math.sqrt(48 / width), 4)},
         "sample": {"num_tokens": 1},
         "logging": {"every_n_steps": 20, "wandb": {"mode": "disabled"}},
@@ -255,7 +255,7 @@ def _config(data: Sequence[str], width: int, block: Mapping[str, Any]) -> TrainC
 
 
 def _timed(data: Sequence[str], width: int, arms: Iterable[str]) -> dict[str, float]:
-    """Return the median seconds of a step of each arm, timed in turns."""
+    """Return arm -> median seconds of a step, timed in turns."""
     runs = [PlannedRun(arm, 0, _config(data, width, BLOCKS[arm]), arm) for arm in arms]
     return {arm: time.seconds_per_step for arm, time in time_arms(runs, rounds=3).items()}
 
@@ -265,19 +265,19 @@ def _timed(data: Sequence[str], width: int, arms: Iterable[str]) -> dict[str, fl
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a question, and the runs that support it."""
+    """The chosen block, and the runs that support the choice."""
 
     folder: Path
     """Folder of the rounds, with the config of the chosen block."""
     gathered: Gathered
     """Runs of the last round."""
     comparison: Comparison
-    """Comparison of the last round, with the answer as its verdicts."""
+    """Comparison of the last round; its verdicts are the answer."""
     chosen: Arm
 
 
 class Search:
-    """The rounds that answer a question, in a folder; finished runs are not repeated."""
+    """The rounds that answer a question, in a folder; it does not repeat finished runs."""
 
     def __init__(self, question: Question, folder: Path, say: Callable[[str], None]) -> None:
         self.question, self.folder, self.say = question, folder, say
@@ -293,12 +293,12 @@ class Search:
         notes: list[str] = []
         spent = 0.0
         for index, following in enumerate(ROUNDS[1:]):
-            found = self._train(index, arms, step_seconds, spent).compare()
-            arms = survivors(found, following, doublings=-math.log2(ROUNDS[index].share))
-            step_seconds = {a.name: a.step_seconds or step_seconds[a.name] for a in found.arms}
-            spent += _spent_seconds(found, self.question.jobs)
-            losses = ", ".join(f"{arm.name} {arm.loss:.3f}" for arm in ranked(found.arms))
-            steps, seeds = found.arms[0].steps, len(found.arms[0].results)
+            compared = self._train(index, arms, step_seconds, spent).compare()
+            arms = survivors(compared, following, doublings=-math.log2(ROUNDS[index].share))
+            step_seconds = {a.name: a.step_seconds or step_seconds[a.name] for a in compared.arms}
+            spent += _spent_seconds(compared, self.question.jobs)
+            losses = ", ".join(f"{arm.name} {arm.loss:.3f}" for arm in ranked(compared.arms))
+            steps, seeds = compared.arms[0].steps, len(compared.arms[0].results)
             notes.append(f"Round {index + 1}, {steps:.0f} steps and {seeds} seeds: {losses}.")
             self.say(notes[-1])
         last = self._train(len(ROUNDS) - 1, arms, step_seconds, spent)
@@ -307,7 +307,7 @@ class Search:
     def _train(
         self, index: int, arms: Sequence[str], step_seconds: Mapping[str, float], spent: float
     ) -> Gathered:
-        """Train the runs of a round that are not finished."""
+        """Train the unfinished runs of a round, and return all its results."""
         runs = self._study(index, arms, step_seconds, spent).planned_runs()
         self.say(
             f"round {index + 1} of {len(ROUNDS)}: {', '.join(arms)}; {len(runs)} runs of "
@@ -324,43 +324,43 @@ class Search:
     def _study(
         self, index: int, arms: Sequence[str], step_seconds: Mapping[str, float], spent: float
     ) -> StudyConfig:
-        """Return the study of a round: as it was begun, or sized for the time that is left."""
-        each, name = ROUNDS[index], f"round_{index + 1}"
-        place = self.folder / name
-        if (place / STUDY_FILE).is_file():
-            return StudyConfig.read(place / STUDY_FILE)
+        """Return the study of a round: the one in its folder, or a new one that fits the remaining time."""
+        round_, name = ROUNDS[index], f"round_{index + 1}"
+        folder = self.folder / name
+        if (folder / STUDY_FILE).is_file():
+            return StudyConfig.read(folder / STUDY_FILE)
         left = self.question.seconds - spent
         full = full_steps(left, ROUNDS[index:], step_seconds, self.question.jobs)
         full = max(MIN_STEPS, min(full, self.question.max_steps))
-        study = self.question.study(name, arms, each.seeds, each.steps(full), self.folder)
-        write_study(study, place)
+        study = self.question.study(name, arms, round_.seeds, round_.steps(full), self.folder)
+        write_study(study, folder)
         return study
 
 
-def _spent_seconds(found: Comparison, jobs: int) -> float:
-    walls = [result.outcome.wall_seconds or 0.0 for arm in found.arms for result in arm.results]
-    return (sum(walls) + OVERHEAD_SECONDS * len(walls)) / jobs
+def _spent_seconds(compared: Comparison, jobs: int) -> float:
+    results = [result for arm in compared.arms for result in arm.results]
+    return sum(OVERHEAD_SECONDS + (r.outcome.wall_seconds or 0.0) for r in results) / jobs
 
 
 def ranked(arms: Iterable[Arm], doublings: float = 0.0) -> list[Arm]:
-    """Sort arms by their loss, the lowest first.
+    """Sort arms by loss, the lowest first.
 
     Args:
-        doublings: how often the steps would still be doubled. The loss is continued so far, at the rate of
-            the second half of the runs.
+        doublings: number of doublings of the steps to which the loss is extrapolated; each is assumed to
+            change it as much as the second half of the run did.
     """
     return sorted(
         arms, key=lambda arm: arm.loss + doublings * fmean(map(last_doubling, arm.results))
     )
 
 
-def survivors(found: Comparison, following: Round, doublings: float = 0.0) -> list[str]:
-    """Return the best dense blocks and mixtures of a round, as many as the next round trains.
+def survivors(compared: Comparison, following: Round, doublings: float = 0.0) -> list[str]:
+    """Return the best dense blocks and Mixtures of Experts, as many as the next round trains.
 
     Args:
         doublings: as in `ranked`.
     """
-    names = [arm.name for arm in ranked(found.arms, doublings)]
+    names = [arm.name for arm in ranked(compared.arms, doublings)]
     dense = [name for name in names if name in DENSE][: following.num_dense]
     return dense + [name for name in names if name in SPARSE][: following.num_sparse]
 
@@ -375,13 +375,15 @@ def last_doubling(result: RunResult) -> float:
 
 
 def doublings_to_reversal(arm: Arm, base: Arm) -> float:
-    """Return how many doublings of the training would turn the difference of two arms around.
+    """Return the number of doublings of training after which the difference of two arms would change sign.
 
-    The difference is continued at its rate over the second half of the runs. Infinite if it does not shrink,
-    according to the 95 % interval of its change over seeds.
+    Each doubling is assumed to change the difference as much as the second half of the runs did. Infinite
+    unless the 95 % interval over seeds shows that the difference shrinks.
     """
-    of_base = {result.seed: last_doubling(result) for result in base.results}
-    changes = [last_doubling(r) - of_base[r.seed] for r in arm.results if r.seed in of_base]
+    base_changes = {result.seed: last_doubling(result) for result in base.results}
+    changes = [
+        last_doubling(r) - base_changes[r.seed] for r in arm.results if r.seed in base_changes
+    ]
     assert arm.difference is not None
     sign = math.copysign(1, arm.difference.mean)
     shrinking = mean_interval([-sign * change for change in changes])
@@ -396,9 +398,10 @@ def doublings_to_reversal(arm: Arm, base: Arm) -> float:
 def answer(
     question: Question, folder: Path, gathered: Gathered, notes: Sequence[str] = ()
 ) -> Answer:
-    """Return the answer that the runs of the last round support, and write the config of the chosen block."""
-    found = gathered.compare()
-    dense, sparse = found.arm(found.baseline), next(arm for arm in found.arms if arm.base)
+    """Return the answer from the last round, and write the config of the chosen block."""
+    compared = gathered.compare()
+    dense = compared.arm(compared.baseline)
+    sparse = next(arm for arm in compared.arms if arm.base)
     difference = sparse.difference
     is_claimed = difference is not None and difference.is_claimed
     doublings = doublings_to_reversal(sparse, dense)
@@ -407,18 +410,18 @@ def answer(
     verdict = (
         _reversal(question, dense, sparse, doublings)
         if is_reversing
-        else _verdict(question, found, dense, sparse, is_claimed)
+        else _verdict(question, compared, dense, sparse, is_claimed)
     )
-    sentences = [verdict, _cost(dense, sparse), _sureness(dense, sparse)]
+    sentences = [verdict, _cost(dense, sparse), _evidence(dense, sparse)]
     options = {k: v for k, v in chosen.results[0].config.items() if k not in ("seed", "run")}
     with explaining(f"'{folder / CONFIG_FILE}' cannot be written"):
         write_whole(folder / CONFIG_FILE, to_yaml(validate(TrainConfig, options)))
-    comparison = replace(found, answer=sentences, notes=[*found.notes, *notes])
+    comparison = replace(compared, answer=sentences, notes=[*compared.notes, *notes])
     return Answer(folder, gathered, comparison, chosen)
 
 
 def _verdict(
-    question: Question, found: Comparison, dense: Arm, sparse: Arm, is_claimed: bool
+    question: Question, compared: Comparison, dense: Arm, sparse: Arm, is_claimed: bool
 ) -> str:
     assert sparse.difference is not None
     assert sparse.difference.interval is not None
@@ -427,8 +430,8 @@ def _verdict(
         return (
             f"Cannot tell {sparse.name} from {dense.name} within this time: the difference is {mean:+.4f} "
             f"[{low:+.4f}, {high:+.4f}] nats per token; "
-            f"{_time_needed(question, found.seed_differences(sparse))} would. Until then train {dense.name}, "
-            "the simpler one."
+            f"{_time_needed(question, compared.seed_differences(sparse))} would be enough. Until then train "
+            f"{dense.name}, the simpler block."
         )
     better, other = (sparse, dense) if mean < 0 else (dense, sparse)
     ends = sorted((abs(low), abs(high)))
@@ -446,23 +449,23 @@ def _reversal(question: Question, dense: Arm, sparse: Arm, doublings: float) -> 
     needed = in_words(60 * question.minutes * 2 ** (doublings + 1))
     return (
         f"Cannot tell {sparse.name} from {dense.name} within this time: {better.name} ends {abs(mean):.4f} "
-        f"nats per token below {other.name}, but was {at_half:.4f} below at half of the training, so that "
-        f"longer runs may reverse the order; {needed} would show it. Until then train {dense.name}, the "
-        "simpler one."
+        f"nats per token below {other.name}, but was {at_half:.4f} below halfway through training, so longer "
+        f"runs may reverse the order; {needed} would show it. Until then train {dense.name}, the simpler "
+        "block."
     )
 
 
 def _time(sparse: Arm, dense: Arm) -> str:
-    """Describe when the mixture reaches the loss of the dense block, relative to the time of that block."""
-    reached, whole = sparse.reached, dense.training_seconds
-    if reached is None or reached.seconds is None or not whole:
+    """Describe the time in which the Mixture of Experts reaches the loss of the dense block."""
+    reached, dense_seconds = sparse.reached, dense.training_seconds
+    if reached is None or reached.seconds is None or not dense_seconds:
         return ""
-    ratio = reached.seconds / whole
+    ratio = reached.seconds / dense_seconds
     return f", {'and' if ratio < 1 else 'but'} reaches its loss in {ratio:.0%} of the time"
 
 
 def _time_needed(question: Question, differences: Sequence[float]) -> str:
-    """Return the time in which as many seeds could be trained as would show the mean of these differences."""
+    """Return the time for as many seeds as are needed to detect the mean of these differences."""
     needed = seeds_needed(stdev(differences), max(abs(fmean(differences)), 0.005))
     seeds = max(needed, len(differences) + 1)
     return in_words(60 * question.minutes * seeds / len(differences))
@@ -481,11 +484,11 @@ def _cost(dense: Arm, sparse: Arm) -> str:
     )
 
 
-def _sureness(dense: Arm, sparse: Arm) -> str:
+def _evidence(dense: Arm, sparse: Arm) -> str:
     assert sparse.difference is not None
     return (
         f"This rests on {sparse.difference.num_pairs} seeds of each (p {p_text(sparse.difference.p_value)}), "
         f"models of {dense.budget.model.active_params / 1e6:.2f} M active parameters and "
-        f"{dense.budget.tokens / 1e6:.1f} M tokens; shorter runs chose these two among {len(BLOCKS)}, and "
-        "larger or longer ones may order them otherwise."
+        f"{dense.budget.tokens / 1e6:.1f} M tokens; shorter runs chose these two blocks from {len(BLOCKS)}, "
+        "and larger models or longer runs may order them differently."
     )

@@ -25,7 +25,7 @@ from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig, DecoderOutput
 from moe_ffn.outputs import Routing
-from moe_ffn.parallel.layout import WHOLE, Layout
+from moe_ffn.parallel.layout import SINGLE_PROCESS, Layout
 from moe_ffn.parallel.sharding import Sharder, clip_by_norm_, total_norm
 from moe_ffn.training.objective import (
     IGNORED_TARGET,
@@ -93,7 +93,7 @@ class LanguageModel(LightningModule):
         max_seq_len: int,
         max_steps: int,
         seed: int,
-        layout: Layout = WHOLE,
+        layout: Layout = SINGLE_PROCESS,
         compiles: bool = False,
     ) -> None:
         """Build a decoder with weights drawn from torch's global generator.

@@ -104,7 +104,7 @@ def objective(
     balancing: dict[str, Tensor] = {}
     total = cross_entropy
     for name, loss in BALANCING_LOSSES.items():
-        weight = sparsity_weight if loss.moved_by_rule else getattr(weights, name)
+        weight = sparsity_weight if loss.weight_set_by_rule else getattr(weights, name)
         if not (loss.always_shown or weight):
             continue
         value = loss.value(routings, step_totals)

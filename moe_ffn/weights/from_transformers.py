@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
-from moe_ffn.config.yaml_files import nest, validate
+from moe_ffn.config.yaml_files import nest_options, validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.families import FAMILIES, OUTSIDE_LAYERS, Family
@@ -150,7 +150,9 @@ def config_of(family: Family, hf: HFConfig) -> PretrainedConfig:
 
 def _split_blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return nested options of the decoder, and nested options of its `sparse` and `dense` block."""
-    nested = nest((path, value) for path, value in options.items() if path != "sparse_layers")
+    nested = nest_options(
+        (path, value) for path, value in options.items() if path != "sparse_layers"
+    )
     blocks = {kind: nested.pop(kind, None) for kind in ("sparse", "dense")}
     if blocks["sparse"] and (jitter := blocks["sparse"].pop("jitter", 0)):
         blocks["sparse"] = {"type": "jittered", "jitter": jitter, "ffn": blocks["sparse"]}

@@ -33,7 +33,7 @@ from moe_ffn.files import (
     split_into_files,
     write_file,
 )
-from moe_ffn.kernels.memory import refusing_absurd_sizes
+from moe_ffn.kernels.memory import memory_errors_as_config_errors
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.runs.custom_code import code_files, portable_options
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER, MODEL_FOLDER
@@ -214,7 +214,7 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     for path in weight_files(folder):
         with naming_failures(path, "read", "copy it again"):
             weights |= load_file(path)
-    with _no_init_weights(), refusing_absurd_sizes(f"'{folder / CONFIG_FILE}'"):
+    with _no_init_weights(), memory_errors_as_config_errors(f"'{folder / CONFIG_FILE}'"):
         decoder = config.build()
     expected, found = (
         {name: value.shape for name, value in tensors.items()}

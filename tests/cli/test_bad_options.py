@@ -170,10 +170,10 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     ),
     # The machine.
     "--trainer.accelerator abacus": re.compile(
-        r"trainer: lightning\.Trainer refuses accelerator: abacus: .*Available names are: .*cpu"
+        r"trainer: lightning\.Trainer rejects accelerator: abacus: .*Available names are: .*cpu"
     ),
     "--trainer.max_time few": re.compile(
-        r"trainer: lightning\.Trainer refuses .*max_time: few: .+"
+        r"trainer: lightning\.Trainer rejects .*max_time: few: .+"
     ),
     "--trainer.accelerator cpu --trainer.precision 16-mixed": (
         "trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed"

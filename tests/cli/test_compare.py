@@ -70,7 +70,9 @@ def test_studies_with_different_baselines_say_which_one_was_taken(
     _, out, _ = program(str(study), str(other))
     _, chosen, _ = program(str(study), str(other), "--baseline", "moe")
 
-    note = "The studies name different baselines (dense, moe): here all are compared with dense;"
+    note = (
+        "The studies have different baselines (dense, moe): here all arms are compared with dense;"
+    )
     assert note in " ".join(out.split())
     assert "different baselines" not in chosen
 

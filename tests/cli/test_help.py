@@ -64,7 +64,7 @@ def test_a_section_has_its_own_options_alone(show: Show) -> None:
         "optimizer: The optimizer and its learning rate. --optimizer.type muon "
     )
     assert "--optimizer.learning_rate 0.01 Peak learning rate" in printed
-    assert "--optimizer.schedule.type cosine Half a cosine" in printed
+    assert "--optimizer.schedule.type cosine Cosine decay from the peak rate" in printed
     assert "--trainer" not in printed
     assert printed.endswith("Sections with several types --help optimizer.schedule")
 

@@ -47,10 +47,10 @@ MISTAKES = {
         "--shape 64,16,8,4,9,fp32: K (9) must not exceed E (4); lower K or raise E"
     ),
     # compare
-    "compare none": "'none' does not exist; give the folder of a run, or one that holds runs",
+    "compare none": "'none' does not exist; give the folder of a run, or a folder with runs",
     "compare empty": (
-        "'empty' holds no runs and no results.jsonl; give the folder of a run, such as runs/my-run, or one "
-        "that holds runs"
+        "'empty' has no runs and no results.jsonl; give the folder of a run, such as runs/my-run, or a "
+        "folder with runs"
     ),
     "compare study --baseline dens": (
         "baseline: there is no finished run of an arm 'dens'; did you mean 'dense'?"
@@ -138,7 +138,7 @@ MISTAKES = {
     "initialise --source sparse --output new --method.type prune": (
         "data: 'sparse' does not name its training text; give a text, such as ..."
     ),
-    "initialise --source sparse --output new": "...layer 0 is of type 'moe', which no kind of...",
+    "initialise --source sparse --output new": "...layer 0 is of type 'moe', which no type of...",
     "initialise --source sparse --output new --method.type up": "method.type: unknown 'up'...",
     # inspect
     "inspect run --layers 9": "--layers: the model has no layer 9; it has 0 to 1",
@@ -181,7 +181,7 @@ MISTAKES = {
     ),
     "sweep --config gating.yaml --seeds 1 1": "--seeds: 1 is given twice",
     "sweep --config gating.yaml --seed 1": (
-        "--seed: the seeds of a study are its `seeds`, or --seeds 0 1 2"
+        "--seed: a study lists its seeds under `seeds`, or in --seeds 0 1 2"
     ),
     "sweep --config gating.yaml --name a/b": (
         "name: must be the name of one folder, up to 200 bytes, got 'a/b'"
@@ -190,8 +190,8 @@ MISTAKES = {
         "--trainer.max_step: unknown; did you mean 'max_steps'?"
     ),
     "sweep --config tiny.yaml": (
-        "'tiny.yaml' is no study: it has neither arms nor a grid; give one of them, or, to make arms of "
-        "config files, name those without --config"
+        "'tiny.yaml' is not a study: it has neither arms nor a grid; give one of them, or, to compare "
+        "config files as arms, name them without --config"
     ),
     "sweep --config gating.yaml --slurm": "--slurm: unknown; --help lists the options",
     "sweep --config gating.yaml --jbs 2": "--jbs: unknown; did you mean '--jobs'?",

@@ -195,10 +195,10 @@ def test_bad_input_is_one_sentence(page: Callable[..., Finished], tmp_path: Path
     (tmp_path / "docs" / "studies" / "which").mkdir(parents=True)
     folder = tmp_path / "docs" / "studies" / "which"
     (folder / "dense-seed0.json").write_text("{}")
-    assert "which' holds no runs and no results.jsonl; give" in unsupported(page("which.yaml"))
+    assert "which' has no runs and no results.jsonl; give" in unsupported(page("which.yaml"))
     add_results(folder, [make_result("other", 0)])
     assert unsupported(page("which.yaml")) == (
         "which: no result belongs to one of its arms, dense, moe; give the folder of its runs"
     )
     (folder / "results.jsonl").write_text("{")
-    assert "which/results.jsonl:1' is no result of a run" in unsupported(page("which.yaml"))
+    assert "which/results.jsonl:1' is not the result of a run" in unsupported(page("which.yaml"))

@@ -274,7 +274,7 @@ def test_what_an_unfinished_run_with_other_options_left_is_set_aside(
     assert not folder.exists()
     assert (aside / "metrics.jsonl").read_text() == "precious"
     assert capsys.readouterr().out == (
-        f"dense-seed0: an unfinished run with other options is now {aside}\n"
+        f"dense-seed0: an unfinished run with other options was moved to {aside}\n"
     )
 
 
@@ -301,13 +301,13 @@ def test_a_run_that_another_process_trains_is_waited_for(only: Sweep) -> None:
     (run.folder / "config.yaml").write_text(to_yaml(run.config))
     with locked(run.folder):
         assert [*only.advance()] == [
-            "dense-seed0: is being trained by another process; waiting for that"
+            "dense-seed0: is being trained by another process; waiting for it"
         ]
-        only._asked_at = 0  # a second later
+        only._others_checked_at = 0  # a second later
         assert [*only.advance()] == [], "said once"
         assert not only.is_done
         (run.folder / "summary.json").write_text("{}")
-    only._asked_at = 0
+    only._others_checked_at = 0
     assert [*only.advance()] == ["dense-seed0: was trained by another process"]
     assert only.is_done
 
@@ -407,7 +407,7 @@ def test_a_run_that_is_named_is_trained_alone_and_its_steps_are_told(
 def test_every_arm_is_timed_and_compared_with_the_baseline(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_ffn.studies.timing._SECONDS_OF_A_TURN", 0.005)
+    monkeypatch.setattr("moe_ffn.studies.timing._SECONDS_PER_RUN", 0.005)
     code, _, err = program("--config", "gating.yaml", "--time")
 
     assert code == 0

@@ -17,7 +17,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.data.split import changed
-from moe_ffn.data.token_files import TokenRow
+from moe_ffn.data.token_files import TokenSequence
 from moe_ffn.data.tokenizer import train_bpe
 
 IDS = np.random.default_rng(0).integers(0, 257, 1000).astype(np.uint16)
@@ -40,9 +40,9 @@ def config_of(folder: Path, **changes: Any) -> DataConfig:
     return DataConfig.model_validate({"corpus": corpus, "seq_len": 8, **changes})
 
 
-def row_of(folder: Path) -> TokenRow:
+def row_of(folder: Path) -> TokenSequence:
     paths = sorted(path for path in folder.iterdir() if path.suffix != ".md")
-    return TokenRow.of(paths, np.dtype(np.uint16))
+    return TokenSequence.of(paths, np.dtype(np.uint16))
 
 
 @given(start=st.integers(-5, 1005), stop=st.integers(-5, 1005), step=st.integers(1, 3))

@@ -173,7 +173,7 @@ def test_the_share_that_differs_counts_tokens_and_nan(tokens: Tokens) -> None:
     assert found == "DIFFERS on 3% of the tokens"  # 2 of 64
     assert compare(right._replace(grad_x_TD=0 * right.grad_x_TD), right).startswith("DIFFERS on ")
     for length in (0.9 * right.grad_norm, math.nan):
-        assert "times as long" in compare(right._replace(grad_norm=length), right)
+        assert "times ours" in compare(right._replace(grad_norm=length), right)
 
 
 def test_a_peer_that_breaks_is_skipped_with_its_reason(

@@ -22,6 +22,6 @@ def test_observing_costs_less_than_promised(
         ]
     )
 
-    found = re.search(r"^observing ([\d.]+)% of the time of a step", capsys.readouterr().out, re.M)
+    found = re.search(r"^observing takes ([\d.]+)% of a step", capsys.readouterr().out, re.M)
     assert found is not None
     assert 0 < float(found[1]) / 100 < MAX_OBSERVING

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moe_ffn.data.prepare import prepare
-from moe_ffn.parallel.layout import WHOLE, Layout
+from moe_ffn.parallel.layout import SINGLE_PROCESS, Layout
 from moe_ffn.parallel.sharding import full_tensor
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
@@ -40,7 +40,7 @@ class KeepGradient(Callback):
 def fit(
     config: TrainConfig,
     folder: Path,
-    layout: Layout = WHOLE,
+    layout: Layout = SINGLE_PROCESS,
     *more: Callback,
     precision: str = "32-true",
     weights: Mapping[str, Tensor] | None = None,
@@ -61,7 +61,9 @@ def fit(
     return module
 
 
-def first_gradient(config: TrainConfig, folder: Path, layout: Layout = WHOLE) -> dict[str, Tensor]:
+def first_gradient(
+    config: TrainConfig, folder: Path, layout: Layout = SINGLE_PROCESS
+) -> dict[str, Tensor]:
     """Train one step.
 
     Returns:

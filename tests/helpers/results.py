@@ -7,7 +7,7 @@ from copy import deepcopy
 from functools import cache
 from typing import Any
 
-from moe_ffn.config.yaml_files import merge, nest, validate
+from moe_ffn.config.yaml_files import merge, nest_options, validate
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.result import Curve, Outcome, RunResult
@@ -44,7 +44,7 @@ def make_result(
         options: by dotted keys, over the defaults.
         curve: its validation losses; the last is replaced by `loss`.
     """
-    config = merge(deepcopy(_defaults()), nest((options or {}).items()))
+    config = merge(deepcopy(_defaults()), nest_options((options or {}).items()))
     config |= {"seed": seed}
     del config["run"]
     losses: list[float | None] = [*(curve or [4.0, 3.0])[:-1], loss]

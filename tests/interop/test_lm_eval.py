@@ -135,7 +135,7 @@ def test_tasks_of_local_files(decoder: Decoder, tmp_path: Path) -> None:
 def test_what_cannot_be_asked_is_said(decoder: Decoder, tmp_path: Path) -> None:
     model = HarnessModel(decoder, TOKENIZER)
     with pytest.raises(
-        ConfigError, match=r"a continuation of 25 tokens, but sequences of the model"
+        ConfigError, match=r"a continuation of 25 tokens, but the model reads at most 24"
     ):
         model.loglikelihood([request("a", "b" * 25)])
     (tmp_path / "lost.yaml").write_text(

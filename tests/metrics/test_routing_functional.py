@@ -191,6 +191,9 @@ def test_a_routing_where_tensors_are_taken_is_refused_by_name(
 
 def test_churn_compares_the_same_tokens_and_experts() -> None:
     before, after = torch.zeros(4, 8, dtype=torch.bool), torch.zeros(4, 6, dtype=torch.bool)
-    message = r"^churn compares two routings of the same tokens .* shapes \(4, 8\) and \(4, 6\)$"
+    message = (
+        r"^churn compares two routings of the same tokens and experts, but got shapes \(4, 8\) and "
+        r"\(4, 6\)$"
+    )
     with pytest.raises(ValueError, match=message):
         churn(before, after)

@@ -82,6 +82,6 @@ def test_float64_is_not_trained_sharded() -> None:
     with pytest.raises(ConfigError) as raised:
         check_layout(config, 2, "64-true")
     assert str(raised.value) == (
-        "trainer.precision (64-true) does not go with parallel.shard and parallel.expert; use one of "
+        "trainer.precision (64-true) does not work with parallel.shard and parallel.expert; use one of "
         "32-true, bf16-mixed, bf16-true"
     )

@@ -299,9 +299,9 @@ def test_a_run_with_a_damaged_file_is_read(tmp_path: Path, name: str, what: str)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        (SUMMARY_FILE, '{"validation_loss": 1.2', "has lost its results: summary.json is damaged"),
-        (FACTS_FILE, "", "does not have its sizes: facts.json is damaged"),
-        (CONFIG_FILE, "model: {ffn: ", "does not say its seed: config.yaml is damaged"),
+        (SUMMARY_FILE, '{"validation_loss": 1.2', "has no results: its summary.json is damaged"),
+        (FACTS_FILE, "", "has no model sizes: its facts.json is damaged"),
+        (CONFIG_FILE, "model: {ffn: ", "has no seed: its config.yaml is damaged"),
     ],
 )  # fmt: skip
 def test_a_damaged_run_is_left_out_of_a_comparison_by_name(

@@ -157,7 +157,7 @@ def test_the_next_sweep_waits_for_the_runs_of_one_that_was_killed(scene: Path) -
     printed = Path("second.txt").read_text()
     assert second.exitcode == 0, printed
     for name in ("dense-seed0", "moe-seed0"):
-        assert f"{name}: is being trained by another process; waiting for that\n" in printed
+        assert f"{name}: is being trained by another process; waiting for it\n" in printed
         assert f"{name}: was trained by another process\n" in printed
     assert re.findall(r"^(\S+): training", printed, re.MULTILINE) == ["dense-seed1", "moe-seed1"]
     assert sorted(finished_at(Path("runs/gating"))) == RUNS

@@ -46,8 +46,8 @@ def test_checkpoints_on_a_disk_that_is_not_mounted_are_named(tmp_path: Path) -> 
 
     (line,) = done.own_lines
     assert line == (
-        f"error: '{run / CHECKPOINTS_FOLDER}' is a link to '{tmp_path / 'unmounted'}', which is not there; "
-        "mount its disk, or put it back"
+        f"error: '{run / CHECKPOINTS_FOLDER}' is a link to '{tmp_path / 'unmounted'}', which does not exist; "
+        "mount its disk, or restore it"
     )
 
 

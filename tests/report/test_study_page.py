@@ -135,7 +135,7 @@ def test_an_answer_stands_first_and_results_of_other_arms_are_no_part(
     with pytest.raises(ConfigError, match="gating: no result belongs to one of its arms, gelu"):
         study_page(study(GATING), with_another[-1:])
     begun = page_of(GATING, gating(swiglu=1.9)[:1])
-    assert "swiglu: one run of one seed" in begun["Result"]
+    assert "swiglu: one run with one seed" in begun["Result"]
 
 
 def test_one_arm_says_what_its_scatter_means_for_other_studies() -> None:
@@ -230,7 +230,7 @@ def test_isoflop_has_a_best_size_at_each_budget_or_says_why_none() -> None:
     assert "| sparse | 3.6e+07 | - | the loss is lowest at the largest size" in found
     assert re.search(r"dense: the best size grows as FLOPs to the power 0\.50 \[", found)
     assert "a line through two minima cannot show" in found
-    assert "sparse: Not for budgets outside" in found
+    assert "sparse: The fit is valid for budgets from" in found
     assert lines_of(page.figures["isoflop-dense"]) == ["3.6e+07 FLOPs", "1.4e+08 FLOPs"]
 
 

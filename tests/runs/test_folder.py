@@ -18,7 +18,7 @@ from moe_ffn.runs.folder import LOCK_FILE, is_trained_here, locked
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_of_runs, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(folder_of_runs, "_LOCK_TIMEOUT_SECONDS", 0.1)
 
 
 @pytest.mark.usefixtures("_impatient")

@@ -22,7 +22,7 @@ from moe_ffn.data.prepare import prepare
 from moe_ffn.data.split import Documents
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.identity import checkpoint_identity
-from moe_ffn.runs.resume import ResumePoint, newest_good, refusal_of_weights, rewind
+from moe_ffn.runs.resume import ResumePoint, first_usable, problem_of_weights, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
 from moe_ffn.training.recovery.checkpoint_file import step_name, write_checkpoint
@@ -131,7 +131,7 @@ def test_a_config_that_was_cut_short_is_refused(make_run: MakeRun) -> None:
     path.write_text("")
     with pytest.raises(
         ConfigError,
-        match=r"config.yaml' lacks seed and \d+ more, so it was cut short or is of another version; restore",
+        match=r"config.yaml' lacks seed and \d+ more, so it was cut short or is from another version; ",
     ):
         find(str(folder))
 
@@ -161,14 +161,14 @@ def test_the_newest_good_one_is_taken_and_the_others_named(tmp_path: Path) -> No
     for number in (1, 2, 3):
         write_checkpoint({"global_step": number}, paths[number])
 
-    found, skipped = newest_good(
+    found, skipped = first_usable(
         paths, lambda values: "is odd" if values["global_step"] == 1 else None
     )
 
     assert found is not None
     assert found == (paths[2], {"global_step": 2})
     assert skipped == ["0.ckpt is empty", "1.ckpt is odd"]
-    assert newest_good(paths[:2], lambda values: "is odd") == (
+    assert first_usable(paths[:2], lambda values: "is odd") == (
         None,
         ["0.ckpt is empty", "1.ckpt is odd"],
     )
@@ -197,8 +197,8 @@ OF_WEIGHTS = {"model": {"d_model": 16}, "data": {"seq_len": 8, "tokenizer": {"sh
 
 
 def test_a_good_checkpoint_is_accepted() -> None:
-    assert refusal_of_weights(CHECKPOINT, IDENTITY, MODEL) is None
-    assert refusal_of_weights(CHECKPOINT, OF_WEIGHTS, MODEL) is None
+    assert problem_of_weights(CHECKPOINT, IDENTITY, MODEL) is None
+    assert problem_of_weights(CHECKPOINT, OF_WEIGHTS, MODEL) is None
 
 
 def with_identity(**changed: Any) -> dict[str, Any]:
@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, bool]] = {
     ),
     "shape": (
         with_weights(weight=torch.zeros(3, 2)),
-        "has 'weight' in the shape (3, 2), not (2, 3)",
+        "has 'weight' of shape (3, 2), not (2, 3)",
         False,
     ),
     "weight": (with_weights(), "lacks the weight 'weight'", False),
@@ -243,13 +243,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, bool]] = {
 def test_a_checkpoint_of_something_else_is_refused(
     values: dict[str, Any], reason: str, has_weights: bool
 ) -> None:
-    assert refusal_of_weights(values, IDENTITY, MODEL) == reason
-    assert refusal_of_weights(values, OF_WEIGHTS, MODEL) == (None if has_weights else reason)
+    assert problem_of_weights(values, IDENTITY, MODEL) == reason
+    assert problem_of_weights(values, OF_WEIGHTS, MODEL) == (None if has_weights else reason)
 
 
 def test_bfloat16_weights_go_into_a_float32_model() -> None:
     state = {**STATE, "weight": STATE["weight"].bfloat16()}
-    assert refusal_of_weights({**CHECKPOINT, "state_dict": state}, OF_WEIGHTS, MODEL) is None
+    assert problem_of_weights({**CHECKPOINT, "state_dict": state}, OF_WEIGHTS, MODEL) is None
 
 
 # -- the program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_ffn.config.yaml_files import nest
+from moe_ffn.config.yaml_files import nest_options
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
 
@@ -21,7 +21,7 @@ def test_a_budget_by_hand() -> None:
         "trainer.max_steps": 5,
         "trainer.accumulate_grad_batches": 3,
     }
-    config = TrainConfig.model_validate(nest(options.items()))
+    config = TrainConfig.model_validate(nest_options(options.items()))
 
     found = Budget.of(config, vocab_size=32)
 

@@ -69,7 +69,7 @@ def test_two_seeds_are_shown_one_by_one_and_how_many_it_would_take() -> None:
     assert tables(found)[0].rows[1][4:] == ["-0.1000", "-", "-"]
     assert legend.endswith("; arms with fewer than 3 seeds have no interval")
     assert Comparison.of([r for r in gating(2) if r.arm == "gelu"]).verdicts == [
-        "gelu: 2.0000 and 2.0100 nats per token in 2 seeds; an interval takes 3."
+        "gelu: 2.0000 and 2.0100 nats per token in 2 seeds; an interval needs 3."
     ]
 
 
@@ -150,9 +150,7 @@ def test_of_one_seed_windows_of_the_text_are_resampled() -> None:
     assert arm.difference.interval.high - arm.difference.interval.low < 0.004, "paired"
     (verdict,) = found.verdicts
     assert verdict.startswith("swiglu is better than gelu by 0.0499 [0.0485, 0.0514] nats per")
-    assert verdict.endswith(
-        "in the one seed that they share; what another seed would say is not known."
-    )
+    assert verdict.endswith("in the one seed that they share; other seeds may differ.")
 
 
 def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
@@ -162,9 +160,7 @@ def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
         "gelu: 2.0200 [2.0004, 2.0396] nats per token over 5 seeds, whose standard deviation is 0.0158."
     ]
     one = Comparison.of([make_result("gelu")])
-    assert one.verdicts == [
-        "gelu: one run of one seed, which does not show what another seed would give."
-    ]
+    assert one.verdicts == ["gelu: one run with one seed; other seeds may differ."]
 
 
 # -- cost
@@ -309,7 +305,7 @@ def test_tuning_is_beside_and_not_mixed_in() -> None:
     # Over seeds 0 to 2 alone, which the runs of tuning have.
     assert table.losses["gelu"] == pytest.approx({"0.001": 2.4, "0.003": 2.01, "0.01": 2.3})
     assert table.verdict == (
-        "optimizer.learning_rate: the lowest means are at other values: 0.003 for gelu, 0.01 for swiglu; "
+        "optimizer.learning_rate: the lowest means are at different values: 0.003 for gelu, 0.01 for swiglu; "
         "there swiglu is 0.4093 [0.3838, 0.4348] below 0.003"
     )
 
@@ -368,7 +364,7 @@ def test_seconds_are_of_one_kind() -> None:
     assert (timed.arms[0].training_seconds, timed.arms[0].tokens_per_second) == (10, 100)
     assert [arm.step_seconds for arm in partly.arms] == [10.0, 10.0]
     assert partly.notes[-1] == (
-        "Seconds are of the runs' own clocks: not all arms were timed apart (b)."
+        "Seconds are measured in the runs, because not all arms were timed separately (b)."
     )
 
 
@@ -391,7 +387,7 @@ def test_several_seeds_of_which_one_is_shared_are_told_by_its_windows() -> None:
     ("num_seeds", "said"),
     [
         (2, "0.0450 below null, in the mean of 2 seeds, too few to judge"),
-        (3, "0.0700 [-0.0542, 0.1942] below null, which 3 seeds cannot tell from none"),
+        (3, "0.0700 [-0.0542, 0.1942] below null, not distinguishable from 0 with 3 seeds"),
     ],
 )
 def test_few_seeds_of_tuning_do_not_tell_a_little_from_nothing(num_seeds: int, said: str) -> None:
@@ -481,8 +477,8 @@ def test_arms_that_predict_other_tokens_stand_beside_and_are_not_compared() -> N
     arm = found.arm("bert")
     assert (arm.difference, arm.reached) == (None, None)
     assert found.verdicts[-1] == (
-        "bert predicts masked tokens (0.15 of them) and gelu next tokens, so that their losses do not "
-        "compare."
+        "bert predicts masked tokens (0.15 of them) and gelu next tokens, so their losses are not "
+        "comparable."
     )
     assert found.arm("swiglu").on_frontier["FLOPs"], "which has the lowest loss of its kind"
 
@@ -523,10 +519,10 @@ def test_other_numbers_of_tokens_and_other_machines_are_said() -> None:
     ]
 
     assert {
-        "The arms are not trained on equally many tokens: short on 500, long on 1,000; final losses are "
+        "The arms are trained on different numbers of tokens: short on 500, long on 1,000; final losses are "
         "compared as they are.",
-        "The runs differ in threads (1, 2): seconds do not compare, and losses move a little.",
-        "The runs differ in precision (32-true, bf16-mixed): losses and seconds may differ by it.",
+        "The runs differ in threads (1, 2): seconds are not comparable, and losses differ slightly.",
+        "The runs differ in precision (32-true, bf16-mixed): losses and seconds may depend on it.",
     } <= set(Comparison.of(results).notes)
 
 

@@ -53,7 +53,7 @@ def test_what_the_study_plans_and_is_not_there_is_counted_and_the_first_are_name
     note = gather([write_study(tmp_path / "s", text, *found)]).compare().notes[-1]
     # Of the two of six that are there one is left out, which is said elsewhere.
     assert note == (
-        "4 of the 6 runs of the study are not among these: a-seed2, b-seed0, b-seed1 and 1 more."
+        "4 of the 6 runs of the study are missing here: a-seed2, b-seed0, b-seed1 and 1 more."
     )
 
 

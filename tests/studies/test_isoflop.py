@@ -94,7 +94,7 @@ def test_the_power_law_of_the_minima_is_found_again() -> None:
     assert found.exponent.low < 0.5 < found.exponent.high
     assert found.exponent.high - found.exponent.low < 0.1
     assert minima(found) == pytest.approx([0.1 * c**0.5 for c in (1e13, 3e13, 1e14, 3e14)], rel=0.1)
-    assert found.limits.startswith("Not for budgets outside of 1e+13 to 3e+14 FLOPs")
+    assert found.limits.startswith("The fit is valid for budgets from 1e+13 to 3e+14 FLOPs")
 
 
 def test_budgets_without_a_minimum_are_named_and_left_out() -> None:

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.studies.leverage import compute_at, leverage
+from moe_ffn.studies.leverage import flops_at, leverage
 
 
 def test_compute_is_read_between_the_points_of_a_curve() -> None:
     flops, losses = [1e10, 1e11, 1e12], [4.0, 3.0, 2.0]
-    assert compute_at(3.0, flops, losses) == pytest.approx(1e11)
-    assert compute_at(2.5, flops, losses) == pytest.approx(10**11.5)
-    assert compute_at(4.0, flops, losses) == pytest.approx(1e10)
-    assert compute_at(4.1, flops, losses) is None, "before the first point"
-    assert compute_at(1.9, flops, losses) is None, "never reached"
+    assert flops_at(3.0, flops, losses) == pytest.approx(1e11)
+    assert flops_at(2.5, flops, losses) == pytest.approx(10**11.5)
+    assert flops_at(4.0, flops, losses) == pytest.approx(1e10)
+    assert flops_at(4.1, flops, losses) is None, "before the first point"
+    assert flops_at(1.9, flops, losses) is None, "never reached"
     # A loss that rises again was reached when it was first low.
-    assert compute_at(3.0, [*flops, 1e13], [4.0, 3.0, 3.5, 2.0]) == pytest.approx(1e11)
+    assert flops_at(3.0, [*flops, 1e13], [4.0, 3.0, 3.5, 2.0]) == pytest.approx(1e11)
     # And the next lower loss lies on the line from the low one on, not from where it had risen to.
-    assert compute_at(2.5, [*flops, 1e13], [4.0, 3.0, 3.5, 2.0]) == pytest.approx(10**12.5)
+    assert flops_at(2.5, [*flops, 1e13], [4.0, 3.0, 3.5, 2.0]) == pytest.approx(10**12.5)
 
 
 def curve(factor: float, seed: int = 0) -> tuple[list[float], list[float]]:
@@ -69,9 +69,7 @@ def test_arms_without_anything_in_common_have_no_leverage() -> None:
     beyond = {0: curve(1.5), 1: ([1e12], [0.1])}
     with pytest.raises(ConfigError, match="have no loss in common in 1 of 2 seeds"):
         leverage({0: curve(1), 1: curve(1)}, beyond)
-    with pytest.raises(
-        ConfigError, match="a curve needs rising FLOPs, and a loss for each of them"
-    ):
+    with pytest.raises(ConfigError, match="a curve needs rising FLOPs, and one loss for each"):
         leverage({0: ([2, 1], [9, 8])}, {0: curve(2)})
     with pytest.raises(ConfigError, match="loss: must be positive and finite"):
         leverage({0: ([1, 2], [9, math.nan])}, {0: curve(2)})

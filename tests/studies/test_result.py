@@ -153,7 +153,9 @@ def test_a_damaged_table_is_not_written_over(tmp_path: Path) -> None:
     damaged = table.read_text()[:-100]
     table.write_text(damaged)
 
-    with pytest.raises(ConfigError, match=r"results\.jsonl:2' is no result of a run: Invalid JSON"):
+    with pytest.raises(
+        ConfigError, match=r"results\.jsonl:2' is not the result of a run: Invalid JSON"
+    ):
         add_results(tmp_path, [make_result("dense", 2)])
 
     assert table.read_text() == damaged

@@ -113,14 +113,14 @@ def test_of_too_few_runs_none_is_held_out() -> None:
         (
             {"C": [1, 2, 4]},
             [3, 2, 1],
-            "3 runs at 3 sizes cannot determine 3 parameters; it takes 3",
+            "3 runs at 3 sizes cannot determine 3 parameters; give at least 3",
         ),
         ({"C": [1, 1, 2, 2]}, [3, 3, 2, 1], "4 runs at 2 sizes cannot determine 3 parameters"),
         ({"C": []}, [], "0 runs at 0 sizes cannot determine 3 parameters"),
         (
             {"C": [1, 2, 4, 8]},
             [2, 2, 2, 2],
-            "the loss is the same in all runs, so that its effect cannot be fitted",
+            "the loss is the same in all runs, so no fit can show its effect",
         ),
         (
             {"C": [1, 2, 4, math.inf]},
@@ -152,6 +152,6 @@ def test_a_power_law_without_a_floor_is_fitted_though_the_floor_changes_nothing(
     losses = [2.1, 2.02, 2.0, 2.02, 2.1]
     found = fit(POWER, sizes, losses, num_resamples=10)
     assert np.isfinite(found.residuals).all()
-    assert found.limits.startswith("Not for sizes outside of those fitted (C from 1 to 16)")
+    assert found.limits.startswith("The fit is valid for the fitted sizes (C from 1 to 16)")
     assert "the runs do not determine " in found.limits
     assert found.limits.endswith(".")

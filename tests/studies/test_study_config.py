@@ -183,8 +183,8 @@ def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
         ),
         (
             "{arms: {a/b: {}}}",
-            "arms: an arm must be the name of one folder, up to 200 bytes, got 'a/b-seed0'; give it a "
-            "name under `arms`",
+            "arms: an arm must be the name of one folder, up to 200 bytes, got 'a/b-seed0'; name it "
+            "under `arms`",
         ),
         (
             "{arms: {a: {}}, grid: {model.d_model: [16]}, tuning: {seeds: [0], grid: {model.d_model: [8]}}}",

@@ -158,7 +158,8 @@ def test_a_mixture_that_is_better_is_named_with_its_gain_and_cost(tmp_path: Path
         "moe_8_top2 trains at 42 tokens per second against 50, with 600 MB of memory against 600, at equal "
         "FLOPs and with 3.0 times the parameters.",
         "This rests on 5 seeds of each (p < 0.001), models of 0.50 M active parameters and 0.0 M tokens; "
-        "shorter runs chose these two among 6, and larger or longer ones may order them otherwise.",
+        "shorter runs chose these two blocks from 6, and larger models or longer runs may order them "
+        "differently.",
     ]
     assert validate(TrainConfig, read_yaml(tmp_path / "config.yaml", "")).model.ffn.type == "moe"
 
@@ -179,7 +180,9 @@ def test_a_difference_that_the_time_does_not_show_says_what_time_would(tmp_path:
         "Cannot tell moe_8_top2 from gelu within this time: the difference is -0.0160 [-0.1"
     )
     # sd 0.1108 and a difference of 0.016 need 379 pairs of runs, where 10 minutes train five.
-    assert first.endswith("nats per token; 12.6 h would. Until then train gelu, the simpler one.")
+    assert first.endswith(
+        "nats per token; 12.6 h would be enough. Until then train gelu, the simpler block."
+    )
 
 
 def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Path) -> None:
@@ -189,8 +192,8 @@ def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Pa
     # Halved by the last doubling of the steps, so that one more would bring it to zero.
     assert found.comparison.verdicts[0] == (
         "Cannot tell moe_8_top2 from gelu within this time: gelu ends 0.0500 nats per token below "
-        "moe_8_top2, but was 0.1000 below at half of the training, so that longer runs may reverse the "
-        "order; 40 min would show it. Until then train gelu, the simpler one."
+        "moe_8_top2, but was 0.1000 below halfway through training, so longer runs may reverse the "
+        "order; 40 min would show it. Until then train gelu, the simpler block."
     )
     kept = answer(question(), tmp_path, last_round(ends, at_half=0.06)).comparison.verdicts[0]
     assert kept.startswith("Use gelu: it ends 0.0500")
@@ -240,7 +243,7 @@ def test_the_width_suits_the_text_and_the_time(monkeypatch: pytest.MonkeyPatch) 
     text.train = range(10_000_000)
     monkeypatch.setattr(which, "_timed", lambda data, width, arms: dict.fromkeys(arms, 0.05))
     with pytest.raises(
-        ConfigError, match=r"2 minutes leave 0 steps .* 400 are the least; give at least \d+$"
+        ConfigError, match=r"2 minutes leave 0 steps .* 400 are needed; give at least \d+$"
     ):
         Question.measured(["text"], 2, 2, print)
     monkeypatch.setattr(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_ffn import DecoderConfig
 from moe_ffn.config.yaml_files import to_yaml
-from moe_ffn.parallel.layout import WHOLE
+from moe_ffn.parallel.layout import SINGLE_PROCESS
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
 from tests.helpers.first_gradient import first_gradient, fit
@@ -131,7 +131,7 @@ class Counts(Callback):
 def counts_on_a_rank(rank: int, configs: list[TrainConfig], folder: Path) -> Any:
     watchers = [Counts() for _ in configs]
     for config, counts in zip(configs, watchers, strict=True):
-        fit(config, folder, WHOLE, counts)
+        fit(config, folder, SINGLE_PROCESS, counts)
     return [counts.of_batches for counts in watchers]
 
 

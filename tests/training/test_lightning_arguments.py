@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from moe_ffn.config.errors import ConfigError, explain
 from moe_ffn.runs.assemble import make_token_data
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.validate import LAUNCHED, require_valid
+from moe_ffn.runs.validate import LAUNCHER_VARIABLES, require_valid
 from moe_ffn.training.config import TrainerConfig
 from tests.helpers.fitted import Fit, Fitted
 from tests.helpers.own_block import OWN_BLOCK
@@ -128,12 +128,14 @@ def test_what_lightning_takes_is_passed_on() -> None:
 
 
 # Of SLURM Lightning reads more, and checks it.
-@pytest.mark.parametrize("variable", [name for name in LAUNCHED if not name.startswith("SLURM")])
+@pytest.mark.parametrize(
+    "variable", [name for name in LAUNCHER_VARIABLES if not name.startswith("SLURM")]
+)
 def test_machines_that_a_launcher_has_started_are_taken(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     config = TrainConfig.model_validate({"trainer": {"num_nodes": 2, "accelerator": "cpu"}})
-    for name in LAUNCHED:
+    for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=r"^trainer\.num_nodes \(2\): .* torchrun "):
         require_valid(config)

@@ -125,7 +125,7 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
 
 
 def test_every_balancing_loss_has_a_weight_and_every_weight_a_loss() -> None:
-    weighted = {name for name, loss in BALANCING_LOSSES.items() if not loss.moved_by_rule}
+    weighted = {name for name, loss in BALANCING_LOSSES.items() if not loss.weight_set_by_rule}
     assert weighted == set(BalancingWeights.model_fields)
     assert weighted < set(ObjectiveConfig.model_fields)
 

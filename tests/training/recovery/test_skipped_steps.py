@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision.amp import MixedPrecision
 from torch import Tensor
 
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.parallel.layout import WHOLE
+from moe_ffn.parallel.layout import SINGLE_PROCESS
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training import module as module_file
@@ -314,7 +314,7 @@ def faulty_on_a_rank(
     module_file.objective = broken
     try:
         fault = [Fault(ROUTER, math.nan, range(5, 6))] if rank == last else []
-        module = fit_on(config, folder, WHOLE, watch, *fault)
+        module = fit_on(config, folder, SINGLE_PROCESS, watch, *fault)
     finally:
         module_file.objective = real
     weights = {name: value.clone() for name, value in module.state_dict().items()}
