@@ -90,7 +90,7 @@ def write_pictures() -> None:
     with TemporaryDirectory() as folder, chromium() as browser:
         for file in STUDIES:
             page = page_of(file)
-            for name in page.shown:
+            for name in page.pictures:
                 svg = draw(browser, Path(folder), page.figures[Path(name).stem])
                 (PAGES / page.name / name).write_text(f"{svg}\n", encoding="utf-8")
 
@@ -170,7 +170,7 @@ def test_rows_of_the_leaderboard_follow_from_the_results(
 )
 def test_pictures_are_what_chromium_draws_of_the_results(browser: Browser, tmp_path: Path) -> None:
     for page in (page_of(file) for file in STUDIES if StudyConfig.read(file).figures):
-        for name in page.shown:
+        for name in page.pictures:
             kept = (PAGES / page.name / name).read_text(encoding="utf-8")
             svg = draw(browser, tmp_path, page.figures[Path(name).stem])
             ours, theirs = (numbers(str(DRAWN.findall(text))) for text in (kept, svg))

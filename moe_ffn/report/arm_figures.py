@@ -1,4 +1,4 @@
-"""Figures of several arms, each of one or more runs: functions that return a plotly figure.
+"""Plotly figures of several arms, each of one or more runs.
 
     from moe_ffn.report import arm_figures
     from moe_ffn.studies.gather import gather
@@ -8,8 +8,8 @@
     arm_figures.frontier(comparison, "FLOPs")
     arm_figures.differences(comparison)
 
-An arm has the same colour and dash in all figures. A figure with nothing to draw raises `NotMeasuredError`.
- The pages of comparisons and studies show these figures.
+An arm has the same colour and dash in all figures. A figure without data raises `NotMeasuredError`. The
+pages of comparisons and studies show these figures.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ AXES: dict[Over, str] = {
     "steps": "optimizer steps",
 }
 
-Loss = Literal["validation", "train"]
+Split = Literal["validation", "train"]
 
-LOSSES: dict[Loss, str] = {"validation": "Validation loss", "train": "Training loss"}
+LOSSES: dict[Split, str] = {"validation": "Validation loss", "train": "Training loss"}
 
 LATE = 0.25
 """Fraction of training that is ignored when the range of the loss axis is chosen."""
@@ -51,56 +51,56 @@ _MIN_SPAN = 0.1
 """Minimum length of an axis of costs, as a fraction of the largest cost."""
 
 LOSS_AXIS = "loss (nats per token)"
-AT = "%{y:.4f} at %{x:,.4~s}"
+HOVER = "%{y:.4f} at %{x:,.4~s}"
 
 Points = tuple[list[float | None], list[float | None]]
 """x values and losses of a curve; None for a missing or non-finite value."""
 
 
-def curves_of(arm: Arm, of: Loss, over: Over) -> list[Points]:
+def curves_of(arm: Arm, of: Split, over: Over) -> list[Points]:
     """Return the curve of each seed that has both x values and losses."""
-    found: list[Points] = []
+    curves: list[Points] = []
     for result in arm.results:
         curve = result.validation if of == "validation" else result.train
-        places: list[float | None]
+        xs: list[float | None]
         if over == "FLOPs":
             per_token = TRAINING_FLOPS * result.budget.model.flops_per_token
-            places = [per_token * x for x in curve.tokens]
+            xs = [per_token * x for x in curve.tokens]
         elif over == "seconds" and arm.timed_step_seconds is not None:
-            places = [step * arm.timed_step_seconds for step in curve.steps]
+            xs = [step * arm.timed_step_seconds for step in curve.steps]
         else:
-            places = list(getattr(curve, over))
-        if len(places) == len(curve.losses) and any(x is not None for x in places):
-            found.append((places, list(curve.losses)))
-    return found
+            xs = list(getattr(curve, over))
+        if len(xs) == len(curve.losses) and any(x is not None for x in xs):
+            curves.append((xs, list(curve.losses)))
+    return curves
 
 
-def axes_of(arms: Sequence[Arm], of: Loss) -> list[Over]:
+def axes_of(arms: Sequence[Arm], of: Split) -> list[Over]:
     """Return the axes for which every arm with this loss has x values; none if each curve is one point."""
     drawn = [arm for arm in arms if curves_of(arm, of, "steps")]
-    if all(len(places) == 1 for arm in drawn for places, _ in curves_of(arm, of, "steps")):
+    if all(len(steps) == 1 for arm in drawn for steps, _ in curves_of(arm, of, "steps")):
         return []
     return [over for over in AXES if drawn and all(curves_of(arm, of, over) for arm in drawn)]
 
 
-def losses(arms: Sequence[Arm], over: Over = "tokens", of: Loss = "validation") -> go.Figure:
+def losses(arms: Sequence[Arm], over: Over = "tokens", of: Split = "validation") -> go.Figure:
     """Draw the mean loss of each arm over training, with its 95 % interval over seeds.
 
     An arm with fewer than `MIN_SEEDS` seeds has a line per seed instead.
 
     Args:
-        of: loss on the validation split, or in training.
+        of: `validation`, or `train` for the loss of the training steps.
     """
     traces: list[go.Scatter] = []
-    late: list[Interval] = []
-    seeds: set[int] = set()
+    late_losses: list[Interval] = []
+    seed_counts: set[int] = set()
     for number, arm in enumerate(arms):
         curves = curves_of(arm, of, over)
-        of_lines = [curves] if len(curves) >= MIN_SEEDS else [[curve] for curve in curves]
-        lines = [points for points in map(_means, of_lines) if points]
+        groups = [curves] if len(curves) >= MIN_SEEDS else [[curve] for curve in curves]
+        lines = [points for points in map(_means, groups) if points]
         if not lines:
             continue
-        seeds.add(len(curves))
+        seed_counts.add(len(curves))
         last = fmean(points[-1][1].value for points in lines)
         for place, points in enumerate(lines):
             traces += _band(arm.name, number, points)
@@ -109,7 +109,7 @@ def losses(arms: Sequence[Arm], over: Over = "tokens", of: Loss = "validation") 
                 arm.name,
                 [rounded(x) for x, _ in points],
                 [round(y.value, 5) for _, y in points],
-                AT,
+                HOVER,
                 f" {last:.4f}",
                 marker={"size": 5},
                 mode="lines+markers" if len(points) <= 40 else "lines",
@@ -117,18 +117,18 @@ def losses(arms: Sequence[Arm], over: Over = "tokens", of: Loss = "validation") 
                 showlegend=place == 0,
             )
             traces.append(trace)
-            late += [loss for x, loss in points if x >= LATE * points[-1][0]]
+            late_losses += [loss for x, loss in points if x >= LATE * points[-1][0]]
     if not traces:
         raise NotMeasuredError(f"no arm has a {LOSSES[of].lower()} over {over}")
     notes: list[str] = []
-    if max(seeds) >= MIN_SEEDS:
+    if max(seed_counts) >= MIN_SEEDS:
         notes.append("Lines are means over seeds, bands their 95% intervals (Student's t).")
-    if any(1 < count < MIN_SEEDS for count in seeds):
+    if any(1 < count < MIN_SEEDS for count in seed_counts):
         notes.append(
             f"Arms with fewer than {MIN_SEEDS} seeds have a line per seed and no interval."
         )
     y_axis: dict[str, Any] = {}
-    top, bottom = max(loss.value for loss in late), min(loss.low for loss in late)
+    top, bottom = max(loss.value for loss in late_losses), min(loss.low for loss in late_losses)
     if top > bottom:
         pad = 0.05 * (top - bottom)
         y_axis["range"] = [bottom - pad, top + pad]
@@ -140,8 +140,8 @@ def losses(arms: Sequence[Arm], over: Over = "tokens", of: Loss = "validation") 
 def _means(curves: Sequence[Points]) -> list[tuple[float, Interval]]:
     """Return (mean x, mean loss with its interval) of each point that all curves have."""
     points: list[tuple[float, Interval]] = []
-    for found in zip(*(zip(*curve, strict=True) for curve in curves), strict=False):
-        known = [(x, y) for x, y in found if x is not None and y is not None]
+    for point in zip(*(zip(*curve, strict=True) for curve in curves), strict=False):
+        known = [(x, y) for x, y in point if x is not None and y is not None]
         if len(known) == len(curves):
             xs, ys = zip(*known, strict=True)
             mean = fmean(ys)
@@ -150,7 +150,7 @@ def _means(curves: Sequence[Points]) -> list[tuple[float, Interval]]:
 
 
 def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> list[go.Scatter]:
-    """Return the band between the ends of the intervals, if there are any."""
+    """Return the band between the ends of the intervals; empty without intervals."""
     if all(y.low == y.high for _, y in points):
         return []
     xs = [rounded(x) for x, _ in points]
@@ -197,7 +197,7 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
                 arm.name,
                 [x],
                 [arm.loss],
-                AT,
+                HOVER,
                 f" {arm.loss:.4f}",
                 marker={"size": 9, "symbol": number // len(SERIES)},
                 mode="markers+text" if len(arms) <= MAX_LABELS else "markers",
@@ -239,9 +239,9 @@ def differences(comparison: Comparison) -> go.Figure:
     if not rows:
         raise NotMeasuredError(f"no arm has a difference from {comparison.baseline}")
     traces: list[go.Scatter] = []
-    for number, arm, found in rows:
+    for number, arm, paired in rows:
         y = _short(arm.name)
-        if found.interval is None:
+        if paired.interval is None:
             xs = comparison.seed_differences(arm)
             hover = "%{x:+.4f} in one seed"
             options: dict[str, Any] = {
@@ -249,18 +249,20 @@ def differences(comparison: Comparison) -> go.Figure:
                 "mode": "markers",
             }
         else:
-            mean, low, high = found.interval
+            mean, low, high = paired.interval
             xs, hover = [mean], f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
             options = {
-                "marker": {"size": 10, "symbol": "circle" if found.is_claimed else "circle-open"},
+                "marker": {"size": 10, "symbol": "circle" if paired.is_claimed else "circle-open"},
                 "mode": "markers+text",
                 "text": [f"{mean:+.4f}"],
                 "textposition": "top center",
-                "error_x": error_bar(mean, found.interval, number),
+                "error_x": error_bar(mean, paired.interval, number),
             }
         traces.append(arm_trace(number, arm.name, xs, [y] * len(xs), hover, **options))
     x_axis = {
-        "title": axis_title(f"loss minus that of {_short(comparison.baseline)} (nats per token)"),
+        "title": axis_title(
+            f"loss minus the loss of {_short(comparison.baseline)} (nats per token)"
+        ),
         "zeroline": True,
         "zerolinewidth": 2,
         "rangemode": "tozero",
@@ -271,15 +273,15 @@ def differences(comparison: Comparison) -> go.Figure:
         "range": [len(rows) - 0.5, -0.7],  # first arm on top, with room for its label
         "showgrid": False,
     }
-    over = {found.over for _, _, found in rows if found.interval is not None}
-    pairs = {"seeds": "seeds, paired", "windows": "windows of the text, with one seed"}
+    over = {paired.over for _, _, paired in rows if paired.interval is not None}
+    kinds = {"seeds": "seeds, paired", "windows": "windows of the text, with one seed"}
     note = f"Left of 0 is better than {comparison.baseline}."
     if over:
         note += (
-            f" Bars are 95% intervals over {' or '.join(pairs[o] for o in sorted(over))}; a filled circle is "
-            "significant after Holm's correction."
+            f" Bars are 95% intervals over {' or '.join(kinds[kind] for kind in sorted(over))}; a filled "
+            "circle is significant after Holm's correction."
         )
-    if any(found.interval is None for _, _, found in rows):
+    if any(paired.interval is None for _, _, paired in rows):
         note += f" Arms with fewer than {MIN_SEEDS} seeds have a point per seed and no interval."
     title = f"Difference from {comparison.baseline}"
     return arms_figure(
@@ -287,19 +289,19 @@ def differences(comparison: Comparison) -> go.Figure:
     )
 
 
-def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
+def tuning(comparison: Comparison, tuned: Tuning) -> go.Figure:
     """Draw the final loss of each arm over the values of the tuned option.
 
     Args:
-        found: one of `comparison.tuning`.
+        tuned: one of `comparison.tuning`.
     """
-    if not any(found.losses.values()):
-        raise NotMeasuredError(f"no arm was tuned over {found.option}")
+    if not any(tuned.losses.values()):
+        raise NotMeasuredError(f"no arm was tuned over {tuned.option}")
     traces: list[go.Scatter] = []
     names = [arm.name for arm in comparison.arms]
-    for arm, by_value in found.losses.items():
-        values = [value for value in found.values if value in by_value]
-        best = found.best[arm]
+    for arm, by_value in tuned.losses.items():
+        values = [value for value in tuned.values if value in by_value]
+        best = tuned.best[arm]
         traces.append(
             arm_trace(
                 names.index(arm),
@@ -314,13 +316,13 @@ def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
         )
     # Categories are evenly spaced: most values form a geometric series, and some are not numbers.
     x_axis = {
-        "title": axis_title(found.option),
+        "title": axis_title(tuned.option),
         "type": "category",
         "categoryorder": "array",
-        "categoryarray": list(found.values),
+        "categoryarray": list(tuned.values),
     }
-    note = f"{found.verdict}. A large point is the best value of an arm."
-    return arms_figure(traces, f"Final loss by {found.option}", note, x_axis)
+    note = f"{tuned.verdict}. A large point is the best value of an arm."
+    return arms_figure(traces, f"Final loss by {tuned.option}", note, x_axis)
 
 
 # -- parts of figures
@@ -335,9 +337,7 @@ def arms_figure(
     **layout: Any,
 ) -> go.Figure:
     num_named = sum(trace.showlegend is not False for trace in traces)
-    layout = {
-        "height": 380 + 12 * max(num_named - 6, 0)
-    } | layout  # a long legend needs more height
+    layout.setdefault("height", 380 + 12 * max(num_named - 6, 0))  # a long legend needs more height
     y_axis = {"title": axis_title(LOSS_AXIS), **(y_axis or {})}
     return curves_figure(traces, title, note, x_axis, y_axis, **layout)
 
@@ -348,11 +348,11 @@ def arm_trace(
     x: Sequence[Any],
     y: Sequence[Any],
     hover: str,
-    shown: str = "",
+    suffix: str = "",
     **options: Any,
 ) -> go.Scatter:
     hover = f"{label(name)}: {hover}<extra></extra>"
-    return scatter(name, x, y, style_of(number), hover, shown, **options)
+    return scatter(name, x, y, style_of(number), hover, suffix, **options)
 
 
 def error_bar(value: float, interval: Interval, number: int) -> dict[str, Any]:

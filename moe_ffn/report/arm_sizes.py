@@ -13,7 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.metrics.plotting import axis_title
-from moe_ffn.report.arm_figures import AT, LOSS_AXIS, arm_trace, arms_figure, error_bar
+from moe_ffn.report.arm_figures import HOVER, LOSS_AXIS, arm_trace, arms_figure, error_bar
 from moe_ffn.report.html import compact
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval
 
@@ -44,7 +44,7 @@ def over_sizes(
     """
     traces: list[go.Scatter] = []
     for number, line in enumerate(lines):
-        traces += _sized(number, line)
+        traces += _traces_of(number, line)
     ticks = _ticks(sorted({x for line in lines for x in line.points}))
     x_axis = {
         "title": axis_title(size),
@@ -69,18 +69,18 @@ def _ticks(sizes: Sequence[float]) -> Sequence[float]:
     return [2.0**power for power in range(low, high + 1, -(-(high - low) // MAX_TICKS) or 1)]
 
 
-def _sized(number: int, line: SizedLine) -> list[go.Scatter]:
+def _traces_of(number: int, line: SizedLine) -> list[go.Scatter]:
     xs = sorted(line.points)
     means = [fmean(line.points[x]) for x in xs]
     intervals = [mean_interval(line.points[x]) for x in xs]
-    margins = [found.high - found.value if found else 0 for found in intervals]
+    margins = [interval.high - interval.value if interval else 0 for interval in intervals]
     traces = [
         arm_trace(
             number,
             line.name,
             xs,
             means,
-            AT,
+            HOVER,
             marker={"size": 7},
             mode="markers" if line.curve else "lines+markers",
             error_y={"type": "data", "array": margins} if any(margins) else None,
@@ -92,16 +92,16 @@ def _sized(number: int, line: SizedLine) -> list[go.Scatter]:
         hidden = {"legendgroup": str(number), "showlegend": False}
         traces.append(arm_trace(number, line.name, x, y, hover, **hidden, **options))
 
-    if any(len(found) > 1 for found in line.points.values()):
+    if any(len(values) > 1 for values in line.points.values()):
         pairs = [(x, y) for x in xs for y in line.points[x]]
         seeds = {"marker": {"size": 4, "opacity": 0.5}, "mode": "markers"}
-        add([x for x, _ in pairs], [y for _, y in pairs], f"{AT}, one seed", **seeds)
+        add([x for x, _ in pairs], [y for _, y in pairs], f"{HOVER}, one seed", **seeds)
     if line.curve is not None:
         fine = np.geomspace(xs[0], xs[-1], 60)
-        add(fine.tolist(), np.asarray(line.curve(fine)).tolist(), f"{AT}, fitted", mode="lines")
+        add(fine.tolist(), np.asarray(line.curve(fine)).tolist(), f"{HOVER}, fitted", mode="lines")
     if line.minimum is not None and line.curve is not None:
         lowest = float(line.curve(np.array([line.minimum.value]))[0])
         bar = {**error_bar(line.minimum.value, line.minimum, number), "thickness": 3}
         marker = {"symbol": "triangle-down", "size": 11}
-        add([line.minimum.value], [lowest], AT, mode="markers", marker=marker, error_x=bar)
+        add([line.minimum.value], [lowest], HOVER, mode="markers", marker=marker, error_x=bar)
     return traces

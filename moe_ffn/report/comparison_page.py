@@ -1,4 +1,4 @@
-"""Page that compares runs: verdict, tables and figures of their arms."""
+"""Page that compares runs: verdicts, tables and figures of their arms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_ffn.report.arm_figures import AXES, LOSSES
 from moe_ffn.report.comparison_tables import tables, tuning_tables
 from moe_ffn.report.drawing import style_of
 from moe_ffn.report.plots import (
-    FIRST,
+    OPEN_MEASURES,
     Plot,
     choice_of,
     numbered,
@@ -61,11 +61,11 @@ def comparison_html(
         runs: runs whose balance, alarms and progress the page shows.
     """
     arms = list(comparison.arms) if comparison else []
-    compared = gathered.arms if comparison else {}
+    arm_of_folder = gathered.arms if comparison else {}
     results = list(gathered.results)
     arm_of = {result.shown_name: result.main_arm for result in results if comparison}
     for run in runs:
-        if run.folder in compared:
+        if run.folder in arm_of_folder:
             continue
         result = None
         with suppress(ConfigError):  # the options of a damaged run are missing
@@ -74,25 +74,25 @@ def comparison_html(
         if result is not None and run.name not in [known.shown_name for known in results]:
             results.append(result)
     numbers = {arm.name: number for number, arm in enumerate(arms)}
-    of_arms: dict[str, list[Run]] = {name: [] for name in numbers}
+    runs_of_arm: dict[str, list[Run]] = {name: [] for name in numbers}
     for run in runs:
-        of_arms[compared.get(run.folder, run.name)].append(run)
+        runs_of_arm[arm_of_folder.get(run.folder, run.name)].append(run)
     differs = {arm.name: arm.differs for arm in comparison.arms} if comparison else {}
     if len(differs) < 2:
         differs = {r.shown_name: option_differences(results[0].config, r.config) for r in results}
     question = comparison.question if comparison else ""
-    shown = [*tables(comparison), *tuning_tables(comparison)] if comparison else []
-    # The name of a single arm would not name its runs.
-    called = [*numbers] if len(numbers) > 1 or not runs else [run.name for run in runs]
-    joined = ", ".join(called)
+    all_tables = [*tables(comparison), *tuning_tables(comparison)] if comparison else []
+    # A page of a single arm is named after its runs.
+    names = [*numbers] if len(numbers) > 1 or not runs else [run.name for run in runs]
+    joined = ", ".join(names)
     folders = {**gathered.folders, **{run.name: run.folder for run in runs}}
     return render_plots(
         "runs.html",
-        plots_of_arms(comparison, arms, of_arms),
+        plots_of_arms(comparison, arms, runs_of_arm),
         script=shared_script(output) if output else None,
         reload_every=reload_every,
-        title=question or (joined if len(joined) <= 80 else f"{len(called)} arms"),
-        heading=question or " · ".join(called),
+        title=question or (joined if len(joined) <= 80 else f"{len(names)} arms"),
+        heading=question or " · ".join(names),
         comparison=comparison,
         problem=problem,
         left_out=gathered.left_out.values(),
@@ -104,52 +104,56 @@ def comparison_html(
         links=_links(folders, output) if output else {},
         number_of=numbers,
         style_of=style_of,
-        loss_tables=shown[:1],
-        other_tables=shown[1:],
+        loss_tables=all_tables[:1],
+        other_tables=all_tables[1:],
         run_summary=run_summary,
     )
 
 
 def plots_of_arms(
-    comparison: Comparison | None,
-    arms: Sequence[Arm],
-    runs: Mapping[str, Sequence[Run]],
+    comparison: Comparison | None, arms: Sequence[Arm], runs: Mapping[str, Sequence[Run]]
 ) -> dict[str, list[Plot]]:
     """Return section of `runs.html` -> its plots.
 
     Args:
         comparison: None if the runs cannot be compared; then only curves are drawn.
         arms: all arms with curves; their order determines the colours.
-        runs: arm -> its runs with rows of training, in the same order.
+        runs: arm -> its runs, in the same order.
     """
     answer: list[Plot] = []
     tuning: list[Plot] = []
     if comparison is not None:
         if any(arm.difference for arm in comparison.arms):
             answer.append(plot_of(arm_figures.differences(comparison)))
-        known = [c for c, of in COSTS.items() if all(of(arm) for arm in comparison.arms)]
-        costs = {cost: arm_figures.frontier(comparison, cost) for cost in known}
-        answer += [choice_of(costs, choice="cost")] if costs else []
-        tuning = [plot_of(arm_figures.tuning(comparison, found)) for found in comparison.tuning]
+        frontiers = {
+            cost: arm_figures.frontier(comparison, cost)
+            for cost, cost_of in COSTS.items()
+            if all(cost_of(arm) for arm in comparison.arms)
+        }
+        answer += [choice_of(frontiers, choice="cost")] if frontiers else []
+        tuning = [plot_of(arm_figures.tuning(comparison, tuned)) for tuned in comparison.tuning]
     curves = [
-        choice_of({AXES[axis]: arm_figures.losses(arms, axis, of) for axis in axes}, choice="over")
-        for of in LOSSES
-        if (axes := arm_figures.axes_of(arms, of))
+        choice_of(
+            {AXES[axis]: arm_figures.losses(arms, axis, split) for axis in axes}, choice="over"
+        )
+        for split in LOSSES
+        if (axes := arm_figures.axes_of(arms, split))
     ]
-    measures = [plot_of(figures.overlay_measure(runs, key)) for key in FIRST if _moves(runs, key)]
+    measures = [
+        plot_of(figures.overlay_measure(runs, key)) for key in OPEN_MEASURES if _moves(runs, key)
+    ]
     return numbered(answer=answer, curves=curves, tuning=tuning, measures=measures)
 
 
 def _moves(runs: Mapping[str, Sequence[Run]], key: str) -> bool:
-    means = [figures.mean_over_layers(of_arm, LAYER_METRICS[key]) for of_arm in runs.values()]
+    means = [figures.mean_over_layers(arm, LAYER_METRICS[key]) for arm in runs.values()]
     return len({value for series in means for value in series.values}) > 1
 
 
 def _links(folders: Mapping[str, Path], page: Path) -> dict[str, str]:
     """Return name of a run -> link from `page` to the page of the run, if it exists."""
-    own = {name: folder / REPORT_FILE for name, folder in folders.items()}
     return {
-        name: quote(os.path.relpath(file, page.parent))
-        for name, file in own.items()
-        if file.is_file()
+        name: quote(os.path.relpath(folder / REPORT_FILE, page.parent))
+        for name, folder in folders.items()
+        if (folder / REPORT_FILE).is_file()
     }

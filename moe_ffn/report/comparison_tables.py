@@ -13,7 +13,7 @@ from rich.text import Text
 from moe_ffn.config.errors import printable
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.report.html import NONE, compact, number
-from moe_ffn.report.markdown import markdown_table, plain
+from moe_ffn.report.markdown import escape_markdown, markdown_table
 from moe_ffn.studies.comparison import Arm, Comparison, p_text
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval
 
@@ -32,35 +32,32 @@ class Table:
 def tables(comparison: Comparison) -> list[Table]:
     """Return the tables of a comparison, the most important first."""
     arms = comparison.arms
-    found = [_losses(comparison), _costs(comparison)]
+    shown = [_losses(comparison), _costs(comparison)]
     if any(arm.mean("max_violation") is not None or arm.alarms for arm in arms):
-        found.append(_routing(arms))
+        shown.append(_routing(arms))
     if len(arms) > 1:
-        found.append(_reached(comparison))
-    return found
+        shown.append(_reached(comparison))
+    return shown
 
 
 def _losses(comparison: Comparison) -> Table:
-    over = {arm.interval_over for arm in comparison.arms if arm.interval}
-    what = " or ".join(
-        {
-            "seeds": "the mean over seeds (Student's t)",
-            "windows": "windows of the text (bootstrap)",
-        }[o]
-        for o in sorted(over)
-    )
+    kinds = {
+        "seeds": "the mean over seeds (Student's t)",
+        "windows": "windows of the text (bootstrap)",
+    }
+    intervals = sorted({arm.interval_over for arm in comparison.arms if arm.interval})
     headers = ["arm", "seeds", "loss", "sd"]
     legend = "loss: final validation loss, nats per token"
-    if over:
-        legend += f", ± the 95 % interval of {what}"
+    if intervals:
+        legend += f", ± the 95 % interval of {' or '.join(map(kinds.__getitem__, intervals))}"
     if any(arm.sd is not None for arm in comparison.arms):
         legend += "; sd over seeds"
     if len(comparison.arms) > 1:
         headers += ["difference", "p", "detectable"]
         legend += (
             f"; difference: from {comparison.baseline}, paired, ± its 95 % interval; p: two-sided, "
-            "paired t, after Holm's correction; detectable: the true difference that these seeds find "
-            "four times in five"
+            "paired t, after Holm's correction; detectable: the true difference that this many seeds find "
+            "with 80 % power"
         )
     if any(1 < len(arm.losses) < MIN_SEEDS for arm in comparison.arms):
         legend += f"; arms with fewer than {MIN_SEEDS} seeds have no interval"
@@ -73,11 +70,11 @@ def _losses(comparison: Comparison) -> Table:
             number(arm.sd),
         ]
         if len(comparison.arms) > 1:
-            found = arm.difference
+            paired = arm.difference
             row += [
-                _with_margin(found.mean, found.interval, "+.4f") if found else NONE,
-                p_text(found.p_value) if found else NONE,
-                number(found.detectable) if found else NONE,
+                _with_margin(paired.mean, paired.interval, "+.4f") if paired else NONE,
+                p_text(paired.p_value) if paired else NONE,
+                number(paired.detectable) if paired else NONE,
             ]
         rows.append(row)
     return Table("Loss", headers, rows, legend)
@@ -117,9 +114,9 @@ def _costs(comparison: Comparison) -> Table:
 
 
 def _speed(arm: Arm, base: Arm) -> str:
-    ours, theirs = arm.tokens_per_second, base.tokens_per_second
-    share = f" ({ours / theirs:.2f})" if ours and theirs and arm is not base else ""
-    return f"{number(ours, ',.0f')}{share}"
+    speed, base_speed = arm.tokens_per_second, base.tokens_per_second
+    ratio = f" ({speed / base_speed:.2f})" if speed and base_speed and arm is not base else ""
+    return f"{number(speed, ',.0f')}{ratio}"
 
 
 def _routing(arms: Sequence[Arm]) -> Table:
@@ -150,10 +147,10 @@ def _reached(comparison: Comparison) -> Table:
         rows.append(
             [
                 arm.name,
-                _share(arm, base, "steps", "{:,.0f}".format, _margin(arm)),
-                _share(arm, base, "flops", compact),
-                _share(arm, base, "seconds", "{:,.0f}".format),
-                " ".join(kind for kind, is_on in arm.on_frontier.items() if is_on) or NONE,
+                _reached_cell(arm, base, "steps", "{:,.0f}".format),
+                _reached_cell(arm, base, "flops", compact),
+                _reached_cell(arm, base, "seconds", "{:,.0f}".format),
+                " ".join(cost for cost, is_on in arm.on_frontier.items() if is_on) or NONE,
             ]
         )
     return Table(
@@ -162,16 +159,12 @@ def _reached(comparison: Comparison) -> Table:
         rows,
         f"in brackets relative to the whole training of {comparison.baseline}; steps: ± the 95 % interval of "
         "the mean over seeds; FLOPs: forward and backward; seconds: these steps at the median step time; "
-        f"frontier: costs at which no other arm has a lower loss for no more, within {MAX_MISMATCH:.0%}",
+        "frontier of: costs for which no arm with a lower loss costs the same or less, within "
+        f"{MAX_MISMATCH:.0%}",
     )
 
 
-def _margin(arm: Arm) -> str:
-    interval = arm.reached and arm.reached.interval
-    return f" ±{(interval.high - interval.low) / 2:,.0f}" if interval and arm.base else ""
-
-
-def _share(arm: Arm, base: Arm, key: str, text: Callable[[Any], str], margin: str = "") -> str:
+def _reached_cell(arm: Arm, base: Arm, key: str, text: Callable[[Any], str]) -> str:
     reached = arm.reached
     if reached is None:
         return NONE
@@ -180,8 +173,12 @@ def _share(arm: Arm, base: Arm, key: str, text: Callable[[Any], str], margin: st
         return f"not reached{count}"
     value = getattr(reached, key)
     whole = getattr(base, "steps" if key == "steps" else f"training_{key}")
-    share = f" ({value / whole:.2f})" if value is not None and whole else ""
-    return NONE if value is None else f"{text(value)}{margin}{share}"
+    if value is None:
+        return NONE
+    share = f" ({value / whole:.2f})" if whole else ""
+    if key == "steps" and arm.base and (interval := reached.interval):
+        return f"{text(value)} ±{(interval.high - interval.low) / 2:,.0f}{share}"
+    return f"{text(value)}{share}"
 
 
 def tuning_tables(comparison: Comparison) -> Iterator[Table]:
@@ -232,6 +229,6 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 def markdown(table: Table) -> str:
     """Return a table in Markdown with its title and legend."""
-    head, *rows = [[plain(cell) for cell in row] for row in (table.headers, *table.rows)]
-    legend = plain(table.legend.rstrip("."))
-    return f"**{plain(table.title)}**\n\n{markdown_table(head, rows)}\n\n{legend}."
+    head, *rows = [[escape_markdown(cell) for cell in row] for row in (table.headers, *table.rows)]
+    legend = escape_markdown(table.legend.rstrip("."))
+    return f"**{escape_markdown(table.title)}**\n\n{markdown_table(head, rows)}\n\n{legend}."

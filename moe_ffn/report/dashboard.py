@@ -17,13 +17,13 @@ from moe_ffn.ffn.base import ROUTING_SUFFIX
 from moe_ffn.metrics.table import RUN_METRICS, Metric, layer_measures, result_columns
 from moe_ffn.training.monitoring.loggers import LOAD_FIGURE, WANDB_STEP
 
-ANSWER_SECONDS = 6
+TIMEOUT_SECONDS = 6
 """Timeout of a request to wandb's server; the library's default is 19 s, with retries."""
 
-# wandb reads both variables at import. A workspace ignores WANDB_MODE, but an empty value is an error.
+# wandb reads both variables at import. A workspace does not use WANDB_MODE, but an empty one is an error.
 os.environ.pop("WANDB_MODE", None)
 if not os.environ.get("WANDB_HTTP_TIMEOUT", "").isdecimal():
-    os.environ["WANDB_HTTP_TIMEOUT"] = str(ANSWER_SECONDS)
+    os.environ["WANDB_HTTP_TIMEOUT"] = str(TIMEOUT_SECONDS)
 
 # wandb-workspaces is written for an older pydantic, and users cannot fix its warnings.
 with warnings.catch_warnings():
@@ -45,7 +45,7 @@ LAYER = f"layer_[0-9]+{ROUTING_SUFFIX}"
 def training_panels() -> list[PanelTypes]:
     names = "|".join(BALANCING_LOSSES)
     return [
-        *(_of_run(metric) for metric in RUN_METRICS.values() if metric is not SPEED),
+        *(_run_panel(metric) for metric in RUN_METRICS.values() if metric is not SPEED),
         _lines("Balancing losses", "before their weights", regex=f"^train/({names})$"),
     ]
 
@@ -58,7 +58,7 @@ def efficiency_panels() -> list[PanelTypes]:
         "flops_per_token": "FLOPs per token",
     }
     return [
-        _of_run(SPEED),
+        _run_panel(SPEED),
         reports.BarPlot(
             title=f"{SPEED.title} at the end",
             metrics=[f"train/{SPEED.key}"],
@@ -86,21 +86,21 @@ def routing_panels() -> list[PanelTypes]:
             media_keys=[LOAD_FIGURE],
             num_columns=1,
         ),
-        # A histogram per step with a bin per expert is drawn as expert x step. Every model has layer 0.
+        # wandb draws a histogram per step, with a bin per expert, as expert x step. Every model has layer 0.
         _lines("Load of layer 0", "expert", "routing/layer_00/load"),
-        *(_of_layers(metric) for metric in layer_measures() if metric.measured != "validation"),
-        *(_of_layers(m, "validation/") for m in result_columns()),
-        *(_of_layers(m, "validation/") for m in layer_measures() if m.measured == "validation"),
+        *(_layer_panel(metric) for metric in layer_measures() if metric.measured != "validation"),
+        *(_layer_panel(m, "validation/") for m in result_columns()),
+        *(_layer_panel(m, "validation/") for m in layer_measures() if m.measured == "validation"),
     ]
 
 
-def _of_run(metric: Metric) -> reports.LinePlot:
+def _run_panel(metric: Metric) -> reports.LinePlot:
     return _lines(metric.title, metric.axis(), *(f"{row}/{metric.key}" for row in metric.rows))
 
 
-def _of_layers(metric: Metric, prefix: str = "") -> reports.LinePlot:
-    is_both = bool(prefix) and metric.measured != "validation"
-    title = f"{metric.title}, validation" if is_both else metric.title
+def _layer_panel(metric: Metric, prefix: str = "") -> reports.LinePlot:
+    is_also_trained = bool(prefix) and metric.measured != "validation"
+    title = f"{metric.title}, validation" if is_also_trained else metric.title
     return _lines(title, metric.axis(), regex=f"^{prefix}routing/{LAYER}/{metric.key}$")
 
 
@@ -149,20 +149,19 @@ def build_workspace(entity: str, project: str) -> ws.Workspace:
         sections=[
             ws.Section(
                 name=title,
-                panels=found,
+                panels=section,
                 is_open=True,
                 # Enough rows for all panels, so that there is no second page.
                 layout_settings=ws.SectionLayoutSettings(
-                    columns=PANELS_IN_A_ROW, rows=math.ceil(len(found) / PANELS_IN_A_ROW)
+                    columns=PANELS_IN_A_ROW, rows=math.ceil(len(section) / PANELS_IN_A_ROW)
                 ),
                 panel_settings=ws.SectionPanelSettings(**over_steps),
             )
-            for title, found in panels.items()
+            for title, section in panels.items()
         ],
         settings=ws.WorkspaceSettings(max_runs=MAX_LINES, **over_steps),
         runset_settings=ws.RunsetSettings(
-            groupby=[ws.Config("ffn_type")],
-            pinned_columns=list(COLUMNS),
+            groupby=[ws.Config("ffn_type")], pinned_columns=list(COLUMNS)
         ),
     )
 
@@ -190,7 +189,7 @@ def save(workspace: ws.Workspace) -> str:
 
 
 def _has_key() -> bool:
-    """Return True if a key is configured. Does not ask the user or use the network."""
+    """Return True if a key is configured, without asking the user or using the network."""
     try:
         wandb.setup(wandb.Settings(silent=True))
         return bool(wandb.api.api_key)

@@ -1,4 +1,4 @@
-"""Plotly figures of series: averaging, lines, and colours by role."""
+"""Plotly figures of series: averaging over steps, lines, and colours by role."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LIGHT |= {role: colour for role, (_, colour) in LOAD_SCALE.items()}
 """Role -> colour on a light background."""
 
 HEALTHY = "#1a7f37"
-"""Colour behind healthy values, drawn almost transparent; page.js reads it from the style sheet."""
+"""Colour of the band of healthy values, almost transparent; page.js takes it from the style sheet instead."""
 
 Value = float | None
 """Measured value; None if it is not finite, because JSON has no NaN. Plotly draws a gap."""
 
-_FORMS = {
+_FORMATS = {
     "share": ".2%",
     "nats": ".3f",
     "dimensionless": ".3f",
@@ -46,14 +46,14 @@ _FORMS = {
 """Unit of a metric -> d3 format of its values."""
 
 
-def form_of(metric: Metric) -> str:
-    """Return the d3 format of a value."""
-    return _FORMS.get(metric.unit, ",.4~g")
+def d3_format(metric: Metric) -> str:
+    """Return the d3 format of the values of a metric."""
+    return _FORMATS.get(metric.unit, ",.4~g")
 
 
 def text_of(metric: Metric, value: float) -> str:
     """Return a value of a metric as text."""
-    return format(value, form_of(metric).replace("~", ""))
+    return format(value, d3_format(metric).replace("~", ""))
 
 
 def style_of(number: int) -> tuple[int, str]:
@@ -104,11 +104,11 @@ def average(rows: Sequence[Series], max_points: int) -> Grid:
 
 def _means(bins: np.ndarray, series: Series, num_bins: int) -> list[Value]:
     values = np.asarray(series.values)
-    kept = np.isfinite(values)
-    counts = np.bincount(bins[kept], minlength=num_bins)
+    is_finite = np.isfinite(values)
+    values, bins = values[is_finite], bins[is_finite]
+    counts = np.bincount(bins, minlength=num_bins)
     # Values are divided before they are added, so that the sum cannot overflow.
-    parts = values[kept] / counts[bins[kept]]
-    means = np.bincount(bins[kept], weights=parts, minlength=num_bins)
+    means = np.bincount(bins, weights=values / counts[bins], minlength=num_bins)
     return [rounded(mean) if count else None for mean, count in zip(means, counts, strict=True)]
 
 
@@ -118,20 +118,20 @@ def rounded(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-def plain_rows(values: Any) -> list[list[Value]]:
+def rounded_rows(values: Any) -> list[list[Value]]:
     """Return the rows of a heat map with four decimals; None for a non-finite value."""
     return [
         [round(float(value), 4) if np.isfinite(value) else None for value in row] for row in values
     ]
 
 
-def describe_points(found: Sequence[Series], max_points: int, what: str = "point") -> str:
-    """Return a note on points that are means of rows, and on values that cannot be drawn."""
+def averaging_note(drawn: Sequence[Series], max_points: int, unit: str = "point") -> str:
+    """Return a note on points that are means of several rows, and on values that cannot be drawn."""
     notes: list[str] = []
-    longest = max(map(len, found))
+    longest = max(map(len, drawn))
     if longest > max_points:
-        notes.append(f"Each {what} is the mean of about {longest / max_points:.0f} rows.")
-    if not all(np.isfinite(series.values).all() for series in found):
+        notes.append(f"Each {unit} is the mean of about {longest / max_points:.0f} rows.")
+    if not all(np.isfinite(series.values).all() for series in drawn):
         notes.append("NaN and infinite values are not drawn.")
     return " ".join(notes)
 
@@ -145,7 +145,7 @@ def scatter(
     y: Sequence[Any],
     style: tuple[int | str, str],
     hover: str | None = None,
-    shown: str = "",
+    suffix: str = "",
     **options: Any,
 ) -> go.Scatter:
     """Return a trace of points and lines in one colour.
@@ -153,7 +153,7 @@ def scatter(
     Args:
         style: index of a colour in `SERIES` or a role of style.css, and a dash.
         hover: plotly's `hovertemplate`.
-        shown: text after the name in the legend.
+        suffix: text after the name in the legend.
         options: more options of `go.Scatter`.
     """
     role, dash = style
@@ -161,7 +161,7 @@ def scatter(
     return go.Scatter(
         x=list(x),
         y=list(y),
-        name=f"{label(name)}{shown}",
+        name=f"{label(name)}{suffix}",
         line={"color": colour, "dash": dash, "width": 2},
         marker={"color": colour, **options.pop("marker", {})},
         hovertemplate=hover,
@@ -180,7 +180,7 @@ def curves_figure(
     **layout: Any,
 ) -> go.Figure:
     """Return a figure with axes and a legend above the plot, which wraps on a phone."""
-    own = {
+    defaults = {
         "height": height,
         "hovermode": "closest",
         "showlegend": True,
@@ -189,7 +189,7 @@ def curves_figure(
         "xaxis": x_axis,
         "yaxis": {"automargin": True, **y_axis},
     }
-    return figure(traces, own | layout, title, note)
+    return figure(traces, defaults | layout, title, note)
 
 
 def line_figure(
@@ -203,8 +203,8 @@ def line_figure(
     """Draw lines over steps; the legend has the last values.
 
     Args:
-        lines: name -> series, at least one of them not empty. The position determines colour and dash, so
-            that the same name can look the same in every plot.
+        lines: name -> series, at least one not empty. The position in this mapping determines the colour and
+            dash, also if the series before it are empty.
         max_points: maximum points of a line, see `average`.
         levels: name -> value of a horizontal reference line, such as the entropy of a uniform choice.
     """
@@ -213,10 +213,10 @@ def line_figure(
         if series:
             grid = average([series], max_points)
             traces.append(_line(grid.steps, grid.values[0], name, metric, style_of(number)))
-    found = [series for series in lines.values() if series]
-    span = [step for series in found for step in series.steps]
+    drawn = [series for series in lines.values() if series]
+    steps = [step for series in drawn for step in series.steps]
     for name, value in levels.items():
-        ends = [min(span), max(span)]
+        ends = [min(steps), max(steps)]
         traces.append(_line(ends, [value, value], name, metric, ("quiet", "dot")))
     # The axis starts at 0; plotly would draw a single validation on an axis from 99 to 101.
     x_axis = {
@@ -231,7 +231,7 @@ def line_figure(
     if metric.healthy_range is not None:
         y_axis["rangemode"] = "tozero"
         layout["shapes"] = [healthy_band(*metric.healthy_range)]
-    note = f"{note} {describe_points(found, max_points)}".strip()
+    note = f"{note} {averaging_note(drawn, max_points)}".strip()
     return curves_figure(
         traces, metric.title, note, x_axis, y_axis, height=300, hovermode="x unified", **layout
     )
@@ -268,7 +268,7 @@ def _line(
         steps,
         values,
         style,
-        f"%{{y:{form_of(metric)}}}<extra>{label(name)}</extra>",
+        f"%{{y:{d3_format(metric)}}}<extra>{label(name)}</extra>",
         f" {text_of(metric, measured[-1])}" if measured else "",
         mode="lines+markers" if has_markers else "lines",
         marker={"size": 5},

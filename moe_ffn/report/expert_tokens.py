@@ -30,10 +30,10 @@ MAX_FLOPS = 2e10
 MAX_TOKENS, BATCH_TOKENS = 32_768, 4096
 
 NUM_TOKENS = 8
-"""Number of tokens listed per expert."""
+"""Maximum tokens listed per expert."""
 
 MIN_COUNT = 5
-"""Minimum count of a token at an expert to be typical."""
+"""Minimum count at an expert of a typical token."""
 
 CONTEXT = 24
 """Bytes of text before a token; half as many after it."""
@@ -55,24 +55,24 @@ class Assignment:
     num_tokens: int
     """T"""
     first_T: np.ndarray = field(init=False)
-    """Expert with the largest weight; E if the router chose none, NOT_REACHED if the token never came."""
+    """Expert with the largest weight; E if the router chose none, NOT_REACHED if it did not see the token."""
     _pairs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.first_T = np.full(self.num_tokens, NOT_REACHED, dtype=np.int32)
 
-    def add(self, routing: Routing, came_from: np.ndarray, *, with_dropped: bool = True) -> None:
-        """Count the pairs of a batch.
+    def add(self, routing: Routing, positions: np.ndarray, *, with_dropped: bool = True) -> None:
+        """Add the pairs of a batch.
 
         Args:
-            came_from: position of each token in the text, (routing.num_tokens,); NOT_REACHED for padding.
-            with_dropped: also count dropped pairs.
+            positions: position of each token in the text, (routing.num_tokens,); NOT_REACHED for padding.
+            with_dropped: also add dropped pairs.
         """
-        kept = routing.active_N if with_dropped else routing.computed_N
-        tokens = came_from[routing.token_ids_N[kept].cpu().numpy()].astype(np.int32)
-        experts = routing.expert_ids_N[kept].cpu().numpy().astype(np.int32)
-        weights = routing.weights_N[kept].detach().float().cpu().numpy()
-        self.first_T[came_from[came_from >= 0]] = routing.num_experts
+        added_N = routing.active_N if with_dropped else routing.computed_N
+        tokens = positions[routing.token_ids_N[added_N].cpu().numpy()].astype(np.int32)
+        experts = routing.expert_ids_N[added_N].cpu().numpy().astype(np.int32)
+        weights = routing.weights_N[added_N].detach().float().cpu().numpy()
+        self.first_T[positions[positions >= 0]] = routing.num_experts
         # The expert with the largest weight is written last; among equals, the first one listed.
         order = np.lexsort((-np.arange(len(weights)), weights))
         self.first_T[tokens[order]] = experts[order]
@@ -103,9 +103,9 @@ def add_batch(
     *,
     with_dropped: bool = True,
 ) -> None:
-    """Count the routings of a batch that begins at token `first` of a text of `num_tokens`.
+    """Add the routings of a batch that begins at token `first` of a text of `num_tokens`.
 
-    A `PairsOnlyRouting` is skipped: it has too many experts to show each.
+    A `PairsOnlyRouting` is skipped, because it has too many experts to show each one.
     """
     gates = [name for name, info in infos.items() if info.selects_tokens]
     for name, routing in routings.items():
@@ -114,24 +114,24 @@ def add_batch(
         if name not in assignments:
             names = expert_names(routing, infos.get(name))
             assignments[name] = Assignment(name, names, num_tokens)
-        places = came_from(routings, name, gates, first)
-        assignments[name].add(routing, places, with_dropped=with_dropped)
+        positions = text_positions(routings, name, gates, first)
+        assignments[name].add(routing, positions, with_dropped=with_dropped)
 
 
-def came_from(
+def text_positions(
     routings: Mapping[str, Routing], name: str, gates: Sequence[str], first: int
 ) -> np.ndarray:
     """Return the position in the text of each token of a routing; the batch begins at token `first`."""
-    inside = origin(routings, name, gates)
-    if inside is None:
+    in_batch = origin(routings, name, gates)
+    if in_batch is None:
         return np.arange(routings[name].num_tokens) + first
-    places = inside.cpu().numpy()
-    return np.where(places < 0, NOT_REACHED, places + first)
+    positions = in_batch.cpu().numpy()
+    return np.where(positions < 0, NOT_REACHED, positions + first)
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedText:
-    """Tokens in windows of equal length, and the experts of each layer that they were sent to."""
+    """Tokens in windows of equal length, and the experts of each layer that they chose."""
 
     vocabulary: tuple[bytes, ...]
     ids_T: np.ndarray
@@ -182,11 +182,11 @@ class TopToken:
     token: str
     """Text from `visible`."""
     count: int
-    """Number of times that the expert computed it."""
+    """Number of times that the expert computed the token."""
     share: float
-    """Share of the tokens that the expert computed."""
+    """Its share of the tokens that the expert computed."""
     lift: float
-    """Share at the expert over the share in the text; above 1, the token is more frequent than by chance."""
+    """Its share at the expert over its share in the text; above 1, it is more frequent than by chance."""
     contexts: tuple[tuple[str, str, str], ...]
     """Examples from the text: (text before, token, text after)."""
 
@@ -200,7 +200,7 @@ class ExpertTokens:
     """Share of the pairs that the experts of the layer computed."""
     most_frequent: tuple[TopToken, ...]
     most_typical: tuple[TopToken, ...]
-    """Tokens with the largest share x log lift, their term of the KL divergence between expert and text.
+    """Tokens with the largest share x log lift, the token's term of the KL divergence from the text.
     Each has a count of at least `MIN_COUNT` and a lift above 1."""
 
 
@@ -216,20 +216,23 @@ def expert_tokens(routed: RoutedText, layer: str, num_contexts: int = 3) -> list
     base_V = np.bincount(routed.ids_T, minlength=vocab_size) / len(routed.ids_T)
     found: list[ExpertTokens] = []
     for expert, name in enumerate(routed.layers[layer].expert_names):
-        places = np.sort(tokens_N[experts_N == expert])
-        counts_V = np.bincount(routed.ids_T[places], minlength=vocab_size)
-        shares_V = counts_V / max(len(places), 1)
+        positions = np.sort(tokens_N[experts_N == expert])
+        counts_V = np.bincount(routed.ids_T[positions], minlength=vocab_size)
+        shares_V = counts_V / max(len(positions), 1)
         lifts_V = np.divide(shares_V, base_V, out=np.zeros(vocab_size), where=base_V > 0)
         surplus_V = shares_V * np.log(np.maximum(lifts_V, 1))
 
-        def token(place: int, of: np.ndarray = places, counts: np.ndarray = counts_V) -> TopToken:
-            spread = _spread(of[routed.ids_T[of] == place], num_contexts)
+        def top_token(
+            token_id: int, positions: np.ndarray = positions, counts: np.ndarray = counts_V
+        ) -> TopToken:
+            examples = _spread(positions[routed.ids_T[positions] == token_id], num_contexts)
+            share = float(counts[token_id] / len(positions))
             return TopToken(
-                visible(routed.vocabulary[place]),
-                int(counts[place]),
-                contexts=tuple(context(routed, int(at)) for at in spread),
-                share=float(counts[place] / len(of)),
-                lift=float(counts[place] / len(of) / base_V[place]),
+                visible(routed.vocabulary[token_id]),
+                int(counts[token_id]),
+                contexts=tuple(context(routed, int(position)) for position in examples),
+                share=share,
+                lift=share / float(base_V[token_id]),
             )
 
         frequent = [v for v in np.argsort(-counts_V, kind="stable") if counts_V[v]]
@@ -241,9 +244,9 @@ def expert_tokens(routed: RoutedText, layer: str, num_contexts: int = 3) -> list
         found.append(
             ExpertTokens(
                 name,
-                len(places) / max(len(tokens_N), 1),
-                tuple(map(token, frequent[:NUM_TOKENS])),
-                tuple(map(token, typical[:NUM_TOKENS])),
+                len(positions) / max(len(tokens_N), 1),
+                tuple(map(top_token, frequent[:NUM_TOKENS])),
+                tuple(map(top_token, typical[:NUM_TOKENS])),
             )
         )
     return found
@@ -254,21 +257,22 @@ def _spread(items: np.ndarray, max_items: int) -> np.ndarray:
     return items[(2 * np.arange(count) + 1) * len(items) // max(2 * count, 1)]
 
 
-def context(routed: RoutedText, place: int) -> tuple[str, str, str]:
+def context(routed: RoutedText, position: int) -> tuple[str, str, str]:
     """Return the text before a token, the token, and the text after, within its window."""
-    start = place - place % routed.seq_len
-    before = routed.text(max(start, place - CONTEXT), place)[-CONTEXT:]
-    after = routed.text(place + 1, min(start + routed.seq_len, place + CONTEXT))[: CONTEXT // 2]
-    token = visible(routed.vocabulary[routed.ids_T[place]])
+    start = position - position % routed.seq_len
+    end = min(start + routed.seq_len, position + CONTEXT)
+    before = routed.text(max(start, position - CONTEXT), position)[-CONTEXT:]
+    after = routed.text(position + 1, end)[: CONTEXT // 2]
+    token = visible(routed.vocabulary[routed.ids_T[position]])
     return visible(before) if before else "", token, visible(after) if after else ""
 
 
 def stretches(routed: RoutedText, layer: str, window: int) -> list[tuple[int, str]]:
-    """Return a window as (expert, text), split where the token's first expert changes; -1 for no expert."""
-    places = slice(window * routed.seq_len, (window + 1) * routed.seq_len)
-    here = routed.layers[layer]
-    first_T = np.where(here.first_T < here.num_experts, here.first_T, NOT_REACHED)
-    pairs = zip(first_T[places].tolist(), routed.ids_T[places].tolist(), strict=True)
+    """Return a window as (expert, text), split where the first expert changes; -1 for no expert."""
+    tokens = slice(window * routed.seq_len, (window + 1) * routed.seq_len)
+    assignment = routed.layers[layer]
+    first_T = np.where(assignment.first_T < assignment.num_experts, assignment.first_T, NOT_REACHED)
+    pairs = zip(first_T[tokens].tolist(), routed.ids_T[tokens].tolist(), strict=True)
     return [
         (
             expert,
@@ -286,15 +290,15 @@ MAX_LAYERS, MAX_EXPERTS, TEXT_TOKENS = 8, 32, 768
 """Maximum layers (evenly chosen), experts per layer (the busiest), and tokens of running text on a page."""
 
 
-def tokens_for_page(run: Run) -> RoutedText | str | None:
-    """Return the text to show, or why there is none; None for a run in training or without sparse layers."""
+def text_for_page(run: Run) -> RoutedText | str | None:
+    """Return the routed text, or a reason why none is shown; None in training or without sparse layers."""
     if not run.layers or run.is_running:
         return None
     try:
         routed = route_validation(run)
     except Exception as error:  # custom code may raise any error; the page has other sections
         return first_line(error)
-    return routed if routed.layers else "routers list pairs of too many experts to show each"
+    return routed if routed.layers else "its routers have too many experts to show each one"
 
 
 def windows(routed: RoutedText, layer: str) -> list[list[tuple[int, str]]]:
@@ -306,4 +310,4 @@ def windows(routed: RoutedText, layer: str) -> list[list[tuple[int, str]]]:
 def busiest(routed: RoutedText, layer: str) -> list[tuple[int, ExpertTokens]]:
     """Return (index, tokens) of the busiest experts, in the order of their indices."""
     experts = enumerate(expert_tokens(routed, layer, num_contexts=1))
-    return sorted(sorted(experts, key=lambda found: -found[1].share)[:MAX_EXPERTS])
+    return sorted(sorted(experts, key=lambda indexed: -indexed[1].share)[:MAX_EXPERTS])

@@ -1,4 +1,4 @@
-"""Figures of a run: functions that return a plotly figure, which a notebook shows.
+"""Plotly figures of a run, which a notebook shows.
 
     import moe_ffn
     from moe_ffn.report import figures
@@ -30,10 +30,10 @@ from moe_ffn.model.decoder import is_inner, layer_name, short_name
 from moe_ffn.report.drawing import (
     STEP_AXIS,
     average,
-    describe_points,
-    form_of,
+    averaging_note,
+    d3_format,
     line_figure,
-    plain_rows,
+    rounded_rows,
     scale_of,
 )
 from moe_ffn.report.html import layer_title
@@ -41,7 +41,7 @@ from moe_ffn.report.run_summary import measured
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 
-Found = TypeVar("Found")
+Entry = TypeVar("Entry")
 
 MAX_POINTS = 500
 """Maximum points of a curve."""
@@ -50,9 +50,9 @@ MAX_LAYER_POINTS = 250
 """Maximum points of a curve if each layer has a curve."""
 
 MAX_LINES = 6
-"""Maximum number of layers drawn as lines; more become rows of a heat map."""
+"""Maximum number of layers drawn as lines; more layers are rows of a heat map."""
 
-MAX_TEXTS = 12
+MAX_LABELLED_EXPERTS = 12
 """Maximum number of experts for which co-activation cells contain numbers."""
 
 MAX_CELLS = 4000
@@ -61,7 +61,7 @@ MAX_CELLS = 4000
 MAX_LOADS = 120_000
 """Maximum cells of the load heat maps of all layers, which keeps the data of a page under a megabyte."""
 
-ROW_NAMES = {"train": "training", "validation": "validation"}
+LINE_NAMES = {"train": "training", "validation": "validation"}
 
 
 class NotMeasuredError(LookupError):
@@ -83,8 +83,8 @@ def curve(run: Run, key: str) -> go.Figure:
         key: such as `gradient_norm`; see `moe_ffn.metrics.table.RUN_METRICS`.
     """
     metric = find(RUN_METRICS, key)
-    alone = metric.quantity if len(metric.rows) == 1 else ""
-    keys = {alone or ROW_NAMES[row]: f"{row}/{key}" for row in metric.rows}
+    only_line = metric.quantity if len(metric.rows) == 1 else ""
+    keys = {only_line or LINE_NAMES[row]: f"{row}/{key}" for row in metric.rows}
     levels: dict[str, float] = {}
     if key == "loss" and run.summary.unigram_loss is not None:
         levels["unigram model"] = run.summary.unigram_loss
@@ -123,8 +123,8 @@ def _curves(
 ) -> go.Figure:
     lines = {name: run.series(key) for name, key in keys.items()}
     if not any(lines.values()):
-        wanted = " or ".join(keys.values()) or metric.title.lower()
-        raise NotMeasuredError(f"run '{run.name}' has no {wanted}")
+        missing = " or ".join(keys.values()) or metric.title.lower()
+        raise NotMeasuredError(f"run '{run.name}' has no {missing}")
     return line_figure(lines, metric, MAX_POINTS, levels=levels, note=note)
 
 
@@ -145,10 +145,10 @@ def load(run: Run, layer: int | str) -> go.Figure:
     return heat_figure(
         grid.steps,
         range(num_experts),
-        plain_rows(np.array(grid.values, dtype=float) * num_experts),
+        rounded_rows(np.array(grid.values, dtype=float) * num_experts),
         (STEP_AXIS, "expert"),
         title=f"Load, {layer_title(name)}",
-        note=describe_points(run.loads[name], columns, "column"),
+        note=averaging_note(run.loads[name], columns, "column"),
         hover="step %{x:,~r}, expert %{y}: <b>%{z:.2f}</b> times the even share",
         meta={"stops": {r: place for r, (place, _) in LOAD_SCALE.items()}},
         **LOAD_OPTIONS,
@@ -162,29 +162,29 @@ def measure(run: Run, key: str) -> go.Figure:
         key: such as `max_violation`; see `moe_ffn.metrics.table.LAYER_METRICS`.
     """
     metric = find(LAYER_METRICS, key)
-    found = measured(run, metric)
-    if not found:
+    by_layer = measured(run, metric)
+    if not by_layer:
         raise NotMeasuredError(f"run '{run.name}' has no {key} for any layer")
     sizes = sorted({len(loads) for loads in run.loads.values()})
-    evens = {f"log {size}": math.log(size) for size in sizes if key.startswith("entropy")}
-    even = ", ".join(f"{name} = {value:.3f}" for name, value in evens.items())
-    even = f"A uniform choice has {even}. " if evens else ""
-    note = f"{metric.sentence} {even}Healthy: {metric.healthy}."
+    uniform = {f"log {size}": math.log(size) for size in sizes if key.startswith("entropy")}
+    values = ", ".join(f"{name} = {value:.3f}" for name, value in uniform.items())
+    level_note = f"A uniform choice has {values}. " if uniform else ""
+    note = f"{metric.sentence} {level_note}Healthy: {metric.healthy}."
     layers = list(run.validated_layers if metric.measured == "validation" else run.layers)
     if len(layers) <= MAX_LINES:
-        lines = {layer_title(layer): found.get(layer, Series()) for layer in layers}
-        return line_figure(lines, metric, MAX_LAYER_POINTS, levels=evens, note=note)
-    max_points = max(MAX_CELLS // len(found), 60)
-    grid = average(list(found.values()), max_points)
+        lines = {layer_title(layer): by_layer.get(layer, Series()) for layer in layers}
+        return line_figure(lines, metric, MAX_LAYER_POINTS, levels=uniform, note=note)
+    max_points = max(MAX_CELLS // len(by_layer), 60)
+    grid = average(list(by_layer.values()), max_points)
     return heat_figure(
         grid.steps,
-        [short_name(layer) for layer in found],
+        [short_name(layer) for layer in by_layer],
         grid.values,
         (STEP_AXIS, "layer"),
         title=metric.title,
-        note=f"{note} {describe_points(list(found.values()), max_points)}".strip(),
+        note=f"{note} {averaging_note(list(by_layer.values()), max_points)}".strip(),
         bar=scale_of(metric),
-        hover=f"step %{{x:,~r}}, layer %{{y}}: <b>%{{z:{form_of(metric)}}}</b>",
+        hover=f"step %{{x:,~r}}, layer %{{y}}: <b>%{{z:{d3_format(metric)}}}</b>",
         colorscale="Cividis",
     )
 
@@ -195,35 +195,35 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
     Args:
         layer: number or name, such as `layer_03/inner`.
     """
-    found = coactivations(run)
-    name = _find_layer(run, layer, found)
+    matrices = coactivations(run)
+    name = _find_layer(run, layer, matrices)
     metric = LAYER_METRICS["coactivation"]
-    experts = range(len(found[name]))
-    shares = np.array(found[name], dtype=float)
-    # The diagonal is always 1, and would leave a single colour for all other cells.
+    experts = range(len(matrices[name]))
+    shares = np.array(matrices[name], dtype=float)
+    # The diagonal is always 1, and all other cells would have nearly one colour.
     np.fill_diagonal(shares, np.nan)
     k = run.validated[name].get("experts_per_token")
     even = ""
     if isinstance(k, float) and len(experts) > 1:
-        even = f" Even would be {(k - 1) / (len(experts) - 1):.1%} everywhere off the diagonal."
+        even = f" If all pairs were equally frequent, every cell would be {(k - 1) / (len(experts) - 1):.1%}."
     return heat_figure(
         experts,
         experts,
-        plain_rows(shares),
+        rounded_rows(shares),
         ("expert j", "expert i"),
         title=f"{metric.title}, {layer_title(name)}",
         note=f"On the validation split.{even}",
         bar=scale_of(metric),
-        hover=f"of the tokens of expert %{{y}}, <b>%{{z:{form_of(metric)}}}</b> went to expert %{{x}} too",
+        hover=f"<b>%{{z:{d3_format(metric)}}}</b> of the tokens of expert %{{y}} also went to expert %{{x}}",
         height=440,
         colorscale="Cividis",
         zmin=0,
-        texttemplate="%{z:.0%}" if len(experts) <= MAX_TEXTS else None,
+        texttemplate="%{z:.0%}" if len(experts) <= MAX_LABELLED_EXPERTS else None,
     )
 
 
 def coactivations(run: Run) -> dict[str, list[list[float | None]]]:
-    """Return sparse layer -> for each expert, the share of its tokens that each expert also received."""
+    """Return sparse layer -> matrix (expert i, expert j): share of expert i's tokens that j received too."""
     matrices = {layer: values.get("coactivation") for layer, values in run.validated.items()}
     return {layer: matrix for layer, matrix in matrices.items() if matrix}
 
@@ -247,19 +247,19 @@ def overlay_measure(arms: Mapping[str, Sequence[Run]], key: str) -> go.Figure:
 
 def mean_over_layers(runs: Sequence[Run], metric: Metric) -> Series:
     """Return the mean of a metric over the layers of all runs at each step; inner blocks are left out."""
-    found = [
+    all_series = [
         series
         for run in runs
         for layer, series in measured(run, metric).items()
         if not is_inner(layer)
     ]
-    if not found:
+    if not all_series:
         return Series()
-    steps = np.concatenate([np.asarray(series.steps) for series in found])
-    values = np.concatenate([np.asarray(series.values) for series in found])
-    kept, places = np.unique(steps, return_inverse=True)
+    all_steps = np.concatenate([np.asarray(series.steps) for series in all_series])
+    values = np.concatenate([np.asarray(series.values) for series in all_series])
+    steps, places = np.unique(all_steps, return_inverse=True)
     means = np.bincount(places, weights=values) / np.bincount(places)
-    return Series(array("q", kept.tolist()), array("d", means.tolist()))
+    return Series(array("q", steps.tolist()), array("d", means.tolist()))
 
 
 # -- parts
@@ -273,10 +273,9 @@ def _find_layer(run: Run, layer: int | str, known: Mapping[str, object]) -> str:
     return name
 
 
-def find(known: Mapping[str, Found], name: str, what: str = "metric") -> Found:
+def find(known: Mapping[str, Entry], name: str, kind: str = "metric") -> Entry:
     """Return the entry with this name, or raise a `NotMeasuredError` that lists the names."""
     if name not in known:
-        raise NotMeasuredError(
-            f"there is no {what} '{name}'; there are {', '.join(known) or 'none'}"
-        )
+        names = ", ".join(known) or "none"
+        raise NotMeasuredError(f"there is no {kind} '{name}'; there are {names}")
     return known[name]

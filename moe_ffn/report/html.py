@@ -1,4 +1,4 @@
-"""HTML pages from templates. A page is one file and loads nothing from the network.
+"""HTML pages from templates; a page loads nothing from the network.
 
 Templates escape every value and make control characters visible, so text from a run cannot execute on a
 page.
@@ -48,7 +48,7 @@ def layer_title(name: str) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """Return a finite number; None for anything else."""
+    """Return the value if it is a finite number; None otherwise."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else None
 
@@ -75,12 +75,12 @@ def compact(count: Any, unit: str = "") -> str:
 
 
 def plain(value: object) -> str:
-    """Return text with control characters escaped, for an attribute."""
+    """Return text for an attribute, with control characters escaped."""
     return printable(str(value), also="\n\t")
 
 
-def _shown(value: Any) -> Any:
-    """Return a value for a template: HTML unchanged, everything else escaped."""
+def _escaped(value: Any) -> Any:
+    """Return a value of a template: HTML unchanged, everything else escaped."""
     if isinstance(value, Markup):
         return value
     text = str(value)
@@ -97,7 +97,7 @@ ENVIRONMENT = Environment(
     loader=FileSystemLoader(TEMPLATES),
     autoescape=True,
     undefined=StrictUndefined,
-    finalize=_shown,
+    finalize=_escaped,
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
@@ -106,7 +106,6 @@ ENVIRONMENT.filters |= {
     "number": number,
     "compact": compact,
     "plain": plain,
-    "shown": _shown,
     # `</script` inside a JavaScript string would end the script.
     "script": lambda source: Markup(source.replace("</script", "<\\/script")),
     "short_name": short_name,

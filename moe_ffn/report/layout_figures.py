@@ -1,4 +1,4 @@
-"""Figures of the layouts of a model on GPUs: functions that return a plotly figure."""
+"""Plotly figures of the layouts of a model on GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def memory(bars: Mapping[str, Mapping[str, float]], limit: float) -> go.Figure:
     """Draw the memory of each layout as a stacked bar.
 
     Args:
-        bars: layout -> part of the memory -> GB per rank.
+        bars: layout -> part, such as gradients -> GB per rank.
         limit: memory of a rank in GB.
     """
     names = list(bars)

@@ -11,7 +11,7 @@ from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.files import read_object
 from moe_ffn.report.html import NONE, compact, number
-from moe_ffn.report.markdown import markdown_table, plain, with_interval
+from moe_ffn.report.markdown import escape_markdown, markdown_table, with_interval
 from moe_ffn.studies.comparison import Arm, Comparison, p_text
 from moe_ffn.studies.differences import VALIDATION_OPTIONS, identity
 from moe_ffn.studies.gather import gather
@@ -99,10 +99,10 @@ class Board:
         """Return the tokens per second over those of the best dense block timed in the same session."""
         session = [a for a in self.arms if a.timed_step_seconds and _study(a) == _study(arm)]
         dense = [*filter(_is_dense, session)]
-        ours, theirs = (
+        speed, dense_speed = (
             a.tokens_per_second if a in session else None for a in (arm, _best(dense or [arm]))
         )
-        return ours / theirs if dense and ours and theirs else None
+        return speed / dense_speed if dense and speed and dense_speed else None
 
     def flops_speed_up(self, arm: Arm) -> str:
         """Return the baseline's training FLOPs over those in which the arm reaches its loss."""
@@ -132,23 +132,24 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
     """
     seconds: dict[str, float] = {}
     timed_on: dict[str, list[str]] = {}
-    names: dict[str, list[str]] = {}  # training apart from its seed -> its arms in all studies
+    names: dict[
+        str, list[str]
+    ] = {}  # training without its seed -> STUDY/ARM of each study that has it
     by_seed: dict[tuple[str, int], RunResult] = {}
     for folder in sorted(table.parent for table in studies.glob(f"*/{RESULTS_FILE}")):
-        found = gather([folder])
-        seconds |= {f"{folder.name}/{arm}": value for arm, value in found.step_seconds.items()}
-        for path in found.timing_files:
+        study = gather([folder])
+        seconds |= {f"{folder.name}/{arm}": value for arm, value in study.step_seconds.items()}
+        for path in study.timing_files:
             machine = (read_object(path) or {}).get("machine", {})
-            timed_on.setdefault(str(machine.get("gpu") or machine.get("processor")), []).append(
-                folder.name
-            )
-        for result in found.results:
+            device = str(machine.get("gpu") or machine.get("processor"))
+            timed_on.setdefault(device, []).append(folder.name)
+        for result in study.results:
             if not result.tuning and not result.option("init_from"):
                 training, name = identity(result), f"{folder.name}/{result.arm}"
                 names[training] = [*dict.fromkeys([*names.get(training, []), name])]
                 by_seed.setdefault((training, result.seed), result)
-    for same in names.values():
-        same.sort(key=lambda name: name not in seconds)  # the first is the name of the row
+    for aliases in names.values():
+        aliases.sort(key=lambda name: name not in seconds)  # the first is the name of the row
     results = [r.model_copy(update={"arm": names[key][0]}) for (key, _), r in by_seed.items()]
     boards = [board for group in _budgets(results) if (board := _board(group, seconds))]
     if not boards:
@@ -157,25 +158,20 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
         )
     boards.sort(key=lambda board: (-len(board.arms), -board.base.training_flops))
     links = {
-        same[0]: " = ".join(f"[{study}]({link}/{study}.md) {plain(arm)}" for study, _, arm in parts)
-        for same in names.values()
-        for parts in [[name.partition("/") for name in same]]
+        aliases[0]: " = ".join(
+            f"[{study}]({link}/{study}.md) {escape_markdown(arm)}"
+            for study, _, arm in (name.partition("/") for name in aliases)
+        )
+        for aliases in names.values()
     }
     left_out = Counter(name.partition("/")[0] for name in links)
     left_out.subtract(_study(arm) for board in boards for arm in board.arms)
     alone = _listed(f"{count} of {study}" for study, count in left_out.items() if count)
     machines = _listed(f"{machine} ({_listed(studies)})" for machine, studies in timed_on.items())
     facts = f"Left out, because no dense arm or no other arm has their budget: {alone}. Timed on: {machines}."
-    tables = (f"## {board.title}\n\n{_table(board, links)}" for board in boards)
-    parts = [
-        "# Leaderboard",
-        _head(boards),
-        _summary(boards, links),
-        _NOTES,
-        facts,
-        *tables,
-    ]
-    return "\n\n".join([*parts, _ADD_A_ROW]) + "\n"
+    tables = [f"## {board.title}\n\n{_table(board, links)}" for board in boards]
+    blocks = ["# Leaderboard", _head(boards), _summary(boards, links), _NOTES, facts, *tables]
+    return "\n\n".join([*blocks, _ADD_A_ROW]) + "\n"
 
 
 def _listed(items: Iterable[str]) -> str:
@@ -192,13 +188,15 @@ def _budgets(results: Iterable[RunResult]) -> Iterable[Sequence[RunResult]]:
         options = [result.option(f"data.{key}") for key in VALIDATION_OPTIONS]
         data = [*result.fingerprints.values(), *options, result.option("model.causal")]
         groups.setdefault(str(data), []).append(result)
-    parts: list[list[RunResult]] = [*groups.values()]
+    budgets: list[list[RunResult]] = [*groups.values()]
     for cost in (lambda r: r.budget.tokens, lambda r: r.budget.model.flops_per_token):
-        parts = [part for group in parts for part in _close(group, cost)]
-    return parts
+        budgets = [close for group in budgets for close in _split_by_cost(group, cost)]
+    return budgets
 
 
-def _close(results: Sequence[RunResult], cost: Callable[[RunResult], int]) -> list[list[RunResult]]:
+def _split_by_cost(
+    results: Sequence[RunResult], cost: Callable[[RunResult], int]
+) -> list[list[RunResult]]:
     """Split runs into groups whose costs are within `MAX_MISMATCH` of the lowest of the group."""
     groups: list[list[RunResult]] = []
     for result in sorted(results, key=cost):
@@ -215,9 +213,9 @@ def _board(results: Sequence[RunResult], seconds: Mapping[str, float]) -> Board 
     dense = [*filter(_is_dense, arms)]
     if not dense or len(arms) == 1:
         return None
-    found = Comparison.of(results, baseline=_best(dense).name)
-    timed = [replace(arm, timed_step_seconds=seconds.get(arm.name)) for arm in found.arms]
-    return Board(replace(found, arms=sorted(timed, key=lambda arm: arm.loss)))
+    comparison = Comparison.of(results, baseline=_best(dense).name)
+    timed = [replace(arm, timed_step_seconds=seconds.get(arm.name)) for arm in comparison.arms]
+    return Board(replace(comparison, arms=sorted(timed, key=lambda arm: arm.loss)))
 
 
 def _is_dense(arm: Arm) -> bool:
@@ -257,14 +255,14 @@ def _head(boards: Sequence[Board]) -> str:
 def _summary(boards: Sequence[Board], links: Mapping[str, str]) -> str:
     rows: list[list[str]] = []
     for board in boards:
-        winner, found = board.winner, board.winner.difference
-        sure = f"p {p_text(found.p_value)}, {found.num_pairs} seeds" if found else NONE
+        winner, paired = board.winner, board.winner.difference
+        sure = f"p {p_text(paired.p_value)}, {paired.num_pairs} seeds" if paired else NONE
         rows.append(
             [
                 board.title,
                 links[winner.name],
                 _difference(winner),
-                "one seed: not known" if found and found.over == "windows" else sure,
+                "one seed: not known" if paired and paired.over == "windows" else sure,
                 board.flops_speed_up(winner),
                 number(board.seconds_speed_up(winner), ".2f"),
                 f"{board.num_rivals} of {len(board.arms) - 1}",
@@ -303,6 +301,8 @@ def _table(board: Board, links: Mapping[str, str]) -> str:
 
 
 def _difference(arm: Arm) -> str:
-    found = arm.difference
-    text = with_interval(found.interval, "{:+.3f}".format, found.mean) if found else NONE
-    return f"{text} \\*" if found and found.is_claimed else text
+    paired = arm.difference
+    if paired is None:
+        return NONE
+    text = with_interval(paired.interval, "{:+.3f}".format, paired.mean)
+    return f"{text} \\*" if paired.is_claimed else text

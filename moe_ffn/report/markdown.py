@@ -15,8 +15,8 @@ def markdown_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts: int = 1
 ) -> str:
     """Return a Markdown table; all columns after the first `num_texts` contain numbers."""
-    marks = ["---" if place < num_texts else "---:" for place in range(len(head))]
-    return "\n".join(map(markdown_row, (head, marks, *rows)))
+    alignment = ["---" if column < num_texts else "---:" for column in range(len(head))]
+    return "\n".join(map(markdown_row, (head, alignment, *rows)))
 
 
 def markdown_row(cells: Sequence[str]) -> str:
@@ -24,11 +24,10 @@ def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(' '.join(cell.split()).replace('|', '&#124;') for cell in cells)} |"
 
 
-def plain(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Return text with Markdown escaped; the name of an arm may be `<b>` or `a|b`."""
-    return re.sub(
-        r"[\\|<>&`*\[\]]|(?<!\w)_|_(?!\w)", lambda found: f"&#{ord(found[0])};", printable(text)
-    )
+    special = r"[\\|<>&`*\[\]]|(?<!\w)_|_(?!\w)"
+    return re.sub(special, lambda match: f"&#{ord(match[0])};", printable(text))
 
 
 def with_interval(

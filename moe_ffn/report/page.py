@@ -1,4 +1,4 @@
-"""Page of one run or of several runs; it can follow runs in progress."""
+"""Page of one run or of several; it can follow runs in progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_ffn.report.html import write_page
 from moe_ffn.runs.folder import explaining
 from moe_ffn.runs.reader import PATIENCE_SECONDS, WATCHED, Run, check_is_run, read_runs
 
-Stamp = list[tuple[int, int] | None]
+FileStamps = list[tuple[int, int] | None]
 
 
 def write_report(
@@ -25,8 +25,8 @@ def write_report(
 
     Args:
         reload_every: seconds between reloads of the page while a run is in progress; None never reloads.
-        has_ended: True if the caller knows that training has ended. Otherwise an interrupted run
-            counts as running until its files have not changed for `PATIENCE_SECONDS`.
+        has_ended: True if the caller knows that training has ended; otherwise a run counts as interrupted
+            only after its files have not changed for a long time.
 
     Raises:
         ConfigError: a folder is not a run, or `output` cannot be written.
@@ -44,7 +44,7 @@ def report_html(
     """Return the page.
 
     Args:
-        output: path of the page, which links to a shared script there instead of including it.
+        output: path of the page, which links to a shared script near it instead of including the script.
     """
     # Imported here, because training imports this module and should not load plotly.
     from moe_ffn.report import expert_tokens
@@ -64,9 +64,9 @@ def report_html(
         runs=runs,
         run_summary=run_summary,
         reload_every=reload_every,
-        takes=expert_tokens.tokens_for_page(runs[0]),
+        routed_text=expert_tokens.text_for_page(runs[0]),
         expert_tokens=expert_tokens,
-        grounds=PALETTE,
+        palette=PALETTE,
         time=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
 
@@ -105,7 +105,7 @@ def watch(
         say(f"{output} is kept current; press Ctrl-C to stop")
         while any(run.is_running for run in runs):
             start = time.monotonic()
-            # Wait for a change, or for a silence after which a run may count as interrupted.
+            # Wait for a change, or until a run without changes may count as interrupted.
             while stamp_of(folders) == seen and time.monotonic() - start < PATIENCE_SECONDS:
                 sleep(every)
             seen = stamp_of(folders)
@@ -130,14 +130,13 @@ def _has_begun(folder: Path) -> bool:
         return True
 
 
-def stamp_of(folders: Sequence[Path]) -> Stamp:
+def stamp_of(folders: Sequence[Path]) -> FileStamps:
     """Return (time, size) of every file that the page reads; None for an absent file."""
-    stamps: Stamp = []
+    stamps: FileStamps = []
     for path in (folder / name for folder in folders for name in WATCHED):
         try:
-            found = path.stat()
+            status = path.stat()
+            stamps.append((status.st_mtime_ns, status.st_size))
         except OSError:
             stamps.append(None)
-        else:
-            stamps.append((found.st_mtime_ns, found.st_size))
     return stamps

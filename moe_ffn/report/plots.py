@@ -1,4 +1,4 @@
-"""Plots of a page in their order, in the form that the script of the page draws."""
+"""Plots of a page, in order and in the form that the script of the page draws."""
 
 from __future__ import annotations
 
@@ -25,21 +25,28 @@ NOT_DRAWN = {
     "bits_per_byte": "the loss in another unit",
     "objective": "the loss plus the weighted balancing losses, whose note gives their sum",
     "tokens": "the step times the tokens of a step",
-    "load_cv": "as MaxVio",
-    "entropy_of_mean": "as MaxVio",
+    "load_cv": "the same imbalance as MaxVio",
+    "entropy_of_mean": "the same imbalance as MaxVio",
 }
-"""Metric without a plot -> reason: another plot shows the same."""
+"""Metric without a plot -> the same information in another plot."""
 
 FOLDED = {"tokens_per_second", "learning_rate"}
 """Curves that are folded until the reader opens them."""
 
-FIRST = ("max_violation", "dropped_fraction", "entropy", "logit_max", "churn", "dead_experts")
-"""Layer metrics that are shown; the other metrics are folded."""
+OPEN_MEASURES = (
+    "max_violation",
+    "dropped_fraction",
+    "entropy",
+    "logit_max",
+    "churn",
+    "dead_experts",
+)
+"""Layer metrics whose plots are open; the plots of the other metrics are folded."""
 
 
 @dataclass
 class Plot:
-    """Place on a page for one figure, or for one of several figures that the reader chooses."""
+    """Plot of one figure, or of several from which the reader chooses one."""
 
     figures: Sequence[dict[str, Any]]
     """Figures in the form that the script draws."""
@@ -51,7 +58,7 @@ class Plot:
     choice: str = "layer"
     """Label of the choices."""
     is_wide: bool = False
-    name: str = ""
+    element_id: str = ""
     """Id of the HTML element, set by `numbered`."""
 
 
@@ -66,21 +73,21 @@ def plots_of_run(run: Run) -> dict[str, list[Plot]]:
     # A balancing loss that is drawn for the model is not drawn again for each layer.
     drawn = {name for name in BALANCING_LOSSES if run.series(f"train/{name}")} | NOT_DRAWN.keys()
     moving = [key for key in run_summary.moving_measures(run) if key not in drawn]
-    first = [key for key in FIRST if key in moving]
+    opened = [key for key in OPEN_MEASURES if key in moving]
     return numbered(
         curves=curves,
         more_curves=[plot_of(figures.curve(run, key)) for key in keys if key in FOLDED],
         loads=_loads(run),
         coactivation=_coactivations(run),
-        measures=[plot_of(figures.measure(run, key)) for key in first],
-        more_measures=[plot_of(figures.measure(run, key)) for key in moving if key not in first],
+        measures=[plot_of(figures.measure(run, key)) for key in opened],
+        more_measures=[plot_of(figures.measure(run, key)) for key in moving if key not in opened],
     )
 
 
 def numbered(**sections: list[Plot]) -> dict[str, list[Plot]]:
     """Number the plots of all sections, and return the sections."""
     for number, plot in enumerate(plot for plots in sections.values() for plot in plots):
-        plot.name = f"plot-{number}"
+        plot.element_id = f"plot-{number}"
     return sections
 
 
@@ -88,46 +95,43 @@ def plot_of(figure: Any, **options: Any) -> Plot:
     return choice_of({"": figure}, **options)
 
 
-def choice_of(found: Mapping[Any, Any], **options: Any) -> Plot:
+def choice_of(figures: Mapping[Any, Any], **options: Any) -> Plot:
     """Return a plot of several figures; title and note come from `options` or from the first figure."""
-    plain = [plain_figure(figure) for figure in found.values()]
-    about = next(iter(found.values())).layout.meta
-    return Plot(plain, list(found), **{**about, **options})
+    drawn = [plain_figure(figure) for figure in figures.values()]
+    title_and_note = next(iter(figures.values())).layout.meta
+    return Plot(drawn, list(figures), **{**title_and_note, **options})
 
 
 def _has_values(run: Run, key: str) -> bool:
     """Return False if a metric is missing or always 0, such as the skipped steps."""
-    found = [run.series(f"{row}/{key}").values for row in RUN_METRICS[key].rows]
-    return any(value for values in found for value in values)
+    return any(any(run.series(f"{row}/{key}").values) for row in RUN_METRICS[key].rows)
 
 
 def _loads(run: Run) -> list[Plot]:
-    found: dict[str, Any] = {layer_title(layer): figures.load(run, layer) for layer in run.loads}
-    if not found:
+    if not run.loads:
         return []
-    note = max((figure.layout.meta["note"] for figure in found.values()), key=len)
-    return [choice_of(found, title="Load of each expert", note=note)]
+    by_layer: dict[str, Any] = {layer_title(layer): figures.load(run, layer) for layer in run.loads}
+    note = max((figure.layout.meta["note"] for figure in by_layer.values()), key=len)
+    return [choice_of(by_layer, title="Load of each expert", note=note)]
 
 
 def _coactivations(run: Run) -> list[Plot]:
-    found = figures.coactivations(run)
-    if not found:
+    matrices = figures.coactivations(run)
+    if not matrices:
         return []
-    max_layers = max(MAX_PAIRS // max(len(matrix) ** 2 for matrix in found.values()), 2)
-    chosen = run_summary.evenly_chosen(list(found), max_layers)
-    drawn: dict[str, Any] = {
-        layer_title(layer): figures.coactivation(run, layer) for layer in chosen
-    }
-    plot = choice_of(drawn, title="Co-activation")
-    if len(chosen) < len(found):
-        plot.note += f" {len(chosen)} of {len(found)} layers, evenly chosen."
+    max_layers = max(MAX_PAIRS // max(len(matrix) ** 2 for matrix in matrices.values()), 2)
+    chosen = run_summary.evenly_chosen(list(matrices), max_layers)
+    by_layer = {layer_title(layer): figures.coactivation(run, layer) for layer in chosen}
+    plot = choice_of(by_layer, title="Co-activation")
+    if len(chosen) < len(matrices):
+        plot.note += f" {len(chosen)} of {len(matrices)} layers, evenly chosen."
     return [plot]
 
 
 # -- pages with plots, and the script that draws them
 
 SHARED_SCRIPT = "plotly.min.js"
-"""File with plotly's script, which pages in its folder and in the folders below can share."""
+"""File with plotly's script, which pages in its folder and in the folders one level below can share."""
 
 
 def render_plots(
@@ -136,12 +140,12 @@ def render_plots(
     """Return a page with plots, see `render`.
 
     Args:
-        script: address of plotly's script; None includes the script in the page.
+        script: relative URL of plotly's script; None includes the script in the page.
     """
     return render(
         template,
         plots=plots,
-        figures={plot.name: plot.figures for of_section in plots.values() for plot in of_section},
+        figures={plot.element_id: plot.figures for section in plots.values() for plot in section},
         light=LIGHT,
         script=script,
         plotly="" if script else get_plotlyjs(),
@@ -156,18 +160,15 @@ def figures_page(title: str, figures: Sequence[Any], script: str | None = None) 
 
 
 def share_script(folder: Path) -> None:
-    """Write plotly's script for pages in a folder and in the folders below; raises OSError."""
+    """Write plotly's script for pages in a folder and one level below; raises OSError."""
     write_whole(folder / SHARED_SCRIPT, get_plotlyjs())
 
 
 def shared_script(page: Path) -> str | None:
-    """Return the address of a shared script in the folder of a page or the one above; None if missing."""
-    folder = page.resolve().parent
-    for address, path in (
-        (SHARED_SCRIPT, folder / SHARED_SCRIPT),
-        (f"../{SHARED_SCRIPT}", folder.parent / SHARED_SCRIPT),
-    ):
-        # A script of another size is another version of plotly, and might draw figures differently.
+    """Return the relative URL of a shared script in the folder of a page or one above; None if missing."""
+    for address in (SHARED_SCRIPT, f"../{SHARED_SCRIPT}"):
+        path = page.resolve().parent / address
+        # A script of another size is another version of plotly, which might draw figures differently.
         if path.is_file() and path.stat().st_size == len(get_plotlyjs().encode()):
             return address
     return None
@@ -178,10 +179,10 @@ def shared_script(page: Path) -> str | None:
 
 def plain_figure(figure: Any) -> dict[str, Any]:
     """Return a figure as plain values, without title and template, which the page replaces."""
-    found = figure.to_plotly_json()
-    layout = found["layout"]
+    plain = figure.to_plotly_json()
+    layout = plain["layout"]
     for key in ("title", "template", "meta"):
         del layout[key]
     layout["height"] -= TITLE_HEIGHT
     layout["margin"]["t"] -= TITLE_HEIGHT
-    return found
+    return plain

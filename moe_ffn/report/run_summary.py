@@ -1,4 +1,4 @@
-"""Texts on the page of a run, as plain values: header, alarms, tables and samples."""
+"""Texts on the page of a run: header, alarms, tables and samples."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from moe_ffn.config.sizes import TRAINING_FLOPS
+from moe_ffn.html_repr import spread
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, layer_measures, result_columns
@@ -36,13 +37,14 @@ IN_SUMMARY = {
 }
 """Column of the rows -> field of the summary with its final value."""
 
+
 # -- the values of a run
 
 
 def final(run: Run, key: str) -> float | None:
     """Return the final value of a column of `IN_SUMMARY`, or its last value if the run has not finished.
 
-    NaN stands for a value that was not finite.
+    Returns NaN if the final value was not finite.
     """
     name = IN_SUMMARY[key]
     if run.summary.has(name):
@@ -56,29 +58,29 @@ def measured(run: Run, metric: Metric) -> dict[str, Series]:
     layers = run.validated_layers if metric.measured == "validation" else run.layers
     return {
         layer: series
-        for layer, found in layers.items()
-        if (series := found.get(metric.key)) is not None
+        for layer, by_key in layers.items()
+        if (series := by_key.get(metric.key)) is not None
     }
 
 
-def constant(found: Mapping[str, Series]) -> float | None:
+def constant(by_layer: Mapping[str, Series]) -> float | None:
     """Return the value of a metric if it is the same at all steps in all layers; None otherwise.
 
-    A metric with a single row gives None.
+    Returns None for a single row.
     """
-    values = {value for series in found.values() for value in series.values}
-    rows = max(map(len, found.values()), default=0)
+    values = {value for series in by_layer.values() for value in series.values}
+    rows = max(map(len, by_layer.values()), default=0)
     return values.pop() if len(values) == 1 and rows > 1 and math.isfinite(min(values)) else None
 
 
 def moving_measures(run: Run) -> list[str]:
     """Return the keys of layer metrics that changed in the run; see `constant_measures` for the others."""
-    found = {metric.key: measured(run, metric) for metric in layer_measures()}
-    return [key for key, layers in found.items() if layers and constant(layers) is None]
+    by_key = {metric.key: measured(run, metric) for metric in layer_measures()}
+    return [key for key, layers in by_key.items() if layers and constant(layers) is None]
 
 
 def constant_measures(run: Run) -> list[str]:
-    """Return texts, such as `dropped 0%`, of the metrics with one value in all layers at all steps."""
+    """Return texts such as `dropped 0%` for the metrics that were the same in all layers at all steps."""
     values = {metric: constant(measured(run, metric)) for metric in layer_measures()}
     return [
         f"{metric.title if metric.title.startswith('MaxVio') else metric.title.lower()} "
@@ -111,9 +113,9 @@ def ffn_type(option: Callable[[str], Any]) -> str:
     if isinstance(router, dict):
         k = f" k = {router['k']}" if "k" in router else ""
         name += f", {router.get('type', 'unknown')}{k}"
-    others = option("model.ffn_at")
-    if isinstance(others, dict) and others:
-        name += "; differs in layers " + ", ".join(map(str, others))
+    overrides = option("model.ffn_at")
+    if isinstance(overrides, dict) and overrides:
+        name += "; differs in layers " + ", ".join(map(str, overrides))
     return name
 
 
@@ -142,18 +144,14 @@ def relative_to_unigram(run: Run) -> str:
     return f"{abs(unigram - loss):.4f} {side} it ({abs(1 - loss / unigram):.0%})"
 
 
-def tokens_per_step(run: Run) -> int | None:
-    """Return the tokens per optimizer step on all ranks; None if the options are missing."""
-    options = "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches"
-    counts = [run.option(option) for option in options]
-    return math.prod(counts) if all(isinstance(count, int) for count in counts) else None
-
-
 def tokens_seen(run: Run) -> float | None:
-    """Return the tokens trained on so far."""
+    """Return the tokens trained on so far, on all ranks; None if the options of the run are missing."""
     known = finite(run.summary.num_tokens)
-    per_step = tokens_per_step(run)
-    return known if known is not None or per_step is None else per_step * (run.step or 0)
+    options = "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches"
+    factors = [run.step or 0, *map(run.option, options)]
+    if known is not None or not all(isinstance(factor, int) for factor in factors):
+        return known
+    return math.prod(factors)
 
 
 def training_flops(run: Run) -> float | None:
@@ -175,8 +173,8 @@ def duration(seconds: float | None) -> str:
 
 def hardware(run: Run) -> tuple[str, str]:
     """Return (`2 CPU cores`, processor), or (GPU, `2 CPU cores, processor`); dashes for unknown values."""
-    found = run.facts.hardware
-    processor, cores, gpu = (found.get(key) for key in ("processor", "num_cpus", "gpu"))
+    facts = run.facts.hardware
+    processor, cores, gpu = (facts.get(key) for key in ("processor", "num_cpus", "gpu"))
     count = f"{cores} CPU core{'' if cores == 1 else 's'}" if cores else NONE
     if gpu:
         return str(gpu), f"{count}, {processor or NONE}"
@@ -198,27 +196,26 @@ class Health:
 
 def health(run: Run) -> list[Health]:
     """Return the metrics with a healthy range, from the last row of each."""
-    found: list[Health] = []
+    rows: list[Health] = []
     for metric in LAYER_METRICS.values():
-        measured_here = measured(run, metric)
-        if metric.healthy_range is None or not measured_here:
+        by_layer = measured(run, metric)
+        if metric.healthy_range is None or not by_layer:
             continue
         low, high = metric.healthy_range
         cells: list[Cell] = []
         for layer in run.layers:
-            series = measured_here.get(layer)
-            value = None if series is None else series.last
+            value = by_layer.get(layer, Series()).last
             kind = "" if value is None or low <= value <= high else "bad"
-            cells.append(("" if value is None else _measure(metric, value), kind))
-        found.append(Health(metric.title, cells, metric.healthy))
-    return found
+            cells.append(("" if value is None else _value_text(metric, value), kind))
+        rows.append(Health(metric.title, cells, metric.healthy))
+    return rows
 
 
 # -- alarms
 
 
 def concerns(run: Run) -> list[tuple[str, str]]:
-    """Return problems that raise no alarm, and the alarms that the run is too short for.
+    """Return problems that raise no alarm, and the alarms that such a short run cannot raise.
 
     Each is (class of the style sheet, sentence).
     """
@@ -309,11 +306,11 @@ def _expert_row(layer: str, values: Mapping[str, Any]) -> ExpertRow:
         layer,
         [(NONE if share is None else percent(share, digits), kind(share)) for share in load],
         [(str(len(load)), ""), *extremes],
-        [_measure(metric, finite(values.get(metric.key))) for metric in result_columns()],
+        [_value_text(metric, finite(values.get(metric.key))) for metric in result_columns()],
     )
 
 
-def _measure(metric: Metric, value: float | None) -> str:
+def _value_text(metric: Metric, value: float | None) -> str:
     return (
         f"{percent(value)}%"
         if metric.is_share and value is not None
@@ -330,18 +327,15 @@ def result_headers() -> list[str]:
 
 
 def documents(run: Run) -> dict[str, str]:
-    """Return name -> text of the resolved config and the other facts, if they exist."""
+    """Return name -> text for the resolved config and the remaining facts, if they exist."""
     facts = run.facts.model_dump(exclude_unset=True, exclude=set(run.options))
-    found = {
+    texts = {
         "config.yaml": run.config_text.strip(),
         "facts.json, beyond the options": json.dumps(facts, indent=2) if facts else "",
     }
-    return {name: content for name, content in found.items() if content}
+    return {name: text for name, text in texts.items() if text}
 
 
 def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
-    """Return at most `max_items` (2 or more) items, evenly chosen, with the first and the last."""
-    if len(items) <= max_items:
-        return list(items)
-    last = len(items) - 1
-    return [items[round(place * last / (max_items - 1))] for place in range(max_items)]
+    """Return at most `max_items` items, evenly chosen, with the first and the last."""
+    return [items[index] for index in spread(len(items), max_items)]

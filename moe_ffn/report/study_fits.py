@@ -32,7 +32,7 @@ AXIS_NAMES = {
     "flops_per_token": "forward FLOPs per token",
     "expansion": "total over active parameters of the feed-forward blocks",
 }
-"""Axis that is not an option of a run -> its title."""
+"""Axis that is computed from a run, not one of its options -> title."""
 
 
 def line_of(arm: Arm) -> str:
@@ -46,11 +46,11 @@ def loss_of(run: RunResult) -> float:
 
 def size_of(run: RunResult, axis: str) -> float:
     """Return the position of a run on an axis; NaN if it has none."""
-    model, ffn = run.budget.model, run.budget.ffn
+    ffn = run.budget.ffn
     if axis == "expansion":
         value = ffn.params / ffn.active_params if ffn.active_params else None
     elif axis in AXIS_NAMES:
-        value = getattr(model, axis)
+        value = getattr(run.budget.model, axis)
     else:
         value = run.option(axis)
     number = finite(value)
@@ -70,16 +70,16 @@ def without_seeds(arms: Sequence[Arm]) -> Sequence[Arm]:
     if len(arms) == 1 or any(arm.seeds != seeds for arm in arms):
         return arms
     means = {seed: fmean(arm.losses[seed] for arm in arms) for seed in seeds}
-    whole = fmean(means.values())
+    overall_mean = fmean(means.values())
     # With A arms, subtracting the means also removes 1 / A of the variance; the scale restores it.
     scale = math.sqrt(len(arms) / (len(arms) - 1))
 
-    def moved(run: RunResult, arm: Arm) -> RunResult:
-        loss = arm.loss + (loss_of(run) - means[run.seed] + whole - arm.loss) * scale
+    def centred(run: RunResult, arm: Arm) -> RunResult:
+        loss = arm.loss + (loss_of(run) - means[run.seed] + overall_mean - arm.loss) * scale
         outcome = run.outcome.model_copy(update={"validation_loss": loss})
         return run.model_copy(update={"outcome": outcome})
 
-    return [replace(arm, results=[moved(run, arm) for run in arm.results]) for arm in arms]
+    return [replace(arm, results=[centred(run, arm) for run in arm.results]) for arm in arms]
 
 
 def axis_of(study: StudyConfig) -> str | None:
@@ -101,24 +101,24 @@ def lines_over(arms: Sequence[Arm], axis: str) -> list[SizedLine]:
 
     The line of an arm is its name up to the first comma, or the rest if the first part varies along the axis.
     """
-    every = {arm.name: size_of(arm.results[0], axis) for arm in arms}
-    places = {name: x for name, x in every.items() if not math.isnan(x)}
-    if len(set(places.values())) < 2:
+    sizes = {arm.name: size_of(arm.results[0], axis) for arm in arms}
+    sizes = {name: size for name, size in sizes.items() if not math.isnan(size)}
+    if len(set(sizes.values())) < 2:
         return []
 
-    def spread(part: int) -> float:
+    def largest_ratio(part: int) -> float:
         groups: dict[str, list[float]] = {}
-        for name, x in places.items():
-            groups.setdefault(name.partition(",")[part], []).append(x)
-        return max(max(found) / min(found) for found in groups.values())
+        for name, size in sizes.items():
+            groups.setdefault(name.partition(",")[part], []).append(size)
+        return max(max(group) / min(group) for group in groups.values())
 
-    part = 0 if spread(0) >= spread(2) else 2
-    found: dict[str, dict[float, list[float]]] = {}
+    part = 0 if largest_ratio(0) >= largest_ratio(2) else 2
+    lines: dict[str, dict[float, list[float]]] = {}
     for arm in arms:
-        if arm.name in places:
-            points = found.setdefault(arm.name.partition(",")[part], {})
-            points.setdefault(places[arm.name], []).extend(arm.losses.values())
-    return [SizedLine(name or "all arms", points) for name, points in found.items()]
+        if arm.name in sizes:
+            points = lines.setdefault(arm.name.partition(",")[part], {})
+            points.setdefault(sizes[arm.name], []).extend(arm.losses.values())
+    return [SizedLine(name or "all arms", points) for name, points in lines.items()]
 
 
 def curve_of(run: RunResult) -> Curve:
@@ -137,7 +137,7 @@ def curve_of(run: RunResult) -> Curve:
 Image = Callable[[str, Any, str], str]
 """Function (name, plotly figure, alternative text) -> Markdown; empty if the page does not show it."""
 
-Parts = Sequence[str]
+Paragraphs = Sequence[str]
 """Paragraphs of a section; empty paragraphs are left out."""
 
 
@@ -153,41 +153,41 @@ def image_over(
     return image(name, over_sizes(lines, size, title, value), title) if lines else ""
 
 
-def _isoflop(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
+def _isoflop(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Paragraphs:
     axis = study.axis if study.axis in AXIS_NAMES else "active_params"
     parts: list[str] = []
     rows: list[list[str]] = []
     for line in dict.fromkeys(line_of(arm) for arm in arms):
         runs = [run for arm in arms if line_of(arm) == line for run in arm.results]
         flops = [float(run.budget.training_flops) for run in runs]
-        found = fit_isoflop(flops, sizes_of(runs, axis), [loss_of(run) for run in runs])
-        for budget in sorted({*found.parabolas, *found.problems}):
-            parabola = found.parabolas.get(budget)
+        fits = fit_isoflop(flops, sizes_of(runs, axis), [loss_of(run) for run in runs])
+        for budget in sorted({*fits.parabolas, *fits.problems}):
+            parabola = fits.parabolas.get(budget)
             best = with_interval(parabola.minimum if parabola else None, compact)
-            rows.append([line, f"{budget:.3g}", best, found.problems.get(budget, "")])
+            rows.append([line, f"{budget:.3g}", best, fits.problems.get(budget, "")])
         drawn = [
             _line_of_fit(f"{budget:.2g} FLOPs", parabola)
-            for budget, parabola in sorted(found.parabolas.items())
+            for budget, parabola in sorted(fits.parabolas.items())
         ]
         title = f"Final loss of {line} over {axis_name(axis)} at each budget"
         parts.append(image_over(image, f"isoflop-{line}", drawn, axis_name(axis), title))
         growth = ""
-        if found.exponent is not None:
-            k = with_interval(found.exponent, "{:.2f}".format)
+        if fits.exponent is not None:
+            k = with_interval(fits.exponent, "{:.2f}".format)
             growth = f"the best size grows as FLOPs to the power {k}. "
-        parts.append(f"{line}: {growth}{found.limits}")
-    head = ["line", "training FLOPs", f"best {axis_name(axis)}", "why none"]
+        parts.append(f"{line}: {growth}{fits.limits}")
+    head = ["line", "training FLOPs", f"best {axis_name(axis)}", "reason if none"]
     return [markdown_table(head, rows), *parts]
 
 
-def _line_of_fit(name: str, found: Parabola) -> SizedLine:
+def _line_of_fit(name: str, parabola: Parabola) -> SizedLine:
     by_size: dict[float, list[float]] = {}
-    for size, loss in zip(found.sizes, found.losses, strict=True):
+    for size, loss in zip(parabola.sizes, parabola.losses, strict=True):
         by_size.setdefault(size, []).append(loss)
-    return SizedLine(name, by_size, found.curve, found.minimum)
+    return SizedLine(name, by_size, parabola.curve, parabola.minimum)
 
 
-def _clark(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
+def _clark(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Paragraphs:
     runs = [run for arm in arms for run in arm.results]
     return _fitted(
         {"N": sizes_of(runs, "active_params"), "E": sizes_of(runs, "expansion")},
@@ -198,7 +198,7 @@ def _clark(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
     )
 
 
-def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
+def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Paragraphs:
     axis = axis_of(study)
     if axis is None:
         return ["No fit: set `axis` of the study to the option of the granularity."]
@@ -207,24 +207,24 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts
     for line in lines_over(arms, axis):
         pairs = [(x, loss) for x, losses in line.points.items() for loss in losses]
         try:
-            found = fit_parabola(*zip(*pairs, strict=True))
+            parabola = fit_parabola(*zip(*pairs, strict=True))
         except ConfigError as error:
-            rows.append([line.name, NONE, f"{error}"])
+            rows.append([line.name, NONE, str(error)])
             continue
-        best = with_interval(found.minimum, "{:.1f}".format)
-        rows.append([line.name, best, found.problem])
-        drawn.append(_line_of_fit(line.name, found))
+        best = with_interval(parabola.minimum, "{:.1f}".format)
+        rows.append([line.name, best, parabola.problem])
+        drawn.append(_line_of_fit(line.name, parabola))
     title = "Final loss over granularity, with parabolas"
     picture = image_over(image, "granularity", drawn, axis_name(axis), title)
-    every = [run for arm in arms for run in arm.results]
-    runs = [run for run in every if not math.isnan(size_of(run, axis))]
+    all_runs = [run for arm in arms for run in arm.results]
+    runs = [run for run in all_runs if not math.isnan(size_of(run, axis))]
     law = _fitted(
         {"G": sizes_of(runs, axis)},
         [loss_of(run) for run in runs],
         power_law("G"),
         "For a fixed size and number of tokens, Krajewski's law reduces to this form in G.",
     )
-    table = markdown_table(["line", "granularity with the lowest loss", "why none"], rows)
+    table = markdown_table(["line", "granularity with the lowest loss", "reason if none"], rows)
     return [picture, table, *law]
 
 
@@ -235,15 +235,15 @@ def _leverage_or_reason(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) ->
         return str(error)
 
 
-def _leverage_cell(found: Leverage | str) -> str:
-    if isinstance(found, str):
-        return found
-    values = list(found.by_seed.values())
-    mean = fmean(values) if len(values) == 1 else None
-    return with_interval(found.interval, "{:.2f}".format, mean)
+def _leverage_cell(result: Leverage | str) -> str:
+    if isinstance(result, str):
+        return result
+    values = list(result.by_seed.values())
+    only_value = values[0] if len(values) == 1 else None
+    return with_interval(result.interval, "{:.2f}".format, only_value)
 
 
-def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
+def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Paragraphs:
     by_name = {arm.name: arm for arm in arms}
     baseline = next(arm for arm in arms if arm.base is None)
     line = line_of(baseline)
@@ -251,7 +251,7 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
     sizes: dict[int, list[tuple[float, float]]] = {}
     for run in (run for arm in arms if line_of(arm) == line for run in arm.results):
         sizes.setdefault(run.seed, []).append((float(run.budget.training_flops), loss_of(run)))
-    whole = {
+    final_curves = {
         seed: ([flops for flops, _ in sorted(points)], [loss for _, loss in sorted(points)])
         for seed, points in sizes.items()
         if len({flops for flops, _ in points}) == len(points) > 1
@@ -270,8 +270,8 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
             x = size_of(arm.results[0], "expansion")
             drawn.setdefault(size or "leverage", {})[x] = list(within.by_seed.values())
         cells = [_leverage_cell(within)]
-        if whole:
-            by_ends = _leverage_or_reason(whole, ends)
+        if final_curves:
+            by_ends = _leverage_or_reason(final_curves, ends)
             cells.append(NONE if isinstance(by_ends, str) else _leverage_cell(by_ends))
         rows.append([arm.name, dense.name, *cells])
     if not rows:
@@ -279,13 +279,18 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
     title = "Efficiency leverage over the number of experts"
     lines = [SizedLine(name, points) for name, points in drawn.items() if len(points) > 1]
     picture = image_over(image, "leverage", lines, AXIS_NAMES["expansion"], title, "leverage")
-    head = ["arm", "compared with", "within the runs", *(["by final losses"] if whole else [])]
+    head = [
+        "arm",
+        "compared with",
+        "within the runs",
+        *(["by final losses"] if final_curves else []),
+    ]
     note = (
         "C_dense / C_arm: training FLOPs of the dense model over those of the arm at the same loss "
         "(Tian et al. 2025, arXiv 2507.17702); above 1, the arm saves FLOPs. Within the runs: both curves of "
         "a seed are read where they reach the higher of their two final losses."
     )
-    if whole:
+    if final_curves:
         note += (
             f" By final losses: the FLOPs are interpolated between the final losses of all arms of {line}; a "
             "dash if the arm's loss lies outside their range."
@@ -295,10 +300,10 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
 
 def _fitted(
     variables: Mapping[str, Sequence[float]], losses: Sequence[float], law: Law, note: str
-) -> Parts:
+) -> Paragraphs:
     """Return the parameters of a fit and its errors, or the reason why there is no fit."""
     try:
-        found = fit(law, variables, losses)
+        fitted = fit(law, variables, losses)
     except ConfigError as error:
         return [f"`{law.formula}` ({law.source}): no fit; {error}."]
     rows = [
@@ -307,23 +312,23 @@ def _fitted(
             with_interval(interval, "{:.3g}".format),
             *([f"{law.published[name]:g}"] if law.published else []),
         ]
-        for name, interval in found.parameters.items()
+        for name, interval in fitted.parameters.items()
     ]
-    scatter = math.sqrt(fmean(value**2 for value in found.residuals))
-    held_out = f"without the {found.num_held_out} largest runs"
+    scatter = math.sqrt(fmean(value**2 for value in fitted.residuals))
+    without = f"without the {fitted.num_held_out} largest runs"
     held_out = (
-        f"{held_out}, too few are left to fit"
-        if found.held_out_error is None
-        else f"fitted {held_out}, the form misses them by {found.held_out_error:.2%}"
+        f"{without}, too few are left to fit"
+        if fitted.held_out_error is None
+        else f"fitted {without}, the form misses them by {fitted.held_out_error:.2%}"
     )
     return [
         f"`{law.formula}` ({law.source}). {note}",
         markdown_table(["parameter", "fitted", *(["published"] if law.published else [])], rows),
-        f"Residuals are {scatter:.2%} of the loss; {held_out}. {found.limits}",
+        f"Residuals are {scatter:.2%} of the loss; {held_out}. {fitted.limits}",
     ]
 
 
-FITS: Mapping[str, tuple[str, Callable[[Image, StudyConfig, Sequence[Arm]], Parts]]] = {
+FITS: Mapping[str, tuple[str, Callable[[Image, StudyConfig, Sequence[Arm]], Paragraphs]]] = {
     "isoflop": ("Best size at each budget", _isoflop),
     "clark": ("Scaling with experts", _clark),
     "granularity": ("Best granularity", _granularity),
@@ -337,7 +342,7 @@ Lines = Mapping[str, Sequence[Point]]
 """Name of an arm up to the first comma -> its points."""
 
 
-def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parts:
+def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Paragraphs:
     """Return the section; empty if the study does not set `initial_flops`."""
     if study.initial_flops is None:
         return []
@@ -363,8 +368,8 @@ def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> 
         if gaps(lines[one], lines[other])
     ]
     head = (
-        "arm|compared with|at or below it from|by single seeds|difference at the fewest|"
-        "and at the most FLOPs"
+        "arm|compared with|crossover FLOPs|crossover of single seeds|difference at the fewest FLOPs|"
+        "difference at the most FLOPs"
     )
     return [
         f"The model from which runs started (`init_from`) took {compact(study.initial_flops)} FLOPs. "
@@ -372,10 +377,10 @@ def loss_by_all_flops(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> 
         image_over(image, "all-flops", drawn, axis, title),
         markdown_table(["arm", axis, "loss"], losses),
         markdown_table(head.split("|"), crossings, num_texts=2),
-        "Between points, the loss is interpolated linearly in log FLOPs. Differences of the loss are paired "
-        "by seed, at the fewest and at the most FLOPs of both arms, with the 95 % interval (Student's t). "
-        "Nothing was measured outside this range. All seeds started from one model, so the scatter is only "
-        "that of the second training.",
+        "Crossover: from these FLOPs on, the loss of the first arm is the same or lower. Between points, the "
+        "loss is interpolated linearly in log FLOPs. Differences are paired by seed, at the fewest and at "
+        "the most FLOPs of both arms, with the 95 % interval (Student's t). Nothing was measured outside "
+        "this range. All seeds started from one model, so the scatter comes only from the second training.",
     ]
 
 
@@ -383,24 +388,24 @@ def _crossing(lines: Lines, seeds: Sequence[Lines], one: str, other: str) -> lis
     """Return the table row of two arms; the first arm has the lower loss at the most FLOPs of both."""
     if gaps(lines[one], lines[other])[-1][1] > 0:
         one, other = other, one
-    found = crossover(lines[one], lines[other])
+    flops = crossover(lines[one], lines[other])
     pairs = [
         (seed[one], seed[other])
         for seed in seeds
-        if all(_places(seed.get(arm, ())) == _places(lines[arm]) for arm in (one, other))
+        if all(_flops(seed.get(arm, ())) == _flops(lines[arm]) for arm in (one, other))
     ]
     by_seed = sorted(x for pair in pairs if (x := crossover(*pair)) is not None)
     ends = " to ".join(dict.fromkeys(map(compact, (by_seed[0], by_seed[-1])))) if by_seed else NONE
     return [
         other,
         one,
-        NONE if found is None else compact(found),
+        NONE if flops is None else compact(flops),
         f"{ends} ({len(by_seed)} of {len(pairs)} seeds)",
         *(_difference(pairs, end) for end in (0, -1)),
     ]
 
 
-def _places(points: Sequence[Point]) -> list[float]:
+def _flops(points: Sequence[Point]) -> list[float]:
     return [point.flops for point in points]
 
 

@@ -5,7 +5,6 @@ Numbers, tables and figures are computed from the results of the runs. The file 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,20 +14,14 @@ from typing import Any
 
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.files import read_text, write_whole
-from moe_ffn.report.arm_figures import (
-    axes_of,
-    differences,
-    frontier,
-    losses,
-    tuning,
-)
+from moe_ffn.report.arm_figures import axes_of, differences, frontier, losses, tuning
 from moe_ffn.report.comparison_tables import markdown, tables, tuning_tables
 from moe_ffn.report.html import NONE, compact, write_page
 from moe_ffn.report.markdown import markdown_row, markdown_table
 from moe_ffn.report.plots import figures_page, shared_script
 from moe_ffn.report.study_fits import (
     FITS,
-    Parts,
+    Paragraphs,
     axis_name,
     axis_of,
     image_over,
@@ -44,7 +37,7 @@ from moe_ffn.studies.result import RESULTS_FILE, RunResult
 from moe_ffn.studies.statistics import detectable_difference
 
 SUMMARY_FILE = "README.md"
-"""File with the table of all studies, next to their pages."""
+"""File with the table of all studies, in the folder of their pages."""
 
 FIGURES_FILE = "figures.html"
 """Page with all figures of a study, in the folder of the study."""
@@ -57,10 +50,10 @@ _CENTRED = (
 
 @dataclass
 class StudyPage:
-    """The files of a study's page."""
+    """Page of a study, its figures, and its row in the table of all studies."""
 
     name: str
-    shown: Sequence[str]
+    pictures: Sequence[str]
     """Pictures that the page shows, such as `axis.svg`."""
     markdown: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +64,7 @@ class StudyPage:
     def image(self, name: str, figure: Any, alt: str) -> str:
         """Store a figure and return its Markdown, which is empty if the page does not show it."""
         self.figures[name] = figure
-        return f"![{alt}]({self.name}/{name}.svg)" if f"{name}.svg" in self.shown else ""
+        return f"![{alt}]({self.name}/{name}.svg)" if f"{name}.svg" in self.pictures else ""
 
     def write(self, folder: Path) -> list[Path]:
         """Write `NAME.md`, `NAME/figures.html` and the study's row in the table of all studies.
@@ -83,13 +76,11 @@ class StudyPage:
         table = folder / SUMMARY_FILE
         with explaining(f"'{page}' cannot be written", "choose another folder"):
             figures.parent.mkdir(parents=True, exist_ok=True)
-            drawn = [*self.figures.values()]
-            write_page(
-                figures, figures_page(f"Figures of {self.name}", drawn, shared_script(figures))
-            )
+            drawn, script = [*self.figures.values()], shared_script(figures)
+            write_page(figures, figures_page(f"Figures of {self.name}", drawn, script))
             write_whole(page, self.markdown)
-            before = read_text(table) if table.is_file() else ""
-            write_whole(table, with_row(before, self.summary))
+            old_table = read_text(table) if table.is_file() else ""
+            write_whole(table, with_row(old_table, self.summary))
         return [page, figures, table]
 
 
@@ -110,15 +101,17 @@ def study_page(
             shows a figure that is not drawn.
     """
     names = study.arm_names
-    ours = [result for result in results if result.main_arm in names]
-    if not ours:
+    own_results = [result for result in results if result.main_arm in names]
+    if not own_results:
         raise ConfigError(
             f"{study.name}: no result belongs to one of its arms, {', '.join(names)}; give the "
             "folder of its runs"
         )
-    known = {name for result in ours for name in (result.arm, result.arm.partition(",")[0])}
+    known = {name for result in own_results for name in (result.arm, result.arm.partition(",")[0])}
     baseline = study.baseline if study.baseline in known else None
-    comparison = Comparison.of(ours, baseline=baseline, arms=names, step_seconds=step_seconds)
+    comparison = Comparison.of(
+        own_results, baseline=baseline, arms=names, step_seconds=step_seconds
+    )
     arms = comparison.arms
     fitted = without_seeds(arms)
     page = StudyPage(study.name, study.figures)
@@ -129,21 +122,23 @@ def study_page(
         "Loss by the FLOPs of all training": loss_by_all_flops(page.image, study, arms),
         "Tuning": _tuning(page, comparison),
         **{
-            title: [*show(page.image, study, fitted), "" if fitted is arms else _CENTRED]
-            for title, show in map(FITS.__getitem__, study.fit)
+            title: [*section(page.image, study, fitted), "" if fitted is arms else _CENTRED]
+            for title, section in map(FITS.__getitem__, study.fit)
         },
         "What would change our mind": [study.would_change_our_mind.strip()],
         "What this does not show": [_limits(arms)],
-        "How it was made": _machine(page, ours, file or f"configs/studies/{study.name}.yaml"),
+        "How it was made": _machine(
+            page, own_results, file or f"configs/studies/{study.name}.yaml"
+        ),
     }
     drawn = [f"{name}.svg" for name in page.figures]
     if absent := set(study.figures) - {*drawn}:
         raise ConfigError(f"figures: {min(absent)} is not drawn; there are {', '.join(drawn)}")
-    shown = {title: [*filter(None, parts)] for title, parts in sections.items()}
-    lines = [
-        [*([f"## {title}"] if title else []), *parts] for title, parts in shown.items() if parts
-    ]
-    page.markdown = "\n\n".join(itertools.chain(*lines)) + "\n"
+    blocks: list[str] = []
+    for title, section in sections.items():
+        if paragraphs := [*filter(None, section)]:
+            blocks += [f"## {title}", *paragraphs] if title else paragraphs
+    page.markdown = "\n\n".join(blocks) + "\n"
     answer = study.answer.strip() or _short_verdict(comparison)
     cells = [f"[{study.name}]({study.name}.md)", study.question, study.published, answer]
     page.summary = markdown_row(cells)
@@ -152,15 +147,14 @@ def study_page(
 
 def _short_verdict(comparison: Comparison) -> str:
     """Return the verdict on the arm with the largest improvement over its baseline."""
-    found = [arm for arm in comparison.arms if arm.base]
-    below = [arm.loss - comparison.base_of(arm).loss for arm in found]
-    return comparison.verdicts[below.index(min(below)) if below else 0]
+    gaps = [arm.loss - comparison.base_of(arm).loss for arm in comparison.arms if arm.base]
+    return comparison.verdicts[gaps.index(min(gaps)) if gaps else 0]
 
 
 # -- sections
 
 
-def _head(study: StudyConfig) -> Parts:
+def _head(study: StudyConfig) -> Paragraphs:
     answer, published = study.answer.strip(), study.published.strip()
     return [
         f"# {study.question.strip() or study.name}",
@@ -169,15 +163,15 @@ def _head(study: StudyConfig) -> Parts:
     ]
 
 
-def _design(comparison: Comparison) -> Parts:
+def _design(comparison: Comparison) -> Paragraphs:
     arms = comparison.arms
 
     def cost(arm: Arm, part: str, key: str) -> str:
         value, base = (
             getattr(getattr(a.budget, part), key) for a in (arm, comparison.base_of(arm))
         )
-        beside = f" ({value / base - 1:+.1%})" if base and value != base else ""
-        return f"{compact(value)}{beside}"
+        change = f" ({value / base - 1:+.1%})" if base and value != base else ""
+        return f"{compact(value)}{change}"
 
     rows = [
         [
@@ -210,9 +204,9 @@ def _design(comparison: Comparison) -> Parts:
             "learning rate": "optimizer.learning_rate",
         },
     )
-    beside = f"Percentages are relative to {comparison.baseline}. " if len(arms) > 1 else ""
+    reference = f"Percentages are relative to {comparison.baseline}. " if len(arms) > 1 else ""
     note = (
-        f"{beside}FLOPs are those of the forward pass; training takes three times as many. "
+        f"{reference}FLOPs are for the forward pass; training takes three times as many. "
         f"{_pairing([arm.results[0] for arm in arms])}"
     ).rstrip()
     table = markdown_table(head.split("|"), rows, num_texts=2)
@@ -226,24 +220,24 @@ def _pairing(runs: Sequence[RunResult]) -> str:
     orders = {(run.option("data.batch_size"), run.option("data.seq_len")) for run in runs}
     models = [run.config.get("model", {}) for run in runs]
     outside = [{k: v for k, v in m.items() if k not in ("ffn", "ffn_at")} for m in models]
-    begun = {run.option("init_from") for run in runs}
+    initial_models = {run.option("init_from") for run in runs}
     shared = ["read the same data in the same order"] if len(orders) == 1 else []
-    if len(begun) == 1 and all(options == outside[0] for options in outside):
+    if len(initial_models) == 1 and all(options == outside[0] for options in outside):
         shared.append("begin with the same weights outside their feed-forward blocks")
     return f"Within a seed all arms {' and '.join(shared)}." if shared else ""
 
 
 def _same(runs: Sequence[RunResult], options: Mapping[str, str]) -> str:
     """Return the options that all runs share, as `d_model 64, layers 4`."""
-    found: list[str] = []
+    shared: list[str] = []
     for name, path in options.items():
         values = {run.option(path) for run in runs}
         if len(values) == 1 and (value := values.pop()) is not None:
-            found.append(f"{name} {value}")
-    return ", ".join(found)
+            shared.append(f"{name} {value}")
+    return ", ".join(shared)
 
 
-def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Parts:
+def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Paragraphs:
     arms = comparison.arms
     parts = ["\n".join(f"- {verdict}" for verdict in comparison.verdicts)]
     if any(arm.difference for arm in arms):
@@ -267,31 +261,31 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Part
 
 
 def _detectable(losses: Sequence[float]) -> str:
-    """Return what the scatter of a single arm means for studies with several arms."""
+    """Return the differences that a study can detect, from the scatter of a single arm over seeds."""
     sd = stdev(losses)
     rows = [[str(n), f"{detectable_difference(sd * math.sqrt(2), n):.4f}"] for n in (3, 5, 10, 20)]
     return (
-        f"Runs that differ only in their seed end {sd:.4f} nats apart (standard deviation of {len(losses)} "
-        "runs). At 95 % confidence and with a probability of 80 %, a study of two such arms finds a "
-        "difference of\n\n"
+        f"The final losses of {len(losses)} runs that differ only in their seed have a standard deviation of "
+        f"{sd:.4f} nats. At 95 % confidence and 80 % power, a study of two such arms detects these "
+        "differences, if a seed affects each arm independently:\n\n"
         + markdown_table(["seeds of each arm", "nats per token"], rows)
-        + "\n\nif the effects of a seed on both arms are independent. The more they agree, the smaller are "
-        "the differences that pairs of one seed can show."
+        + "\n\nIf a seed affects both arms alike, pairing by seed detects smaller differences."
     )
 
 
-def _tuning(page: StudyPage, comparison: Comparison) -> Parts:
-    """Return the losses over the values of each tuned option, and the arms whose optimum is at an end."""
+def _tuning(page: StudyPage, comparison: Comparison) -> Paragraphs:
+    """Return the losses over the values of each tuned option, and the arms whose best value is at an end."""
     parts: list[str] = []
-    for found, table in zip(comparison.tuning, tuning_tables(comparison), strict=True):
-        ends = (found.values[0], found.values[-1])
-        at_an_end = [name for name, best in found.best.items() if best in ends]
+    for tuned, table in zip(comparison.tuning, tuning_tables(comparison), strict=True):
+        ends = (tuned.values[0], tuned.values[-1])
+        at_an_end = [name for name, best in tuned.best.items() if best in ends]
         if at_an_end:
-            parts.append(f"The best value is at an end of those tried: {', '.join(at_an_end)}.")
-        if any(found.losses.values()):
-            name = f"tuning-{found.option.rpartition('.')[2]}"
-            title = f"Final loss by {found.option}"
-            parts.append(page.image(name, tuning(comparison, found), title))
+            arms = ", ".join(at_an_end)
+            parts.append(f"The best value is the lowest or highest that was tried: {arms}.")
+        if any(tuned.losses.values()):
+            name = f"tuning-{tuned.option.rpartition('.')[2]}"
+            title = f"Final loss by {tuned.option}"
+            parts.append(page.image(name, tuning(comparison, tuned), title))
         parts.append(markdown(table))
     return parts
 
@@ -302,12 +296,12 @@ def _limits(arms: Sequence[Arm]) -> str:
     tokens = _range(run.budget.tokens for run in runs)
     return (
         f"Models of {sizes} parameters, trained on {tokens} tokens of one corpus: at other sizes, on other "
-        "text and in longer training the order may change. The intervals cover only seeds: neither "
-        "another corpus nor learning rates that were not tried."
+        "text and in longer training the order may change. The intervals cover only seeds, not other "
+        "corpora or learning rates that were not tried."
     )
 
 
-def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Parts:
+def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Paragraphs:
     facts = {
         "processor": "processor",
         "num_cpus": "cores",
@@ -336,8 +330,8 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Parts:
         f"```bash\n{command('sweep')} --config {file}\n"
         f"{command('study_page')} {file} --runs runs/{page.name}\n```"
     )
-    before = (
-        "First run the commands that make the model of `init_from`; they are in the file of the study."
+    first_step = (
+        "First run the commands that make the model of `init_from`; they are in the study's YAML file."
         if any(run.option("init_from") for run in runs)
         else ""
     )
@@ -347,12 +341,12 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Parts:
         f"command makes this page from that file, and `{page.name}/{FIGURES_FILE}` with all figures: "
         f"{', '.join(page.figures)}."
     )
-    return [commands, before, markdown_table(["fact", "value"], rows), results]
+    return [commands, first_step, markdown_table(["fact", "value"], rows), results]
 
 
 def _range(values: Iterable[int]) -> str:
-    found = sorted(values)
-    return " to ".join(dict.fromkeys([compact(found[0]), compact(found[-1])]))
+    ordered = sorted(values)
+    return " to ".join(dict.fromkeys([compact(ordered[0]), compact(ordered[-1])]))
 
 
 # -- Markdown

@@ -33,7 +33,7 @@ class Choice:
     weight: float
     """Factor of the expert's output."""
     score: float
-    """Router's score of this expert, normalised."""
+    """Normalised router score of this expert."""
     dropped: bool
     """True if the expert was full and did not process the token."""
 
@@ -43,7 +43,7 @@ class Visit:
     """Choices of one router for one token."""
 
     choices: tuple[Choice, ...]
-    """Choices, the largest weight first; empty if the router chose no expert."""
+    """Largest weight first; empty if the router chose no expert."""
     entropy: float | None
     """Entropy of the normalised scores in nats; None for a single expert, or if all scores are 0."""
 
@@ -62,7 +62,7 @@ class TokenTrace:
     token: str
     """Text from `visible`."""
     visits: Mapping[str, Visit | None]
-    """Name of a router -> visit; None if the token did not reach it (padding, or skipped by a gate)."""
+    """Name of a router -> visit; None for padding, and for a token that an outer router skipped."""
     prediction: Prediction | None
     """Prediction of the next token; None in a model that is not causal."""
 
@@ -72,11 +72,11 @@ class Layer:
     """A router and its experts."""
 
     name: str
-    """Name, `layer_03`, or `layer_03/inner` inside a mixture of depths."""
+    """`layer_03`, or `layer_03/inner` inside a mixture of depths."""
     experts: tuple[str, ...]
     """Name of each expert: its index, preceded by a word such as `zero` if it has no network."""
     capacity: str
-    """Text: `dropless`, or the capacity factor and the maximum number of pairs per expert."""
+    """`dropless`, or the capacity factor and the maximum number of pairs per expert, as text."""
     shared_expert: str | None = None
     """Type of the shared expert; None without one."""
     selects_tokens: bool = False
@@ -102,13 +102,13 @@ class TextTrace:
         return any(token.prediction for token in self.tokens)
 
     def visits(self, layer: Layer) -> list[Visit]:
-        found = (token.visits[layer.name] for token in self.tokens)
-        return [visit for visit in found if visit is not None]
+        visits = (token.visits[layer.name] for token in self.tokens)
+        return [visit for visit in visits if visit is not None]
 
     def mean_entropy(self, layer: Layer) -> float | None:
         """Return the mean entropy of the tokens at a router in nats; None if no token has an entropy."""
-        found = [visit.entropy for visit in self.visits(layer) if visit.entropy is not None]
-        return fmean(found) if found else None
+        entropies = [v.entropy for v in self.visits(layer) if v.entropy is not None]
+        return fmean(entropies) if entropies else None
 
 
 def trace_text(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> TextTrace:
@@ -162,19 +162,15 @@ def trace_of_decoder(
     Raises:
         ConfigError: the decoder or one of the layers has no router.
     """
-    routings, token_bytes, infos = (
-        outputs[-1][0].routings,
-        tokenizer.token_bytes,
-        model.router_infos(),
-    )
-    check_routes(folder, model, routings)
-    routings = _with_all_scores(routings)
+    token_bytes, infos = tokenizer.token_bytes, model.router_infos()
+    check_routes(folder, model, outputs[-1][0].routings)
+    routings = _with_all_scores(outputs[-1][0].routings)
     gates = [name for name, info in infos.items() if info.selects_tokens]
     visits: dict[str, list[Visit | None]] = {name: [] for name in routings}
     predictions: list[Prediction | None] = []
     for output, num_new in outputs:
-        for name, found in visits_by_layer(_with_all_scores(output.routings), gates).items():
-            visits[name] += found[-num_new:]
+        for name, all_visits in visits_by_layer(_with_all_scores(output.routings), gates).items():
+            visits[name] += all_visits[-num_new:]
         predictions += _predictions(output.logits[0, -num_new:], token_bytes)
     if not model.causal:
         predictions = [None] * len(ids)
@@ -234,28 +230,27 @@ def visits_by_layer(
 ) -> dict[str, list[Visit | None]]:
     """Return router -> visits, one per token of the sequence.
 
-    A block inside a mixture of depths sees only selected tokens; their visits are put at their positions in
-    the sequence.
+    A block inside a mixture of depths sees only selected tokens; their visits move to their positions in the
+    sequence.
 
     Args:
         gates: names of the routings of mixtures of depths.
     """
     visits: dict[str, list[Visit | None]] = {}
     for name, routing in routings.items():
-        here = visits_of(routing)
-        came_from = origin(routings, name, gates)
-        if came_from is not None:
-            moved = dict(zip(came_from.tolist(), here, strict=True))
+        visits[name] = visits_of(routing)
+        positions = origin(routings, name, gates)
+        if positions is not None:
+            by_position = dict(zip(positions.tolist(), visits[name], strict=True))
             outer = next(gate for gate in gates if name.startswith(f"{gate}/"))
-            here = [moved.get(token) for token in range(routings[outer].num_tokens)]
-        visits[name] = here
+            visits[name] = [by_position.get(token) for token in range(routings[outer].num_tokens)]
     return visits
 
 
 def origin(routings: Mapping[str, Routing], name: str, gates: Sequence[str]) -> Tensor | None:
     """Return the position in the batch of each token of a block inside a mixture of depths; -1 for padding.
 
-    None for other blocks, which see all tokens in order.
+    Returns None for other blocks, which see all tokens in order.
 
     Args:
         gates: names of the routings of mixtures of depths, outer gates first.
@@ -265,17 +260,17 @@ def origin(routings: Mapping[str, Routing], name: str, gates: Sequence[str]) -> 
         return None
     inner, outer = routings[name], routings[gate]
     chosen = outer.token_ids_N[outer.computed_N]
-    of_outer = origin(routings, gate, gates)
-    chosen = chosen if of_outer is None else of_outer[chosen]
+    outer_positions = origin(routings, gate, gates)
+    chosen = chosen if outer_positions is None else outer_positions[chosen]
     if inner.mask_T is None:
         return chosen
-    came_from = torch.full_like(inner.mask_T, -1, dtype=torch.int64)
-    came_from[inner.mask_T] = chosen
-    return came_from
+    positions = torch.full_like(inner.mask_T, -1, dtype=torch.int64)
+    positions[inner.mask_T] = chosen
+    return positions
 
 
 def visits_of(routing: Routing) -> list[Visit | None]:
-    """Return the visit of each token of a router, T entries; None for padding."""
+    """Return the visit of each token at a router, T entries; None for padding."""
     scores_TE = routing.require("scores_TE", "a trace")
     choices: list[list[Choice]] = [[] for _ in range(routing.num_tokens)]
     pairs = (
@@ -291,7 +286,7 @@ def visits_of(routing: Routing) -> list[Visit | None]:
         choices[token].append(Choice(*choice))
     normalized_TE = normalized_scores(routing)
     entropies = torch.special.entr(normalized_TE).sum(dim=-1).tolist()
-    # A ReLU router may score every expert 0, which has no entropy.
+    # A ReLU router may give every expert the score 0; such a token has no entropy.
     has_entropy_T = (normalized_TE.sum(dim=-1) > 0) & (routing.num_experts > 1)
     mask_T = torch.ones_like(has_entropy_T) if routing.mask_T is None else routing.mask_T
     return [
@@ -321,11 +316,9 @@ def _layer(name: str, routing: Routing, info: RouterInfo | None) -> Layer:
     names, capacity = expert_names(routing, info), "dropless"
     if info is None:
         return Layer(name, names, capacity)
-    expert_capacity = info.capacity.expert_capacity(routing, training=False)
-    if expert_capacity is not None:
-        capacity = (
-            f"at most {int(expert_capacity)} pair{'' if expert_capacity == 1 else 's'} per expert"
-        )
+    max_pairs = info.capacity.expert_capacity(routing, training=False)
+    if max_pairs is not None:
+        capacity = f"at most {int(max_pairs)} pair{'' if max_pairs == 1 else 's'} per expert"
         if info.capacity.eval_factor is not None:
             capacity = f"factor {info.capacity.eval_factor}, {capacity}"
     shared_expert = None if info.shared_expert is None else info.shared_expert.type

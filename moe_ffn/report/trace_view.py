@@ -1,4 +1,4 @@
-"""Trace of a text as tables in a terminal or as a self-contained page."""
+"""Trace of a text, as tables in a terminal or as a self-contained page."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def page(trace: TextTrace, intro: str = "") -> str:
     lines = legend(trace)
     if any(not layer.selects_tokens for layer in trace.layers):
         lines.append(
-            "A colour stands for the index of an expert in its layer; experts of different layers are "
-            "different experts."
+            "The colour of an expert follows from its index; experts of different layers are different "
+            "experts, also if their colours are equal."
         )
     if any(len(layer.experts) > len(PALETTE) for layer in trace.layers):
         lines.append(f"Experts whose indices differ by {len(PALETTE)} have the same colour.")
@@ -36,7 +36,7 @@ def page(trace: TextTrace, intro: str = "") -> str:
         "trace.html",
         trace=trace,
         intro=intro,
-        ground=ground,
+        colour_of=colour_of,
         findings=findings(trace),
         legend=lines,
         dropped=DROPPED,
@@ -58,7 +58,7 @@ def findings(trace: TextTrace) -> list[str]:
         return []
     num_pairs = Counter(layer for layer, _ in pairs)
     loads = Counter((layer, choice.expert) for layer, choice in pairs)
-    busiest = max(loads, key=lambda at: loads[at] / num_pairs[at[0]])
+    busiest = max(loads, key=lambda pair: loads[pair] / num_pairs[pair[0]])
     layer, expert = busiest
     dropped = sum(choice.dropped for _, choice in pairs)
     lines = [
@@ -71,41 +71,41 @@ def findings(trace: TextTrace) -> list[str]:
 
 
 def table(trace: TextTrace, width: int) -> RenderableType:
-    """Return a row per token, a column per layer, and the legend.
+    """Return tables with a row per token and a column per layer, and the legend.
 
     Layers that do not fit into `width` characters are shown in further tables below.
     """
     tokens = [_clip(token.token) for token in trace.tokens]
-    guesses = [token.prediction for token in trace.tokens]
-    nexts = [
-        f"{_clip(guess.token)} {short(guess.probability)}" if guess else "" for guess in guesses
+    predictions = [
+        f"{_clip(p.token)} {short(p.probability)}" if p else ""
+        for p in (token.prediction for token in trace.tokens)
     ]
-    fixed = len(str(len(tokens))) + _GAP + max(map(cell_len, [*tokens, "entropy"]))
-    beside_last = _GAP + max(map(cell_len, [*nexts, "next"])) if trace.predicts else 0
+    first_width = len(str(len(tokens))) + _GAP + max(map(cell_len, [*tokens, "entropy"]))
+    last_width = _GAP + max(map(cell_len, [*predictions, "next"])) if trace.predicts else 0
     blocks: list[dict[Layer, list[Text]]] = []
     used = 0
     for layer in trace.layers:
-        room = width - fixed - (beside_last if layer is trace.layers[-1] else 0)
-        cells = _cells(trace, layer, room - _GAP)
+        available = width - first_width - (last_width if layer is trace.layers[-1] else 0)
+        cells = _cells(trace, layer, available - _GAP)
         lines = [line for cell in cells for line in cell.plain.split("\n")]
         needed = _GAP + max(map(cell_len, [*lines, layer.title]))
-        if not blocks or used + needed > room:
+        if not blocks or used + needed > available:
             blocks.append({})
             used = 0
         blocks[-1][layer] = cells
         used += needed
-    parts: list[RenderableType] = []
+    tables: list[RenderableType] = []
     for block in blocks:
-        is_last = block is blocks[-1]
-        parts += [_block(trace, tokens, block, nexts if is_last and trace.predicts else None), ""]
-    return Group(*parts, *map(Text, legend(trace)))
+        has_next = trace.predicts and block is blocks[-1]
+        tables += [_block(trace, tokens, block, predictions if has_next else None), ""]
+    return Group(*tables, *map(Text, legend(trace)))
 
 
 def _block(
     trace: TextTrace,
     tokens: Sequence[str],
     layers: Mapping[Layer, Sequence[Text]],
-    nexts: Sequence[str] | None,
+    predictions: Sequence[str] | None,
 ) -> Table:
     means = {layer: trace.mean_entropy(layer) for layer in layers}
     entropies = {layer: "" if mean is None else f"{mean:.2f}" for layer, mean in means.items()}
@@ -115,21 +115,25 @@ def _block(
     block.add_column("token", footer="entropy", no_wrap=True)
     for layer, entropy in entropies.items():
         block.add_column(layer.title, footer=entropy, no_wrap=True)
-    if nexts is not None:
+    if predictions is not None:
         block.add_column("next", no_wrap=True)
-    columns = [map(Text, tokens), *layers.values(), *([map(Text, nexts)] if nexts else [])]
+    columns = [
+        map(Text, tokens),
+        *layers.values(),
+        *([map(Text, predictions)] if predictions else []),
+    ]
     for position, cells in enumerate(zip(*columns, strict=True)):
         block.add_row(str(position), *cells)
     return block
 
 
-def _cells(trace: TextTrace, layer: Layer, room: int) -> list[Text]:
+def _cells(trace: TextTrace, layer: Layer, width: int) -> list[Text]:
     """Return the cell of each token: its (expert, weight) pairs, as many per line as fit."""
     chosen = [choice for visit in trace.visits(layer) for choice in visit.choices]
     name = max((len(layer.experts[choice.expert]) for choice in chosen), default=1)
     number = max((len(short(choice.weight)) for choice in chosen), default=1)
-    # Width of a pair: expert, weight, mark of a dropped pair, and spaces.
-    per_line = max(1, (room + 1) // (name + number + 3))
+    # A pair has an expert, a weight, a mark if it is dropped, and spaces.
+    per_line = max(1, (width + 1) // (name + number + 3))
     cells: list[Text] = []
     for visit in (token.visits[layer.name] for token in trace.tokens):
         if visit is None or not visit.choices:
@@ -139,7 +143,7 @@ def _cells(trace: TextTrace, layer: Layer, room: int) -> list[Text]:
         for place, choice in enumerate(visit.choices):
             if place:
                 cell.append("\n" if place % per_line == 0 else " ")
-            style = "strike" if choice.dropped else f"#000000 on {ground(choice.expert)}"
+            style = "strike" if choice.dropped else f"#000000 on {colour_of(choice.expert)}"
             pair = f"{layer.experts[choice.expert]:>{name}} {short(choice.weight):>{number}}"
             cell.append(pair, style="" if layer.selects_tokens else style)
             cell.append(DROPPED if choice.dropped else " ")
@@ -172,7 +176,7 @@ def empty_cell(visit: Visit | None, layer: Layer) -> str:
 
 
 def legend(trace: TextTrace) -> list[str]:
-    """Return sentences that explain the entries of this table."""
+    """Return sentences that explain the cells of this trace."""
     routed = [layer for layer in trace.layers if not layer.selects_tokens]
     at_routers = [visit for layer in routed for visit in trace.visits(layer)]
     at_gates = [
@@ -204,10 +208,7 @@ def legend(trace: TextTrace) -> list[str]:
             any(choice.dropped for visit in visits for choice in visit.choices),
             f"{DROPPED}: dropped; the expert was full and did not process the token.",
         ),
-        (
-            not all(visit.choices for visit in at_routers),
-            f"{NONE}: the router chose no expert.",
-        ),
+        (not all(visit.choices for visit in at_routers), f"{NONE}: the router chose no expert."),
         (
             any(visit.choices for visit in at_gates),
             "through .70: passes through the layer's block, whose output is multiplied by 0.70.",
@@ -229,10 +230,7 @@ def legend(trace: TextTrace) -> list[str]:
             "entropy: mean over tokens of the entropy of the scores in nats; 0 if the router is certain, "
             f"{undecided} if all scores are equal.",
         ),
-        (
-            trace.predicts,
-            "next: the most probable next token, and its probability.",
-        ),
+        (trace.predicts, "next: the most probable next token, and its probability."),
     ]
     return [line for is_shown, line in lines if is_shown]
 
@@ -265,6 +263,6 @@ PALETTE = (
 """Backgrounds for black text: `Pastel` and `Set3` of plotly.colors.qualitative."""
 
 
-def ground(expert: int) -> str:
-    """Return the background of an expert for black text, `#rrggbb`; colours repeat after 16 experts."""
+def colour_of(expert: int) -> str:
+    """Return the background of an expert, `#rrggbb`; colours repeat after 16 experts."""
     return PALETTE[expert % len(PALETTE)]

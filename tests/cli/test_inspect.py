@@ -124,7 +124,7 @@ def test_every_kind_of_block_has_a_page(
     else:
         assert "What units store" in shown
         assert "is not shown" not in shown
-    assert ("What each expert takes" in shown) == (name in ("shared", "depths"))
+    assert ("Tokens of each expert" in shown) == (name in ("shared", "depths"))
     if name == "shared":
         assert "shared expert, unit" in shown
 

@@ -85,4 +85,4 @@ def test_a_trace_shows_the_other_layer_or_refuses(
         "score every expert; moe-ffn report shows the share of experts used"
     )
     page = (alone.folder / "report.html").read_text(encoding="utf-8")
-    assert "routers list pairs of too many experts to show each" in page
+    assert "its routers have too many experts to show each one" in page

@@ -145,7 +145,7 @@ MISTAKES = {
     "inspect run --text none": "--text: 'none' cannot be read (No such file or directory)",
     "inspect run --text one.txt": "--text: 'one.txt' has 1 tokens; give a text of two or more",
     "inspect run --text seven.txt": (
-        "--text: the text has 6 tokens, fewer than the 10 strongest inputs of a unit; give more text"
+        "--text: the text has 6 tokens, but a unit is judged by its 10 strongest inputs; give more text"
     ),
     "inspect run --output mine.txt": f"--output: 'mine.txt' {NOT_MADE_HERE}",
     # plan

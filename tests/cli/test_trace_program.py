@@ -25,7 +25,7 @@ from moe_ffn.report.trace import (
     trace_text,
     visible,
 )
-from moe_ffn.report.trace_view import ground, legend, page, table
+from moe_ffn.report.trace_view import colour_of, legend, page, table
 from moe_ffn.runs.reader import load_model
 from tests.helpers.browser import opened
 from tests.helpers.tiny_runs import Finished, run_here
@@ -252,7 +252,7 @@ def test_an_expert_has_one_colour_and_a_dropped_one_none() -> None:
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
 
-    red, green, blue = (int(ground(2)[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (int(colour_of(2)[at : at + 2], 16) for at in (1, 3, 5))
     assert re.findall(rf"48;2;{red};{green};{blue}m *(\S+ \S+)\x1b", text) == ["2 .62"]
     assert re.findall(r"\x1b\[9m *(\S+ \S+)\x1b\[0mx", text) == ["2 .50"]
 
@@ -298,7 +298,7 @@ def test_the_page_says_all_that_is_known_of_a_cell(browser: Browser, tmp_path: P
             "token 1 <b>, layer 0\nexpert 2: weight 0.5000, score 0.5000, dropped\nentropy 0.600 nats"
         )
         pairs = first.locator(".pair")
-        red, green, blue = (int(ground(2)[at : at + 2], 16) for at in (1, 3, 5))
+        red, green, blue = (int(colour_of(2)[at : at + 2], 16) for at in (1, 3, 5))
         colour = "e => getComputedStyle(e).backgroundColor"
         assert pairs.first.evaluate(colour) == f"rgb({red}, {green}, {blue})"
         assert second.locator(".dropped").evaluate(colour) == "rgba(0, 0, 0, 0)"

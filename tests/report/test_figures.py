@@ -122,7 +122,10 @@ def test_co_activation_is_that_of_the_summary(run: Run) -> None:
     np.fill_diagonal(expected_EE, np.nan)
     drawn_EE = np.array(figure.data[0].z, dtype=float)
     np.testing.assert_allclose(drawn_EE, expected_EE, atol=1e-4)
-    assert "Even would be 33.3% everywhere off the diagonal." in figure.layout.meta["note"]
+    assert (
+        "If all pairs were equally frequent, every cell would be 33.3%."
+        in figure.layout.meta["note"]
+    )
 
 
 def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: Run) -> None:

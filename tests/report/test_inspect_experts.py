@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_ffn.outputs import Routing
-from moe_ffn.report.expert_tokens import NOT_REACHED, Assignment, came_from, expert_tokens
+from moe_ffn.report.expert_tokens import NOT_REACHED, Assignment, expert_tokens, text_positions
 from moe_ffn.report.inspect import experts, inspect_model, text_of_tokens
 from moe_ffn.report.inspect.experts import Attribute, agreement, entropy, mutual_information
 from tests.helpers.known_decoder import BYTES, LETTERS, axis, decoder_of, random_text
@@ -137,7 +137,7 @@ def test_padding_of_a_shorter_sequence_inside_is_nobody_s(make_routing: MakeRout
     )
     routings = {"layer_00": gate, "layer_00/inner": inner}
 
-    found = [came_from(routings, name, ["layer_00"], first=100) for name in routings]
+    found = [text_positions(routings, name, ["layer_00"], first=100) for name in routings]
 
     assert found[0].tolist() == [100, 101, 102, 103]
     assert found[1].tolist() == [101, NOT_REACHED, 102, 103]

@@ -49,7 +49,8 @@ def test_windows_are_spread_evenly_and_know_what_follows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("mine.py", ""), ("mine.txt", "'mine.txt' is not called .py")]
+    ("name", "reason"),
+    [("mine.py", ""), ("mine.txt", "the name of 'mine.txt' does not end in .py")],
 )
 def test_a_file_is_python_by_its_name(name: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("x = 1\n")

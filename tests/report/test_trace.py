@@ -26,7 +26,7 @@ from moe_ffn.report.trace import (
     visits_by_layer,
     visits_of,
 )
-from moe_ffn.report.trace_view import PALETTE, ground, page, short
+from moe_ffn.report.trace_view import PALETTE, colour_of, page, short
 from tests.helpers.browser import PHONE, opened
 
 SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 0.0], [0.125, 0.75, 0.125]])
@@ -174,8 +174,8 @@ def test_weights_are_short(number: float, text: str) -> None:
 
 
 def test_experts_share_the_colours_of_the_palette_in_turn() -> None:
-    assert len({ground(expert) for expert in range(64)}) == len(PALETTE)
-    assert ground(3) == ground(3 + len(PALETTE))
+    assert len({colour_of(expert) for expert in range(64)}) == len(PALETTE)
+    assert colour_of(3) == colour_of(3 + len(PALETTE))
 
 
 def test_the_mean_entropy_is_of_the_tokens_that_have_one() -> None:

@@ -4,9 +4,9 @@ import moe_ffn
 from moe_ffn.report.inspect import figures, inspect_run, text_of_run
 
 run = moe_ffn.load_run("runs/x")
-found = inspect_run(run, text_of_run(run, num_tokens=65_536))
-found.units[0].share("token"), found.routers["layer_00"].agreement["token"].share
-figures.suffixes(found.units)
+inspection = inspect_run(run, text_of_run(run, num_tokens=65_536))
+inspection.units[0].share("token"), inspection.routers["layer_00"].agreement["token"].share
+figures.agreements(inspection)
 """
 
 from moe_ffn.report.inspect.inspection import Inspection as Inspection

@@ -19,7 +19,7 @@ NUM_PERMUTATIONS = 5
 """Number of permutations of the labels; their mean mutual information is the chance level."""
 
 MAX_DOCUMENTS = 16
-"""Number of largest documents with a label of their own; the others share one label."""
+"""Number of largest documents that have their own label; the others share one."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,24 @@ def attributes(text: TokenizedText) -> list[Attribute]:
     """Return the attributes of the tokens of a text that do not depend on the model."""
     ids, position, column = text.ids_T, text.position_T, text.column_T
     previous = np.where(position > 0, np.roll(ids, 1), -1)
-    found = [
+    listed = [
         Attribute("token", ids),
         Attribute("previous token", previous + 1),
         Attribute("byte class", text.byte_class_T, BYTE_CLASSES),
     ]
     if text.syntax_T is not None:
-        found.append(Attribute("syntax class", text.syntax_T, SYNTAX_CLASSES))
+        listed.append(Attribute("syntax class", text.syntax_T, SYNTAX_CLASSES))
     edges = np.linspace(0, text.seq_len, min(8, text.seq_len) + 1).astype(int).tolist()
-    found.append(_ranges("position in sequence", position, edges))
-    found.append(_ranges("position in line", column, [0, 1, 2, 4, 8, 16, 32, 64], "64 on"))
+    listed.append(_ranges("position in sequence", position, edges))
+    listed.append(_ranges("position in line", column, [0, 1, 2, 4, 8, 16, 32, 64], "64 on"))
     sizes = np.bincount(text.document_T)
     largest = np.argsort(-sizes, kind="stable")[:MAX_DOCUMENTS]
-    place = np.full(len(sizes), len(largest))
-    place[largest] = np.arange(len(largest))
+    label = np.full(len(sizes), len(largest))
+    label[largest] = np.arange(len(largest))
     names = tuple(text.documents[d] for d in largest)
     names += ("all others",) if len(sizes) > len(largest) else ()
-    found.append(Attribute("document", place[text.document_T], names))
-    return found
+    listed.append(Attribute("document", label[text.document_T], names))
+    return listed
 
 
 def _ranges(name: str, values_T: np.ndarray, edges: Sequence[int], *last: str) -> Attribute:
@@ -67,7 +67,7 @@ def _ranges(name: str, values_T: np.ndarray, edges: Sequence[int], *last: str) -
 
 
 def mutual_information(a_N: np.ndarray, b_N: np.ndarray) -> float:
-    """Return the mutual information I(a; b) in nats, estimated from counts; non-negative integers."""
+    """Return the mutual information I(a; b) in nats, of non-negative integers, estimated from counts."""
     if not len(a_N):
         return 0.0
     width = int(b_N.max()) + 1
@@ -87,7 +87,7 @@ def _entropy_of(counts: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Share of a router's choice that an attribute explains: I(expert; attribute) / H(expert)."""
+    """Share of a router's first choice that an attribute explains: I(expert; attribute) / H(expert)."""
 
     share: float
     """1 if the attribute determines the choice; nan if H is 0."""

@@ -1,7 +1,4 @@
-"""Figures of an inspection: functions that return a plotly figure.
-
-A figure of an unknown router or attribute raises a `NotMeasuredError`.
-"""
+"""Plotly figures of an inspection. An unknown router or attribute raises `NotMeasuredError`."""
 
 from __future__ import annotations
 
@@ -13,27 +10,27 @@ import plotly.graph_objects as go
 
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report.drawing import plain_rows
+from moe_ffn.report.drawing import rounded_rows
 from moe_ffn.report.figures import NotMeasuredError, find
 from moe_ffn.report.inspect import experts
 from moe_ffn.report.inspect.inspection import Inspection
 
 
-def agreements(found: Inspection) -> go.Figure:
+def agreements(inspection: Inspection) -> go.Figure:
     """Draw the share of the routers' first choice that each attribute explains, above chance."""
-    if not found.routers:
+    if not inspection.routers:
         raise NotMeasuredError("no token is routed in these layers")
-    routers = found.routers.values()
-    names = [attribute.name for attribute in found.attributes]
+    routers = inspection.routers.values()
+    names = [attribute.name for attribute in inspection.attributes]
     values = [[router.agreement[name].above_chance for router in routers] for name in names]
     return _heat(
         [short_name(router.name) for router in routers],
         names,
         values,
         ("layer", ""),
-        title="Agreement of the first choice with what a token is",
-        note="Mutual information of the first choice and the attribute, over the entropy of the choice; 0 is "
-        "the value of a permuted attribute; at 100 %, the attribute determines the choice.",
+        title="Share of the first choice that each attribute explains",
+        note="Mutual information of the first choice and the attribute, over the entropy of the choice; at "
+        "0 %, a permuted attribute explains as much; at 100 %, the attribute determines the choice.",
         bar={"title": "of the choice, above chance", "tickformat": ".0%"},
         hover="layer %{x}, %{y}: <b>%{z:.1%}</b>",
         colorscale="Cividis",
@@ -42,15 +39,15 @@ def agreements(found: Inspection) -> go.Figure:
     )
 
 
-def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure:
-    """Draw the share of each label in the tokens of each expert, as a multiple of its share in the text.
+def taken(inspection: Inspection, router_name: str, attribute_name: str) -> go.Figure:
+    """Draw the share of each label in the tokens of each expert, as a multiple of its share of the text.
 
     Args:
         router_name: such as `layer_03`.
-        attribute_name: such as `byte class`; see `found.attributes`.
+        attribute_name: such as `byte class`; see `inspection.attributes`.
     """
-    router = find(found.routers, router_name, "router")
-    known = {one.name: one for one in found.attributes if one.names}
+    router = find(inspection.routers, router_name, "router")
+    known = {attribute.name: attribute for attribute in inspection.attributes if attribute.names}
     attribute = find(known, attribute_name, "attribute")
     counts = experts.profile(router.assignment, attribute)
     occurs = np.flatnonzero(counts.sum(axis=0))
@@ -63,11 +60,11 @@ def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure
         ("expert", ""),
         title=f"By {attribute.name}",
         note="",
-        hover=f"expert %{{x}}, {attribute.name} %{{y}}: <b>%{{z:.2f}}</b> times its part of the text,"
-        "<br><b>%{customdata:.1%}</b> of what the expert takes",
-        customdata=plain_rows(shares),
+        hover=f"expert %{{x}}, {attribute.name} %{{y}}: <b>%{{z:.2f}}</b> times its share of the text,"
+        "<br><b>%{customdata:.1%}</b> of the expert's tokens",
+        customdata=rounded_rows(shares),
         meta={"stops": {role: place for role, (place, _) in LOAD_SCALE.items()}},
-        **LOAD_OPTIONS | {"bar": LOAD_OPTIONS["bar"] | {"title": "times its part of the text"}},
+        **LOAD_OPTIONS | {"bar": LOAD_OPTIONS["bar"] | {"title": "times its share of the text"}},
     )
 
 
@@ -79,10 +76,10 @@ def _heat(
     **options: Any,
 ) -> go.Figure:
     """Return a heat map with named columns; if there are many, only some names are shown."""
-    figure = heat_figure(range(len(columns)), rows, plain_rows(values), axes, **options)
-    shown = range(0, len(columns), max(-(-len(columns) // 16), 1))
+    figure = heat_figure(range(len(columns)), rows, rounded_rows(values), axes, **options)
+    ticks = range(0, len(columns), max(-(-len(columns) // 16), 1))
     axis: Any = figure.layout["xaxis"]
-    axis.tickvals, axis.ticktext = list(shown), [columns[place] for place in shown]
+    axis.tickvals, axis.ticktext = list(ticks), [columns[tick] for tick in ticks]
     return figure
 
 

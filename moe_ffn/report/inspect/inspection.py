@@ -27,7 +27,6 @@ from moe_ffn.report.inspect.units import LayerUnits, TopInputs, layer_units
 from moe_ffn.runs.reader import Run
 
 BATCH_TOKENS = 4096
-"""Tokens per batch."""
 
 TOP_K = 10
 """Number of strongest inputs stored for each unit."""
@@ -102,12 +101,12 @@ def inspect_model(
             )
     if len(text) < TOP_K:
         raise ConfigError(
-            f"--text: the text has {len(text)} tokens, fewer than the {TOP_K} strongest inputs of a unit; "
+            f"--text: the text has {len(text)} tokens, but a unit is judged by its {TOP_K} strongest inputs; "
             "give more text"
         )
     shown = tuple(sorted(set(range(len(ffns)) if layers is None else layers)))
     networks, assignments = observe(decoder, text, shown)
-    known = tuple(experts.attributes(text))
+    attributes = tuple(experts.attributes(text))
     infos = decoder.config.router_infos()
     routers: dict[str, Router] = {}
     for name, assignment in assignments.items():
@@ -116,17 +115,19 @@ def inspect_model(
         routers[name] = Router(
             assignment,
             selects_tokens=name in infos and infos[name].selects_tokens,
-            agreement={a.name: experts.agreement(first, a.labels_T[reached]) for a in known},
+            agreement={a.name: experts.agreement(first, a.labels_T[reached]) for a in attributes},
         )
     return Inspection(
         text=text,
         layers=shown,
         types={layer: ffns[layer].type for layer in shown},
         units=tuple(
-            layer_units(layer, found, text, decoder) for layer, found in networks.items() if found
+            layer_units(layer, inputs, text, decoder)
+            for layer, inputs in networks.items()
+            if inputs
         ),
         routers=routers,
-        attributes=known,
+        attributes=attributes,
     )
 
 
@@ -134,23 +135,23 @@ def inspect_model(
 def observe(
     decoder: Decoder, text: TokenizedText, layers: Sequence[int]
 ) -> tuple[dict[int, dict[str, TopInputs]], dict[str, Assignment]]:
-    """Run the windows of a text; return the top inputs of the networks by layer, and the routers' choices."""
+    """Run the windows of a text; return each layer's top inputs by network, and the routers' choices."""
     networks: dict[int, dict[str, TopInputs]] = {layer: {} for layer in layers}
     assignments: dict[str, Assignment] = {}
     infos = decoder.config.router_infos()
     first = 0
 
-    def watch(layer: int) -> Callable[..., None]:
-        def look(ffn: nn.Module, args: tuple[Any, ...], output: FFNOutput) -> None:
+    def hook_of(layer: int) -> Callable[..., None]:
+        def hook(ffn: nn.Module, args: tuple[Any, ...], output: FFNOutput) -> None:
             for memory in memories(cast("FFNBlock", ffn), *args):
                 networks[layer].setdefault(memory.name, TopInputs(TOP_K)).add(memory, first)
             routings = prefix_names(layer_name(layer), output.routings)
             add_batch(assignments, routings, infos, first, len(text))
 
-        return look
+        return hook
 
     handles = [
-        cast("Block", decoder.layers[layer]).ffn.register_forward_hook(watch(layer))
+        cast("Block", decoder.layers[layer]).ffn.register_forward_hook(hook_of(layer))
         for layer in layers
     ]
     try:

@@ -24,19 +24,19 @@ _WORDS = {
     "position in line": "a position in the line",
     "position in sequence": "a position in the sequence",
 }
-"""Kind of unit -> explanation in words."""
+"""Kind of explanation -> what the units respond to, in words."""
 
 
-def inspection_html(found: Inspection, run: Run, script: str | None = None) -> str:
+def inspection_html(inspection: Inspection, run: Run, script: str | None = None) -> str:
     """Return the page; for `script`, see `render_plots`."""
     return render_plots(
         "inspect.html",
-        _plots(found),
+        _plots(inspection),
         script=script,
         title=run.name,
-        found=found,
+        inspection=inspection,
         runs=[run],
-        page=PageParts(found),
+        page=PageParts(inspection),
         reload_every=None,
         time=time.strftime("%Y-%m-%d %H:%M:%S"),
         TOP_K=TOP_K,
@@ -46,52 +46,53 @@ def inspection_html(found: Inspection, run: Run, script: str | None = None) -> s
     )
 
 
-def _plots(found: Inspection) -> dict[str, list[Plot]]:
-    choosers = {
-        layer_title(router.name): router
-        for router in found.routers.values()
+def _plots(inspection: Inspection) -> dict[str, list[Plot]]:
+    routers = [
+        router.name
+        for router in inspection.routers.values()
         if not router.selects_tokens and router.assignment.num_experts > 1
-    }
+    ]
     agreement, taken, more_taken = list[Plot](), list[Plot](), list[Plot]()
-    if choosers:
-        agreement.append(plot_of(figures.agreements(found)))
-        for name in (attribute.name for attribute in found.attributes if attribute.names):
-            drawn = {at: figures.taken(found, router.name, name) for at, router in choosers.items()}
-            (taken if name.endswith("class") else more_taken).append(choice_of(drawn))
+    if routers:
+        agreement.append(plot_of(figures.agreements(inspection)))
+        for name in (attribute.name for attribute in inspection.attributes if attribute.names):
+            by_layer = {layer_title(r): figures.taken(inspection, r, name) for r in routers}
+            (taken if name.endswith("class") else more_taken).append(choice_of(by_layer))
     return numbered(agreement=agreement, taken=taken, more_taken=more_taken)
 
 
 class PageParts:
     """Texts of an inspection for the template."""
 
-    def __init__(self, found: Inspection) -> None:
-        self.found = found
+    def __init__(self, inspection: Inspection) -> None:
+        self.inspection = inspection
 
     def findings(self) -> list[str]:
         """Return sentences with the main numbers."""
-        found, lines = self.found, list[str]()
-        known = [r for r in found.routers.values() if not math.isnan(r.agreement["token"].share)]
-        if known:
-            shares = [r.agreement["token"].above_chance for r in known]
-            layers = [short_name(r.name) for r in known]
+        inspection, lines = self.inspection, list[str]()
+        routers = [
+            r for r in inspection.routers.values() if not math.isnan(r.agreement["token"].share)
+        ]
+        if routers:
+            shares = [r.agreement["token"].above_chance for r in routers]
+            layers = [short_name(r.name) for r in routers]
             lines.append(
                 f"The token alone explains {_by_layer(shares, layers)} of the first choice, above chance."
             )
-            others = [a.name for a in found.attributes if a.name != "token"]
-            best = {
-                name: float(np.mean([r.agreement[name].above_chance for r in known]))
-                for name in others
+            means = {
+                name: float(np.mean([r.agreement[name].above_chance for r in routers]))
+                for name in (a.name for a in inspection.attributes if a.name != "token")
             }
-            strongest = sorted(best, key=lambda name: -best[name])
+            ranked = sorted(means, key=lambda name: -means[name])
             lines.append(
                 "Of the other attributes, each on its own, routing depends most on "
-                + ", then ".join(f"{name} ({best[name]:.0%})" for name in strongest[:3])
-                + f", and least on {strongest[-1]} ({_percent(best[strongest[-1]])}); means over the layers."
+                + ", then ".join(f"{name} ({means[name]:.0%})" for name in ranked[:3])
+                + f", and least on {ranked[-1]} ({_percent(means[ranked[-1]])}); means over the layers."
             )
-        judged = [units for units in found.units if units.num_judged]
+        judged = [units for units in inspection.units if units.num_judged]
         layers = [str(units.layer) for units in judged]
         by_kind = {kind: [units.share(kind) for units in judged] for kind in KINDS if judged}
-        for kind, shares in sorted(by_kind.items(), key=lambda found: -sum(found[1])):
+        for kind, shares in sorted(by_kind.items(), key=lambda item: -sum(item[1])):
             chance = max(units.chance[kind] for units in judged)
             lines.append(
                 f"Of the units, {_by_layer(shares, layers)} respond to {_WORDS[kind]}; by chance "
@@ -101,26 +102,26 @@ class PageParts:
 
     def unit_rows(self) -> list[list[str]]:
         rows: list[list[str]] = []
-        for units in self.found.units:
+        for units in self.inspection.units:
             kinds = units.kind_U[units.judged_U]
             row = [str(units.layer), f"{len(units):,}", f"{len(units) - units.num_judged:,}"]
             row += [f"{_percent(units.share(k))} ({_percent(units.chance[k])})" for k in KINDS]
             row.append(_percent(float((kinds == "none").mean())) if len(kinds) else "-")
-            agree = "-"
+            next_token = "-"
             if units.next_agreement is not None and units.next_chance is not None:
-                agree = f"{_percent(units.next_agreement)} ({_percent(units.next_chance)})"
-            rows.append([*row, agree])
+                next_token = f"{_percent(units.next_agreement)} ({_percent(units.next_chance)})"
+            rows.append([*row, next_token])
         return rows
 
     def unit_examples(self, units: LayerUnits) -> list[dict[str, Any]]:
-        text = self.found.text
+        text = self.inspection.text
         return [
             {
                 "name": units.name(unit),
                 "kind": units.kind_U[unit],
-                "what": explanation(units, unit, text),
+                "explanation": explanation(units, unit, text),
                 "contexts": [
-                    context(self.found.routed, t)
+                    context(self.inspection.routed, t)
                     for t in units.tokens_Uk[unit].tolist()[:4]
                     if t >= 0
                 ],
@@ -133,17 +134,17 @@ class PageParts:
     def agreement_rows(self) -> list[list[str]]:
         """Return a row per router: share (chance) of each attribute."""
         rows: list[list[str]] = []
-        for router in self.found.routers.values():
+        for router in self.inspection.routers.values():
             row = [short_name(router.name)]
-            for attribute in self.found.attributes:
-                one = router.agreement[attribute.name]
-                row.append(f"{_percent(one.share)} ({_percent(one.chance)})")
+            for attribute in self.inspection.attributes:
+                agreement = router.agreement[attribute.name]
+                row.append(f"{_percent(agreement.share)} ({_percent(agreement.chance)})")
             rows.append(row)
         return rows
 
     def blocks(self) -> str:
         """Return the types of the blocks, such as `moe in layer 0, 1`."""
-        types = self.found.types
+        types = self.inspection.types
         return "; ".join(
             f"{kind} in layer {', '.join(str(layer) for layer in types if types[layer] == kind)}"
             for kind in dict.fromkeys(types.values())
@@ -152,9 +153,9 @@ class PageParts:
     def absent(self) -> list[str]:
         """Return a sentence for each layer without units."""
         return [
-            f"Layer {layer} ({self.found.types[layer]}) is not shown: it has no network "
+            f"Layer {layer} ({self.inspection.types[layer]}) is not shown: it has no network "
             "whose hidden units see single tokens."
-            for layer in self.found.without_units
+            for layer in self.inspection.without_units
         ]
 
 

@@ -31,11 +31,11 @@ SYNTAX_CLASSES = (
 )
 _UNKNOWN = SYNTAX_CLASSES.index("unknown")
 
-_INSTEAD = "give a text with --text"
+_ADVICE = "give a text with --text"
 
 MAX_DOCUMENT, LOOK_BACK = 1 << 21, 4096
-"""In tokens. A document above MAX_DOCUMENT is read only in the windows and LOOK_BACK tokens before, to find
-the start of the line; its syntax is unknown."""
+"""Both in tokens. A longer document is read only in the windows and LOOK_BACK tokens before each, to find the
+start of the line; its syntax is unknown."""
 
 CHUNK = 1 << 22
 """Tokens read at once."""
@@ -47,7 +47,7 @@ class TokenizedText:
 
     tokenizer: Tokenizer
     source: str
-    """Name of the text, for readers."""
+    """Name of the text, for messages and pages."""
     seq_len: int
     """S, tokens per window."""
     ids_T: np.ndarray
@@ -101,7 +101,7 @@ def text_of_run(run: Run, num_tokens: int) -> TokenizedText:
     Raises:
         ConfigError: the corpus cannot be read, or has changed since training.
     """
-    config, data = run.config.data, prepare_data(run, _INSTEAD)
+    config, data = run.config.data, prepare_data(run, _ADVICE)
     names = {digest: name for name, digest in data.documents.digests or ()}
     is_python = config.corpus.type == "stdlib"
     return text_of_tokens(
@@ -122,14 +122,14 @@ def text_of_file(run: Run, path: Path, num_tokens: int) -> TokenizedText:
         ConfigError: the file cannot be read, or has fewer than two tokens.
     """
     try:
-        given = path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"--text: '{path}' cannot be read ({reason(error)})") from error
-    ids = run.tokenizer.encode(given).numpy()
+    ids = run.tokenizer.encode(content).numpy()
     if len(ids) < 2:
         raise ConfigError(f"--text: '{path}' has {len(ids)} tokens; give a text of two or more")
-    why = "" if path.suffix == ".py" else f"'{path.name}' is not called .py"
-    names = {hashlib.sha256(given).hexdigest(): path.name}
+    no_syntax = "" if path.suffix == ".py" else f"the name of '{path.name}' does not end in .py"
+    names = {hashlib.sha256(content).hexdigest(): path.name}
     return text_of_tokens(
         ids,
         run.tokenizer,
@@ -137,7 +137,7 @@ def text_of_file(run: Run, path: Path, num_tokens: int) -> TokenizedText:
         num_tokens,
         source=path.name,
         names=names,
-        no_syntax=why,
+        no_syntax=no_syntax,
     )
 
 
@@ -163,8 +163,8 @@ def text_of_tokens(
     starts = spread_starts(len(tokens), seq_len, max(-(-num_tokens // seq_len), 1))
     ends = np.append(_places_of(tokens, tokenizer.end_of_document), len(tokens) - 1)
     firsts = np.concatenate([[0], ends[:-1] + 1])
-    class_of_token, shown_byte = _classes(tokenizer)
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    class_of_token, class_byte = _classes(tokenizer)
+    pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     documents: dict[str, int] = {}
     first, last, name = 0, 0, ""
     column_A = syntax_A = np.empty(0, dtype=np.int64)
@@ -183,14 +183,16 @@ def text_of_tokens(
                 column_A = _columns(ids, tokenizer)
                 syntax_A = np.full(len(ids), _UNKNOWN)
                 if is_whole and not no_syntax:
-                    at = np.minimum(offset_A + shown_byte[ids], len(blob))
+                    at = np.minimum(offset_A + class_byte[ids], len(blob))
                     syntax_A = np.append(syntax_of(blob), _UNKNOWN)[at]
             stop = min(start + seq_len, last)
             inside = slice(place - first, stop - first)
             document = np.full(stop - place, documents.setdefault(name, len(documents)))
-            found.append((column_A[inside], syntax_A[inside], document))
+            pieces.append((column_A[inside], syntax_A[inside], document))
             place = stop
-    column_T, syntax_T, document_T = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    column_T, syntax_T, document_T = (
+        np.concatenate(arrays) for arrays in zip(*pieces, strict=True)
+    )
     window = np.arange(seq_len)
     ids_T = np.asarray(tokens)[(starts[:, None] + window).ravel()].astype(np.int64)
     next_T = np.asarray(tokens)[(starts[:, None] + window + 1).ravel()].astype(np.int64)
@@ -210,11 +212,8 @@ def text_of_tokens(
 
 
 def _places_of(tokens: np.ndarray, token_id: int) -> np.ndarray:
-    found = [
-        np.flatnonzero(tokens[start : start + CHUNK] == token_id) + start
-        for start in range(0, len(tokens), CHUNK)
-    ]
-    return np.concatenate(found)
+    starts = range(0, len(tokens), CHUNK)
+    return np.concatenate([np.flatnonzero(tokens[a : a + CHUNK] == token_id) + a for a in starts])
 
 
 def _bytes_of(ids: np.ndarray, tokenizer: Tokenizer) -> tuple[bytes, np.ndarray]:
@@ -233,16 +232,16 @@ def _columns(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _classes(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Return the byte class of each token of the vocabulary, and the position of the byte that determines it.
+    """Return the byte class of each token of the vocabulary, and the index of the byte that determines it.
 
-    This is the first byte that is not a space, or the last byte.
+    This byte is the first that is neither a space nor a tab, or else the last.
     """
-    classes, shown = [], []
+    classes, places = [], []
     for token in tokenizer.token_bytes:
         place = min(len(token) - len(token.lstrip(b" \t")), max(len(token) - 1, 0))
         classes.append(BYTE_CLASSES.index(_byte_class(token[place : place + 1])))
-        shown.append(place)
-    return np.array(classes), np.array(shown)
+        places.append(place)
+    return np.array(classes), np.array(places)
 
 
 def _byte_class(byte: bytes) -> str:
@@ -274,7 +273,7 @@ _SYNTAX_OF_TYPE = {
 
 
 def syntax_of(source: bytes) -> np.ndarray:
-    """Return the index in `SYNTAX_CLASSES` of each byte of Python source, (A,), by Python's `tokenize`.
+    """Return the index in `SYNTAX_CLASSES` of each byte of Python source, (A,), from Python's `tokenize`.
 
     White space before the first token of a line is indentation. Everything after a syntax error is unknown.
     """

@@ -21,7 +21,7 @@ from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.inspect.text import TokenizedText
 
 AGREE = 0.8
-"""Minimum share of the top inputs of a unit that an explanation covers."""
+"""Minimum share of a unit's top inputs that an explanation must cover."""
 
 MAX_SUFFIX_LENGTH = 8
 """Maximum tokens of a suffix."""
@@ -34,13 +34,13 @@ CHUNK = 1024
 """Value vectors per batch of the unembedding."""
 
 KINDS = ("suffix", "token", "position in line", "position in sequence")
-"""Explanations; the kind of a unit is the first one that fits, or `none`."""
+"""Kinds of explanation; the kind of a unit is the first that explains it, or `none`."""
 
 
 class TopInputs:
     """The k strongest inputs of each unit of a network, collected batch by batch.
 
-    Both signs are kept, because a gated unit can be large on both sides of zero.
+    Positive and negative activations are collected, because a gated unit can be large on both sides of zero.
     """
 
     def __init__(self, k: int) -> None:
@@ -48,7 +48,7 @@ class TopInputs:
         self.values_2Fk: Tensor | None = None
         self.tokens_2Fk = torch.empty(0)
         self.seen: list[Tensor] = []
-        """Tokens that reached the network, a tensor per batch."""
+        """Tokens that reached the network, one tensor per batch."""
         self.values_FD = torch.empty(0)
 
     def add(self, memory: Memory, first: int) -> None:
@@ -65,9 +65,9 @@ class TopInputs:
             best = signed_FN.topk(min(self.k, signed_FN.shape[1]))
             values = torch.cat([self.values_2Fk[sign], best.values.cpu()], dim=1)
             tokens = torch.cat([self.tokens_2Fk[sign], places_N[best.indices.cpu()]], dim=1)
-            kept = values.topk(self.k)
-            self.values_2Fk[sign] = kept.values
-            self.tokens_2Fk[sign] = tokens.gather(1, kept.indices)
+            strongest = values.topk(self.k)
+            self.values_2Fk[sign] = strongest.values
+            self.tokens_2Fk[sign] = tokens.gather(1, strongest.indices)
 
     def of_main_sign(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return signed activations (F, k), largest first, their tokens (F, k), and the signs of units (F,).
@@ -78,12 +78,11 @@ class TopInputs:
         values = torch.where(self.values_2Fk > 0, self.values_2Fk, 0)
         sign_F = (values[1].sum(dim=1) > values[0].sum(dim=1)).long()
         units = torch.arange(len(sign_F))
-        found, tokens = values[sign_F, units], self.tokens_2Fk[sign_F, units]
+        magnitudes, tokens = values[sign_F, units], self.tokens_2Fk[sign_F, units]
         signs = 1 - 2 * sign_F
-        is_active = found > 0
         return (
-            (found * signs[:, None]).numpy(),
-            torch.where(is_active, tokens, -1).numpy(),
+            (magnitudes * signs[:, None]).numpy(),
+            torch.where(magnitudes > 0, tokens, -1).numpy(),
             signs.numpy(),
         )
 
@@ -102,13 +101,13 @@ class LayerUnits:
     activations_Uk: np.ndarray
     """Activations, largest absolute value first, with the sign of the unit; 0 if there are fewer inputs."""
     tokens_Uk: np.ndarray
-    """Tokens of the text with these activations; -1 for none."""
+    """Positions in the text of the tokens with these activations; -1 for none."""
     promoted_Up: np.ndarray
-    """Ids of the tokens that the unit promotes most, at the sign of its activations."""
+    """Ids of the tokens that the unit promotes most, with the sign of its activations."""
     judged_U: np.ndarray
     """bool: active on k tokens or more; shares count only these units."""
     suffix_U: np.ndarray
-    """Largest n for which AGREE of the top inputs share their last n tokens; 0 if none."""
+    """Largest n for which a share AGREE of the top inputs has the same last n tokens; 0 if none."""
     explained: Mapping[str, np.ndarray]
     """Kind -> bool (U,): the kind explains the unit; several kinds may."""
     chance: Mapping[str, float]
@@ -147,32 +146,32 @@ class LayerUnits:
 def layer_units(
     layer: int, networks: Mapping[str, TopInputs], text: TokenizedText, decoder: Decoder
 ) -> LayerUnits:
-    """Return the common properties of the top inputs of the units of a layer, and of random inputs.
+    """Return the common properties of the top inputs of each unit of a layer, and of random inputs.
 
-    Random inputs are k different tokens that reached the network of the unit. Otherwise, all units of an
-    expert for newlines would count as explained by the token.
+    Random inputs are k different tokens that reached the network of the unit. With tokens of the whole text,
+    every unit of an expert that sees only newlines would count as explained by the token.
     """
-    found = [inputs.of_main_sign() for inputs in networks.values()]
-    activations, tokens = (np.concatenate([one[i] for one in found]) for i in (0, 1))
+    top = [inputs.of_main_sign() for inputs in networks.values()]
+    activations, tokens = (np.concatenate([arrays[i] for arrays in top]) for i in (0, 1))
     k = tokens.shape[1]
     random = np.random.default_rng([0, layer])
     drawn: list[np.ndarray] = []
-    for inputs, (_, of_network, _) in zip(networks.values(), found, strict=True):
+    for inputs, (_, network_tokens, _) in zip(networks.values(), top, strict=True):
         seen = torch.cat(inputs.seen).numpy()
         drawn += [
             seen[random.choice(len(seen), k, replace=False, shuffle=False)]
-            for _ in range(len(of_network) if len(seen) >= k else 0)
+            for _ in range(len(network_tokens) if len(seen) >= k else 0)
         ]
     judged = tokens.min(axis=1) >= 0
     explained, suffix = _explained(tokens, text)
     at_random, _ = _explained(np.array(drawn, dtype=np.int64).reshape(-1, k), text)
     for values in explained.values():
         values &= judged
-    among = np.union1d(text.ids_T, text.next_T)
+    candidates = np.union1d(text.ids_T, text.next_T)
     promoted = np.concatenate(
         [
-            promoted_tokens(decoder, inputs.values_FD, torch.from_numpy(one[2]), among)
-            for inputs, one in zip(networks.values(), found, strict=True)
+            promoted_tokens(decoder, inputs.values_FD, torch.from_numpy(signs), candidates)
+            for inputs, (_, _, signs) in zip(networks.values(), top, strict=True)
         ]
     )
     agreement = chance = None
@@ -182,7 +181,7 @@ def layer_units(
         size = text.tokenizer.vocab_size
         counts = [np.bincount(ids, minlength=size) / len(ids) for ids in (firsts, nexts)]
         chance = float(counts[0] @ counts[1])
-    sizes = [len(one[2]) for one in found]
+    sizes = [len(signs) for _, _, signs in top]
     return LayerUnits(
         layer=layer,
         networks=tuple(networks),
@@ -204,46 +203,46 @@ def _explained(
     tokens_Uk: np.ndarray, text: TokenizedText
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return kind -> mask of the units that it explains, (U,), and the longest common suffix of each unit."""
-    need = max(math.ceil(AGREE * tokens_Uk.shape[1] - 1e-9), 1)
+    min_count = max(math.ceil(AGREE * tokens_Uk.shape[1] - 1e-9), 1)
     suffix = np.zeros(len(tokens_Uk), dtype=np.int64)
     for n, labels_T in enumerate(text.suffixes(MAX_SUFFIX_LENGTH), start=1):
-        suffix[agree(labels_T[tokens_Uk], need)] = n
+        suffix[agree(labels_T[tokens_Uk], min_count)] = n
     near = max(text.seq_len // NEAR, 1) - 1
     return {
         "suffix": suffix >= 2,
         "token": suffix >= 1,
-        "position in line": agree(text.column_T[tokens_Uk], need),
-        "position in sequence": agree(text.position_T[tokens_Uk], need, near),
+        "position in line": agree(text.column_T[tokens_Uk], min_count),
+        "position in sequence": agree(text.position_T[tokens_Uk], min_count, near),
     }, suffix
 
 
-def agree(values_Uk: np.ndarray, need: int, within: int = 0) -> np.ndarray:
-    """Return a mask (U,) of the rows in which `need` of the k values differ by at most `within`."""
+def agree(values_Uk: np.ndarray, min_count: int, tolerance: int = 0) -> np.ndarray:
+    """Return a mask (U,) of the rows in which `min_count` of the k values differ by at most `tolerance`."""
     ordered = np.sort(values_Uk, axis=1)
-    spans = ordered[:, need - 1 :] - ordered[:, : ordered.shape[1] - need + 1]
-    return spans.min(axis=1) <= within
+    spans = ordered[:, min_count - 1 :] - ordered[:, : ordered.shape[1] - min_count + 1]
+    return spans.min(axis=1) <= tolerance
 
 
 @torch.no_grad()
 def promoted_tokens(
-    decoder: Decoder, values_FD: Tensor, sign_F: Tensor, among: np.ndarray
+    decoder: Decoder, values_FD: Tensor, sign_F: Tensor, candidates: np.ndarray
 ) -> np.ndarray:
     """Return the p ids whose logits each value vector times its sign raises most, highest first, (F, p).
 
-    Only the ids `among` are ranked, because a model learns little about rare tokens.
+    Only `candidates` are ranked, because a model learns little about rare tokens.
 
     The vector passes through the final norm, without its bias, and through the unembedding. The scale of the
     input does not change the ranking. Later layers, and the norms of a post-norm model, are left out.
     """
-    found: list[np.ndarray] = []
-    num = min(NUM_PROMOTED, len(among))
+    promoted: list[np.ndarray] = []
+    num_promoted = min(NUM_PROMOTED, len(candidates))
     for values, signs in zip(values_FD.split(CHUNK), sign_F.split(CHUNK), strict=True):
-        size = values.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-30)
-        unit = values / size * signs[:, None].to(values)
-        through = decoder.final_norm(unit) - decoder.final_norm(torch.zeros_like(unit))
-        logits = decoder.unembedding(through)[:, torch.from_numpy(among).to(through.device)]
-        found.append(among[logits.topk(num).indices.cpu().numpy()])
-    return np.concatenate(found)
+        scale = values.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-30)
+        vectors = values / scale * signs[:, None].to(values)
+        normed = decoder.final_norm(vectors) - decoder.final_norm(torch.zeros_like(vectors))
+        logits = decoder.unembedding(normed)[:, torch.from_numpy(candidates).to(normed.device)]
+        promoted.append(candidates[logits.topk(num_promoted).indices.cpu().numpy()])
+    return np.concatenate(promoted)
 
 
 def examples(units: LayerUnits) -> list[int]:

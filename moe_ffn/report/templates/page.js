@@ -2,12 +2,12 @@
 // Draw the plots of #plots in the colours of the style sheet, and redraw them when the colours change.
 (() => {
   if (typeof Plotly === "undefined") {
-    const lost = document.createElement("p");
-    lost.className = "bad";
-    lost.textContent =
-      "No plots: plotly.min.js, which the pages of this folder share, is missing. Restore the file, or make " +
+    const notice = document.createElement("p");
+    notice.className = "bad";
+    notice.textContent =
+      "No plots: plotly.min.js, which the pages of this folder share, is missing. Restore the file, or write " +
       "the page again.";
-    document.querySelector("header").after(lost);
+    document.querySelector("header").after(notice);
     return;
   }
   const plots = JSON.parse(document.getElementById("plots").textContent);
@@ -73,7 +73,7 @@
       displayModeBar: fingers.matches ? false : "hover",
       modeBarButtons: [["toImage", "resetScale2d"]],
     }).then((plot) => {
-      // A screen reader says the title and the last values, not every number at an axis.
+      // A screen reader reads the title and the last values, not every number on an axis.
       const lines = figure.data.map((trace) => trace.name).filter(Boolean);
       plot.querySelectorAll(".main-svg").forEach((svg, number) => {
         svg.setAttribute("role", "img");
