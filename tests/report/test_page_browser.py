@@ -80,11 +80,11 @@ PLOTS = """() => [...document.querySelectorAll('.plot')].filter(p => p.checkVisi
 }))"""
 
 
-def check_drawn(found: Opened) -> None:
+def check_drawn(found: Opened, at_least: int = 5) -> None:
     plots = found.page.evaluate(PLOTS)
     assert found.errors == []
     assert found.overflow == 0
-    assert len(plots) >= 5
+    assert len(plots) >= at_least
     for plot in plots:
         assert plot["traces"] >= 1
         assert plot["titles"] == 2
@@ -125,7 +125,9 @@ def test_a_window_that_becomes_as_narrow_as_a_phone_takes_the_plots_along(moe: O
 def test_pages_of_every_kind(browser: Browser, page_of: Pages, name: str, width: int) -> None:
     with drawn(browser, page_of(name), width=width, dark=width == PHONE) as found:
         found.keep(f"report-{name}-{width}")
-        check_drawn(found)
+        check_drawn(
+            found, at_least=2 if name == "dense" else 5
+        )  # a dense run has no routing to draw
         check_texts(found.page)
 
 
