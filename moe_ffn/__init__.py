@@ -30,7 +30,6 @@ from moe_ffn.ffn import (
     build_ffn,
     solve_widths,
 )
-from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.outputs import FFNOutput, Plan, Routing, TokenContext
 from moe_ffn.routing import (
     LinearRouter,
@@ -44,6 +43,7 @@ from moe_ffn.routing.capacity import CapacityConfig
 
 if TYPE_CHECKING:
     from moe_ffn.cli.train import train
+    from moe_ffn.model.decoder import Decoder, DecoderConfig
     from moe_ffn.runs.reader import load_run
     from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained
 
@@ -86,12 +86,13 @@ __all__ = [
 ]
 
 _LAZY = {
+    **dict.fromkeys(("Decoder", "DecoderConfig"), "moe_ffn.model.decoder"),
     "load_run": "moe_ffn.runs.reader",
     "train": "moe_ffn.cli.train",
     **dict.fromkeys(
         ("load_pretrained", "load_tokenizer", "save_pretrained"), "moe_ffn.weights.pretrained"
     ),
 }
-"""Names imported on first use: they need PyYAML and tokenizers, which the layers alone do not."""
+"""Names imported on first use: layers alone need no decoder, PyYAML or tokenizers."""
 
 __getattr__, __dir__ = lazy_names(__name__, _LAZY)

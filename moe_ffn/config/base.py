@@ -46,6 +46,7 @@ class Config(BaseModel, frozen=True):
     """A frozen set of typed options; the docstring under each field is its help text."""
 
     model_config = ConfigDict(
+        defer_build=True,  # a class that no config uses costs no time at import
         extra="forbid",
         strict=True,  # `true` is not 1 and "16" is not 16
         allow_inf_nan=False,
