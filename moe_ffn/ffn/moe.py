@@ -201,11 +201,10 @@ class MoEFFN(FFNBlock):
         plan = self.make_plan(routing, self.num_experts)
         sent = self.dispatcher.dispatch(self._experts_without_adapters.before_dispatch(x_TD), plan)
         # Computed here, so that it overlaps with the exchange of tokens.
-        shared = None if self.shared_expert is None else self.shared_expert(x, context).hidden
+        shared = self._shared(x, context)
         y_TD = sent.combine(self.experts(sent.rows(), sent.plan))
         y_TD = self._experts_without_adapters.after_combine(y_TD)
-        if self.zero_computation is not None:
-            y_TD = y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
+        y_TD = self._with_zero_computation(y_TD, x_TD, routing)
         output = FFNOutput(y_TD.to(x.dtype).view_as(x), {OWN_ROUTING: routing})
         return self._with_shared(output, shared, x, context)
 
@@ -221,6 +220,14 @@ class MoEFFN(FFNBlock):
         while not isinstance(experts, Experts):
             experts = experts.base_layer
         return experts
+
+    def _shared(self, x: Tensor, context: TokenContext | None) -> Tensor | None:
+        return None if self.shared_expert is None else self.shared_expert(x, context).hidden
+
+    def _with_zero_computation(self, y_TD: Tensor, x_TD: Tensor, routing: Routing) -> Tensor:
+        if self.zero_computation is None:
+            return y_TD
+        return y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
 
     def _with_shared(
         self, output: FFNOutput, shared: Tensor | None, x: Tensor, context: TokenContext | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,8 @@ GATE_ACTIVATIONS: dict[GatedType, Activation] = {
     "bilinear": "identity",
 }
 """The variants of Shazeer 2020, "GLU Variants Improve Transformer" (arXiv:2002.05202)."""
+
+assert set(GATE_ACTIVATIONS) == set(get_args(GatedType))
 
 
 def relu_squared(x: Tensor) -> Tensor:
