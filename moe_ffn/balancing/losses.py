@@ -285,9 +285,11 @@ def _reason_without_scores(routers: Routers) -> str:
 
 
 def _reason_not_poolable(routers: Routers) -> str:
+    if reason := _reason_without_scores(routers):
+        return reason
     sizes = sorted({num_experts for _, _, num_experts in routers})
-    if (unsupported_reason := _reason_without_scores(routers)) or len(sizes) < 2:
-        return unsupported_reason
+    if len(sizes) < 2:
+        return ""
     return (
         f"needs equally many experts in every layer, got {', '.join(map(str, sizes))}; use "
         "objective.load_balance"

@@ -142,7 +142,9 @@ class KVCache:
 
     def end(self) -> None:
         """Add the tokens of `begin` to the lengths, after all layers have cached them."""
-        self.lengths = [sum(pair) for pair in zip(self.lengths, self._counts, strict=True)]
+        self.lengths = [
+            length + count for length, count in zip(self.lengths, self._counts, strict=True)
+        ]
         for layer in self.layers:
             layer.end(self._counts)
 

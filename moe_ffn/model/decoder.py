@@ -523,7 +523,9 @@ def _recomputed(module: nn.Module, *inputs: Any) -> FFNOutput:
 def _check_batch(token_ids: Tensor, mask: Tensor | None) -> None:
     """Raise an error unless both are tensors (B, S); `TokenContext` checks their dtypes."""
     for name, value in (("token_ids", token_ids), ("mask", mask)):
-        if not isinstance(value, Tensor) and not (value is None and name == "mask"):
+        if value is None and name == "mask":
+            continue
+        if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, but is of type {type(value).__name__}")
     if token_ids.ndim != 2:
         raise ValueError(f"token_ids must be (batch, sequence), but has {tuple(token_ids.shape)}")

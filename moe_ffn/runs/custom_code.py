@@ -84,7 +84,11 @@ def warn_if_code_changed(folder: Path) -> None:
             effect = f"the run uses its copy, '{folder / name}'"
         log.warning(
             "'%s' has changed since '%s' began (sha256 %s..., now %s...); %s",
-            *(entry.path, folder, entry.sha256[:12], now[:12], effect),
+            entry.path,
+            folder,
+            entry.sha256[:12],
+            now[:12],
+            effect,
         )
 
 

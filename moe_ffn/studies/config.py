@@ -32,8 +32,9 @@ def _null_is_empty(value: Any) -> Any:
 
 
 def _null_arms_are_empty(value: Any) -> Any:
-    is_mapping = isinstance(value, Mapping)
-    return {name: _null_is_empty(arm) for name, arm in value.items()} if is_mapping else value
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _null_is_empty(arm) for name, arm in value.items()}
 
 
 def _unique(seeds: list[int]) -> list[int]:

@@ -38,7 +38,8 @@ def loss_by_flops(
         loss = result.outcome.validation_loss
         if loss is None or result.tuning:
             continue
-        flops = result.budget.training_flops + bool(result.option("init_from")) * initial_flops
+        start = initial_flops if result.option("init_from") else 0
+        flops = start + result.budget.training_flops
         points = by_arm.setdefault(result.main_arm.partition(",")[0], {})
         points.setdefault(flops, []).append(loss)
     return {
