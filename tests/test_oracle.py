@@ -324,38 +324,36 @@ def is_quick(router: str, limit: str, experts: str) -> bool:
     return num_unusual <= (1 if experts in NEAR_ANOTHER else 2)
 
 
-CROSSED = [*itertools.product(ROUTERS, LIMITS, EXPERTS)]
+CROSSED = [
+    (*names, group)
+    for *names, group in itertools.product(ROUTERS, LIMITS, EXPERTS, BACKEND_GROUPS)
+    if (group, names[2]) not in NO_KERNEL
+]
+QUICK = [names for names in CROSSED if is_quick(*names[:3])]
 
 
-def compare_crossed(
-    compare: Any, backends: list[str], router: str, limit: str, experts: str
-) -> None:
-    backends = [backend for backend in backends if (backend, experts) not in NO_KERNEL]
-    if backends:
-        compare(backends, LIMITS[limit], router=ROUTERS[router], experts=EXPERTS[experts])
-
-
-@every_backend
 @pytest.mark.parametrize(
-    ("router", "limit", "experts"),
-    [pytest.param(*names, id="-".join(names)) for names in CROSSED if is_quick(*names)],
+    ("router", "limit", "experts", "backends"),
+    [pytest.param(*names[:3], BACKEND_GROUPS[names[3]], id="-".join(names)) for names in QUICK],
 )
 def test_output_and_every_gradient_equal_the_double_loop(
     router: str, limit: str, experts: str, backends: list[str], compare: Any
 ) -> None:
-    compare_crossed(compare, backends, router, limit, experts)
+    compare(backends, LIMITS[limit], router=ROUTERS[router], experts=EXPERTS[experts])
 
 
 @pytest.mark.slow
 @every_backend
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("limit", LIMITS)
-def test_so_they_do_with_the_other_experts(
+def test_every_other_crossing_equals_the_double_loop(
     router: str, limit: str, backends: list[str], compare: Any
 ) -> None:
-    for names in CROSSED:
-        if names[:2] == (router, limit) and not is_quick(*names):
-            compare_crossed(compare, backends, *names)
+    for *names, group in CROSSED:
+        is_of_test = names[:2] == [router, limit] and BACKEND_GROUPS[group] == backends
+        if is_of_test and not is_quick(*names):
+            experts = EXPERTS[names[2]]
+            compare(backends, LIMITS[limit], router=ROUTERS[router], experts=experts)
 
 
 @every_backend
