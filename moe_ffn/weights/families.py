@@ -277,6 +277,9 @@ FAMILIES = (
             Part(read_shared_experts, write_shared_experts),
             gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
             Part(read_groups, write_groups),
+            # Transformers has no other; llama.cpp and mlx-lm have.
+            only("scoring_func", "sigmoid"),
+            only("topk_method", "noaux_tc"),
             same("routed_scaling_factor", "sparse.router.scale", 1.0),
             K,
             RENORMALIZE,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_ffn import ConfigError, Decoder, DecoderConfig
 from moe_ffn.data.tokenizer import BytesTokenizer, train_bpe
 from moe_ffn.weights import export_transformers, load_transformers
-from tests.helpers.theirs import MODELS, SIZES, logits, save
+from tests.helpers.theirs import MODELS, SIZES, change, logits, save
 
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2}
 SHARED, SIGMOID = {"type": "swiglu", "d_ff": 20}, {"type": "sigmoid_top_k"}
@@ -163,6 +163,16 @@ def test_names_are_those_that_other_libraries_read(tmp_path: Path) -> None:
     }
     config = json.loads((tmp_path / "mixtral/config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
+
+
+def test_deepseek_names_its_scores_for_libraries_that_have_several(tmp_path: Path) -> None:
+    options, *_ = OURS["latent"]
+    export = export_transformers(decoder_of(**options), tmp_path / "theirs")
+    assert export.options["scoring_func"] == "sigmoid"
+    assert export.options["topk_method"] == "noaux_tc"
+    change(tmp_path / "theirs", scoring_func="softmax")
+    with pytest.raises(ConfigError, match=r"scoring_func is 'softmax', .* supported: 'sigmoid'"):
+        load_transformers(tmp_path / "theirs")
 
 
 def test_large_models_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
