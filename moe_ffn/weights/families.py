@@ -31,17 +31,21 @@ from moe_ffn.weights.options import (
     write_rope,
     write_shared_experts,
 )
+from moe_ffn.weights.rewrites import OUTPUT_BIAS, SEPARATE_OUTPUT, SHARED_EXPERT, Rewrite
 
-DECODER = (
+UNTIED = (
     same("hidden_size", "d_model"),
     same("num_hidden_layers", "num_layers"),
     same("num_attention_heads", "attention.num_heads"),
     same("attention_dropout", "attention.dropout"),
-    same("tie_word_embeddings", "tie_embeddings"),
     same("rms_norm_eps", "norm.eps", 1e-6),
     Part(read_rope, write_rope),
     always({"norm.type": "rms_norm"}),
 )
+TIE = same("tie_word_embeddings", "tie_embeddings")
+NEVER_TIED = Part(TIE.read, lambda options: {"tie_word_embeddings": False})
+"""Reads tied embeddings too; llama.cpp needs a separate output matrix."""
+DECODER = (*UNTIED, TIE)
 KV_HEADS = same("num_key_value_heads", "attention.num_kv_heads")
 HEADS = (
     KV_HEADS,
@@ -122,8 +126,12 @@ class Family:
     """Features that our decoder lacks, so that we read only single blocks; empty if there are none."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of options in config files."""
-    fill: Callable[[Options], Options] = lambda options: options
-    """Adds options that every model of this architecture has and ours may lack; their weights are zeros."""
+    rewrites: Mapping[str, Rewrite] = field(default_factory=dict)
+    """Our option -> its rewrite for an export, in addition to the rewrites of all architectures."""
+    replaces_tokenizer: bool = False
+    """Transformers replaces the splitting rule of every tokenizer by the architecture's own."""
+    llama_cpp_limit: Callable[[Options], str] = lambda options: ""
+    """Returns a warning that llama.cpp differs for a model with these options; empty if it does not."""
 
     @property
     def architecture(self) -> str:
@@ -135,17 +143,22 @@ class Family:
         return self.names is not DENSE_LAYER
 
 
-def _with_shared_expert(options: Options) -> Options:
-    """Add the shared expert that Qwen2-MoE always has, with 32 units, the fewest that llama.cpp packs."""
-    if "sparse.shared_expert.type" in options:
-        return options
-    return {
-        **options,
-        "sparse.shared_expert.type": options.get("sparse.experts.type"),
-        "sparse.shared_expert.d_ff": 32,
-        "sparse.shared_expert.bias": False,
-        "sparse.combine.type": "sigmoid_gate",
-    }
+def _no_dense_layers(options: Options) -> str:
+    dense = options["num_layers"] - len(options["sparse_layers"])
+    return (
+        f"llama.cpp requires every layer of this architecture to be sparse; {dense} are dense"
+        if dense
+        else ""
+    )
+
+
+def _fixed_eps(options: Options) -> str:
+    eps = options["norm.eps"]
+    return (
+        f"llama.cpp converts this architecture with norm.eps 1e-5, not {eps:g}"
+        if eps != 1e-5
+        else ""
+    )
 
 
 QWEN = {
@@ -171,6 +184,7 @@ FAMILIES = (
         (*DENSE, same("mlp_bias", "dense.bias", False)),
         LLAMA,
         DENSE_LAYER,
+        rewrites=OUTPUT_BIAS,
     ),
     Family(
         "qwen2",
@@ -178,6 +192,7 @@ FAMILIES = (
         DENSE,
         QWEN,
         DENSE_LAYER,
+        replaces_tokenizer=True,
     ),
     Family(
         "qwen3",
@@ -185,6 +200,7 @@ FAMILIES = (
         DENSE,
         {**QWEN, "head_dim": 128},
         DENSE_LAYER,
+        rewrites=OUTPUT_BIAS,
     ),
     Family(
         "mixtral",
@@ -227,11 +243,14 @@ FAMILIES = (
         (*QWEN_LAYERS, gated("sparse.experts.type", "dense.type")),
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
         aliases={"num_local_experts": "num_experts"},
+        rewrites=OUTPUT_BIAS,
+        llama_cpp_limit=_no_dense_layers,
     ),
     Family(
         "olmoe",
         (
-            *DECODER,
+            *UNTIED,
+            NEVER_TIED,
             KV_HEADS,
             Part(read_equal_heads),
             BIAS,
@@ -251,6 +270,8 @@ FAMILIES = (
             "norm_topk_prob": False,
         },
         aliases={"num_local_experts": "num_experts"},
+        rewrites={**OUTPUT_BIAS, **SEPARATE_OUTPUT},
+        llama_cpp_limit=_fixed_eps,
     ),
     Family(
         "deepseek_v3",
@@ -331,7 +352,8 @@ FAMILIES = (
     Family(
         "qwen2_moe",
         (
-            *DECODER,
+            *UNTIED,
+            NEVER_TIED,
             *HEADS,
             Part(
                 lambda hf: {"attention.bias": "qkv" if hf["qkv_bias"] else False},
@@ -355,7 +377,8 @@ FAMILIES = (
             ),
         },
         aliases={"num_local_experts": "num_experts"},
-        fill=_with_shared_expert,
+        rewrites={**SEPARATE_OUTPUT, **SHARED_EXPERT},
+        llama_cpp_limit=_no_dense_layers,
     ),
     Family(
         "gpt_oss",

@@ -8,13 +8,13 @@ An export reads its own options back, which finds every option that transformers
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError
@@ -40,6 +40,7 @@ from moe_ffn.weights.pretrained import (
     naming_failures,
     save_tensors,
 )
+from moe_ffn.weights.rewrites import COMMON, Rewrite, added_weight
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class Export:
     options: Mapping[str, Any]
     """Options of transformers, for `config.json`."""
     notes: tuple[str, ...]
-    """Remarks: why not another architecture, and options left out or added."""
+    """Remarks: why not another architecture, options left out, and rewrites."""
+    factor: Callable[[str], float]
+    """Returns the factor of one of our tensors, by its name."""
 
     @property
     def hf_config(self) -> HFConfig:
@@ -71,7 +74,7 @@ def export_transformers(
             is written.
     """
     folder = Path(folder).absolute()
-    export = choose_architecture(decoder)
+    export = choose_architecture(decoder, has_tokenizer=tokenizer is not None)
     sizes, makers = _their_tensors(decoder, export)
     config = {
         **export.options,
@@ -99,10 +102,25 @@ def require_absent(folder: Path) -> None:
         raise ConfigError(f"'{folder}' already exists; give a new folder")
 
 
-def choose_architecture(decoder: Decoder) -> Export:
-    """Choose the first architecture in `FAMILIES` that has all options of a decoder.
+@dataclass(frozen=True)
+class _Attempt:
+    """An architecture's options for a model, after the rewrites that it needs."""
+
+    family: Family
+    config: PretrainedConfig
+    written: Mapping[str, Any]
+    rewrites: Sequence[Rewrite]
+    differences: list[tuple[str, Any, Any]]
+    """(path, our value, their value) of each remaining difference."""
+
+
+def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Export:
+    """Choose the architecture in `FAMILIES` that has all options of a decoder after the fewest rewrites.
 
     The options are written and read back; an architecture is rejected if an option comes back different.
+
+    Args:
+        has_tokenizer: reject architectures for which transformers replaces the tokenizer.
 
     Raises:
         ConfigError: no architecture has all options; the message names one that the nearest architecture
@@ -113,43 +131,70 @@ def choose_architecture(decoder: Decoder) -> Export:
         "vocab_size": decoder.embedding.num_embeddings,
         "max_position_embeddings": decoder.max_seq_len,
     }
-    rejected: dict[str, list[tuple[str, Any, Any]]] = {}
+    attempts: list[_Attempt] = []
     problem = ""
     for family in FAMILIES:
         if family.missing_features or family.is_sparse != bool(ours["sparse_layers"]):
             continue
-        filled = family.fill(ours)
-        written: dict[str, Any] = {**sizes}
-        for part in (*family.decoder, *family.ffn):
-            written |= part.write(filled)
         try:
-            config = config_of(family, HFConfig(family.model_type, {**family.defaults, **written}))
+            attempts.append(_attempt(family, ours, sizes))
         except ConfigError as error:
             problem = str(error)
-            continue
-        read, _ = options_of(config.model)
-        if not (different := _differences(filled, read)):
-            notes = [
-                f"{name} has {path}: {json.dumps(theirs)}, this model {json.dumps(value)}"
-                for name, [(path, value, theirs), *_] in rejected.items()
-            ]
-            if added := sorted(_path(path) for path in filled if ours.get(path) != filled[path]):
-                notes.append(
-                    f"this model lacks {', '.join(added)}; the export has zero weights there"
-                )
-            notes += [f"{path} acts only in training and is left out" for path in left_out]
-            return Export(family, config, written, tuple(notes))
-        rejected[family.model_type] = different
-    if not rejected:
+    if not attempts:
         raise ConfigError(
             f"no architecture of transformers has all options of this model: {problem}"
         )
-    nearest = min(rejected, key=lambda name: len(rejected[name]))
-    path, value, theirs = rejected[nearest][0]
-    raise ConfigError(
-        f"model.{path} ({json.dumps(value)}) has no equal in transformers: {nearest}, the nearest "
-        f"architecture, has {json.dumps(theirs)}; train with that value"
-    )
+    equal = [attempt for attempt in attempts if not attempt.differences]
+    replaced = [a.family.model_type for a in equal if has_tokenizer and a.family.replaces_tokenizer]
+    equal = [attempt for attempt in equal if attempt.family.model_type not in replaced]
+    if not equal:
+        nearest = min(attempts, key=lambda attempt: len(attempt.differences))
+        path, value, theirs = nearest.differences[0]
+        raise ConfigError(
+            f"model.{path} ({json.dumps(value)}) has no equal in transformers: "
+            f"{nearest.family.model_type}, the nearest architecture, has {json.dumps(theirs)}; train with "
+            "that value"
+        )
+    chosen = min(equal, key=lambda attempt: len(attempt.rewrites))
+    notes = [
+        f"{attempt.family.model_type} has {path}: {json.dumps(theirs)}, this model {json.dumps(value)}"
+        for attempt in attempts[: attempts.index(chosen)]
+        for path, value, theirs in attempt.differences[:1]
+    ]
+    notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
+    notes += [rewrite.note(ours) for rewrite in chosen.rewrites]
+    notes += [f"{path} acts only in training and is left out" for path in left_out]
+    if limit := chosen.family.llama_cpp_limit(ours):
+        notes.append(limit)
+
+    def factor(name: str) -> float:
+        return math.prod(rewrite.factor(name, ours) for rewrite in chosen.rewrites)
+
+    return Export(chosen.family, chosen.config, chosen.written, tuple(notes), factor)
+
+
+def _attempt(family: Family, options: Options, sizes: Mapping[str, int]) -> _Attempt:
+    """Write options for an architecture, with rewrites until none helps.
+
+    Raises:
+        ConfigError: the architecture does not support an option.
+    """
+    available = {**COMMON, **family.rewrites}
+    applied: list[Rewrite] = []
+    while True:
+        written: dict[str, Any] = {**sizes}
+        for part in (*family.decoder, *family.ffn):
+            written |= part.write(options)
+        config = config_of(family, HFConfig(family.model_type, {**family.defaults, **written}))
+        read, _ = options_of(config.model)
+        found = [available.pop(path) for path in differences(options, read) if path in available]
+        useful = [rewrite for rewrite in found if rewrite.options(options)]
+        if not useful:
+            return _Attempt(family, config, written, applied, _differences(options, read))
+        applied += useful
+        options = {**options}
+        for rewrite in useful:
+            options |= rewrite.options(options)
 
 
 def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
@@ -244,7 +289,7 @@ def _path(path: str) -> str:
 def _their_tensors(
     decoder: Decoder, export: Export
 ) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
-    """Return the sizes of their tensors in bytes, and functions that make them; weights we lack are zeros."""
+    """Return the sizes of their tensors in bytes, and functions that make them."""
     config = export.config
     empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
     dtype = decoder.embedding.weight.dtype
@@ -253,15 +298,16 @@ def _their_tensors(
     sizes: dict[str, int] = {}
     makers: dict[str, Callable[[], Tensor]] = {}
     for name, shape in distinct_tensors(empty).items():
-        tensor = ours[name] if name in ours else torch.zeros(shape.shape, dtype=dtype)
+        tensor = ours[name] if name in ours else added_weight(name, shape.shape, dtype)
         for piece in layout_of(export.family, name)(shape.shape, export.hf_config)[0]:
             sizes[piece.name] = piece.part(shape).numel() * tensor.element_size()
-            makers[piece.name] = partial(_part, piece, tensor)
+            makers[piece.name] = partial(_part, piece, tensor, export.factor(name))
     return sizes, makers
 
 
-def _part(piece: WeightSlice, ours: Tensor) -> Tensor:
-    return piece.to_hf(piece.part(ours.detach()))
+def _part(piece: WeightSlice, ours: Tensor, factor: float) -> Tensor:
+    theirs = piece.to_hf(piece.part(ours.detach()))
+    return theirs if factor == 1 else theirs * factor
 
 
 def _their_tokenizer(tokenizer: Tokenizer | None, max_seq_len: int) -> dict[str, Any]:

@@ -93,15 +93,14 @@ def test_there_and_back_no_bit_is_changed(name: str, tmp_path: Path) -> None:
 OURS: dict[str, tuple[dict[str, Any], str, str]] = {
     "dense": ({}, "llama", ""),
     "geglu": ({"ffn": "geglu"}, "llama", ""),
-    "qkv": ({"attention": {**ATTENTION, "bias": "qkv"}}, "qwen2", "llama has attention.bias: false"),
+    "qkv": ({"attention": {**ATTENTION, "bias": "qkv"}}, "qwen2", ""),
     "norms": (
         {"attention": {**ATTENTION, "norm_qk": "head", "head_dim": 12}}, "qwen3",
         'llama has attention.norm_qk: null, this model "head"',
     ),
     "default": (
         {"ffn": moe()}, "qwen2_moe",
-        "this model lacks ffn.combine.type, ffn.shared_expert.bias, ffn.shared_expert.d_ff, "
-        "ffn.shared_expert.type; the export has zero weights there",
+        "ffn.shared_expert: the export adds one of 32 units, whose output is zero",
     ),
     "renormalised": ({"ffn": moe(router__renormalize=True)}, "mixtral", ""),
     "softmax after": ({"ffn": moe(router__softmax="after")}, "mixtral", ""),
@@ -187,18 +186,129 @@ def test_large_models_are_in_several_files(tmp_path: Path, monkeypatch: pytest.M
     torch.testing.assert_close(logits(theirs.float()), logits(decoder), atol=1e-4, rtol=0)
 
 
+TEXT = """def café(x_1):
+\tif x_1 > 12345:  # für jede Zahl: 1,50 €, e\u0301 and ﬁ
+\t\treturn  [x_1] * 3.1415  \r\n
+   DON'T the the the
+"""
+"""Code, accents that a normalizer would change, digits, and spaces that a splitting rule would move."""
+
+
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_the_tokenizer_goes_along(kind: str, tmp_path: Path) -> None:
-    text = "für jede Zahl: 1,50 € \r\n\t the the the"
-    ours = BytesTokenizer() if kind == "bytes" else train_bpe([text.encode()] * 3, 600)
-    export_transformers(decoder_of(), tmp_path / "theirs", ours)
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("dense", "qkv", "norms", "renormalised", "heads normalised", "all normalised"),
+        *("default", "latent"),
+    ],
+)
+def test_the_tokenizer_goes_along(model: str, kind: str, tmp_path: Path) -> None:
+    ours = BytesTokenizer() if kind == "bytes" else train_bpe([TEXT.encode()] * 3, 600)
+    export_transformers(decoder_of(**OURS[model][0]), tmp_path / "theirs", ours)
 
     theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
 
-    assert theirs.encode(text) == ours.encode(text.encode()).tolist()
-    assert theirs.decode(theirs.encode(text)) == text
+    assert theirs.encode(TEXT) == ours.encode(TEXT.encode()).tolist()
+    assert theirs.decode(theirs.encode(TEXT)) == TEXT
     assert theirs.eos_token_id == ours.end_of_document
     assert read(tmp_path / "theirs").config.eos_token_id == ours.end_of_document
+
+
+def test_qwen2_with_a_tokenizer_is_written_as_llama(tmp_path: Path) -> None:
+    decoder = decoder_of(**OURS["qkv"][0])
+
+    export = export_transformers(decoder, tmp_path / "theirs", BytesTokenizer())
+
+    assert export.family.model_type == "llama"
+    assert export.notes == (
+        "qwen2 would fit, but transformers replaces its tokenizer",
+        'attention.bias "qkv": the output projection gets a bias of zeros',
+    )
+    assert_equal_there(decoder, tmp_path / "theirs")
+
+
+FOLDED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "llama": ({"scale_embeddings": True}, "llama", ("scale_embeddings",)),
+    "untied": ({"scale_embeddings": True, "tie_embeddings": False}, "llama", ("scale_embeddings",)),
+    "mixtral": (
+        {"scale_embeddings": True, "ffn": moe(router__renormalize=True, router__scale=0.25)},
+        "mixtral", ("scale_embeddings", "ffn.router.scale"),
+    ),
+    "jittered": (
+        {"ffn": {"type": "jittered", "jitter": 0.1, "ffn": moe(router__renormalize=True, router__scale=1.7)}},
+        "mixtral", ("ffn.router.scale",),
+    ),
+    "default": (
+        {"scale_embeddings": True, "ffn": moe(router__scale=2.5)},
+        "qwen2_moe", ("scale_embeddings", "tie_embeddings", "ffn.router.scale", "ffn.shared_expert"),
+    ),
+    "shared": (
+        {"ffn": moe(shared_expert=SHARED, combine__type="sigmoid_gate", router__scale=4.0)},
+        "qwen2_moe", ("ffn.router.scale", "tie_embeddings"),
+    ),
+    "olmoe": (
+        {
+            "attention": {**ATTENTION, "norm_qk": "all"},
+            "norm": {"type": "rms_norm", "eps": 1e-5},
+            "ffn": moe(router__scale=0.3),
+        },
+        "olmoe", ("ffn.router.scale", "tie_embeddings"),
+    ),
+    "deepseek": ({**OURS["latent"][0], "scale_embeddings": True}, "deepseek_v3", ("scale_embeddings",)),
+    "head norms with biases": (
+        {"attention": {**ATTENTION, "norm_qk": "head", "bias": "qkv"}}, "qwen3", ("attention.bias",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "architecture", "folded"), FOLDED.values(), ids=FOLDED)
+def test_options_that_an_architecture_lacks_are_folded_into_the_weights(
+    options: dict[str, Any], architecture: str, folded: tuple[str, ...], tmp_path: Path
+) -> None:
+    decoder = decoder_of(**options)
+
+    export = export_transformers(decoder, tmp_path / "theirs")
+
+    assert export.family.model_type == architecture
+    rewritten = {note.split(":")[0].split(" ")[0] for note in export.notes if " has " not in note}
+    assert rewritten - {"ffn.jitter"} == set(folded), export.notes
+    ours = logits(decoder)
+    scale = ours.abs().max()
+    for model in (read(tmp_path / "theirs"), load_transformers(tmp_path / "theirs")):
+        torch.testing.assert_close(logits(model) / scale, ours / scale, atol=1e-5, rtol=0)
+
+
+def test_llama_cpp_can_compute_the_shared_expert_that_we_lack(tmp_path: Path) -> None:
+    """Its gate is silu(x) / x there, so that x must not be zero; its output is."""
+    export_transformers(decoder_of(ffn=moe()), tmp_path / "theirs")
+    weights = load_file(tmp_path / "theirs/model.safetensors")
+    gate = weights["model.layers.0.mlp.shared_expert_gate.weight"]
+    down = weights["model.layers.0.mlp.shared_expert.down_proj.weight"]
+    assert (gate == 1).all()
+    assert (down == 0).all()
+
+
+@pytest.mark.parametrize("model", ["default", "all normalised"])
+def test_tied_embeddings_are_separate_where_llama_cpp_needs_both(
+    model: str, tmp_path: Path
+) -> None:
+    decoder = decoder_of(**OURS[model][0])
+    export_transformers(decoder, tmp_path / "theirs")
+    weights = load_file(tmp_path / "theirs/model.safetensors")
+    assert torch.equal(weights["lm_head.weight"], decoder.embedding.weight)
+    assert read(tmp_path / "theirs").config.tie_word_embeddings is False
+
+
+LLAMA_CPP = {
+    "eps": ("all normalised", "converts this architecture with norm.eps 1e-5, not 1e-06"),
+    "dense layers": ("a dense layer", "requires every layer of this architecture to be sparse; 1 "),
+}
+
+
+@pytest.mark.parametrize(("model", "limit"), LLAMA_CPP.values(), ids=LLAMA_CPP)
+def test_limits_of_llama_cpp_are_noted(model: str, limit: str, tmp_path: Path) -> None:
+    export = export_transformers(decoder_of(**OURS[model][0]), tmp_path / "theirs")
+    assert export.notes[-1].startswith(f"llama.cpp {limit}")
 
 
 # -- what is refused
@@ -220,7 +330,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "plain": ({"ffn": "dense"}, f'ffn.type ("dense") {NO_EQUAL}: llama'),
     "post-norm": ({"norm_placement": "post"}, f'norm_placement ("post") {NO_EQUAL}: llama'),
-    "embeddings": ({"scale_embeddings": True}, f"scale_embeddings (true) {NO_EQUAL}"),
     "encoder": ({"causal": False}, f"causal (false) {NO_EQUAL}"),
     "two blocks": (
         {"ffn": moe(), "ffn_at": {"2": moe(num_experts=3)}},
