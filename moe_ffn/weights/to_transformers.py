@@ -319,6 +319,7 @@ def _their_tokenizer(tokenizer: Tokenizer | None, max_seq_len: int) -> dict[str,
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": special.get(tokenizer.end_of_document),
+        "pad_token": special.get(tokenizer.end_of_document),  # for batches of texts
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_seq_len,
     }

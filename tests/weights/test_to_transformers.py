@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from moe_ffn import ConfigError, Decoder, DecoderConfig
 from moe_ffn.data.tokenizer import BytesTokenizer, train_bpe
@@ -210,7 +210,7 @@ def test_the_tokenizer_goes_along(model: str, kind: str, tmp_path: Path) -> None
 
     assert theirs.encode(TEXT) == ours.encode(TEXT.encode()).tolist()
     assert theirs.decode(theirs.encode(TEXT)) == TEXT
-    assert theirs.eos_token_id == ours.end_of_document
+    assert theirs.eos_token_id == theirs.pad_token_id == ours.end_of_document
     assert read(tmp_path / "theirs").config.eos_token_id == ours.end_of_document
 
 
@@ -225,6 +225,16 @@ def test_qwen2_with_a_tokenizer_is_written_as_llama(tmp_path: Path) -> None:
         'attention.bias "qkv": the output projection gets a bias of zeros',
     )
     assert_equal_there(decoder, tmp_path / "theirs")
+
+
+def test_a_pipeline_generates_for_two_texts_of_different_lengths(tmp_path: Path) -> None:
+    decoder = DecoderConfig(d_model=16, num_layers=1, ffn=DecoderConfig().ffn).build(257, 48)
+    export_transformers(decoder, tmp_path / "theirs", BytesTokenizer())
+    generate = pipeline("text-generation", str(tmp_path / "theirs"))
+    alone = [generate(text, max_new_tokens=4, do_sample=False) for text in ("a", "a longer text")]
+    assert (
+        generate(["a", "a longer text"], max_new_tokens=4, do_sample=False, batch_size=2) == alone
+    )
 
 
 FOLDED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
