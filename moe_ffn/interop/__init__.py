@@ -8,11 +8,12 @@ if TYPE_CHECKING:
     from moe_ffn.interop.blocks import block_config, convert_block
     from moe_ffn.interop.routings import watch
     from moe_ffn.interop.swap import swap_ffn
-    from moe_ffn.interop.transformers import register
+    from moe_ffn.interop.transformers import kernels_in_use, register
 
 _LAZY = {
     "block_config": "moe_ffn.interop.blocks",
     "convert_block": "moe_ffn.interop.blocks",
+    "kernels_in_use": "moe_ffn.interop.transformers",
     "register": "moe_ffn.interop.transformers",
     "swap_ffn": "moe_ffn.interop.swap",
     "watch": "moe_ffn.interop.routings",
@@ -22,6 +23,7 @@ _LAZY = {
 __all__ = [
     "block_config",
     "convert_block",
+    "kernels_in_use",
     "register",
     "swap_ffn",
     "watch",
