@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from moe_ffn.weights.layouts import Layout, interleaved, linear, named, rotary, stacked, transposed
 from moe_ffn.weights.options import (
-    Options,
+    LlamaCpp,
     Part,
     always,
     gated,
@@ -130,8 +130,8 @@ class Family:
     """Our option -> its rewrite for an export, in addition to the rewrites of all architectures."""
     replaces_tokenizer: bool = False
     """Transformers replaces the splitting rule of every tokenizer by the architecture's own."""
-    llama_cpp_limit: Callable[[Options], str] = lambda options: ""
-    """Returns a warning that llama.cpp differs for a model with these options; empty if it does not."""
+    llama_cpp: LlamaCpp | None = None
+    """The architecture in llama.cpp; None if our GGUF files cannot have it."""
 
     @property
     def architecture(self) -> str:
@@ -141,24 +141,6 @@ class Family:
     @property
     def is_sparse(self) -> bool:
         return self.names is not DENSE_LAYER
-
-
-def _no_dense_layers(options: Options) -> str:
-    dense = options["num_layers"] - len(options["sparse_layers"])
-    return (
-        f"llama.cpp requires every layer of this architecture to be sparse; {dense} are dense"
-        if dense
-        else ""
-    )
-
-
-def _fixed_eps(options: Options) -> str:
-    eps = options["norm.eps"]
-    return (
-        f"llama.cpp converts this architecture with norm.eps 1e-5, not {eps:g}"
-        if eps != 1e-5
-        else ""
-    )
 
 
 QWEN = {
@@ -185,6 +167,7 @@ FAMILIES = (
         LLAMA,
         DENSE_LAYER,
         rewrites=OUTPUT_BIAS,
+        llama_cpp=LlamaCpp("llama", has_biases=True),
     ),
     Family(
         "qwen2",
@@ -201,6 +184,7 @@ FAMILIES = (
         {**QWEN, "head_dim": 128},
         DENSE_LAYER,
         rewrites=OUTPUT_BIAS,
+        llama_cpp=LlamaCpp("qwen3"),
     ),
     Family(
         "mixtral",
@@ -236,6 +220,7 @@ FAMILIES = (
                 "mlp.experts.down_proj", "block_sparse_moe.experts.{}.w2.weight"
             ),
         },
+        llama_cpp=LlamaCpp("llama", renormalizes=True),
     ),
     Family(
         "qwen3_moe",
@@ -244,7 +229,7 @@ FAMILIES = (
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
         aliases={"num_local_experts": "num_experts"},
         rewrites=OUTPUT_BIAS,
-        llama_cpp_limit=_no_dense_layers,
+        llama_cpp=LlamaCpp("qwen3moe", renormalizes=True),
     ),
     Family(
         "olmoe",
@@ -271,7 +256,7 @@ FAMILIES = (
         },
         aliases={"num_local_experts": "num_experts"},
         rewrites={**OUTPUT_BIAS, **SEPARATE_OUTPUT},
-        llama_cpp_limit=_fixed_eps,
+        llama_cpp=LlamaCpp("olmoe", renormalizes=False, converter_eps=1e-5),
     ),
     Family(
         "deepseek_v3",
@@ -378,7 +363,7 @@ FAMILIES = (
         },
         aliases={"num_local_experts": "num_experts"},
         rewrites={**SEPARATE_OUTPUT, **SHARED_EXPERT},
-        llama_cpp_limit=_no_dense_layers,
+        llama_cpp=LlamaCpp("qwen2moe", renormalizes=False, has_biases=True, has_head_dim=False),
     ),
     Family(
         "gpt_oss",

@@ -67,7 +67,7 @@ SEPARATE_OUTPUT = {
 OUTPUT_BIAS = {
     "attention.bias": Rewrite(
         lambda options: {"attention.bias": True} if options["attention.bias"] == "qkv" else {},
-        lambda options: 'attention.bias "qkv": the output projection gets a bias of zeros',
+        lambda options: "attention.bias: the output projection gets a bias of zeros",
     )
 }
 """For architectures with a bias in all projections of the attention or in none."""

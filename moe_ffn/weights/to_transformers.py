@@ -48,6 +48,8 @@ class Export:
     """A model of ours, described for transformers."""
 
     family: Family
+    ours: Options
+    """Our options, without those that act only in training."""
     config: PretrainedConfig
     """Our config, read back from `options`."""
     options: Mapping[str, Any]
@@ -75,7 +77,7 @@ def export_transformers(
     """
     folder = Path(folder).absolute()
     export = choose_architecture(decoder, has_tokenizer=tokenizer is not None)
-    sizes, makers = _their_tensors(decoder, export)
+    sizes, makers = their_tensors(decoder, export)
     config = {
         **export.options,
         "model_type": export.family.model_type,
@@ -164,13 +166,19 @@ def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Exp
     notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
     notes += [rewrite.note(ours) for rewrite in chosen.rewrites]
     notes += [f"{path} acts only in training and is left out" for path in left_out]
-    if limit := chosen.family.llama_cpp_limit(ours):
-        notes.append(limit)
+    if llama := chosen.family.llama_cpp:
+        if problem := llama.problem(ours):
+            notes.append(f"llama.cpp requires {problem} in {chosen.family.model_type}")
+        elif llama.converter_eps not in (None, ours["norm.eps"]):
+            notes.append(
+                f"the converter of llama.cpp sets norm.eps to {llama.converter_eps:g}; convert to a .gguf "
+                f"file here keeps {ours['norm.eps']:g}"
+            )
 
     def factor(name: str) -> float:
         return math.prod(rewrite.factor(name, ours) for rewrite in chosen.rewrites)
 
-    return Export(chosen.family, chosen.config, chosen.written, tuple(notes), factor)
+    return Export(chosen.family, ours, chosen.config, chosen.written, tuple(notes), factor)
 
 
 def _attempt(family: Family, options: Options, sizes: Mapping[str, int]) -> _Attempt:
@@ -286,7 +294,7 @@ def _path(path: str) -> str:
     return f"ffn{dot}{rest}" if kind in ("sparse", "dense") else path
 
 
-def _their_tensors(
+def their_tensors(
     decoder: Decoder, export: Export
 ) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
     """Return the sizes of their tensors in bytes, and functions that make them."""
