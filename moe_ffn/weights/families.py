@@ -256,7 +256,7 @@ FAMILIES = (
         },
         aliases={"num_local_experts": "num_experts"},
         rewrites={**OUTPUT_BIAS, **SEPARATE_OUTPUT},
-        llama_cpp=LlamaCpp("olmoe", renormalizes=False, converter_eps=1e-5),
+        llama_cpp=LlamaCpp("olmoe", renormalizes=False, has_groups=False, converter_eps=1e-5),
     ),
     Family(
         "deepseek_v3",

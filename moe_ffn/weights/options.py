@@ -80,6 +80,8 @@ class LlamaCpp:
     """Attention can have biases."""
     has_head_dim: bool = True
     """Heads can have another width than d_model / num_heads."""
+    has_groups: bool = True
+    """Several query heads can share a key-value head."""
     converter_eps: float | None = None
     """The only `norm.eps` that the converter of llama.cpp writes; None: it writes the model's."""
 
@@ -97,6 +99,10 @@ class LlamaCpp:
             "attention.bias: false": options["attention.bias"] and not self.has_biases,
             "heads of width d_model / num_heads": (
                 heads != options["d_model"] and not self.has_head_dim
+            ),
+            "attention.num_kv_heads equal to num_heads": (
+                options["attention.num_kv_heads"] != options["attention.num_heads"]
+                and not self.has_groups
             ),
         }
         return next((problem for problem, applies in problems.items() if applies), "")

@@ -260,7 +260,7 @@ FOLDED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     ),
     "olmoe": (
         {
-            "attention": {**ATTENTION, "norm_qk": "all"},
+            "attention": {"num_heads": 4, "norm_qk": "all"},
             "norm": {"type": "rms_norm", "eps": 1e-5},
             "ffn": moe(router__scale=0.3),
         },
@@ -283,7 +283,9 @@ def test_options_that_an_architecture_lacks_are_folded_into_the_weights(
 
     assert export.family.model_type == architecture
     rewritten = {
-        note.split(":")[0] for note in export.notes if not re.search(" has | only in ", note)
+        note.split(":")[0]
+        for note in export.notes
+        if not re.search(" has | only in |requires", note)
     }
     assert rewritten == set(folded), export.notes
     ours = logits(decoder)
@@ -337,8 +339,12 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], str]] = {
         {"attention": {**ATTENTION, "head_dim": 12}, "ffn": moe()},
         "llama.cpp requires heads of width d_model / num_heads in qwen2_moe",
     ),
-    "eps": (
+    "groups": (
         OURS["all normalised"][0],
+        "llama.cpp requires attention.num_kv_heads equal to num_heads in olmoe",
+    ),
+    "eps": (
+        {"attention": {"num_heads": 4, "norm_qk": "all"}, "ffn": moe()},
         "the converter of llama.cpp sets norm.eps to 1e-05; convert to a .gguf file here keeps 1e-06",
     ),
 }
