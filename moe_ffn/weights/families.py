@@ -31,7 +31,13 @@ from moe_ffn.weights.options import (
     write_rope,
     write_shared_experts,
 )
-from moe_ffn.weights.rewrites import OUTPUT_BIAS, SEPARATE_OUTPUT, SHARED_EXPERT, Rewrite
+from moe_ffn.weights.rewrites import (
+    OUTPUT_BIAS,
+    QKV_BIASES,
+    SEPARATE_OUTPUT,
+    SHARED_EXPERT,
+    Rewrite,
+)
 
 UNTIED = (
     same("hidden_size", "d_model"),
@@ -44,7 +50,7 @@ UNTIED = (
 )
 TIE = same("tie_word_embeddings", "tie_embeddings")
 NEVER_TIED = Part(TIE.read, lambda options: {"tie_word_embeddings": False})
-"""Reads tied embeddings too; llama.cpp needs a separate output matrix."""
+"""Reads tied embeddings too; other libraries than transformers need a separate output matrix."""
 DECODER = (*UNTIED, TIE)
 KV_HEADS = same("num_key_value_heads", "attention.num_kv_heads")
 HEADS = (
@@ -261,7 +267,8 @@ FAMILIES = (
     Family(
         "deepseek_v3",
         (
-            *DECODER,
+            *UNTIED,
+            NEVER_TIED,
             only("attention_bias", False),
             only("rms_norm_eps", 1e-6),  # the norms in its attention always use it
             same("kv_lora_rank", "attention.latent.kv_rank", 1),
@@ -333,6 +340,7 @@ FAMILIES = (
             "ffn.router.correction_bias_E": named("mlp.gate.e_score_correction_bias"),
         },
         aliases={"num_local_experts": "n_routed_experts"},
+        rewrites=SEPARATE_OUTPUT,
     ),
     Family(
         "qwen2_moe",
@@ -342,7 +350,7 @@ FAMILIES = (
             *HEADS,
             Part(
                 lambda hf: {"attention.bias": "qkv" if hf["qkv_bias"] else False},
-                lambda options: {"qkv_bias": bool(options["attention.bias"])},
+                lambda options: {"qkv_bias": True},
             ),
         ),
         (
@@ -362,8 +370,14 @@ FAMILIES = (
             ),
         },
         aliases={"num_local_experts": "num_experts"},
-        rewrites={**SEPARATE_OUTPUT, **SHARED_EXPERT},
-        llama_cpp=LlamaCpp("qwen2moe", renormalizes=False, has_biases=True, has_head_dim=False),
+        rewrites={**SEPARATE_OUTPUT, **SHARED_EXPERT, **QKV_BIASES},
+        llama_cpp=LlamaCpp(
+            "qwen2moe",
+            renormalizes=False,
+            has_biases=True,
+            has_head_dim=False,
+            is_same_in_mlx=True,
+        ),
     ),
     Family(
         "gpt_oss",

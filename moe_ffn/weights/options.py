@@ -82,6 +82,8 @@ class LlamaCpp:
     """Heads can have another width than d_model / num_heads."""
     has_groups: bool = True
     """Several query heads can share a key-value head."""
+    is_same_in_mlx: bool = False
+    """mlx-lm has the same limits."""
     converter_eps: float | None = None
     """The only `norm.eps` that the converter of llama.cpp writes; None: it writes the model's."""
 
@@ -91,7 +93,8 @@ class LlamaCpp:
         dense = options["num_layers"] - len(options["sparse_layers"])
         heads = options["attention.num_heads"] * options["attention.head_dim"]
         problems = {
-            f"silu gates (swiglu), not {options[block]},": options[block] != "swiglu",
+            f"silu gates (swiglu), as mlx-lm does, not {options[block]},": options[block]
+            != "swiglu",
             f"ffn.router.renormalize: {str(self.renormalizes).lower()}": (
                 self.renormalizes not in (None, options.get("sparse.router.renormalize"))
             ),

@@ -59,10 +59,10 @@ COMMON = {
 SEPARATE_OUTPUT = {
     "tie_embeddings": Rewrite(
         lambda options: {"tie_embeddings": False},
-        lambda options: "tie_embeddings: the output matrix is written separately, for llama.cpp",
+        lambda options: "tie_embeddings: the output matrix is written separately",
     )
 }
-"""For architectures whose output matrix llama.cpp needs as a separate tensor."""
+"""For architectures whose output matrix is a tensor of its own in llama.cpp or mlx-lm."""
 
 OUTPUT_BIAS = {
     "attention.bias": Rewrite(
@@ -71,6 +71,14 @@ OUTPUT_BIAS = {
     )
 }
 """For architectures with a bias in all projections of the attention or in none."""
+
+QKV_BIASES = {
+    "attention.bias": Rewrite(
+        lambda options: {} if options["attention.bias"] else {"attention.bias": "qkv"},
+        lambda options: "attention.bias: queries, keys and values get biases of zeros",
+    )
+}
+"""For architectures that have these biases in mlx-lm always."""
 
 SHARED_EXPERT = {
     "sparse.shared_expert.type": Rewrite(

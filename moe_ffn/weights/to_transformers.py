@@ -168,7 +168,8 @@ def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Exp
     notes += [f"{path} acts only in training and is left out" for path in left_out]
     if llama := chosen.family.llama_cpp:
         if problem := llama.problem(ours):
-            notes.append(f"llama.cpp requires {problem} in {chosen.family.model_type}")
+            require = "and mlx-lm require" if llama.is_same_in_mlx else "requires"
+            notes.append(f"llama.cpp {require} {problem} in {chosen.family.model_type}")
         elif llama.converter_eps not in (None, ours["norm.eps"]):
             notes.append(
                 f"the converter of llama.cpp sets norm.eps to {llama.converter_eps:g}; convert to a .gguf "
