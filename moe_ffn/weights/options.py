@@ -75,7 +75,7 @@ class LlamaCpp:
     architecture: str
     """Its name in GGUF files."""
     renormalizes: bool | None = None
-    """Whether the weights of the chosen experts are divided by their sum; None without experts."""
+    """True if the weights of the chosen experts are divided by their sum; None without experts."""
     has_biases: bool = False
     """Attention can have biases."""
     has_head_dim: bool = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,11 @@ def require_absent_file(path: Path) -> None:
 
 def _import_gguf() -> Any:
     try:
-        import gguf
+        return import_module("gguf")
     except ImportError as error:
         raise ConfigError(
             f"a {SUFFIX} file needs the gguf package; install with: {install('gguf')}"
         ) from error
-    return gguf
 
 
 def _add_options(writer: Any, export: Export, max_seq_len: int) -> None:

@@ -2,7 +2,8 @@
 
     moe_ffn.weights.export_transformers(decoder, "models/exported", tokenizer)
 
-An export reads its own options back, which finds every option that transformers cannot express.
+An export reads its own options back, which finds every option that transformers cannot express. `rewrites.py`
+folds some of them into the weights.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ SHARED, SIGMOID = {"type": "swiglu", "d_ff": 20}, {"type": "sigmoid_top_k"}
 LATENT = {"num_heads": 4, "head_dim": 10, "latent": {"kv_rank": 12, "rotated_dim": 6}}
 
 
-def decoder_of(**options: Any) -> Decoder:
+def decoder_of(vocab_size: int = SIZES["vocab_size"], **options: Any) -> Decoder:
     given = {"d_model": 32, "num_layers": 3, "attention": ATTENTION, "ffn": "swiglu", **options}
-    decoder = DecoderConfig.model_validate(given).build(SIZES["vocab_size"], 48).eval()
+    decoder = DecoderConfig.model_validate(given).build(vocab_size, 48).eval()
     generator = torch.Generator().manual_seed(3)
     for name, tensor in decoder.state_dict().items():
         deviation = 1.0 if name == "embedding.weight" else 0.3 if tensor.ndim > 1 else 0.2
