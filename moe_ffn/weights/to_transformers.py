@@ -329,7 +329,8 @@ def _their_tokenizer(tokenizer: Tokenizer | None, max_seq_len: int) -> dict[str,
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": special.get(tokenizer.end_of_document),
-        "pad_token": special.get(tokenizer.end_of_document),  # for batches of texts
+        "pad_token": special.get(tokenizer.end_of_document),
+        "padding_side": "left",  # generation appends on the right
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_seq_len,
     }

@@ -231,14 +231,18 @@ def test_qwen2_with_a_tokenizer_is_written_as_llama(tmp_path: Path) -> None:
     assert_equal_there(decoder, tmp_path / "theirs")
 
 
-def test_a_pipeline_generates_for_two_texts_of_different_lengths(tmp_path: Path) -> None:
-    decoder = DecoderConfig(d_model=16, num_layers=1, ffn=DecoderConfig().ffn).build(257, 48)
-    export_transformers(decoder, tmp_path / "theirs", BytesTokenizer())
-    generate = pipeline("text-generation", str(tmp_path / "theirs"))
-    alone = [generate(text, max_new_tokens=4, do_sample=False) for text in ("a", "a longer text")]
-    assert (
-        generate(["a", "a longer text"], max_new_tokens=4, do_sample=False, batch_size=2) == alone
-    )
+def test_two_texts_of_different_lengths_are_continued_together(tmp_path: Path) -> None:
+    export_transformers(decoder_of(257, ffn=moe()), tmp_path / "theirs", BytesTokenizer())
+    model, tokenizer = read(tmp_path / "theirs"), AutoTokenizer.from_pretrained(tmp_path / "theirs")
+
+    def continued(*texts: str) -> list[list[int]]:
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        return model.generate(**batch, max_new_tokens=8, do_sample=False)[:, -8:].tolist()
+
+    both = continued("def", "a longer text")
+    assert both == [*continued("def"), *continued("a longer text")]
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    assert len(generate(["def", "a longer text"], max_new_tokens=8, batch_size=2)) == 2
 
 
 FOLDED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
