@@ -167,20 +167,27 @@ def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Exp
     notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
     notes += [rewrite.note(ours) for rewrite in chosen.rewrites]
     notes += [f"{path} acts only in training and is left out" for path in left_out]
-    if llama := chosen.family.llama_cpp:
-        if problem := llama.problem(ours):
-            require = "and mlx-lm require" if llama.is_same_in_mlx else "requires"
-            notes.append(f"llama.cpp {require} {problem} in {chosen.family.model_type}")
-        elif llama.converter_eps not in (None, ours["norm.eps"]):
-            notes.append(
-                f"the converter of llama.cpp sets norm.eps to {llama.converter_eps:g}; convert to a .gguf "
-                f"file here keeps {ours['norm.eps']:g}"
-            )
+    notes += _llama_cpp_notes(chosen.family, ours)
 
     def factor(name: str) -> float:
         return math.prod(rewrite.factor(name, ours) for rewrite in chosen.rewrites)
 
     return Export(chosen.family, ours, chosen.config, chosen.written, tuple(notes), factor)
+
+
+def _llama_cpp_notes(family: Family, ours: Options) -> list[str]:
+    """Return notes on what llama.cpp computes differently."""
+    if (llama := family.llama_cpp) is None:
+        return []
+    if problem := llama.problem(ours):
+        require = "and mlx-lm require" if llama.is_same_in_mlx else "requires"
+        return [f"llama.cpp {require} {problem} in {family.model_type}"]
+    if llama.converter_eps not in (None, ours["norm.eps"]):
+        return [
+            f"the converter of llama.cpp sets norm.eps to {llama.converter_eps:g}; convert to a .gguf file "
+            f"here keeps {ours['norm.eps']:g}"
+        ]
+    return []
 
 
 def _attempt(family: Family, options: Options, sizes: Mapping[str, int]) -> _Attempt:
