@@ -140,7 +140,7 @@ def time_program(
     return _tokens_per_second(config, starts), share
 
 
-TRAINER_MODEL = {
+TRAINER_MODEL: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 256,
     "num_hidden_layers": 4,
@@ -234,7 +234,7 @@ def time_trainer(steps: int) -> tuple[list[tuple[float, float]], float]:
             use_cpu=True,
             disable_tqdm=True,
         )
-        data = [{"input_ids": row_S, "labels": row_S} for row_S in ids]
+        data: Any = [{"input_ids": row_S, "labels": row_S} for row_S in ids]
         Trainer(model, arguments, train_dataset=data, callbacks=[InTurns(every=2)]).train()
     seconds = [end - start for start, end in zip(starts, ends, strict=True)][
         2:

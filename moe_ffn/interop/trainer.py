@@ -227,7 +227,7 @@ class RoutingCallback(TrainerCallback):
 
     def _log(self, values: ByLayer, prefix: str, control: TrainerControl) -> None:
         """Send a row to everything that the Trainer logs to, except the terminal."""
-        row = routing_row(values, prefix)
+        row: dict[str, Any] = {**routing_row(values, prefix)}
         if not self.per_expert:
             row = {key: value for key, value in row.items() if not isinstance(value, list)}
         trainer = self._trainer
@@ -238,7 +238,7 @@ class RoutingCallback(TrainerCallback):
         handler.callbacks = [c for c in callbacks if not isinstance(c, _PRINTERS)]
         try:
             # Not `trainer.log`: those of TRL move the pending metrics of TRL into each row.
-            Trainer.log(trainer, flat(row))
+            Trainer.log(trainer, dict[str, Any](flat(row)))
         finally:
             handler.callbacks = callbacks
             control.should_log = should_log  # logging has reset it

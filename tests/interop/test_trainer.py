@@ -99,7 +99,7 @@ def make_trainer(
     return kind(
         model or qwen(),
         TrainingArguments(str(folder), **arguments | options),
-        train_dataset=list(data or examples(64)),
+        train_dataset=list(data or examples(64)),  # pyright: ignore[reportArgumentType]
         eval_dataset=eval_dataset,
         compute_loss_func=compute_loss_func,
         callbacks=list(callbacks),
@@ -356,6 +356,24 @@ def test_a_resumed_run_has_the_rows_and_alarms_of_an_uninterrupted_one(tmp_path:
     run_with("plain")
     started_without = run_with("joined", str(tmp_path / "plain/checkpoint-6"), callback())
     assert list(rows_of(started_without)) == [8]
+
+
+def test_a_checkpoint_that_was_not_foreseen_begins_a_new_row(tmp_path: Path) -> None:
+    class SaveAtThree(TrainerCallback):
+        """Asks for a checkpoint after `RoutingCallback` has seen the step."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = state.global_step == 3
+
+    callbacks = (RoutingCallback(), SaveAtThree())
+    run = make_trainer(tmp_path, *callbacks, max_steps=8, learning_rate=0.0)
+    run.train()
+    again = make_trainer(tmp_path, RoutingCallback(), max_steps=8, learning_rate=0.0)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+    whole, resumed = rows_of(run), rows_of(again)
+    assert list(resumed) == [2, 4, 6, 8]
+    assert {step for step in whole if whole[step] != resumed[step]} == {4}
 
 
 def test_hooks_and_graphs_do_not_outlive_training(trainer: Make) -> None:
