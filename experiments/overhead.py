@@ -1,10 +1,14 @@
 """Measure the cost of Lightning, logging and metrics: the training program against a bare PyTorch loop.
 
     python -m experiments.overhead [any option of experiments.train] [--rounds 5] [--steps 40]
+    python -m experiments.overhead --callback true [--rounds 5] [--steps 40]
 
 Both train the same model on the same batches on the CPU, in turns, so that a busy machine slows both equally.
 The cost of observing (metrics of every layer, the probe batch, log rows, alarms) is measured inside the
 program, as a share of the step time.
+
+With `--callback`, `RoutingCallback` is measured: `transformers.Trainer` trains a Qwen3-MoE, with the callback
+in every second step. Processor time is compared, which other programs on the machine change least.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,12 +45,16 @@ class OverheadConfig(TrainConfig, frozen=True):
 
     rounds: int = Field(default=5, ge=1)
     """Number of rounds, each with the bare loop and the program."""
-    steps: int = Field(default=40, ge=2)
+    steps: int = Field(default=40, ge=4)
     """Optimizer steps timed in each round."""
+    callback: bool = False
+    """Time `RoutingCallback` in `transformers.Trainer` in place of the program."""
 
 
 def main(argv: Sequence[str]) -> int:
     config = parse_config(argv, OverheadConfig, "python -m experiments.overhead")
+    if config.callback:
+        return time_callback(config.rounds, config.steps)
     check_environment(config.trainer.num_nodes)
     announce_import("lightning")
     from moe_ffn.runs.assemble import quiet_libraries
@@ -129,6 +138,108 @@ def time_program(
     begin, end = starts[min(config.logging.every_n_steps, config.steps // 2)], starts[-1]
     share = sum(seconds for start, seconds in observed if begin <= start < end) / (end - begin)
     return _tokens_per_second(config, starts), share
+
+
+TRAINER_MODEL: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 352,
+}
+"""Qwen3-MoE in which `RoutingCallback` is timed, on batches of 8 sequences of 256 tokens."""
+
+
+def time_callback(rounds: int, steps: int) -> int:
+    """Print the share of a step that `RoutingCallback` takes if the step ends a row, its highest cost."""
+    pairs: list[tuple[float, float]] = []
+    own: list[float] = []
+    for number in range(1, rounds + 1):
+        of_round, seconds = time_trainer(steps)
+        pairs += of_round
+        own.append(seconds)
+        without, with_callback = (
+            statistics.median(column) for column in zip(*of_round, strict=True)
+        )
+        print(
+            f"round {number}: a step takes {without:.4f} s without and {with_callback:.4f} s with "
+            f"RoutingCallback, whose own code takes {seconds:.4f} s"
+        )
+    low, longer, high = statistics.quantiles(after / before - 1 for before, after in pairs)
+    share = statistics.median(own) / statistics.median(before for before, _ in pairs)
+    print(
+        f"\nsteps with RoutingCallback take {longer:.1%} longer (median of {len(pairs)} pairs, half of them "
+        f"from {low:.1%} to {high:.1%})\n"
+        f"its own code takes {share:.2%} of a step; promised: less than {MAX_OBSERVING:.0%}"
+    )
+    return 0 if share < MAX_OBSERVING else 1
+
+
+def time_trainer(steps: int) -> tuple[list[tuple[float, float]], float]:
+    """Train with `transformers.Trainer`, with `RoutingCallback` in every second step.
+
+    Returns:
+        processor seconds of pairs of steps, without and with the callback, and the median seconds of the
+        callback's own code in a step.
+    """
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
+
+    from moe_ffn.interop import RoutingCallback
+    from moe_ffn.interop.routings import Watcher
+
+    starts: list[float] = []
+    ends: list[float] = []
+    own: list[float] = []
+
+    class InTurns(RoutingCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._hooks.close()
+            if state.global_step % 2:
+                self.on_train_begin(args, state, control, **kwargs)
+            own.append(0.0)
+            starts.append(time.process_time())
+            super().on_step_begin(args, state, control, **kwargs)
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            timed(super().on_step_end)(*args, **kwargs)
+            ends.append(time.process_time())
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            value = function(*args, **kwargs)
+            own[-1] += time.process_time() - start
+            return value
+
+        return run
+
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TRAINER_MODEL))
+    ids = torch.randint(TRAINER_MODEL["vocab_size"], (8 * (steps + 2), 256))
+    hooks = ("_begin", "_after_sibling", "_before_experts", "_end")
+    with ExitStack() as stack:
+        for name in hooks:
+            stack.enter_context(patch.object(Watcher, name, timed(getattr(Watcher, name))))
+        arguments = TrainingArguments(
+            stack.enter_context(tempfile.TemporaryDirectory()),
+            max_steps=steps + 2,
+            per_device_train_batch_size=8,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        data: Any = [{"input_ids": row_S, "labels": row_S} for row_S in ids]
+        Trainer(model, arguments, train_dataset=data, callbacks=[InTurns(every=2)]).train()
+    seconds = [end - start for start, end in zip(starts, ends, strict=True)][
+        2:
+    ]  # after the warm-up
+    return list(zip(seconds[::2], seconds[1::2], strict=False)), statistics.median(own[3::2])
 
 
 def _tokens_per_second(config: OverheadConfig, starts: list[float]) -> float:

@@ -263,6 +263,26 @@ def test_the_trained_model_is_loaded_and_saved():
     assert {path.name for path in Path("models/adapted").iterdir()} == written
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # on a CPU
+def test_the_callback_of_the_docs_logs_rows_and_raises_the_quoted_alarms(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    pytest.importorskip("accelerate", reason="accelerate is not installed here")
+    monkeypatch.chdir(tmp_path)
+    page = "docs/howto/trainer.md"
+    trainer = executed("RoutingCallback(", page)["trainer"]
+
+    def without_numbers(text: str) -> set[str]:
+        sentences = re.findall(r"alarm: .*?balancing loss", text.replace("\n", " "))
+        return {re.sub(r"[\d.]+", "N", sentence) for sentence in sentences}
+
+    shown = without_numbers("\n".join(blocks("text", page)))
+    assert shown
+    assert without_numbers(caplog.text) == shown
+    keys = {key for row in trainer.state.log_history for key in row}
+    assert {"routing/layer_01/max_violation", "routing/layer_01/load/expert_06"} < keys
+
+
 def test_the_cost_of_the_swap_is_that_of_the_configs():
     rows = re.findall(r"^\| `--model.ffn.type (\w+)` \| (.*) \|$", README, re.MULTILINE)
     assert [name for name, _ in rows] == ["dense", "swiglu", "moe"]

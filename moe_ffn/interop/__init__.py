@@ -1,4 +1,4 @@
-"""Live models of other libraries: transformers, peft and lm-eval."""
+"""Live models of other libraries: transformers and its Trainer, peft and lm-eval."""
 
 from typing import TYPE_CHECKING
 
@@ -8,9 +8,11 @@ if TYPE_CHECKING:
     from moe_ffn.interop.blocks import block_config, convert_block
     from moe_ffn.interop.routings import watch
     from moe_ffn.interop.swap import swap_ffn
+    from moe_ffn.interop.trainer import RoutingCallback
     from moe_ffn.interop.transformers import kernels_in_use, register
 
 _LAZY = {
+    "RoutingCallback": "moe_ffn.interop.trainer",
     "block_config": "moe_ffn.interop.blocks",
     "convert_block": "moe_ffn.interop.blocks",
     "kernels_in_use": "moe_ffn.interop.transformers",
@@ -21,6 +23,7 @@ _LAZY = {
 """Names that are imported on first use, because they need optional packages."""
 
 __all__ = [
+    "RoutingCallback",
     "block_config",
     "convert_block",
     "kernels_in_use",

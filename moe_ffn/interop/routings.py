@@ -48,15 +48,27 @@ def watch(model: nn.Module) -> Iterator[Passes]:
         ConfigError: the model has no router that can be watched, or the `attention_mask` of a pass does not
             cover all tokens.
     """
+    passes: Passes = []
     with ExitStack() as hooks:
-        yield _Watcher(model, hooks).passes
+        Watcher(model, hooks, lambda routings: passes.append(routings()))
+        yield passes
 
 
-class _Watcher:
-    """The hooks of `watch`, and the routings that they record."""
+class Watcher:
+    """Hooks that record the routings of each forward pass.
 
-    def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
-        self.passes: Passes = []
+    Args:
+        hooks: removes the hooks when it closes.
+        receive: called after each forward pass with a function that computes the routings of its layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hooks: ExitStack,
+        receive: Callable[[Callable[[], dict[str, Routing]]], None],
+    ) -> None:
+        self._receive = receive
         self._signature = inspect.signature(model.forward)
         self._pending: dict[str, Callable[[], dict[str, Routing]]] | None = None
         """Layer -> function that computes its routings; None outside a pass. Routings are computed after the
@@ -74,8 +86,11 @@ class _Watcher:
             if isinstance(module, FFNBlock):
                 register(module.register_forward_hook(partial(self._after_block, name)))
                 continue
-            for sibling in model.get_submodule(path.rpartition(".")[0]).children():
-                if sibling is not module:
+            # peft wraps adapted experts, once for each adapted parameter.
+            outermost = re.sub(r"(\.base_layer)+$", "", path)
+            experts = model.get_submodule(outermost)
+            for sibling in model.get_submodule(outermost.rpartition(".")[0]).children():
+                if sibling is not experts:
                     register(sibling.register_forward_hook(partial(self._after_sibling, name)))
             before = partial(self._before_experts, name)
             register(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -97,16 +112,19 @@ class _Watcher:
         # In generation the mask covers earlier tokens too.
         self._mask_BS = None if mask is None else mask[:, -self._length :].bool()  # pyright: ignore[reportOptionalOperand]
         self._pending = {}
-        self._router_outputs.clear()
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         pending, self._pending = self._pending, None
+        self._router_outputs.clear()  # a reference would keep the graph of this pass
         if pending is None or output is None:  # None after an error
             return
-        routings: dict[str, Routing] = {}
-        for compute in pending.values():
-            routings |= compute()
-        self.passes.append(routings)
+
+        def routings() -> dict[str, Routing]:
+            return {
+                name: value for compute in pending.values() for name, value in compute().items()
+            }
+
+        self._receive(routings)
 
     def _after_sibling(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._pending is not None and isinstance(output, tuple):

@@ -29,7 +29,7 @@ from moe_ffn.runs.folder import (
 from moe_ffn.runs.identity import RUN_ID, checkpoint_identity, tokenizer_sha256
 from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring.alarms import Advice, AlarmLog, AlarmRules
+from moe_ffn.training.monitoring.alarms import Advice, AlarmRules
 from moe_ffn.training.monitoring.callbacks import (
     ProfileReport,
     SampleLog,
@@ -37,7 +37,7 @@ from moe_ffn.training.monitoring.callbacks import (
     ValidationLogger,
 )
 from moe_ffn.training.monitoring.hardware import describe_hardware
-from moe_ffn.training.monitoring.loggers import MetricsFile, wandb_logger
+from moe_ffn.training.monitoring.loggers import AlarmLog, MetricsFile, wandb_logger
 from moe_ffn.training.monitoring.progress import progress_display
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.recovery.stopping import (

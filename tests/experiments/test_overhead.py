@@ -25,3 +25,15 @@ def test_observing_costs_less_than_promised(
     found = re.search(r"^observing takes ([\d.]+)% of a step", capsys.readouterr().out, re.M)
     assert found is not None
     assert 0 < float(found[1]) / 100 < MAX_OBSERVING
+
+
+@pytest.mark.slow
+def test_the_callback_of_the_trainer_costs_less_than_promised(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed here")
+    main(["--callback", "true", "--rounds", "1", "--steps", "10"])
+
+    found = re.search(r"^its own code takes ([\d.]+)% of a step", capsys.readouterr().out, re.M)
+    assert found is not None
+    assert 0 < float(found[1]) / 100 < MAX_OBSERVING

@@ -14,8 +14,7 @@ from moe_ffn.metrics.modular import TokenMetrics
 from moe_ffn.metrics.table import LAYER_METRICS, Metric
 from moe_ffn.outputs import Routing
 from moe_ffn.report.dashboard import build_workspace, to_json
-from moe_ffn.training.monitoring.callbacks import routing_row
-from moe_ffn.training.monitoring.routing_window import RoutingByLayer
+from moe_ffn.training.monitoring.routing_window import RoutingByLayer, routing_row
 from tests.helpers.synthetic_run import write_metrics
 from tests.helpers.written_page import Written
 

@@ -1,31 +1,24 @@
-"""Alarms: rules on the metrics of a run, advice for each kind of alarm, and the log of alarms."""
+"""Alarms: rules on the metrics of a run, and advice for each kind of alarm."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import ROWS_BEFORE_SPIKES, AlarmsConfig, TrainerConfig
-from moe_ffn.training.monitoring.json_lines import JsonLines
-from moe_ffn.training.monitoring.loggers import alert
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.recovery import Checkpointed
 from moe_ffn.training.recovery.guard import SkippedStep
-
-log = logging.getLogger(__name__)
 
 AlarmKind = Literal[
     "collapse",
@@ -71,9 +64,41 @@ class Alarm:
         return f"step {self.step}: {place}{self.message}; {self.advice}"
 
 
+def summarize_alarms(alarms: Iterable[Alarm]) -> Iterator[tuple[Alarm, str]]:
+    """Yield the first alarm of each kind, and a sentence that also names the layers of the other alarms."""
+    by_kind = sorted(alarms, key=lambda alarm: alarm.kind)
+    for _, group in groupby(by_kind, key=lambda alarm: alarm.kind):
+        first, *others = group
+        also = f" (and {', '.join(str(alarm.layer) for alarm in others)})" if others else ""
+        yield first, f"{first}{also}"
+
+
+class Advises(Protocol):
+    """Advice for each kind of alarm."""
+
+    def against(self, kind: AlarmKind, layer: str | None) -> str:
+        """Return options to change, with their current values; `layer` is named as in the keys of metrics."""
+        ...
+
+
+def advice_against(
+    kind: AlarmKind, *, balance: str, capacity: str, router_z: str, rate: str, warmup: str
+) -> str:
+    """Combine the actions that a training program offers into advice against one kind of alarm."""
+    return {
+        "collapse": balance,
+        "dead_experts": f"{balance}, or take fewer experts or a larger batch",
+        "nonfinite_logits": f"an earlier layer produced NaN or infinity; {rate}",
+        "exploding_logits": f"{router_z}, or {rate}",
+        "dropped": f"{capacity}, or balance better: {balance}",
+        "loss_spike": f"{rate}, or {warmup}",
+        "skipped_step": f"if it recurs, {rate}",
+    }[kind]
+
+
 @dataclass(frozen=True)
 class Advice:
-    """Advice for each kind of alarm: options to change, as paths in the YAML."""
+    """Advice for a run of the training program: options to change, as paths in the YAML."""
 
     model: DecoderConfig
     objective: ObjectiveConfig
@@ -81,9 +106,8 @@ class Advice:
     trainer: TrainerConfig
 
     def against(self, kind: AlarmKind, layer: str | None) -> str:
-        """Return options to change, with their current values; `layer` is named as in the keys of metrics."""
         info = self.model.router_infos().get(layer or "")
-        balance, capacity = self._balance(info), "the block's capacity"
+        capacity = "the block's capacity"
         if info is not None:
             factor = info.capacity.factor
             now = "" if factor is None else f" (now {factor:g})"
@@ -92,15 +116,14 @@ class Advice:
         if clip := self.trainer.gradient_clip_val:
             clipping = f"lower trainer.gradient_clip_val (now {clip:g})"
         rate = f"lower optimizer.learning_rate (now {self.optimizer.learning_rate:g}) or {clipping}"
-        return {
-            "collapse": balance,
-            "dead_experts": f"{balance}, or take fewer experts or a larger batch",
-            "nonfinite_logits": f"an earlier layer produced NaN or infinity; {rate}",
-            "exploding_logits": f"raise objective.router_z (now {self.objective.router_z:g}), or {rate}",
-            "dropped": f"raise {capacity}, or balance better: {balance}",
-            "loss_spike": f"{rate}, or raise optimizer.schedule.{self.optimizer.schedule.warmup_option}",
-            "skipped_step": f"if it recurs, {rate}",
-        }[kind]
+        return advice_against(
+            kind,
+            balance=self._balance(info),
+            capacity=f"raise {capacity}",
+            router_z=f"raise objective.router_z (now {self.objective.router_z:g})",
+            rate=rate,
+            warmup=f"raise optimizer.schedule.{self.optimizer.schedule.warmup_option}",
+        )
 
     def _balance(self, info: RouterInfo | None) -> str:
         """Return options against imbalance; `info` is None if the block does not list its router."""
@@ -122,7 +145,7 @@ class AlarmRules(Checkpointed):
 
     in_checkpoint = ("_losses",)
 
-    def __init__(self, config: AlarmsConfig, advice: Advice) -> None:
+    def __init__(self, config: AlarmsConfig, advice: Advises) -> None:
         self.config = config
         self.advice = advice
         self._losses: deque[float] = deque(maxlen=ROWS_OF_MEDIAN)
@@ -155,11 +178,14 @@ class AlarmRules(Checkpointed):
             if message and self._begins(step, num_steps, kind, layer)
         ]
 
-    def skipped(self, skipped: SkippedStep) -> list[Alarm]:
-        """Return an alarm for a skipped step, unless another step was skipped shortly before."""
+    def skipped(self, skipped: SkippedStep, limit: int) -> list[Alarm]:
+        """Return an alarm for a skipped step, unless another step was skipped shortly before.
+
+        Args:
+            limit: number of skipped steps in a row that end the run.
+        """
         if not self._begins(skipped.step, 1, "skipped_step", None):
             return []
-        limit = self.advice.trainer.guard.max_skipped_in_a_row
         message = f"skipped ({skipped.num_in_a_row} in a row, {limit} end the run): {skipped}"
         advice = self.advice.against("skipped_step", None)
         return [Alarm(skipped.step, "skipped_step", None, message, advice)]
@@ -226,27 +252,3 @@ class AlarmRules(Checkpointed):
             busiest = max(range(len(load)), key=load.__getitem__)
             share = f"expert {busiest} takes {load[busiest]:.0%} of the pairs"
             yield "collapse", f"{share}, MaxVio {violation:.2f} (limit {limit:.2f})"
-
-
-class AlarmLog(Checkpointed):
-    """Writes alarms to standard error, to wandb, and as JSON lines to `path`."""
-
-    in_checkpoint = ("num_alarms",)
-
-    def __init__(self, path: Path) -> None:
-        self.num_alarms = 0
-        self.file = JsonLines(path)
-
-    def report(self, alarms: Sequence[Alarm], loggers: Sequence[Logger]) -> None:
-        """Print one line for each kind of alarm; write every alarm to the file."""
-        self.num_alarms += len(alarms)
-        by_kind = sorted(alarms, key=lambda alarm: alarm.kind)
-        for kind, group in groupby(by_kind, key=lambda alarm: alarm.kind):
-            first, *others = group
-            also = f" (and {', '.join(str(alarm.layer) for alarm in others)})" if others else ""
-            log.warning("alarm: %s%s", first, also)
-            title = kind.replace("_", " ")
-            # wandb suppresses an alert with the same title as a recent one.
-            title = title if first.layer is None else f"{title}, {first.layer}"
-            alert(loggers, title, f"{first}{also}")
-        self.file.add(asdict(alarm) for alarm in alarms)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -26,7 +25,7 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.data_module import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput, ValidationOutput
-from moe_ffn.training.monitoring.alarms import AlarmLog, AlarmRules
+from moe_ffn.training.monitoring.alarms import AlarmRules
 from moe_ffn.training.monitoring.hardware import peak_memory
 from moe_ffn.training.monitoring.json_lines import (
     STEP_KEY,
@@ -34,12 +33,15 @@ from moe_ffn.training.monitoring.json_lines import (
     TRAIN_SECONDS,
     JsonLines,
 )
+from moe_ffn.training.monitoring.loggers import AlarmLog
 from moe_ffn.training.monitoring.routing_window import (
     ByLayer,
+    LoggedRow,
     RoutingByLayer,
     RoutingWindow,
     all_gather_scalar,
     gather_by_index,
+    routing_row,
     scalar_of_this_rank,
 )
 from moe_ffn.training.recovery import Checkpointed
@@ -47,25 +49,6 @@ from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.sampling import SampleConfig, sample_text
 
 log = logging.getLogger(__name__)
-
-LoggedRow = dict[str, float | list[float]]
-"""Key -> a value, or one value per expert."""
-
-
-def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> LoggedRow:
-    """Flatten `{"layer_03": {"entropy": 1.2, "load": [...]}}` to `routing/layer_03/entropy`, `.../load`.
-
-    Matrices are left out, and so is a scalar NaN, which marks a metric without a value.
-    """
-    row: LoggedRow = {}
-    for layer, metrics in values.items():
-        for name, value in metrics.items():
-            key = f"{prefix}routing/{layer}/{name}"
-            if value.ndim == 1:
-                row[key] = value.tolist()
-            elif value.ndim == 0 and not value.isnan():
-                row[key] = float(value)
-    return row
 
 
 def log_row(trainer: Trainer, row: LoggedRow) -> None:
@@ -171,7 +154,8 @@ class StepLogger(Checkpointed, Callback):
             skipped = pl_module.skipped_step
             self._window.end_step(taken=skipped is None)
             if skipped is not None and trainer.is_global_zero:
-                self.alarm_log.report(self.rules.skipped(skipped), trainer.loggers)
+                limit = pl_module.guard.config.max_skipped_in_a_row
+                self.alarm_log.report(self.rules.skipped(skipped, limit), trainer.loggers)
             # Read the values before the lap ends: reading waits for the device, which belongs to this step.
             row = self._values(trainer, pl_module) if ends_row else None
         seconds = self._lap()

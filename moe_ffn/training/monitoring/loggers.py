@@ -1,4 +1,4 @@
-"""Loggers of a run: `metrics.jsonl`, and Weights & Biases.
+"""Loggers of a run: `metrics.jsonl`, `alarms.jsonl`, and Weights & Biases.
 
 Without an account or a network, wandb logs to disk, offline. An exception in wandb never ends the training,
 and the timeouts below limit how long training waits for wandb.
@@ -14,6 +14,7 @@ import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from pydantic import ValidationError
 from moe_ffn.config.errors import explain, first_line
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, heat_figure
 from moe_ffn.training.config import WandbConfig
+from moe_ffn.training.monitoring.alarms import Alarm, summarize_alarms
 from moe_ffn.training.monitoring.json_lines import STEP_KEY, JsonLines
+from moe_ffn.training.recovery import Checkpointed
 
 log = logging.getLogger(__name__)
 
@@ -290,6 +293,27 @@ def alert(loggers: Iterable[Logger], title: str, text: str) -> None:
     for logger in loggers:
         if isinstance(logger, WandbRun):
             logger.alert(title, text)
+
+
+class AlarmLog(Checkpointed):
+    """Writes alarms to standard error, to wandb, and as JSON lines to `path`."""
+
+    in_checkpoint = ("num_alarms",)
+
+    def __init__(self, path: Path) -> None:
+        self.num_alarms = 0
+        self.file = JsonLines(path)
+
+    def report(self, alarms: Sequence[Alarm], loggers: Sequence[Logger]) -> None:
+        """Print one line for each kind of alarm; write every alarm to the file."""
+        self.num_alarms += len(alarms)
+        for first, sentence in summarize_alarms(alarms):
+            log.warning("alarm: %s", sentence)
+            title = first.kind.replace("_", " ")
+            # wandb suppresses an alert with the same title as a recent one.
+            title = title if first.layer is None else f"{title}, {first.layer}"
+            alert(loggers, title, sentence)
+        self.file.add(asdict(alarm) for alarm in alarms)
 
 
 def close(loggers: Iterable[Logger], status: str = "success") -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed
@@ -22,11 +23,33 @@ from moe_ffn.metrics.table import (
 )
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import LoggingConfig
-from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery import Checkpointed
+
+if TYPE_CHECKING:
+    from moe_ffn.training.module import LanguageModel
 
 ByLayer = dict[str, dict[str, Tensor]]
 """Sparse layer -> name -> value."""
+
+
+LoggedRow = dict[str, float | list[float]]
+"""Key -> a value, or one value per expert."""
+
+
+def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> LoggedRow:
+    """Flatten `{"layer_03": {"entropy": 1.2, "load": [...]}}` to `routing/layer_03/entropy`, `.../load`.
+
+    Matrices are left out, and so is a scalar NaN, which marks a metric without a value.
+    """
+    row: LoggedRow = {}
+    for layer, metrics in values.items():
+        for name, value in metrics.items():
+            key = f"{prefix}routing/{layer}/{name}"
+            if value.ndim == 1:
+                row[key] = value.tolist()
+            elif value.ndim == 0 and not value.isnan():
+                row[key] = float(value)
+    return row
 
 
 class RoutingByLayer(Checkpointed):
@@ -210,19 +233,22 @@ class RoutingWindow(Checkpointed):
         if in_last_step:
             self._tokens.update(routings, shared_shares=shared_shares)
 
-    def close(self, step: int, num_steps: int, module: LanguageModel, num_ranks: int) -> ByLayer:
+    def close(
+        self, step: int, num_steps: int, module: LanguageModel | None, num_ranks: int
+    ) -> ByLayer:
         """Return the metrics of each layer, on every rank; the next batch begins a new window.
 
         Args:
             step: current optimizer step.
             num_steps: number of steps that the window covers.
+            module: model of the run, for churn and the correction bias; None leaves these metrics out.
         """
         values = self._load.close()
         # Token metrics are missing if training ended before the last step of the row.
         for layer, token_metrics in self._tokens.close().items():
             values[layer] |= token_metrics
         probe_choices: dict[str, tuple[Tensor, Tensor]] = {}
-        if step - self._last_look >= self.churn_every_n_steps:
+        if module is not None and step - self._last_look >= self.churn_every_n_steps:
             before, self._probe, self._last_look = self._probe, probe(module), step
             # Shapes differ if a mixture of depths passes a different number of tokens to its inner layer.
             probe_choices = {
@@ -230,7 +256,8 @@ class RoutingWindow(Checkpointed):
                 for layer, now_TE in self._probe.items()
                 if layer in before and before[layer].shape == now_TE.shape
             }
-        routers, infos = module.decoder.routers(), module.decoder.config.router_infos()
+        routers = {} if module is None else module.decoder.routers()
+        infos = {} if module is None else module.decoder.config.router_infos()
         for layer, metrics in values.items():
             if "load" not in metrics:  # the router lists pairs
                 continue

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import TrainerConfig
-from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmLog, AlarmRules
+from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmRules
+from moe_ffn.training.monitoring.loggers import AlarmLog
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import AdamWConfig
 from tests.helpers.alarm_rules import RATE, make_rules
@@ -278,8 +279,8 @@ ALARM = Alarm(30, "loss_spike", None, "train/loss is nan", "lower it")
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str, str]]:
     """Loggers, title and text of every alert."""
     alerts: list[tuple[object, str, str]] = []
-    alarms = "moe_ffn.training.monitoring.alarms"
-    monkeypatch.setattr(f"{alarms}.alert", lambda *given: alerts.append(given))
+    loggers = "moe_ffn.training.monitoring.loggers"
+    monkeypatch.setattr(f"{loggers}.alert", lambda *given: alerts.append(given))
     return alerts
 
 

@@ -19,9 +19,9 @@ from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.runs.assemble import build_module, make_callbacks, make_token_data
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
 from moe_ffn.training.monitoring import callbacks, routing_window
-from moe_ffn.training.monitoring.callbacks import SampleLog, routing_row
+from moe_ffn.training.monitoring.callbacks import SampleLog
 from moe_ffn.training.monitoring.hardware import peak_memory
-from moe_ffn.training.monitoring.routing_window import RoutingWindow
+from moe_ffn.training.monitoring.routing_window import RoutingWindow, routing_row
 from moe_ffn.training.objective import Objective
 from tests.helpers.faults import Fault
 from tests.helpers.fitted import Fit, Fitted, MakeConfig

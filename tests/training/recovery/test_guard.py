@@ -104,8 +104,8 @@ def test_a_guard_resumes_from_a_saved_state() -> None:
 
 
 def test_the_first_of_consecutive_skips_is_an_alarm_with_advice() -> None:
-    rules = make_rules(guard={"max_skipped_in_a_row": 3})
-    (alarm,) = rules.skipped(SkippedStep(17, "its loss is nan", "decoder.embedding", 1))
+    rules = make_rules()
+    (alarm,) = rules.skipped(SkippedStep(17, "its loss is nan", "decoder.embedding", 1), limit=3)
     assert (alarm.kind, alarm.layer) == ("skipped_step", None)
     assert str(alarm) == (
         "step 17: skipped (1 in a row, 3 end the run): its loss is nan, which began in "
@@ -118,6 +118,6 @@ def test_skips_soon_after_raise_no_alarm() -> None:
     told = [
         step
         for step in (17, 18, 30, 50, 71)
-        if rules.skipped(SkippedStep(step, "its loss is nan", None, 1))
+        if rules.skipped(SkippedStep(step, "its loss is nan", None, 1), limit=3)
     ]
     assert told == [17, 71]
