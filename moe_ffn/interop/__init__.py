@@ -6,6 +6,7 @@ from moe_ffn.config.lazy import lazy_names
 
 if TYPE_CHECKING:
     from moe_ffn.interop.blocks import block_config, convert_block
+    from moe_ffn.interop.replaying import read_experts, replay
     from moe_ffn.interop.routings import watch
     from moe_ffn.interop.swap import swap_ffn
     from moe_ffn.interop.transformers import register
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
 _LAZY = {
     "block_config": "moe_ffn.interop.blocks",
     "convert_block": "moe_ffn.interop.blocks",
+    "read_experts": "moe_ffn.interop.replaying",
     "register": "moe_ffn.interop.transformers",
+    "replay": "moe_ffn.interop.replaying",
     "swap_ffn": "moe_ffn.interop.swap",
     "watch": "moe_ffn.interop.routings",
 }
@@ -22,7 +25,9 @@ _LAZY = {
 __all__ = [
     "block_config",
     "convert_block",
+    "read_experts",
     "register",
+    "replay",
     "swap_ffn",
     "watch",
 ]
