@@ -81,10 +81,9 @@ class _Replay:
         """Layer -> given experts (T, K) of the current pass. The last pass stays, because activation
         checkpointing runs its layers again."""
         modules = routing_modules(model)
-        self._records = _by_layer(model, modules, experts)
-        for name, record in self._records.items():
+        self._records = recorded_layers(model, experts)
+        for name in self._records:
             module = model.get_submodule(modules[name])
-            _check_ids(name, record, _num_experts(name, module))
             before: Any = self._before_block
             if not isinstance(module, FFNBlock):
                 before = self._before_experts
@@ -194,8 +193,16 @@ class _GivenChoice(TorchFunctionMode):
 # -- records
 
 
+def recorded_layers(model: nn.Module, experts: Record) -> dict[str, Tensor]:
+    """Return layer -> recorded experts, integers (T, K) or (B, L, K); see `replay`."""
+    modules = routing_modules(model)
+    records = _by_layer(model, modules, experts)
+    for name, record in records.items():
+        _check_ids(name, record, _num_experts(name, model.get_submodule(modules[name])))
+    return records
+
+
 def _by_layer(model: nn.Module, modules: Mapping[str, str], experts: Record) -> dict[str, Tensor]:
-    """Return layer -> recorded experts, integers (T, K) or (B, L, K)."""
     if isinstance(experts, Mapping):
         experts = [experts]
     if isinstance(experts, list | tuple):
