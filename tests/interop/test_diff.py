@@ -23,6 +23,7 @@ from moe_ffn.data.tokenizer import BytesConfig
 from moe_ffn.interop import replay, watch
 from moe_ffn.weights.to_transformers import export_transformers
 from tests.helpers import theirs
+from tests.helpers.documented import python_with
 from tests.helpers.tiny_runs import Finished, run_here
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(12))
@@ -424,3 +425,20 @@ def test_bad_texts_and_missing_libraries_are_one_sentence(
 def test_a_text_without_tokens_is_refused(ours: Path) -> None:
     with pytest.raises(ConfigError, match="--text: is empty; give some text"):
         moe_ffn.diff(ours, ours, "")
+
+
+def test_the_code_of_the_guide_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_theirs("qwen3_moe", tmp_path / "models" / "mine")
+    page, names = "docs/howto/diff.md", dict[str, Any]()
+    exec(python_with("found.verdict", page), names)
+    assert capsys.readouterr().out.startswith(
+        "25 tensors are equal after rounding to bfloat16, and"
+    )
+    tokens = np.array([[1, 1, 0, 0], [1, 1, 1, 1]])  # without the last one of each sequence
+    experts = np.arange(48).reshape(2, 4, 2, 3) % 3 + 1
+    np.savez("rollouts.npz", routed_experts=experts, attention_mask=tokens)
+    exec(python_with("read_experts", page), names)
+    assert all(layer.mlp.gate.weight.grad.any() for layer in names["model"].model.layers)
