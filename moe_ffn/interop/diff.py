@@ -542,7 +542,8 @@ def _tensors(side: _Side, other: _Side) -> dict[str, Tensor]:
 
 
 def _tensor_difference(name: str, one: Tensor, two: Tensor) -> TensorDifference:
-    one, two = one.double(), two.double()
+    dtype = torch.promote_types(one.dtype, torch.float32)
+    one, two = one.to(dtype), two.to(dtype)
     distance = (two - one).abs()
     largest = float(distance.max())
     rows = distance.flatten(1).amax(1) if distance.ndim > 1 else distance.flatten()

@@ -57,11 +57,9 @@ def replay(model: nn.Module, experts: Record) -> Iterator[None]:
 
     Args:
         model: the module that is called.
-        experts: one of the following.
-            A mapping from layers (`layer_03`) to integers (T, K) or (B, S, K), or to a `Routing`.
-            A list of such mappings, one for each pass of a generation, as from `watch`.
-            An array (T, layers, K) or (B, S, layers, K), as from `read_experts`, with an entry for each
-            layer of the model or for each sparse one.
+        experts: a mapping from layers (`layer_03`) to integers (T, K) or (B, S, K), or to a `Routing`; a list
+            of such mappings, one for each pass of a generation, as from `watch`; or an array (T, layers, K)
+            or (B, S, layers, K), as from `read_experts`, of all layers of the model or of the sparse ones.
 
     Raises:
         ConfigError: the record does not fit the model or, later, the tokens of a pass; or a router cannot
@@ -344,17 +342,13 @@ _EXPERTS, _PROMPT, _MASK = "routed_experts", "prompt_routed_experts", "attention
 def read_experts(path: str | Path, attention_mask: Any = None) -> Tensor:
     """Read the experts that vLLM or SGLang recorded, for `replay`.
 
-    `path` is an `.npz` file that you saved, or an `.npy` file with `routed_experts` alone:
-
         numpy.savez("rollout.npz", routed_experts=output.outputs[0].routed_experts)
+        experts = read_experts("rollout.npz", batch["attention_mask"])
 
-    | array in the file | shape |
-    |---|---|
-    | `routed_experts` | (tokens, layers, k), or (batch, tokens, layers, k) |
-    | `prompt_routed_experts` | alike; the tokens before those of `routed_experts` (vLLM 0.21) |
-    | `attention_mask` | (tokens) or (batch, tokens), 0 for padding of the arrays; none by default |
-
-    SGLang returns base64: `numpy.frombuffer(base64.b64decode(text), "int32").reshape(-1, layers, k)`.
+    The file has `routed_experts`, integers (tokens, layers, k) or (batch, tokens, layers, k). It may have
+    `prompt_routed_experts` for the tokens before them (vLLM 0.21), and `attention_mask`, (tokens) or
+    (batch, tokens), with 0 for padding of these arrays. An `.npy` file has `routed_experts` alone. SGLang
+    returns base64: `numpy.frombuffer(base64.b64decode(text), "int32").reshape(-1, layers, k)`.
 
     Args:
         attention_mask: mask (B, S) of the batch in which the experts are replayed, with padding on the left
