@@ -22,9 +22,15 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, first_line, nearest_or_all, show
 from moe_ffn.experts.matrices import MatrixExperts
-from moe_ffn.ffn.base import OWN_ROUTING, FFNBlock
+from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.files import kind_of, read_object
-from moe_ffn.interop.replaying import read_experts, recorded_layers, replay
+from moe_ffn.interop.replaying import (
+    num_experts,
+    read_experts,
+    recorded_layers,
+    replay,
+    unable_to_replay,
+)
 from moe_ffn.interop.routings import routing_modules, watch
 from moe_ffn.interop.transformers import register
 from moe_ffn.interop.transformers_folder import (
@@ -234,21 +240,21 @@ def diff(
     """
     folders = (Path(a), Path(b))
     options = (_Options(dtype_a, experts_a, "a"), _Options(dtype_b, experts_b, "b"))
-    sides = [
+    one, two = (
         _load(folder, other, chosen, trust_code=trust_code)
         for folder, other, chosen in zip(folders, folders[::-1], options, strict=True)
-    ]
-    _require_same_shape(*sides)
-    ids = _encode(sides, text.encode() if isinstance(text, str) else text)
-    weights = _compare_tensors(*sides)
+    )
+    _require_same_shape(one, two)
+    ids = _encode((one, two), text.encode() if isinstance(text, str) else text)
+    weights = _compare_tensors(one, two)
     record = None
     if recorded is not None:
         record = read_experts(recorded, torch.ones(1, len(ids)))
         num_tokens = window = len(ids)
-    windows = _windows(ids, sides, num_tokens, window)
-    for side in sides:
+    windows = _windows(ids, min(one.max_length, two.max_length), num_tokens, window)
+    for side in (one, two):
         side.model.to(device)
-    outputs = _compare_outputs(*sides, windows.to(device), record)
+    outputs = _compare_outputs(one, two, windows.to(device), record)
     notes = weights.pop("notes") + outputs.pop("notes")
     return Difference(
         a=str(a), b=str(b), num_tokens=windows.numel(), window=windows.shape[1],
@@ -405,6 +411,7 @@ def _merge(folder: Path, base: _Side) -> _Side:
     path = folder / _ADAPTER_WEIGHTS
     if kind_of(path) is None:
         raise ConfigError(f"'{folder}' has no {_ADAPTER_WEIGHTS}; save the adapter as safetensors")
+    merged: Any = None
     try:
         with safe_open(path, "pt") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of names, which are compared here
@@ -441,24 +448,17 @@ def _require_same_shape(a: _Side, b: _Side) -> None:
             f"{both} layer {short_name(name)} is sparse in {sparse} and dense in {dense}"
         )
     for name in a.modules:
-        counts = [_num_experts(side.model.get_submodule(side.modules[name])) for side in (a, b)]
+        counts = [num_experts(side.model.get_submodule(side.modules[name])) for side in (a, b)]
         if counts[0] != counts[1]:
             raise ConfigError(
                 f"{both} layer {short_name(name)} has {counts[0]} experts in A and {counts[1]} in B"
             )
 
 
-def _num_experts(module: Any) -> int:
-    if isinstance(module, FFNBlock):
-        config: Any = module.config
-        return config.router_infos()[OWN_ROUTING].num_experts
-    return module.num_experts
-
-
 # -- the text
 
 
-def _encode(sides: list[_Side], text: bytes) -> Tensor:
+def _encode(sides: tuple[_Side, _Side], text: bytes) -> Tensor:
     encoded = [(side, side.encode(text)) for side in sides if side.encode is not None]
     if not encoded:
         raise no_tokenizer(sides[0].folder)
@@ -477,9 +477,8 @@ def _encode(sides: list[_Side], text: bytes) -> Tensor:
     return torch.tensor(ids)
 
 
-def _windows(ids: Tensor, sides: list[_Side], num_tokens: int, window: int | None) -> Tensor:
-    """Return whole windows from the beginning of the text, (B, S)."""
-    longest = min(side.max_length for side in sides)
+def _windows(ids: Tensor, longest: int, num_tokens: int, window: int | None) -> Tensor:
+    """Return whole windows of at most `longest` tokens from the beginning of the text, (B, S)."""
     if window is not None and window > longest:
         raise ConfigError(f"--window ({window}) must not exceed the {longest} tokens of the model")
     length = min(window or min(longest, MAX_LENGTH), len(ids), num_tokens)
@@ -661,9 +660,7 @@ def _replayable(a: _Side, b: _Side) -> tuple[list[str], tuple[str, ...]]:
         return [], (note + "sparse layers whose routing can be watched",)
     layers, others = [], []
     for name, path in b.modules.items():
-        block = b.model.get_submodule(path)
-        router = block.routers().get(OWN_ROUTING) if isinstance(block, FFNBlock) else None
-        can = not isinstance(block, FFNBlock) or (router is not None and router.replays)
+        can = unable_to_replay(b.model.get_submodule(path)) is None
         (layers if can else others).append(name)
     if not others:
         return layers, ()
@@ -715,14 +712,14 @@ def _recorded(side: _Side, record: Tensor, routings: Mapping[str, Routing]) -> d
 
 def _changed(a: Routing, b: Routing) -> Tensor:
     """Return bool (T,), True for tokens that other experts compute in B."""
-    num_experts = max(a.num_experts, b.num_experts)
+    width = max(a.num_experts, b.num_experts)
     pairs = [
-        (routing.token_ids_N * num_experts + routing.expert_ids_N)[routing.computed_N]
+        (routing.token_ids_N * width + routing.expert_ids_N)[routing.computed_N]
         for routing in (a, b)
     ]
     changed_T = torch.zeros(a.num_tokens, dtype=torch.bool, device=a.token_ids_N.device)
     for ours, theirs in (pairs, pairs[::-1]):
-        changed_T[ours[~torch.isin(ours, theirs)] // num_experts] = True
+        changed_T[ours[~torch.isin(ours, theirs)] // width] = True
     return changed_T
 
 

@@ -81,7 +81,7 @@ class _Replay:
         modules = routing_modules(model)
         self._records = recorded_layers(model, experts)
         for name in self._records:
-            module = model.get_submodule(modules[name])
+            module: Any = model.get_submodule(modules[name])
             before: Any = self._before_block
             if not isinstance(module, FFNBlock):
                 before = self._before_experts
@@ -135,7 +135,8 @@ class _Replay:
     def _before_block(
         self, name: str, block: FFNBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x, context = (*args, *kwargs.values(), None)[:2]
+        given_to_block: tuple[Any, ...] = (*args, *kwargs.values(), None)
+        x, context = given_to_block[:2]
         given = self._given(name).to(x.device)
         if len(given) != x.shape[:-1].numel():
             raise ConfigError(
@@ -196,7 +197,12 @@ def recorded_layers(model: nn.Module, experts: Record) -> dict[str, Tensor]:
     modules = routing_modules(model)
     records = _by_layer(model, modules, experts)
     for name, record in records.items():
-        _check_ids(name, record, _num_experts(name, model.get_submodule(modules[name])))
+        module = model.get_submodule(modules[name])
+        if (kind := unable_to_replay(module)) is not None:
+            raise ConfigError(
+                f"replay: {name} has {kind}, which cannot replay; leave it out of the record"
+            )
+        _check_ids(name, record, num_experts(module))
     return records
 
 
@@ -255,18 +261,20 @@ def _ids_of(name: str, value: Any, *, alone: bool) -> Tensor:
     return ids
 
 
-def _num_experts(name: str, module: Any) -> int:
-    """Return the number of experts; raise ConfigError if the router of our block cannot replay."""
+def num_experts(module: Any) -> int:
+    """Return the number of experts of a module of `routing_modules`."""
     if not isinstance(module, FFNBlock):
         return module.num_experts
-    router = module.routers().get(OWN_ROUTING)
-    if router is None or not router.replays:
-        kind = "no router" if router is None else f"the router {type(router).__name__}"
-        raise ConfigError(
-            f"replay: {name} has {kind}, which cannot replay; leave it out of the record"
-        )
     config: Any = module.config
     return config.router_infos()[OWN_ROUTING].num_experts
+
+
+def unable_to_replay(module: nn.Module) -> str | None:
+    """Return why a module of `routing_modules` cannot replay; None if it can."""
+    router = module.routers().get(OWN_ROUTING) if isinstance(module, FFNBlock) else None
+    if not isinstance(module, FFNBlock) or (router is not None and router.replays):
+        return None
+    return "no router" if router is None else f"the router {type(router).__name__}"
 
 
 def _check_ids(name: str, ids: Tensor, num_experts: int) -> None:

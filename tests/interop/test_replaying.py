@@ -106,16 +106,15 @@ def test_other_experts_have_the_weights_of_a_plain_formula(
     assert (logits - plain).abs().max() > 1e-5
     for name, (ids_TK, weights_TK), routing in zip(ids, given, again[0].values(), strict=True):
         assert torch.equal(ids_TK, ids[name])
-        logits_TE = routing.require("logits_TE", "").detach().double().requires_grad_()
+        own_TE = routing.require("logits_TE", "")
+        logits_TE = own_TE.detach().double().requires_grad_()
         expected_TK = formula(family, logits_TE, ids_TK, model.config)
         torch.testing.assert_close(weights_TK.double(), expected_TK, rtol=1e-5, atol=1e-7)
         (grad_TE,) = torch.autograd.grad((expected_TK**2).sum(), logits_TE)
+        options: Any = {"allow_unused": True, "retain_graph": True}
         weights = [p for p in model.parameters() if p.requires_grad]
-        of_weights = {"inputs": weights, "allow_unused": True, "retain_graph": True}
-        found = torch.autograd.grad((routing.weights_N**2).sum(), **of_weights)
-        expected = torch.autograd.grad(
-            routing.logits_TE, grad_outputs=grad_TE.float(), **of_weights
-        )
+        found = torch.autograd.grad((routing.weights_N**2).sum(), weights, **options)
+        expected = torch.autograd.grad(own_TE, weights, grad_TE.float(), **options)
         assert sum(grad is not None for grad in found) > 1
         for ours, theirs in zip(found, expected, strict=True):
             if ours is not None:
@@ -325,7 +324,7 @@ def record(batch: int, tokens: int, seed: int = 0) -> np.ndarray:
     return scores.argsort(axis=-1)[..., :2].astype(np.uint8)
 
 
-def save(folder: Path, **arrays: np.ndarray) -> Path:
+def save(folder: Path, **arrays: Any) -> Path:
     np.savez(folder / "rollout.npz", **arrays)
     return folder / "rollout.npz"
 
