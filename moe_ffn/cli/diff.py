@@ -24,7 +24,7 @@ from moe_ffn.cli.results import plain_values
 from moe_ffn.config import trust
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.files import reason
-from moe_ffn.interop.diff import DTYPES, Difference, diff
+from moe_ffn.interop.diff import DTYPES, Difference, diff, short
 from moe_ffn.model.decoder import short_name
 
 MAX_TENSORS = 10
@@ -151,7 +151,7 @@ def _positions(difference: Difference) -> Table:
     table = _table(*columns)
     for part in difference.positions:
         numbers = [part.kl, part.kl_replayed, part.largest_logit]
-        cells = [f"{number:#.2g}" for number in numbers if number is not None]
+        cells = [short(number) for number in numbers if number is not None]
         table.add_row(f"{part.first}-{part.last}", f"{part.num_tokens:,}", *cells)
     return table
 
@@ -161,7 +161,7 @@ def _tensors(difference: Difference) -> Table:
     table.columns[0].justify, table.columns[0].overflow = "left", "fold"
     for tensor in difference.tensors[:MAX_TENSORS]:
         rows = f"{tensor.rows:,} of {tensor.num_rows:,}"
-        table.add_row(tensor.name, f"{tensor.largest:#.2g}", f"{tensor.relative:.2%}", rows)
+        table.add_row(tensor.name, short(tensor.largest), f"{tensor.relative:.2%}", rows)
     return table
 
 

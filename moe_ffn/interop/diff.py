@@ -179,8 +179,8 @@ class Difference:
                 f"nats per token (logits by up to {self.largest_logit:.1g})."
             )
         return (
-            f"{_capital(weights)}, and the predictions differ by a KL of {self.kl:.2g} nats per token "
-            f"(logits by up to {self.largest_logit:.2g})."
+            f"{_capital(weights)}, and the predictions differ by a KL of {short(self.kl)} nats per token "
+            f"(logits by up to {short(self.largest_logit)})."
         )
 
     def _routing(self) -> str:
@@ -194,7 +194,7 @@ class Difference:
         if self.kl_replayed is None:
             return f"{flips}."
         whose = "the record" if self.recorded else "A"
-        replayed = f"{flips}; with the experts of {whose} the KL is {self.kl_replayed:.2g}"
+        replayed = f"{flips}; with the experts of {whose} the KL is {short(self.kl_replayed)}"
         share = self.routing_share
         if share is None:
             return f"{replayed}."
@@ -412,21 +412,25 @@ def _merge(folder: Path, base: _Side) -> _Side:
     if kind_of(path) is None:
         raise ConfigError(f"'{folder}' has no {_ADAPTER_WEIGHTS}; save the adapter as safetensors")
     merged: Any = None
+    problem = ""
     try:
         with safe_open(path, "pt") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of names, which are compared here
             stored = set(file.keys())
             adapted: Any = peft.PeftModel.from_pretrained(base.model, str(folder))
             expected = set(peft.get_peft_model_state_dict(adapted))
-            problem = next(iter(sorted(stored ^ expected)), None)
-            if problem is None:
+            if no_place := sorted(stored - expected):
+                problem = f"which has no place for {no_place[0]}"
+            elif missing := sorted(expected - stored):
+                problem = f"for which it lacks {missing[0]}"
+            else:
                 merged = adapted.merge_and_unload()
-    except Exception as error:  # of many types: names, shapes or the file do not fit
-        problem = first_line(error)
-    if problem is not None:
+    except Exception as error:  # of many types: names or shapes do not fit
+        problem = f"({first_line(error)})"
+    if merged is None:
         name = (read_object(folder / _ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
         trained = f"; it was trained on {show(name)}" if name else ""
-        raise ConfigError(f"'{folder}' is not an adapter for '{base.folder}' ({problem}){trained}")
+        raise ConfigError(f"'{folder}' is not an adapter for '{base.folder}', {problem}{trained}")
     return replace(base, folder=folder, model=merged.eval(), is_merged=True)
 
 
@@ -721,6 +725,11 @@ def _changed(a: Routing, b: Routing) -> Tensor:
     for ours, theirs in (pairs, pairs[::-1]):
         changed_T[ours[~torch.isin(ours, theirs)] // width] = True
     return changed_T
+
+
+def short(number: float) -> str:
+    """Return a number with two digits."""
+    return f"{number:#.2g}".rstrip(".")
 
 
 def _capital(text: str) -> str:

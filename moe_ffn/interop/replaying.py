@@ -227,7 +227,7 @@ def _by_layer(model: nn.Module, modules: Mapping[str, str], experts: Record) -> 
         name: layer_number(name) if given == num_layers else place
         for place, name in enumerate(modules)
     }
-    return {name: table.select(-2, place) for name, place in places.items()}
+    return {name: _check_filled(name, table.select(-2, place)) for name, place in places.items()}
 
 
 def _of_mappings(modules: Mapping[str, str], passes: Sequence[Any]) -> dict[str, Tensor]:
@@ -258,7 +258,7 @@ def _ids_of(name: str, value: Any, *, alone: bool) -> Tensor:
         raise ConfigError(
             f"replay: the experts of {name} must be {shapes}, but have {tuple(ids.shape)}"
         )
-    return ids
+    return _check_filled(name, ids)
 
 
 def num_experts(module: Any) -> int:
@@ -285,11 +285,16 @@ def _check_ids(name: str, ids: Tensor, num_experts: int) -> None:
             f"replay: {name} has {num_experts} experts, but the record has the id {int(ids.max())}; give the "
             "record of this model"
         )
-    sorted_ids = ids.long().sort(dim=-1).values
+
+
+def _check_filled(name: str, ids: Tensor) -> Tensor:
+    """Return the ids; raise ConfigError if a token lists an expert twice."""
+    sorted_ids = ids.sort(dim=-1).values
     if bool(((sorted_ids[..., 1:] == sorted_ids[..., :-1]) & (sorted_ids[..., 1:] >= 0)).any()):
         raise ConfigError(
             f"replay: a token of {name} lists an expert twice, as in a record that was not filled"
         )
+    return ids
 
 
 # -- passes

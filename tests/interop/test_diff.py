@@ -297,7 +297,7 @@ def test_recorded_experts_take_the_place_of_those_of_a(
     assert (found.kl, found.routing_share) == (0, None)
     assert found.kl_replayed is not None
     assert found.kl_replayed > 1e-6
-    assert f"with the experts of the record the KL is {found.kl_replayed:.2g}." in found.verdict
+    assert f"with the experts of the record the KL is {found.kl_replayed:#.2g}." in found.verdict
 
     code, out, err = diff(qwen, qwen, "--recorded", "own.npz")
     assert (code, out) == (2, "")
@@ -355,7 +355,8 @@ DIFFERENT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "dense layer": (changed(mlp_only_layers=[1]), "layer 1 is sparse in A and dense in B"),
     "width": (changed(head_dim=20), "self_attn.q_proj.weight is (48, 32) in A and (80, 32) in B"),
     "tokenizer": (other_tokenizer, "their tokenizers split the text differently"),
-    "adapter of more layers": (adapter_of(num_hidden_layers=3), "is not an adapter for"),
+    "adapter of more layers": (adapter_of(num_hidden_layers=3), "which has no place for base_model.model"),
+    "adapter of fewer layers": (adapter_of(num_hidden_layers=1), "for which it lacks base_model.model"),
     "adapter of other widths": (adapter_of(moe_intermediate_size=20), "it was trained on 'hub/another'"),
     "adapter as a pickle": (without_safetensors, "has no adapter_model.safetensors; save the adapter as"),
     "nothing": (lambda folder: folder / "x", "is not there; give a run, a model folder of moe_ffn or of"),
