@@ -43,6 +43,7 @@ from moe_ffn.routing.capacity import CapacityConfig
 
 if TYPE_CHECKING:
     from moe_ffn.cli.train import train
+    from moe_ffn.interop.diff import diff
     from moe_ffn.model.decoder import Decoder, DecoderConfig
     from moe_ffn.runs.reader import load_run
     from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained
@@ -74,6 +75,7 @@ __all__ = [
     "TokenContext",
     "TopKRouterConfig",
     "build_ffn",
+    "diff",
     "load_balancing_loss",
     "load_pretrained",
     "load_run",
@@ -87,6 +89,7 @@ __all__ = [
 
 _LAZY = {
     **dict.fromkeys(("Decoder", "DecoderConfig"), "moe_ffn.model.decoder"),
+    "diff": "moe_ffn.interop.diff",
     "load_run": "moe_ffn.runs.reader",
     "train": "moe_ffn.cli.train",
     **dict.fromkeys(

@@ -26,6 +26,7 @@ PROGRAMS = {
     "plan": "compare the layouts of a model on several GPUs",
     "trace": "show which experts each token of a text goes to, layer by layer",
     "inspect": "show what the feed-forward blocks of a run store, unit by unit and expert by expert",
+    "diff": "compare two models on a text: weights, predictions, and the experts of each token",
     "convert": "convert a model to or from a folder of transformers",
     "dashboard": "make a wandb workspace for the runs of a project",
 }

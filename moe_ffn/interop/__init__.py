@@ -6,6 +6,7 @@ from moe_ffn.config.lazy import lazy_names
 
 if TYPE_CHECKING:
     from moe_ffn.interop.blocks import block_config, convert_block
+    from moe_ffn.interop.replaying import read_experts, replay
     from moe_ffn.interop.routings import watch
     from moe_ffn.interop.swap import swap_ffn
     from moe_ffn.interop.trainer import RoutingCallback
@@ -16,7 +17,9 @@ _LAZY = {
     "block_config": "moe_ffn.interop.blocks",
     "convert_block": "moe_ffn.interop.blocks",
     "kernels_in_use": "moe_ffn.interop.transformers",
+    "read_experts": "moe_ffn.interop.replaying",
     "register": "moe_ffn.interop.transformers",
+    "replay": "moe_ffn.interop.replaying",
     "swap_ffn": "moe_ffn.interop.swap",
     "watch": "moe_ffn.interop.routings",
 }
@@ -27,7 +30,9 @@ __all__ = [
     "block_config",
     "convert_block",
     "kernels_in_use",
+    "read_experts",
     "register",
+    "replay",
     "swap_ffn",
     "watch",
 ]

@@ -46,14 +46,13 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
         ConfigError: transformers is not installed; the folder is incomplete or damaged, or its weights are
             pickles; the architecture is unknown or has no router; or the text is too long or not UTF-8.
     """
-    model = _load_model(folder)
-    tokenizer, is_byte_level = _load_tokenizer(folder)
+    model = load_model(folder)
     try:
-        ids: list[int] = tokenizer(text.decode())["input_ids"]
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            "--text: is not UTF-8, which the tokenizers of transformers need"
-        ) from error
+        routing_modules(model)
+    except ConfigError as error:
+        raise ConfigError(f"'{folder}': {error}; give a sparse model") from error
+    tokenizer, is_byte_level = load_tokenizer(folder)
+    ids = encode_utf8(tokenizer, text)
     config = model.config.get_text_config()
     max_length = getattr(config, "max_position_embeddings", None) or len(ids)
     if not 0 < len(ids) <= max_length:
@@ -93,7 +92,25 @@ def is_transformers_folder(folder: Path) -> bool:
     return "model_type" in (read_object(folder / CONFIG_FILE) or {})
 
 
-def _load_model(folder: Path) -> Any:
+def encode_utf8(tokenizer: Any, text: bytes) -> list[int]:
+    """Return the token ids of a text; raise ConfigError if it is not UTF-8."""
+    try:
+        return tokenizer(text.decode())["input_ids"]
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "--text: is not UTF-8, which the tokenizers of transformers need"
+        ) from error
+
+
+def load_model(folder: Path, **options: Any) -> Any:
+    """Load a language model in evaluation mode, from config.json and safetensors alone.
+
+    Args:
+        options: further arguments of `from_pretrained`.
+
+    Raises:
+        ConfigError: see `route_text`.
+    """
     transformers = import_transformers()
     model_type = (read_object(folder / CONFIG_FILE) or {}).get("model_type")
     weight_files(folder)  # rejects pickles
@@ -106,6 +123,7 @@ def _load_model(folder: Path) -> Any:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **options,
         )
     except Exception as error:  # any type: a damaged file raises many
         raise ConfigError(
@@ -117,14 +135,10 @@ def _load_model(folder: Path) -> Any:
             f"'{folder}' has no weight {show(missing[0])}, which its {CONFIG_FILE} requires; download the "
             "folder again"
         )
-    try:
-        routing_modules(model)
-    except ConfigError as error:
-        raise ConfigError(f"'{folder}': {error}; give a sparse model") from error
     return model.eval()
 
 
-def _load_tokenizer(folder: Path) -> tuple[Any, bool]:
+def load_tokenizer(folder: Path) -> tuple[Any, bool]:
     """Return the tokenizer, and whether it writes bytes in GPT-2's alphabet."""
     path = folder / TOKENIZER_FILE
     if kind_of(path) is None:
