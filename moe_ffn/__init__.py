@@ -43,6 +43,7 @@ from moe_ffn.routing.capacity import CapacityConfig
 
 if TYPE_CHECKING:
     from moe_ffn.cli.train import train
+    from moe_ffn.interop.audit import audit
     from moe_ffn.model.decoder import Decoder, DecoderConfig
     from moe_ffn.runs.reader import load_run
     from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained
@@ -73,6 +74,7 @@ __all__ = [
     "SoftMoEConfig",
     "TokenContext",
     "TopKRouterConfig",
+    "audit",
     "build_ffn",
     "load_balancing_loss",
     "load_pretrained",
@@ -86,6 +88,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "audit": "moe_ffn.interop.audit",
     **dict.fromkeys(("Decoder", "DecoderConfig"), "moe_ffn.model.decoder"),
     "load_run": "moe_ffn.runs.reader",
     "train": "moe_ffn.cli.train",

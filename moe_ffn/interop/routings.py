@@ -74,7 +74,9 @@ class _Watcher:
             if isinstance(module, FFNBlock):
                 register(module.register_forward_hook(partial(self._after_block, name)))
                 continue
-            parent, _, own_name = re.sub(r"(\.base_layer)+$", "", path).rpartition(".")  # peft wraps experts
+            parent, _, own_name = re.sub(r"(\.base_layer)+$", "", path).rpartition(
+                "."
+            )  # peft wraps experts
             for child_name, sibling in model.get_submodule(parent).named_children():
                 if child_name != own_name:
                     register(sibling.register_forward_hook(partial(self._after_sibling, name)))

@@ -46,8 +46,8 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
         ConfigError: transformers is not installed; the folder is incomplete or damaged, or its weights are
             pickles; the architecture is unknown or has no router; or the text is too long or not UTF-8.
     """
-    model = _load_model(folder)
-    tokenizer, is_byte_level = _load_tokenizer(folder)
+    model = _load_complete(folder)
+    tokenizer, is_byte_level = load_tokenizer(folder)
     try:
         ids: list[int] = tokenizer(text.decode())["input_ids"]
     except UnicodeDecodeError as error:
@@ -93,25 +93,9 @@ def is_transformers_folder(folder: Path) -> bool:
     return "model_type" in (read_object(folder / CONFIG_FILE) or {})
 
 
-def _load_model(folder: Path) -> Any:
-    transformers = import_transformers()
-    model_type = (read_object(folder / CONFIG_FILE) or {}).get("model_type")
-    weight_files(folder)  # rejects pickles
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # any type: a damaged file raises many
-        raise ConfigError(
-            f"'{folder}' cannot be read as a language model of type {show(model_type)} "
-            f"({first_line(error)})"
-        ) from error
+def _load_complete(folder: Path) -> Any:
+    """Return a sparse model that has all its weights, in evaluation mode."""
+    model, info = load_model(folder)
     if missing := sorted(info["missing_keys"]):  # transformers initialises them at random
         raise ConfigError(
             f"'{folder}' has no weight {show(missing[0])}, which its {CONFIG_FILE} requires; download the "
@@ -124,7 +108,33 @@ def _load_model(folder: Path) -> Any:
     return model.eval()
 
 
-def _load_tokenizer(folder: Path) -> tuple[Any, bool]:
+def load_model(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the language model in a folder, and what transformers says of missing and unused weights.
+
+    Raises:
+        ConfigError: see `route_text`.
+    """
+    transformers = import_transformers()
+    model_type = (read_object(folder / CONFIG_FILE) or {}).get("model_type")
+    weight_files(folder)  # rejects pickles
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # any type: a damaged file raises many
+        raise ConfigError(
+            f"'{folder}' cannot be read as a language model of type {show(model_type)} "
+            f"({first_line(error)})"
+        ) from error
+
+
+def load_tokenizer(folder: Path) -> tuple[Any, bool]:
     """Return the tokenizer, and whether it writes bytes in GPT-2's alphabet."""
     path = folder / TOKENIZER_FILE
     if kind_of(path) is None:

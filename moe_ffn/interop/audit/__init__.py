@@ -56,11 +56,21 @@ def audit(
     findings = [*_static_checks(probe, optimizer)]
     if not probe.has_data:
         findings.append(
-            Finding("numbers", WHOLE_MODEL, "skip", "the model is on the meta device, which has no numbers")
+            Finding(
+                "numbers",
+                WHOLE_MODEL,
+                "skip",
+                "the model is on the meta device, which has no numbers",
+            )
         )
     else:
         findings += _numeric_checks(probe, trains, accumulation, objective)
-    return AuditReport(type(probe.base).__name__, facts(probe), tuple(findings))
+    return AuditReport(
+        type(probe.base).__name__,
+        facts(probe),
+        tuple(layer.name for layer in probe.layers),
+        tuple(findings),
+    )
 
 
 def _static_checks(probe: Probe, optimizer: torch.optim.Optimizer | None) -> Iterator[Finding]:
@@ -92,7 +102,11 @@ def facts(probe: Probe) -> dict[str, str]:
     layers = probe.layers
     total = sum(parameter.numel() for parameter in probe.model.parameters())
     in_experts = sum(layer.num_parameters for layer in layers)
-    kinds = {"moe_ffn": "blocks of moe_ffn", "fused": "fused experts", "listed": "experts in a list"}
+    kinds = {
+        "moe_ffn": "blocks of moe_ffn",
+        "fused": "fused experts",
+        "listed": "experts in a list",
+    }
     counts = sorted({layer.num_experts for layer in layers})
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in probe.model.parameters()})
     return {

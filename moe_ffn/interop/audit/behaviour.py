@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_ffn.balancing.losses import pairs_per_expert
 from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding
 from moe_ffn.interop.audit.probe import Outputs, Probe, mode
+from moe_ffn.interop.audit.structure import K_OPTIONS, option_of
 from moe_ffn.metrics.functional import load_entropy, logit_max, max_violation, nonfinite_tokens
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import AlarmsConfig
@@ -44,9 +45,42 @@ def check_behaviour(probe: Probe) -> Iterator[Finding]:
                 "find the first layer that produces them",
             )
             return
+        yield from _declared_routing(probe, passed)
         yield from _causality(probe, passed)
         yield from _determinism(probe, passed)
         yield from _health(probe, passed)
+
+
+def _declared_routing(probe: Probe, passed: Outputs) -> Iterator[Finding]:
+    """Compare the experts per token and the sums of their weights with the config."""
+    k = option_of(probe.config, K_OPTIONS)
+    normalizes = getattr(probe.config, "norm_topk_prob", None)
+    for layer in probe.layers:
+        routing = passed.routings.get(layer.name)
+        if routing is None or layer.kind == "moe_ffn":
+            continue
+        actual = len(routing.expert_ids_N) / max(routing.num_tokens, 1)
+        if k not in (None, actual):
+            yield Finding(
+                "structure",
+                layer.name,
+                "fail",
+                f"the config declares {k} experts per token, but a token gets {actual:g}",
+                "set the same number in the config and in the router",
+            )
+        if normalizes is None or actual < 2:
+            continue
+        sums_T = routing.weights_N.reshape(routing.num_tokens, -1).sum(dim=-1)
+        is_constant = bool((sums_T - sums_T[0]).abs().max() <= 1e-2 * sums_T.abs().max())
+        if is_constant != bool(normalizes) and routing.num_experts > actual:
+            yield Finding(
+                "structure",
+                layer.name,
+                "fail",
+                f"the config has norm_topk_prob {bool(normalizes)}, but the weights of a token sum to "
+                f"{sums_T.min():.3f} to {sums_T.max():.3f}",
+                "set the same value in the config and in the router",
+            )
 
 
 def _change(probe: Probe, one: Tensor, other: Tensor) -> tuple[float, float]:
@@ -90,7 +124,9 @@ def _sees_later_tokens(probe: Probe) -> bool:
     config = getattr(probe.base, "config", None)
     if hasattr(config, "causal"):
         return not config.causal  # pyright: ignore[reportOptionalMemberAccess]
-    return "MaskedLM" in type(probe.base).__name__ or bool(getattr(config, "is_encoder_decoder", False))
+    return "MaskedLM" in type(probe.base).__name__ or bool(
+        getattr(config, "is_encoder_decoder", False)
+    )
 
 
 def _first_flip(one: Outputs, other: Outputs, shape: torch.Size, half: int) -> str:
@@ -124,7 +160,10 @@ def _determinism(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     num_sequences = min(len(probe.ids_BS), MAX_SEQUENCES)
     if num_sequences < 2:
         yield Finding(
-            "determinism", WHOLE_MODEL, "skip", "one sequence cannot be compared with a batch; give two or more"
+            "determinism",
+            WHOLE_MODEL,
+            "skip",
+            "one sequence cannot be compared with a batch; give two or more",
         )
         return
     worst = 0.0
@@ -136,9 +175,7 @@ def _determinism(probe: Probe, passed: Outputs) -> Iterator[Finding]:
         }
         alone = probe.run(**{**one, "labels": None})
         real = probe.mask_BS[row]
-        change, limit = _change(
-            probe, passed.logits_BSV[row][real], alone.logits_BSV[0][real]
-        )
+        change, limit = _change(probe, passed.logits_BSV[row][real], alone.logits_BSV[0][real])
         worst = max(worst, change)
     sentence = f"a sequence alone and in the batch: logits differ by {worst:.1e} of the largest"
     if worst <= limit:
@@ -184,7 +221,11 @@ def _health_of(name: str, routing: Routing) -> Iterator[Finding]:
         problems.append(Finding("health", name, verdict, sentence, advice))  # pyright: ignore[reportArgumentType]
 
     if broken := int(nonfinite_tokens(routing)):
-        problem("fail", f"{broken} tokens have NaN or infinite router logits", "look at the layer before")
+        problem(
+            "fail",
+            f"{broken} tokens have NaN or infinite router logits",
+            "look at the layer before",
+        )
     counts_E = pairs_per_expert(routing).double()
     total, num_experts = counts_E.sum().item(), len(counts_E)
     if not total:
@@ -197,7 +238,11 @@ def _health_of(name: str, routing: Routing) -> Iterator[Finding]:
     busiest = int(counts_E.argmax())
     if violation > limit and is_enough:
         sentence = f"expert {busiest} takes {counts_E[busiest] / total:.0%} of the pairs, MaxVio {violation:.2f}"
-        problem("fail", f"{sentence} (limit {limit:.2f})", "the router has collapsed: raise the balancing loss")
+        problem(
+            "fail",
+            f"{sentence} (limit {limit:.2f})",
+            "the router has collapsed: raise the balancing loss",
+        )
     if idle and is_enough:
         problem(
             "warn",
@@ -206,7 +251,11 @@ def _health_of(name: str, routing: Routing) -> Iterator[Finding]:
         )
     largest = logit_max(routing).item()
     if largest > limits.router_logit:
-        problem("warn", f"a router logit of {largest:.3g} (limit {limits.router_logit:g})", "add a router z-loss")
+        problem(
+            "warn",
+            f"a router logit of {largest:.3g} (limit {limits.router_logit:g})",
+            "add a router z-loss",
+        )
     dropped = (routing.dropped_N & routing.active_N).sum().item() / total
     if dropped > limits.dropped_fraction:
         problem("warn", f"{dropped:.0%} of the pairs are dropped", "raise the capacity factor")

@@ -48,14 +48,16 @@ class Failure(NamedTuple):
 class AuditReport:
     """All findings of an audit.
 
-        report = moe_ffn.audit(model, batch)
-        assert report.ok, report
+    report = moe_ffn.audit(model, batch)
+    assert report.ok, report
     """
 
     model: str
     """Name of the model's class."""
     facts: Mapping[str, str]
     """What was audited: layers, experts, parameters, dtype, tokens."""
+    layers: tuple[str, ...]
+    """Names of the sparse layers."""
     findings: tuple[Finding, ...]
     """In the order of the checks."""
 
@@ -84,7 +86,7 @@ class AuditReport:
         """The verdict in one sentence."""
         counts = Counter(row.verdict for row in self.rows())
         if not counts["fail"] and not counts["warn"]:
-            return f"Nothing is wrong: {_counted(counts['pass'], 'check')} passed."
+            return f"No problem found: {_counted(counts['pass'], 'check')} passed."
         problems = [
             _counted(counts[verdict], noun)
             for verdict, noun in (("fail", "failure"), ("warn", "warning"))
@@ -105,7 +107,7 @@ class AuditReport:
         rows = [
             Finding(
                 first.check,
-                places([finding.place for finding in (first, *others)]),
+                self._places([finding.place for finding in (first, *others)]),
                 first.verdict,
                 first.sentence,
                 first.advice,
@@ -113,6 +115,11 @@ class AuditReport:
             for first, *others in groups.values()
         ]
         return sorted(rows, key=lambda row: ORDER.index(row.verdict))
+
+    def _places(self, names: Sequence[str]) -> str:
+        if len(self.layers) > 1 and set(self.layers) <= set(names):
+            return f"all {len(self.layers)} sparse layers"
+        return places(names)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""

@@ -172,7 +172,9 @@ def _layer(
         adapters=tuple(tensor for tensor in experts if tensor.adapter),
         routers=_router_parameters(block, wrapped, num_experts, names),
         has_shared_expert=any(
-            _SHARED.search(name) for name, part in block.named_children() if any(True for _ in part.parameters())
+            _SHARED.search(name)
+            for name, part in block.named_children()
+            if any(True for _ in part.parameters())
         ),
     )
 

@@ -28,7 +28,10 @@ def check_requires_grad(probe: Probe) -> Iterator[Finding]:
     trained = {id(p) for p in probe.model.parameters() if p.requires_grad}
     if not trained:
         yield Finding(
-            "learning", WHOLE_MODEL, "skip", "no parameter requires a gradient, so nothing is trained"
+            "learning",
+            WHOLE_MODEL,
+            "skip",
+            "no parameter requires a gradient, so nothing is trained",
         )
         return
     is_adapted = any(".lora_" in name for name, _ in probe.model.named_parameters())
@@ -52,7 +55,7 @@ def check_requires_grad(probe: Probe) -> Iterator[Finding]:
                 f"{len(frozen)} of {len(layer.weights)} expert tensors do not require a gradient: {places(frozen)}",
                 "call requires_grad_() on them, unless they should stay as they are",
             )
-        fixed = [n for n, p in layer.routers.items() if p.ndim > 1 and id(p) not in trained]
+        fixed = [n for n, p in layer.routers.items() if "bias" not in n and id(p) not in trained]
         if fixed and weights and not is_adapted:
             yield Finding(
                 "learning",
@@ -111,7 +114,10 @@ def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[
         )
     if not (absent or still or decayed):
         yield Finding(
-            "learning", WHOLE_MODEL, "pass", "the optimizer has every trainable tensor, with a rate above 0"
+            "learning",
+            WHOLE_MODEL,
+            "pass",
+            "the optimizer has every trainable tensor, with a rate above 0",
         )
 
 
@@ -154,7 +160,10 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
         gradients = {parameter: parameter.grad for parameter in parameters}
     for layer in probe.layers:
         used_E = _used_experts(layer, passed.routings, outputs[layer.name])
-        problems = [*_expert_problems(layer, used_E, gradients), *_router_problems(layer, gradients)]
+        problems = [
+            *_expert_problems(layer, used_E, gradients),
+            *_router_problems(layer, gradients),
+        ]
         yield from problems
         if not problems and any(True for _ in _trained(layer)):
             yield Finding(
@@ -259,7 +268,9 @@ def _expert_problems(
         sentence = f"{len(missing)} expert tensors have no gradient after a backward pass: {places(missing)}"
         yield Finding("learning", layer.name, "fail", sentence, advice)
     if broken:
-        sentence = f"gradients of {len(broken)} expert tensors are NaN or infinite: {places(broken)}"
+        sentence = (
+            f"gradients of {len(broken)} expert tensors are NaN or infinite: {places(broken)}"
+        )
         yield Finding("learning", layer.name, "fail", sentence, "lower the learning rate or scale")
     if used_E is None or missing or broken or not norms_E.any() and not used_E.any():
         return
@@ -271,7 +282,9 @@ def _expert_problems(
     ]
     stray = _ids(~used_E & (norms_E > 0))
     if dead:
-        sentence = f"{len(dead)} experts computed tokens but have a gradient of zero: {_shown(dead)}"
+        sentence = (
+            f"{len(dead)} experts computed tokens but have a gradient of zero: {_shown(dead)}"
+        )
         yield Finding("learning", layer.name, "fail", sentence, advice)
     elif still:
         sentence = f"the gradient of {places(still)} is zero for every expert"

@@ -98,7 +98,9 @@ def check_precision(layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
                 ("float64", torch.float64),
             )
         }
-        measured = ", ".join(f"{share:.1%} in {name}" for name, share in flips.items() if share is not None)
+        measured = ", ".join(
+            f"{share:.1%} in {name}" for name, share in flips.items() if share is not None
+        )
         if not measured:
             continue
         tied = _tied(output)
@@ -173,7 +175,9 @@ def _tied(output: Any) -> float:
 def check_kernels(probe: Probe, layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
     """Compare the experts' output and gradients with a loop over experts in float64."""
     if layer.kind == "listed":
-        yield Finding("kernels", layer.name, "skip", "experts in a list are computed by their own modules")
+        yield Finding(
+            "kernels", layer.name, "skip", "experts in a list are computed by their own modules"
+        )
         return
     if not calls.experts:
         yield Finding("kernels", layer.name, "skip", "these experts have no products to compare")
@@ -277,9 +281,7 @@ def _errors(
     """Return the relative error of the output, and of the gradient of each input and parameter."""
     found = _results(fast, inputs, module)
     expected = _results(exact, tuple(value.double() for value in inputs), exact_module)
-    return {
-        name: _error(found[name], value) for name, value in expected.items() if name in found
-    }
+    return {name: _error(found[name], value) for name, value in expected.items() if name in found}
 
 
 def _results(
@@ -297,13 +299,19 @@ def _results(
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(output.shape, generator=generator, dtype=torch.float64)
         targets = [*leaves, *parameters.values()]
-        grads = torch.autograd.grad(
-            output, targets, direction.to(output), allow_unused=True, materialize_grads=True
-        )
+        grads = [torch.zeros_like(target) for target in targets]
+        if output.requires_grad:
+            grads = torch.autograd.grad(
+                output, targets, direction.to(output), allow_unused=True, materialize_grads=True
+            )
     finally:
         for name, parameter in parameters.items():
             parameter.requires_grad_(required[name])
-    names = ("gradient of the tokens", "gradient of the weights", *(f"gradient of {n}" for n in parameters))
+    names = (
+        "gradient of the tokens",
+        "gradient of the weights",
+        *(f"gradient of {n}" for n in parameters),
+    )
     return {"output": output.detach(), **dict(zip(names, grads, strict=True))}
 
 

@@ -32,7 +32,7 @@ def check_order(probe: Probe) -> Iterator[Finding]:
     """Move the experts of each layer by one place, and swap gate and up: the loss should rise."""
     with mode(probe.model, training=False), torch.no_grad():
         losses_N = _losses(probe)
-        guess = math.log(probe.run(labels=None).logits_BSV.shape[-1])
+        guess = math.log(probe.logits(labels=None).shape[-1])
         loss = losses_N.mean().item()
         if not loss < TRAINED * guess:
             yield Finding(
@@ -87,7 +87,7 @@ def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Findi
 
 def _losses(probe: Probe) -> Tensor:
     """Return the loss of each predicted token."""
-    logits_BSV = probe.run(labels=None).logits_BSV
+    logits_BSV = probe.logits(labels=None)
     labels = probe.labels_BS.flatten()
     losses = F.cross_entropy(
         logits_BSV.float().flatten(0, 1), labels, ignore_index=IGNORED, reduction="none"
@@ -120,7 +120,9 @@ def _moved_experts(layer: SparseLayer) -> Iterator[None]:
         routers: Any = layer.block.routers()  # pyright: ignore[reportCallIssue]
         hooks = [router.register_forward_hook(after_router) for router in routers.values()]
     else:
-        hooks = [m.register_forward_pre_hook(before_experts, with_kwargs=True) for m in layer.experts]
+        hooks = [
+            m.register_forward_pre_hook(before_experts, with_kwargs=True) for m in layer.experts
+        ]
     try:
         yield
     finally:
@@ -132,7 +134,9 @@ def _is_gated(module: Any) -> bool:
     if isinstance(module, GatedExperts):
         return True
     is_floating = all(parameter.is_floating_point() for parameter in module.parameters())
-    return bool(getattr(module, "has_gate", False)) and is_floating and hasattr(module, "gate_up_proj")
+    return (
+        bool(getattr(module, "has_gate", False)) and is_floating and hasattr(module, "gate_up_proj")
+    )
 
 
 @contextmanager

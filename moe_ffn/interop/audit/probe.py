@@ -87,13 +87,20 @@ class Probe:
 
     def run(self, **changes: Any) -> Outputs:
         """Run the model on the batch; `changes` replace entries of it, None removes one."""
-        batch = {k: v for k, v in {**self.batch, **changes}.items() if v is not None}
+        batch = self._changed(changes)
         if self.unwatched:
             output = self._call(batch)
             return Outputs(_logits(output), {}, output)
         with watch(self.model) as passes:
             output = self._call(batch)
         return Outputs(_logits(output), passes[-1], output)
+
+    def logits(self, **changes: Any) -> Tensor:
+        """Return the logits, as `run` does, without recording the routing."""
+        return _logits(self._call(self._changed(changes)))
+
+    def _changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in {**self.batch, **changes}.items() if v is not None}
 
     def _call(self, batch: dict[str, Any]) -> Any:
         if isinstance(self.base, Decoder):

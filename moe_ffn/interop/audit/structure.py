@@ -24,7 +24,9 @@ SMALL_SHARE = 0.01
 
 
 def option_of(config: Any, names: tuple[str, ...]) -> Any:
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+    return next(
+        (value for name in names if isinstance(value := getattr(config, name, None), int)), None
+    )
 
 
 def check_structure(probe: Probe) -> Iterator[Finding]:
@@ -41,7 +43,9 @@ def check_structure(probe: Probe) -> Iterator[Finding]:
             )
     expected = _declared_shapes(probe)
     if expected is None:
-        yield Finding("structure", WHOLE_MODEL, "skip", "no config from which to build the model again")
+        yield Finding(
+            "structure", WHOLE_MODEL, "skip", "no config from which to build the model again"
+        )
         return
     quantised = _quantised_modules(probe.base)
     actual = {_plain_name(n): tuple(p.shape) for n, p in _own_parameters(probe)}
@@ -111,12 +115,16 @@ def check_left_out(probe: Probe) -> Iterator[Finding]:
     quantised = _quantised_modules(probe.model)
     adapted = [name for name, _ in probe.model.named_parameters() if ".lora_" in name]
     if quantised:
-        yield from _experts_left_out(probe, "quantised", lambda tensor: _is_in(tensor.name, quantised))
+        yield from _experts_left_out(
+            probe, "quantised", lambda tensor: _is_in(tensor.name, quantised)
+        )
     if adapted:
         yield from _experts_left_out(probe, "adapted", lambda tensor: False)
         yield from _unmatched_targets(probe)
     if not quantised and not adapted:
-        yield Finding("left out", WHOLE_MODEL, "pass", "no tensor is quantised, and there is no adapter")
+        yield Finding(
+            "left out", WHOLE_MODEL, "pass", "no tensor is quantised, and there is no adapter"
+        )
 
 
 def _experts_left_out(probe: Probe, word: str, is_done: Any) -> Iterator[Finding]:
@@ -194,7 +202,15 @@ def _quantised_modules(model: nn.Module) -> set[str]:
     return {path for path, module in model.named_modules() if _is_quantised(module)}
 
 
-_QUANTISED_CLASSES = ("*4bit*", "*8bit*", "*Int8*", "*QuantLinear*", "*Quantized*", "*FP8*", "*HQQ*")
+_QUANTISED_CLASSES = (
+    "*4bit*",
+    "*8bit*",
+    "*Int8*",
+    "*QuantLinear*",
+    "*Quantized*",
+    "*FP8*",
+    "*HQQ*",
+)
 
 
 def _is_quantised(module: nn.Module) -> bool:
@@ -207,7 +223,12 @@ def _is_quantised(module: nn.Module) -> bool:
 def _has_few_bits(value: Tensor) -> bool:
     """Return True for a weight in 8 bits or fewer, also as a subclass of a tensor, as in torchao."""
     is_subclass = type(value) not in (Tensor, nn.Parameter) and "torchao" in type(value).__module__
-    return is_subclass or value.dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+    return is_subclass or value.dtype in (
+        torch.uint8,
+        torch.int8,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
 
 
 def _is_in(name: str, paths: set[str]) -> bool:
