@@ -84,8 +84,8 @@ def show(report: AuditReport, console: Console) -> None:
     console.print(f"{report.model}: {facts(report)}\n", markup=False, style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for name in ("verdict", "check", "place"):
-        table.add_column(name, no_wrap=name != "place", max_width=24)
-    table.add_column("finding", ratio=1)
+        table.add_column(name, no_wrap=name != "place", max_width=24, overflow="fold")
+    table.add_column("finding", ratio=1, overflow="fold")
     for row in report.rows():
         finding = Text(row.sentence)
         if row.advice:

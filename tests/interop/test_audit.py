@@ -1,4 +1,4 @@
-"""`moe_ffn.audit`: silent defects planted into live models are found by the right check; healthy models pass."""
+"""`moe_ffn.audit`: defects planted into live models are found by the right check; healthy models pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +19,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moe_ffn
-from moe_ffn import ConfigError, audit
-from moe_ffn.cli import audit as program
+from moe_ffn import audit
 from moe_ffn.cli.demo import MODEL
 from moe_ffn.training.objective import ObjectiveConfig
-from tests.helpers.transformers_models import FAMILIES, SIZES, model_of
+from tests.helpers.transformers_models import FAMILIES, model_of
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed here")
 
@@ -48,7 +46,9 @@ def _quiet() -> None:
 
 def healthy(family: str = "qwen3_moe", **options: Any) -> Any:
     """A small model of transformers whose routers spread random tokens over 8 experts."""
-    model = model_of(family, {**FAMILIES.get(family, {}), **EIGHT, "tie_word_embeddings": False, **options})
+    model = model_of(
+        family, {**FAMILIES.get(family, {}), **EIGHT, "tie_word_embeddings": False, **options}
+    )
     with torch.no_grad():
         torch.manual_seed(2)
         model.get_input_embeddings().weight.normal_()  # tokens that differ
@@ -98,7 +98,7 @@ def test_no_healthy_family_is_accused(family: str) -> None:
 
 
 def test_a_large_model_without_numbers_is_checked_in_shape() -> None:
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "head_dim": 128,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
     }  # fmt: skip
@@ -110,7 +110,9 @@ def test_a_large_model_without_numbers_is_checked_in_shape() -> None:
     assert sum(p.numel() for p in model.parameters()) > 5e9
     assert problems(report) == {"learning": {"layer_02"}}
     assert "down_proj" in str(report)
-    assert [finding.check for finding in report.findings if finding.verdict == "skip"] == ["numbers"]
+    assert [finding.check for finding in report.findings if finding.verdict == "skip"] == [
+        "numbers"
+    ]
 
 
 # -- planted defects
@@ -245,7 +247,11 @@ def a_quantiser_that_replaces_linear_layers_alone() -> Case:
     case = plain()
     for layer in case.model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(layer.self_attn, name, Linear8bit(getattr(layer.self_attn, name).requires_grad_(False)))
+            setattr(
+                layer.self_attn,
+                name,
+                Linear8bit(getattr(layer.self_attn, name).requires_grad_(False)),
+            )
     return case
 
 
@@ -275,7 +281,6 @@ def patched_router(change: Callable[[Any, Any, Any], Any], case: Case | None = N
     """Replace what the router of layer 1 returns: logits, weights and ids."""
     case = case or plain()
     router_of(case).register_forward_hook(lambda module, args, output: change(*output))
-    case.model.planted = True
     return case
 
 
@@ -357,7 +362,9 @@ def experts_with_a_rate_of_zero() -> Case:
     case = with_loss()
     experts = [p for name, p in case.model.named_parameters() if "experts" in name]
     others = [p for name, p in case.model.named_parameters() if "experts" not in name]
-    case.optimizer = torch.optim.AdamW([{"params": others}, {"params": experts, "lr": 0.0}], lr=1e-3)
+    case.optimizer = torch.optim.AdamW(
+        [{"params": others}, {"params": experts, "lr": 0.0}], lr=1e-3
+    )
     return case
 
 
@@ -664,3 +671,72 @@ def test_a_wrong_balancing_loss_is_found(defect: str) -> None:
 
 def test_forty_defects_or_more_are_planted() -> None:
     assert sum(map(len, DEFECTS.values())) + len(LOSSES) >= 40
+
+
+# -- experts of other programs
+
+
+class Listed(nn.Module):
+    """A language model as in many repositories: a list of experts, each a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 16)
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(4)
+        )
+        self.head = nn.Linear(16, 64)
+        self.unused = -1
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        scores, ids = self.gate(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            weight = (scores * (ids == number)).sum(-1, keepdim=True)
+            chosen = weight.squeeze(-1) > 0
+            if number == self.unused:
+                chosen = chosen & False
+            y[chosen] = y[chosen] + weight[chosen] * expert(x[chosen])
+        return self.head(x + y)
+
+
+def test_experts_in_a_list_are_checked_as_far_as_they_can_be_seen() -> None:
+    model: Any = Listed()
+    report = audit(model, batch())
+    assert not problems(report), report
+    assert report.facts["sparse layers"] == "1 (experts in a list)"
+    skipped = {finding.check for finding in report.findings if finding.verdict == "skip"}
+    assert skipped == {"structure", "kernels", "health", "order"}
+
+    model.experts[2].requires_grad_(requires_grad=False)
+    frozen = audit(model, batch())
+    assert set(problems(frozen)) == {"learning"}
+    assert "4 of 16 expert tensors do not require a gradient: experts.2.0.weight" in str(frozen)
+
+    model = Listed()
+    model.experts[2][2].register_forward_hook(lambda module, args, output: output * 0)
+    assert "experts computed tokens but have a gradient of zero: 2" in str(audit(model, batch()))
+
+
+def test_our_blocks_in_a_model_of_transformers() -> None:
+    dense = model_of("llama", {"vocab_size": 64})
+    router = {"type": "top_k", "k": 2, "renormalize": True}
+    moe_ffn.interop.swap_ffn(dense, [0, 1], {"type": "moe", "num_experts": 8, "router": router})
+    report = audit(dense, batch())
+    # Experts that are copies of one dense block cannot be told apart.
+    assert set(problems(report)) <= {"learning", "health"}, report
+    assert report.facts["sparse layers"] == "2 (blocks of moe_ffn)"
+
+
+def test_a_report_is_text_json_and_html() -> None:
+    case = one_frozen_tensor()
+    report = audit(case.model, case.batch)
+    (failure,) = report.failures
+    assert (failure.check, failure.place) == ("learning", "layer_01")
+    assert not report.ok
+    assert report.summary.startswith("1 failure; ")
+    assert json.loads(json.dumps(report.to_dict()))["findings"]
+    assert failure.sentence in report._repr_html_()

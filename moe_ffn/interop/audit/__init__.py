@@ -36,7 +36,9 @@ def audit(
     accumulation: int = 1,
     objective: ObjectiveConfig | None = None,
 ) -> AuditReport:
-    """Check a mixture of experts for silent defects; the model, its gradients and random states stay as they are.
+    """Check a mixture of experts for silent defects.
+
+    The model, its gradients and the random states stay as they are.
 
     Args:
         model: a language model that returns logits; on the meta device only shapes are checked.

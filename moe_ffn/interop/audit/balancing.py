@@ -1,4 +1,4 @@
-"""Checks of an audit on balancing: is there a loss or a rule, and is its value that of the published formula."""
+"""Checks of an audit on balancing: is there a loss or a rule, and is its value that of the formula?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COEFFICIENTS = (
 """Names of the loss's weight in configs of transformers."""
 
 TOLERANCE = 3e-3
-"""Largest relative difference of two values of the loss that counts as rounding; in 16 bits ten times that."""
+"""Largest relative difference of two values of the loss that is rounding; in 16 bits ten times that."""
 
 _ADVICE = (
     "compare with moe_ffn.balancing.losses.pooled_load_balancing_loss, which is 1 at balance; transformers' "
@@ -177,7 +177,10 @@ def _padding(probe: Probe, labels: Tensor) -> Iterator[Finding]:
     padded, tolerance = passed.output.aux_loss.item(), _tolerance(probe)
     routings = _as_counted_there(passed)
     expected = _expected(routings)
-    sentence = f"with {length} padding tokens per sequence aux_loss is {padded:.4f}, without counting them {expected:.4f}"
+    sentence = (
+        f"with {length} padding tokens per sequence aux_loss is {padded:.4f}, without counting them "
+        f"{expected:.4f}"
+    )
     if _is_close(padded, expected, tolerance):
         yield Finding("balancing", WHOLE_MODEL, "pass", sentence)
     else:
@@ -204,7 +207,8 @@ def _weight(probe: Probe, passed: Outputs, coefficient: float) -> Iterator[Findi
     loss, value = passed.output.loss.item(), passed.output.aux_loss.item()
     cross_entropy = probe.cross_entropy(passed.logits_BSV).item()
     beside, expected = loss - cross_entropy, coefficient * value
-    sentence = f"the loss has {beside:.2e} beside the cross-entropy; {coefficient:g} times aux_loss is {expected:.2e}"
+    weighted = f"{coefficient:g} times aux_loss is {expected:.2e}"
+    sentence = f"the loss has {beside:.2e} beside the cross-entropy; {weighted}"
     if abs(beside - expected) <= _tolerance(probe) * abs(expected) + 1e-5 * abs(cross_entropy):
         yield Finding("balancing", WHOLE_MODEL, "pass", sentence)
         return

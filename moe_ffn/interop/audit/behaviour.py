@@ -203,7 +203,7 @@ def _health(probe: Probe, passed: Outputs) -> Iterator[Finding]:
             WHOLE_MODEL,
             "warn",
             sentence,
-            "the text may not fit the tokenizer, or weights are in the wrong place: compare with `moe-ffn diff`",
+            "check that the text fits the tokenizer, and compare the weights with their source: moe-ffn diff",
         )
     else:
         yield Finding("health", WHOLE_MODEL, "pass", sentence)
@@ -237,7 +237,8 @@ def _health_of(name: str, routing: Routing) -> Iterator[Finding]:
     idle = int((counts_E == 0).sum())
     busiest = int(counts_E.argmax())
     if violation > limit and is_enough:
-        sentence = f"expert {busiest} takes {counts_E[busiest] / total:.0%} of the pairs, MaxVio {violation:.2f}"
+        share = f"expert {busiest} takes {counts_E[busiest] / total:.0%} of the pairs"
+        sentence = f"{share}, MaxVio {violation:.2f}"
         problem(
             "fail",
             f"{sentence} (limit {limit:.2f})",
@@ -261,7 +262,8 @@ def _health_of(name: str, routing: Routing) -> Iterator[Finding]:
         problem("warn", f"{dropped:.0%} of the pairs are dropped", "raise the capacity factor")
     yield from problems
     if not problems:
-        sentence = f"MaxVio {violation:.2f}, entropy of the load {load_entropy(counts_E).item():.3f}, {idle} idle experts"
+        entropy = load_entropy(counts_E).item()
+        sentence = f"MaxVio {violation:.2f}, entropy of the load {entropy:.3f}, {idle} idle experts"
         if not is_enough:
             sentence += f" (too few tokens to judge: {total / num_experts:.0f} pairs per expert)"
         yield Finding("health", name, "pass", sentence)

@@ -110,8 +110,8 @@ def sparse_layers(model: nn.Module) -> list[SparseLayer]:
     layers = [_layer(model, path, paths, names) for path, paths in found.items()]
     if not layers:
         raise ConfigError(
-            f"{type(unwrapped(model)).__name__} has no sparse layer: none of our blocks, and no module of experts; "
-            "audit a mixture of experts"
+            f"{type(unwrapped(model)).__name__} has no sparse layer: none of our blocks, and no module of "
+            "experts; audit a mixture of experts"
         )
     return layers
 
@@ -147,8 +147,7 @@ def _layer(
     wrapped = [model.get_submodule(expert_path) for expert_path in expert_paths]
     if isinstance(block, FFNBlock):
         kind: Kind = "moe_ffn"
-        bases = [part.innermost for part in block.modules() if isinstance(part, Experts)]
-        bases = [*dict.fromkeys(bases)]
+        bases = _experts_of(block)
         wrapped = [
             part
             for part in block.modules()
@@ -156,7 +155,7 @@ def _layer(
         ] or bases
         num_experts = int(getattr(block, "num_experts", 0)) or _leading_size(bases)
     else:
-        bases = [without_adapters(module) for module in wrapped]
+        bases = [*map(without_adapters, wrapped)]
         is_list = isinstance(bases[0], nn.ModuleList | nn.ModuleDict)
         kind = "listed" if is_list else "fused"
         num_experts = len(bases[0]) if is_list else _leading_size(bases)  # pyright: ignore[reportArgumentType]
@@ -177,6 +176,12 @@ def _layer(
             if any(True for _ in part.parameters())
         ),
     )
+
+
+def _experts_of(block: nn.Module) -> list[nn.Module]:
+    """Return the experts of our block, inside all wrappers."""
+    parts = (part.innermost for part in block.modules() if isinstance(part, Experts))
+    return [*dict.fromkeys(parts)]
 
 
 def _leading_size(modules: Iterable[nn.Module]) -> int:

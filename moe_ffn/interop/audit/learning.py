@@ -44,7 +44,8 @@ def check_requires_grad(probe: Probe) -> Iterator[Finding]:
                 "learning",
                 layer.name,
                 "fail",
-                f"the adapters of the experts do not require a gradient: {places([a.name for a in layer.adapters])}",
+                "the adapters of the experts do not require a gradient: "
+                + places([adapter.name for adapter in layer.adapters]),
                 "load the adapter with is_trainable=True",
             )
         elif frozen and not is_adapted:
@@ -52,7 +53,8 @@ def check_requires_grad(probe: Probe) -> Iterator[Finding]:
                 "learning",
                 layer.name,
                 "fail" if weights else "warn",
-                f"{len(frozen)} of {len(layer.weights)} expert tensors do not require a gradient: {places(frozen)}",
+                f"{len(frozen)} of {len(layer.weights)} expert tensors do not require a gradient: "
+                + places(frozen),
                 "call requires_grad_() on them, unless they should stay as they are",
             )
         fixed = [n for n, p in layer.routers.items() if "bias" not in n and id(p) not in trained]
@@ -142,7 +144,7 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
         outputs: dict[str, list[tuple[int | None, Tensor]]] = {}
         for layer in probe.layers:
             _keep_outputs(layer, outputs.setdefault(layer.name, []), hooks)
-        changes = {"labels": None}
+        changes: dict[str, Any] = {"labels": None}
         if hasattr(probe.config, "output_router_logits"):
             changes["output_router_logits"] = False
         passed = probe.run(**changes)
@@ -170,8 +172,7 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
                 "learning",
                 layer.name,
                 "pass",
-                "every expert that changed the loss has a gradient, every other expert has none, and the router "
-                "learns",
+                "each expert that changed the loss has a gradient, no other has one, and the router learns",
             )
 
 
@@ -246,9 +247,8 @@ def _expert_problems(
     broken: list[str] = []
     norms_E = torch.zeros(layer.num_experts, dtype=torch.float64)
     by_tensor: dict[str, Tensor] = {}
-    for tensor in (*layer.weights, *layer.adapters):
-        if not tensor.parameter.requires_grad:
-            continue
+    trained = [t for t in (*layer.weights, *layer.adapters) if t.parameter.requires_grad]
+    for tensor in trained:
         grad = gradients.get(tensor.parameter)
         if grad is None:
             if used_E is None or tensor.expert is None or used_E[tensor.expert]:
@@ -272,7 +272,7 @@ def _expert_problems(
             f"gradients of {len(broken)} expert tensors are NaN or infinite: {places(broken)}"
         )
         yield Finding("learning", layer.name, "fail", sentence, "lower the learning rate or scale")
-    if used_E is None or missing or broken or not norms_E.any() and not used_E.any():
+    if used_E is None or missing or broken or not trained:
         return
     dead = _ids(used_E & (norms_E == 0))
     still = [

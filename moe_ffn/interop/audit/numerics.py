@@ -24,7 +24,7 @@ from moe_ffn.interop.transformers import weights_of
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.metrics.functional import chosen_experts
-from moe_ffn.outputs import Plan, Routing, TokenContext
+from moe_ffn.outputs import Plan, Routing
 
 MAX_TOKENS = 256
 """Tokens whose experts are computed again, so that a check stays quick."""
@@ -120,7 +120,7 @@ def check_precision(layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
                 layer.name,
                 "warn",
                 sentence,
-                f"the router computes in {str(dtype).removeprefix('torch.')}; keep its weights and logits in float32",
+                f"the router is in {name_of(dtype)}; keep its weights and logits in float32",
             )
         else:
             yield Finding("precision", layer.name, "pass", sentence)
@@ -211,10 +211,9 @@ def _compared(
     if parameter.is_cuda and parameter.dtype == torch.float32:
         limit = TF32_ERROR
     worst = max(errors, key=lambda name: _sortable(errors[name]))
-    dtype = str(parameter.dtype).removeprefix("torch.")
     sentence = (
-        f"{implementation} in {dtype} beside a loop in float64: largest difference {errors[worst]:.1e} of the "
-        f"largest value (in {worst})"
+        f"{implementation} in {name_of(parameter.dtype)} beside a loop in float64: largest difference "
+        f"{errors[worst]:.1e} of the largest value (in {worst})"
     )
     if errors[worst] <= limit:
         return Finding("kernels", layer.name, "pass", sentence)
@@ -320,5 +319,5 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).abs().max() / scale).item()
 
 
-def context_of(probe: Probe) -> TokenContext:
-    return TokenContext(mask=probe.mask_BS, token_ids=probe.ids_BS)
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -39,8 +39,8 @@ def check_order(probe: Probe) -> Iterator[Finding]:
                 "order",
                 WHOLE_MODEL,
                 "skip",
-                f"the loss, {loss:.3f}, is not below {TRAINED:g} of a uniform guess's, so it cannot tell whether "
-                "weights are in their places",
+                f"the loss, {loss:.3f}, is not below {TRAINED:g} of a uniform guess's, so it does not tell "
+                "whether weights are in their places",
             )
             return
         for layer in probe.layers:
@@ -60,8 +60,8 @@ def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Findi
                     "order",
                     layer.name,
                     "warn",
-                    f"the loss changes by {rise:+.4f} (standard error {error:.4f}) when its experts move by one "
-                    "place: they are in another order than the router's rows, or are all alike",
+                    f"the loss changes by {rise:+.4f} (standard error {error:.4f}) when its experts move by "
+                    "one place: they are in another order than the router's rows, or are all alike",
                     "compare the conversion with its source: moe-ffn diff",
                 )
             )

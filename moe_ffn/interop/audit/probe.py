@@ -59,7 +59,7 @@ class Probe:
     @property
     def config(self) -> Any:
         """Config of the language model inside a model of transformers; None for others."""
-        config = getattr(self.base, "config", None)
+        config: Any = getattr(self.base, "config", None)
         return config.get_text_config() if hasattr(config, "get_text_config") else None
 
     @property
@@ -134,20 +134,22 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     Gradient checkpointing is off inside, because it runs layers twice.
     """
     before = [(module, module.training) for module in model.modules()]
-    recomputing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    recomputing: list[Any] = [
+        m for m in model.modules() if getattr(m, "gradient_checkpointing", False)
+    ]
     devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
         with torch.random.fork_rng(list(devices)):
             torch.manual_seed(0)
             model.train(training)
             for module in recomputing:
-                module.gradient_checkpointing = False  # pyright: ignore[reportAttributeAccessIssue]
+                module.gradient_checkpointing = False
             yield
     finally:
         for module, was_training in before:
             module.training = was_training
         for module in recomputing:
-            module.gradient_checkpointing = True  # pyright: ignore[reportAttributeAccessIssue]
+            module.gradient_checkpointing = True
 
 
 def checked_batch(batch: Any) -> Mapping[str, Any]:
@@ -160,8 +162,8 @@ def checked_batch(batch: Any) -> Mapping[str, Any]:
         batch = {_IDS: batch}
     if not isinstance(batch, Mapping) or not isinstance(batch.get(_IDS), Tensor):
         raise ConfigError(
-            f"audit: the batch must be token ids (batch, sequence) or a mapping with '{_IDS}', but is of type "
-            f"{type(batch).__name__}"
+            f"audit: the batch must be token ids (batch, sequence) or a mapping with '{_IDS}', but is of "
+            f"type {type(batch).__name__}"
         )
     ids = batch[_IDS]
     if ids.ndim != 2 or ids.is_floating_point() or ids.shape[1] < 2:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding, places
 from moe_ffn.interop.audit.layers import SparseLayer, without_adapters
 from moe_ffn.interop.audit.probe import Probe
+from moe_ffn.interop.swap import SwappedFFN
 from moe_ffn.model.decoder import Decoder
 
 K_OPTIONS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -33,7 +34,7 @@ def check_structure(probe: Probe) -> Iterator[Finding]:
     """Compare shapes of the model with those that its config builds."""
     num_declared = option_of(probe.config, E_OPTIONS)
     for layer in probe.layers:
-        if num_declared not in (None, layer.num_experts) and not layer.kind == "moe_ffn":
+        if num_declared not in (None, layer.num_experts) and layer.kind != "moe_ffn":
             yield Finding(
                 "structure",
                 layer.name,
@@ -47,10 +48,12 @@ def check_structure(probe: Probe) -> Iterator[Finding]:
             "structure", WHOLE_MODEL, "skip", "no config from which to build the model again"
         )
         return
-    quantised = _quantised_modules(probe.base)
+    replaced = _quantised_modules(probe.base) | _swapped_blocks(probe)
     actual = {_plain_name(n): tuple(p.shape) for n, p in _own_parameters(probe)}
-    for name in [name for name in {*actual, *expected} if _is_in(name, quantised)]:
-        actual.pop(name, None)  # packed weights have other shapes
+    for name in [name for name in {*actual, *expected} if _is_in(name, replaced)]:
+        actual.pop(
+            name, None
+        )  # neither packed weights nor our blocks have the shapes of the config
         expected.pop(name, None)
     missing = [name for name in expected if name not in actual]
     added = [name for name in actual if name not in expected]
@@ -78,6 +81,14 @@ def check_structure(probe: Probe) -> Iterator[Finding]:
         )
 
 
+def _swapped_blocks(probe: Probe) -> set[str]:
+    """Return the paths of our blocks in a model of transformers."""
+    if isinstance(probe.base, Decoder):
+        return set()
+    paths = {name for name, module in probe.base.named_modules() if isinstance(module, SwappedFFN)}
+    return paths | {layer.path for layer in probe.layers if layer.kind == "moe_ffn"}
+
+
 def _own_parameters(probe: Probe) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of the model itself, without adapters."""
     for name, parameter in probe.base.named_parameters():
@@ -92,7 +103,7 @@ def _plain_name(name: str) -> str:
 
 
 def _declared_shapes(probe: Probe) -> dict[str, tuple[int, ...]] | None:
-    """Return name -> shape of a model built from the config on the meta device; None if that is impossible."""
+    """Return name -> shape of a model built from the config; None if that is impossible."""
     base: Any = probe.base
     try:
         with torch.device("meta"):
@@ -154,8 +165,8 @@ def _experts_left_out(probe: Probe, word: str, is_done: Any) -> Iterator[Finding
 _ADVICE = {
     "adapted": "if the experts should learn, name their tensors in target_parameters, such as "
     "mlp.experts.gate_up_proj; target_modules matches no fused expert",
-    "quantised": "if memory matters, use a quantiser that supports fused experts: it replaced the linear layers "
-    "only",
+    "quantised": "if memory matters, use a quantiser that supports fused experts; this one replaced linear "
+    "layers only",
 }
 
 
@@ -177,7 +188,7 @@ def _adapted_weights(layer: SparseLayer) -> set[str]:
 
 
 def _unmatched_targets(probe: Probe) -> Iterator[Finding]:
-    """Yield a failure for each target of an adapter that matches nothing: its tensors are silently not adapted."""
+    """Yield a failure for targets of an adapter that match nothing: peft ignores them."""
     modules = {_plain_name(f"{name}.")[:-1] for name, _ in probe.base.named_modules() if name}
     for name, config in getattr(probe.model, "peft_config", {}).items():
         targets = getattr(config, "target_modules", None)
@@ -193,7 +204,7 @@ def _unmatched_targets(probe: Probe) -> Iterator[Finding]:
                 "left out",
                 WHOLE_MODEL,
                 "fail",
-                f"target_modules of adapter '{name}' names {places(unmatched)}, which match no module of this model",
+                f"target_modules of adapter '{name}' names {places(unmatched)}, which match no module",
                 _ADVICE["adapted"],
             )
 

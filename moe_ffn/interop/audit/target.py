@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import statistics
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.files import read_object, reason
-from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding, places
+from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding, Verdict, places
 from moe_ffn.interop.transformers_folder import is_transformers_folder, load_model, load_tokenizer
 from moe_ffn.report.inspect.text import text_of_run
 from moe_ffn.runs.folder import check_has_weights
@@ -85,7 +86,7 @@ def load_target(
 
 def _loading(info: dict[str, Any]) -> list[Finding]:
     """Return findings on weights that transformers did not find, did not use, or could not fit."""
-    wrong = (
+    wrong: tuple[tuple[str, Verdict, str], ...] = (
         ("missing_keys", "fail", "are not in the files, and were initialised at random"),
         (
             "mismatched_keys",
@@ -132,13 +133,15 @@ def _adapter(
         )
     target = load_target(base, text, num_tokens, trust_code=trust_code)
     try:
-        model = peft.PeftModel.from_pretrained(target.model, folder, is_trainable=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the findings say what peft warns of
+            model = peft.PeftModel.from_pretrained(target.model, folder, is_trainable=True)
         with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
             stored = set(file.keys())
     except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
         raise ConfigError(
-            f"the adapter '{folder}' does not fit the model '{base}' ({first_line(error)}); give its own base "
-            "with --base"
+            f"the adapter '{folder}' does not fit the model '{base}' ({first_line(error)}); give its own "
+            "base with --base"
         ) from error
     loaded = set(peft.get_peft_model_state_dict(model))
     findings = [
