@@ -58,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
     check_output("--html", args.html, OPENING)
     check_output("--json", args.json, "{")
     # Imported here, so that a mistake in the options is reported before these libraries load.
+    from moe_ffn.cli.audit_target import load_target
     from moe_ffn.interop.audit import audit
-    from moe_ffn.interop.audit.target import load_target
 
     with accepting_code(args.trust_code):
         target = load_target(
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     report = replace(report, findings=(*target.findings, *report.findings), facts=facts)
     show(report, Console(highlight=False))
     if args.html is not None:
-        write_output("--html", args.html, page(report, str(args.target)))
+        write_output("--html", args.html, page(report, args.target.resolve().name))
         print(f"written: {args.html}")
     if args.json is not None:
         write_output("--json", args.json, json.dumps(report.to_dict(), indent=2) + "\n")

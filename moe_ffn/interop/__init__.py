@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING
 from moe_ffn.config.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from moe_ffn.interop.audit import audit
     from moe_ffn.interop.blocks import block_config, convert_block
     from moe_ffn.interop.routings import watch
     from moe_ffn.interop.swap import swap_ffn
     from moe_ffn.interop.transformers import register
 
 _LAZY = {
-    "audit": "moe_ffn.interop.audit",
     "block_config": "moe_ffn.interop.blocks",
     "convert_block": "moe_ffn.interop.blocks",
     "register": "moe_ffn.interop.transformers",
@@ -22,7 +20,6 @@ _LAZY = {
 """Names that are imported on first use, because they need optional packages."""
 
 __all__ = [
-    "audit",
     "block_config",
     "convert_block",
     "register",

@@ -737,6 +737,6 @@ def test_a_report_is_text_json_and_html() -> None:
     (failure,) = report.failures
     assert (failure.check, failure.place) == ("learning", "layer_01")
     assert not report.ok
-    assert report.summary.startswith("1 failure; ")
+    assert report.summary.startswith("1 failure (learning); ")
     assert json.loads(json.dumps(report.to_dict()))["findings"]
     assert failure.sentence in report._repr_html_()

@@ -105,7 +105,7 @@ def _causality(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     change, limit = _change(
         probe, passed.logits_BSV[:, :half][mask], again.logits_BSV[:, :half][mask]
     )
-    sentence = f"logits change by {change:.1e} of the largest when later tokens are altered"
+    sentence = f"logits change by {brief(change)} of the largest when later tokens are altered"
     if change <= limit:
         yield Finding("causality", WHOLE_MODEL, "pass", sentence)
         return
@@ -127,6 +127,10 @@ def _sees_later_tokens(probe: Probe) -> bool:
     return "MaskedLM" in type(probe.base).__name__ or bool(
         getattr(config, "is_encoder_decoder", False)
     )
+
+
+def brief(change: float) -> str:
+    return f"{change:.1e}" if change else "0"
 
 
 def _first_flip(one: Outputs, other: Outputs, shape: torch.Size, half: int) -> str:
@@ -177,7 +181,7 @@ def _determinism(probe: Probe, passed: Outputs) -> Iterator[Finding]:
         real = probe.mask_BS[row]
         change, limit = _change(probe, passed.logits_BSV[row][real], alone.logits_BSV[0][real])
         worst = max(worst, change)
-    sentence = f"a sequence alone and in the batch: logits differ by {worst:.1e} of the largest"
+    sentence = f"a sequence alone and in the batch: logits differ by {brief(worst)} of the largest"
     if worst <= limit:
         yield Finding("determinism", WHOLE_MODEL, "pass", sentence)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from moe_ffn import html_repr
@@ -31,9 +31,9 @@ class Finding:
     """Name of the layer, such as `layer_03`, or `model`."""
     verdict: Verdict
     sentence: str
-    """What was measured."""
+    """The measurement, with its numbers."""
     advice: str = ""
-    """What to do; empty if nothing is wrong."""
+    """A remedy; empty if nothing is wrong."""
 
 
 class Failure(NamedTuple):
@@ -55,7 +55,7 @@ class AuditReport:
     model: str
     """Name of the model's class."""
     facts: Mapping[str, str]
-    """What was audited: layers, experts, parameters, dtype, tokens."""
+    """Name -> value of what was audited: layers, experts, parameters, dtype, batch."""
     layers: tuple[str, ...]
     """Names of the sparse layers."""
     findings: tuple[Finding, ...]
@@ -84,14 +84,15 @@ class AuditReport:
     @property
     def summary(self) -> str:
         """The verdict in one sentence."""
-        counts = Counter(row.verdict for row in self.rows())
+        rows = self.rows()
+        counts = Counter(row.verdict for row in rows)
         if not counts["fail"] and not counts["warn"]:
             return f"No problem found: {_counted(counts['pass'], 'check')} passed."
-        problems = [
-            _counted(counts[verdict], noun)
-            for verdict, noun in (("fail", "failure"), ("warn", "warning"))
-            if counts[verdict]
-        ]
+        problems: list[str] = []
+        for verdict, noun in (("fail", "failure"), ("warn", "warning")):
+            if counts[verdict]:
+                checks = dict.fromkeys(row.check for row in rows if row.verdict == verdict)
+                problems.append(f"{_counted(counts[verdict], noun)} ({', '.join(checks)})")
         return f"{' and '.join(problems)}; {_counted(counts['pass'], 'check')} passed."
 
     def rows(self) -> list[Finding]:
@@ -104,17 +105,18 @@ class AuditReport:
             if finding.verdict == "pass" and finding.place != WHOLE_MODEL:
                 same = ""
             groups.setdefault((finding.check, finding.verdict, same), []).append(finding)
-        rows = [
-            Finding(
-                first.check,
-                self._places([finding.place for finding in (first, *others)]),
-                first.verdict,
-                first.sentence,
-                first.advice,
-            )
-            for first, *others in groups.values()
-        ]
+        rows = [self._merged(findings) for findings in groups.values()]
         return sorted(rows, key=lambda row: ORDER.index(row.verdict))
+
+    def _merged(self, findings: list[Finding]) -> Finding:
+        """Return one finding for equal ones in several layers, with the numbers of the first."""
+        first, *others = findings
+        differ = any(other.sentence != first.sentence for other in others)
+        return replace(
+            first,
+            place=self._places([finding.place for finding in findings]),
+            sentence=f"{first.place}: {first.sentence}" if differ else first.sentence,
+        )
 
     def _places(self, names: Sequence[str]) -> str:
         if len(self.layers) > 1 and set(self.layers) <= set(names):

@@ -34,7 +34,7 @@ class Outputs:
     routings: dict[str, Routing]
     """Routing of each layer that can be watched."""
     output: Any
-    """What the model returned."""
+    """Return value of the model."""
 
 
 class Probe:
@@ -45,7 +45,7 @@ class Probe:
         self.batch = batch
         self.layers = sparse_layers(model)
         self.unwatched = ""
-        """Why routings cannot be recorded; empty if they can."""
+        """Reason why routings cannot be recorded; empty if they can."""
         try:
             with watch(model):
                 pass

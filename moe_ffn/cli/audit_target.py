@@ -1,4 +1,4 @@
-"""What `moe-ffn audit` is given: a run, a model folder of ours or of transformers, or an adapter of peft."""
+"""Loading for `moe-ffn audit`: a run, a model folder of ours or of transformers, or an adapter of peft."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Target:
     text: str
     """Name of the text, for the report."""
     findings: tuple[Finding, ...] = ()
-    """What was found while loading."""
+    """Findings from loading."""
     objective: ObjectiveConfig | None = None
     """Balancing of a run."""
 
