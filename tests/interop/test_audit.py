@@ -113,6 +113,9 @@ def test_a_large_model_without_numbers_is_checked_in_shape() -> None:
     assert sum(p.numel() for p in model.parameters()) > 5e9
     assert problems(report) == {"learning": {"layer_02"}}
     assert "down_proj" in str(report)
+    total = sum(p.numel() for p in model.parameters())
+    expert = 3 * 4096 * 14336
+    assert report.facts["parameters"].endswith(f" {total - 4 * 6 * expert:,} active")
     assert [finding.check for finding in report.findings if finding.verdict == "skip"] == [
         "numbers"
     ]
@@ -199,6 +202,7 @@ def lora(**options: Any) -> Case:
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
+# As in peft#3009 and unsloth PR#6936.
 def names_of_modules_that_fused_experts_lack() -> Case:
     return lora(target_modules=["q_proj", "w1", "w2", "w3"])
 
@@ -287,6 +291,7 @@ def patched_router(change: Callable[[Any, Any, Any], Any], case: Case | None = N
     return case
 
 
+# As in minimind PR#859.
 def a_router_whose_weights_are_detached() -> Case:
     return patched_router(lambda logits, weights, ids: (logits, weights.detach(), ids))
 
@@ -410,6 +415,7 @@ def other_loss(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> An
         module.load_balancing_loss_func = original
 
 
+# As in trl#7222, transformers#48886 and #45120, Automodel#1408 and Megatron-LM#1984.
 LOSSES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "scaled by k once more": lambda f: lambda logits, E, k, mask: k * f(logits, E, k, mask),
     "without the factor E": lambda f: lambda logits, E, k, mask: f(logits, E, k, mask) / E,
@@ -463,6 +469,7 @@ def a_kernel(change: Callable[..., Any], **options: Any) -> Callable[[], Case]:
     return lambda: patched_experts(change, **options)
 
 
+# As in Liger-Kernel PR#1413.
 def _half_the_gradient(compute: Any, experts: Any, hidden: Any, ids: Any, weights: Any) -> Any:
     return _scaled_gradient(compute(experts, hidden, ids, weights), 0.5)
 
@@ -594,6 +601,7 @@ def swapped_gates() -> Case:
     return case
 
 
+# As in Megatron-LM#5844, transformers#47031 and DeepSpeed#8147.
 def experts_in_another_order() -> Case:
     case = our_demo()
     with torch.no_grad():
@@ -710,6 +718,7 @@ def test_experts_in_a_list_are_checked_as_far_as_they_can_be_seen() -> None:
     report = audit(model, batch())
     assert not problems(report), report
     assert report.facts["sparse layers"] == "1 (experts in a list)"
+    assert report.facts["experts"] == "4, ? per token"
     skipped = {finding.check for finding in report.findings if finding.verdict == "skip"}
     assert skipped == {"structure", "kernels", "health", "order"}
 

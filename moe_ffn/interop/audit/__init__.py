@@ -15,14 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.interop.audit.balancing import check_balancing, check_objective
 from moe_ffn.interop.audit.behaviour import check_behaviour
 from moe_ffn.interop.audit.findings import WHOLE_MODEL, AuditReport, Finding
+from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.learning import check_gradients, check_optimizer, check_requires_grad
 from moe_ffn.interop.audit.numerics import check_kernels, check_precision, record
 from moe_ffn.interop.audit.order import check_order
 from moe_ffn.interop.audit.probe import Probe, checked_batch
-from moe_ffn.interop.audit.structure import check_left_out, check_structure
+from moe_ffn.interop.audit.structure import (
+    K_OPTIONS,
+    check_left_out,
+    check_structure,
+    option_of,
+)
 from moe_ffn.training.objective import ObjectiveConfig
 
 __all__ = ["AuditReport", "Finding", "audit"]
@@ -99,11 +106,25 @@ def _numeric_checks(
     yield from check_order(probe)
 
 
+def experts_per_token(probe: Probe, layer: SparseLayer) -> float | None:
+    """Return the experts per token of a layer, as its config declares them; None if it does not."""
+    if isinstance(layer.block, FFNBlock):
+        return getattr(getattr(layer.block, "config", None), "experts_per_token", None)
+    return option_of(probe.config, K_OPTIONS)
+
+
 def facts(probe: Probe) -> dict[str, str]:
     """Return what is audited, as text."""
     layers = probe.layers
     total = sum(parameter.numel() for parameter in probe.model.parameters())
     in_experts = sum(layer.num_parameters for layer in layers)
+    per_token = [experts_per_token(probe, layer) for layer in layers]
+    idle = sum(
+        layer.num_parameters * (1 - k / layer.num_experts)
+        for layer, k in zip(layers, per_token, strict=True)
+        if k is not None
+    )
+    ks = ", ".join(f"{k:g}" for k in sorted({k for k in per_token if k is not None}))
     kinds = {
         "moe_ffn": "blocks of moe_ffn",
         "fused": "fused experts",
@@ -113,9 +134,10 @@ def facts(probe: Probe) -> dict[str, str]:
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in probe.model.parameters()})
     return {
         "sparse layers": f"{len(layers)} ({', '.join(sorted({kinds[layer.kind] for layer in layers}))})",
-        "experts": ", ".join(map(str, counts)),
+        "experts": f"{', '.join(map(str, counts))}, {ks or '?'} per token",
         "shared expert": "yes" if any(layer.has_shared_expert for layer in layers) else "no",
-        "parameters": f"{total:,}, {in_experts / max(total, 1):.0%} in experts",
+        "parameters": f"{total:,}, {in_experts / max(total, 1):.0%} in experts"
+        + (f", {round(total - idle):,} active" if ks else ""),
         "dtype": ", ".join(dtypes),
         "batch": f"{probe.ids_BS.shape[0]} sequences of {probe.ids_BS.shape[1]} tokens",
     }
