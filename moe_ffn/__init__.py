@@ -43,6 +43,7 @@ from moe_ffn.routing.capacity import CapacityConfig
 
 if TYPE_CHECKING:
     from moe_ffn.cli.train import train
+    from moe_ffn.interop.audit import audit
     from moe_ffn.interop.diff import diff
     from moe_ffn.model.decoder import Decoder, DecoderConfig
     from moe_ffn.runs.reader import load_run
@@ -74,6 +75,7 @@ __all__ = [
     "SoftMoEConfig",
     "TokenContext",
     "TopKRouterConfig",
+    "audit",
     "build_ffn",
     "diff",
     "load_balancing_loss",
@@ -88,6 +90,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "audit": "moe_ffn.interop.audit",
     **dict.fromkeys(("Decoder", "DecoderConfig"), "moe_ffn.model.decoder"),
     "diff": "moe_ffn.interop.diff",
     "load_run": "moe_ffn.runs.reader",

@@ -103,13 +103,31 @@ def encode_utf8(tokenizer: Any, text: bytes) -> list[int]:
 
 
 def load_model(folder: Path, **options: Any) -> Any:
-    """Load a language model in evaluation mode, from config.json and safetensors alone.
+    """Load a language model in evaluation mode; for arguments see `load_with_info`.
+
+    Raises:
+        ConfigError: see `route_text`.
+    """
+    model, info = load_with_info(folder, **options)
+    if missing := sorted(info["missing_keys"]):  # transformers initialises them at random
+        raise ConfigError(
+            f"'{folder}' has no weight {show(missing[0])}, which its {CONFIG_FILE} requires; download the "
+            "folder again"
+        )
+    return model.eval()
+
+
+def load_with_info(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a language model, from config.json and safetensors alone, and lists of wrong weights.
 
     Args:
         options: further arguments of `from_pretrained`.
 
+    Returns:
+        The model, and the `output_loading_info` of transformers, such as `missing_keys`.
+
     Raises:
-        ConfigError: see `route_text`.
+        ConfigError: see `route_text`; missing weights raise nothing.
     """
     transformers = import_transformers()
     model_type = (read_object(folder / CONFIG_FILE) or {}).get("model_type")
@@ -117,7 +135,7 @@ def load_model(folder: Path, **options: Any) -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             use_safetensors=True,
             local_files_only=True,
@@ -130,12 +148,6 @@ def load_model(folder: Path, **options: Any) -> Any:
             f"'{folder}' cannot be read as a language model of type {show(model_type)} "
             f"({first_line(error)})"
         ) from error
-    if missing := sorted(info["missing_keys"]):  # transformers initialises them at random
-        raise ConfigError(
-            f"'{folder}' has no weight {show(missing[0])}, which its {CONFIG_FILE} requires; download the "
-            "folder again"
-        )
-    return model.eval()
 
 
 def load_tokenizer(folder: Path) -> tuple[Any, bool]:
