@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import statistics
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import ConfigError, first_line
-from moe_ffn.files import read_object, reason
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.files import reason
 from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding, Verdict, places
 from moe_ffn.interop.transformers_folder import (
+    ADAPTER_CONFIG,
+    base_of_adapter,
     encode_utf8,
+    is_adapter_folder,
     is_transformers_folder,
+    load_adapter,
     load_tokenizer,
     load_with_info,
 )
@@ -27,8 +30,6 @@ from moe_ffn.runs.folder import check_has_weights
 from moe_ffn.runs.reader import load_run
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights import pretrained
-
-ADAPTER_FILE = "adapter_config.json"
 
 MAX_LENGTH = 256
 """Longest sequence of a batch."""
@@ -65,11 +66,11 @@ def load_target(
     Raises:
         ConfigError: the folder or the text cannot be read, or they do not belong together.
     """
-    if (folder / ADAPTER_FILE).exists():
+    if is_adapter_folder(folder):
         return _adapter(folder, text, num_tokens, base, trust_code)
     if base is not None:
         raise ConfigError(
-            f"--base: '{folder}' is no adapter of peft, which has {ADAPTER_FILE}; leave it out"
+            f"--base: '{folder}' is no adapter of peft, which has {ADAPTER_CONFIG}; leave it out"
         )
     if pretrained.is_model_folder(folder):
         model = pretrained.load_pretrained(folder, trust_code=trust_code)
@@ -127,12 +128,7 @@ def _loading(info: dict[str, Any]) -> list[Finding]:
 def _adapter(
     folder: Path, text: Path | None, num_tokens: int, base: Path | None, trust_code: bool
 ) -> Target:
-    try:
-        import peft
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ConfigError("an adapter needs peft: pip install '.[lora]'") from error
-    named = (read_object(folder / ADAPTER_FILE) or {}).get("base_model_name_or_path")
+    named = base_of_adapter(folder)
     base = base or (None if named is None else Path(named))
     if base is None or not base.is_dir():
         raise ConfigError(
@@ -140,33 +136,22 @@ def _adapter(
             "with --base"
         )
     target = load_target(base, text, num_tokens, trust_code=trust_code)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the findings say what peft warns of
-            model = peft.PeftModel.from_pretrained(target.model, folder, is_trainable=True)
-        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-            stored = set(file.keys())
-    except (RuntimeError, ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(
-            f"the adapter '{folder}' does not fit the model '{base}' ({first_line(error)}); give its own "
-            "base with --base"
-        ) from error
-    loaded = set(peft.get_peft_model_state_dict(model))
+    adapted = load_adapter(folder, target.model, base, is_trainable=True)
     findings = [
         Finding(
             "loading",
             WHOLE_MODEL,
             "fail",
-            f"{len(names)} tensors of the adapter {what}: {places(sorted(names))}",
+            f"{len(names)} tensors of the adapter {what}: {places(names)}",
             "load it with the versions of peft and transformers that saved it, or train it again",
         )
         for names, what in (
-            (stored - loaded, "match nothing in the model and have no effect"),
-            (loaded - stored, "are not in its file, and were initialised at random"),
+            (adapted.unused, "match nothing in the model and have no effect"),
+            (adapted.missing, "are not in its file, and were initialised at random"),
         )
         if names
     ] or [Finding("loading", WHOLE_MODEL, "pass", "every tensor of the adapter has its place")]
-    return Target(model, target.ids_BS, target.text, (*target.findings, *findings))
+    return Target(adapted.model, target.ids_BS, target.text, (*target.findings, *findings))
 
 
 # -- text

@@ -9,7 +9,6 @@ B windows of S tokens, V vocabulary, E experts
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from moe_ffn.config.errors import ConfigError, first_line, nearest_or_all, show
 from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.files import kind_of, read_object
+from moe_ffn.files import kind_of
 from moe_ffn.interop.replaying import (
     num_experts,
     read_experts,
@@ -35,9 +34,12 @@ from moe_ffn.interop.routings import routing_modules, watch
 from moe_ffn.interop.transformers import register
 from moe_ffn.interop.transformers_folder import (
     encode_utf8,
+    is_adapter_folder,
     is_transformers_folder,
+    load_adapter,
     load_model,
     load_tokenizer,
+    wrong_base,
 )
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.model.decoder import Decoder, is_inner, layer_number, short_name
@@ -313,13 +315,10 @@ class _Side:
         return self.model.config.get_text_config().num_hidden_layers
 
 
-_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-
 def _load(folder: Path, other: Path, options: _Options, *, trust_code: bool) -> _Side:
     """Load the model in a folder; an adapter is merged into the model in `other`."""
-    if _is_adapter(folder):
-        if _is_adapter(other):
+    if is_adapter_folder(folder):
+        if is_adapter_folder(other):
             raise ConfigError(
                 f"'{folder}' and '{other}' are both adapters; give the base model of one of them, or merge "
                 "both"
@@ -348,10 +347,6 @@ def _sparse_modules(model: nn.Module) -> dict[str, str]:
         for name, module in found.items()
         if not isinstance(module, FFNBlock) or module.routers()
     }
-
-
-def _is_adapter(folder: Path) -> bool:
-    return kind_of(folder / _ADAPTER_CONFIG) is not None
 
 
 def _load_ours(folder: Path, options: _Options, *, trust_code: bool) -> _Side:
@@ -403,34 +398,12 @@ def _load_theirs(folder: Path, options: _Options) -> _Side:
 
 def _merge(folder: Path, base: _Side) -> _Side:
     """Merge an adapter of peft into its base."""
-    try:
-        import peft
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ConfigError("peft is not installed: pip install peft") from error
-    path = folder / _ADAPTER_WEIGHTS
-    if kind_of(path) is None:
-        raise ConfigError(f"'{folder}' has no {_ADAPTER_WEIGHTS}; save the adapter as safetensors")
-    merged: Any = None
-    problem = ""
-    try:
-        with safe_open(path, "pt") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft warns of names, which are compared here
-            stored = set(file.keys())
-            adapted: Any = peft.PeftModel.from_pretrained(base.model, str(folder))
-            expected = set(peft.get_peft_model_state_dict(adapted))
-            if no_place := sorted(stored - expected):
-                problem = f"which has no place for {no_place[0]}"
-            elif missing := sorted(expected - stored):
-                problem = f"for which it lacks {missing[0]}"
-            else:
-                merged = adapted.merge_and_unload()
-    except Exception as error:  # of many types: names or shapes do not fit
-        problem = f"({first_line(error)})"
-    if merged is None:
-        name = (read_object(folder / _ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
-        trained = f"; it was trained on {show(name)}" if name else ""
-        raise ConfigError(f"'{folder}' is not an adapter for '{base.folder}', {problem}{trained}")
+    adapted = load_adapter(folder, base.model, base.folder)
+    if adapted.unused:
+        raise wrong_base(folder, base.folder, f"which has no place for {adapted.unused[0]}")
+    if adapted.missing:
+        raise wrong_base(folder, base.folder, f"for which it lacks {adapted.missing[0]}")
+    merged = adapted.model.merge_and_unload()
     return replace(base, folder=folder, model=merged.eval(), is_merged=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,3 +170,64 @@ def import_transformers() -> Any:
     except ImportError as error:
         raise ConfigError(NOT_INSTALLED) from error
     return transformers
+
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A model with an adapter of peft, and the tensors of the adapter that have no counterpart."""
+
+    model: Any
+    """PeftModel"""
+    unused: tuple[str, ...]
+    """Names in the file that the model does not have."""
+    missing: tuple[str, ...]
+    """Names in the model that the file does not have."""
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Return whether a folder has an adapter of peft."""
+    return kind_of(folder / ADAPTER_CONFIG) is not None
+
+
+def base_of_adapter(folder: Path) -> str | None:
+    """Return the name or folder of the model on which an adapter was trained."""
+    return (read_object(folder / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+
+
+def load_adapter(
+    folder: Path, base: Any, base_folder: Path, *, is_trainable: bool = False
+) -> AdaptedModel:
+    """Put the adapter in a folder onto a model, which was loaded from `base_folder`.
+
+    Raises:
+        ConfigError: peft is not installed, the weights are no safetensors, or a shape does not fit.
+    """
+    try:
+        import peft
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ConfigError("an adapter needs peft: pip install peft") from error
+    path = folder / ADAPTER_WEIGHTS
+    if kind_of(path) is None:
+        raise ConfigError(f"'{folder}' has no {ADAPTER_WEIGHTS}; save the adapter as safetensors")
+    try:
+        with safe_open(path, "pt") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns of names, which are compared here
+            stored = set(file.keys())
+            model: Any = peft.PeftModel.from_pretrained(
+                base, str(folder), is_trainable=is_trainable
+            )
+            expected = set(peft.get_peft_model_state_dict(model))
+    except Exception as error:  # of many types: names, shapes or the file do not fit
+        raise wrong_base(folder, base_folder, f"({first_line(error)})") from error
+    return AdaptedModel(model, tuple(sorted(stored - expected)), tuple(sorted(expected - stored)))
+
+
+def wrong_base(folder: Path, base_folder: Path, problem: str) -> ConfigError:
+    """Return the error for an adapter that does not belong to a model."""
+    name = base_of_adapter(folder)
+    trained = f"; it was trained on {show(name)}" if name else ""
+    return ConfigError(f"'{folder}' is not an adapter for '{base_folder}', {problem}{trained}")

@@ -143,7 +143,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], tuple[Path, ...]], str]] = {
         dense,
         "LlamaForCausalLM has no sparse layer: none of our blocks, and no module of experts",
     ),
-    "another base": (wider, "does not fit the model"),
+    "another base": (wider, "is not an adapter for"),
     "base is elsewhere": (far_base, "is an adapter for 'some/model', which is no folder here"),
     "base of a model": (
         lambda folder, tmp_path: (folder, Path("--base"), folder),

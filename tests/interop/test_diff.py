@@ -411,7 +411,7 @@ def test_bad_texts_and_missing_libraries_are_one_sentence(
     code, _, err = diff(adapter, adapter)
     assert (code, "are both adapters; give the base model of one of them" in err) == (2, True)
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert diff(qwen, adapter) == (2, "", "error: peft is not installed: pip install peft\n")
+    assert diff(qwen, adapter) == (2, "", "error: an adapter needs peft: pip install peft\n")
     monkeypatch.setitem(sys.modules, "transformers", None)
     missing = "error: transformers 5 or newer is not installed: pip install transformers\n"
     assert diff(qwen, qwen) == (2, "", missing)
