@@ -27,6 +27,9 @@ from moe_ffn.files import reason
 from moe_ffn.interop.diff import DTYPES, Difference, diff, short
 from moe_ffn.model.decoder import short_name
 
+BYTES_PER_TOKEN = 64
+"""Bytes of text that are read for each token, so that a large file is not encoded as a whole."""
+
 MAX_TENSORS = 10
 """Maximum number of tensors in the table."""
 
@@ -35,10 +38,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv or ["--help"])
     check_output("--json", args.json, "{")
     device = device_of(args.device)
-    try:
-        text = args.text.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--text: '{args.text}' cannot be read ({reason(error)})") from error
+    text = _read(args.text, None if args.recorded else BYTES_PER_TOKEN * args.tokens)
     difference = diff(
         args.a,
         args.b,
@@ -59,6 +59,16 @@ def main(argv: Sequence[str]) -> int:
         write_output("--json", args.json, json.dumps(values, indent=2) + "\n")
         print(f"\nwritten: {args.json}")
     return 0
+
+
+def _read(path: Path, limit: int | None) -> bytes:
+    """Read a text, or as many whole lines of it as fit into `limit` bytes."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(-1 if limit is None else limit)
+    except OSError as error:
+        raise ConfigError(f"--text: '{path}' cannot be read ({reason(error)})") from error
+    return text[: text.rfind(b"\n") + 1] or text if len(text) == limit else text
 
 
 def _parser() -> Parser:
@@ -118,7 +128,7 @@ def print_difference(console: Console, difference: Difference) -> None:
     num_windows = difference.num_tokens // difference.window
     console.print(
         f"\nA {difference.a}\nB {difference.b}\n{difference.num_tokens:,} tokens of text in {num_windows:,} "
-        f"windows of {difference.window}",
+        f"window{'s' * (num_windows > 1)} of {difference.window}",
         markup=False,
         soft_wrap=True,
     )

@@ -77,6 +77,7 @@ def test_own_experts_give_the_same_logits_and_gradients(family: str) -> None:
         found = logits_and_gradients(model)
 
     assert len(expected) == len(found) > 10
+    assert torch.equal(found[0], expected[0])
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
     for name, routing in passes[0].items():
