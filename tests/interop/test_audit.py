@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import moe_ffn
 from moe_ffn import audit
 from moe_ffn.cli.demo import MODEL
 from moe_ffn.training.objective import ObjectiveConfig
+from moe_ffn.weights import export_transformers
 from tests.helpers.transformers_models import FAMILIES, model_of
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed here")
@@ -618,6 +620,29 @@ def experts_that_are_all_alike() -> Case:
     return case
 
 
+def exported_demo() -> Any:
+    """The same model in transformers."""
+    with TemporaryDirectory() as folder:
+        export_transformers(our_demo().model, f"{folder}/demo")
+        return AutoModelForCausalLM.from_pretrained(f"{folder}/demo")
+
+
+def a_swapped_gate_in_transformers() -> Case:
+    model = exported_demo()
+    with torch.no_grad():
+        gate_up = model.model.layers[1].mlp.experts.gate_up_proj
+        gate_up.copy_(gate_up.roll(gate_up.shape[1] // 2, 1))
+    return Case(model, our_demo().batch)
+
+
+def rows_of_the_router_in_another_order() -> Case:
+    model = exported_demo()
+    with torch.no_grad():
+        rows = model.model.layers[1].mlp.gate.weight
+        rows.copy_(rows.flip(0))
+    return Case(model, our_demo().batch)
+
+
 DEFECTS: dict[str, list[Callable[[], Case]]] = {
     "structure": [
         fewer_experts_than_declared, narrower_experts_than_declared,
@@ -655,7 +680,10 @@ DEFECTS: dict[str, list[Callable[[], Case]]] = {
         a_router_with_one_favourite, experts_that_nobody_chooses, logits_that_explode,
         a_head_that_is_upside_down, a_weight_of_nan,
     ],
-    "order": [swapped_gates, experts_in_another_order, experts_that_are_all_alike],
+    "order": [
+        swapped_gates, experts_in_another_order, experts_that_are_all_alike,
+        a_swapped_gate_in_transformers, rows_of_the_router_in_another_order,
+    ],
 }  # fmt: skip
 """Check -> defects that it has to find; `LOSSES` has further ones of balancing."""
 
