@@ -29,7 +29,7 @@ MIN_ERRORS = 2.0
 
 
 def check_order(probe: Probe) -> Iterator[Finding]:
-    """Move the experts of each layer by one place, and swap gate and up: the loss should rise."""
+    """Move the experts of each layer, and swap gate and up: the loss should rise."""
     with mode(probe.model, training=False), torch.no_grad():
         losses_N = _losses(probe)
         guess = math.log(probe.logits(labels=None).shape[-1])
@@ -51,17 +51,19 @@ def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Findi
     problems: list[Finding] = []
     measured: list[str] = []
     if layer.kind != "listed" and layer.num_experts > 1:
-        with _moved_experts(layer):
-            rise, error = _rise(losses_N, _losses(probe))
-        measured.append(f"{rise:+.4f} when its experts move by one place")
+        rise, error, places = min(_moves(probe, layer, losses_N))
+        sentence = f"{rise:+.4f} when its experts move by {places} of {layer.num_experts} places"
+        measured.append(sentence)
         if rise <= MIN_ERRORS * error:
+            # Of two wrong orders one may be better; nothing is better than the right one.
+            is_better = rise < -MIN_ERRORS * error
             problems.append(
                 Finding(
                     "order",
                     layer.name,
-                    "warn",
-                    f"the loss changes by {rise:+.4f} (standard error {error:.4f}) when its experts move by "
-                    "one place: they are in another order than the router's rows, or are all alike",
+                    "fail" if is_better else "warn",
+                    f"the loss changes by {sentence} (standard error {error:.4f}): they are in another order "
+                    f"than the router's rows{'' if is_better else ', or are all alike'}",
                     "compare the conversion with its source: moe-ffn diff",
                 )
             )
@@ -85,6 +87,15 @@ def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Findi
         yield Finding("order", layer.name, "pass", f"the loss changes by {' and '.join(measured)}")
 
 
+def _moves(
+    probe: Probe, layer: SparseLayer, losses_N: Tensor
+) -> Iterator[tuple[float, float, int]]:
+    """Yield the change of the loss, its standard error and the places by which the experts moved."""
+    for places in sorted({1, layer.num_experts // 2, layer.num_experts - 1}):
+        with _moved_experts(layer, places):
+            yield *_rise(losses_N, _losses(probe)), places
+
+
 def _losses(probe: Probe) -> Tensor:
     """Return the loss of each predicted token."""
     logits_BSV = probe.logits(labels=None)
@@ -102,12 +113,12 @@ def _rise(before_N: Tensor, after_N: Tensor) -> tuple[float, float]:
 
 
 @contextmanager
-def _moved_experts(layer: SparseLayer) -> Iterator[None]:
-    """Send each token to the experts after its own."""
+def _moved_experts(layer: SparseLayer, places: int) -> Iterator[None]:
+    """Send each token to the experts that many places after its own."""
     size = layer.num_experts
 
     def moved(ids: Tensor) -> Tensor:
-        return torch.where(ids < size, (ids + 1) % size, ids)  # others have no network
+        return torch.where(ids < size, (ids + places) % size, ids)  # others have no network
 
     def before_experts(module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         hidden, ids_TK, weights_TK = (*args, *kwargs.values())[:3]
