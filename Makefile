@@ -15,7 +15,7 @@ EDITABLE := --config-settings editable_mode=compat
 CODE := moe_ffn experiments tests docs
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup train test test-slow test-gpu test-reliability lint lint-docker format docs lock clean readme studies demo-model release
+.PHONY: help setup train test test-slow test-gpu test-reliability clients lint lint-docker format docs lock clean readme studies demo-model release
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -36,6 +36,17 @@ test-gpu: $(DEV)  ## what ranks that share a model compute on GPUs, by NCCL, and
 
 test-reliability: $(DEV)  ## what docs/explanation/reliability.md promises, all of it tried; hours
 	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/reliability
+
+# litgpt alone without its dependencies: it wants an older huggingface-hub than transformers 5.
+clients:  ## run exported models in llama.cpp, mlx-lm and litgpt, in build/clients; 20 minutes the first time
+	$(PYTHON) -m venv build/clients
+	build/clients/bin/pip install --quiet --constraint requirements.lock torch
+	build/clients/bin/pip install --quiet --constraint requirements.lock --editable ".[gguf]" $(EDITABLE) transformers pytest
+	build/clients/bin/pip install --quiet --constraint requirements.lock llama-cpp-python==0.3.36 mlx-lm==0.32.2 "mlx[cpu]" \
+	  "jsonargparse[signatures]<=4.41" psutil
+	build/clients/bin/pip install --quiet --no-deps litgpt==0.5.13
+	build/clients/bin/python -c "import llama_cpp, mlx_lm, litgpt"
+	build/clients/bin/python -m pytest -q --noconftest -m slow tests/weights/test_clients.py
 
 lint: $(DEV)  ## format, lint and types
 	$(VENV)/bin/ruff format --check $(CODE)

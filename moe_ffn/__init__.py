@@ -43,6 +43,8 @@ from moe_ffn.routing.capacity import CapacityConfig
 
 if TYPE_CHECKING:
     from moe_ffn.cli.train import train
+    from moe_ffn.interop.audit import audit
+    from moe_ffn.interop.diff import diff
     from moe_ffn.model.decoder import Decoder, DecoderConfig
     from moe_ffn.runs.reader import load_run
     from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained
@@ -73,7 +75,9 @@ __all__ = [
     "SoftMoEConfig",
     "TokenContext",
     "TopKRouterConfig",
+    "audit",
     "build_ffn",
+    "diff",
     "load_balancing_loss",
     "load_pretrained",
     "load_run",
@@ -86,7 +90,9 @@ __all__ = [
 ]
 
 _LAZY = {
+    "audit": "moe_ffn.interop.audit",
     **dict.fromkeys(("Decoder", "DecoderConfig"), "moe_ffn.model.decoder"),
+    "diff": "moe_ffn.interop.diff",
     "load_run": "moe_ffn.runs.reader",
     "train": "moe_ffn.cli.train",
     **dict.fromkeys(

@@ -67,6 +67,7 @@ MAY_IMPORT["__init__"] = FOUNDATION | {
     "runs",  # `load_run`, when it is asked for
     "weights",  # `load_pretrained`, as well
     "cli",  # `train`, as well
+    "interop",  # `diff`, as well
 }
 """Room or file of the package -> what it may import of the package."""
 

@@ -43,6 +43,7 @@ OUR_COMMANDS = [c for c in commands() if c.startswith(("python -m ", "moe-ffn ")
 SLOW = {
     "moe-ffn generate runs/my-run --prompt 'class '",
     "moe-ffn convert runs/my-run models/exported",
+    "moe-ffn convert runs/my-run models/my.gguf",
 }
 
 # What programs print that train nothing.

@@ -25,7 +25,9 @@ PROGRAMS = {
     "study_page": "write the page of a study from the results of its runs",
     "plan": "compare the layouts of a model on several GPUs",
     "trace": "show which experts each token of a text goes to, layer by layer",
+    "audit": "check a mixture of experts for silent defects, also one of transformers or peft",
     "inspect": "show what the feed-forward blocks of a run store, unit by unit and expert by expert",
+    "diff": "compare two models on a text: weights, predictions, and the experts of each token",
     "convert": "convert a model to or from a folder of transformers",
     "dashboard": "make a wandb workspace for the runs of a project",
 }

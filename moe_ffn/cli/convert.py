@@ -1,9 +1,10 @@
 """Convert a run or a model folder to a folder of transformers, or a folder of transformers to a model folder.
 
     moe-ffn convert runs/NAME models/exported
+    moe-ffn convert runs/NAME models/exported.gguf
     moe-ffn convert models/qwen models/imported
 
-SOURCE decides the direction.
+SOURCE decides the direction. A TARGET that ends in .gguf is a file for llama.cpp.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from moe_ffn.weights.pretrained import (
     require_replaceable,
     save_pretrained,
 )
-from moe_ffn.weights.to_transformers import export_transformers, require_absent
+from moe_ffn.weights.to_gguf import SUFFIX, export_gguf, require_absent_file
+from moe_ffn.weights.to_transformers import Export, export_transformers, require_absent
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,10 +38,13 @@ def main(argv: Sequence[str]) -> int:
         metavar="SOURCE",
         help="folder of a run, model folder of moe_ffn, or model folder of transformers",
     )
-    parser.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="folder or .gguf file to write")
     parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
     args = parser.parse_args(argv)
-    if is_run(args.source) or is_model_folder(args.source):
+    is_ours = is_run(args.source) or is_model_folder(args.source)
+    if args.target.suffix == SUFFIX:
+        _export_gguf(args.source, args.target, is_ours=is_ours, trust_code=args.trust_code)
+    elif is_ours:
         _export(args.source, args.target, trust_code=args.trust_code)
     else:
         _import(args.source, args.target)
@@ -48,27 +53,51 @@ def main(argv: Sequence[str]) -> int:
 
 def _export(source: Path, target: Path, *, trust_code: bool) -> None:
     require_absent(target)  # before a large model is read
-    model = read_source(str(source), "SOURCE", trust_code=trust_code)
-    _print_source(source, "moe_ffn", model.decoder, model.tokenizer)
-    export = export_transformers(model.decoder, target, model.tokenizer)
-    print(f"written: '{target}', {export.family.architecture} of transformers")
-    for note in export.notes:
-        print(f"  {note}")
+    decoder, tokenizer, _ = _read(source, is_ours=True, trust_code=trust_code)
+    export = export_transformers(decoder, target, tokenizer)
+    _print_export(f"'{target}', {export.family.architecture} of transformers", export)
+
+
+def _export_gguf(source: Path, target: Path, *, is_ours: bool, trust_code: bool) -> None:
+    require_absent_file(target)
+    decoder, tokenizer, problem = _read(source, is_ours=is_ours, trust_code=trust_code)
+    if tokenizer is None:
+        raise ConfigError(f"'{target}' needs a tokenizer; {problem or 'the model has none'}")
+    export = export_gguf(decoder, target, tokenizer)
+    _print_export(f"'{target}', {export.family.model_type} for llama.cpp", export)
 
 
 def _import(source: Path, target: Path) -> None:
     replaces = require_replaceable(target.absolute())
+    decoder, tokenizer, problem = _read(source, is_ours=False)
+    save_pretrained(decoder, target, tokenizer)
+    if problem:
+        print(f"without a tokenizer: {problem}")
+    print("\n".join(export_report(target, decoder, tokenizer, replaces=replaces)))
+
+
+def _read(
+    source: Path, *, is_ours: bool, trust_code: bool = False
+) -> tuple[Decoder, Tokenizer | None, str]:
+    """Read and describe a model; return its decoder, its tokenizer, and why a folder has none."""
+    if is_ours:
+        model = read_source(str(source), "SOURCE", trust_code=trust_code)
+        _print_source(source, "moe_ffn", model.decoder, model.tokenizer)
+        return model.decoder, model.tokenizer, ""
     decoder = load_transformers(source)
     tokenizer, problem = None, ""
     try:
         tokenizer = load_tokenizer(source)
     except ConfigError as error:
-        problem = f"without a tokenizer: {error}"
+        problem = str(error)
     _print_source(source, f"{architecture_of(source)} of transformers", decoder, tokenizer)
-    save_pretrained(decoder, target, tokenizer)
-    if problem:
-        print(problem)
-    print("\n".join(export_report(target, decoder, tokenizer, replaces=replaces)))
+    return decoder, tokenizer, problem
+
+
+def _print_export(written: str, export: Export) -> None:
+    print(f"written: {written}")
+    for note in export.notes:
+        print(f"  {note}")
 
 
 def _print_source(

@@ -6,16 +6,20 @@ from moe_ffn.config.lazy import lazy_names
 
 if TYPE_CHECKING:
     from moe_ffn.interop.blocks import block_config, convert_block
+    from moe_ffn.interop.replaying import read_experts, replay
     from moe_ffn.interop.routings import watch
     from moe_ffn.interop.swap import swap_ffn
     from moe_ffn.interop.trainer import RoutingCallback
-    from moe_ffn.interop.transformers import register
+    from moe_ffn.interop.transformers import kernels_in_use, register
 
 _LAZY = {
     "RoutingCallback": "moe_ffn.interop.trainer",
     "block_config": "moe_ffn.interop.blocks",
     "convert_block": "moe_ffn.interop.blocks",
+    "kernels_in_use": "moe_ffn.interop.transformers",
+    "read_experts": "moe_ffn.interop.replaying",
     "register": "moe_ffn.interop.transformers",
+    "replay": "moe_ffn.interop.replaying",
     "swap_ffn": "moe_ffn.interop.swap",
     "watch": "moe_ffn.interop.routings",
 }
@@ -25,7 +29,10 @@ __all__ = [
     "RoutingCallback",
     "block_config",
     "convert_block",
+    "kernels_in_use",
+    "read_experts",
     "register",
+    "replay",
     "swap_ffn",
     "watch",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -86,20 +86,15 @@ class Watcher:
             if isinstance(module, FFNBlock):
                 register(module.register_forward_hook(partial(self._after_block, name)))
                 continue
-            # peft wraps adapted experts, once for each adapted parameter.
-            outermost = re.sub(r"(\.base_layer)+$", "", path)
-            experts = model.get_submodule(outermost)
-            for sibling in model.get_submodule(outermost.rpartition(".")[0]).children():
-                if sibling is not experts:
-                    register(sibling.register_forward_hook(partial(self._after_sibling, name)))
+            for sibling in modules_beside(model, path):
+                register(sibling.register_forward_hook(partial(self._after_sibling, name)))
             before = partial(self._before_experts, name)
             register(module.register_forward_pre_hook(before, with_kwargs=True))
         register(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         register(model.register_forward_hook(self._end, always_call=True))
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = self._signature.bind_partial(*args, **kwargs).arguments
-        arguments |= arguments.get("kwargs", {})
+        arguments = call_arguments(self._signature, args, kwargs)
         inputs = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states"))
         tokens = next((value for value in inputs if isinstance(value, Tensor)), None)
         self._length = None if tokens is None or tokens.ndim < 2 else tokens.shape[1]
@@ -203,6 +198,28 @@ def routing_modules(model: nn.Module) -> dict[str, str]:
             "that receive ids and weights, as in most sparse models of transformers"
         )
     return found
+
+
+def number_of_layers(model: nn.Module, modules: Mapping[str, str]) -> int:
+    """Return the length of the stack that contains the modules of `routing_modules`."""
+    path = re.split(r"(?:^|\.)\d+(?:\.|$)", next(iter(modules.values())), maxsplit=1)[0]
+    return len(list(model.get_submodule(path).children()))
+
+
+def modules_beside(model: nn.Module, path: str) -> list[nn.Module]:
+    """Return the modules next to the experts at `path`, of which one is their router."""
+    path = re.sub(r"(\.base_layer)+$", "", path)  # adapters of peft wrap the experts
+    parent, _, own = path.rpartition(".")
+    children = model.get_submodule(parent).named_children()
+    return [module for name, module in children if name != own]
+
+
+def call_arguments(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    arguments = signature.bind_partial(*args, **kwargs).arguments
+    return {**arguments, **arguments.get("kwargs", {})}
 
 
 _SET_BY_DECORATOR = "is_concatenated"

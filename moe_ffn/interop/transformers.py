@@ -8,7 +8,9 @@ T tokens, D model width, E experts, K experts per token, F hidden width, H = 2 F
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.dispatch import plan_of_pairs
+from moe_ffn.interop.routings import is_experts, layer_of
 from moe_ffn.kernels.activations import (
     ACTIVATIONS,
     Activation,
@@ -26,6 +29,9 @@ from moe_ffn.kernels.activations import (
 )
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
+from moe_ffn.model.decoder import layer_name
+
+log = logging.getLogger(__name__)
 
 NOT_INSTALLED = "transformers 5 or newer is not installed: pip install transformers"
 
@@ -40,7 +46,8 @@ def register() -> None:
     """Register our kernels as `experts_implementation="moe_ffn"`.
 
     It works for every model whose experts select an implementation by name: at loading, or later by
-    `model.set_experts_implementation("moe_ffn")`.
+    `model.set_experts_implementation("moe_ffn")`. Other models accept the name and ignore it, so check with
+    `kernels_in_use`. A saved model does not record the name; give it again at every loading.
 
     Raises:
         ConfigError: transformers is not installed.
@@ -50,6 +57,37 @@ def register() -> None:
     except ImportError as error:
         raise ConfigError(NOT_INSTALLED) from error
     ALL_EXPERTS_FUNCTIONS.register(NAME, run)
+
+
+_OWN_EXPERTS = re.compile("(Experts|MoE|Moe|MoA)$")
+"""Class names of experts, or of layers with experts, that do not select an implementation by name."""
+
+
+def kernels_in_use(model: nn.Module) -> dict[str, str]:
+    """Return layer (`layer_03`) -> implementation of its experts, such as `moe_ffn`, `grouped_mm` or `eager`.
+
+    Layers whose experts ignore `experts_implementation`, as in Llama 4, JetMoe and Doge, use `eager`. If the
+    model was told to use `moe_ffn` and a layer does not, this logs a warning.
+    """
+    own: dict[str, str] = {}
+    chosen: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if (number := layer_of(path)) is None:
+            continue
+        if is_experts(module):
+            config: Any = module.config
+            chosen[layer_name(number)] = config._experts_implementation or "eager"
+        elif _OWN_EXPERTS.search(type(module).__name__):
+            own[layer_name(number)] = "eager"
+    found = dict(sorted((own | chosen).items()))
+    others = [layer for layer, name in found.items() if name != NAME]
+    asked = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if asked == NAME and others:
+        log.warning(
+            "experts_implementation is '%s', but %d of %d sparse layers of %s ignore it (%s)",
+            *(NAME, len(others), len(found), type(model).__name__, others[0]),
+        )
+    return found
 
 
 def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

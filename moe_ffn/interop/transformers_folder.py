@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +47,13 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
         ConfigError: transformers is not installed; the folder is incomplete or damaged, or its weights are
             pickles; the architecture is unknown or has no router; or the text is too long or not UTF-8.
     """
-    model = _load_model(folder)
-    tokenizer, is_byte_level = _load_tokenizer(folder)
+    model = load_model(folder)
     try:
-        ids: list[int] = tokenizer(text.decode())["input_ids"]
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            "--text: is not UTF-8, which the tokenizers of transformers need"
-        ) from error
+        routing_modules(model)
+    except ConfigError as error:
+        raise ConfigError(f"'{folder}': {error}; give a sparse model") from error
+    tokenizer, is_byte_level = load_tokenizer(folder)
+    ids = encode_utf8(tokenizer, text)
     config = model.config.get_text_config()
     max_length = getattr(config, "max_position_embeddings", None) or len(ids)
     if not 0 < len(ids) <= max_length:
@@ -93,38 +93,65 @@ def is_transformers_folder(folder: Path) -> bool:
     return "model_type" in (read_object(folder / CONFIG_FILE) or {})
 
 
-def _load_model(folder: Path) -> Any:
+def encode_utf8(tokenizer: Any, text: bytes) -> list[int]:
+    """Return the token ids of a text; raise ConfigError if it is not UTF-8."""
+    try:
+        return tokenizer(text.decode())["input_ids"]
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "--text: is not UTF-8, which the tokenizers of transformers need"
+        ) from error
+
+
+def load_model(folder: Path, **options: Any) -> Any:
+    """Load a language model in evaluation mode; for arguments see `load_with_info`.
+
+    Raises:
+        ConfigError: see `route_text`.
+    """
+    model, info = load_with_info(folder, **options)
+    if missing := sorted(info["missing_keys"]):  # transformers initialises them at random
+        raise ConfigError(
+            f"'{folder}' has no weight {show(missing[0])}, which its {CONFIG_FILE} requires; download the "
+            "folder again"
+        )
+    return model.eval()
+
+
+def load_with_info(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a language model, from config.json and safetensors alone, and lists of wrong weights.
+
+    Args:
+        options: further arguments of `from_pretrained`.
+
+    Returns:
+        The model, and the `output_loading_info` of transformers, such as `missing_keys`.
+
+    Raises:
+        ConfigError: see `route_text`; missing weights raise nothing.
+    """
     transformers = import_transformers()
     model_type = (read_object(folder / CONFIG_FILE) or {}).get("model_type")
     weight_files(folder)  # rejects pickles
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **options,
         )
     except Exception as error:  # any type: a damaged file raises many
         raise ConfigError(
             f"'{folder}' cannot be read as a language model of type {show(model_type)} "
             f"({first_line(error)})"
         ) from error
-    if missing := sorted(info["missing_keys"]):  # transformers initialises them at random
-        raise ConfigError(
-            f"'{folder}' has no weight {show(missing[0])}, which its {CONFIG_FILE} requires; download the "
-            "folder again"
-        )
-    try:
-        routing_modules(model)
-    except ConfigError as error:
-        raise ConfigError(f"'{folder}': {error}; give a sparse model") from error
-    return model.eval()
 
 
-def _load_tokenizer(folder: Path) -> tuple[Any, bool]:
+def load_tokenizer(folder: Path) -> tuple[Any, bool]:
     """Return the tokenizer, and whether it writes bytes in GPT-2's alphabet."""
     path = folder / TOKENIZER_FILE
     if kind_of(path) is None:
@@ -143,3 +170,64 @@ def import_transformers() -> Any:
     except ImportError as error:
         raise ConfigError(NOT_INSTALLED) from error
     return transformers
+
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A model with an adapter of peft, and the tensors of the adapter that have no counterpart."""
+
+    model: Any
+    """PeftModel"""
+    unused: tuple[str, ...]
+    """Names in the file that the model does not have."""
+    missing: tuple[str, ...]
+    """Names in the model that the file does not have."""
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Return whether a folder has an adapter of peft."""
+    return kind_of(folder / ADAPTER_CONFIG) is not None
+
+
+def base_of_adapter(folder: Path) -> str | None:
+    """Return the name or folder of the model on which an adapter was trained."""
+    return (read_object(folder / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+
+
+def load_adapter(
+    folder: Path, base: Any, base_folder: Path, *, is_trainable: bool = False
+) -> AdaptedModel:
+    """Put the adapter in a folder onto a model, which was loaded from `base_folder`.
+
+    Raises:
+        ConfigError: peft is not installed, the weights are no safetensors, or a shape does not fit.
+    """
+    try:
+        import peft
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ConfigError("an adapter needs peft: pip install peft") from error
+    path = folder / ADAPTER_WEIGHTS
+    if kind_of(path) is None:
+        raise ConfigError(f"'{folder}' has no {ADAPTER_WEIGHTS}; save the adapter as safetensors")
+    try:
+        with safe_open(path, "pt") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns of names, which are compared here
+            stored = set(file.keys())
+            model: Any = peft.PeftModel.from_pretrained(
+                base, str(folder), is_trainable=is_trainable
+            )
+            expected = set(peft.get_peft_model_state_dict(model))
+    except Exception as error:  # of many types: names, shapes or the file do not fit
+        raise wrong_base(folder, base_folder, f"({first_line(error)})") from error
+    return AdaptedModel(model, tuple(sorted(stored - expected)), tuple(sorted(expected - stored)))
+
+
+def wrong_base(folder: Path, base_folder: Path, problem: str) -> ConfigError:
+    """Return the error for an adapter that does not belong to a model."""
+    name = base_of_adapter(folder)
+    trained = f"; it was trained on {show(name)}" if name else ""
+    return ConfigError(f"'{folder}' is not an adapter for '{base_folder}', {problem}{trained}")

@@ -2,8 +2,9 @@
 
 pretrained.py        model folders of this project: write, check and read
 init_from.py         a run that starts from the weights of a folder or a run
-to_transformers.py, from_transformers.py, families.py, layouts.py, options.py
+to_transformers.py, from_transformers.py, families.py, layouts.py, options.py, rewrites.py
                      model folders of transformers
+to_gguf.py           files of llama.cpp
 initialiser.py       a model made from a trained model without training; one file per method:
                      upcycle.py, carve.py, merge.py, prune.py, mix.py; compared in `docs/howto/initialise.md`
 """
@@ -25,9 +26,11 @@ from moe_ffn.weights.upcycle import upcycle as upcycle
 if TYPE_CHECKING:
     from moe_ffn.weights.from_transformers import load_ffn as load_ffn
     from moe_ffn.weights.from_transformers import load_transformers as load_transformers
+    from moe_ffn.weights.to_gguf import export_gguf as export_gguf
     from moe_ffn.weights.to_transformers import export_transformers as export_transformers
 
 _LAZY = {
+    "export_gguf": "moe_ffn.weights.to_gguf",
     "export_transformers": "moe_ffn.weights.to_transformers",
     "load_ffn": "moe_ffn.weights.from_transformers",
     "load_transformers": "moe_ffn.weights.from_transformers",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from moe_ffn.weights.layouts import Layout, interleaved, linear, named, rotary, stacked, transposed
 from moe_ffn.weights.options import (
-    Options,
+    LlamaCpp,
     Part,
     always,
     gated,
@@ -31,17 +31,27 @@ from moe_ffn.weights.options import (
     write_rope,
     write_shared_experts,
 )
+from moe_ffn.weights.rewrites import (
+    OUTPUT_BIAS,
+    QKV_BIASES,
+    SEPARATE_OUTPUT,
+    SHARED_EXPERT,
+    Rewrite,
+)
 
-DECODER = (
+UNTIED = (
     same("hidden_size", "d_model"),
     same("num_hidden_layers", "num_layers"),
     same("num_attention_heads", "attention.num_heads"),
     same("attention_dropout", "attention.dropout"),
-    same("tie_word_embeddings", "tie_embeddings"),
     same("rms_norm_eps", "norm.eps", 1e-6),
     Part(read_rope, write_rope),
     always({"norm.type": "rms_norm"}),
 )
+TIE = same("tie_word_embeddings", "tie_embeddings")
+NEVER_TIED = Part(TIE.read, lambda options: {"tie_word_embeddings": False})
+"""Reads tied embeddings too; other libraries than transformers need a separate output matrix."""
+DECODER = (*UNTIED, TIE)
 KV_HEADS = same("num_key_value_heads", "attention.num_kv_heads")
 HEADS = (
     KV_HEADS,
@@ -122,8 +132,12 @@ class Family:
     """Features that our decoder lacks, so that we read only single blocks; empty if there are none."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of options in config files."""
-    fill: Callable[[Options], Options] = lambda options: options
-    """Adds options that every model of this architecture has and ours may lack; their weights are zeros."""
+    rewrites: Mapping[str, Rewrite] = field(default_factory=dict)
+    """Our option -> its rewrite for an export, in addition to the rewrites of all architectures."""
+    replaces_tokenizer: bool = False
+    """Transformers replaces the splitting rule of every tokenizer by the architecture's own."""
+    llama_cpp: LlamaCpp | None = None
+    """The architecture in llama.cpp; None if our GGUF files cannot have it."""
 
     @property
     def architecture(self) -> str:
@@ -133,19 +147,6 @@ class Family:
     @property
     def is_sparse(self) -> bool:
         return self.names is not DENSE_LAYER
-
-
-def _with_shared_expert(options: Options) -> Options:
-    """Add the shared expert that Qwen2-MoE always has, with 32 units, the fewest that llama.cpp packs."""
-    if "sparse.shared_expert.type" in options:
-        return options
-    return {
-        **options,
-        "sparse.shared_expert.type": options.get("sparse.experts.type"),
-        "sparse.shared_expert.d_ff": 32,
-        "sparse.shared_expert.bias": False,
-        "sparse.combine.type": "sigmoid_gate",
-    }
 
 
 QWEN = {
@@ -171,6 +172,8 @@ FAMILIES = (
         (*DENSE, same("mlp_bias", "dense.bias", False)),
         LLAMA,
         DENSE_LAYER,
+        rewrites=OUTPUT_BIAS,
+        llama_cpp=LlamaCpp("llama", has_biases=True),
     ),
     Family(
         "qwen2",
@@ -178,6 +181,7 @@ FAMILIES = (
         DENSE,
         QWEN,
         DENSE_LAYER,
+        replaces_tokenizer=True,
     ),
     Family(
         "qwen3",
@@ -185,6 +189,8 @@ FAMILIES = (
         DENSE,
         {**QWEN, "head_dim": 128},
         DENSE_LAYER,
+        rewrites=OUTPUT_BIAS,
+        llama_cpp=LlamaCpp("qwen3"),
     ),
     Family(
         "mixtral",
@@ -220,6 +226,7 @@ FAMILIES = (
                 "mlp.experts.down_proj", "block_sparse_moe.experts.{}.w2.weight"
             ),
         },
+        llama_cpp=LlamaCpp("llama", renormalizes=True),
     ),
     Family(
         "qwen3_moe",
@@ -227,11 +234,14 @@ FAMILIES = (
         (*QWEN_LAYERS, gated("sparse.experts.type", "dense.type")),
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
         aliases={"num_local_experts": "num_experts"},
+        rewrites=OUTPUT_BIAS,
+        llama_cpp=LlamaCpp("qwen3moe", renormalizes=True),
     ),
     Family(
         "olmoe",
         (
-            *DECODER,
+            *UNTIED,
+            NEVER_TIED,
             KV_HEADS,
             Part(read_equal_heads),
             BIAS,
@@ -251,11 +261,14 @@ FAMILIES = (
             "norm_topk_prob": False,
         },
         aliases={"num_local_experts": "num_experts"},
+        rewrites={**OUTPUT_BIAS, **SEPARATE_OUTPUT},
+        llama_cpp=LlamaCpp("olmoe", renormalizes=False, has_groups=False, converter_eps=1e-5),
     ),
     Family(
         "deepseek_v3",
         (
-            *DECODER,
+            *UNTIED,
+            NEVER_TIED,
             only("attention_bias", False),
             only("rms_norm_eps", 1e-6),  # the norms in its attention always use it
             same("kv_lora_rank", "attention.latent.kv_rank", 1),
@@ -277,6 +290,9 @@ FAMILIES = (
             Part(read_shared_experts, write_shared_experts),
             gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
             Part(read_groups, write_groups),
+            # Transformers has no other; llama.cpp and mlx-lm have.
+            only("scoring_func", "sigmoid"),
+            only("topk_method", "noaux_tc"),
             same("routed_scaling_factor", "sparse.router.scale", 1.0),
             K,
             RENORMALIZE,
@@ -324,15 +340,17 @@ FAMILIES = (
             "ffn.router.correction_bias_E": named("mlp.gate.e_score_correction_bias"),
         },
         aliases={"num_local_experts": "n_routed_experts"},
+        rewrites=SEPARATE_OUTPUT,
     ),
     Family(
         "qwen2_moe",
         (
-            *DECODER,
+            *UNTIED,
+            NEVER_TIED,
             *HEADS,
             Part(
                 lambda hf: {"attention.bias": "qkv" if hf["qkv_bias"] else False},
-                lambda options: {"qkv_bias": bool(options["attention.bias"])},
+                lambda options: {"qkv_bias": True},
             ),
         ),
         (
@@ -352,7 +370,14 @@ FAMILIES = (
             ),
         },
         aliases={"num_local_experts": "num_experts"},
-        fill=_with_shared_expert,
+        rewrites={**SEPARATE_OUTPUT, **SHARED_EXPERT, **QKV_BIASES},
+        llama_cpp=LlamaCpp(
+            "qwen2moe",
+            renormalizes=False,
+            has_biases=True,
+            has_head_dim=False,
+            is_same_in_mlx=True,
+        ),
     ),
     Family(
         "gpt_oss",

@@ -68,6 +68,49 @@ class Part:
     """Returns the options of a `config.json` for ours, which an export reads back and compares."""
 
 
+@dataclass(frozen=True)
+class LlamaCpp:
+    """An architecture as llama.cpp computes it, which reads fewer options than transformers."""
+
+    architecture: str
+    """Its name in GGUF files."""
+    renormalizes: bool | None = None
+    """True if the weights of the chosen experts are divided by their sum; None without experts."""
+    has_biases: bool = False
+    """Attention can have biases."""
+    has_head_dim: bool = True
+    """Heads can have another width than d_model / num_heads."""
+    has_groups: bool = True
+    """Several query heads can share a key-value head."""
+    is_same_in_mlx: bool = False
+    """mlx-lm has the same limits."""
+    converter_eps: float | None = None
+    """The only `norm.eps` that the converter of llama.cpp writes; None: it writes the model's."""
+
+    def problem(self, options: Options) -> str:
+        """Return what llama.cpp requires and a model with these options lacks; empty if nothing."""
+        block = "sparse.experts.type" if options["sparse_layers"] else "dense.type"
+        dense = options["num_layers"] - len(options["sparse_layers"])
+        heads = options["attention.num_heads"] * options["attention.head_dim"]
+        problems = {
+            f"silu gates (swiglu), as mlx-lm does, not {options[block]},": options[block]
+            != "swiglu",
+            f"ffn.router.renormalize: {str(self.renormalizes).lower()}": (
+                self.renormalizes not in (None, options.get("sparse.router.renormalize"))
+            ),
+            f"sparse layers only, not {dense} dense,": self.renormalizes is not None and dense,
+            "attention.bias: false": options["attention.bias"] and not self.has_biases,
+            "heads of width d_model / num_heads": (
+                heads != options["d_model"] and not self.has_head_dim
+            ),
+            "attention.num_kv_heads equal to num_heads": (
+                options["attention.num_kv_heads"] != options["attention.num_heads"]
+                and not self.has_groups
+            ),
+        }
+        return next((problem for problem, applies in problems.items() if applies), "")
+
+
 def same(hf_key: str, key: str, fallback: Any = None) -> Part:
     """Map an option that only has different names.
 

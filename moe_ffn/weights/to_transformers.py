@@ -2,19 +2,20 @@
 
     moe_ffn.weights.export_transformers(decoder, "models/exported", tokenizer)
 
-An export reads its own options back, which finds every option that transformers cannot express.
+An export reads its own options back, which finds every option that transformers cannot express. `rewrites.py`
+folds some of them into the weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError
@@ -40,6 +41,7 @@ from moe_ffn.weights.pretrained import (
     naming_failures,
     save_tensors,
 )
+from moe_ffn.weights.rewrites import COMMON, Rewrite, added_weight
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,16 @@ class Export:
     """A model of ours, described for transformers."""
 
     family: Family
+    ours: Options
+    """Our options, without those that act only in training."""
     config: PretrainedConfig
     """Our config, read back from `options`."""
     options: Mapping[str, Any]
     """Options of transformers, for `config.json`."""
     notes: tuple[str, ...]
-    """Remarks: why not another architecture, and options left out or added."""
+    """Remarks: why not another architecture, options left out, and rewrites."""
+    factor: Callable[[str], float]
+    """Returns the factor of one of our tensors, by its name."""
 
     @property
     def hf_config(self) -> HFConfig:
@@ -71,8 +77,8 @@ def export_transformers(
             is written.
     """
     folder = Path(folder).absolute()
-    export = choose_architecture(decoder)
-    sizes, makers = _their_tensors(decoder, export)
+    export = choose_architecture(decoder, has_tokenizer=tokenizer is not None)
+    sizes, makers = their_tensors(decoder, export)
     config = {
         **export.options,
         "model_type": export.family.model_type,
@@ -99,10 +105,25 @@ def require_absent(folder: Path) -> None:
         raise ConfigError(f"'{folder}' already exists; give a new folder")
 
 
-def choose_architecture(decoder: Decoder) -> Export:
-    """Choose the first architecture in `FAMILIES` that has all options of a decoder.
+@dataclass(frozen=True)
+class _Attempt:
+    """An architecture's options for a model, after the rewrites that it needs."""
+
+    family: Family
+    config: PretrainedConfig
+    written: Mapping[str, Any]
+    rewrites: Sequence[Rewrite]
+    differences: list[tuple[str, Any, Any]]
+    """(path, our value, their value) of each remaining difference."""
+
+
+def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Export:
+    """Choose the architecture in `FAMILIES` that has all options of a decoder after the fewest rewrites.
 
     The options are written and read back; an architecture is rejected if an option comes back different.
+
+    Args:
+        has_tokenizer: reject architectures for which transformers replaces the tokenizer.
 
     Raises:
         ConfigError: no architecture has all options; the message names one that the nearest architecture
@@ -113,43 +134,84 @@ def choose_architecture(decoder: Decoder) -> Export:
         "vocab_size": decoder.embedding.num_embeddings,
         "max_position_embeddings": decoder.max_seq_len,
     }
-    rejected: dict[str, list[tuple[str, Any, Any]]] = {}
+    attempts: list[_Attempt] = []
     problem = ""
     for family in FAMILIES:
         if family.missing_features or family.is_sparse != bool(ours["sparse_layers"]):
             continue
-        filled = family.fill(ours)
-        written: dict[str, Any] = {**sizes}
-        for part in (*family.decoder, *family.ffn):
-            written |= part.write(filled)
         try:
-            config = config_of(family, HFConfig(family.model_type, {**family.defaults, **written}))
+            attempts.append(_attempt(family, ours, sizes))
         except ConfigError as error:
             problem = str(error)
-            continue
-        read, _ = options_of(config.model)
-        if not (different := _differences(filled, read)):
-            notes = [
-                f"{name} has {path}: {json.dumps(theirs)}, this model {json.dumps(value)}"
-                for name, [(path, value, theirs), *_] in rejected.items()
-            ]
-            if added := sorted(_path(path) for path in filled if ours.get(path) != filled[path]):
-                notes.append(
-                    f"this model lacks {', '.join(added)}; the export has zero weights there"
-                )
-            notes += [f"{path} acts only in training and is left out" for path in left_out]
-            return Export(family, config, written, tuple(notes))
-        rejected[family.model_type] = different
-    if not rejected:
+    if not attempts:
         raise ConfigError(
             f"no architecture of transformers has all options of this model: {problem}"
         )
-    nearest = min(rejected, key=lambda name: len(rejected[name]))
-    path, value, theirs = rejected[nearest][0]
-    raise ConfigError(
-        f"model.{path} ({json.dumps(value)}) has no equal in transformers: {nearest}, the nearest "
-        f"architecture, has {json.dumps(theirs)}; train with that value"
-    )
+    equal = [attempt for attempt in attempts if not attempt.differences]
+    replaced = [a.family.model_type for a in equal if has_tokenizer and a.family.replaces_tokenizer]
+    equal = [attempt for attempt in equal if attempt.family.model_type not in replaced]
+    if not equal:
+        nearest = min(attempts, key=lambda attempt: len(attempt.differences))
+        path, value, theirs = nearest.differences[0]
+        raise ConfigError(
+            f"model.{path} ({json.dumps(value)}) has no equal in transformers: "
+            f"{nearest.family.model_type}, the nearest architecture, has {json.dumps(theirs)}; train with "
+            "that value"
+        )
+    chosen = min(equal, key=lambda attempt: len(attempt.rewrites))
+    notes = [
+        f"{attempt.family.model_type} has {path}: {json.dumps(theirs)}, this model {json.dumps(value)}"
+        for attempt in attempts[: attempts.index(chosen)]
+        for path, value, theirs in attempt.differences[:1]
+    ]
+    notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
+    notes += [rewrite.note(ours) for rewrite in chosen.rewrites]
+    notes += [f"{path} acts only in training and is left out" for path in left_out]
+    notes += _llama_cpp_notes(chosen.family, ours)
+
+    def factor(name: str) -> float:
+        return math.prod(rewrite.factor(name, ours) for rewrite in chosen.rewrites)
+
+    return Export(chosen.family, ours, chosen.config, chosen.written, tuple(notes), factor)
+
+
+def _llama_cpp_notes(family: Family, ours: Options) -> list[str]:
+    """Return notes on what llama.cpp computes differently."""
+    if (llama := family.llama_cpp) is None:
+        return []
+    if problem := llama.problem(ours):
+        require = "and mlx-lm require" if llama.is_same_in_mlx else "requires"
+        return [f"llama.cpp {require} {problem} in {family.model_type}"]
+    if llama.converter_eps not in (None, ours["norm.eps"]):
+        return [
+            f"the converter of llama.cpp sets norm.eps to {llama.converter_eps:g}; convert to a .gguf file "
+            f"here keeps {ours['norm.eps']:g}"
+        ]
+    return []
+
+
+def _attempt(family: Family, options: Options, sizes: Mapping[str, int]) -> _Attempt:
+    """Write options for an architecture, with rewrites until none helps.
+
+    Raises:
+        ConfigError: the architecture does not support an option.
+    """
+    available = {**COMMON, **family.rewrites}
+    applied: list[Rewrite] = []
+    while True:
+        written: dict[str, Any] = {**sizes}
+        for part in (*family.decoder, *family.ffn):
+            written |= part.write(options)
+        config = config_of(family, HFConfig(family.model_type, {**family.defaults, **written}))
+        read, _ = options_of(config.model)
+        found = [available.pop(path) for path in differences(options, read) if path in available]
+        useful = [rewrite for rewrite in found if rewrite.options(options)]
+        if not useful:
+            return _Attempt(family, config, written, applied, _differences(options, read))
+        applied += useful
+        options = {**options}
+        for rewrite in useful:
+            options |= rewrite.options(options)
 
 
 def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
@@ -241,10 +303,10 @@ def _path(path: str) -> str:
     return f"ffn{dot}{rest}" if kind in ("sparse", "dense") else path
 
 
-def _their_tensors(
+def their_tensors(
     decoder: Decoder, export: Export
 ) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
-    """Return the sizes of their tensors in bytes, and functions that make them; weights we lack are zeros."""
+    """Return the sizes of their tensors in bytes, and functions that make them."""
     config = export.config
     empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
     dtype = decoder.embedding.weight.dtype
@@ -253,15 +315,16 @@ def _their_tensors(
     sizes: dict[str, int] = {}
     makers: dict[str, Callable[[], Tensor]] = {}
     for name, shape in distinct_tensors(empty).items():
-        tensor = ours[name] if name in ours else torch.zeros(shape.shape, dtype=dtype)
+        tensor = ours[name] if name in ours else added_weight(name, shape.shape, dtype)
         for piece in layout_of(export.family, name)(shape.shape, export.hf_config)[0]:
             sizes[piece.name] = piece.part(shape).numel() * tensor.element_size()
-            makers[piece.name] = partial(_part, piece, tensor)
+            makers[piece.name] = partial(_part, piece, tensor, export.factor(name))
     return sizes, makers
 
 
-def _part(piece: WeightSlice, ours: Tensor) -> Tensor:
-    return piece.to_hf(piece.part(ours.detach()))
+def _part(piece: WeightSlice, ours: Tensor, factor: float) -> Tensor:
+    theirs = piece.to_hf(piece.part(ours.detach()))
+    return theirs if factor == 1 else theirs * factor
 
 
 def _their_tokenizer(tokenizer: Tokenizer | None, max_seq_len: int) -> dict[str, Any]:
@@ -273,6 +336,8 @@ def _their_tokenizer(tokenizer: Tokenizer | None, max_seq_len: int) -> dict[str,
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": special.get(tokenizer.end_of_document),
+        "pad_token": special.get(tokenizer.end_of_document),
+        "padding_side": "left",  # generation appends on the right
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_seq_len,
     }

@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -101,3 +102,24 @@ def test_a_run_begins_with_what_was_converted_by_the_printed_command(tmp_path: P
     assert done.code == 0, done.stderr
     assert re.search(r"init_from: (\d+) of \1 tensors come from ", done.stdout)
     assert " (was " not in done.stdout.replace("data.seq_len is 16 (was 48)", "")
+
+
+def test_a_run_becomes_a_file_of_llama_cpp(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+
+    done = convert(trained(), tmp_path / "model.gguf")
+
+    assert (done.code, done.stderr) == (0, "")
+    assert f"written: '{tmp_path}/model.gguf', qwen2_moe for llama.cpp\n" in done.stdout
+    assert (tmp_path / "model.gguf").read_bytes()[:4] == b"GGUF"
+    again = convert(trained(), tmp_path / "model.gguf")
+    assert again.stderr == f"error: '{tmp_path}/model.gguf' already exists; give a new file\n"
+
+
+def test_a_folder_of_transformers_becomes_a_file_of_llama_cpp(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    save("mixtral", tmp_path / "theirs")
+    without = convert(tmp_path / "theirs", tmp_path / "model.gguf")
+    assert without.stderr.startswith(
+        f"error: '{tmp_path}/model.gguf' needs a tokenizer; '{tmp_path}/theirs' has no tokenizer.json"
+    )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.interop import register
+from moe_ffn.interop import kernels_in_use, register
 from moe_ffn.interop.transformers import weights_of
 from moe_ffn.kernels.activations import ClampedGate
 from tests.helpers.transformers_models import FAMILIES, LATENT, model_of
@@ -121,3 +121,29 @@ def test_rows_of_gate_and_up_that_take_turns_are_not_copied() -> None:
     assert weights.interleaved
     assert weights.up_EHD.data_ptr() == experts.gate_up_proj.data_ptr()
     assert weights.down_EDF.data_ptr() == experts.down_proj.data_ptr()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "nemotron_h", "granitemoe"])
+def test_the_implementation_of_each_layer_is_told(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(family, {})
+    layers = kernels_in_use(model)
+    assert layers
+    assert set(layers.values()) == {"eager"}
+    model.set_experts_implementation("moe_ffn")
+    assert kernels_in_use(model) == dict.fromkeys(layers, "moe_ffn")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "jetmoe", "doge"])
+def test_experts_that_ignore_the_choice_are_told(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(family, {"is_moe": True, "interleave_moe_layer_step": 1})
+    model.config._experts_implementation = "moe_ffn"  # as from_pretrained does, without a word
+    assert kernels_in_use(model) == {"layer_00": "eager", "layer_01": "eager"}
+    assert caplog.messages == [
+        f"experts_implementation is 'moe_ffn', but 2 of 2 sparse layers of {type(model).__name__} ignore "
+        "it (layer_00)"
+    ]

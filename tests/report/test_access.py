@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 import pytest
 
+from moe_ffn.cli.audit import page as audit_page
+from moe_ffn.interop.audit import AuditReport, Finding
 from moe_ffn.report import figures
 from moe_ffn.report.drawing import LIGHT
 from moe_ffn.report.html import TEMPLATES
@@ -24,6 +26,10 @@ from moe_ffn.report.trace_view import PALETTE, page
 from moe_ffn.runs.reader import read_runs
 from tests.helpers.known_decoder import LETTERS, decoder_of, random_text
 from tests.helpers.synthetic_run import raise_alarms, write_run
+
+AUDIT = AuditReport(
+    "Decoder", {"experts": "8"}, ("layer_00",), (Finding("order", "layer_00", "fail", "a", "b"),)
+)
 
 
 class Element(NamedTuple):
@@ -67,10 +73,11 @@ def html_of(kind: str, folder: Path) -> str:
             ),
             "trace": lambda: page(trace),
             "figures": lambda: figures_page("Figures", [figures.curve(run, "loss")]),
+            "audit": lambda: audit_page(AUDIT, "a"),
         }[kind]()
 
 
-@pytest.mark.parametrize("kind", ["run", "comparison", "inspection", "trace", "figures"])
+@pytest.mark.parametrize("kind", ["run", "comparison", "inspection", "trace", "figures", "audit"])
 def test_a_page_has_names_landmarks_and_an_order(kind: str, tmp_path: Path) -> None:
     found = Elements(html_of(kind, tmp_path)).found
     assert found[0].attributes["lang"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,21 +12,22 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from moe_ffn import ConfigError, Decoder, DecoderConfig
 from moe_ffn.data.tokenizer import BytesTokenizer, train_bpe
 from moe_ffn.weights import export_transformers, load_transformers
-from tests.helpers.theirs import MODELS, SIZES, logits, save
+from moe_ffn.weights.to_transformers import choose_architecture
+from tests.helpers.theirs import MODELS, SIZES, change, logits, save
 
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2}
 SHARED, SIGMOID = {"type": "swiglu", "d_ff": 20}, {"type": "sigmoid_top_k"}
 LATENT = {"num_heads": 4, "head_dim": 10, "latent": {"kv_rank": 12, "rotated_dim": 6}}
 
 
-def decoder_of(**options: Any) -> Decoder:
+def decoder_of(vocab_size: int = SIZES["vocab_size"], **options: Any) -> Decoder:
     given = {"d_model": 32, "num_layers": 3, "attention": ATTENTION, "ffn": "swiglu", **options}
-    decoder = DecoderConfig.model_validate(given).build(SIZES["vocab_size"], 48).eval()
+    decoder = DecoderConfig.model_validate(given).build(vocab_size, 48).eval()
     generator = torch.Generator().manual_seed(3)
     for name, tensor in decoder.state_dict().items():
         deviation = 1.0 if name == "embedding.weight" else 0.3 if tensor.ndim > 1 else 0.2
@@ -66,6 +68,7 @@ CHANGED = {
     *("intermediate_size", "moe_intermediate_size"),  # of layers that there are none of
     *("decoder_sparse_step", "mlp_only_layers"),  # two ways to say the same
     *("num_nextn_predict_layers", "_name_or_path"),
+    "qkv_bias",  # biases of zeros are written
 }
 """Options of theirs that change nothing."""
 
@@ -80,7 +83,8 @@ def test_there_and_back_no_bit_is_changed(name: str, tmp_path: Path) -> None:
     before, after = (
         load_file(tmp_path / which / "model.safetensors") for which in ("theirs", "back")
     )
-    assert before.keys() == after.keys()
+    assert before.keys() <= after.keys()
+    assert not any(after[key].any() for key in after.keys() - before.keys())
     assert all(torch.equal(after[key], value) for key, value in before.items())
     assert export.family.model_type == MODELS[name][0]
     theirs = assert_equal_there(decoder, tmp_path / "back")
@@ -93,15 +97,14 @@ def test_there_and_back_no_bit_is_changed(name: str, tmp_path: Path) -> None:
 OURS: dict[str, tuple[dict[str, Any], str, str]] = {
     "dense": ({}, "llama", ""),
     "geglu": ({"ffn": "geglu"}, "llama", ""),
-    "qkv": ({"attention": {**ATTENTION, "bias": "qkv"}}, "qwen2", "llama has attention.bias: false"),
+    "qkv": ({"attention": {**ATTENTION, "bias": "qkv"}}, "qwen2", ""),
     "norms": (
         {"attention": {**ATTENTION, "norm_qk": "head", "head_dim": 12}}, "qwen3",
         'llama has attention.norm_qk: null, this model "head"',
     ),
     "default": (
         {"ffn": moe()}, "qwen2_moe",
-        "this model lacks ffn.combine.type, ffn.shared_expert.bias, ffn.shared_expert.d_ff, "
-        "ffn.shared_expert.type; the export has zero weights there",
+        "ffn.shared_expert: the export adds one of 32 units, whose output is zero",
     ),
     "renormalised": ({"ffn": moe(router__renormalize=True)}, "mixtral", ""),
     "softmax after": ({"ffn": moe(router__softmax="after")}, "mixtral", ""),
@@ -165,6 +168,16 @@ def test_names_are_those_that_other_libraries_read(tmp_path: Path) -> None:
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
 
 
+def test_deepseek_names_its_scores_for_libraries_that_have_several(tmp_path: Path) -> None:
+    options, *_ = OURS["latent"]
+    export = export_transformers(decoder_of(**options), tmp_path / "theirs")
+    assert export.options["scoring_func"] == "sigmoid"
+    assert export.options["topk_method"] == "noaux_tc"
+    change(tmp_path / "theirs", scoring_func="softmax")
+    with pytest.raises(ConfigError, match=r"scoring_func is 'softmax', .* supported: 'sigmoid'"):
+        load_transformers(tmp_path / "theirs")
+
+
 def test_large_models_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_ffn.weights.pretrained.MIN_FILE_BYTES", 2**12)
     decoder = decoder_of(ffn=moe())
@@ -177,18 +190,182 @@ def test_large_models_are_in_several_files(tmp_path: Path, monkeypatch: pytest.M
     torch.testing.assert_close(logits(theirs.float()), logits(decoder), atol=1e-4, rtol=0)
 
 
+TEXT = """def café(x_1):
+\tif x_1 > 12345:  # für jede Zahl: 1,50 €, e\u0301 and ﬁ
+\t\treturn  [x_1] * 3.1415  \r\n
+   DON'T the the the
+"""
+"""Code, accents that a normalizer would change, digits, and spaces that a splitting rule would move."""
+
+
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_the_tokenizer_goes_along(kind: str, tmp_path: Path) -> None:
-    text = "für jede Zahl: 1,50 € \r\n\t the the the"
-    ours = BytesTokenizer() if kind == "bytes" else train_bpe([text.encode()] * 3, 600)
-    export_transformers(decoder_of(), tmp_path / "theirs", ours)
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("dense", "qkv", "norms", "renormalised", "heads normalised", "all normalised"),
+        *("default", "latent"),
+    ],
+)
+def test_the_tokenizer_goes_along(model: str, kind: str, tmp_path: Path) -> None:
+    ours = BytesTokenizer() if kind == "bytes" else train_bpe([TEXT.encode()] * 3, 600)
+    export_transformers(decoder_of(**OURS[model][0]), tmp_path / "theirs", ours)
 
     theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
 
-    assert theirs.encode(text) == ours.encode(text.encode()).tolist()
-    assert theirs.decode(theirs.encode(text)) == text
-    assert theirs.eos_token_id == ours.end_of_document
+    assert theirs.encode(TEXT) == ours.encode(TEXT.encode()).tolist()
+    assert theirs.decode(theirs.encode(TEXT)) == TEXT
+    assert theirs.eos_token_id == theirs.pad_token_id == ours.end_of_document
     assert read(tmp_path / "theirs").config.eos_token_id == ours.end_of_document
+
+
+def test_qwen2_with_a_tokenizer_is_written_as_llama(tmp_path: Path) -> None:
+    decoder = decoder_of(**OURS["qkv"][0])
+
+    export = export_transformers(decoder, tmp_path / "theirs", BytesTokenizer())
+
+    assert export.family.model_type == "llama"
+    assert export.notes == (
+        "qwen2 would fit, but transformers replaces its tokenizer",
+        "attention.bias: the output projection gets a bias of zeros",
+    )
+    assert_equal_there(decoder, tmp_path / "theirs")
+
+
+def test_two_texts_of_different_lengths_are_continued_together(tmp_path: Path) -> None:
+    export_transformers(decoder_of(257, ffn=moe()), tmp_path / "theirs", BytesTokenizer())
+    model, tokenizer = read(tmp_path / "theirs"), AutoTokenizer.from_pretrained(tmp_path / "theirs")
+
+    def continued(*texts: str) -> list[list[int]]:
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        return model.generate(**batch, max_new_tokens=8, do_sample=False)[:, -8:].tolist()
+
+    both = continued("def", "a longer text")
+    assert both == [*continued("def"), *continued("a longer text")]
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    assert len(generate(["def", "a longer text"], max_new_tokens=8, batch_size=2)) == 2
+
+
+FOLDED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "llama": ({"scale_embeddings": True}, "llama", ("scale_embeddings",)),
+    "untied": ({"scale_embeddings": True, "tie_embeddings": False}, "llama", ("scale_embeddings",)),
+    "mixtral": (
+        {"scale_embeddings": True, "ffn": moe(router__renormalize=True, router__scale=0.25)},
+        "mixtral", ("scale_embeddings", "ffn.router.scale"),
+    ),
+    "jittered": (
+        {"ffn": {"type": "jittered", "jitter": 0.1, "ffn": moe(router__renormalize=True, router__scale=1.7)}},
+        "mixtral", ("ffn.router.scale",),
+    ),
+    "default": (
+        {"scale_embeddings": True, "ffn": moe(router__scale=2.5)},
+        "qwen2_moe",
+        ("scale_embeddings", "tie_embeddings", "ffn.router.scale", "ffn.shared_expert", "attention.bias"),
+    ),
+    "shared": (
+        {"ffn": moe(shared_expert=SHARED, combine__type="sigmoid_gate", router__scale=4.0)},
+        "qwen2_moe", ("ffn.router.scale", "tie_embeddings", "attention.bias"),
+    ),
+    "olmoe": (
+        {
+            "attention": {"num_heads": 4, "norm_qk": "all"},
+            "norm": {"type": "rms_norm", "eps": 1e-5},
+            "ffn": moe(router__scale=0.3),
+        },
+        "olmoe", ("ffn.router.scale", "tie_embeddings"),
+    ),
+    "deepseek": (
+        {**OURS["latent"][0], "scale_embeddings": True},
+        "deepseek_v3", ("scale_embeddings", "tie_embeddings"),
+    ),
+    "head norms with biases": (
+        {"attention": {**ATTENTION, "norm_qk": "head", "bias": "qkv"}}, "qwen3", ("attention.bias",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "architecture", "folded"), FOLDED.values(), ids=FOLDED)
+def test_options_that_an_architecture_lacks_are_folded_into_the_weights(
+    options: dict[str, Any], architecture: str, folded: tuple[str, ...], tmp_path: Path
+) -> None:
+    decoder = decoder_of(**options)
+
+    export = export_transformers(decoder, tmp_path / "theirs")
+
+    assert export.family.model_type == architecture
+    rewritten = {
+        note.split(":")[0]
+        for note in export.notes
+        if not re.search(" has | only in |require", note)
+    }
+    assert rewritten == set(folded), export.notes
+    ours = logits(decoder)
+    scale = ours.abs().max()
+    for model in (read(tmp_path / "theirs"), load_transformers(tmp_path / "theirs")):
+        torch.testing.assert_close(logits(model) / scale, ours / scale, atol=1e-5, rtol=0)
+
+
+def test_llama_cpp_can_compute_the_shared_expert_that_we_lack(tmp_path: Path) -> None:
+    """Its gate is silu(x) / x there, so that x must not be zero; its output is."""
+    export_transformers(decoder_of(ffn=moe()), tmp_path / "theirs")
+    weights = load_file(tmp_path / "theirs/model.safetensors")
+    gate = weights["model.layers.0.mlp.shared_expert_gate.weight"]
+    down = weights["model.layers.0.mlp.shared_expert.down_proj.weight"]
+    assert (gate == 1).all()
+    assert (down == 0).all()
+
+
+@pytest.mark.parametrize("model", ["default", "all normalised"])
+def test_tied_embeddings_are_separate_where_llama_cpp_needs_both(
+    model: str, tmp_path: Path
+) -> None:
+    decoder = decoder_of(**OURS[model][0])
+    export_transformers(decoder, tmp_path / "theirs")
+    weights = load_file(tmp_path / "theirs/model.safetensors")
+    assert torch.equal(weights["lm_head.weight"], decoder.embedding.weight)
+    assert read(tmp_path / "theirs").config.tie_word_embeddings is False
+
+
+SIGMOID_GATE = {"shared_expert": SHARED, "combine__type": "sigmoid_gate"}
+HEAD_NORMS = {**ATTENTION, "norm_qk": "head"}
+LLAMA_CPP: dict[str, tuple[dict[str, Any], str]] = {
+    "gate": (
+        {"ffn": "geglu"},
+        "llama.cpp requires silu gates (swiglu), as mlx-lm does, not geglu, in llama",
+    ),
+    "not renormalised": (
+        {"attention": HEAD_NORMS, "ffn": moe()},
+        "llama.cpp requires ffn.router.renormalize: true in qwen3_moe",
+    ),
+    "renormalised": (
+        {"ffn": moe(router__renormalize=True, **SIGMOID_GATE)},
+        "llama.cpp and mlx-lm require ffn.router.renormalize: false in qwen2_moe",
+    ),
+    "a dense layer": (
+        {"attention": HEAD_NORMS, "ffn": moe(router__renormalize=True), "ffn_at": {"1": "swiglu"}},
+        "llama.cpp requires sparse layers only, not 1 dense, in qwen3_moe",
+    ),
+    "biases": (
+        {"attention": {**HEAD_NORMS, "bias": True}},
+        "llama.cpp requires attention.bias: false in qwen3",
+    ),
+    "heads": (
+        {"attention": {**ATTENTION, "head_dim": 12}, "ffn": moe()},
+        "llama.cpp and mlx-lm require heads of width d_model / num_heads in qwen2_moe",
+    ),
+    "groups": (
+        OURS["all normalised"][0],
+        "llama.cpp requires attention.num_kv_heads equal to num_heads in olmoe",
+    ),
+    "eps": (
+        {"attention": {"num_heads": 4, "norm_qk": "all"}, "ffn": moe()},
+        "the converter of llama.cpp sets norm.eps to 1e-05; convert to a .gguf file here keeps 1e-06",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "note"), LLAMA_CPP.values(), ids=LLAMA_CPP)
+def test_limits_of_llama_cpp_are_noted(options: dict[str, Any], note: str) -> None:
+    assert choose_architecture(decoder_of(**options)).notes[-1] == note
 
 
 # -- what is refused
@@ -210,7 +387,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "plain": ({"ffn": "dense"}, f'ffn.type ("dense") {NO_EQUAL}: llama'),
     "post-norm": ({"norm_placement": "post"}, f'norm_placement ("post") {NO_EQUAL}: llama'),
-    "embeddings": ({"scale_embeddings": True}, f"scale_embeddings (true) {NO_EQUAL}"),
     "encoder": ({"causal": False}, f"causal (false) {NO_EQUAL}"),
     "two blocks": (
         {"ffn": moe(), "ffn_at": {"2": moe(num_experts=3)}},

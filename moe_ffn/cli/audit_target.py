@@ -1,0 +1,184 @@
+"""Loading for `moe-ffn audit`: a run, a model folder of ours or of transformers, or an adapter of peft."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.files import reason
+from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding, Verdict, places
+from moe_ffn.interop.transformers_folder import (
+    ADAPTER_CONFIG,
+    base_of_adapter,
+    encode_utf8,
+    is_adapter_folder,
+    is_transformers_folder,
+    load_adapter,
+    load_tokenizer,
+    load_with_info,
+)
+from moe_ffn.report.inspect.text import text_of_run
+from moe_ffn.runs.folder import check_has_weights
+from moe_ffn.runs.reader import load_run
+from moe_ffn.training.objective import ObjectiveConfig
+from moe_ffn.weights import pretrained
+
+MAX_LENGTH = 256
+"""Longest sequence of a batch."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to audit, with a batch of text."""
+
+    model: nn.Module
+    ids_BS: Tensor
+    text: str
+    """Name of the text, for the report."""
+    findings: tuple[Finding, ...] = ()
+    """Findings from loading."""
+    objective: ObjectiveConfig | None = None
+    """Balancing of a run."""
+
+
+def load_target(
+    folder: Path,
+    text: Path | None,
+    num_tokens: int,
+    *,
+    base: Path | None = None,
+    trust_code: bool = False,
+) -> Target:
+    """Load a run, a model or an adapter, and a text of about `num_tokens` tokens.
+
+    Args:
+        text: file to read; None for the validation split of a run, or a text that comes with Python.
+        base: folder of the model that an adapter belongs to; None if its config names a folder.
+
+    Raises:
+        ConfigError: the folder or the text cannot be read, or they do not belong together.
+    """
+    if is_adapter_folder(folder):
+        return _adapter(folder, text, num_tokens, base, trust_code)
+    if base is not None:
+        raise ConfigError(
+            f"--base: '{folder}' is no adapter of peft, which has {ADAPTER_CONFIG}; leave it out"
+        )
+    if pretrained.is_model_folder(folder):
+        model = pretrained.load_pretrained(folder, trust_code=trust_code)
+        encode = _encoder_of_ours(pretrained.load_tokenizer(folder))
+        ids_BS, name = _batch(encode, text, num_tokens, model.max_seq_len)
+        return Target(model, ids_BS, name)
+    if is_transformers_folder(folder):
+        model, info = load_with_info(folder)
+        ids_BS, name = _batch(
+            partial(encode_utf8, load_tokenizer(folder)[0]), text, num_tokens, _max_length(model)
+        )
+        return Target(model, ids_BS, name, tuple(_loading(info)))
+    check_has_weights(folder)
+    run = load_run(folder, trust_code=trust_code)
+    objective, model = run.config.objective, run.model
+    if text is None:
+        windows = text_of_run(run, num_tokens).windows
+        return Target(model, torch.from_numpy(windows).long(), "validation split", (), objective)
+    ids_BS, name = _batch(_encoder_of_ours(run.tokenizer), text, num_tokens, model.max_seq_len)
+    return Target(model, ids_BS, name, (), objective)
+
+
+def _loading(info: dict[str, Any]) -> list[Finding]:
+    """Return findings on weights that transformers did not find, did not use, or could not fit."""
+    wrong: tuple[tuple[str, Verdict, str], ...] = (
+        ("missing_keys", "fail", "are not in the files, and were initialised at random"),
+        (
+            "mismatched_keys",
+            "fail",
+            "have another shape in the files, and were initialised at random",
+        ),
+        ("unexpected_keys", "warn", "are in the files, but the model does not use them"),
+    )
+    findings = [
+        Finding(
+            "loading",
+            WHOLE_MODEL,
+            verdict,
+            f"{len(info[key])} tensors {what}: {places(sorted(map(str, info[key])))}",
+            "convert or download the folder again",
+        )
+        for key, verdict, what in wrong
+        if info.get(key)
+    ]
+    return findings or [
+        Finding(
+            "loading", WHOLE_MODEL, "pass", "the files have every tensor of the model, and no other"
+        )
+    ]
+
+
+# -- adapters
+
+
+def _adapter(
+    folder: Path, text: Path | None, num_tokens: int, base: Path | None, trust_code: bool
+) -> Target:
+    named = base_of_adapter(folder)
+    base = base or (None if named is None else Path(named))
+    if base is None or not base.is_dir():
+        raise ConfigError(
+            f"'{folder}' is an adapter for '{named}', which is no folder here; give the folder of that model "
+            "with --base"
+        )
+    target = load_target(base, text, num_tokens, trust_code=trust_code)
+    adapted = load_adapter(folder, target.model, base, is_trainable=True)
+    findings = [
+        Finding(
+            "loading",
+            WHOLE_MODEL,
+            "fail",
+            f"{len(names)} tensors of the adapter {what}: {places(names)}",
+            "load it with the versions of peft and transformers that saved it, or train it again",
+        )
+        for names, what in (
+            (adapted.unused, "match nothing in the model and have no effect"),
+            (adapted.missing, "are not in its file, and were initialised at random"),
+        )
+        if names
+    ] or [Finding("loading", WHOLE_MODEL, "pass", "every tensor of the adapter has its place")]
+    return Target(adapted.model, target.ids_BS, target.text, (*target.findings, *findings))
+
+
+# -- text
+
+
+def _encoder_of_ours(tokenizer: Any) -> Any:
+    return lambda content: tokenizer.encode(content).tolist()
+
+
+def _max_length(model: Any) -> int:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or MAX_LENGTH
+
+
+def _batch(encode: Any, text: Path | None, num_tokens: int, max_length: int) -> tuple[Tensor, str]:
+    """Return the first `num_tokens` tokens of a text as sequences of equal length, and its name."""
+    if text is None:
+        content, name = (
+            inspect.getsource(statistics).encode(),
+            "source of Python's statistics module",
+        )
+    else:
+        try:
+            content, name = text.read_bytes(), text.name
+        except OSError as error:
+            raise ConfigError(f"--text: '{text}' cannot be read ({reason(error)})") from error
+    ids = torch.tensor(encode(content)[:num_tokens], dtype=torch.int64)
+    length = min(MAX_LENGTH, max_length, len(ids) // 2)  # two sequences or more
+    if length < 2:
+        raise ConfigError(f"--text: '{name}' has {len(ids)} tokens; give a text of four or more")
+    return ids[: len(ids) // length * length].view(-1, length), name

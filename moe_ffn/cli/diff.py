@@ -1,0 +1,182 @@
+"""Compare two models on a text: tensors, predictions, and the experts of each token.
+
+    moe-ffn diff runs/a runs/b --text FILE
+    moe-ffn diff models/qwen models/qwen --dtype-b bfloat16 --text FILE
+    moe-ffn diff models/qwen adapters/mine --text FILE --json FILE
+
+A and B are versions of one model: runs, model folders of moe_ffn or of transformers, or a model and an
+adapter of peft for it. B also computes with the experts of A, which shows how much of the difference is
+routing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_ffn.cli.evaluate import device_of
+from moe_ffn.cli.parser import Parser, check_output, whole, write_output
+from moe_ffn.cli.results import plain_values
+from moe_ffn.config import trust
+from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.files import reason
+from moe_ffn.interop.diff import DTYPES, Difference, diff, short
+from moe_ffn.model.decoder import short_name
+
+BYTES_PER_TOKEN = 64
+"""Bytes of text that are read for each token, so that a large file is not encoded as a whole."""
+
+MAX_TENSORS = 10
+"""Maximum number of tensors in the table."""
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv or ["--help"])
+    check_output("--json", args.json, "{")
+    device = device_of(args.device)
+    text = _read(args.text, None if args.recorded else BYTES_PER_TOKEN * args.tokens)
+    difference = diff(
+        args.a,
+        args.b,
+        text,
+        dtype_a=args.dtype_a,
+        dtype_b=args.dtype_b,
+        experts_a=args.experts_a,
+        experts_b=args.experts_b,
+        recorded=args.recorded,
+        num_tokens=args.tokens,
+        window=args.window,
+        device=device,
+        trust_code=args.trust_code,
+    )
+    print_difference(Console(highlight=False), difference)
+    if args.json is not None:
+        values = plain_values(difference.to_dict())
+        write_output("--json", args.json, json.dumps(values, indent=2) + "\n")
+        print(f"\nwritten: {args.json}")
+    return 0
+
+
+def _read(path: Path, limit: int | None) -> bytes:
+    """Read a text, or as many whole lines of it as fit into `limit` bytes."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(-1 if limit is None else limit)
+    except OSError as error:
+        raise ConfigError(f"--text: '{path}' cannot be read ({reason(error)})") from error
+    return text[: text.rfind(b"\n") + 1] or text if len(text) == limit else text
+
+
+def _parser() -> Parser:
+    parser = Parser(prog=command("diff"), description=__doc__)
+    for name, meaning in (("a", "the reference"), ("b", "the model to compare with it")):
+        parser.add_argument(name, type=Path, metavar=name.upper(), help=f"folder of {meaning}")
+    parser.add_argument(
+        "--text", type=Path, required=True, metavar="FILE", help="text that both models read"
+    )
+    for side in ("a", "b"):
+        parser.add_argument(
+            f"--dtype-{side}",
+            metavar="DTYPE",
+            help=f"compute {side.upper()} in {', '.join(DTYPES)} (default: the dtype of its files)",
+        )
+    for side in ("a", "b"):
+        parser.add_argument(
+            f"--experts-{side}",
+            metavar="NAME",
+            help=f"implementation of the experts of {side.upper()}: eager, batched_mm, grouped_mm or moe_ffn "
+            "for transformers; loop, cpu, grouped_mm or triton for models of moe_ffn",
+        )
+    parser.add_argument(
+        "--recorded",
+        type=Path,
+        metavar="FILE",
+        help="experts that vLLM or SGLang recorded for this text (.npz), in the place of the experts of A",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=whole(1, 10**9),
+        default=4096,
+        metavar="N",
+        help="maximum number of tokens to read, from the beginning (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--window",
+        type=whole(1),
+        metavar="N",
+        help="tokens of a sequence (default: as many as the models accept, at most 512)",
+    )
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to a JSON file"
+    )
+    parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
+    return parser
+
+
+def print_difference(console: Console, difference: Difference) -> None:
+    """Print the verdict, then tables of layers, positions and tensors."""
+    console.print(difference.verdict, markup=False)
+    for note in difference.notes:
+        console.print(f"Note: {note}.", markup=False)
+    num_windows = difference.num_tokens // difference.window
+    console.print(
+        f"\nA {difference.a}\nB {difference.b}\n{difference.num_tokens:,} tokens of text in {num_windows:,} "
+        f"window{'s' * (num_windows > 1)} of {difference.window}",
+        markup=False,
+        soft_wrap=True,
+    )
+    tables = (_layers(difference), _positions(difference), _tensors(difference))
+    for table in tables:
+        if table.row_count:
+            console.print()
+            console.print(table)
+    if (more := len(difference.tensors) - MAX_TENSORS) > 0:
+        console.print(f"and {more} more tensors; --json lists them")
+    for side, names in (("A", difference.only_a), ("B", difference.only_b)):
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            console.print(f"\nonly in {side}: {shown}", markup=False)
+
+
+def _layers(difference: Difference) -> Table:
+    table = _table("layer", "tokens that change experts")
+    for name, share in difference.flips.items():
+        table.add_row(short_name(name), f"{share:.2%}")
+    return table
+
+
+def _positions(difference: Difference) -> Table:
+    columns = ["position", "tokens", "KL", "KL with A's experts", "largest logit"]
+    if difference.recorded:
+        columns[3] = "KL with the record"
+    if difference.kl_replayed is None:
+        del columns[3]
+    table = _table(*columns)
+    for part in difference.positions:
+        numbers = [part.kl, part.kl_replayed, part.largest_logit]
+        cells = [short(number) for number in numbers if number is not None]
+        table.add_row(f"{part.first}-{part.last}", f"{part.num_tokens:,}", *cells)
+    return table
+
+
+def _tensors(difference: Difference) -> Table:
+    table = _table("tensor", "largest", "relative", "rows")
+    table.columns[0].justify, table.columns[0].overflow = "left", "fold"
+    for tensor in difference.tensors[:MAX_TENSORS]:
+        rows = f"{tensor.rows:,} of {tensor.num_rows:,}"
+        table.add_row(tensor.name, short(tensor.largest), f"{tensor.relative:.2%}", rows)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,143 @@
+"""Audit of a live mixture of experts: are its experts there, trained, balanced and computed correctly?
+
+    report = moe_ffn.audit(model, batch, optimizer)
+    assert report.ok, report
+
+The model is of transformers, perhaps with adapters of peft, or of ours, or any module that returns logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.interop.audit.balancing import check_balancing, check_objective
+from moe_ffn.interop.audit.behaviour import check_behaviour
+from moe_ffn.interop.audit.findings import WHOLE_MODEL, AuditReport, Finding
+from moe_ffn.interop.audit.layers import SparseLayer
+from moe_ffn.interop.audit.learning import check_gradients, check_optimizer, check_requires_grad
+from moe_ffn.interop.audit.numerics import check_kernels, check_precision, record
+from moe_ffn.interop.audit.order import check_order
+from moe_ffn.interop.audit.probe import Probe, checked_batch
+from moe_ffn.interop.audit.structure import (
+    K_OPTIONS,
+    check_left_out,
+    check_structure,
+    option_of,
+)
+from moe_ffn.training.objective import ObjectiveConfig
+
+__all__ = ["AuditReport", "Finding", "audit"]
+
+
+def audit(
+    model: nn.Module,
+    batch: Tensor | Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    accumulation: int = 1,
+    objective: ObjectiveConfig | None = None,
+) -> AuditReport:
+    """Check a mixture of experts for silent defects.
+
+    The model, its gradients and the random states stay as they are.
+
+    Args:
+        model: a language model that returns logits; on the meta device only shapes are checked.
+        batch: token ids (B, S), or the keyword arguments of the model with `input_ids`. Take two or more
+            sequences of real text.
+        optimizer: the optimizer that will train the model; None if the model is only to be used.
+        accumulation: batches per optimizer step.
+        objective: balancing of a run of ours; None for other training loops.
+
+    Raises:
+        ConfigError: the model has no sparse layer, or the batch is no batch of token ids.
+    """
+    if accumulation < 1:
+        raise ConfigError(f"audit: accumulation must be 1 or more, but is {accumulation}")
+    probe = Probe(model, checked_batch(batch))
+    trains = optimizer is not None
+    findings = [*_static_checks(probe, optimizer)]
+    if not probe.has_data:
+        findings.append(
+            Finding(
+                "numbers",
+                WHOLE_MODEL,
+                "skip",
+                "the model is on the meta device, which has no numbers",
+            )
+        )
+    else:
+        findings += _numeric_checks(probe, trains, accumulation, objective)
+    return AuditReport(
+        type(probe.base).__name__,
+        facts(probe),
+        tuple(layer.name for layer in probe.layers),
+        tuple(findings),
+    )
+
+
+def _static_checks(probe: Probe, optimizer: torch.optim.Optimizer | None) -> Iterator[Finding]:
+    yield from check_structure(probe)
+    yield from check_left_out(probe)
+    yield from check_requires_grad(probe)
+    if optimizer is not None:
+        yield from check_optimizer(probe, optimizer)
+
+
+def _numeric_checks(
+    probe: Probe, trains: bool, accumulation: int, objective: ObjectiveConfig | None
+) -> Iterator[Finding]:
+    yield from check_gradients(probe)
+    if objective is None:
+        yield from check_balancing(probe, trains=trains, accumulation=accumulation)
+    else:
+        yield from check_objective(probe, objective)
+    recorded = record(probe)
+    for layer in probe.layers:
+        yield from check_precision(layer, recorded[layer.name])
+        yield from check_kernels(probe, layer, recorded[layer.name])
+    yield from check_behaviour(probe)
+    yield from check_order(probe)
+
+
+def experts_per_token(probe: Probe, layer: SparseLayer) -> float | None:
+    """Return the experts per token of a layer, as its config declares them; None if it does not."""
+    if isinstance(layer.block, FFNBlock):
+        return getattr(getattr(layer.block, "config", None), "experts_per_token", None)
+    return option_of(probe.config, K_OPTIONS)
+
+
+def facts(probe: Probe) -> dict[str, str]:
+    """Return what is audited, as text."""
+    layers = probe.layers
+    total = sum(parameter.numel() for parameter in probe.model.parameters())
+    in_experts = sum(layer.num_parameters for layer in layers)
+    per_token = [experts_per_token(probe, layer) for layer in layers]
+    idle = sum(
+        layer.num_parameters * (1 - k / layer.num_experts)
+        for layer, k in zip(layers, per_token, strict=True)
+        if k is not None
+    )
+    ks = ", ".join(f"{k:g}" for k in sorted({k for k in per_token if k is not None}))
+    kinds = {
+        "moe_ffn": "blocks of moe_ffn",
+        "fused": "fused experts",
+        "listed": "experts in a list",
+    }
+    counts = sorted({layer.num_experts for layer in layers})
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in probe.model.parameters()})
+    return {
+        "sparse layers": f"{len(layers)} ({', '.join(sorted({kinds[layer.kind] for layer in layers}))})",
+        "experts": f"{', '.join(map(str, counts))}, {ks or '?'} per token",
+        "shared expert": "yes" if any(layer.has_shared_expert for layer in layers) else "no",
+        "parameters": f"{total:,}, {in_experts / max(total, 1):.0%} in experts"
+        + (f", {round(total - idle):,} active" if ks else ""),
+        "dtype": ", ".join(dtypes),
+        "batch": f"{probe.ids_BS.shape[0]} sequences of {probe.ids_BS.shape[1]} tokens",
+    }

@@ -1,0 +1,273 @@
+"""Checks of an audit on behaviour: causality, independence of other sequences, and health of the routing.
+
+B sequences, S positions, V vocabulary, E experts
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moe_ffn.balancing.losses import pairs_per_expert
+from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding
+from moe_ffn.interop.audit.probe import Outputs, Probe, mode
+from moe_ffn.interop.audit.structure import K_OPTIONS, option_of
+from moe_ffn.metrics.functional import load_entropy, logit_max, max_violation, nonfinite_tokens
+from moe_ffn.outputs import Routing
+from moe_ffn.training.config import AlarmsConfig
+
+MAX_CHANGE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Dtype -> largest change of a logit, as a share of the largest logit, that rounding explains."""
+
+MIN_PAIRS_PER_EXPERT = 32
+"""Mean number of pairs per expert below which an idle expert tells nothing."""
+
+MAX_SEQUENCES = 4
+"""Sequences that are run alone."""
+
+WORSE_THAN_GUESSING = 1.1
+"""Cross-entropy as a multiple of ln(V), which a uniform guess has, above which a model is broken."""
+
+
+def check_behaviour(probe: Probe) -> Iterator[Finding]:
+    """Run the model in evaluation: once as it is, once with other tokens at the end, and by sequence."""
+    with mode(probe.model, training=False), torch.no_grad():
+        passed = probe.run(labels=None)
+        if not passed.logits_BSV.isfinite().all():
+            yield Finding(
+                "health",
+                WHOLE_MODEL,
+                "fail",
+                "the logits contain NaN or infinity",
+                "find the first layer that produces them",
+            )
+            return
+        yield from _declared_routing(probe, passed)
+        yield from _causality(probe, passed)
+        yield from _determinism(probe, passed)
+        yield from _health(probe, passed)
+
+
+def _declared_routing(probe: Probe, passed: Outputs) -> Iterator[Finding]:
+    """Compare the experts per token and the sums of their weights with the config."""
+    k = option_of(probe.config, K_OPTIONS)
+    normalizes = getattr(probe.config, "norm_topk_prob", None)
+    for layer in probe.layers:
+        routing = passed.routings.get(layer.name)
+        if routing is None or layer.kind == "moe_ffn":
+            continue
+        actual = len(routing.expert_ids_N) / max(routing.num_tokens, 1)
+        if k not in (None, actual):
+            yield Finding(
+                "structure",
+                layer.name,
+                "fail",
+                f"the config declares {k} experts per token, but a token gets {actual:g}",
+                "set the same number in the config and in the router",
+            )
+        if normalizes is None or actual < 2:
+            continue
+        sums_T = routing.weights_N.reshape(routing.num_tokens, -1).sum(dim=-1)
+        is_constant = bool((sums_T - sums_T[0]).abs().max() <= 1e-2 * sums_T.abs().max())
+        if is_constant != bool(normalizes) and routing.num_experts > actual:
+            yield Finding(
+                "structure",
+                layer.name,
+                "fail",
+                f"the config has norm_topk_prob {bool(normalizes)}, but the weights of a token sum to "
+                f"{sums_T.min():.3f} to {sums_T.max():.3f}",
+                "set the same value in the config and in the router",
+            )
+
+
+def _change(probe: Probe, one: Tensor, other: Tensor) -> tuple[float, float]:
+    """Return the largest change of two logits as a share of the largest, and the limit."""
+    scale = one.abs().max().clamp(min=1e-30)
+    dtype = next(p.dtype for p in probe.model.parameters() if p.is_floating_point())
+    return ((one - other).abs().max() / scale).item(), MAX_CHANGE.get(dtype, 5e-2)
+
+
+def _causality(probe: Probe, passed: Outputs) -> Iterator[Finding]:
+    """Alter the second half of each sequence; logits of the first half must not change."""
+    if _sees_later_tokens(probe):
+        yield Finding("causality", WHOLE_MODEL, "skip", "the model is not causal")
+        return
+    ids_BS = probe.ids_BS
+    half = ids_BS.shape[1] // 2
+    altered = ids_BS.clone()
+    vocab_size = passed.logits_BSV.shape[-1]
+    altered[:, half:] = (altered[:, half:] * 7 + 13) % vocab_size
+    again = probe.run(input_ids=altered, labels=None)
+    mask = probe.mask_BS[:, :half]
+    change, limit = _change(
+        probe, passed.logits_BSV[:, :half][mask], again.logits_BSV[:, :half][mask]
+    )
+    sentence = f"logits change by {brief(change)} of the largest when later tokens are altered"
+    if change <= limit:
+        yield Finding("causality", WHOLE_MODEL, "pass", sentence)
+        return
+    layer = _first_flip(passed, again, ids_BS.shape, half)
+    where = f"; experts of earlier tokens change first in {layer}" if layer else ""
+    yield Finding(
+        "causality",
+        WHOLE_MODEL,
+        "fail",
+        f"{sentence} (limit {limit:.0e}){where}",
+        "look for expert choice, a capacity that ranks tokens across a sequence, or an attention mask",
+    )
+
+
+def _sees_later_tokens(probe: Probe) -> bool:
+    config = getattr(probe.base, "config", None)
+    if hasattr(config, "causal"):
+        return not config.causal  # pyright: ignore[reportOptionalMemberAccess]
+    return "MaskedLM" in type(probe.base).__name__ or bool(
+        getattr(config, "is_encoder_decoder", False)
+    )
+
+
+def brief(change: float) -> str:
+    return f"{change:.1e}" if change else "0"
+
+
+def _first_flip(one: Outputs, other: Outputs, shape: torch.Size, half: int) -> str:
+    """Return the first layer in which a token of the first half has other experts; empty if there is none."""
+    is_early_T = (torch.arange(shape.numel()) % shape[1]) < half
+    for name, routing in one.routings.items():
+        again = other.routings[name]
+        if routing.expert_ids_N.shape != again.expert_ids_N.shape:
+            return name
+        early_N = is_early_T.to(routing.token_ids_N.device)[routing.token_ids_N]
+        if (routing.expert_ids_N != again.expert_ids_N)[early_N].any() or (
+            routing.dropped_N != again.dropped_N
+        )[early_N].any():
+            return name
+    return ""
+
+
+def _determinism(probe: Probe, passed: Outputs) -> Iterator[Finding]:
+    """Run the batch again, and its first sequences alone."""
+    again = probe.run(labels=None)
+    change, limit = _change(probe, passed.logits_BSV, again.logits_BSV)
+    if change > limit:
+        yield Finding(
+            "determinism",
+            WHOLE_MODEL,
+            "fail",
+            f"the same batch gives logits that differ by {change:.1e} of the largest (limit {limit:.0e})",
+            "look for dropout, noise or jitter in evaluation",
+        )
+        return
+    num_sequences = min(len(probe.ids_BS), MAX_SEQUENCES)
+    if num_sequences < 2:
+        yield Finding(
+            "determinism",
+            WHOLE_MODEL,
+            "skip",
+            "one sequence cannot be compared with a batch; give two or more",
+        )
+        return
+    worst = 0.0
+    for row in range(num_sequences):
+        one = {
+            name: value[row : row + 1]
+            for name, value in probe.batch.items()
+            if isinstance(value, Tensor) and value.ndim and len(value) == len(probe.ids_BS)
+        }
+        alone = probe.run(**{**one, "labels": None})
+        real = probe.mask_BS[row]
+        change, limit = _change(probe, passed.logits_BSV[row][real], alone.logits_BSV[0][real])
+        worst = max(worst, change)
+    sentence = f"a sequence alone and in the batch: logits differ by {brief(worst)} of the largest"
+    if worst <= limit:
+        yield Finding("determinism", WHOLE_MODEL, "pass", sentence)
+        return
+    yield Finding(
+        "determinism",
+        WHOLE_MODEL,
+        "fail",
+        f"{sentence} (limit {limit:.0e})",
+        "look for a capacity or a router that compares tokens of several sequences; remove it in evaluation",
+    )
+
+
+# -- health
+
+
+def _health(probe: Probe, passed: Outputs) -> Iterator[Finding]:
+    loss = probe.cross_entropy(passed.logits_BSV).item()
+    guess = math.log(passed.logits_BSV.shape[-1])
+    sentence = f"cross-entropy {loss:.3f} nats per token; a uniform guess has {guess:.3f}"
+    if loss > WORSE_THAN_GUESSING * guess:
+        yield Finding(
+            "health",
+            WHOLE_MODEL,
+            "warn",
+            sentence,
+            "check that the text fits the tokenizer, and compare the weights with their source: moe-ffn diff",
+        )
+    else:
+        yield Finding("health", WHOLE_MODEL, "pass", sentence)
+    if probe.unwatched:
+        yield Finding("health", WHOLE_MODEL, "skip", probe.unwatched)
+    for name, routing in passed.routings.items():
+        yield from _health_of(name, routing)
+
+
+def _health_of(name: str, routing: Routing) -> Iterator[Finding]:
+    limits = AlarmsConfig()
+    problems: list[Finding] = []
+
+    def problem(verdict: str, sentence: str, advice: str) -> None:
+        problems.append(Finding("health", name, verdict, sentence, advice))  # pyright: ignore[reportArgumentType]
+
+    if broken := int(nonfinite_tokens(routing)):
+        problem(
+            "fail",
+            f"{broken} tokens have NaN or infinite router logits",
+            "look at the layer before",
+        )
+    counts_E = pairs_per_expert(routing).double()
+    total, num_experts = counts_E.sum().item(), len(counts_E)
+    if not total:
+        return
+    violation = max_violation(counts_E).item()
+    k = total / max(int(routing.num_real_tokens), 1)
+    limit = max(limits.max_violation_share * (num_experts / max(k, 1e-9) - 1), 0.5)
+    is_enough = total >= MIN_PAIRS_PER_EXPERT * num_experts
+    idle = int((counts_E == 0).sum())
+    busiest = int(counts_E.argmax())
+    if violation > limit and is_enough:
+        share = f"expert {busiest} takes {counts_E[busiest] / total:.0%} of the pairs"
+        sentence = f"{share}, MaxVio {violation:.2f}"
+        problem(
+            "fail",
+            f"{sentence} (limit {limit:.2f})",
+            "the router has collapsed: raise the balancing loss",
+        )
+    if idle and is_enough:
+        problem(
+            "warn",
+            f"{idle} of {num_experts} experts had none of {int(total):,} pairs",
+            "give a longer or more varied text; if they stay idle, balance better or prune them",
+        )
+    largest = logit_max(routing).item()
+    if largest > limits.router_logit:
+        problem(
+            "warn",
+            f"a router logit of {largest:.3g} (limit {limits.router_logit:g})",
+            "add a router z-loss",
+        )
+    dropped = (routing.dropped_N & routing.active_N).sum().item() / total
+    if dropped > limits.dropped_fraction:
+        problem("warn", f"{dropped:.0%} of the pairs are dropped", "raise the capacity factor")
+    yield from problems
+    if not problems:
+        entropy = load_entropy(counts_E).item()
+        sentence = f"MaxVio {violation:.2f}, entropy of the load {entropy:.3f}, {idle} idle experts"
+        if not is_enough:
+            sentence += f" (too few tokens to judge: {total / num_experts:.0f} pairs per expert)"
+        yield Finding("health", name, "pass", sentence)

@@ -1,0 +1,163 @@
+"""Findings of an audit, and the report that collects them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from moe_ffn import html_repr
+
+Verdict = Literal["pass", "warn", "fail", "skip"]
+
+ORDER: tuple[Verdict, ...] = ("fail", "warn", "pass", "skip")
+"""Verdicts in the order of a report; `skip` means that the check could not be made."""
+
+WHOLE_MODEL = "model"
+"""Place of a finding that concerns no single layer."""
+
+MAX_PLACES = 3
+"""Maximum number of layers that a row of a report names."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check at one place."""
+
+    check: str
+    """Kind of check, such as `learning`."""
+    place: str
+    """Name of the layer, such as `layer_03`, or `model`."""
+    verdict: Verdict
+    sentence: str
+    """The measurement, with its numbers."""
+    advice: str = ""
+    """A remedy; empty if nothing is wrong."""
+
+
+class Failure(NamedTuple):
+    """A finding that fails, in short."""
+
+    check: str
+    place: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """All findings of an audit.
+
+    report = moe_ffn.audit(model, batch)
+    assert report.ok, report
+    """
+
+    model: str
+    """Name of the model's class."""
+    facts: Mapping[str, str]
+    """Name -> value of what was audited: layers, experts, parameters, dtype, batch."""
+    layers: tuple[str, ...]
+    """Names of the sparse layers."""
+    findings: tuple[Finding, ...]
+    """In the order of the checks."""
+
+    @property
+    def ok(self) -> bool:
+        """True if no check failed; there may be warnings."""
+        return not self.failures
+
+    @property
+    def failures(self) -> list[Failure]:
+        return self._of("fail")
+
+    @property
+    def warnings(self) -> list[Failure]:
+        return self._of("warn")
+
+    def _of(self, verdict: Verdict) -> list[Failure]:
+        return [
+            Failure(finding.check, finding.place, finding.sentence)
+            for finding in self.findings
+            if finding.verdict == verdict
+        ]
+
+    @property
+    def summary(self) -> str:
+        """The verdict in one sentence."""
+        rows = self.rows()
+        counts = Counter(row.verdict for row in rows)
+        if not counts["fail"] and not counts["warn"]:
+            return f"No problem found: {_counted(counts['pass'], 'check')} passed."
+        problems: list[str] = []
+        for verdict, noun in (("fail", "failure"), ("warn", "warning")):
+            if counts[verdict]:
+                checks = dict.fromkeys(row.check for row in rows if row.verdict == verdict)
+                problems.append(f"{_counted(counts[verdict], noun)} ({', '.join(checks)})")
+        return f"{' and '.join(problems)}; {_counted(counts['pass'], 'check')} passed."
+
+    def rows(self) -> list[Finding]:
+        """Return the findings with equal ones of several layers merged, failures first."""
+        groups: dict[tuple[str, ...], list[Finding]] = {}
+        for finding in self.findings:
+            is_problem = finding.verdict in ("fail", "warn")
+            # Layers that pass differ in their numbers only.
+            same = finding.advice if is_problem else finding.sentence
+            if finding.verdict == "pass" and finding.place != WHOLE_MODEL:
+                same = ""
+            groups.setdefault((finding.check, finding.verdict, same), []).append(finding)
+        rows = [self._merged(findings) for findings in groups.values()]
+        return sorted(rows, key=lambda row: ORDER.index(row.verdict))
+
+    def _merged(self, findings: list[Finding]) -> Finding:
+        """Return one finding for equal ones in several layers, with the numbers of the first."""
+        first, *others = findings
+        differ = any(other.sentence != first.sentence for other in others)
+        return replace(
+            first,
+            place=self._places([finding.place for finding in findings]),
+            sentence=f"{first.place}: {first.sentence}" if differ else first.sentence,
+        )
+
+    def _places(self, names: Sequence[str]) -> str:
+        if len(self.layers) > 1 and set(self.layers) <= set(names):
+            return f"all {len(self.layers)} sparse layers"
+        return places(names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types."""
+        return {
+            "model": self.model,
+            "ok": self.ok,
+            "summary": self.summary,
+            "facts": dict(self.facts),
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.summary}"]
+        for row in self.rows():
+            lines.append(f"{row.verdict:5} {row.check:12} {row.place}: {row.sentence}")
+            if row.advice:
+                lines.append(f"{'':19}{row.advice}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        notes = [
+            html_repr.note(f"{row.verdict}, {row.check}, {row.place}: {row.sentence}; {row.advice}")
+            for row in self.rows()
+            if row.verdict in ("fail", "warn")
+        ]
+        title = f"{self.model}: {self.summary}"
+        rest = html_repr.folded("all checks", str(self))
+        return html_repr.card(title, dict(self.facts), *notes, rest)
+
+
+def places(names: Sequence[str]) -> str:
+    """Return `layer_00, layer_01, layer_02 and 21 more`."""
+    names = list(dict.fromkeys(names))
+    rest = len(names) - MAX_PLACES
+    return ", ".join(names[:MAX_PLACES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,241 @@
+"""The sparse layers of a live model: experts, routers and adapters, of our blocks and of other libraries.
+
+E experts, D model width, F hidden width
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.experts.base import Experts
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.interop.routings import is_experts, layer_of
+from moe_ffn.model.decoder import layer_name
+
+Kind = Literal["moe_ffn", "fused", "listed"]
+"""Our block; experts as one module with stacked tensors; or a list of one module for each expert."""
+
+_SHARED = re.compile(r"shared", re.IGNORECASE)
+_EXPERTS = re.compile(r"(^|_)experts$|Experts$")
+_ROUTER = re.compile(r"^gate$|router", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """A parameter of the experts: of all experts of the layer, or of one."""
+
+    name: str
+    """Name in the model."""
+    parameter: nn.Parameter
+    expert: int | None = None
+    """The expert, in a list of experts; None if the parameter stacks all of them."""
+    adapter: Literal["", "A", "B"] = ""
+    """The matrix of a low-rank adapter that this is; empty for a weight of the experts."""
+
+    def by_expert(self, value: Tensor, num_experts: int) -> Tensor:
+        """Return a value of the parameter's shape with one row for each expert, (E, ...) or (1, ...)."""
+        if self.expert is not None:
+            return value.reshape(1, -1)
+        if self.adapter == "A":  # peft: (E r, in)
+            return value.reshape(num_experts, -1)
+        if self.adapter == "B":  # peft: (out, r E)
+            return value.reshape(value.shape[0], -1, num_experts).movedim(2, 0).flatten(1)
+        return value.flatten(1)
+
+
+@dataclass(frozen=True)
+class SparseLayer:
+    """The experts and routers of one layer."""
+
+    name: str
+    """`layer_03`"""
+    path: str
+    """Path of the block in the model."""
+    kind: Kind
+    block: nn.Module
+    """Holds the router and the experts."""
+    experts: tuple[nn.Module, ...]
+    """Modules with the weights of the experts, without their adapters."""
+    num_experts: int
+    """E, experts with weights."""
+    weights: tuple[ExpertTensor, ...]
+    adapters: tuple[ExpertTensor, ...]
+    routers: dict[str, nn.Parameter]
+    """Parameters of the routers, by their names in the model."""
+    has_shared_expert: bool
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the experts, without adapters."""
+        return sum(weight.parameter.numel() for weight in self.weights)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel and peft."""
+    inner: Any = model
+    while True:
+        if hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif type(inner).__name__ in ("DistributedDataParallel", "DataParallel"):
+            inner = inner.module
+        else:
+            return inner
+
+
+def sparse_layers(model: nn.Module) -> list[SparseLayer]:
+    """Find the sparse layers, in the order of the model.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, list[str]] = {}
+    inside: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in inside):
+            continue
+        if isinstance(module, FFNBlock) and module.routers():
+            found[path] = []
+        elif _is_experts(path, module):
+            found.setdefault(path.rpartition(".")[0], []).append(path)
+        else:
+            continue
+        inside.append(path)
+    layers = [_layer(model, path, paths, names) for path, paths in found.items()]
+    if not layers:
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} has no sparse layer: none of our blocks, and no module of "
+            "experts; audit a mixture of experts"
+        )
+    return layers
+
+
+def _is_experts(path: str, module: nn.Module) -> bool:
+    """Return True for a module of experts, perhaps wrapped by adapters, but not for shared experts."""
+    name = path.rpartition(".")[2]
+    if _SHARED.search(name):
+        return False
+    base = without_adapters(module)
+    if is_experts(base):
+        return True
+    if not (_EXPERTS.search(name) or _EXPERTS.search(type(base).__name__)):
+        return False
+    if isinstance(base, nn.ModuleList | nn.ModuleDict):
+        return len(base) > 1
+    return any(parameter.ndim == 3 for parameter in base.parameters())
+
+
+def without_adapters(module: nn.Module) -> nn.Module:
+    """Return the module that adapters of peft wrap."""
+    inner: Any = module
+    while hasattr(inner, "base_layer") and not isinstance(inner, Experts):
+        inner = inner.base_layer
+    return inner
+
+
+def _layer(
+    model: nn.Module, path: str, expert_paths: list[str], names: dict[int, str]
+) -> SparseLayer:
+    block = model.get_submodule(path)
+    number = layer_of(path)
+    wrapped = [model.get_submodule(expert_path) for expert_path in expert_paths]
+    if isinstance(block, FFNBlock):
+        kind: Kind = "moe_ffn"
+        bases = _experts_of(block)
+        wrapped = [
+            part
+            for part in block.modules()
+            if hasattr(part, "base_layer") and isinstance(without_adapters(part), Experts)
+        ] or bases
+        num_experts = int(getattr(block, "num_experts", 0)) or _leading_size(bases)
+    else:
+        bases = [*map(without_adapters, wrapped)]
+        is_list = isinstance(bases[0], nn.ModuleList | nn.ModuleDict)
+        kind = "listed" if is_list else "fused"
+        num_experts = len(bases[0]) if is_list else _leading_size(bases)  # pyright: ignore[reportArgumentType]
+    experts = [*_tensors(kind, wrapped, bases, num_experts, names)]
+    return SparseLayer(
+        name=path if number is None else layer_name(number),
+        path=path,
+        kind=kind,
+        block=block,
+        experts=tuple(bases),
+        num_experts=num_experts,
+        weights=tuple(tensor for tensor in experts if not tensor.adapter),
+        adapters=tuple(tensor for tensor in experts if tensor.adapter),
+        routers=_router_parameters(block, wrapped, num_experts, names),
+        has_shared_expert=any(
+            _SHARED.search(name)
+            for name, part in block.named_children()
+            if any(True for _ in part.parameters())
+        ),
+    )
+
+
+def _experts_of(block: nn.Module) -> list[nn.Module]:
+    """Return the experts of our block, inside all wrappers."""
+    parts = (part.innermost for part in block.modules() if isinstance(part, Experts))
+    return [*dict.fromkeys(parts)]
+
+
+def _leading_size(modules: Iterable[nn.Module]) -> int:
+    """Return E, the first size of the largest stacked tensor."""
+    stacked = [p for module in modules for p in module.parameters() if p.ndim >= 2]
+    return int(max(stacked, key=Tensor.numel).shape[0]) if stacked else 0
+
+
+def _tensors(
+    kind: Kind,
+    wrapped: list[nn.Module],
+    bases: list[nn.Module],
+    num_experts: int,
+    names: dict[int, str],
+) -> Iterator[ExpertTensor]:
+    if kind == "listed":
+        for base in bases:
+            for expert, module in enumerate(base.children()):
+                for parameter in module.parameters():
+                    name = names[id(parameter)]
+                    yield ExpertTensor(name, parameter, expert, _adapter_of(name))
+        return
+    weights = {id(p): p for base in bases for p in base.parameters()}
+    for identity, parameter in weights.items():
+        if parameter.ndim >= 2 and parameter.shape[0] == num_experts:
+            yield ExpertTensor(names[identity], parameter)
+    adapters = {id(p): p for module in wrapped for p in module.parameters()}
+    for identity, parameter in adapters.items():
+        if identity not in weights and (matrix := _adapter_of(names[identity])):
+            yield ExpertTensor(names[identity], parameter, None, matrix)
+
+
+def _adapter_of(name: str) -> Literal["", "A", "B"]:
+    return "A" if ".lora_A." in name else "B" if ".lora_B." in name else ""
+
+
+def _router_parameters(
+    block: nn.Module, wrapped: list[nn.Module], num_experts: int, names: dict[int, str]
+) -> dict[str, nn.Parameter]:
+    """Return the parameters of the routers: in other libraries, of modules with a row for each expert."""
+    if isinstance(block, FFNBlock):
+        parts: list[nn.Module] = list(block.routers().values())
+    else:
+        parts = [
+            child
+            for name, child in block.named_children()
+            if child not in wrapped
+            and not _SHARED.search(name)
+            and (_ROUTER.search(name) or _has_rows(child, num_experts))
+        ]
+    return {names[id(p)]: p for part in parts for p in part.parameters()}
+
+
+def _has_rows(module: nn.Module, num_experts: int) -> bool:
+    """Return True for a single matrix with a row for each expert, the projection of a router."""
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
+    return len(matrices) == 1 and matrices[0].shape[0] == num_experts

@@ -1,0 +1,333 @@
+"""Checks of an audit on learning: gradients of experts and routers, and the optimizer's groups.
+
+E experts, T tokens, N (token, expert) pairs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding, places
+from moe_ffn.interop.audit.layers import ExpertTensor, SparseLayer
+from moe_ffn.interop.audit.probe import Probe, mode
+from moe_ffn.outputs import FFNOutput, Routing
+
+MIN_ROUTER_SHARE = 1e-6
+"""Norm of a router's gradient, as a share of the largest gradient norm in its layer, below which it is dead.
+Weights that are constant up to rounding have a share of 1e-8."""
+
+
+def check_requires_grad(probe: Probe) -> Iterator[Finding]:
+    """Find experts and routers that stay as they are while the rest of the model trains."""
+    trained = {id(p) for p in probe.model.parameters() if p.requires_grad}
+    if not trained:
+        yield Finding(
+            "learning",
+            WHOLE_MODEL,
+            "skip",
+            "no parameter requires a gradient, so nothing is trained",
+        )
+        return
+    is_adapted = any(".lora_" in name for name, _ in probe.model.named_parameters())
+    for layer in probe.layers:
+        weights = [weight for weight in layer.weights if id(weight.parameter) in trained]
+        adapters = [adapter for adapter in layer.adapters if id(adapter.parameter) in trained]
+        frozen = [weight.name for weight in layer.weights if id(weight.parameter) not in trained]
+        if layer.adapters and not adapters:
+            yield Finding(
+                "learning",
+                layer.name,
+                "fail",
+                "the adapters of the experts do not require a gradient: "
+                + places([adapter.name for adapter in layer.adapters]),
+                "load the adapter with is_trainable=True",
+            )
+        elif frozen and not is_adapted:
+            yield Finding(
+                "learning",
+                layer.name,
+                "fail" if weights else "warn",
+                f"{len(frozen)} of {len(layer.weights)} expert tensors do not require a gradient: "
+                + places(frozen),
+                "call requires_grad_() on them, unless they should stay as they are",
+            )
+        fixed = [n for n, p in layer.routers.items() if "bias" not in n and id(p) not in trained]
+        if fixed and weights and not is_adapted:
+            yield Finding(
+                "learning",
+                layer.name,
+                "warn",
+                f"the router does not require a gradient, while the experts do: {places(fixed)}",
+                "call requires_grad_() on it, unless it should stay as it is",
+            )
+
+
+def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
+    """Find trained tensors that the optimizer never changes, and weight decay on biases."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    names = dict(probe.model.named_parameters())
+    absent = [n for n, p in names.items() if p.requires_grad and id(p) not in groups]
+    if absent:
+        experts = {t.name for layer in probe.layers for t in (*layer.weights, *layer.adapters)}
+        routers = {name for layer in probe.layers for name in layer.routers}
+        num_experts = sum(name in experts for name in absent)
+        num_routers = sum(name in routers for name in absent)
+        yield Finding(
+            "learning",
+            WHOLE_MODEL,
+            "fail",
+            f"{len(absent)} trainable tensors are in no group of the optimizer ({num_experts} of experts, "
+            f"{num_routers} of routers): {places(absent)}",
+            "pass them to the optimizer; it may have been built before the model was changed",
+        )
+    still = [
+        name
+        for name, parameter in names.items()
+        if id(parameter) in groups and groups[id(parameter)]["lr"] == 0 and any(rates)
+    ]
+    if still:
+        yield Finding(
+            "learning",
+            WHOLE_MODEL,
+            "fail",
+            f"{len(still)} tensors have a learning rate of 0: {places(still)}",
+            "give their group a rate",
+        )
+    decayed = [
+        name
+        for layer in probe.layers
+        for name, parameter in _biases(layer)
+        if groups.get(id(parameter), {}).get("weight_decay")
+    ]
+    if decayed:
+        yield Finding(
+            "learning",
+            WHOLE_MODEL,
+            "warn",
+            f"{len(decayed)} biases of experts or routers have weight decay: {places(decayed)}",
+            "put them into a group with weight_decay 0",
+        )
+    if not (absent or still or decayed):
+        yield Finding(
+            "learning",
+            WHOLE_MODEL,
+            "pass",
+            "the optimizer has every trainable tensor, with a rate above 0",
+        )
+
+
+def _biases(layer: SparseLayer) -> Iterator[tuple[str, nn.Parameter]]:
+    for tensor in layer.weights:
+        if "bias" in tensor.name.rpartition(".")[2]:
+            yield tensor.name, tensor.parameter
+    for name, parameter in layer.routers.items():
+        if "bias" in name.rpartition(".")[2]:
+            yield name, parameter
+
+
+# -- gradients
+
+
+def check_gradients(probe: Probe) -> Iterator[Finding]:
+    """Run a backward pass of the cross-entropy, and look at the gradient of every expert and router."""
+    if not any(parameter.requires_grad for parameter in probe.model.parameters()):
+        return
+    parameters = {p for layer in probe.layers for p in _trained(layer)}
+    with mode(probe.model, training=True), _own_gradients(probe.model), ExitStack() as hooks:
+        outputs: dict[str, list[tuple[int | None, Tensor]]] = {}
+        for layer in probe.layers:
+            _keep_outputs(layer, outputs.setdefault(layer.name, []), hooks)
+        changes: dict[str, Any] = {"labels": None}
+        if hasattr(probe.config, "output_router_logits"):
+            changes["output_router_logits"] = False
+        passed = probe.run(**changes)
+        loss = probe.cross_entropy(passed.logits_BSV)
+        if not loss.isfinite():
+            yield Finding(
+                "learning",
+                WHOLE_MODEL,
+                "fail",
+                f"the cross-entropy of this batch is {loss.item()}",
+                "find the first layer with NaN or infinity",
+            )
+            return
+        loss.backward()
+        gradients = {parameter: parameter.grad for parameter in parameters}
+    for layer in probe.layers:
+        used_E = _used_experts(layer, passed.routings, outputs[layer.name])
+        problems = [
+            *_expert_problems(layer, used_E, gradients),
+            *_router_problems(layer, gradients),
+        ]
+        yield from problems
+        if not problems and any(True for _ in _trained(layer)):
+            yield Finding(
+                "learning",
+                layer.name,
+                "pass",
+                "each expert that changed the loss has a gradient, no other has one, and the router learns",
+            )
+
+
+def _trained(layer: SparseLayer) -> Iterator[nn.Parameter]:
+    tensors: Iterable[ExpertTensor] = (*layer.weights, *layer.adapters)
+    for parameter in (*(tensor.parameter for tensor in tensors), *layer.routers.values()):
+        if parameter.requires_grad:
+            yield parameter
+
+
+@contextmanager
+def _own_gradients(model: nn.Module) -> Iterator[None]:
+    """Set the gradients of the parameters aside, and restore them at the end."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad
+
+
+def _keep_outputs(
+    layer: SparseLayer, kept: list[tuple[int | None, Tensor]], hooks: ExitStack
+) -> None:
+    """Keep the outputs of the experts with their gradients, which tell the tokens that reached the loss."""
+
+    def keep(expert: int | None, module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output.hidden if isinstance(output, FFNOutput) else output
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.retain_grad()
+            kept.append((expert, hidden))
+
+    if layer.kind == "listed":
+        for experts in layer.experts:
+            for expert, module in enumerate(experts.children()):
+                hooks.callback(module.register_forward_hook(partial(keep, expert)).remove)
+    else:
+        module = layer.block if layer.kind == "moe_ffn" else layer.experts[-1]
+        hooks.callback(module.register_forward_hook(partial(keep, None)).remove)
+
+
+def _used_experts(
+    layer: SparseLayer,
+    routings: Mapping[str, Routing],
+    kept: list[tuple[int | None, Tensor]],
+) -> Tensor | None:
+    """Return which experts computed a token that reached the loss, bool (E,); None if that is unknown."""
+    if layer.kind == "listed":
+        used = {e for e, out in kept if out.grad is not None and bool(out.grad.any())}
+        return torch.tensor([expert in used for expert in range(layer.num_experts)])
+    routing = routings.get(layer.name)
+    if routing is None or len(kept) != 1 or kept[0][1].grad is None:
+        return None
+    grad = kept[0][1].grad
+    reached_T = (grad.reshape(-1, grad.shape[-1]) != 0).any(dim=-1)
+    if len(reached_T) != routing.num_tokens:
+        return None
+    counted_N = routing.computed_N & reached_T[routing.token_ids_N] & (routing.weights_N != 0)
+    used_E = torch.zeros(routing.num_experts, dtype=torch.bool, device=counted_N.device)
+    used_E[routing.expert_ids_N[counted_N]] = True
+    return used_E[: layer.num_experts].cpu()
+
+
+def _expert_problems(
+    layer: SparseLayer, used_E: Tensor | None, gradients: Mapping[nn.Parameter, Tensor | None]
+) -> Iterator[Finding]:
+    """Yield one finding for each kind of wrong gradient of the layer's experts."""
+    missing: list[str] = []
+    broken: list[str] = []
+    norms_E = torch.zeros(layer.num_experts, dtype=torch.float64)
+    by_tensor: dict[str, Tensor] = {}
+    trained = [t for t in (*layer.weights, *layer.adapters) if t.parameter.requires_grad]
+    for tensor in trained:
+        grad = gradients.get(tensor.parameter)
+        if grad is None:
+            if used_E is None or tensor.expert is None or used_E[tensor.expert]:
+                missing.append(tensor.name)
+            continue
+        if not grad.isfinite().all():
+            broken.append(tensor.name)
+            continue
+        rows = tensor.by_expert(grad, layer.num_experts).double().norm(dim=-1).cpu()
+        if tensor.expert is None:
+            norms_E += rows
+            by_tensor[tensor.name] = rows
+        else:
+            norms_E[tensor.expert] += rows[0]
+    advice = "look for detach, no_grad or a replaced forward between the experts and the loss"
+    if missing:
+        sentence = f"{len(missing)} expert tensors have no gradient after a backward pass: {places(missing)}"
+        yield Finding("learning", layer.name, "fail", sentence, advice)
+    if broken:
+        sentence = (
+            f"gradients of {len(broken)} expert tensors are NaN or infinite: {places(broken)}"
+        )
+        yield Finding("learning", layer.name, "fail", sentence, "lower the learning rate or scale")
+    if used_E is None or missing or broken or not trained:
+        return
+    dead = _ids(used_E & (norms_E == 0))
+    still = [
+        name
+        for name, rows in by_tensor.items()
+        if "lora_" not in name and used_E.any() and not rows[used_E].any()
+    ]
+    stray = _ids(~used_E & (norms_E > 0))
+    if dead:
+        sentence = (
+            f"{len(dead)} experts computed tokens but have a gradient of zero: {_shown(dead)}"
+        )
+        yield Finding("learning", layer.name, "fail", sentence, advice)
+    elif still:
+        sentence = f"the gradient of {places(still)} is zero for every expert"
+        yield Finding("learning", layer.name, "fail", sentence, advice)
+    if stray:
+        sentence = f"{len(stray)} experts computed no token but have a gradient: {_shown(stray)}"
+        yield Finding(
+            "learning",
+            layer.name,
+            "fail",
+            sentence,
+            "gradients reach the wrong experts: compare the order of experts and of the router's rows",
+        )
+
+
+def _router_problems(
+    layer: SparseLayer, gradients: Mapping[nn.Parameter, Tensor | None]
+) -> Iterator[Finding]:
+    trained = {name: p for name, p in layer.routers.items() if p.requires_grad and p.ndim >= 2}
+    if not trained:
+        return
+    norms = [grad.double().norm().item() for grad in gradients.values() if grad is not None]
+    largest = max(norms, default=0.0)
+    router = sum(
+        grad.double().norm().item()
+        for parameter in trained.values()
+        if (grad := gradients.get(parameter)) is not None
+    )
+    if not router > MIN_ROUTER_SHARE * largest:
+        yield Finding(
+            "learning",
+            layer.name,
+            "fail",
+            f"the cross-entropy gives the router no gradient (norm {router:.1e}, largest {largest:.1e}): "
+            f"{places([*trained])}",
+            "the weights of the experts must depend on the router's scores: with one expert per token do not "
+            "renormalise them, and do not detach them",
+        )
+
+
+def _ids(mask_E: Tensor) -> list[int]:
+    return mask_E.nonzero().flatten().tolist()
+
+
+def _shown(experts: list[int]) -> str:
+    return places([str(expert) for expert in experts])

@@ -1,0 +1,174 @@
+"""A model with a batch, and how to run it: of transformers, of ours, or any module that returns logits.
+
+B sequences, S positions, V vocabulary, T = B * S tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.interop.audit.layers import sparse_layers, unwrapped
+from moe_ffn.interop.routings import watch
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.outputs import Routing
+
+IGNORED = -100
+"""Label of a position that is not predicted, as in transformers."""
+
+_IDS, _MASK, _LABELS = "input_ids", "attention_mask", "labels"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """One forward pass."""
+
+    logits_BSV: Tensor
+    routings: dict[str, Routing]
+    """Routing of each layer that can be watched."""
+    output: Any
+    """Return value of the model."""
+
+
+class Probe:
+    """The model under audit."""
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        self.model = model
+        self.batch = batch
+        self.layers = sparse_layers(model)
+        self.unwatched = ""
+        """Reason why routings cannot be recorded; empty if they can."""
+        try:
+            with watch(model):
+                pass
+        except ConfigError as error:
+            self.unwatched = str(error)
+
+    @property
+    def base(self) -> nn.Module:
+        return unwrapped(self.model)
+
+    @property
+    def config(self) -> Any:
+        """Config of the language model inside a model of transformers; None for others."""
+        config: Any = getattr(self.base, "config", None)
+        return config.get_text_config() if hasattr(config, "get_text_config") else None
+
+    @property
+    def has_data(self) -> bool:
+        """False for a model on the meta device, which has shapes but no numbers."""
+        return not any(parameter.is_meta for parameter in self.model.parameters())
+
+    @property
+    def ids_BS(self) -> Tensor:
+        return self.batch[_IDS]
+
+    @property
+    def mask_BS(self) -> Tensor:
+        """bool, True for real tokens."""
+        mask = self.batch.get(_MASK)
+        return torch.ones_like(self.ids_BS, dtype=torch.bool) if mask is None else mask.bool()
+
+    @property
+    def labels_BS(self) -> Tensor:
+        """The token to predict at each position, or `IGNORED`: labels of transformers, shifted by one."""
+        labels_BS = self.batch.get(_LABELS)
+        if labels_BS is None:
+            labels_BS = self.ids_BS.masked_fill(~self.mask_BS, IGNORED)
+        return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+
+    def run(self, **changes: Any) -> Outputs:
+        """Run the model on the batch; `changes` replace entries of it, None removes one."""
+        batch = self._changed(changes)
+        if self.unwatched:
+            output = self._call(batch)
+            return Outputs(_logits(output), {}, output)
+        with watch(self.model) as passes:
+            output = self._call(batch)
+        return Outputs(_logits(output), passes[-1], output)
+
+    def logits(self, **changes: Any) -> Tensor:
+        """Return the logits, as `run` does, without recording the routing."""
+        return _logits(self._call(self._changed(changes)))
+
+    def _changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in {**self.batch, **changes}.items() if v is not None}
+
+    def _call(self, batch: dict[str, Any]) -> Any:
+        if isinstance(self.base, Decoder):
+            mask = batch.get(_MASK)
+            return self.model(batch[_IDS], None if mask is None else mask.bool())
+        if self.config is not None:
+            batch.setdefault("use_cache", False)
+        return self.model(**batch)
+
+    def cross_entropy(self, logits_BSV: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the labels in nats, without any other loss."""
+        return F.cross_entropy(
+            logits_BSV.float().flatten(0, 1), self.labels_BS.flatten(), ignore_index=IGNORED
+        )
+
+
+def _logits(output: Any) -> Tensor:
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise ConfigError(
+            "audit: the model must return logits (batch, sequence, vocabulary), or an object with `.logits`, "
+            f"but it returned {type(output).__name__}"
+        )
+    return logits
+
+
+@contextmanager
+def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put a model into training or evaluation; restore each module's mode and torch's random state.
+
+    Gradient checkpointing is off inside, because it runs layers twice.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    recomputing: list[Any] = [
+        m for m in model.modules() if getattr(m, "gradient_checkpointing", False)
+    ]
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    try:
+        with torch.random.fork_rng(list(devices)):
+            torch.manual_seed(0)
+            model.train(training)
+            for module in recomputing:
+                module.gradient_checkpointing = False
+            yield
+    finally:
+        for module, was_training in before:
+            module.training = was_training
+        for module in recomputing:
+            module.gradient_checkpointing = True
+
+
+def checked_batch(batch: Any) -> Mapping[str, Any]:
+    """Return a batch as a mapping: token ids (B, S), or a mapping with `input_ids`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(batch, Tensor):
+        batch = {_IDS: batch}
+    if not isinstance(batch, Mapping) or not isinstance(batch.get(_IDS), Tensor):
+        raise ConfigError(
+            f"audit: the batch must be token ids (batch, sequence) or a mapping with '{_IDS}', but is of "
+            f"type {type(batch).__name__}"
+        )
+    ids = batch[_IDS]
+    if ids.ndim != 2 or ids.is_floating_point() or ids.shape[1] < 2:
+        raise ConfigError(
+            f"audit: {_IDS} must be integers (batch, sequence) with two or more positions, but are "
+            f"{str(ids.dtype).removeprefix('torch.')}{list(ids.shape)}"
+        )
+    return dict(batch)

@@ -1,0 +1,246 @@
+"""Checks of an audit that need no numbers: structure, and what adapters or quantisers left out."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding, places
+from moe_ffn.interop.audit.layers import SparseLayer, without_adapters
+from moe_ffn.interop.audit.probe import Probe
+from moe_ffn.interop.swap import SwappedFFN
+from moe_ffn.model.decoder import Decoder
+
+K_OPTIONS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+E_OPTIONS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Names of options in configs of transformers: experts per token, and experts."""
+
+SMALL_SHARE = 0.01
+"""Share of the parameters below which a tensor that was left out is not worth a warning."""
+
+
+def option_of(config: Any, names: tuple[str, ...]) -> Any:
+    return next(
+        (value for name in names if isinstance(value := getattr(config, name, None), int)), None
+    )
+
+
+def check_structure(probe: Probe) -> Iterator[Finding]:
+    """Compare shapes of the model with those that its config builds."""
+    num_declared = option_of(probe.config, E_OPTIONS)
+    for layer in probe.layers:
+        if num_declared not in (None, layer.num_experts) and layer.kind != "moe_ffn":
+            yield Finding(
+                "structure",
+                layer.name,
+                "fail",
+                f"the config declares {num_declared} experts, but the tensors hold {layer.num_experts}",
+                "load weights that belong to this config, or correct the config",
+            )
+    expected = _declared_shapes(probe)
+    if expected is None:
+        yield Finding(
+            "structure", WHOLE_MODEL, "skip", "no config from which to build the model again"
+        )
+        return
+    replaced = _quantised_modules(probe.base) | _swapped_blocks(probe)
+    actual = {_plain_name(n): tuple(p.shape) for n, p in _own_parameters(probe)}
+    for name in [name for name in {*actual, *expected} if _is_in(name, replaced)]:
+        actual.pop(
+            name, None
+        )  # neither packed weights nor our blocks have the shapes of the config
+        expected.pop(name, None)
+    missing = [name for name in expected if name not in actual]
+    added = [name for name in actual if name not in expected]
+    resized = [name for name in actual if name in expected and actual[name] != expected[name]]
+    for wrong, what in (
+        (missing, "the config declares {}, which the model lacks"),
+        (added, "the model has {}, which the config does not declare"),
+        (resized, "{} differ in shape from what the config declares"),
+    ):
+        if wrong:
+            yield Finding(
+                "structure",
+                WHOLE_MODEL,
+                "fail",
+                what.format(places(wrong)),
+                "load weights that belong to this config, or correct the config",
+            )
+    if not (missing or added or resized):
+        total = sum(torch.Size(shape).numel() for shape in actual.values())
+        yield Finding(
+            "structure",
+            WHOLE_MODEL,
+            "pass",
+            f"{len(actual)} tensors, {total:,} parameters, have the shapes that the config declares",
+        )
+
+
+def _swapped_blocks(probe: Probe) -> set[str]:
+    """Return the paths of our blocks in a model of transformers."""
+    if isinstance(probe.base, Decoder):
+        return set()
+    paths = {name for name, module in probe.base.named_modules() if isinstance(module, SwappedFFN)}
+    return paths | {layer.path for layer in probe.layers if layer.kind == "moe_ffn"}
+
+
+def _own_parameters(probe: Probe) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of the model itself, without adapters."""
+    for name, parameter in probe.base.named_parameters():
+        if "lora_" not in name and "modules_to_save" not in name:
+            yield name, parameter
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of a parameter without the wrappers of adapters."""
+    name = re.sub(r"\.parametrizations\.(\w+)\.original$", r".\1", name)
+    return name.replace("base_layer.", "").replace(".original_module", "")
+
+
+def _declared_shapes(probe: Probe) -> dict[str, tuple[int, ...]] | None:
+    """Return name -> shape of a model built from the config; None if that is impossible."""
+    base: Any = probe.base
+    try:
+        with torch.device("meta"):
+            if isinstance(base, Decoder):
+                fresh = base.config.build_empty(base.embedding.num_embeddings, base.max_seq_len)
+            elif probe.config is not None:
+                fresh = type(base)(base.config)
+            else:
+                return None
+    except (TypeError, ValueError, RuntimeError, AttributeError, ImportError):
+        return None  # a model with another constructor, or swapped blocks
+    return {name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()}
+
+
+# -- left out
+
+
+def check_left_out(probe: Probe) -> Iterator[Finding]:
+    """Name what a quantiser or an adapter left as it was."""
+    quantised = _quantised_modules(probe.model)
+    adapted = [name for name, _ in probe.model.named_parameters() if ".lora_" in name]
+    if quantised:
+        yield from _experts_left_out(
+            probe, "quantised", lambda tensor: _is_in(tensor.name, quantised)
+        )
+    if adapted:
+        yield from _experts_left_out(probe, "adapted", lambda tensor: False)
+        yield from _unmatched_targets(probe)
+    if not quantised and not adapted:
+        yield Finding(
+            "left out", WHOLE_MODEL, "pass", "no tensor is quantised, and there is no adapter"
+        )
+
+
+def _experts_left_out(probe: Probe, word: str, is_done: Any) -> Iterator[Finding]:
+    """Yield one finding on the expert tensors that are neither quantised nor adapted."""
+    total = sum(parameter.numel() for _, parameter in _own_parameters(probe)) or 1
+    left: list[str] = []
+    size = 0
+    for layer in probe.layers:
+        reached = _adapted_weights(layer) if word == "adapted" else set()
+        for tensor in layer.weights:
+            if not is_done(tensor) and tensor.name not in reached:
+                left.append(tensor.name)
+                size += tensor.parameter.numel()
+    if not left:
+        yield Finding("left out", WHOLE_MODEL, "pass", f"all expert tensors are {word}")
+        return
+    share = size / total
+    yield Finding(
+        "left out",
+        WHOLE_MODEL,
+        "warn" if share > SMALL_SHARE else "pass",
+        f"{len(left)} expert tensors, {share:.0%} of the parameters, are not {word}: {places(left)}",
+        _ADVICE[word],
+    )
+
+
+_ADVICE = {
+    "adapted": "if the experts should learn, name their tensors in target_parameters, such as "
+    "mlp.experts.gate_up_proj; target_modules matches no fused expert",
+    "quantised": "if memory matters, use a quantiser that supports fused experts; this one replaced linear "
+    "layers only",
+}
+
+
+def _adapted_weights(layer: SparseLayer) -> set[str]:
+    """Return the names of expert weights that an adapter changes."""
+    if layer.kind == "listed":
+        prefixes = {adapter.name.partition(".lora_")[0] for adapter in layer.adapters}
+        return {w.name for w in layer.weights if any(w.name.startswith(p) for p in prefixes)}
+    names: set[str] = set()
+    for module in layer.block.modules():
+        if hasattr(module, "base_layer") and hasattr(module, "parameter_name"):
+            base = without_adapters(module)
+            parameter = getattr(base, str(module.parameter_name), None)
+            original = getattr(base, "parametrizations", {})
+            if str(module.parameter_name) in original:
+                parameter = original[str(module.parameter_name)].original
+            names |= {weight.name for weight in layer.weights if weight.parameter is parameter}
+    return names
+
+
+def _unmatched_targets(probe: Probe) -> Iterator[Finding]:
+    """Yield a failure for targets of an adapter that match nothing: peft ignores them."""
+    modules = {_plain_name(f"{name}.")[:-1] for name, _ in probe.base.named_modules() if name}
+    for name, config in getattr(probe.model, "peft_config", {}).items():
+        targets = getattr(config, "target_modules", None)
+        if isinstance(targets, str) or not targets:
+            continue
+        unmatched = sorted(
+            target
+            for target in targets
+            if not any(path == target or path.endswith(f".{target}") for path in modules)
+        )
+        if unmatched:
+            yield Finding(
+                "left out",
+                WHOLE_MODEL,
+                "fail",
+                f"target_modules of adapter '{name}' names {places(unmatched)}, which match no module",
+                _ADVICE["adapted"],
+            )
+
+
+def _quantised_modules(model: nn.Module) -> set[str]:
+    return {path for path, module in model.named_modules() if _is_quantised(module)}
+
+
+_QUANTISED_CLASSES = (
+    "*4bit*",
+    "*8bit*",
+    "*Int8*",
+    "*QuantLinear*",
+    "*Quantized*",
+    "*FP8*",
+    "*HQQ*",
+)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    if any(fnmatch.fnmatchcase(type(module).__name__, pattern) for pattern in _QUANTISED_CLASSES):
+        return True
+    values = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return any(_has_few_bits(value) for value in values if value.ndim >= 2)
+
+
+def _has_few_bits(value: Tensor) -> bool:
+    """Return True for a weight in 8 bits or fewer, also as a subclass of a tensor, as in torchao."""
+    is_subclass = type(value) not in (Tensor, nn.Parameter) and "torchao" in type(value).__module__
+    return is_subclass or value.dtype in (
+        torch.uint8,
+        torch.int8,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
+
+
+def _is_in(name: str, paths: set[str]) -> bool:
+    return any(name.startswith(f"{path}.") for path in paths)

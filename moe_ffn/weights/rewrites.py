@@ -1,0 +1,107 @@
+"""Rewrites: other options and weights with the same outputs, for options that an architecture lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ffn.weights.options import Options
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """Other options for a model, and the weights with which its outputs stay the same."""
+
+    options: Callable[[Options], Options]
+    """Returns the options to change; empty if this model needs no rewrite."""
+    note: Callable[[Options], str]
+    """Describes the rewrite of a model with these options."""
+    factor: Callable[[str, Options], float] = lambda name, options: 1.0
+    """Returns the factor of a tensor; the options are those before the rewrite."""
+
+
+def _unscaled_embeddings(options: Options) -> Options:
+    changed = {"scale_embeddings": False, "tie_embeddings": False}
+    return changed if options["scale_embeddings"] else {}
+
+
+def _embedding_factor(name: str, options: Options) -> float:
+    return options["d_model"] ** 0.5 if name == "embedding.weight" else 1.0
+
+
+def _router_factor(name: str, options: Options) -> float:
+    return options["sparse.router.scale"] if ".experts.down" in name else 1.0
+
+
+COMMON = {
+    "scale_embeddings": Rewrite(
+        _unscaled_embeddings,
+        lambda options: (
+            f"scale_embeddings: the token embeddings are multiplied by sqrt({options['d_model']}), and the "
+            "output matrix is separate"
+        ),
+        _embedding_factor,
+    ),
+    "sparse.router.scale": Rewrite(
+        lambda options: {"sparse.router.scale": 1.0} if "sparse.router.scale" in options else {},
+        lambda options: (
+            "ffn.router.scale: the down projections of the routed experts are multiplied by "
+            f"{options['sparse.router.scale']:g}"
+        ),
+        _router_factor,
+    ),
+}
+"""Option -> its rewrite, for every architecture."""
+
+SEPARATE_OUTPUT = {
+    "tie_embeddings": Rewrite(
+        lambda options: {"tie_embeddings": False},
+        lambda options: "tie_embeddings: the output matrix is written separately",
+    )
+}
+"""For architectures whose output matrix is a tensor of its own in llama.cpp or mlx-lm."""
+
+OUTPUT_BIAS = {
+    "attention.bias": Rewrite(
+        lambda options: {"attention.bias": True} if options["attention.bias"] == "qkv" else {},
+        lambda options: "attention.bias: the output projection gets a bias of zeros",
+    )
+}
+"""For architectures with a bias in all projections of the attention or in none."""
+
+QKV_BIASES = {
+    "attention.bias": Rewrite(
+        lambda options: {} if options["attention.bias"] else {"attention.bias": "qkv"},
+        lambda options: "attention.bias: queries, keys and values get biases of zeros",
+    )
+}
+"""For architectures that have these biases in mlx-lm always."""
+
+SHARED_EXPERT = {
+    "sparse.shared_expert.type": Rewrite(
+        lambda options: (
+            {}
+            if "sparse.shared_expert.type" in options
+            else {
+                "sparse.shared_expert.type": options.get("sparse.experts.type"),
+                "sparse.shared_expert.d_ff": 32,  # the fewest that llama.cpp packs
+                "sparse.shared_expert.bias": False,
+                "sparse.combine.type": "sigmoid_gate",
+            }
+        ),
+        lambda options: "ffn.shared_expert: the export adds one of 32 units, whose output is zero",
+    )
+}
+"""For architectures that always have a shared expert."""
+
+
+def added_weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a weight that a model lacks: zeros, except for the gate of a shared expert.
+
+    llama.cpp computes the gate sigmoid(x) as silu(x) / x, which is NaN for x = 0.
+    """
+    fill = torch.ones if name.endswith("combine.gate.weight") else torch.zeros
+    return fill(shape, dtype=dtype)

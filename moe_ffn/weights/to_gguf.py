@@ -1,0 +1,176 @@
+"""Export our decoder to a GGUF file, which llama.cpp and programs around it read.
+
+    moe_ffn.weights.export_gguf(decoder, "model.gguf", tokenizer)
+
+The converter of llama.cpp rejects new vocabularies, whatever their model: it recognises a tokenizer by a hash
+of the ids that it gives a text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ffn.config.errors import ConfigError, install, show
+from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.files import kind_of, make_folder, replacing
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.weights.options import LlamaCpp
+from moe_ffn.weights.pretrained import naming_failures
+from moe_ffn.weights.to_transformers import Export, choose_architecture, their_tensors
+
+SUFFIX = ".gguf"
+
+_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+"""Name of a weight of one expert in transformers; a GGUF file has one tensor for all experts."""
+
+
+def export_gguf(decoder: Decoder, path: str | Path, tokenizer: Tokenizer) -> Export:
+    """Write a decoder as a GGUF file, in its own dtype; vectors and routers are float32.
+
+    Raises:
+        ConfigError: llama.cpp cannot compute this model or its tokens, `path` exists or cannot be written, or
+            the gguf package is not installed; nothing is written.
+    """
+    path = Path(path).absolute()
+    gguf = _import_gguf()
+    export = choose_architecture(decoder, has_tokenizer=True)
+    writer = gguf.GGUFWriter(None, llama_cpp_of(export).architecture)
+    _add_options(writer, export, decoder.max_seq_len)
+    _add_tokenizer(writer, tokenizer, decoder.embedding.num_embeddings)
+    tensors = _tensors(gguf, decoder, export)
+    for name, tensor in tensors.items():
+        value = tensor()
+        kind = gguf.GGMLQuantizationType[_KINDS[value.dtype]]
+        array = value.view(torch.uint8).numpy()
+        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
+    with naming_failures(path, "written", "make room, or fix its permissions"):
+        require_absent_file(path)
+        make_folder(path.parent)
+        with replacing(path) as file:
+            writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for tensor in tensors.values():
+                writer.write_tensor_data(tensor().view(torch.uint8).numpy())
+    return export
+
+
+def llama_cpp_of(export: Export) -> LlamaCpp:
+    """Return the architecture in llama.cpp; raise ConfigError if it cannot compute the model."""
+    model_type, llama = export.family.model_type, export.family.llama_cpp
+    if llama is None:
+        raise ConfigError(
+            f"{model_type} is not written as a {SUFFIX} file; write a folder for llama.cpp's converter"
+        )
+    if problem := llama.problem(export.ours):
+        raise ConfigError(f"llama.cpp requires {problem} in {model_type}; train with that")
+    return llama
+
+
+def require_absent_file(path: Path) -> None:
+    """Raise ConfigError if `path` exists."""
+    if kind_of(path) is not None:
+        raise ConfigError(f"'{path}' already exists; give a new file")
+
+
+def _import_gguf() -> Any:
+    try:
+        return import_module("gguf")
+    except ImportError as error:
+        raise ConfigError(
+            f"a {SUFFIX} file needs the gguf package; install with: {install('gguf')}"
+        ) from error
+
+
+def _add_options(writer: Any, export: Export, max_seq_len: int) -> None:
+    ours, theirs = export.ours, export.options
+    writer.add_block_count(ours["num_layers"])
+    writer.add_context_length(max_seq_len)
+    writer.add_embedding_length(ours["d_model"])
+    writer.add_head_count(ours["attention.num_heads"])
+    writer.add_head_count_kv(ours["attention.num_kv_heads"])
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(ours["attention.head_dim"])
+    writer.add_rope_freq_base(theirs["rope_theta"])
+    writer.add_layer_norm_rms_eps(theirs["rms_norm_eps"])
+    writer.add_feed_forward_length(theirs["intermediate_size"])
+    if ours["sparse_layers"]:
+        writer.add_expert_count(ours["sparse.num_experts"])
+        writer.add_expert_used_count(ours["sparse.router.k"])
+    if "moe_intermediate_size" in theirs:
+        writer.add_expert_feed_forward_length(theirs["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in theirs:
+        writer.add_expert_shared_feed_forward_length(theirs["shared_expert_intermediate_size"])
+
+
+def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Add a byte-level BPE.
+
+    Raises:
+        ConfigError: the tokenizer splits text by another rule than GPT-2.
+    """
+    definition = tokenizer.to_hugging_face() or {}
+    splitting = definition.get("pre_tokenizer") or {}
+    model = definition.get("model", {})
+    merges = model.get("merges")
+    if splitting.get("type") != "ByteLevel" or (merges and not splitting.get("use_regex", True)):
+        raise ConfigError(
+            f"a {SUFFIX} file needs a byte-level BPE that splits text as GPT-2 does; this tokenizer has "
+            f"pre_tokenizer {show(splitting.get('type'))}"
+        )
+    end = tokenizer.end_of_document
+    tokens = {index: token for token, index in model["vocab"].items()}
+    tokens |= {token["id"]: token["content"] for token in definition.get("added_tokens", ())}
+    normal, control, unused = 1, 3, 5
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in range(vocab_size)])
+    writer.add_token_types(
+        [control if i == end else normal if i in tokens else unused for i in range(vocab_size)]
+    )
+    pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    # llama.cpp needs at least one; no text has this pair.
+    writer.add_token_merges(pairs or [f"{tokens[end]} {tokens[end]}"])
+    writer.add_add_bos_token(False)
+    for add in (writer.add_eos_token_id, writer.add_pad_token_id, writer.add_bos_token_id):
+        add(end)
+
+
+def _tensors(gguf: Any, decoder: Decoder, export: Export) -> dict[str, Callable[[], Tensor]]:
+    """Return functions that make the tensors of the file, by name."""
+    ours, name_in_file = export.ours, llama_cpp_of(export).architecture
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == name_in_file)
+    names = gguf.get_tensor_name_map(architecture, ours["num_layers"])
+    heads: dict[str, int] = {}
+    if name_in_file == "llama":  # rotates neighbouring units, as in DeepSeek-V3
+        heads["q_proj"] = ours["attention.num_heads"]
+        heads["k_proj"] = ours["attention.num_kv_heads"]
+    parts: dict[str, list[Callable[[], Tensor]]] = {}
+    for name, make in their_tensors(decoder, export)[1].items():
+        match = _EXPERT.fullmatch(name)
+        parts.setdefault(f"{match[1]}.{match[3]}" if match else name, []).append(make)
+
+    def tensor(name: str) -> Tensor:
+        made = [make() for make in parts[name]]
+        value = torch.stack(made) if ".experts." in name else made[0]
+        if (count := heads.get(name.split(".")[-2])) is not None:
+            value = value.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+        is_small = value.ndim == 1 or re.search(r"mlp\.gate\.|moe\.gate\.|expert_gate\.", name)
+        dtype = torch.float32 if is_small or value.dtype == torch.float64 else value.dtype
+        return value.to(dtype).contiguous()
+
+    return {
+        names.get_name(name, try_suffixes=(".weight", ".bias")): partial(tensor, name)
+        for name in parts
+    }

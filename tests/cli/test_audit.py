@@ -1,0 +1,186 @@
+"""`moe-ffn audit` of runs, model folders and adapters: table, page, JSON, exit code, and bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from moe_ffn.cli.demo import MODEL
+from moe_ffn.data.tokenizer import BytesConfig
+from tests.helpers import theirs
+from tests.helpers.tiny_runs import Finished, run_here
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
+
+Audit = Callable[..., Finished]
+
+
+@pytest.fixture
+def audit(monkeypatch: pytest.MonkeyPatch) -> Audit:
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda *argv: run_here(*map(str, argv), program="moe_ffn.cli.audit")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sparse model of transformers with random weights."""
+    folder = tmp_path_factory.mktemp("models") / "sparse"
+    family, options = theirs.MODELS["qwen3_moe-renormalised"]
+    few = {"vocab_size": 257, "max_position_embeddings": 64, "num_experts_per_tok": 2}
+    theirs.make(family, options | few).save_pretrained(folder)
+    tokenizer = BytesConfig().build(()).to_hugging_face()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_a_trained_model_is_checked_and_written_as_page_and_json(
+    audit: Audit, tmp_path: Path
+) -> None:
+    code, out, err = audit(MODEL, "--html", tmp_path / "a.html", "--json", tmp_path / "a.json")
+
+    assert (code, err) == (0, "")
+    report = json.loads((tmp_path / "a.json").read_text())
+    checks = {finding["check"]: finding["verdict"] for finding in report["findings"]}
+    assert report["ok"]
+    assert set(checks.values()) == {"pass"}
+    assert list(checks) == [
+        "structure", "left out", "learning", "balancing", "precision", "kernels", "causality",
+        "determinism", "health", "order",
+    ]  # fmt: skip
+    assert report["facts"]["text"] == "source of Python's statistics module"
+    page = (tmp_path / "a.html").read_text()
+    for text in (out, page):
+        assert report["summary"] in text
+        assert "all 4 sparse layers" in text
+
+
+def test_a_run_is_judged_by_its_own_text_and_objective(
+    audit: Audit, short_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = short_run("--model.ffn", "moe", "--objective.load_balance", "0")
+    code, out, _ = audit(run, "--json", tmp_path / "a.json")
+
+    assert code == 1
+    assert "objective has neither a balancing loss nor a bias rule" in out
+    facts = json.loads((tmp_path / "a.json").read_text())["facts"]
+    assert facts["text"] == "validation split"
+
+
+def test_weights_that_are_not_loaded_are_named(audit: Audit, folder: Path, tmp_path: Path) -> None:
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(folder, spoilt)
+    weights = load_file(spoilt / "model.safetensors")
+    weights = {name.replace("layers.0.mlp.experts", "old"): weights[name] for name in weights}
+    save_file(weights, spoilt / "model.safetensors", metadata={"format": "pt"})
+
+    code, out, _ = audit(spoilt)
+
+    assert code == 1
+    assert "are not in the files, and were initialised at random" in out
+    assert "are in the files, but the model does not use them" in out
+
+
+def adapter_for(folder: Path, target: Path, *parameters: str) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed here")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=list(parameters))
+    peft.get_peft_model(base, config).save_pretrained(target)
+
+
+def test_an_adapter_is_checked_on_its_base(audit: Audit, folder: Path, tmp_path: Path) -> None:
+    adapter_for(folder, tmp_path / "adapter")
+    code, out, _ = audit(tmp_path / "adapter")
+    assert code == 0
+    assert "every tensor of the adapter has its place" in out
+    assert "expert tensors" in out
+    assert "are not adapted" in out
+
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = {name.replace("q_proj", "query"): value for name, value in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    code, out, _ = audit(tmp_path / "adapter")
+    assert code == 1
+    assert "match nothing in the model and have no effect" in out
+
+
+def wider(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    family, options = theirs.MODELS["qwen3_moe-renormalised"]
+    sizes = {"vocab_size": 257, "max_position_embeddings": 64, "hidden_size": 64}
+    theirs.make(family, options | sizes).save_pretrained(tmp_path / "wider")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "wider")
+    adapter_for(folder, tmp_path / "adapter")
+    return tmp_path / "adapter", Path("--base"), tmp_path / "wider"
+
+
+def dense(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    sizes = {"vocab_size": 257, "max_position_embeddings": 64}
+    theirs.make("llama", sizes).save_pretrained(tmp_path / "dense")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "dense")
+    return (tmp_path / "dense",)
+
+
+def far_base(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    adapter_for(folder, tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(folder), "some/model"))
+    return (tmp_path / "adapter",)
+
+
+def short_text(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    (tmp_path / "text").write_text("a")
+    return folder, Path("--text"), tmp_path / "text"
+
+
+BAD: dict[str, tuple[Callable[[Path, Path], tuple[Path, ...]], str]] = {
+    "dense": (
+        dense,
+        "LlamaForCausalLM has no sparse layer: none of our blocks, and no module of experts",
+    ),
+    "another base": (wider, "is not an adapter for"),
+    "base is elsewhere": (far_base, "is an adapter for 'some/model', which is no folder here"),
+    "base of a model": (
+        lambda folder, tmp_path: (folder, Path("--base"), folder),
+        "is no adapter of peft, which has adapter_config.json; leave it out",
+    ),
+    "short text": (short_text, "--text: 'text' has 1 tokens; give a text of four or more"),
+    "no text": (
+        lambda folder, tmp_path: (folder, Path("--text"), tmp_path / "absent"),
+        "cannot be read (No such file or directory)",
+    ),
+    "no folder": (lambda folder, tmp_path: (tmp_path / "absent",), "does not exist"),
+}
+
+
+@pytest.mark.parametrize(("argv", "sentence"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_sentence(
+    argv: Callable[[Path, Path], tuple[Path, ...]],
+    sentence: str,
+    folder: Path,
+    audit: Audit,
+    tmp_path: Path,
+) -> None:
+    code, out, err = audit(*argv(folder, tmp_path), "--html", tmp_path / "page.html")
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_the_batch_has_to_be_token_ids() -> None:
+    from moe_ffn import ConfigError
+    from moe_ffn import audit as audit_model
+
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"batch must be token ids .* but is of type list"):
+        audit_model(model, [1, 2])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"but are float32\[2, 8\]"):
+        audit_model(model, torch.zeros(2, 8))
+    with pytest.raises(ConfigError, match="accumulation must be 1 or more, but is 0"):
+        audit_model(model, torch.zeros(2, 8, dtype=torch.long), accumulation=0)

@@ -1,0 +1,753 @@
+"""`moe_ffn.audit`: defects planted into live models are found by the right check; healthy models pass."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import statistics
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import moe_ffn
+from moe_ffn import audit
+from moe_ffn.cli.demo import MODEL
+from moe_ffn.training.objective import ObjectiveConfig
+from tests.helpers.transformers_models import FAMILIES, model_of
+
+peft: Any = pytest.importorskip("peft", reason="peft is not installed here")
+
+EIGHT = dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8
+)
+
+
+WITH_A_LOSS = {
+    *("ernie4_5_moe", "gpt_oss", "granitemoe", "jamba", "minimax_m2", "mixtral", "olmoe", "phimoe"),
+    *("flex_olmo", "qwen2_moe", "qwen3_moe"),
+}
+"""Families whose classes compute a balancing loss."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|peft)")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+
+
+def healthy(family: str = "qwen3_moe", **options: Any) -> Any:
+    """A small model of transformers whose routers spread random tokens over 8 experts."""
+    model = model_of(
+        family, {**FAMILIES.get(family, {}), **EIGHT, "tie_word_embeddings": False, **options}
+    )
+    with torch.no_grad():
+        torch.manual_seed(2)
+        model.get_input_embeddings().weight.normal_()  # tokens that differ
+        for name, parameter in model.named_parameters():
+            is_router = "gate" in name or "router" in name
+            if is_router and "expert" not in name and "bias" not in name and parameter.ndim == 2:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids_BS = torch.randint(3, 64, (8, 64), generator=generator)
+    mask_BS = torch.ones_like(ids_BS)
+    mask_BS[0, -9:] = 0
+    return {"input_ids": ids_BS, "attention_mask": mask_BS}
+
+
+def problems(report: Any) -> dict[str, set[str]]:
+    """Check -> places where it fails or warns."""
+    found: dict[str, set[str]] = {}
+    for check, place, _ in (*report.failures, *report.warnings):
+        found.setdefault(check, set()).add(place)
+    return found
+
+
+# -- healthy models
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_healthy_family_is_accused(family: str) -> None:
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
+    model = healthy(family, **(options if family in WITH_A_LOSS else {}))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    inputs = batch()
+    if family == "nemotron_h":  # whose Mamba layers are slow
+        inputs = {name: value[:2, :24] for name, value in inputs.items()}
+    report = audit(model, inputs)
+
+    assert not problems(report), report
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    hooks = [
+        getattr(hook, "func", hook)
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    assert not [hook for hook in hooks if hook.__module__.startswith("moe_ffn")]
+
+
+def test_a_large_model_without_numbers_is_checked_in_shape() -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["mixtral"](**sizes))
+        ids_BS = torch.zeros(2, 8, dtype=torch.long)
+    model.model.layers[2].mlp.experts.down_proj.requires_grad_(requires_grad=False)
+    report = audit(model, ids_BS)
+    assert sum(p.numel() for p in model.parameters()) > 5e9
+    assert problems(report) == {"learning": {"layer_02"}}
+    assert "down_proj" in str(report)
+    total = sum(p.numel() for p in model.parameters())
+    expert = 3 * 4096 * 14336
+    assert report.facts["parameters"].endswith(f" {total - 4 * 6 * expert:,} active")
+    assert [finding.check for finding in report.findings if finding.verdict == "skip"] == [
+        "numbers"
+    ]
+
+
+# -- planted defects
+
+
+@dataclass
+class Case:
+    """A model with a defect, and how it is audited."""
+
+    model: Any
+    batch: Mapping[str, Any] = field(default_factory=batch)
+    optimizer: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def plain(**options: Any) -> Case:
+    return Case(healthy(**options))
+
+
+def with_loss(**options: Any) -> Case:
+    return Case(healthy(output_router_logits=True, router_aux_loss_coef=0.01, **options))
+
+
+def experts_of(case: Case, layer: int = 1) -> Any:
+    return case.model.model.layers[layer].mlp.experts
+
+
+def router_of(case: Case, layer: int = 1) -> Any:
+    return case.model.model.layers[layer].mlp.gate
+
+
+def shrink(case: Case, name: str, size: int, dim: int) -> None:
+    experts = experts_of(case)
+    setattr(experts, name, nn.Parameter(getattr(experts, name).data.narrow(dim, 0, size).clone()))
+
+
+def fewer_experts_than_declared() -> Case:
+    case = plain()
+    for name in ("gate_up_proj", "down_proj"):
+        shrink(case, name, 4, 0)
+    experts_of(case).num_experts = 4
+    router = router_of(case)
+    router.weight = nn.Parameter(router.weight.data[:4].clone())
+    return case
+
+
+def narrower_experts_than_declared() -> Case:
+    case = plain()
+    shrink(case, "gate_up_proj", 24, 1)
+    shrink(case, "down_proj", 12, 2)
+    return case
+
+
+def a_dense_layer_in_the_place_of_a_sparse_one() -> Case:
+    case = plain()
+    mlp = nn.Sequential(nn.Linear(32, 24), nn.SiLU(), nn.Linear(24, 32))
+    case.model.model.layers[0].mlp = mlp
+    return case
+
+
+def fewer_experts_per_token_than_declared() -> Case:
+    case = plain(num_experts_per_tok=3)
+    router_of(case).top_k = 2
+    return case
+
+
+def weights_that_are_not_renormalised() -> Case:
+    case = plain(norm_topk_prob=True)
+    router_of(case).norm_topk_prob = False
+    return case
+
+
+# adapters and quantisers
+
+
+def lora(**options: Any) -> Case:
+    config = peft.LoraConfig(r=2, **{"target_modules": ["q_proj"], **options})
+    return Case(peft.get_peft_model(healthy(), config))
+
+
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+# As in peft#3009 and unsloth PR#6936.
+def names_of_modules_that_fused_experts_lack() -> Case:
+    return lora(target_modules=["q_proj", "w1", "w2", "w3"])
+
+
+def an_adapter_on_attention_alone() -> Case:
+    return lora()
+
+
+def an_adapter_on_one_matrix_of_the_experts() -> Case:
+    return lora(target_parameters=BOTH[:1])
+
+
+def adapters_loaded_for_inference() -> Case:
+    case = lora(target_parameters=BOTH)
+    for name, parameter in case.model.named_parameters():
+        parameter.requires_grad_("q_proj.lora" in name)
+    return case
+
+
+def adapters_that_are_zero_on_both_sides() -> Case:
+    case = lora(target_parameters=BOTH)
+    with torch.no_grad():
+        for name, parameter in case.model.named_parameters():
+            if "experts" in name and "lora_" in name:
+                parameter.zero_()
+    return case
+
+
+def an_optimizer_built_before_the_adapter() -> Case:
+    model = healthy()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=BOTH)
+    return Case(peft.get_peft_model(model, config), optimizer=optimizer)
+
+
+class Linear8bit(nn.Module):
+    """A linear layer with a weight in 8 bits, as quantisers put in the place of `nn.Linear`."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.scale = linear.weight.abs().max() / 127
+        self.register_buffer("weight", (linear.weight / self.scale).round().to(torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight.float() * self.scale).t()
+
+
+def a_quantiser_that_replaces_linear_layers_alone() -> Case:
+    case = plain()
+    for layer in case.model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(
+                layer.self_attn,
+                name,
+                Linear8bit(getattr(layer.self_attn, name).requires_grad_(False)),
+            )
+    return case
+
+
+# learning
+
+
+def one_frozen_tensor() -> Case:
+    case = plain()
+    experts_of(case).down_proj.requires_grad_(requires_grad=False)
+    return case
+
+
+def experts_that_are_all_frozen() -> Case:
+    case = plain()
+    for layer in (0, 1):
+        experts_of(case, layer).requires_grad_(requires_grad=False)
+    return case
+
+
+def a_frozen_router() -> Case:
+    case = plain()
+    router_of(case).requires_grad_(requires_grad=False)
+    return case
+
+
+def patched_router(change: Callable[[Any, Any, Any], Any], case: Case | None = None) -> Case:
+    """Replace what the router of layer 1 returns: logits, weights and ids."""
+    case = case or plain()
+    router_of(case).register_forward_hook(lambda module, args, output: change(*output))
+    return case
+
+
+# As in minimind PR#859.
+def a_router_whose_weights_are_detached() -> Case:
+    return patched_router(lambda logits, weights, ids: (logits, weights.detach(), ids))
+
+
+def one_expert_per_token_with_a_weight_of_one() -> Case:
+    return plain(num_experts_per_tok=1, norm_topk_prob=True)
+
+
+def patched_experts(change: Callable[..., Any], **options: Any) -> Case:
+    """Compute the experts of all layers by an implementation with a defect."""
+
+    def implementation(experts: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return change(ALL_EXPERTS_FUNCTIONS["grouped_mm"], experts, hidden, ids, weights)
+
+    ALL_EXPERTS_FUNCTIONS.register("planted", implementation)
+    case = plain(**options)
+    case.model.set_experts_implementation("planted")
+    return case
+
+
+def experts_computed_without_gradient() -> Case:
+    def change(compute: Any, experts: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            return compute(experts, hidden, ids, weights)
+
+    return patched_experts(change)
+
+
+def gradient_hook(change: Callable[[Tensor], Tensor]) -> Case:
+    case = plain()
+    experts_of(case).gate_up_proj.register_hook(change)
+    experts_of(case).down_proj.register_hook(change)
+    return case
+
+
+def without_expert_three(grad: Tensor) -> Tensor:
+    keep_E = torch.arange(len(grad)) != 3
+    return grad * keep_E.view(-1, 1, 1)
+
+
+def one_expert_without_a_gradient() -> Case:
+    return gradient_hook(without_expert_three)
+
+
+def a_gradient_of_nan() -> Case:
+    return gradient_hook(lambda grad: grad * torch.nan)
+
+
+def gradients_of_the_next_expert() -> Case:
+    case = gradient_hook(lambda grad: grad.roll(1, 0))
+    with torch.no_grad():
+        router_of(case).weight[5] = 0
+        router_of(case).weight[5] -= 10 * router_of(case).weight.mean(0)  # nobody chooses expert 5
+    return patched_router(_never_five, case)
+
+
+def _never_five(logits: Tensor, weights: Tensor, ids: Tensor) -> Any:
+    return logits, weights, torch.where(ids == 5, 4, ids)
+
+
+def adamw(case: Case, keep: Callable[[str], bool] = lambda name: True, **options: Any) -> Case:
+    named = [(name, p) for name, p in case.model.named_parameters() if keep(name)]
+    case.optimizer = torch.optim.AdamW([p for _, p in named], **{"weight_decay": 0, **options})
+    return case
+
+
+def an_optimizer_without_the_experts() -> Case:
+    return adamw(with_loss(), lambda name: "experts" not in name)
+
+
+def an_optimizer_without_the_routers() -> Case:
+    return adamw(with_loss(), lambda name: "gate.weight" not in name)
+
+
+def experts_with_a_rate_of_zero() -> Case:
+    case = with_loss()
+    experts = [p for name, p in case.model.named_parameters() if "experts" in name]
+    others = [p for name, p in case.model.named_parameters() if "experts" not in name]
+    case.optimizer = torch.optim.AdamW(
+        [{"params": others}, {"params": experts, "lr": 0.0}], lr=1e-3
+    )
+    return case
+
+
+def decay_on_the_biases_of_experts() -> Case:
+    case = with_loss(family="gpt_oss")
+    return adamw(case, weight_decay=0.1)
+
+
+# balancing
+
+
+def training_without_a_balancing_loss() -> Case:
+    return adamw(plain())
+
+
+def a_balancing_loss_of_weight_zero() -> Case:
+    case = with_loss()
+    case.model.config.router_aux_loss_coef = 0.0
+    return adamw(case)
+
+
+def an_option_that_the_model_ignores() -> Case:
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
+    return adamw(plain(family="deepseek_v3", **options))
+
+
+def a_bias_that_nothing_updates() -> Case:
+    return adamw(plain(family="deepseek_v3"))
+
+
+@contextmanager
+def other_loss(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as module
+
+    original = module.load_balancing_loss_func
+    module.load_balancing_loss_func = change(original)
+    try:
+        yield
+    finally:
+        module.load_balancing_loss_func = original
+
+
+# As in trl#7222, transformers#48886 and #45120, Automodel#1408 and Megatron-LM#1984.
+LOSSES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "scaled by k once more": lambda f: lambda logits, E, k, mask: k * f(logits, E, k, mask),
+    "without the factor E": lambda f: lambda logits, E, k, mask: f(logits, E, k, mask) / E,
+    "padding counts": lambda f: lambda logits, E, k, mask: f(logits, E, k, None),
+    "the last layer alone": lambda f: lambda logits, E, k, mask: f(logits[-1:], E, k, mask),
+    "of one expert per token": lambda f: lambda logits, E, k, mask: f(logits, E, 1, mask),
+}
+
+
+def a_loss_that_does_not_reach_the_total() -> Case:
+    case = with_loss()
+    case.model.router_aux_loss_coef = 0.0
+    return case
+
+
+def a_loss_that_counts_once_per_batch() -> Case:
+    case = adamw(with_loss())
+    case.options["accumulation"] = 4
+    return case
+
+
+def a_run_without_balancing() -> Case:
+    case = our_demo()
+    case.options["objective"] = ObjectiveConfig(load_balance=0.0)
+    return case
+
+
+# precision
+
+
+def a_model_in_bfloat16() -> Case:
+    case = plain()
+    case.model.bfloat16()
+    return case
+
+
+def a_router_of_zeros() -> Case:
+    case = plain()
+    nn.init.zeros_(router_of(case).weight)
+    return case
+
+
+# kernels
+
+
+def _scaled_gradient(value: Tensor, factor: float) -> Tensor:
+    return value * factor + (value * (1 - factor)).detach()
+
+
+def a_kernel(change: Callable[..., Any], **options: Any) -> Callable[[], Case]:
+    return lambda: patched_experts(change, **options)
+
+
+# As in Liger-Kernel PR#1413.
+def _half_the_gradient(compute: Any, experts: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+    return _scaled_gradient(compute(experts, hidden, ids, weights), 0.5)
+
+
+def _no_gradient_of_tokens(compute: Any, experts: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+    return compute(experts, hidden.detach(), ids, weights)
+
+
+def _no_gradient_of_weights(compute: Any, experts: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+    return compute(experts, hidden, ids, _scaled_gradient(weights, 0.1))
+
+
+def _last_expert_missing(compute: Any, experts: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+    return compute(experts, hidden, ids, weights * (ids != experts.num_experts - 1))
+
+
+def _last_token_missing(compute: Any, experts: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+    out = compute(experts, hidden, ids, weights)
+    return torch.cat([out[:-1], torch.zeros_like(out[-1:])])
+
+
+def _second_choice_missing(compute: Any, experts: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+    return compute(experts, hidden, ids[:, :1], weights[:, :1])
+
+
+def _bias_missing(compute: Any, experts: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+    out = compute(experts, hidden, ids, weights)
+    return out - (experts.down_proj_bias[ids] * weights.unsqueeze(-1)).sum(1)
+
+
+def biased_experts(change: Callable[..., Any]) -> Callable[[], Case]:
+    def plant() -> Case:
+        case = patched_experts(change, family="gpt_oss")
+        with torch.no_grad():
+            for layer in case.model.model.layers:
+                layer.mlp.experts.down_proj_bias.normal_()
+        return case
+
+    return plant
+
+
+# causality and determinism
+
+
+def a_router_that_sees_later_tokens() -> Case:
+    return rerouted(lambda logits_BSE: logits_BSE + 5 * logits_BSE.mean(1, keepdim=True))
+
+
+def a_router_that_compares_sequences() -> Case:
+    return rerouted(lambda logits_BSE: logits_BSE - logits_BSE.mean((0, 1), keepdim=True) * 3)
+
+
+def noise_in_evaluation() -> Case:
+    return rerouted(lambda logits_BSE: logits_BSE + torch.randn_like(logits_BSE))
+
+
+def rerouted(change: Callable[[Tensor], Tensor]) -> Case:
+    """Change the logits, of (B, S, E), from which the router of layer 1 chooses."""
+
+    def choose(logits: Tensor, weights: Tensor, ids: Tensor) -> Any:
+        length = 64 if len(logits) % 64 == 0 else 96
+        logits = change(logits.view(-1, length, logits.shape[1])).flatten(0, 1)
+        scores, ids = logits.softmax(-1).topk(ids.shape[1])
+        return logits, scores / scores.sum(-1, keepdim=True), ids
+
+    return patched_router(choose)
+
+
+def attention_to_later_tokens() -> Case:
+    case = plain()
+    for layer in case.model.model.layers:
+        original = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, original=original, **kwargs: original(
+            *args, **{**kwargs, "attention_mask": None}
+        )
+    return case
+
+
+# health
+
+
+def a_router_with_one_favourite() -> Case:
+    def choose(logits: Tensor, weights: Tensor, ids: Tensor) -> Any:
+        return logits, weights, torch.stack([torch.zeros_like(ids[:, 0]), 1 + ids[:, 1] % 7], 1)
+
+    return patched_router(choose)
+
+
+def experts_that_nobody_chooses() -> Case:
+    return patched_router(lambda logits, weights, ids: (logits, weights, ids % 6))
+
+
+def logits_that_explode() -> Case:
+    case = plain()
+    with torch.no_grad():
+        router_of(case).weight.mul_(1000)
+    return case
+
+
+def a_head_that_is_upside_down() -> Case:
+    case = plain()
+    with torch.no_grad():
+        case.model.lm_head.weight.mul_(-100)
+    return case
+
+
+def a_weight_of_nan() -> Case:
+    case = plain()
+    with torch.no_grad():
+        experts_of(case).down_proj[2] = torch.nan
+    return case
+
+
+# order of converted weights
+
+
+def our_demo() -> Case:
+    tokenizer = moe_ffn.load_tokenizer(MODEL)
+    text = inspect.getsource(statistics).encode()
+    ids = torch.as_tensor(tokenizer.encode(text)).long()[: 4 * 128]
+    return Case(moe_ffn.load_pretrained(MODEL).float(), {"input_ids": ids.view(4, 128)})
+
+
+def swapped_gates() -> Case:
+    case = our_demo()
+    with torch.no_grad():
+        gate_up = case.model.layers[1].ffn.experts.gate_up
+        gate_up.copy_(gate_up.roll(gate_up.shape[1] // 2, 1))
+    return case
+
+
+# As in Megatron-LM#5844, transformers#47031 and DeepSpeed#8147.
+def experts_in_another_order() -> Case:
+    case = our_demo()
+    with torch.no_grad():
+        for tensor in case.model.layers[1].ffn.experts.parameters():
+            tensor.copy_(tensor.flip(0))
+    return case
+
+
+def experts_that_are_all_alike() -> Case:
+    case = our_demo()
+    with torch.no_grad():
+        for tensor in case.model.layers[1].ffn.experts.parameters():
+            tensor.copy_(tensor[:1].expand_as(tensor))
+    return case
+
+
+DEFECTS: dict[str, list[Callable[[], Case]]] = {
+    "structure": [
+        fewer_experts_than_declared, narrower_experts_than_declared,
+        a_dense_layer_in_the_place_of_a_sparse_one, fewer_experts_per_token_than_declared,
+        weights_that_are_not_renormalised,
+    ],
+    "left out": [
+        names_of_modules_that_fused_experts_lack, an_adapter_on_attention_alone,
+        an_adapter_on_one_matrix_of_the_experts, a_quantiser_that_replaces_linear_layers_alone,
+    ],
+    "learning": [
+        adapters_loaded_for_inference, adapters_that_are_zero_on_both_sides,
+        an_optimizer_built_before_the_adapter, one_frozen_tensor, experts_that_are_all_frozen,
+        a_frozen_router, a_router_whose_weights_are_detached,
+        one_expert_per_token_with_a_weight_of_one, experts_computed_without_gradient,
+        one_expert_without_a_gradient, a_gradient_of_nan, gradients_of_the_next_expert,
+        an_optimizer_without_the_experts, an_optimizer_without_the_routers,
+        experts_with_a_rate_of_zero, decay_on_the_biases_of_experts,
+    ],
+    "balancing": [
+        training_without_a_balancing_loss, a_balancing_loss_of_weight_zero,
+        a_bias_that_nothing_updates, an_option_that_the_model_ignores, a_loss_that_does_not_reach_the_total,
+        a_loss_that_counts_once_per_batch, a_run_without_balancing,
+    ],
+    "precision": [a_model_in_bfloat16, a_router_of_zeros],
+    "kernels": [
+        a_kernel(_half_the_gradient), a_kernel(_no_gradient_of_tokens),
+        a_kernel(_no_gradient_of_weights), a_kernel(_last_expert_missing),
+        a_kernel(_last_token_missing), a_kernel(_second_choice_missing),
+        biased_experts(_bias_missing),
+    ],
+    "causality": [a_router_that_sees_later_tokens, attention_to_later_tokens],
+    "determinism": [a_router_that_compares_sequences, noise_in_evaluation],
+    "health": [
+        a_router_with_one_favourite, experts_that_nobody_chooses, logits_that_explode,
+        a_head_that_is_upside_down, a_weight_of_nan,
+    ],
+    "order": [swapped_gates, experts_in_another_order, experts_that_are_all_alike],
+}  # fmt: skip
+"""Check -> defects that it has to find; `LOSSES` has further ones of balancing."""
+
+
+@pytest.mark.parametrize(
+    ("check", "plant"), [(check, plant) for check, plants in DEFECTS.items() for plant in plants]
+)
+def test_a_planted_defect_is_found_by_its_check(check: str, plant: Callable[[], Case]) -> None:
+    case = plant()
+    report = audit(case.model, case.batch, case.optimizer, **case.options)
+    assert check in problems(report), report
+
+
+@pytest.mark.parametrize("defect", LOSSES)
+def test_a_wrong_balancing_loss_is_found(defect: str) -> None:
+    case = with_loss()
+    with torch.no_grad():
+        router_of(case).weight.mul_(10)  # layers that differ
+    with other_loss(LOSSES[defect]):
+        report = audit(case.model, case.batch)
+    assert set(problems(report)) == {"balancing"}, report
+
+
+def test_forty_defects_or_more_are_planted() -> None:
+    assert sum(map(len, DEFECTS.values())) + len(LOSSES) >= 40
+
+
+# -- experts of other programs
+
+
+class Listed(nn.Module):
+    """A language model as in many repositories: a list of experts, each a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 16)
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(4)
+        )
+        self.head = nn.Linear(16, 64)
+        self.unused = -1
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        scores, ids = self.gate(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            weight = (scores * (ids == number)).sum(-1, keepdim=True)
+            chosen = weight.squeeze(-1) > 0
+            if number == self.unused:
+                chosen = chosen & False
+            y[chosen] = y[chosen] + weight[chosen] * expert(x[chosen])
+        return self.head(x + y)
+
+
+def test_experts_in_a_list_are_checked_as_far_as_they_can_be_seen() -> None:
+    model: Any = Listed()
+    report = audit(model, batch())
+    assert not problems(report), report
+    assert report.facts["sparse layers"] == "1 (experts in a list)"
+    assert report.facts["experts"] == "4, ? per token"
+    skipped = {finding.check for finding in report.findings if finding.verdict == "skip"}
+    assert skipped == {"structure", "kernels", "health", "order"}
+
+    model.experts[2].requires_grad_(requires_grad=False)
+    frozen = audit(model, batch())
+    assert set(problems(frozen)) == {"learning"}
+    assert "4 of 16 expert tensors do not require a gradient: experts.2.0.weight" in str(frozen)
+
+    model = Listed()
+    model.experts[2][2].register_forward_hook(lambda module, args, output: output * 0)
+    assert "experts computed tokens but have a gradient of zero: 2" in str(audit(model, batch()))
+
+
+def test_our_blocks_in_a_model_of_transformers() -> None:
+    dense = model_of("llama", {"vocab_size": 64})
+    router = {"type": "top_k", "k": 2, "renormalize": True}
+    moe_ffn.interop.swap_ffn(dense, [0, 1], {"type": "moe", "num_experts": 8, "router": router})
+    report = audit(dense, batch())
+    # Experts that are copies of one dense block cannot be told apart.
+    assert set(problems(report)) <= {"learning", "health"}, report
+    assert report.facts["sparse layers"] == "2 (blocks of moe_ffn)"
+
+
+def test_a_report_is_text_json_and_html() -> None:
+    case = one_frozen_tensor()
+    report = audit(case.model, case.batch)
+    (failure,) = report.failures
+    assert (failure.check, failure.place) == ("learning", "layer_01")
+    assert not report.ok
+    assert report.summary.startswith("1 failure (learning); ")
+    assert json.loads(json.dumps(report.to_dict()))["findings"]
+    assert failure.sentence in report._repr_html_()
