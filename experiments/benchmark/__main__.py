@@ -66,9 +66,9 @@ def main(argv: Sequence[str]) -> int:
     for suite in given.suite or ([] if shapes else SUITES):
         session.begin(suite)
         SUITES[suite](session)
-    if session.promises:
-        session.begin("promises")
-        session.show_promises()
+    if session.targets:
+        session.begin("targets")
+        session.show_targets()
     return 0
 
 
@@ -101,8 +101,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m experiments.benchmark",
         description="Time this library's layers and training step, in turns with the dense block and all "
-        "installed libraries, and check the promised speeds.",
-        epilog=f"suites:\n{listed}\n\nThe exit code is 0 when everything ran, even if a promise is missed.",
+        "installed libraries, and check the speeds against targets.",
+        epilog=f"suites:\n{listed}\n\nThe exit code is 0 when everything ran, even if a target is missed.",
     )
     add = parser.add_argument
     add(

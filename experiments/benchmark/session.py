@@ -1,4 +1,4 @@
-"""Timing in turns, and the tables and promises that the benchmark prints."""
+"""Timing in turns, and the tables and targets that the benchmark prints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Key = tuple[str, str]
 """Case and name of a candidate."""
 
 NOISY = 0.1
-"""`Result.noise` above which the session warns and marks a promise."""
+"""`Result.noise` above which the session warns and marks a target."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ Results = dict[Key, Result]
 
 @dataclass
 class Session:
-    """A run of the benchmark: its options, its output and its promises."""
+    """A run of the benchmark: its options, its output and its targets."""
 
     backends: Sequence[str]
     device: torch.device
@@ -84,8 +84,8 @@ class Session:
     """See `interleave`."""
     suite: str = ""
     """Name of the running suite."""
-    promises: list[list[str]] = field(default_factory=list)
-    """Rows of the table of promises; see `show_promises`."""
+    targets: list[list[str]] = field(default_factory=list)
+    """Rows of the table of targets; see `show_targets`."""
     console: Console = field(
         # The terminal wraps long lines; without markup, names may contain brackets.
         default_factory=lambda: Console(width=400, markup=False, highlight=False, emoji=False)
@@ -137,7 +137,7 @@ class Session:
             )
         return results
 
-    def promise(
+    def check_target(
         self,
         claim: str,
         limit: float,
@@ -149,12 +149,12 @@ class Session:
         goal: float | None = None,
         anywhere: bool = False,
     ) -> None:
-        """Check, print and store a promise about the ratio of two medians.
+        """Compare the ratio of two medians with a target; print and store the result.
 
         The verdict is `not measured` if one of them was not timed, or computes something else.
 
         Args:
-            goal: value to reach in future, beyond the promise.
+            goal: value to reach in future, stricter than the target.
             anywhere: True if the limit also applies to GPUs.
         """
         if not (anywhere or self.limits_apply):
@@ -165,17 +165,15 @@ class Session:
         )
         if not figure:
             value = results[numerator].median / results[denominator].median
-            is_kept = value <= limit if at_most else value >= limit
+            is_reached = value <= limit if at_most else value >= limit
             is_noisy = max(results[numerator].noise, results[denominator].noise) > NOISY
             figure = f"{value:.3f}"
-            verdict = f"{'kept' if is_kept else 'MISSED'}{', noisy' if is_noisy else ''}"
-        promised = f"{'at most' if at_most else 'at least'} {limit:g}"
+            verdict = f"{'reached' if is_reached else 'MISSED'}{', noisy' if is_noisy else ''}"
+        target = f"{'at most' if at_most else 'at least'} {limit:g}"
         goal_text = "" if goal is None else f"{goal:g}"
-        self.promises.append(
-            [self.suite, numerator[0], claim, figure, promised, goal_text, verdict]
-        )
+        self.targets.append([self.suite, numerator[0], claim, figure, target, goal_text, verdict])
         more = f", goal {goal_text}" if goal_text else ""
-        self.say(f"  {verdict:7} {claim}: {figure}, promised {promised}{more}")
+        self.say(f"  {verdict:7} {claim}: {figure}, target {target}{more}")
 
     def table(self, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Print a table; columns of numbers, except the first column, are aligned to the right."""
@@ -221,10 +219,10 @@ class Session:
         ]
         self.table(["layer", *cases, f"{cases[-1]} / {cases[0]}"], rows)
 
-    def show_promises(self) -> None:
-        """Print all promises in one table."""
-        headers = ("suite", "case", "claim", "measured", "promised", "goal", "verdict")
-        self.table(headers, self.promises)
+    def show_targets(self) -> None:
+        """Print all targets in one table."""
+        headers = ("suite", "case", "claim", "measured", "target", "goal", "verdict")
+        self.table(headers, self.targets)
 
 
 def result(values: Sequence[float], unit: str = "s", computes: str = SAME) -> Result:
@@ -241,7 +239,7 @@ def ratio(results: Results, numerator: Key, denominator: Key) -> str:
 
 
 def unusable(results: Results, key: Key) -> str:
-    """Return the reason why a result cannot support a promise; empty if it can."""
+    """Return the reason why a result cannot support a target; empty if it can."""
     if key not in results:
         return f"no '{key[1]}' here"
     computes = results[key].computes

@@ -1,7 +1,7 @@
 """Suites that time a layer, and count the bytes that it saves for the backward pass.
 
-The Mixture-of-Experts tax is the time of the whole layer (router, plan, experts, combine; gradients of x
-and all parameters) over the time of a dense block of the width that a token uses, K * F.
+Relative time is the time of the whole layer (router, plan, experts, combine; gradients of x and all
+parameters) over that of a dense block of the width that a token uses, K * F.
 
 T tokens, D model width, E experts, F expert width
 """
@@ -28,7 +28,7 @@ from experiments.benchmark.shapes import Shape
 
 # ------------------------------------------------------------------ one shape after the other
 
-PROMISED = {
+TARGETS = {
     Shape(2048, 512, 512, 8, 2, "fp32"): (1.06, 1.25),
     Shape(2048, 512, 512, 8, 2, "bf16"): (1.06, 1.7),
     Shape(4096, 256, 128, 32, 4, "fp32"): (1.1, 1.25),
@@ -36,30 +36,34 @@ PROMISED = {
     Shape(2048, 1024, 1024, 8, 2, "fp32"): (1.04, 1.25),
     Shape(4096, 1024, 1024, 8, 2, "bf16"): (1.04, 1.7),
 }
-"""Shape -> maximum promised tax, and minimum promised speed-up over Hugging Face's grouped_mm."""
+"""Shape -> maximum relative time, and minimum speed-up over Hugging Face's grouped_mm."""
 
-TAX_GOAL = 1.0
-"""Tax to reach in future, for all shapes."""
+RELATIVE_TIME_GOAL = 1.0
+"""Relative time to reach in future, for all shapes."""
 
 
 def rows(session: Session) -> None:
     """A layer at published sizes, forward and backward, with every installed library."""
-    time_shapes(session, list(PROMISED))
+    time_shapes(session, list(TARGETS))
 
 
 def time_shapes(session: Session, shapes: Sequence[Shape]) -> None:
-    """Print a table, the tax and the promises for each shape."""
+    """Print a table, the relative time and the targets for each shape."""
     for shape in shapes:
         results = _time_shape(session, shape, (DENSE, HF_GROUPED))
         ours, dense, peer = ((str(shape), name) for name in (AUTO, DENSE, HF_GROUPED))
-        limit, speedup = PROMISED.get(shape, (None, None))
+        limit, speedup = TARGETS.get(shape, (None, None))
         if limit is None or not session.limits_apply:
-            session.say(f"  tax {ratio(results, ours, dense)}, goal {TAX_GOAL:g}")
+            session.say(
+                f"  relative time {ratio(results, ours, dense)}, goal {RELATIVE_TIME_GOAL:g}"
+            )
         else:
-            session.promise("tax", limit, results, ours, dense, goal=TAX_GOAL)
+            session.check_target(
+                "relative time", limit, results, ours, dense, goal=RELATIVE_TIME_GOAL
+            )
         if speedup is not None:
             claim = f"times faster than {HF_GROUPED}"
-            session.promise(claim, speedup, results, peer, ours, at_most=False)
+            session.check_target(claim, speedup, results, peer, ours, at_most=False)
 
 
 def _time_shape(
@@ -99,7 +103,7 @@ def experts(session: Session) -> None:
     taxes = [ratio(results, (name, AUTO), (name, DENSE)) for name in sizes]
     session.say(f"  {AUTO} / {DENSE}: {', '.join(taxes)}")
     most, fewest = ("E 256", AUTO), ("E 8", AUTO)
-    session.promise("time at 256 experts / at 8", MAX_GROWTH, results, most, fewest)
+    session.check_target("time at 256 experts / at 8", MAX_GROWTH, results, most, fewest)
 
 
 NUM_CALLS = 20
@@ -125,7 +129,7 @@ def decoding(session: Session) -> None:
     for name in sizes:
         for peer in (HF_EAGER, HF_BATCHED):
             claim = f"time / {peer}, {name}"
-            session.promise(claim, 1.0, results, (name, AUTO), (name, peer))
+            session.check_target(claim, 1.0, results, (name, AUTO), (name, peer))
 
 
 def _decoding(layer: Layer, case: Case, name: str) -> Candidate:
@@ -159,14 +163,14 @@ def skew(session: Session) -> None:
     results = session.time(candidates)
     session.show_grid(results)
     one, balanced = ("one hot", AUTO), ("balanced", AUTO)
-    session.promise("time on one expert / balanced", 1.0, results, one, balanced)
+    session.check_target("time on one expert / balanced", 1.0, results, one, balanced)
 
 
 # ----------------------------------------------------------------------------------------- gpu
 
 LARGE = Shape(32768, 2048, 1024, 64, 8, "bf16")
 PRODUCT = "one dense product"
-GPU_PROMISES = (
+GPU_TARGETS = (
     ("rate / rate of one dense product", 0.6, 0.8, PRODUCT),
     (f"times faster than {HF_GROUPED}", 1.0, None, HF_GROUPED),
     (f"times faster than {SCATTERMOE}", 1.0, None, SCATTERMOE),
@@ -189,9 +193,9 @@ def gpu(session: Session) -> None:
             session.say(f"  {name}: {LARGE.flops / 1e12 / measured.median:.0f} TFLOP/s")
     else:
         session.say(f"{LARGE}: not timed, because it needs CUDA")
-    for claim, limit, goal, name in GPU_PROMISES:
+    for claim, limit, goal, name in GPU_TARGETS:
         theirs, ours = (case, name), (case, AUTO)
-        session.promise(
+        session.check_target(
             claim, limit, results, theirs, ours, at_most=False, goal=goal, anywhere=True
         )
 
@@ -221,7 +225,7 @@ def memory(session: Session) -> None:
         timed = [peer for peer in peers if peer in results]
         smallest = min(timed, key=lambda peer: results[peer].median, default=peers[-1])
         claim = "bytes / bytes of HF eager or grouped_mm"
-        session.promise(claim, MAX_SAVED, results, ours, smallest, anywhere=True)
+        session.check_target(claim, MAX_SAVED, results, ours, smallest, anywhere=True)
 
 
 def saved_bytes(module: nn.Module, x: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Timing in turns, the check that candidates compute the same, and tables and promises."""
+"""Timing in turns, the check that candidates compute the same, and tables and targets."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_saved_bytes_of_the_dense_block(tokens: Tokens) -> None:
     assert suites.saved_bytes(layer.module, tokens.x_BSD) == 4 * 64 * 16 * 4
 
 
-# ------------------------------------------------------------------------------------- promises
+# ------------------------------------------------------------------------------------- targets
 
 
 @pytest.mark.parametrize("noisy", ["ours", DENSE])
@@ -259,22 +259,22 @@ def test_a_promise_about_a_noisy_result_is_marked(
     disturbed = calm | measured(noisy, 0.9, 1.0, 3.0)
     ours, dense = ("a, b", "ours"), ("a, b", DENSE)
 
-    session.promise("tax", 1.2, calm, ours, dense)
-    session.promise("tax", 1.2, disturbed, ours, dense)
-    session.promise("tax", 0.9, disturbed, ours, dense)
-    session.promise("faster", 1.1, calm, ours, dense, at_most=False)
+    session.check_target("relative time", 1.2, calm, ours, dense)
+    session.check_target("relative time", 1.2, disturbed, ours, dense)
+    session.check_target("relative time", 0.9, disturbed, ours, dense)
+    session.check_target("faster", 1.1, calm, ours, dense, at_most=False)
 
-    verdicts = ["kept", "kept, noisy", "MISSED, noisy", "MISSED"]
-    assert [row[-1] for row in session.promises] == verdicts
-    assert "  kept, noisy tax: 1.000, promised at most 1.2" in capsys.readouterr().out
+    verdicts = ["reached", "reached, noisy", "MISSED, noisy", "MISSED"]
+    assert [row[-1] for row in session.targets] == verdicts
+    assert "  reached, noisy relative time: 1.000, target at most 1.2" in capsys.readouterr().out
 
 
 def test_limits_set_on_a_cpu_hold_on_no_gpu() -> None:
     session = Session((), torch.device("cuda"))
     results, key = measured("ours", 1.0), ("a, b", "ours")
-    session.promise("tax", 1.2, results, key, key)
-    session.promise("bytes", 1.2, results, key, key, anywhere=True)
-    assert [row[2] for row in session.promises] == ["bytes"]
+    session.check_target("relative time", 1.2, results, key, key)
+    session.check_target("bytes", 1.2, results, key, key, anywhere=True)
+    assert [row[2] for row in session.targets] == ["bytes"]
 
 
 @pytest.mark.parametrize(
@@ -303,13 +303,13 @@ def test_each_implementation_is_timed_and_a_text_that_differs_is_marked(
     monkeypatch.setattr(models, "_generate", other)
     session = Session((), CPU, rounds=1)
     models.live_models(session)
-    assert [row[1] for row in session.promises] == ["batch 1", "batch 16"]
-    assert {row[-1].split(",")[0] for row in session.promises} <= {"kept", "MISSED"}
+    assert [row[1] for row in session.targets] == ["batch 1", "batch 16"]
+    assert {row[-1].split(",")[0] for row in session.targets} <= {"reached", "MISSED"}
     printed = capsys.readouterr().out
     assert all(printed.count(f"  {name}") >= 2 for name in (HF_EAGER, HF_GROUPED, HF_BATCHED, AUTO))
     assert "DIFFERS" not in printed
 
     wrong = "moe_ffn"
     models.live_models(session)
-    assert [row[-1] for row in session.promises[2:]] == ["not measured"] * 2
+    assert [row[-1] for row in session.targets[2:]] == ["not measured"] * 2
     assert "moe_ffn auto DIFFERS" in capsys.readouterr().out

@@ -83,6 +83,6 @@ def test_every_suite_runs_without_other_libraries_and_help_loads_no_lightning(
     answer = run(WITHOUT.format(absent=ABSENT, argv=["--rounds", "1"]))
 
     assert answer.returncode == 0, answer.stderr
-    for part in ("--suite NAME", "loaded: []", "other libraries: none", "== promises =="):
+    for part in ("--suite NAME", "loaded: []", "other libraries: none", "== targets =="):
         assert part in answer.stdout
     assert "not measured" in answer.stdout  # without Hugging Face
