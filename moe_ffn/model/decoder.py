@@ -80,8 +80,7 @@ class DecoderConfig(Config, frozen=True):
         for layer, ffn in enumerate(self.layer_ffns()):
             if self.causal and (unsupported := ffn.unsupported(UseCase(causal=True))):
                 raise ValueError(
-                    f"a causal model refuses the '{ffn.type}' block of layer {layer}: {unsupported}, or set "
-                    "model.causal: false"
+                    f"layer {layer} ('{ffn.type}') is not causal: {unsupported}, or set model.causal: false"
                 )
         return self
 

@@ -131,7 +131,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "model: attention.num_heads (3) must divide d_model (16), or set attention.head_dim"
     ),
     "--model.ffn.router.type expert_choice": (
-        "model: a causal model refuses the 'moe' block of layer 0: router.type 'expert_choice' ranks "
+        "model: layer 0 ('moe') is not causal: router.type 'expert_choice' ranks "
         "tokens against later ones; use 'top_k', or set model.causal: false"
     ),
     "--objective.load_cv2 0.1": (
@@ -147,7 +147,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "objective.load_balance"
     ),
     "--model.ffn {type:&conv,&causal:&false}": (
-        "model: a causal model refuses the 'conv' block of layer 0: causal (false) with "
+        "model: layer 0 ('conv') is not causal: causal (false) with "
         "kernel_size (3) looks ahead; set it to true, or set model.causal: false"
     ),
     "--model.ffn_at {5:&dense}": ("model: ffn_at '5' names none of the 2 layers (0 to 1)"),

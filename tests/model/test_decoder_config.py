@@ -73,29 +73,29 @@ def test_options_of_a_layer_are_checked_under_their_path() -> None:
 
 REFUSED = """
 {ffn: {type: conv, causal: false}}
-    a causal model refuses the 'conv' block of layer 0: causal (false) with kernel_size (3) looks ahead; set
+    layer 0 ('conv') is not causal: causal (false) with kernel_size (3) looks ahead; set
     it to true, or set model.causal: false
 {ffn: {type: moe, shared_expert: {type: conv, causal: false}}}
-    a causal model refuses the 'moe' block of layer 0: shared_expert.causal (false) with kernel_size (3)
+    layer 0 ('moe') is not causal: shared_expert.causal (false) with kernel_size (3)
     looks ahead; set it to true
 {ffn: {type: moe, router: expert_choice}}
-    a causal model refuses the 'moe' block of layer 0: router.type 'expert_choice' ranks tokens against
+    layer 0 ('moe') is not causal: router.type 'expert_choice' ranks tokens against
     later ones; use 'top_k', or set model.causal: false
 {ffn: {type: moe, capacity: {factor: 1.0, drop: probability}}}
-    a causal model refuses the 'moe' block of layer 0: capacity.drop 'probability' lets later tokens
+    layer 0 ('moe') is not causal: capacity.drop 'probability' lets later tokens
     displace earlier ones; use 'position', or set model.causal: false
 {ffn: soft_moe}
-    a causal model refuses the 'soft_moe' block of layer 0: type 'soft_moe' mixes all tokens of a sequence;
+    layer 0 ('soft_moe') is not causal: type 'soft_moe' mixes all tokens of a sequence;
     use 'moe' with router.type 'top_k', or set model.causal: false
 {ffn: {type: mixture_of_depths, ffn: {type: moe, capacity: {factor: 1.0}}, router: {type: relu, k: 0.5}}}
-    a causal model refuses the 'mixture_of_depths' block of layer 0: ffn.capacity depends on the number of
+    layer 0 ('mixture_of_depths') is not causal: ffn.capacity depends on the number of
     chosen tokens, including later ones; set ffn.capacity.factor and eval_factor to null, or set
     model.causal: false
 {ffn: mixture_of_depths}
-    a causal model refuses the 'mixture_of_depths' block of layer 0: router.type 'expert_choice' ranks
+    layer 0 ('mixture_of_depths') is not causal: router.type 'expert_choice' ranks
     tokens against later ones; use 'relu' or 'expert_threshold', or set model.causal: false
 {ffn: {type: mixture_of_depths, ffn: {type: moe, router: sinkhorn}, router: {type: relu, k: 0.5}}}
-    a causal model refuses the 'mixture_of_depths' block of layer 0: ffn.router.type 'sinkhorn' balances
+    layer 0 ('mixture_of_depths') is not causal: ffn.router.type 'sinkhorn' balances
     tokens against later ones; use 'top_k', or set model.causal: false
 {d_model: 130}
     attention.num_heads (4) must divide d_model (130)

@@ -431,7 +431,7 @@ def test_experts_follow_the_one_that_the_router_scores_alike() -> None:
         ({"type": "upcycle", "granularity": 4}, "swiglu", r"method.router.k \(2\) must be .* use 4"),
         ({"granularity": 2, "num_experts": 7}, "swiglu", r"method.num_experts \(7\) must be a multiple of"),
         ({"num_experts": 1}, "swiglu", r"method.router.k \(2\) must not exceed num_experts \(1\)"),
-        ({"router": "expert_choice"}, "swiglu", "method: a causal model refuses the 'moe'"),
+        ({"router": "expert_choice"}, "swiglu", r"method: layer 0 \('moe'\) is not causal: router"),
         ({"type": "carve"}, "dense", "carve needs swiglu .* layer 0 is of type 'dense'"),
         ({"type": "carve", "num_experts": 5}, "swiglu", r"\(5\) and method.num_shared \(2\) .* \(24\)"),
         ({"type": "prune"}, "swiglu", "no layer of this model is of type 'moe'; use upcycle"),
