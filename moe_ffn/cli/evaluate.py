@@ -270,7 +270,7 @@ def windows_of_text(
             return description, validation_batches(config, data)
         tokens = data.validation[:]
     length = min(config.seq_len, len(tokens) - 1)
-    description += f", windows of {length} tokens {min(step, length)} apart"
+    description += f", windows of {length} tokens, stride {min(step, length)}"
     return description, strided_batches(tokens, config.seq_len, step, config.batch_size)
 
 

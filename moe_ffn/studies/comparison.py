@@ -374,8 +374,8 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
         each = " and ".join(f"{value:+.4f}" for value in by_seed)
         return (
             f"{arm.name} minus {baseline}: {each} nats per token in {found.num_pairs} seeds, too few for an "
-            f"interval; if seeds differ as these do, about {enough} would find a true difference of "
-            f"{SMALL_DIFFERENCE:g} four times in five."
+            f"interval; if seeds differ as these do, about {enough} detect {SMALL_DIFFERENCE:g} with 80 % "
+            "power."
         )
     mean, low, high = found.interval
     ends = sorted((abs(low), abs(high)))
@@ -383,19 +383,19 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
     size = f"by {abs(mean):.4f} [{ends[0]:.4f}, {ends[1]:.4f}] nats per token"
     signed = f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
     if found.over == "windows":
-        where = "on this text in the one seed that they share"
+        where = "on this text with one shared seed"
         if low <= 0 <= high:
             return (
-                f"{arm.name} and {baseline} differ by {signed} {where}: no difference seen; other seeds may "
-                "differ."
+                f"{arm.name} and {baseline} differ by {signed} {where}: no difference seen, no conclusion "
+                "about other seeds."
             )
-        return f"{arm.name} is {better} than {baseline} {size} {where}; other seeds may differ."
+        return f"{arm.name} is {better} than {baseline} {size} {where}: no conclusion about other seeds."
     seen = f"{found.num_pairs} seeds, p {p_text(found.p_value)}"
     if found.is_claimed:
         return f"{arm.name} is {better} than {baseline} {size} ({seen})."
-    small = f"a true difference of {found.detectable:.4f} would be found four times in five"
+    small = f"with 80 % power, these seeds detect {found.detectable:.4f}"
     if found.seeds_needed and found.seeds_needed > found.num_pairs:
-        small += f", one of {SMALL_DIFFERENCE:g} by about {enough}"
+        small += f", and about {enough} {SMALL_DIFFERENCE:g}"
     if not low <= 0 <= high:  # significant alone, but not after Holm's correction
         return (
             f"{arm.name} may be {better} than {baseline}, {signed} ({seen} after Holm's correction); "
@@ -406,7 +406,7 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
 
 def _alone(arm: Arm) -> str:
     if arm.sd is None:
-        return f"{arm.name}: one run with one seed; other seeds may differ."
+        return f"{arm.name}: one run with one seed: no conclusion about other seeds."
     if arm.interval is None:
         each = " and ".join(f"{loss:.4f}" for loss in arm.losses.values())
         return f"{arm.name}: {each} nats per token in {len(arm.losses)} seeds; an interval needs {MIN_SEEDS}."

@@ -87,7 +87,7 @@ def test_it_says_loss_perplexity_bits_and_routing(evaluate: Evaluate, text: Path
 
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0] == f"{text}, windows of 16 tokens 16 apart; 32-true on cpu"
+    assert lines[0] == f"{text}, windows of 16 tokens, stride 16; 32-true on cpu"
     assert re.fullmatch(r"loss           \S+ nats per token", lines[1])
     assert lines[2].startswith("perplexity     ")
     assert lines[3].startswith("bits per byte  ")

@@ -60,9 +60,9 @@ def test_two_seeds_are_shown_one_by_one_and_how_many_it_would_take() -> None:
     assert (swiglu.difference.interval, swiglu.difference.p_value) == (None, None)
     assert found.verdicts == [
         "swiglu minus gelu: -0.1020 and -0.0980 nats per token in 2 seeds, too few for an interval; if seeds "
-        "differ as these do, about 3 seeds would find a true difference of 0.05 four times in five.",
+        "differ as these do, about 3 seeds detect 0.05 with 80 % power.",
         "relu minus gelu: -0.0179 and +0.0181 nats per token in 2 seeds, too few for an interval; if seeds "
-        "differ as these do, about 6 seeds would find a true difference of 0.05 four times in five.",
+        "differ as these do, about 6 seeds detect 0.05 with 80 % power.",
     ]
     (row, *_), legend = tables(found)[0].rows, tables(found)[0].legend
     assert row == ["gelu", "2", "2.0050", "0.0071", "-", "-", "-"]
@@ -95,7 +95,7 @@ def test_the_verdicts_say_what_the_intervals_allow() -> None:
     assert relu.startswith(
         "relu: no difference from gelu seen, -0.0035 [-0.0280, +0.0210] (5 seeds"
     )
-    assert "; a true difference of 0.0" in relu
+    assert "; with 80 % power, these seeds detect 0.0" in relu
     worse = Comparison.of(gating(), baseline="swiglu").verdicts[0]
     assert worse.startswith("gelu is worse than swiglu by 0.1004 [0.09")
 
@@ -116,7 +116,7 @@ def test_what_holm_s_correction_takes_back_is_not_said_to_be_no_difference() -> 
     # s = 0.00643, t = 6.107 with two degrees of freedom: p = 1 - t / sqrt(t^2 + 2) = 0.0258, times 3.
     assert Comparison.of(results).verdicts[-1] == (
         "silu may be better than gelu, -0.0227 [-0.0386, -0.0067] (3 seeds, p 0.077 after Holm's "
-        "correction); a true difference of 0.0364 would be found four times in five."
+        "correction); with 80 % power, these seeds detect 0.0364."
     )
 
 
@@ -150,7 +150,7 @@ def test_of_one_seed_windows_of_the_text_are_resampled() -> None:
     assert arm.difference.interval.high - arm.difference.interval.low < 0.004, "paired"
     (verdict,) = found.verdicts
     assert verdict.startswith("swiglu is better than gelu by 0.0499 [0.0485, 0.0514] nats per")
-    assert verdict.endswith("in the one seed that they share; other seeds may differ.")
+    assert verdict.endswith("with one shared seed: no conclusion about other seeds.")
 
 
 def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
@@ -160,7 +160,7 @@ def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
         "gelu: 2.0200 [2.0004, 2.0396] nats per token over 5 seeds, whose standard deviation is 0.0158."
     ]
     one = Comparison.of([make_result("gelu")])
-    assert one.verdicts == ["gelu: one run with one seed; other seeds may differ."]
+    assert one.verdicts == ["gelu: one run with one seed: no conclusion about other seeds."]
 
 
 # -- cost
@@ -379,7 +379,7 @@ def test_several_seeds_of_which_one_is_shared_are_told_by_its_windows() -> None:
     assert found.verdicts[0].startswith(
         "b is worse than a by 0.5000 [0.5000, 0.5000] nats per token on"
     )
-    assert "in the one seed that they share" in found.verdicts[0]
+    assert "with one shared seed" in found.verdicts[0]
     assert any("over windows of the validation text" in note for note in found.notes)
 
 
