@@ -20,7 +20,7 @@ import moe_ffn
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "moe_ffn"
 
-# What every room may use: options and their messages, files, the values of a layer, and its arithmetic.
+# What every package may use: options and their messages, files, the values of a layer, and its arithmetic.
 FOUNDATION = {"config", "files", "html_repr", "kernels", "outputs"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "html_repr": set(),
     "outputs": {"html_repr"},
     "kernels": {"config", "files", "outputs"},
-    # Ring 1: the layers. Routing, dispatch and experts never import each other.
+    # Level 1: the layers. Routing, dispatch and experts never import each other.
     "routing": FOUNDATION,
     "dispatch": FOUNDATION,
     "experts": FOUNDATION,
@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ffn": FOUNDATION | {"routing", "dispatch", "experts"},
     # Checks of a custom block, router or kind of expert; training calls them too.
     "testing": FOUNDATION | {"routing", "dispatch", "experts", "ffn"},
-    # Ring 2: a model, its training, a run's folder and what is read back from it.
+    # Level 2: a model, its training, a run's folder and what is read back from it.
     "model": FOUNDATION | {"ffn", "routing"},
     "parallel": FOUNDATION | {"dispatch", "experts", "model", "ffn", "routing"},
     "metrics": FOUNDATION | {"balancing"},
@@ -46,9 +46,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": FOUNDATION
     | {"balancing", "metrics", "model", "data", "ffn", "routing", "parallel"},
 }
-for _room, _below in {
+for _package, _below in {
     "runs": {"training", "testing", "experts", "ffn"},
-    # Ring 3: model folders, other libraries, many runs as one question, programs.
+    # Level 3: model folders, other libraries, many runs as one question, programs.
     "weights": {"runs"},
     "interop": {"weights"},
     "studies": {"runs"},
@@ -57,7 +57,7 @@ for _room, _below in {
     "report of arms": {"report", "studies"},
     "cli": {"report of arms", "interop"},
 }.items():
-    MAY_IMPORT[_room] = set().union(_below, *(MAY_IMPORT[name] for name in _below))
+    MAY_IMPORT[_package] = set().union(_below, *(MAY_IMPORT[name] for name in _below))
 MAY_IMPORT["__init__"] = FOUNDATION | {
     "balancing",
     "routing",
@@ -69,7 +69,7 @@ MAY_IMPORT["__init__"] = FOUNDATION | {
     "cli",  # `train`, as well
     "interop",  # `diff`, as well
 }
-"""Room or file of the package -> what it may import of the package."""
+"""Package or file of `moe_ffn` -> what it may import of `moe_ffn`."""
 
 ONLY_PLACES = {
     "lightning": {"moe_ffn/training", "moe_ffn/runs", "experiments"},
@@ -121,11 +121,11 @@ def name_of(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 
-def room_of(path: Path) -> str:
-    return room_named(path.relative_to(PACKAGE).with_suffix("").parts)
+def package_of(path: Path) -> str:
+    return package_named(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def room_named(parts: Sequence[str]) -> str:
+def package_named(parts: Sequence[str]) -> str:
     of_arms = ("arm_", "comparison_", "study_", "leaderboard", "markdown")
     if parts[0] == "report" and len(parts) > 1 and parts[1].startswith(of_arms):
         return "report of arms"
@@ -133,36 +133,36 @@ def room_named(parts: Sequence[str]) -> str:
 
 
 @pytest.mark.parametrize("path", sources("moe_ffn"), ids=name_of)
-def test_rooms_import_only_what_stands_below_them(path: Path) -> None:
-    room = room_of(path)
-    assert room in MAY_IMPORT, f"say in MAY_IMPORT what the new room '{room}' may import"
+def test_packages_import_only_packages_below_them(path: Path) -> None:
+    package = package_of(path)
+    assert package in MAY_IMPORT, f"say in MAY_IMPORT what the new package '{package}' may import"
     for module, names in imports(path):
         if module.split(".")[0] != "moe_ffn":
             assert module.split(".")[0] != "experiments", f"{module}: experiments stand on top"
             continue
         paths = [f"{module}.{name}".split(".") for name in names] or [module.split(".")]
-        for target in (room_named(parts[1:]) for parts in paths if len(parts) > 1):
-            allowed = target == room or target in MAY_IMPORT[room]
+        for target in (package_named(parts[1:]) for parts in paths if len(parts) > 1):
+            allowed = target == package or target in MAY_IMPORT[package]
             # A command shows one run or several; it draws the several only when there are several.
             allowed |= name_of(path) == "moe_ffn/report/page.py" and target == "report of arms"
-            assert allowed, f"{name_of(path)} ({room}) must not import moe_ffn.{target}"
+            assert allowed, f"{name_of(path)} ({package}) must not import moe_ffn.{target}"
 
 
-def test_the_rooms_form_no_circle() -> None:
+def test_the_packages_form_no_cycle() -> None:
     finished: set[str] = set()
 
-    def visit(room: str, above: tuple[str, ...]) -> None:
-        assert room not in above, f"circle: {' -> '.join([*above, room])}"
-        for below in MAY_IMPORT[room] - finished:
-            visit(below, (*above, room))
-        finished.add(room)
+    def visit(package: str, above: tuple[str, ...]) -> None:
+        assert package not in above, f"cycle: {' -> '.join([*above, package])}"
+        for below in MAY_IMPORT[package] - finished:
+            visit(below, (*above, package))
+        finished.add(package)
 
-    for room in MAY_IMPORT:
-        visit(room, ())
+    for package in MAY_IMPORT:
+        visit(package, ())
 
 
 @pytest.mark.parametrize("library", ONLY_PLACES)
-def test_libraries_stay_in_their_rooms(library: str) -> None:
+def test_libraries_stay_in_their_packages(library: str) -> None:
     for path in [*sources("moe_ffn"), *sources("experiments")]:
         if any(module.split(".")[0] == library for module, _ in imports(path)):
             place = name_of(path)
