@@ -96,6 +96,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     experts = python_with("AdaptedConfig", "docs/howto/custom_experts.md")
     (tmp_path / "my_experts.py").write_text(experts, encoding="utf-8")
     write_corpus(tmp_path)
+    (tmp_path / "my_texts").symlink_to("corpus")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -197,6 +198,8 @@ def test_every_command_succeeds(
         shown = "page: demo.html"
     elif module not in SHOWN:
         arguments += TINY
+        if "--trainer.devices" in arguments:  # tests/cli/test_train_ranks.py trains on two ranks
+            arguments += ["--print-config"]
         if {"--help", "--print-config"} & set(arguments):
             shown = ""
 
@@ -332,9 +335,6 @@ def test_the_router_of_the_docs_trains(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_rule_of_the_docs_moves_the_bias():
-    block: Any = moe_ffn.build_ffn({"type": "moe", "router": "sigmoid_top_k"}, d_model=8)
-    output = block(torch.randn(5, 8))
-    optimizer = torch.optim.SGD(block.parameters())
-    given = {"moe_ffn": moe_ffn, "block": block, "output": output, "optimizer": optimizer}
-    executed("rule.observe", "docs/howto/balance.md", loss=output.hidden.sum(), **given)
-    assert block.router.correction_bias_E.abs().max().item() == pytest.approx(1e-3)
+    torch.manual_seed(0)
+    block = executed("rule.observe", "docs/howto/balance.md")["block"]
+    assert 2e-3 < block.router.correction_bias_E.abs().max().item() < 1.01e-2  # ten steps of 1e-3
