@@ -70,6 +70,13 @@ def _logging() -> None:
     set_up_logging()
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(request: pytest.FixtureRequest) -> None:
+    """Programs are run, and studies trained, where they may write."""
+    if request.path.parent.name in ("cli", "experiments", "report", "runs", "studies"):
+        request.getfixturevalue("stay_in_tmp_path")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a user's programs remember, the code they trust, is not that of whoever runs the tests.

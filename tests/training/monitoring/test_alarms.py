@@ -16,7 +16,7 @@ from moe_ffn.training.config import TrainerConfig
 from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmLog, AlarmRules
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import AdamWConfig
-from tests.helpers.alarm_rules import RATE, make_rules
+from tests.helpers.faults import RATE, make_rules
 
 
 @pytest.fixture
