@@ -48,6 +48,7 @@ def config_of(**changes: Any) -> TrainConfig:
     data = {"seq_len": 64, "batch_size": 4}
     return TrainConfig.model_validate(
         {
+            "optimizer": {"type": "adamw"},
             "model": {**model, **changes.pop("model", {})},
             "data": {**data, **changes.pop("data", {})},
             **changes,
@@ -201,7 +202,6 @@ def test_layouts_are_those_that_the_experts_allow() -> None:
 )
 def test_the_memory_of_weights_by_hand(precision: str, item: int) -> None:
     options: dict[str, Any] = {"data": {"batch_size": 8}, "trainer": {"precision": precision}}
-    options["optimizer"] = {"type": "adamw"}
     plans = plans_of(4, **options)
     decoder = config_of().model.build(257, 64)
 
