@@ -2,7 +2,7 @@
 
 Prints one JSON line per variant: what ptxas says of registers and spills, shared memory, and whether
 the products became `wgmma`. The interpreter, under which the other tests run, proves none of this.
-Run by `test_triton_compiles.py`, in a process of its own: the interpreter must be off.
+Run by `test_triton.py`, in a process of its own: the interpreter must be off.
 """
 
 from __future__ import annotations
