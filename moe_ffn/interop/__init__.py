@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from moe_ffn.config.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from moe_ffn.interop.adapters import fuse_adapters
     from moe_ffn.interop.blocks import block_config, convert_block
     from moe_ffn.interop.routings import watch
     from moe_ffn.interop.swap import swap_ffn
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "block_config": "moe_ffn.interop.blocks",
     "convert_block": "moe_ffn.interop.blocks",
+    "fuse_adapters": "moe_ffn.interop.adapters",
     "register": "moe_ffn.interop.transformers",
     "swap_ffn": "moe_ffn.interop.swap",
     "watch": "moe_ffn.interop.routings",
@@ -22,6 +24,7 @@ _LAZY = {
 __all__ = [
     "block_config",
     "convert_block",
+    "fuse_adapters",
     "register",
     "swap_ffn",
     "watch",
