@@ -111,7 +111,8 @@ class ParamWrapper(peft_layer.ParamWrapper):
         dtype = self.get_param().dtype
         all_a, all_b = list[Tensor](), list[Tensor]()
         for name in adapters:
-            a, b = self.lora_A[name].weight, self.lora_B[name].weight
+            layers: Any = self.lora_A[name], self.lora_B[name]
+            a, b = (layer.weight for layer in layers)
             all_a.append(a.reshape(self.num_experts, -1, a.shape[-1]).to(dtype))
             b_EOR = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
             all_b.append(b_EOR.to(dtype) * self.scaling[name])

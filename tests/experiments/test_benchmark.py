@@ -252,7 +252,7 @@ def test_adapters_are_compared_with_peft(
 ) -> None:
     pytest.importorskip("peft")
     monkeypatch.setattr(suites, "ADAPTED", SMALL)
-    monkeypatch.setattr(suites, "MAX_ADAPTED", {64: 0.5})
+    monkeypatch.setattr(suites, "TOKENS", (64,))
     session = Session((), CPU, rounds=1)
     suites.adapters(session)
     assert [row[2] for row in session.promises] == ["time / peft, T 64", "peak memory / peft, T 64"]
