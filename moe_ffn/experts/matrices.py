@@ -90,7 +90,8 @@ class MatrixExperts(Experts):
     def weights(self) -> ExpertWeights: ...
 
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        return run_experts(x_TD, plan, self.weights().on_this_rank(), self.config.backend)
+        weights = self.weights().with_adapters_of(self)
+        return run_experts(x_TD, plan, weights.on_this_rank(), self.config.backend)
 
     @property
     def dropout(self) -> float:

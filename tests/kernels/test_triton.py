@@ -86,6 +86,16 @@ def test_every_activation_equals_the_loop(
     check(tokens(len(plan)), make_plan_of(plan, 3), weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_adapters_equal_the_loop(
+    gated: bool, dtype: torch.dtype, make_weights: Any, make_plan_of: Any
+) -> None:
+    plan = PLANS["lopsided"]
+    weights = make_weights(gated=gated, rank=3, dtype=dtype)
+    check(tokens(len(plan), dtype), make_plan_of(plan, 3), weights)
+
+
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_widths_that_are_multiples_of_a_tile_equal_the_loop(
     gated: bool, make_weights: Any, make_plan_of: Any
@@ -193,7 +203,9 @@ def test_training_and_evaluation_give_the_same_bits(make_weights: Any, make_plan
 
 def test_frozen_weights_get_no_gradient(make_weights: Any, make_plan_of: Any) -> None:
     plan, weights = make_plan_of(PLANS["one_expert_takes_all"], 3), make_weights()
-    frozen = weights.with_parameters(weights.up_EHD.detach(), weights.down_EDF.detach(), None, None)
+    frozen = weights.with_parameters(
+        weights.up_EHD.detach(), weights.down_EDF.detach(), *[None] * 6
+    )
     given = tokens(9), replace(plan, weights_N=plan.weights_N.detach()), frozen
     assert_close(derive(backend.triton, *given), derive(loop, *given), 1e-5)
 
