@@ -22,7 +22,7 @@ import moe_ffn
 from moe_ffn import audit
 from moe_ffn.cli.demo import MODEL
 from moe_ffn.training.objective import ObjectiveConfig
-from tests.helpers.transformers_models import FAMILIES, model_of
+from tests.helpers.transformers_models import FAMILIES, LATENT, model_of
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed here")
 
@@ -98,6 +98,36 @@ def test_no_healthy_family_is_accused(family: str) -> None:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
     assert not [hook for hook in hooks if hook.__module__.startswith("moe_ffn")]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "skipped"),
+    [
+        ("jetmoe", {}, {"kernels", "health", "order"}),  # experts of other classes
+        ("llama4_text", {}, {"kernels", "health", "order"}),
+        ("longcat_flash", LATENT, {"kernels", "health", "order"}),  # rows without an expert
+        ("zaya", {"num_experts_per_tok": 1}, {"order"}),  # routers with arguments by name
+    ],
+)
+def test_no_family_with_other_experts_is_accused(
+    family: str, options: dict[str, Any], skipped: set[str]
+) -> None:
+    inputs = {name: value[:4, :24] for name, value in batch().items()}
+    report = audit(healthy(family, **options), inputs)
+    assert not problems(report), report
+    assert len(set(report.layers)) == len(report.layers)
+    assert {finding.check for finding in report.findings if finding.verdict == "skip"} == skipped
+
+
+def test_a_layer_that_no_token_reaches_is_not_accused() -> None:
+    model = healthy()
+    model.prediction = healthy().model.layers[
+        1
+    ]  # as layers for images, or for the token after the next
+    report = audit(model, batch())
+    assert set(problems(report)) == {"structure"}, report  # the config does not declare the layer
+    unreached = [f.place for f in report.findings if "reaches this layer" in f.sentence]
+    assert unreached == ["prediction.mlp"]
 
 
 def test_a_large_model_without_numbers_is_checked_in_shape() -> None:

@@ -93,13 +93,18 @@ def _static_checks(probe: Probe, optimizer: torch.optim.Optimizer | None) -> Ite
 def _numeric_checks(
     probe: Probe, trains: bool, accumulation: int, objective: ObjectiveConfig | None
 ) -> Iterator[Finding]:
+    for layer in probe.layers:
+        if layer not in probe.reached:
+            yield Finding(
+                "numbers", layer.name, "skip", "no token of this batch reaches this layer"
+            )
     yield from check_gradients(probe)
     if objective is None:
         yield from check_balancing(probe, trains=trains, accumulation=accumulation)
     else:
         yield from check_objective(probe, objective)
     recorded = record(probe)
-    for layer in probe.layers:
+    for layer in probe.reached:
         yield from check_precision(layer, recorded[layer.name])
         yield from check_kernels(probe, layer, recorded[layer.name])
     yield from check_behaviour(probe)

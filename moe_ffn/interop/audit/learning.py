@@ -139,10 +139,10 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
     """Run a backward pass of the cross-entropy, and look at the gradient of every expert and router."""
     if not any(parameter.requires_grad for parameter in probe.model.parameters()):
         return
-    parameters = {p for layer in probe.layers for p in _trained(layer)}
+    parameters = {p for layer in probe.reached for p in _trained(layer)}
     with mode(probe.model, training=True), _own_gradients(probe.model), ExitStack() as hooks:
         outputs: dict[str, list[tuple[int | None, Tensor]]] = {}
-        for layer in probe.layers:
+        for layer in probe.reached:
             _keep_outputs(layer, outputs.setdefault(layer.name, []), hooks)
         changes: dict[str, Any] = {"labels": None}
         if hasattr(probe.config, "output_router_logits"):
@@ -160,7 +160,7 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
             return
         loss.backward()
         gradients = {parameter: parameter.grad for parameter in parameters}
-    for layer in probe.layers:
+    for layer in probe.reached:
         used_E = _used_experts(layer, passed.routings, outputs[layer.name])
         problems = [
             *_expert_problems(layer, used_E, gradients),
