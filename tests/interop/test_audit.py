@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import moe_ffn
 from moe_ffn import audit
 from moe_ffn.cli.demo import MODEL
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.training.objective import ObjectiveConfig
 from tests.helpers.transformers_models import FAMILIES, LATENT, model_of
 
@@ -130,6 +131,64 @@ def test_a_layer_that_no_token_reaches_is_not_accused() -> None:
     assert unreached == ["prediction.mlp"]
 
 
+def modules_to_save() -> Any:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["experts"])
+    return peft.get_peft_model(healthy(), config)
+
+
+def one_expert() -> Any:
+    return healthy(**dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 1))
+
+
+def noisy_in_training() -> Any:
+    return healthy("phimoe", router_jitter_noise=0.3).train()
+
+
+@pytest.mark.parametrize("build", [modules_to_save, one_expert, noisy_in_training])
+def test_no_healthy_setting_is_accused(build: Callable[[], Any]) -> None:
+    inputs = {name: value[:4, :24] for name, value in batch().items()}
+    inputs["attention_mask"][1] = 0  # a sequence of padding
+    model = build()
+    state = torch.get_rng_state()
+    report = audit(model, inputs)
+    assert not problems(report), report
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_compiled_model_is_audited_without_its_compiler() -> None:
+    case = our_demo()
+    report = audit(torch.compile(case.model, backend="eager"), case.batch)
+    assert report.model == "Decoder"
+    assert not problems(report), report
+
+
+def test_other_tensors_of_a_batch_are_no_obstacle() -> None:
+    case = with_loss()
+    positions = torch.arange(64).expand(8, 64)
+    report = audit(case.model, {**batch(), "position_ids": positions})
+    assert not problems(report), report
+    assert "cannot be padded, because it has position_ids" in str(report)
+
+
+def test_an_optimizer_in_the_backward_pass_does_not_run() -> None:
+    model = healthy()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
+    before = [parameter.clone() for parameter in model.parameters()]
+    audit(model, batch())
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_bad_batches_are_one_sentence() -> None:
+    model = healthy()
+    ids = batch()["input_ids"]
+    with pytest.raises(ConfigError, match="no token to predict: all labels are -100"):
+        audit(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
+    model.register_forward_hook(lambda module, args, output: output.logits[:, -1:])
+    with pytest.raises(ConfigError, match=r"logits for each token of input_ids \[8, 64\]"):
+        audit(model, ids)
+
+
 def test_a_large_model_without_numbers_is_checked_in_shape() -> None:
     sizes: dict[str, Any] = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "head_dim": 128,
@@ -235,6 +294,10 @@ BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # As in peft#3009 and unsloth PR#6936.
 def names_of_modules_that_fused_experts_lack() -> Case:
     return lora(target_modules=["q_proj", "w1", "w2", "w3"])
+
+
+def a_router_to_save_by_another_name() -> Case:
+    return lora(target_parameters=BOTH, modules_to_save=["router"])
 
 
 def an_adapter_on_attention_alone() -> Case:
@@ -656,6 +719,7 @@ DEFECTS: dict[str, list[Callable[[], Case]]] = {
     ],
     "left out": [
         names_of_modules_that_fused_experts_lack, an_adapter_on_attention_alone,
+        a_router_to_save_by_another_name,
         an_adapter_on_one_matrix_of_the_experts, a_quantiser_that_replaces_linear_layers_alone,
     ],
     "learning": [

@@ -23,7 +23,7 @@ from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.learning import check_gradients, check_optimizer, check_requires_grad
 from moe_ffn.interop.audit.numerics import check_kernels, check_precision, record
 from moe_ffn.interop.audit.order import check_order
-from moe_ffn.interop.audit.probe import Probe, checked_batch
+from moe_ffn.interop.audit.probe import Probe, checked_batch, mode
 from moe_ffn.interop.audit.structure import (
     K_OPTIONS,
     check_left_out,
@@ -104,9 +104,10 @@ def _numeric_checks(
     else:
         yield from check_objective(probe, objective)
     recorded = record(probe)
-    for layer in probe.reached:
-        yield from check_precision(layer, recorded[layer.name])
-        yield from check_kernels(probe, layer, recorded[layer.name])
+    with mode(probe.model, training=False):
+        for layer in probe.reached:
+            yield from check_precision(layer, recorded[layer.name])
+            yield from check_kernels(probe, layer, recorded[layer.name])
     yield from check_behaviour(probe)
     yield from check_order(probe)
 

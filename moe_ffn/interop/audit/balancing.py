@@ -43,7 +43,8 @@ def check_balancing(probe: Probe, *, trains: bool, accumulation: int) -> Iterato
         yield from _without_a_loss(probe, trains)
         return
     coefficient = next(
-        (v for n in COEFFICIENTS if isinstance(v := getattr(probe.config, n, None), float)), None
+        (v for n in COEFFICIENTS if isinstance(v := getattr(probe.config, n, None), float)),
+        None,
     )
     if not (probe.config.output_router_logits and coefficient):
         why = "output_router_logits is false" if coefficient else "the weight of the loss is 0"
@@ -163,6 +164,17 @@ def _padding(probe: Probe, labels: Tensor) -> Iterator[Finding]:
     """Compare the loss of a batch with its loss when random padding is appended."""
     ids_BS, mask_BS = probe.ids_BS, probe.mask_BS
     length = max(ids_BS.shape[1] // 2, 1)
+    others = [
+        name
+        for name, value in probe.batch.items()
+        if name not in ("input_ids", "attention_mask", "labels")
+        and isinstance(value, Tensor)
+        and value.shape[-1:] == ids_BS.shape[1:]
+    ]
+    if others:
+        why = f"the batch cannot be padded, because it has {', '.join(others)}"
+        yield Finding("balancing", WHOLE_MODEL, "skip", why)
+        return
     limit = getattr(probe.config, "max_position_embeddings", None) or 1 << 30
     if ids_BS.shape[1] + length > limit:
         yield Finding("balancing", WHOLE_MODEL, "skip", "the batch leaves no room for padding")
@@ -203,12 +215,12 @@ def _unmasked(routing: Routing) -> Routing:
 
 
 def _weight(probe: Probe, passed: Outputs, coefficient: float) -> Iterator[Finding]:
-    """Compare what the model's loss has beside the cross-entropy with the weighted balancing loss."""
+    """Compare what the model's loss adds to the cross-entropy with the weighted balancing loss."""
     loss, value = passed.output.loss.item(), passed.output.aux_loss.item()
     cross_entropy = probe.cross_entropy(passed.logits_BSV).item()
     beside, expected = loss - cross_entropy, coefficient * value
     weighted = f"{coefficient:g} times aux_loss is {expected:.2e}"
-    sentence = f"the loss has {beside:.2e} beside the cross-entropy; {weighted}"
+    sentence = f"the loss exceeds the cross-entropy by {beside:.2e}; {weighted}"
     if abs(beside - expected) <= _tolerance(probe) * abs(expected) + 1e-5 * abs(cross_entropy):
         yield Finding("balancing", WHOLE_MODEL, "pass", sentence)
         return

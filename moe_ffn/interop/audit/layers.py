@@ -77,16 +77,21 @@ class SparseLayer:
         return sum(weight.parameter.numel() for weight in self.weights)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel and peft."""
+def of_one_process(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel, DataParallel and `torch.compile`."""
     inner: Any = model
     while True:
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        elif type(inner).__name__ in ("DistributedDataParallel", "DataParallel"):
+        if type(inner).__name__ in ("DistributedDataParallel", "DataParallel"):
             inner = inner.module
+        elif hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
         else:
             return inner
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside peft."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
 
 
 def sparse_layers(model: nn.Module) -> list[SparseLayer]:
@@ -137,10 +142,15 @@ def _is_experts(path: str, module: nn.Module) -> bool:
 
 
 def without_adapters(module: nn.Module) -> nn.Module:
-    """Return the module that adapters of peft wrap."""
+    """Return the module that adapters of peft wrap, or the copy that they train in its place."""
     inner: Any = module
     while hasattr(inner, "base_layer") and not isinstance(inner, Experts):
         inner = inner.base_layer
+    if type(inner).__name__ == "ModulesToSaveWrapper":
+        copies = inner.modules_to_save
+        return next(
+            (copies[n] for n in inner.active_adapters if n in copies), inner.original_module
+        )
     return inner
 
 

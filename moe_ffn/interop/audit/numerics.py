@@ -1,4 +1,4 @@
-"""Checks of an audit on numbers: the precision of routers, and kernels beside a loop in float64.
+"""Checks of an audit on numbers: the precision of routers, and kernels compared with a loop in float64.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -232,8 +232,8 @@ def _compared(
         limit = TF32_ERROR
     worst = max(errors, key=lambda name: _sortable(errors[name]))
     sentence = (
-        f"{implementation} in {name_of(parameter.dtype)} beside a loop in float64: largest difference "
-        f"{errors[worst]:.1e} of the largest value (in {worst})"
+        f"{implementation} in {name_of(parameter.dtype)}, compared with a loop in float64: largest "
+        f"difference {errors[worst]:.1e} of the largest value (in {worst})"
     )
     if errors[worst] <= limit:
         return Finding("kernels", layer.name, "pass", sentence)

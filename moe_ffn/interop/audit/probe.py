@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.interop.audit.layers import SparseLayer, sparse_layers, unwrapped
+from moe_ffn.interop.audit.layers import SparseLayer, of_one_process, sparse_layers, unwrapped
 from moe_ffn.interop.routings import watch
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing
@@ -42,8 +42,12 @@ class Probe:
     """The model under audit."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        self.model = model
+        self.model = model = of_one_process(model)
         self.batch = batch
+        if bool((self.labels_BS == IGNORED).all()) and not self.ids_BS.is_meta:
+            raise ConfigError(
+                "audit: the batch has no token to predict: all labels are -100, or all tokens are padding"
+            )
         self.layers = sparse_layers(model)
         self.unwatched = ""
         """Reason why routings cannot be recorded; empty if they can."""
@@ -65,7 +69,7 @@ class Probe:
 
     @cached_property
     def reached(self) -> list[SparseLayer]:
-        """The sparse layers that the batch reaches: not those for images, or for the prediction of several tokens."""
+        """The sparse layers that the batch reaches: not those for images, or to predict several tokens."""
         called: set[str] = set()
         with mode(self.model, training=False), torch.no_grad(), ExitStack() as hooks:
             for layer in self.layers:

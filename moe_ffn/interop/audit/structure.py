@@ -175,7 +175,7 @@ def _adapted_weights(layer: SparseLayer) -> set[str]:
     if layer.kind == "listed":
         prefixes = {adapter.name.partition(".lora_")[0] for adapter in layer.adapters}
         return {w.name for w in layer.weights if any(w.name.startswith(p) for p in prefixes)}
-    names: set[str] = set()
+    names = {weight.name for weight in layer.weights if ".modules_to_save." in weight.name}
     for module in layer.block.modules():
         if hasattr(module, "base_layer") and hasattr(module, "parameter_name"):
             base = without_adapters(module)
@@ -191,22 +191,26 @@ def _unmatched_targets(probe: Probe) -> Iterator[Finding]:
     """Yield a failure for targets of an adapter that match nothing: peft ignores them."""
     modules = {_plain_name(f"{name}.")[:-1] for name, _ in probe.base.named_modules() if name}
     for name, config in getattr(probe.model, "peft_config", {}).items():
-        targets = getattr(config, "target_modules", None)
-        if isinstance(targets, str) or not targets:
-            continue
-        unmatched = sorted(
-            target
-            for target in targets
-            if not any(path == target or path.endswith(f".{target}") for path in modules)
-        )
-        if unmatched:
-            yield Finding(
-                "left out",
-                WHOLE_MODEL,
-                "fail",
-                f"target_modules of adapter '{name}' names {places(unmatched)}, which match no module",
-                _ADVICE["adapted"],
+        for option, advice in (
+            ("target_modules", _ADVICE["adapted"]),
+            ("modules_to_save", "take the names from model.named_modules()"),
+        ):
+            targets = getattr(config, option, None)
+            if isinstance(targets, str) or not targets:
+                continue
+            unmatched = sorted(
+                target
+                for target in targets
+                if not any(path == target or path.endswith(f".{target}") for path in modules)
             )
+            if unmatched:
+                yield Finding(
+                    "left out",
+                    WHOLE_MODEL,
+                    "fail",
+                    f"{option} of adapter '{name}' names {places(unmatched)}, which match no module",
+                    advice,
+                )
 
 
 def _quantised_modules(model: nn.Module) -> set[str]:
