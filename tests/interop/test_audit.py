@@ -274,6 +274,19 @@ def fewer_experts_per_token_than_declared() -> Case:
     return case
 
 
+def two_layers_with_the_same_experts() -> Case:
+    case = plain()
+    case.model.model.layers[1].mlp.experts = case.model.model.layers[0].mlp.experts
+    return case
+
+
+def one_expert_that_was_not_loaded() -> Case:
+    case = plain()
+    with torch.no_grad():
+        experts_of(case).down_proj[3] = 0
+    return case
+
+
 def weights_that_are_not_renormalised() -> Case:
     case = plain(norm_topk_prob=True)
     router_of(case).norm_topk_prob = False
@@ -306,6 +319,18 @@ def an_adapter_on_attention_alone() -> Case:
 
 def an_adapter_on_one_matrix_of_the_experts() -> Case:
     return lora(target_parameters=BOTH[:1])
+
+
+def disabled_adapters() -> Case:
+    case = lora(target_parameters=BOTH)
+    case.model.base_model.disable_adapter_layers()
+    return case
+
+
+def a_frozen_model_with_an_optimizer() -> Case:
+    case = adamw(with_loss())
+    case.model.requires_grad_(requires_grad=False)
+    return case
 
 
 def adapters_loaded_for_inference() -> Case:
@@ -514,6 +539,7 @@ LOSSES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "without the factor E": lambda f: lambda logits, E, k, mask: f(logits, E, k, mask) / E,
     "padding counts": lambda f: lambda logits, E, k, mask: f(logits, E, k, None),
     "the last layer alone": lambda f: lambda logits, E, k, mask: f(logits[-1:], E, k, mask),
+    "without a gradient": lambda f: lambda *args: f(*args).detach(),
     "of one expert per token": lambda f: lambda logits, E, k, mask: f(logits, E, 1, mask),
 }
 
@@ -715,11 +741,12 @@ DEFECTS: dict[str, list[Callable[[], Case]]] = {
     "structure": [
         fewer_experts_than_declared, narrower_experts_than_declared,
         a_dense_layer_in_the_place_of_a_sparse_one, fewer_experts_per_token_than_declared,
-        weights_that_are_not_renormalised,
+        weights_that_are_not_renormalised, two_layers_with_the_same_experts,
+        one_expert_that_was_not_loaded,
     ],
     "left out": [
         names_of_modules_that_fused_experts_lack, an_adapter_on_attention_alone,
-        a_router_to_save_by_another_name,
+        a_router_to_save_by_another_name, disabled_adapters,
         an_adapter_on_one_matrix_of_the_experts, a_quantiser_that_replaces_linear_layers_alone,
     ],
     "learning": [
@@ -729,7 +756,7 @@ DEFECTS: dict[str, list[Callable[[], Case]]] = {
         one_expert_per_token_with_a_weight_of_one, experts_computed_without_gradient,
         one_expert_without_a_gradient, a_gradient_of_nan, gradients_of_the_next_expert,
         an_optimizer_without_the_experts, an_optimizer_without_the_routers,
-        experts_with_a_rate_of_zero, decay_on_the_biases_of_experts,
+        experts_with_a_rate_of_zero, a_frozen_model_with_an_optimizer, decay_on_the_biases_of_experts,
     ],
     "balancing": [
         training_without_a_balancing_loss, a_balancing_loss_of_weight_zero,

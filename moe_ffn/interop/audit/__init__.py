@@ -28,6 +28,7 @@ from moe_ffn.interop.audit.structure import (
     K_OPTIONS,
     check_left_out,
     check_structure,
+    check_zeros,
     option_of,
 )
 from moe_ffn.training.objective import ObjectiveConfig
@@ -98,6 +99,7 @@ def _numeric_checks(
             yield Finding(
                 "numbers", layer.name, "skip", "no token of this batch reaches this layer"
             )
+    yield from check_zeros(probe)
     yield from check_gradients(probe)
     if objective is None:
         yield from check_balancing(probe, trains=trains, accumulation=accumulation)

@@ -110,6 +110,7 @@ def _of_transformers(probe: Probe, coefficient: float, accumulation: int) -> Ite
         )
         return
     yield from _value(value.item(), routings, _tolerance(probe))
+    yield from _gradient(probe, labels)
     yield from _padding(probe, labels)
     yield from _weight(probe, passed, coefficient)
     yield from _accumulation(probe, labels, value.item(), coefficient, accumulation)
@@ -158,6 +159,26 @@ def _value(value: float, routings: list[Routing], tolerance: float) -> Iterator[
         else f"{ratio:.3g} times as large"
     )
     yield Finding("balancing", WHOLE_MODEL, "fail", f"{sentence}: {known}", _ADVICE)
+
+
+def _gradient(probe: Probe, labels: Tensor) -> Iterator[Finding]:
+    """Check that the loss reaches the routers."""
+    routers = [p for layer in probe.layers for p in layer.routers.values() if p.requires_grad]
+    if not routers:
+        return
+    with torch.enable_grad():
+        value = probe.run(labels=labels, output_router_logits=True).output.aux_loss
+    if value.requires_grad:
+        grads = torch.autograd.grad(value, routers, allow_unused=True)
+        if any(grad is not None for grad in grads):
+            return
+    yield Finding(
+        "balancing",
+        WHOLE_MODEL,
+        "fail",
+        "aux_loss gives the routers no gradient, so it has no effect",
+        "look for detach or no_grad between the routers' logits and the loss",
+    )
 
 
 def _padding(probe: Probe, labels: Tensor) -> Iterator[Finding]:

@@ -73,6 +73,15 @@ def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     rates = [group["lr"] for group in optimizer.param_groups]
     names = dict(probe.model.named_parameters())
+    if not any(parameter.requires_grad for parameter in names.values()):
+        yield Finding(
+            "learning",
+            WHOLE_MODEL,
+            "fail",
+            "no parameter requires a gradient, so the optimizer has nothing to train",
+            "call requires_grad_() on what it should train; load an adapter with is_trainable=True",
+        )
+        return
     absent = [n for n, p in names.items() if p.requires_grad and id(p) not in groups]
     if absent:
         experts = {t.name for layer in probe.layers for t in (*layer.weights, *layer.adapters)}

@@ -77,7 +77,13 @@ class Probe:
                     lambda module, args, name=layer.name: called.add(name)
                 )
                 hooks.callback(hook.remove)
-            self.logits(labels=None)
+            try:
+                self.run(labels=None)
+            except (
+                ConfigError
+            ) as error:  # routers that return no logits, or experts of two layers in one
+                self.unwatched = str(error)
+                self.logits(labels=None)
         return [layer for layer in self.layers if layer.name in called]
 
     @property

@@ -118,6 +118,30 @@ def _declared_shapes(probe: Probe) -> dict[str, tuple[int, ...]] | None:
     return {name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()}
 
 
+def check_zeros(probe: Probe) -> Iterator[Finding]:
+    """Find experts whose matrix is zero while those of other experts are not."""
+    for layer in probe.layers:
+        empty: dict[str, list[int]] = {}
+        for tensor in layer.weights:
+            parameter = tensor.parameter
+            if parameter.ndim == 3 and parameter.is_floating_point():
+                used_E = tensor.by_expert(parameter.detach(), layer.num_experts).any(dim=-1)
+                if used_E.any() and not used_E.all():
+                    empty[tensor.name] = (~used_E).nonzero().flatten().tolist()
+        if empty:
+            which = "; ".join(
+                f"{name}, experts {places([str(expert) for expert in experts])}"
+                for name, experts in empty.items()
+            )
+            yield Finding(
+                "structure",
+                layer.name,
+                "warn",
+                f"matrices of some experts are all zero: {which}",
+                "load the weights again, unless these experts were pruned",
+            )
+
+
 # -- left out
 
 
@@ -132,6 +156,7 @@ def check_left_out(probe: Probe) -> Iterator[Finding]:
     if adapted:
         yield from _experts_left_out(probe, "adapted", lambda tensor: False)
         yield from _unmatched_targets(probe)
+        yield from _disabled(probe)
     if not quantised and not adapted:
         yield Finding(
             "left out", WHOLE_MODEL, "pass", "no tensor is quantised, and there is no adapter"
@@ -211,6 +236,18 @@ def _unmatched_targets(probe: Probe) -> Iterator[Finding]:
                     f"{option} of adapter '{name}' names {places(unmatched)}, which match no module",
                     advice,
                 )
+
+
+def _disabled(probe: Probe) -> Iterator[Finding]:
+    disabled = [n for n, m in probe.base.named_modules() if getattr(m, "disable_adapters", False)]
+    if disabled:
+        yield Finding(
+            "left out",
+            WHOLE_MODEL,
+            "warn",
+            f"the adapters of {len(disabled)} modules are disabled: {places(disabled)}",
+            "call enable_adapter_layers() before you train or use the adapter",
+        )
 
 
 def _quantised_modules(model: nn.Module) -> set[str]:
