@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import moe_ffn
 from moe_ffn import audit
 from moe_ffn.cli.demo import MODEL
+from moe_ffn.cli.train import parse
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.training.objective import ObjectiveConfig
 from tests.helpers.transformers_models import FAMILIES, LATENT, model_of
@@ -851,6 +852,17 @@ def test_experts_in_a_list_are_checked_as_far_as_they_can_be_seen() -> None:
     model = Listed()
     model.experts[2][2].register_forward_hook(lambda module, args, output: output * 0)
     assert "experts computed tokens but have a gradient of zero: 2" in str(audit(model, batch()))
+
+
+@pytest.mark.parametrize("name", ["hash", "mixture_of_depths"])
+def test_blocks_of_ours_are_not_accused_and_random_states_stay(name: str) -> None:
+    sizes = ["--model.d_model", "16", "--model.num_layers", "2"]
+    config = parse(["--config", f"configs/blocks/{name}.yaml", *sizes])
+    model = config.model.build(64, 64)
+    state = torch.get_rng_state()
+    report = audit(model, batch())
+    assert set(problems(report)) <= {"health"}, report  # new routers may leave an expert idle
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_our_blocks_in_a_model_of_transformers() -> None:

@@ -229,7 +229,7 @@ def _used_experts(
         return None
     grad = kept[0][1].grad
     reached_T = (grad.reshape(-1, grad.shape[-1]) != 0).any(dim=-1)
-    if len(reached_T) != routing.num_tokens:
+    if len(reached_T) != routing.num_tokens or routing.num_experts < layer.num_experts:
         return None
     counted_N = routing.computed_N & reached_T[routing.token_ids_N] & (routing.weights_N != 0)
     used_E = torch.zeros(routing.num_experts, dtype=torch.bool, device=counted_N.device)

@@ -44,7 +44,7 @@ class Probe:
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         self.model = model = of_one_process(model)
         self.batch = batch
-        if bool((self.labels_BS == IGNORED).all()) and not self.ids_BS.is_meta:
+        if not self.ids_BS.is_meta and bool((self.labels_BS == IGNORED).all()):
             raise ConfigError(
                 "audit: the batch has no token to predict: all labels are -100, or all tokens are padding"
             )

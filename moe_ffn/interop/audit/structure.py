@@ -106,7 +106,7 @@ def _declared_shapes(probe: Probe) -> dict[str, tuple[int, ...]] | None:
     """Return name -> shape of a model built from the config; None if that is impossible."""
     base: Any = probe.base
     try:
-        with torch.device("meta"):
+        with torch.random.fork_rng([]), torch.device("meta"):
             if isinstance(base, Decoder):
                 fresh = base.config.build_empty(base.embedding.num_embeddings, base.max_seq_len)
             elif probe.config is not None:
@@ -239,7 +239,11 @@ def _unmatched_targets(probe: Probe) -> Iterator[Finding]:
 
 
 def _disabled(probe: Probe) -> Iterator[Finding]:
-    disabled = [n for n, m in probe.base.named_modules() if getattr(m, "disable_adapters", False)]
+    disabled = [
+        name
+        for name, module in probe.base.named_modules()
+        if hasattr(module, "base_layer") and getattr(module, "disable_adapters", False)
+    ]
     if disabled:
         yield Finding(
             "left out",
