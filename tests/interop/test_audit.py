@@ -158,7 +158,8 @@ def test_no_healthy_setting_is_accused(build: Callable[[], Any]) -> None:
 
 def test_a_compiled_model_is_audited_without_its_compiler() -> None:
     case = our_demo()
-    report = audit(torch.compile(case.model, backend="eager"), case.batch)
+    compiled: Any = torch.compile(case.model, backend="eager")
+    report = audit(compiled, case.batch)
     assert report.model == "Decoder"
     assert not problems(report), report
 

@@ -147,9 +147,10 @@ def without_adapters(module: nn.Module) -> nn.Module:
     while hasattr(inner, "base_layer") and not isinstance(inner, Experts):
         inner = inner.base_layer
     if type(inner).__name__ == "ModulesToSaveWrapper":
-        copies = inner.modules_to_save
+        wrapper: Any = inner
+        copies = wrapper.modules_to_save
         return next(
-            (copies[n] for n in inner.active_adapters if n in copies), inner.original_module
+            (copies[n] for n in wrapper.active_adapters if n in copies), wrapper.original_module
         )
     return inner
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -73,9 +73,8 @@ class Probe:
         called: set[str] = set()
         with mode(self.model, training=False), torch.no_grad(), ExitStack() as hooks:
             for layer in self.layers:
-                hook = layer.block.register_forward_pre_hook(
-                    lambda module, args, name=layer.name: called.add(name)
-                )
+                note = partial(lambda name, module, args: called.add(name), layer.name)
+                hook = layer.block.register_forward_pre_hook(note)
                 hooks.callback(hook.remove)
             try:
                 self.run(labels=None)
