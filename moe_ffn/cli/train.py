@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def first_line(config: TrainConfig, resume: Resume | None = None) -> str:
+def describe_run(config: TrainConfig, resume: Resume | None = None) -> str:
     """Return a description of the run to train, with its duration if it is the default run."""
     model, data, trainer = config.model, config.data, config.trainer
     blocks = " and ".join(dict.fromkeys(ffn.describe() for ffn in model.layer_ffns()))
@@ -112,7 +112,7 @@ def _train(config: TrainConfig, resume: Resume | None) -> Path:
     check_environment(config.trainer.num_nodes)
     with explaining_custom_errors():
         check_counts(config)
-        log.info("%s", first_line(config, resume))
+        log.info("%s", describe_run(config, resume))
     announce_import("lightning")
     from moe_ffn.cli import training_run
 
