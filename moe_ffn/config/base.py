@@ -29,6 +29,7 @@ from moe_ffn.config.errors import (
     UNKNOWN_KEY,
     ConfigError,
     did_you_mean,
+    explain,
     nearest_or_all,
     shorten,
     show,
@@ -58,6 +59,15 @@ class Config(BaseModel, frozen=True):
 
     wrong_value_hint: ClassVar[str] = ""
     """End of the message about a value that is no mapping or names an unknown type: `; use ...`."""
+
+    def __init__(self, /, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise ConfigError("\n".join(explain(error))) from error
+
+    # Otherwise `model_validate` would call `__init__`.
+    __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]
 
     @model_validator(mode="wrap")
     @classmethod

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.sizes import TRAINING_FLOPS
 from moe_ffn.html_repr import spread
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
@@ -235,7 +234,7 @@ def concerns(run: Run) -> list[tuple[str, str]]:
         found.append(("bad", f"Out of the healthy range: {'; '.join(unhealthy)}."))
     try:
         rules = AlarmsConfig(after_steps=run.option("logging.alarms.after_steps"))
-    except ValidationError:  # the option is missing or damaged
+    except ConfigError:  # the option is missing or damaged
         rules = AlarmsConfig()
     losses = run.series("train/loss")
     sentences = rules.not_judged(
