@@ -199,6 +199,18 @@ def test_a_mistake_is_the_usual_sentence(options: dict[str, Any]) -> None:
     assert not Path("runs").exists()
 
 
+def test_a_run_that_diverges_raises(options: dict[str, Any]) -> None:
+    options["optimizer"] = {"learning_rate": 1e9, "schedule": {"warmup_fraction": 0.0}}
+    options["trainer"] |= {
+        "max_steps": 40,
+        "guard": {"max_loss_ratio": 1.01, "max_skipped_in_a_row": 1},
+    }
+    options["run"]["name"] = "diverged"
+    with pytest.raises(moe_ffn.TrainingError, match=r"^step \d+: 1 step was skipped"):
+        moe_ffn.train(options)
+    assert moe_ffn.load_run("runs/diverged").alarms[-1].kind == "skipped_step"
+
+
 def test_only_the_first_of_several_processes_returns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

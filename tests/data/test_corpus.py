@@ -253,3 +253,11 @@ TEXT = {"type": "text"}
 def test_bad_options_are_refused_by_path(values: dict[str, object], message: str) -> None:
     (line,) = mistakes(DataConfig, values)
     assert message in line
+
+
+def test_a_path_in_the_wrong_place_is_told_where_paths_go() -> None:
+    (line,) = mistakes(DataConfig, "my_texts")
+    assert line == (
+        "must be a mapping of options, got 'my_texts'; for your own text files use data.corpus: "
+        "{type: text, paths: [PATH]}"
+    )

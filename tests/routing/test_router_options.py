@@ -152,7 +152,7 @@ def test_the_network_before_the_projection_is_its_formula(depth: int) -> None:
     assert config.num_params(8, E) == sum(p.numel() for p in router.parameters())
     assert config.flops_per_token(8, E) == 2 * (8 * 5 + depth * 25 + 5 * E)
     with pytest.raises(ConfigError, match="has no row for each expert"):
-        router.rows()
+        router.expert_rows()
     lower = router.bfloat16()
     assert lower(x_TD.bfloat16(), TokenContext()).logits_TE.dtype == torch.float32
 
